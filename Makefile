@@ -1,0 +1,39 @@
+# Two commands for a fresh machine (Python 3.11 or newer, nothing else):
+#   make demo   train a private model on embedded digits and test it
+#   make test   lint, type check, tests
+# Each does its own set-up in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DEMO_OUT ?= $(shell mktemp -d)/dpsur-demo
+
+.PHONY: demo test lint format clean
+
+demo: $(INSTALLED)
+	$(BIN)/dpsur train --task mnist-5k --epsilon 3 --delta 1e-5 --out $(DEMO_OUT)
+	$(BIN)/dpsur evaluate $(DEMO_OUT)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# torch first and alone: a later range in pyproject.toml then finds it satisfied.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dpsur needs Python 3.11 or newer; run: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(INSTALLED)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

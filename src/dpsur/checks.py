@@ -1,0 +1,47 @@
+"""Checks of single values: each names the value it refuses."""
+
+import math
+
+from dpsur.errors import InvalidInputError
+
+
+def positive(name: str, value: float) -> None:
+    """Refuse anything but a finite number above zero."""
+    if not (math.isfinite(value) and value > 0):
+        raise InvalidInputError(f"{name} must be a finite number above 0, got {value}")
+
+
+def non_negative(name: str, value: float) -> None:
+    """Refuse anything but a finite number of at least zero."""
+    if not (math.isfinite(value) and value >= 0):
+        raise InvalidInputError(f"{name} must be a finite number of at least 0, got {value}")
+
+
+def finite(name: str, value: float) -> None:
+    """Refuse NaN and the infinities."""
+    if not math.isfinite(value):
+        raise InvalidInputError(f"{name} must be a finite number, got {value}")
+
+
+def at_least_one(name: str, value: int) -> None:
+    """Refuse counts below one and numbers that are not whole."""
+    if value != int(value) or value < 1:
+        raise InvalidInputError(f"{name} must be a whole number of at least 1, got {value}")
+
+
+def sample_rate(name: str, value: float) -> None:
+    """Refuse what is not a probability in (0, 1]."""
+    if not 0 < value <= 1:
+        raise InvalidInputError(f"{name} must be in (0, 1], got {value}")
+
+
+def fraction_below_one(name: str, value: float) -> None:
+    """Refuse what is not in [0, 1)."""
+    if not 0 <= value < 1:
+        raise InvalidInputError(f"{name} must be in [0, 1), got {value}")
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse a word that is not on the list."""
+    if value not in choices:
+        raise InvalidInputError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
