@@ -1,0 +1,1 @@
+"""The accountants. Nothing here knows of tensors or training."""

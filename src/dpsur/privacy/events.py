@@ -1,0 +1,120 @@
+"""What a mechanism did to the data, in the terms an accountant needs.
+
+Mechanisms emit events, accountants read them. An event is a plain frozen value: it knows nothing of
+tensors and can be written to a file and read back.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dpsur import checks
+from dpsur.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class NonPrivate:
+    """Data used without protection. Every accountant charges infinity."""
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Gaussian noise on a query over all records; the multiplier is relative to its sensitivity."""
+
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        checks.positive("noise_multiplier", self.noise_multiplier)
+
+
+@dataclass(frozen=True)
+class SampledGaussian:
+    """Gaussian noise on a query over a Poisson sample of the records."""
+
+    sample_rate: float
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        checks.sample_rate("sample_rate", self.sample_rate)
+        checks.positive("noise_multiplier", self.noise_multiplier)
+
+
+@dataclass(frozen=True)
+class LossTest:
+    """The paper's noisy test of a loss difference on a fresh Poisson sample (Alg. 1, L9-14).
+
+    The clipped difference has sensitivity 2 C_v and noise 2 C_v sigma_v, so that the clip bound
+    C_v cancels from every probability.
+    """
+
+    sample_rate: float
+    noise_multiplier: float
+    accept_threshold: float
+
+    def __post_init__(self) -> None:
+        checks.sample_rate("val_sample_rate", self.sample_rate)
+        checks.positive("val_noise_multiplier", self.noise_multiplier)
+        if math.isnan(self.accept_threshold):
+            raise InvalidInputError("accept_threshold must be a number, got nan")
+
+    def acceptance(self, clipped_difference: float) -> float:
+        """Probability of accepting, the difference given in units of the clip bound, in [-1, 1]."""
+        if not -1 <= clipped_difference <= 1:
+            raise InvalidInputError(
+                f"a clipped difference lies in [-1, 1] clip bounds, got {clipped_difference}"
+            )
+        distance = self.accept_threshold - clipped_difference
+        return 0.5 * math.erfc(-distance / (2 * self.noise_multiplier) / math.sqrt(2))
+
+    @property
+    def accept_min(self) -> float:
+        """Acceptance probability of the worst candidate, a_min."""
+        return self.acceptance(1.0)
+
+    @property
+    def accept_max(self) -> float:
+        """Acceptance probability of the best candidate, a_max."""
+        return self.acceptance(-1.0)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate update and, where there is one, the test that it must pass."""
+
+    update: SampledGaussian | NonPrivate
+    test: LossTest | None = None
+
+
+Event = NonPrivate | Gaussian | SampledGaussian | LossTest | Trial
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (NonPrivate, Gaussian, SampledGaussian, LossTest)
+}
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    """Write an event as plain values."""
+    if isinstance(event, Trial):
+        test = None if event.test is None else event_to_json(event.test)
+        return {"kind": "Trial", "update": event_to_json(event.update), "test": test}
+    return {"kind": type(event).__name__, **asdict(event)}
+
+
+def event_from_json(values: Mapping[str, Any]) -> Event:
+    """Read what `event_to_json` wrote; anything else is an error, never a guess."""
+    fields = dict(values)
+    kind = fields.pop("kind", None)
+    try:
+        if kind == "Trial":
+            test = fields.pop("test")
+            update = fields.pop("update")
+            if fields:
+                raise InvalidInputError(f"unknown keys in a Trial event: {sorted(fields)}")
+            return Trial(
+                update=event_from_json(update),  # type: ignore[arg-type]
+                test=None if test is None else event_from_json(test),  # type: ignore[arg-type]
+            )
+        return _KINDS[kind](**fields)  # type: ignore[no-any-return]
+    except (KeyError, TypeError) as error:
+        raise InvalidInputError(f"not a privacy event: {dict(values)!r}") from error
