@@ -1,0 +1,1 @@
+"""The mechanism: sampling, clipping, noise, update, test, and the loop around them."""

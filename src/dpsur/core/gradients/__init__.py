@@ -1,0 +1,9 @@
+"""Sums of clipped per-example gradients, with the sensitivity they have.
+
+`clipped_sum` is the interface; how the gradients are found behind it cannot change the answer.
+"""
+
+from dpsur.core.gradients.clipping import ClippedSum, clipped_sum
+from dpsur.core.gradients.support import check_model
+
+__all__ = ["ClippedSum", "check_model", "clipped_sum"]

@@ -1,0 +1,127 @@
+"""Refuse models for which the gradient of one record is not defined, and say what to use."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dpsur.core.problem import mode
+from dpsur.core.types import Examples
+from dpsur.errors import UnsupportedModelError
+
+_TOLERANCE = 1e-3
+
+
+def check_model(model: nn.Module, examples: Examples) -> Tensor:
+    """Check a model before any record reaches it, on made-up inputs of the records' shape.
+
+    Returns the outputs for the made-up inputs, whose shape tells what the model predicts.
+    """
+    _check_parameters(model)
+    _check_known_mixers(model)
+    return _probe(model, examples.inputs)
+
+
+def _check_parameters(model: nn.Module) -> None:
+    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise UnsupportedModelError(
+            "the model has no parameter that requires a gradient; unfreeze the layers to train"
+        )
+    for name, value in trainable:
+        if value.dtype not in (torch.float32, torch.float64):
+            raise UnsupportedModelError(
+                f"parameter {name} is {value.dtype}; convert the model with model.float()"
+            )
+        if not value.isfinite().all():
+            raise UnsupportedModelError(
+                f"parameter {name} holds values that are not finite; initialise the model again"
+            )
+
+
+def _check_known_mixers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        where = f"module {name or '(root)'} ({kind})"
+        if isinstance(module, _BatchNorm):
+            if "InstanceNorm" not in kind:
+                raise UnsupportedModelError(
+                    f"{where} mixes the examples of a batch, so one record's gradient is not "
+                    "defined; replace it with nn.GroupNorm"
+                )
+        elif getattr(module, "track_running_stats", False):
+            raise UnsupportedModelError(
+                f"{where} keeps statistics of private records in its buffers; "
+                "set track_running_stats=False"
+            )
+
+
+def _probe(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Run two made-up records together and alone: the outputs must not depend on company."""
+    pair = _made_up(inputs)
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    try:
+        with torch.no_grad(), mode(model, training=False):
+            together, seen_together = _watched(model, pair)
+            _, seen_alone = _watched(model, pair[:1])
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UnsupportedModelError(
+            f"the model cannot take inputs of shape {tuple(pair.shape)} and type {pair.dtype}: "
+            f"{reason}"
+        ) from error
+    changed = [n for n, v in model.named_buffers() if not torch.equal(v, buffers[n])]
+    if changed:
+        raise UnsupportedModelError(
+            f"buffer {changed[0]} changes during a forward pass and would carry private records "
+            "into the release; make the forward pass free of side effects"
+        )
+    if not isinstance(together, Tensor) or len(together) != len(pair):
+        raise UnsupportedModelError(
+            "the model must return one tensor with one row per example; wrap it in a module that "
+            "does"
+        )
+    for name, output in seen_together.items():
+        if not _same_row(output, seen_alone.get(name)):
+            raise UnsupportedModelError(
+                f"module {name or '(root)'} ({type(model.get_submodule(name)).__name__}) gives an "
+                "example another output when it has company in the batch; replace it with a layer "
+                "that treats each example by itself, such as nn.GroupNorm or nn.LayerNorm"
+            )
+    return together
+
+
+def _made_up(inputs: Tensor) -> Tensor:
+    shape = (2, *inputs.shape[1:])
+    generator = torch.Generator().manual_seed(0)
+    if inputs.dtype.is_floating_point:
+        values = torch.randn(shape, generator=generator)
+    else:
+        values = torch.randint(0, 2, shape, generator=generator)
+    return values.to(device=inputs.device, dtype=inputs.dtype)
+
+
+def _watched(model: nn.Module, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Outputs of the model, and of its modules in the order in which they finish."""
+    seen: dict[str, Tensor] = {}
+
+    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
+        def note(_: nn.Module, __: object, output: object) -> None:
+            if isinstance(output, Tensor) and len(output.shape) and len(output) == len(inputs):
+                seen[name] = output
+
+        return model.get_submodule(name).register_forward_hook(note)
+
+    handles = [watch(name) for name, _ in model.named_modules()]
+    try:
+        return model(inputs), seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _same_row(together: Tensor, alone: Tensor | None) -> bool:
+    if alone is None or alone.shape[1:] != together.shape[1:]:
+        return True  # a module that folds other dimensions into the batch is judged by its parent
+    if not together.dtype.is_floating_point:
+        return torch.equal(together[0], alone[0])
+    return torch.allclose(together[0], alone[0], rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)

@@ -1,0 +1,62 @@
+"""Algorithm 1: propose, judge, keep or drop, until the plan is done."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpsur.core.tree import map_tensors
+from dpsur.core.types import Procedure, State, Verdict
+from dpsur.errors import NothingReleasedError
+from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plan import Plan
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands between two trials. Private as a whole."""
+
+    state: State
+    ledger: Ledger
+
+
+OnTrial = Callable[[Progress, Verdict], None]
+
+
+def start(procedure: Procedure) -> Progress:
+    """The progress of a run that has not made a trial."""
+    return Progress(procedure.initial_state(), Ledger(setup=procedure.setup))
+
+
+def train(
+    procedure: Procedure,
+    plan: Plan,
+    progress: Progress,
+    on_trial: OnTrial = lambda *_: None,
+) -> Progress:
+    """Run trials until the plan affords no more, and return where the run ended.
+
+    Formal guarantee: the returned state satisfies the plan's (epsilon, delta) under the plan's
+    accounting, for adding or removing one record. Raises NothingReleasedError if the cap on trials
+    came first: that event is as improbable as the plan says, provided nothing is released.
+    """
+    state, ledger = progress.state, progress.ledger
+    while plan.affords(ledger):  # before a trial, never after
+        position = torch.tensor(plan.position(ledger), device=state.updates.device)
+        candidate = procedure.propose(state, position)  # Alg. 1, L3-8
+        verdict = procedure.judge(state, candidate)  # L9-14
+        state = keep(verdict.accept, candidate.state, state)  # L15-18
+        ledger = ledger.record(procedure.trial, updates=int(verdict.accept))
+        on_trial(Progress(state, ledger), verdict)
+    if not plan.completed(ledger):
+        raise NothingReleasedError(
+            f"the cap of {plan.trials} trials came before {plan.updates} accepted updates; nothing "
+            "may be released from this run: start another one"
+        )
+    return Progress(state, ledger)
+
+
+def keep(accept: Tensor, candidate: State, current: State) -> State:
+    """Choose one of two states, whole, without asking the host."""
+    return map_tensors(lambda new, old: torch.where(accept, new, old), candidate, current)

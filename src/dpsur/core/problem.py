@@ -1,0 +1,70 @@
+"""A model, a loss and the private records, as pure functions of the weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dpsur.core.types import Examples, LossFunction, Params
+
+EVALUATION_ROWS = 2048
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be learned. The module is only a shape: its own weights are never changed."""
+
+    model: nn.Module
+    loss: LossFunction
+    train: Examples
+
+    @property
+    def device(self) -> torch.device:
+        """Where the records are."""
+        return self.train.inputs.device
+
+    def initial_params(self) -> Params:
+        """Copies of the weights that are to be trained."""
+        return {
+            name: value.detach().clone()
+            for name, value in self.model.named_parameters()
+            if value.requires_grad
+        }
+
+    def outputs(self, params: Params, inputs: Tensor) -> Tensor:
+        """Model outputs in evaluation mode, in pieces of bounded size."""
+        with torch.no_grad(), mode(self.model, training=False):
+            pieces = [
+                functional_call(self.model, params, (piece,))
+                for piece in torch.split(inputs, EVALUATION_ROWS)
+            ]
+        return torch.cat(pieces)
+
+    def losses(self, params: Params, examples: Examples) -> Tensor:
+        """The loss of each record by itself, in evaluation mode."""
+        return example_losses(self.loss, self.outputs(params, examples.inputs), examples.targets)
+
+
+def example_losses(loss: LossFunction, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Apply a loss to every record alone, so that its own reduction does not matter."""
+
+    def one(output: Tensor, target: Tensor) -> Tensor:
+        return loss(output.unsqueeze(0), target.unsqueeze(0)).reshape(())
+
+    return torch.func.vmap(one)(outputs, targets)
+
+
+@contextmanager
+def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put every submodule into one mode and back into its own afterwards."""
+    before = [(module, module.training) for module in model.modules()]
+    for module, _ in before:
+        module.training = training
+    try:
+        yield
+    finally:
+        for module, flag in before:
+            module.training = flag

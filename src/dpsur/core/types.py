@@ -1,0 +1,108 @@
+"""The values that flow through a run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpsur.errors import InvalidInputError
+from dpsur.privacy.events import Event, Trial
+
+Params = dict[str, Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Records as two tensors with one row per record."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.targets):
+            raise InvalidInputError(
+                f"{len(self.inputs)} inputs but {len(self.targets)} targets: "
+                "there must be one target per input"
+            )
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def select(self, rows: Tensor) -> "Examples":
+        """Return the named rows."""
+        return Examples(self.inputs[rows], self.targets[rows])
+
+    def to(self, device: torch.device) -> "Examples":
+        """Move both tensors to a device."""
+        return Examples(self.inputs.to(device), self.targets.to(device))
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """Buffers of an optimizer, one set of tensors per buffer name."""
+
+    step: Tensor
+    buffers: Mapping[str, Params]
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that a rejected trial must leave as it was.
+
+    Rejecting is not assigning: the next state is either the candidate's or this one, whole. Random
+    streams are deliberately not part of it, or a rejected draw would repeat for ever.
+    """
+
+    params: Params
+    optimizer: OptimizerState
+    updates: Tensor
+    average: Params | None = None
+
+    @property
+    def released_params(self) -> Params:
+        """The weights that a user gets: the average where one is kept."""
+        return self.params if self.average is None else self.average
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A proposed next state."""
+
+    state: State
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether to keep a candidate. `private` holds figures that must never be released."""
+
+    accept: Tensor
+    private: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Procedure(Protocol):
+    """A method bound to data, model and random streams: what the loop drives."""
+
+    @property
+    def trial(self) -> Trial:
+        """The event that one call of `propose` and `judge` amounts to."""
+        ...
+
+    @property
+    def setup(self) -> tuple[Event, ...]:
+        """Events that happened before the first trial."""
+        ...
+
+    def initial_state(self) -> State:
+        """The state before the first trial."""
+        ...
+
+    def propose(self, state: State, position: Tensor) -> Candidate:
+        """Draw a candidate; `position` is where its schedules stand."""
+        ...
+
+    def judge(self, state: State, candidate: Candidate) -> Verdict:
+        """Test a candidate against the state it came from."""
+        ...
