@@ -1,0 +1,7 @@
+"""Run the command with `python -m dpsur`."""
+
+import sys
+
+from dpsur.cli import main
+
+sys.exit(main())

@@ -1,0 +1,57 @@
+"""`dpsur evaluate`: load a release and test it on the task's public test set."""
+
+import argparse
+import json
+from typing import Any
+
+from dpsur.core.problem import Problem
+from dpsur.errors import InvalidInputError
+from dpsur.privacy.statement import format_epsilon
+from dpsur.runs.evaluation import evaluate
+from dpsur.runs.fit import choose_device
+from dpsur.runs.release import read_release
+from dpsur.tasks import task_named
+
+
+def add_to(commands: Any) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "evaluate",
+        help="test a release on its task's public test set",
+        description="Load a release and test it on the public test set of its task.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="a run folder, or the release folder in it")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print accuracy and privacy."""
+    device = choose_device(options.device)
+    model, statement, origin = read_release(options.folder)
+    if origin.task is None:
+        raise InvalidInputError(f"{options.folder} names no task to test on; evaluate it in Python")
+    task = task_named(origin.task)
+    _, test = task.load()
+    test = test.to(device)
+    problem = Problem(model.to(device), task.loss, test)
+    scores = evaluate(problem, problem.initial_params(), test)
+    guarantee = statement["guarantee"]
+    if options.json:
+        print(json.dumps({"task": task.name, "scores": scores, "guarantee": guarantee}))
+        return 0
+    print(f"{task.name}: test accuracy {scores['accuracy']:.2%}, loss {scores['loss']:.4f}")
+    print(describe_guarantee(guarantee))
+    return 0
+
+
+def describe_guarantee(guarantee: dict[str, Any]) -> str:
+    """One line on the privacy of a release, which never sounds better than it is."""
+    figure = f"epsilon {format_epsilon(guarantee['epsilon'])} at delta {guarantee['delta']:g}"
+    if guarantee["proved"]:
+        return f"privacy: {figure}, accounting {guarantee['accounting']}"
+    return (
+        f"privacy: proven: not computed; claimed by the paper's analysis, not proved: {figure}, "
+        f"accounting {guarantee['accounting']}"
+    )

@@ -1,0 +1,101 @@
+"""Argument parsing: one-line errors, and options made from a method's hyper-parameters."""
+
+import argparse
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, Field
+from typing import Any, NoReturn
+
+from dpsur.errors import InvalidInputError
+from dpsur.methods import METHODS, Method
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with exit status 2."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and where to look."""
+        self.exit(2, f"dpsur: error: {message} (see: {self.prog} --help)\n")
+
+
+def flag(name: str) -> str:
+    """The option that sets a hyper-parameter."""
+    return "--" + name.replace("_", "-")
+
+
+def add_method_options(parser: argparse.ArgumentParser) -> None:
+    """Add the hyper-parameters of all methods, each once, saying which methods have it."""
+    group = parser.add_argument_group(
+        "hyper-parameters", "what is not given is chosen for the data and the budget"
+    )
+    for name, owners in _owners().items():
+        field = _field(METHODS[owners[0]], name)
+        note = "" if len(owners) == len(METHODS) else f" [{', '.join(owners)}]"
+        group.add_argument(
+            flag(name),
+            type=_value_type(METHODS[owners[0]], name),
+            choices=field.metadata["choices"],
+            metavar=None if field.metadata["choices"] else name.upper().split("_")[-1],
+            help=field.metadata["help"].replace("%", "%%") + _shown_default(owners, name) + note,
+        )
+
+
+def method_options(options: argparse.Namespace, method: type[Method]) -> dict[str, Any]:
+    """The hyper-parameters that were given, checked to belong to the method."""
+    given = {
+        name: getattr(options, name) for name in _owners() if getattr(options, name) is not None
+    }
+    known = {field.name for field in method.options()}
+    for name in given:
+        if name not in known:
+            owners = ", ".join(_owners()[name])
+            raise InvalidInputError(
+                f"method {method.name} has no option {flag(name)}, which belongs to {owners}; "
+                f"leave it out or choose --method {_owners()[name][0]}"
+            )
+    return given
+
+
+def build_method(name: str, values: Mapping[str, Any]) -> Method:
+    """Make a method from stored or given hyper-parameters; an unknown key is an error."""
+    method = METHODS[name]
+    unknown = sorted(set(values) - {field.name for field in method.options()})
+    if unknown:
+        raise InvalidInputError(f"method {name} has no hyper-parameter {unknown[0]!r}")
+    return method(**values)
+
+
+def _owners() -> dict[str, list[str]]:
+    owners: dict[str, list[str]] = {}
+    for name, method in METHODS.items():
+        for field in method.options():
+            owners.setdefault(field.name, []).append(name)
+    return owners
+
+
+def _field(method: type[Method], name: str) -> Field[Any]:
+    return next(field for field in method.options() if field.name == name)
+
+
+def _value_type(method: type[Method], name: str) -> type[Any]:
+    hint = typing.get_type_hints(method)[name]
+    if isinstance(hint, types.UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    result: type[Any] = hint
+    return result
+
+
+def _shown_default(owners: list[str], name: str) -> str:
+    defaults = {owner: _field(METHODS[owner], name).default for owner in owners}
+    values = {value for value in defaults.values() if value is not None and value is not MISSING}
+    if not values:
+        return ""
+    if len(values) == 1:
+        return f" (default: {values.pop()})"
+    return f" (default: {', '.join(f'{v} for {o}' for o, v in defaults.items())})"

@@ -1,0 +1,108 @@
+"""The operator's view of a run.
+
+By default it shows only what the privacy accounting covers: how far the run is, the budget spent
+and accuracy on public records.
+"""
+
+import sys
+import time
+from typing import Any, Self
+
+from dpsur.core.loop import Progress
+from dpsur.core.types import Verdict
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.statement import format_epsilon
+
+PRIVATE_WARNING = (
+    "rejections, loss differences and timings below depend on private records: do not share them"
+)
+
+
+class ProgressBar:
+    """A live bar on a terminal, a line per evaluation elsewhere."""
+
+    def __init__(self, quiet: bool, show_private: bool) -> None:
+        self._quiet = quiet
+        self._show_private = show_private and not quiet
+        self._plan: Plan | None = None
+        self._bar: Any = None
+        self._task: Any = None
+        self._clock = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def started(self, plan: Plan, progress: Progress) -> None:
+        """Show the plan and start the bar."""
+        self._plan = plan
+        if self._quiet:
+            return
+        unit = "trials" if plan.updates is None else "updates"
+        noise = getattr(plan.trial.update, "noise_multiplier", 0.0)
+        self._say(f"{plan.length} {unit} at noise multiplier {noise:.3f}, {plan.accounting}")
+        if self._show_private:
+            self._say(f"warning: {PRIVATE_WARNING}")
+        if sys.stderr.isatty():
+            self._start_bar(unit, plan, progress)
+
+    def trial(self, progress: Progress, verdict: Verdict) -> None:
+        """Advance."""
+        if self._plan is None:
+            return
+        if self._show_private:
+            ledger = progress.ledger
+            figures = ", ".join(f"{n} {float(v):+.4f}" for n, v in verdict.private.items())
+            self._say(
+                f"trial {ledger.trials}: {'accepted' if verdict.accept else 'rejected'} "
+                f"({ledger.trials - ledger.updates} rejected so far) {figures}, "
+                f"{time.perf_counter() - self._clock:.2f} s"
+            )
+            self._clock = time.perf_counter()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._plan.position(progress.ledger))
+
+    def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
+        """Show the budget spent and the accuracy on public records."""
+        if self._quiet or self._plan is None:
+            return
+        score = (
+            f"test accuracy {scores['accuracy']:.2%}"
+            if "accuracy" in scores
+            else f"test loss {scores['loss']:.4f}"
+        )
+        spent = f"epsilon {format_epsilon(epsilon)} of {self._plan.budget.epsilon:g}"
+        if self._bar is not None:
+            self._bar.update(self._task, status=f"{spent}, {score}")
+        else:
+            position = self._plan.position(progress.ledger)
+            self._say(f"{position}/{self._plan.length}: {spent}, {score}")
+
+    def _start_bar(self, unit: str, plan: Plan, progress: Progress) -> None:
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+            from rich.progress import Progress as RichProgress
+        except ImportError:
+            return
+        self._bar = RichProgress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn(unit),
+            TextColumn("{task.fields[status]}"),
+            console=Console(stderr=True),
+        )
+        self._task = self._bar.add_task(
+            "training", total=plan.length, completed=plan.position(progress.ledger), status=""
+        )
+        self._bar.start()
+
+    def _say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)

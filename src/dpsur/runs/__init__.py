@@ -1,0 +1,1 @@
+"""Whole runs: from records and a budget to a release folder, through interruptions."""

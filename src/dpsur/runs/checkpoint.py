@@ -1,0 +1,111 @@
+"""Checkpoints: everything a run needs to go on exactly as if it had not stopped.
+
+A checkpoint is one safetensors file, so reading it can run no code. It is private: it holds the
+positions of the random streams and the number of rejected trials.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from dpsur.core.loop import Progress
+from dpsur.core.streams import Streams
+from dpsur.core.tree import flatten, unflatten
+from dpsur.errors import CheckpointError, InvalidInputError
+from dpsur.privacy.ledger import Ledger
+from dpsur.runs.files import write_atomically
+
+FORMAT = "dpsur-checkpoint/1"
+FILE_NAME = "checkpoint.safetensors"
+_STATE, _STREAM = "state/", "stream/"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was saved."""
+
+    ledger: Ledger
+    state: Mapping[str, Tensor]
+    streams: Mapping[str, Tensor]
+
+
+def save_checkpoint(path: Path, progress: Progress, streams: Streams, fingerprint: str) -> None:
+    """Write a checkpoint; an interruption leaves the previous one in place."""
+    tensors = {_STATE + name: value for name, value in flatten(progress.state).items()}
+    tensors |= {_STREAM + name: value for name, value in streams.positions().items()}
+    tensors = {name: value.detach().cpu().clone() for name, value in tensors.items()}
+    facts = {
+        "format": FORMAT,
+        "fingerprint": fingerprint,
+        "ledger": progress.ledger.to_json(),
+    }
+    content = json.dumps(facts, sort_keys=True)
+    metadata = {"dpsur": content, "digest": _digest(content, tensors)}
+    write_atomically(path, save_tensors(tensors, metadata), mode=0o600)
+
+
+def load_checkpoint(path: Path, fingerprint: str) -> Checkpoint:
+    """Read a checkpoint; refuse one that is damaged or belongs to another run."""
+    tensors, facts = _read(path)
+    if facts["fingerprint"] != fingerprint:
+        raise CheckpointError(
+            f"{path} belongs to another run: its settings or its records differ from the ones "
+            "given; resume with the same data, or start a new run in another folder"
+        )
+    try:
+        ledger = Ledger.from_json(facts["ledger"])
+    except (InvalidInputError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: its ledger cannot be read") from error
+    return Checkpoint(ledger, _under(_STATE, tensors), _under(_STREAM, tensors))
+
+
+def restore(checkpoint: Checkpoint, initial: Progress, streams: Streams) -> Progress:
+    """Put a run back to where the checkpoint was written."""
+    state = unflatten(initial.state, checkpoint.state)
+    streams.restore(checkpoint.streams)
+    return Progress(state, checkpoint.ledger)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    damaged = f"{path} is not a whole checkpoint of this program; it cannot be resumed from"
+    try:
+        content = path.read_bytes()
+        tensors = load_tensors(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        metadata = header["__metadata__"]
+        text = metadata["dpsur"]
+        facts = json.loads(text)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; there is nothing to resume") from None
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(damaged) from error
+    if facts.get("format") != FORMAT or metadata.get("digest") != _digest(text, tensors):
+        raise CheckpointError(damaged)
+    return tensors, facts
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    return digest_of(tensors, text)
+
+
+def digest_of(tensors: Mapping[str, Tensor], text: str = "") -> str:
+    """A digest of named tensors: their names, types, shapes and bytes."""
+    total = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()

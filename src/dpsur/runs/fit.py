@@ -1,0 +1,259 @@
+"""Train a model of one's own under a privacy budget."""
+
+import copy
+import os
+import platform
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from dpsur._version import __version__
+from dpsur.core.gradients import check_model
+from dpsur.core.loop import Progress
+from dpsur.core.problem import Problem
+from dpsur.core.streams import Streams
+from dpsur.core.types import LossFunction
+from dpsur.errors import InvalidInputError
+from dpsur.methods import Dpsur, Method
+from dpsur.privacy.accounting import (
+    DEFAULT_ACCOUNTING,
+    PUBLISHED_WARNING,
+    accounting_named,
+)
+from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plan import Budget, Plan
+from dpsur.privacy.statement import RunFacts, epsilons, privacy_statement
+from dpsur.runs.data import as_examples, check_labels
+from dpsur.runs.evaluation import evaluate
+from dpsur.runs.files import RunFolder
+from dpsur.runs.recorder import CURVES, Recorder, draw_curves
+from dpsur.runs.release import NO_ORIGIN, Origin, write_release
+from dpsur.runs.session import Observer, Pace, Session
+
+
+class PrivacyWarning(UserWarning):
+    """Something about the guarantee that the user should know."""
+
+
+@dataclass(frozen=True)
+class PrivateDiagnostics:
+    """What happened inside a run. None of it may be published."""
+
+    ledger: Ledger
+    rows: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    `model` has the released weights, `epsilon` the cost under each accounting (None where one does
+    not apply), `statement` what to tell a reviewer, `scores` the result on the public test set.
+    `private` is kept apart: it must not be published.
+    """
+
+    model: nn.Module
+    epsilon: Mapping[str, float | None]
+    statement: Mapping[str, Any]
+    scores: Mapping[str, float] | None
+    method: Method
+    plan: Plan
+    private: PrivateDiagnostics
+    origin: Origin = NO_ORIGIN
+
+    def get_epsilon(self, delta: float) -> float:
+        """Epsilon at another delta, under the accounting of the run."""
+        return accounting_named(self.plan.accounting).spent(self.private.ledger, delta)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write `release/` into a new folder and return its path. Nothing private is written."""
+        folder = RunFolder(path)
+        folder.check_new()
+        write_release(folder.release, self.model, self.statement, self.origin)
+        return folder.release
+
+
+def fit(
+    model: nn.Module,
+    train_set: Any,
+    *,
+    loss: LossFunction = F.cross_entropy,
+    budget: Budget,
+    method: Method | None = None,
+    test_set: Any = None,
+    accounting: str = DEFAULT_ACCOUNTING,
+    seed: int | None = None,
+    device: str | torch.device = "auto",
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    pace: Pace | None = None,
+    observers: Sequence[Observer] = (),
+) -> Run:
+    """Train a copy of `model` on `train_set` within `budget`.
+
+    Args:
+        model: any module that maps a batch of inputs to a batch of outputs, row by row. It is left
+            as it is; `Run.model` is a trained copy.
+        train_set: the private records: a pair of tensors (inputs, targets) or a map-style data set
+            of such pairs.
+        loss: maps (outputs, targets) of a batch to a number; it is applied to each record alone.
+        budget: the epsilon and delta that may be spent.
+        method: `Dpsur()` unless another is given. What it leaves open is chosen to fit.
+        test_set: public records to measure on, in the same form.
+        accounting: how privacy loss is counted, by name.
+        seed: makes the run repeatable, and void against anyone who knows the seed.
+        device: "cpu", "cuda", or "auto" for CUDA where there is one.
+        out: folder for checkpoints, diagnostics and, at the end, the release.
+        resume: go on with the interrupted run in `out`.
+        pace: how often to save and to evaluate.
+        observers: are told of every trial. What they see is private.
+
+    Formal guarantee: `Run.model` is (epsilon, delta)-differentially private for adding or removing
+    one record of `train_set`, as `Run.statement` says, if the accounting is a proved one.
+    """
+    folder = None if out is None else RunFolder(out)
+    if folder is not None and not resume:
+        folder.check_new()
+    session = prepare(
+        model,
+        train_set,
+        loss=loss,
+        budget=budget,
+        method=Dpsur() if method is None else method,
+        test_set=test_set,
+        accounting=accounting,
+        seed=seed,
+        device=device,
+        pace=pace,
+    )
+    return execute(session, folder=folder, resume=resume, observers=observers)
+
+
+def prepare(
+    model: nn.Module,
+    train_set: Any,
+    *,
+    loss: LossFunction,
+    budget: Budget,
+    method: Method,
+    test_set: Any,
+    accounting: str,
+    seed: int | None,
+    device: str | torch.device,
+    pace: Pace | None = None,
+) -> Session:
+    """Check everything and fix the privacy of the run. Nothing is written and nothing trained."""
+    accounting_named(accounting)
+    chosen_device = choose_device(device)
+    train = as_examples(train_set, "train_set").to(chosen_device)
+    test = None if test_set is None else as_examples(test_set, "test_set").to(chosen_device)
+    model = copy.deepcopy(model).to(chosen_device)
+    outputs = check_model(model, train)
+    check_labels(train, outputs, loss, "train_set")
+    if test is not None:
+        check_labels(test, outputs, loss, "test_set")
+    settled, plan = method.settle(len(train), budget, accounting)
+    streams = Streams(seed, chosen_device)
+    problem = Problem(model, loss, train)
+    procedure = settled.bind(problem, plan, streams)
+    return Session(settled, plan, problem, test, streams, procedure, pace or Pace())
+
+
+def execute(
+    session: Session,
+    *,
+    folder: RunFolder | None = None,
+    resume: bool = False,
+    observers: Sequence[Observer] = (),
+    stop_requested: Callable[[], bool] = lambda: False,
+    origin: Origin = NO_ORIGIN,
+) -> Run:
+    """Run a prepared session and, where there is a folder, write its release at the end.
+
+    `stop_requested` is asked after every trial; if it says yes, the run saves itself and stops.
+    """
+    for text in _warnings(session):
+        warnings.warn(text, PrivacyWarning, stacklevel=3)
+    if folder is None:
+        recorder = Recorder()
+        progress = session.run([recorder, *observers], stop_requested=stop_requested)
+        return _finished(session, progress, recorder, origin)
+    folder.create()
+    with folder.lock():
+        recorder = Recorder(folder.private)
+        progress = session.run([recorder, *observers], folder, resume, stop_requested)
+        run = _finished(session, progress, recorder, origin)
+        draw_curves(recorder.rows, folder.private / CURVES)
+        if not folder.finished:
+            write_release(folder.release, run.model, run.statement, origin)
+    return run
+
+
+def choose_device(device: str | torch.device) -> torch.device:
+    """Resolve "auto", and refuse a device that is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise InvalidInputError(f"unknown device {device!r}; use cpu, cuda or auto") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInputError(
+            f"device {device} was asked for, but this machine has no usable CUDA device; "
+            "use --device cpu"
+        )
+    return chosen
+
+
+def _warnings(session: Session) -> list[str]:
+    found = session.plan.budget.warnings(len(session.problem.train))
+    if not accounting_named(session.plan.accounting).proved:
+        found.append(PUBLISHED_WARNING)
+    return found
+
+
+def _finished(session: Session, progress: Progress, recorder: Recorder, origin: Origin) -> Run:
+    model = session.problem.model
+    released = progress.state.released_params
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in released:
+                parameter.copy_(released[name])
+    scores = None
+    if session.test is not None:
+        scores = evaluate(session.problem, released, session.test)
+    facts = RunFacts(
+        dataset_size=len(session.problem.train),
+        method=session.method.name,
+        settings=asdict(session.method),
+        seeded=session.streams.seeded,
+        average=progress.state.average is not None,
+        versions=_versions(),
+    )
+    return Run(
+        model=model.cpu(),
+        epsilon=epsilons(session.plan, progress.ledger),
+        statement=privacy_statement(session.plan, progress.ledger, facts),
+        scores=scores,
+        method=session.method,
+        plan=session.plan,
+        private=PrivateDiagnostics(progress.ledger, tuple(recorder.rows)),
+        origin=origin,
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"dpsur": __version__, "python": platform.python_version()}
+    for package in ("torch", "dp-accounting", "numpy", "scipy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found

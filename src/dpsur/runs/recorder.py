@@ -1,0 +1,104 @@
+"""The private record of a run: every trial and every evaluation, as rows and as curves."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from dpsur.core.loop import Progress
+from dpsur.core.types import Verdict
+from dpsur.privacy.plan import Plan
+
+METRICS, CURVES = "metrics.jsonl", "curves.png"
+
+
+class Recorder:
+    """Keeps rows in memory and, where there is a folder, in a file."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._path = None if folder is None else folder / METRICS
+        self._clock = time.perf_counter()
+
+    def started(self, plan: Plan, progress: Progress) -> None:  # noqa: ARG002
+        """Forget rows of trials after the checkpoint: those trials are made again."""
+        if self._path is None:
+            return
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        rows = [row for row in map(_parse, lines) if row is not None]
+        self.rows = [row for row in rows if row["trial"] <= progress.ledger.trials]
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in self.rows)
+        self._clock = time.perf_counter()
+
+    def trial(self, progress: Progress, verdict: Verdict) -> None:
+        """Note a trial."""
+        now = time.perf_counter()
+        private = {name: float(value) for name, value in verdict.private.items()}
+        self._add(
+            {
+                "kind": "trial",
+                "trial": progress.ledger.trials,
+                "updates": progress.ledger.updates,
+                "accepted": bool(verdict.accept),
+                **private,
+                "seconds": round(now - self._clock, 6),
+            }
+        )
+        self._clock = time.perf_counter()
+
+    def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
+        """Note an evaluation on public records."""
+        self._add(
+            {
+                "kind": "evaluation",
+                "trial": progress.ledger.trials,
+                "updates": progress.ledger.updates,
+                "epsilon": epsilon,
+                **scores,
+            }
+        )
+        self._clock = time.perf_counter()
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    # The last line may be cut off by a crash; its trial is made again after the checkpoint.
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "trial" in row else None
+
+
+def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw accuracy and acceptance over the run."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    evaluations = [row for row in rows if row["kind"] == "evaluation"]
+    trials = [row for row in rows if row["kind"] == "trial"]
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    score = "accuracy" if any("accuracy" in row for row in evaluations) else "loss"
+    if evaluations:
+        left.plot([r["epsilon"] for r in evaluations], [r[score] for r in evaluations], "o-", ms=3)
+    left.set(xlabel="epsilon spent", ylabel=f"test {score}", title="Public test set")
+    right.plot([r["trial"] for r in trials], [r["updates"] for r in trials], label="accepted")
+    if trials:
+        right.plot([0, trials[-1]["trial"]], [0, trials[-1]["trial"]], ":", label="all trials")
+    right.set(xlabel="trials", ylabel="accepted updates", title="Private: do not publish")
+    right.legend(frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    path.chmod(0o600)

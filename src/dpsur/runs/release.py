@@ -1,0 +1,103 @@
+"""What is published: the weights, how to rebuild the model, and the privacy statement."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import nn
+
+from dpsur.errors import CheckpointError, InvalidInputError
+from dpsur.privacy.statement import render_markdown
+from dpsur.runs.files import RELEASE, sha256, to_json, write_atomically
+from dpsur.tasks.networks import build_network
+
+FORMAT = "dpsur-release/1"
+WEIGHTS, STATEMENT, PAGE = "model.safetensors", "privacy.json", "PRIVACY.md"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model comes from, as far as it can be rebuilt by name."""
+
+    task: str | None = None
+    network: Mapping[str, Any] | None = None
+
+
+NO_ORIGIN = Origin()
+
+
+def write_release(
+    folder: Path, model: nn.Module, statement: Mapping[str, Any], origin: Origin
+) -> None:
+    """Write a release folder, whole or not at all."""
+    tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
+    described = {
+        "format": FORMAT,
+        "task": origin.task,
+        "network": None if origin.network is None else dict(origin.network),
+        "model": type(model).__name__,
+    }
+    weights = save_tensors(tensors, {"dpsur": json.dumps(described)})
+    statement = {**statement, "weights": {"file": WEIGHTS, "sha256": sha256(weights)}}
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        write_atomically(partial / WEIGHTS, weights)
+        write_atomically(partial / STATEMENT, to_json(statement))
+        write_atomically(partial / PAGE, render_markdown(statement).encode())
+        partial.rename(folder)
+    except OSError as error:
+        raise InvalidInputError(
+            f"the release cannot be written to {folder} ({error.strerror}); choose another folder"
+        ) from error
+
+
+def read_release(
+    path: str | os.PathLike[str], model: nn.Module | None = None
+) -> tuple[nn.Module, dict[str, Any], Origin]:
+    """Load a release: the model, its privacy statement and its origin.
+
+    `path` is a run folder or the release folder in it. A model that is not one of this package's
+    networks must be passed in, built as it was for training.
+    """
+    folder = Path(path)
+    folder = folder / RELEASE if (folder / RELEASE).is_dir() else folder
+    weights, statement_file = folder / WEIGHTS, folder / STATEMENT
+    for file in (weights, statement_file):
+        if not file.is_file():
+            raise InvalidInputError(
+                f"{folder} holds no release ({file.name} is missing); "
+                "give the folder of a run that has finished"
+            )
+    try:
+        content = weights.read_bytes()
+        tensors = load_tensors(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        described = json.loads(header["__metadata__"]["dpsur"])
+        statement: dict[str, Any] = json.loads(statement_file.read_text())
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} holds a damaged release: {error}") from error
+    if described.get("format") != FORMAT:
+        raise CheckpointError(f"{weights} was not written by this program")
+    origin = Origin(described["task"], described["network"])
+    if model is None:
+        if origin.network is None:
+            raise InvalidInputError(
+                f"{folder} holds weights of a model of its own ({described['model']}); "
+                "build that model and pass it in: dpsur.load(folder, model)"
+            )
+        model = build_network(origin.network)
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"the weights in {folder} do not fit the model: {reason}") from error
+    return model, statement, origin
