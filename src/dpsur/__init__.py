@@ -17,11 +17,12 @@ from dpsur.errors import (
     InterruptedRunError,
     InvalidInputError,
     NothingReleasedError,
+    PrivacyWarning,
     UnsupportedModelError,
 )
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.plan import Budget
-from dpsur.runs.fit import PrivacyWarning, Run, fit
+from dpsur.runs.fit import Run, fit
 from dpsur.runs.release import read_release
 
 

@@ -25,5 +25,9 @@ class NothingReleasedError(DpsurError):
     """The run used up its trials before its updates; its result must not be published."""
 
 
+class PrivacyWarning(UserWarning):
+    """Something about a guarantee that the user should know."""
+
+
 class InterruptedRunError(DpsurError):
     """The run was stopped at a trial boundary, after writing a checkpoint."""

@@ -7,7 +7,7 @@ from typing import TextIO
 
 from dpsur.cli import evaluate, listing, train
 from dpsur.cli.parsing import Parser
-from dpsur.errors import DpsurError, InterruptedRunError, InvalidInputError
+from dpsur.errors import DpsurError, InterruptedRunError, InvalidInputError, PrivacyWarning
 
 COMMANDS = (train, evaluate, listing.tasks, listing.methods)
 
@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("always", PrivacyWarning)
             warnings.showwarning = _show_warning
             return int(options.run(options))
     except InvalidInputError as error:

@@ -69,8 +69,8 @@ class Dpsgd(Method):
                 checks.at_least_one(name, value)
 
     def settle(self, dataset_size: int, budget: Budget, accounting: str) -> tuple[Self, Plan]:
-        """Choose the batch size, then noise and length against the budget."""
-        settled = self._with_batch_sizes(dataset_size)
+        """Choose what was left open, then noise and length against the budget."""
+        settled = self._with_defaults(dataset_size, budget, accounting)
         plan = make_plan(settled._request(dataset_size, accounting), budget, accounting)
         return settled._with_plan(plan), plan
 
@@ -78,7 +78,7 @@ class Dpsgd(Method):
         """Tie the method to its data."""
         return NoisyGradientSteps(self, problem, plan, streams)
 
-    def _with_batch_sizes(self, dataset_size: int) -> Self:
+    def _with_defaults(self, dataset_size: int, budget: Budget, accounting: str) -> Self:  # noqa: ARG002
         if self.batch_size is None:
             chosen = min(power_of_two_near(8 * dataset_size**0.5), dataset_size)
             return replace(self, batch_size=chosen)

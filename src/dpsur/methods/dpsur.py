@@ -11,12 +11,16 @@ from dpsur.core.problem import Problem
 from dpsur.core.sampling import poisson_sample
 from dpsur.core.streams import VAL_BATCH, VAL_NOISE, Streams
 from dpsur.core.types import Candidate, Procedure, State, Verdict
-from dpsur.errors import InvalidInputError
+from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.methods.base import option, power_of_two_near
 from dpsur.methods.dpsgd import Dpsgd, NoisyGradientSteps, check_batch_size
 from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.calibrate import least_noise
 from dpsur.privacy.events import Event, LossTest, Trial
-from dpsur.privacy.plan import Plan, Request
+from dpsur.privacy.plan import Budget, Plan, Request
+
+USUAL_TEST_NOISE = 1.0
+TEST_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,11 @@ class Dpsur(Dpsgd):
     val_batch_size: int | None = option(
         None, "expected size of a Poisson batch for the test (default: near the root of N)"
     )
-    val_noise_multiplier: float = option(1.0, "noise of the test relative to twice its clip bound")
+    val_noise_multiplier: float | None = option(
+        None,
+        "noise of the test relative to twice its clip bound (default: 1, or more where the tests "
+        "would spend over half of the budget)",
+    )
     loss_clip: float = option(0.001, "clip bound of the loss difference, C_v")
     accept_threshold: float = option(
         0.0, "accept below this many clip bounds, beta (the paper uses -1; 0 separates best)"
@@ -46,7 +54,9 @@ class Dpsur(Dpsgd):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.finite("accept_threshold", self.accept_threshold)
-        LossGate(self.loss_clip, self.val_noise_multiplier, self.accept_threshold)
+        checks.positive("loss_clip", self.loss_clip)
+        if self.val_noise_multiplier is not None:
+            checks.positive("val_noise_multiplier", self.val_noise_multiplier)
         for name in ("val_batch_size", "trials"):
             value = getattr(self, name)
             if value is not None:
@@ -57,13 +67,39 @@ class Dpsur(Dpsgd):
         steps = NoisyGradientSteps(self, problem, plan, streams)
         return Selective(steps, problem, plan, streams, self.loss_clip)
 
-    def _with_batch_sizes(self, dataset_size: int) -> Self:
-        settled = super()._with_batch_sizes(dataset_size)
+    def _with_defaults(self, dataset_size: int, budget: Budget, accounting: str) -> Self:
+        settled = super()._with_defaults(dataset_size, budget, accounting)
         if self.val_batch_size is None:
             chosen = min(power_of_two_near(dataset_size**0.5), dataset_size)
-            return replace(settled, val_batch_size=chosen)
-        check_batch_size("val_batch_size", self.val_batch_size, dataset_size)
+            settled = replace(settled, val_batch_size=chosen)
+        else:
+            check_batch_size("val_batch_size", self.val_batch_size, dataset_size)
+        if self.val_noise_multiplier is None:
+            noise = settled._affordable_test_noise(dataset_size, budget, accounting)
+            settled = replace(settled, val_noise_multiplier=noise)
         return settled
+
+    def _affordable_test_noise(self, dataset_size: int, budget: Budget, accounting: str) -> float:
+        """The usual noise, or as much more as keeps the tests to their share of the budget."""
+        assert self.val_batch_size is not None
+        rate = self.val_batch_size / dataset_size
+        wanted = self.trials if accounting_named(accounting).charges == "trials" else self.updates
+        count = self._default_count(dataset_size) if wanted is None else wanted
+        share = TEST_SHARE * budget.epsilon
+
+        def epsilon_of(noise: float) -> float:
+            tests = [(LossTest(rate, noise, self.accept_threshold), count)]
+            return accounting_named(accounting).epsilon(tests, budget.delta)
+
+        if epsilon_of(USUAL_TEST_NOISE) <= share:
+            return USUAL_TEST_NOISE
+        noise = least_noise(epsilon_of, share)
+        if noise is None:
+            raise BudgetError(
+                f"epsilon {budget.epsilon:g} is too small for {count} tests of candidates; raise "
+                "epsilon, make fewer updates or use the method dpsgd, which makes no tests"
+            )
+        return noise
 
     def _request(self, dataset_size: int, accounting: str) -> Request:
         charged = accounting_named(accounting).charges
@@ -79,6 +115,7 @@ class Dpsur(Dpsgd):
 
     def _trial(self, dataset_size: int, noise_multiplier: float) -> Trial:
         assert self.val_batch_size is not None
+        assert self.val_noise_multiplier is not None
         trial = super()._trial(dataset_size, noise_multiplier)
         test = LossTest(
             self.val_batch_size / dataset_size, self.val_noise_multiplier, self.accept_threshold

@@ -4,7 +4,7 @@ from collections.abc import Sized
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.core.types import Examples, LossFunction

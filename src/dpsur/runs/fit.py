@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import nn
 
 from dpsur._version import __version__
@@ -20,7 +20,7 @@ from dpsur.core.loop import Progress
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
 from dpsur.core.types import LossFunction
-from dpsur.errors import InvalidInputError
+from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import Dpsur, Method
 from dpsur.privacy.accounting import (
     DEFAULT_ACCOUNTING,
@@ -36,10 +36,6 @@ from dpsur.runs.files import RunFolder
 from dpsur.runs.recorder import CURVES, Recorder, draw_curves
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
 from dpsur.runs.session import Observer, Pace, Session
-
-
-class PrivacyWarning(UserWarning):
-    """Something about the guarantee that the user should know."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from dpsur.core.types import Examples, LossFunction
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpsur.core.problem import Problem, mode
 from dpsur.core.types import Examples, Params
@@ -23,7 +24,8 @@ def per_example_gradients(problem: Problem, params: Params, batch: Examples) -> 
         if any(isinstance(module, WITHOUT_VMAP) for module in problem.model.modules()):
             return _one_at_a_time(problem, params, batch)
         batched = vmap(gradient_of_one, in_dims=(None, 0, 0), randomness="different")
-        gradients: Params = batched(params, batch.inputs, batch.targets)
+        with sdpa_kernel(SDPBackend.MATH):  # the only attention kernel with a batching rule
+            gradients: Params = batched(params, batch.inputs, batch.targets)
         return gradients
 
 

@@ -43,12 +43,11 @@ def _check_known_mixers(model: nn.Module) -> None:
         kind = type(module).__name__
         where = f"module {name or '(root)'} ({kind})"
         if isinstance(module, _BatchNorm):
-            if "InstanceNorm" not in kind:
-                raise UnsupportedModelError(
-                    f"{where} mixes the examples of a batch, so one record's gradient is not "
-                    "defined; replace it with nn.GroupNorm"
-                )
-        elif getattr(module, "track_running_stats", False):
+            raise UnsupportedModelError(
+                f"{where} mixes the examples of a batch, so one record's gradient is not defined; "
+                "replace it with nn.GroupNorm"
+            )
+        if getattr(module, "track_running_stats", False):
             raise UnsupportedModelError(
                 f"{where} keeps statistics of private records in its buffers; "
                 "set track_running_stats=False"

@@ -1,0 +1,222 @@
+"""The command as a person meets it: help, lists, training, evaluation and bad input."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from dpsur.cli import main
+from dpsur.tasks import mnist_5k
+
+QUICK = ["--trials", "4", "--batch-size", "64", "--noise-multiplier", "20"]
+
+
+def dpsur(*arguments, capsys):
+    try:
+        status = main(list(arguments))
+    except SystemExit as stop:
+        status = stop.code
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_help_is_readable(capsys):
+    status, out, _ = dpsur("train", "--help", capsys=capsys)
+    assert status == 0
+    for option in ("--task", "--method", "--epsilon", "--delta", "--accounting", "--resume",
+                   "--accept-threshold", "--show-private", "--seed"):  # fmt: skip
+        assert option in out
+    assert "None" not in out
+    assert max(map(len, out.splitlines())) <= 110
+
+
+def test_lists(capsys):
+    assert "mnist-5k" in dpsur("tasks", capsys=capsys)[1]
+    out = dpsur("methods", capsys=capsys)[1]
+    assert out.startswith("dpsur: ")
+    assert "dpsgd: " in out
+    assert "None" not in out
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    assert main(["train", "--out", str(folder), "--seed", "3", *QUICK]) == 0
+    return folder
+
+
+def test_train_then_evaluate_agree(finished, capsys):
+    status, out, _ = dpsur("evaluate", str(finished), "--json", capsys=capsys)
+    assert status == 0
+    result = json.loads(out)
+    assert result["task"] == "mnist-5k"
+    assert 0 <= result["scores"]["accuracy"] <= 1
+    rows = [
+        json.loads(r) for r in (finished / "private" / "metrics.jsonl").read_text().splitlines()
+    ]
+    last = [row for row in rows if row["kind"] == "evaluation"][-1]
+    assert last["accuracy"] == result["scores"]["accuracy"]
+    status, out, _ = dpsur("evaluate", str(finished / "release"), capsys=capsys)
+    assert status == 0
+    assert re.search(r"test accuracy \d+\.\d\d%", out)
+    assert "accounting every-trial" in out
+
+
+def test_the_seed_is_in_no_released_file(finished):
+    assert '"seed": 3' in (finished / "private" / "config.json").read_text()
+    statement = (finished / "release" / "privacy.json").read_text()
+    assert '"seed"' not in statement
+    assert '"seeded": true' in statement
+
+
+def test_default_progress_tells_nothing_private(tmp_path, capsys):
+    status, out, err = dpsur(
+        "train", "--out", str(tmp_path / "r"), "--accounting", "published", "--updates", "4",
+        "--batch-size", "64", "--noise-multiplier", "20", capsys=capsys,
+    )  # fmt: skip
+    assert status == 0
+    assert "epsilon" in err
+    assert "test accuracy" in err
+    for word in ("reject", "loss", "accepted", "trial", "seconds"):
+        assert word not in err.replace("not proved for selective release", "")
+    assert "proven: not computed" in out
+    assert "warning: the published accounting is not proved" in err
+
+
+def test_show_private_warns_and_shows(tmp_path, capsys):
+    _, _, err = dpsur(
+        "train", "--out", str(tmp_path / "r"), "--show-private", *QUICK, capsys=capsys
+    )
+    assert "do not share" in err
+    assert re.search(r"trial 4: (accepted|rejected)", err)
+    assert "loss_difference" in err
+
+
+def test_json_result(tmp_path, capsys):
+    _, out, err = dpsur(
+        "train", "--out", str(tmp_path / "r"), "--json", "--method", "dpsgd", "--updates", "3",
+        capsys=capsys,
+    )  # fmt: skip
+    result = json.loads(out)
+    assert err == ""
+    assert result["guarantee"]["epsilon"] <= 3.0
+    assert result["guarantee"]["accounting"] == "every-trial"
+
+
+BAD = [
+    (["--task", "mnist-6k"], "unknown task 'mnist-6k'; choose one of mnist-5k"),
+    (["--method", "sgd"], "unknown method 'sgd'"),
+    (["--accounting", "gdp"], "unknown accounting 'gdp'"),
+    (["--epsilon", "-1"], "epsilon must be above 0, got -1"),
+    (["--epsilon", "nan"], "epsilon must be above 0, got nan"),
+    (["--epsilon", "three"], "invalid float value: 'three'"),
+    (["--delta", "2"], "delta must be in (0, 1), got 2.0"),
+    (["--learning-rate", "-2"], "learning_rate must be a finite number above 0, got -2.0"),
+    (["--learning-rate", "nan"], "learning_rate must be a finite number above 0, got nan"),
+    (["--batch-size", "4001"], "batch_size 4001 is larger than the data set of 4000 records"),
+    (["--batch-size", "0"], "batch_size must be a whole number of at least 1, got 0"),
+    (["--val-batch-size", "5000"], "val_batch_size 5000 is larger"),
+    (["--epsilon", "0.001", "--noise-multiplier", "1", "--batch-size", "2000"], "single update"),
+    (["--noise-multiplier", "1", "--trials", "5000"], "above the budget of 3"),
+    (["--updates", "5"], "updates 5 cannot be fixed under the every-trial accounting"),
+    (["--method", "dpsgd", "--accept-threshold", "0"], "has no option --accept-threshold"),
+    (["--optimizer", "lion"], "invalid choice: 'lion'"),
+    (["--learning", "1"], "unrecognized arguments: --learning 1"),
+    (["--checkpoint-every", "0"], "checkpoint_every must be"),
+    (["--evaluate-every", "-1"], "evaluate_every must be"),
+    (["--device", "tpu9"], "unknown device 'tpu9'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), BAD, ids=lambda v: " ".join(v[:2]) if isinstance(v, list) else ""
+)
+def test_bad_input_is_one_line_status_two_and_writes_nothing(arguments, message, tmp_path, capsys):
+    out_folder = tmp_path / "deep" / "run"
+    status, out, err = dpsur("train", "--out", str(out_folder), *arguments, capsys=capsys)
+    assert status == 2
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cuda_absent(tmp_path, capsys):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    status, _, err = dpsur("train", "--out", str(tmp_path / "r"), "--device", "cuda", capsys=capsys)
+    assert status == 2
+    assert "no usable CUDA device" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_and_unwritable_output(tmp_path, capsys):
+    assert "--out DIR is missing" in dpsur("train", capsys=capsys)[2]
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file, file / "below"):
+        status, _, err = dpsur("train", "--out", str(path), capsys=capsys)
+        assert status == 2
+        assert str(path) in err
+        assert len(err.splitlines()) == 1
+
+
+def test_a_used_folder_is_refused(finished, capsys):
+    status, _, err = dpsur("train", "--out", str(finished), capsys=capsys)
+    assert status == 2
+    assert "not empty" in err
+    status, _, err = dpsur("train", "--resume", str(finished), capsys=capsys)
+    assert status == 2
+    assert "has finished" in err
+
+
+def test_resume_takes_no_settings(finished, capsys):
+    _, _, err = dpsur("train", "--resume", str(finished), "--epsilon", "9", capsys=capsys)
+    assert "leave out --epsilon" in err
+    _, _, err = dpsur("train", "--resume", str(finished / "nowhere"), capsys=capsys)
+    assert "holds no run to resume" in err
+
+
+def test_evaluate_of_nothing(tmp_path, capsys):
+    status, _, err = dpsur("evaluate", str(tmp_path), capsys=capsys)
+    assert status == 2
+    assert "holds no release" in err
+
+
+def test_evaluate_of_a_damaged_release(finished, tmp_path, capsys):
+    copy = tmp_path / "release"
+    copy.mkdir()
+    for file in (finished / "release").iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    status, _, err = dpsur("evaluate", str(copy), capsys=capsys)
+    assert status == 2
+    assert "damaged release" in err
+
+
+def test_the_embedded_task_without_its_package(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(mnist_5k, "find_spec", lambda name: None)
+    status, _, err = dpsur("train", "--out", str(tmp_path / "r"), capsys=capsys)
+    assert status == 2
+    assert "pip install 'dpsur[demo]'" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_key_in_stored_settings_is_refused(tmp_path, capsys):
+    private = tmp_path / "run" / "private"
+    private.mkdir(parents=True)
+    (private / "config.json").write_text('{"task": "mnist-5k", "surprise": 1}')
+    status, _, err = dpsur("train", "--resume", str(tmp_path / "run"), capsys=capsys)
+    assert status == 2
+    assert "damaged" in err
+
+
+def test_module_entry_point():
+    result = subprocess.run(
+        [sys.executable, "-m", "dpsur", "--version"], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.startswith("dpsur 0.")

@@ -1,0 +1,44 @@
+"""Small problems that every part of the suite can train on in milliseconds."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpsur.core.problem import Problem
+from dpsur.core.types import Examples
+
+# Two processes' worth of threads at most: CI has two cores, and results must not depend on more.
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    no_data = pytest.mark.skip(reason="needs the full data sets: set DPSUR_DATA")
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if "data" in item.keywords and not os.environ.get("DPSUR_DATA"):
+            item.add_marker(no_data)
+
+
+def blobs(size: int = 200, seed: int = 1) -> Examples:
+    """Three well separated classes in the plane."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(size) % 3
+    centres = torch.tensor([[3.0, 0.0], [-3.0, 2.0], [0.0, -3.0]])
+    points = centres[labels] + torch.randn(size, 2, generator=generator)
+    return Examples(points, labels)
+
+
+def small_model(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return Problem(small_model(), F.cross_entropy, blobs())

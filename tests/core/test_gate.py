@@ -1,0 +1,82 @@
+import math
+
+import pytest
+import torch
+
+from dpsur.core.gate import LossGate, mean_losses
+from dpsur.errors import InvalidInputError
+from dpsur.privacy.events import LossTest
+from tests.statistics import assert_frequency
+
+DRAWS = 200_000
+
+
+def frequency(gate, difference, seed=0):
+    differences = torch.full((DRAWS,), difference, dtype=torch.float64)
+    return int(gate.decide(differences, torch.Generator().manual_seed(seed)).sum())
+
+
+@pytest.mark.parametrize(
+    ("beta", "better", "worse"), [(0.0, 0.691462, 0.308538), (-1.0, 0.5, 0.158655)]
+)
+def test_acceptance_frequencies_of_the_paper(beta, better, worse):
+    gate = LossGate(loss_clip=0.001, noise_multiplier=1.0, accept_threshold=beta)
+    assert_frequency(frequency(gate, -0.5), DRAWS, better)
+    assert_frequency(frequency(gate, +0.5), DRAWS, worse)
+
+
+@pytest.mark.parametrize("noise", [0.8, 1.3])
+@pytest.mark.parametrize("beta", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("at", [-1.0, -0.3, 0.0, 0.6, 1.0])
+def test_frequencies_match_the_event_that_is_accounted(noise, beta, at):
+    gate = LossGate(0.01, noise, beta)
+    event = LossTest(0.1, noise, beta)
+    assert_frequency(frequency(gate, at * 0.01), DRAWS, event.acceptance(at))
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_difference_that_is_not_finite_counts_as_the_worst(odd):
+    gate = LossGate(0.001, 1.0, 0.0)
+    assert_frequency(frequency(gate, odd), DRAWS, LossTest(0.1, 1.0, 0.0).accept_min)
+
+
+def test_the_threshold_is_strict():
+    # with vanishing noise a difference exactly at the threshold is a coin toss, not a certainty
+    gate = LossGate(0.5, 1e-300, 1.0)
+    exactly = torch.full((4,), 0.5, dtype=torch.float64)
+    assert not gate.decide(exactly, torch.Generator().manual_seed(0)).any()
+
+
+def test_noise_is_drawn_whatever_the_difference():
+    gate = LossGate(0.001, 1.0, 0.0)
+    one, two = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    gate.decide(torch.tensor(math.nan, dtype=torch.float64), one)
+    gate.decide(torch.tensor(0.3, dtype=torch.float64), two)
+    assert torch.equal(one.get_state(), two.get_state())
+
+
+def test_empty_batch_is_no_evidence(problem):
+    empty = problem.train.select(torch.zeros(0, dtype=torch.int64))
+    params = problem.initial_params()
+    after, before = mean_losses(problem, params, params, empty)
+    assert float(after - before) == 0.0
+
+
+def test_mean_losses_are_means_over_the_batch(problem):
+    batch = problem.train.select(torch.arange(5))
+    params = problem.initial_params()
+    other = {name: value + 0.1 for name, value in params.items()}
+    after, before = mean_losses(problem, other, params, batch)
+    expected = torch.nn.functional.cross_entropy(
+        problem.model(batch.inputs), batch.targets
+    ).detach()
+    assert float(before) == pytest.approx(float(expected), rel=1e-5)
+    assert float(after) != pytest.approx(float(before), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(0.0, 1.0, 0.0), (-1.0, 1.0, 0.0), (1.0, 0.0, 0.0), (1.0, 1.0, math.nan)]
+)
+def test_bad_gates(arguments):
+    with pytest.raises(InvalidInputError):
+        LossGate(*arguments)

@@ -1,0 +1,266 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dpsur.core.gradients import check_model, clipped_sum, clipping
+from dpsur.core.problem import Problem
+from dpsur.core.types import Examples
+from dpsur.errors import UnsupportedModelError
+from dpsur.tasks.networks import pixel_cnn
+from tests.conftest import blobs, small_model
+
+
+class LastStep(nn.Module):
+    """A recurrent layer that returns its last output."""
+
+    def __init__(self, layer, width):
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.attend(x, x, x, need_weights=False)[0].mean(1))
+
+
+class Tied(nn.Module):
+    """One weight used twice, and a plain parameter of the user's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5) / 2)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x @ self.weight)))))
+
+
+class HalfFrozen(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+        self[0].requires_grad_(False)
+
+
+def tokens():
+    return torch.randint(0, 7, (6, 5), generator=torch.Generator().manual_seed(3))
+
+
+def floats(*shape):
+    return torch.randn(6, *shape, generator=torch.Generator().manual_seed(3))
+
+
+MODELS = {
+    "linear": (lambda: nn.Linear(5, 3), floats(5)),
+    "mlp": (lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)), floats(5)),
+    "conv1d": (
+        lambda: nn.Sequential(nn.Conv1d(2, 4, 3, dilation=2), nn.Flatten(), nn.Linear(16, 3)),
+        floats(2, 8),
+    ),
+    "conv2d": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2), nn.Flatten(), nn.Linear(36, 3)
+        ),
+        floats(2, 6, 6),
+    ),
+    "pixel-cnn": (pixel_cnn, floats(1, 28, 28)),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(20, 3)),
+        tokens(),
+    ),
+    "norms": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 3)
+        ),
+        floats(2, 6, 6),
+    ),
+    "instance-norm": (
+        lambda: nn.Sequential(nn.InstanceNorm2d(2, affine=True), nn.Flatten(), nn.Linear(72, 3)),
+        floats(2, 6, 6),
+    ),
+    "lstm": (lambda: LastStep(nn.LSTM(4, 6, batch_first=True), 6), floats(5, 4)),
+    "gru": (
+        lambda: LastStep(nn.GRU(4, 6, batch_first=True, bidirectional=True), 12),
+        floats(5, 4),
+    ),
+    "attention": (Attention, floats(5, 4)),
+    "tied": (Tied, floats(5)),
+    "half-frozen": (HalfFrozen, floats(5)),
+}
+
+
+def one_at_a_time(problem, params, batch, bound):
+    """The definition, as slowly as it gets: one backward pass per record, then clip, then add."""
+    total = {name: torch.zeros_like(value) for name, value in params.items()}
+    for input_, target in zip(batch.inputs, batch.targets, strict=True):
+        leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+        output = torch.func.functional_call(problem.model, leaves, (input_[None],))
+        problem.loss(output, target[None]).backward()
+        norm = torch.sqrt(sum(leaf.grad.square().sum() for leaf in leaves.values()))
+        scale = min(1.0, bound / float(norm))
+        for name, leaf in leaves.items():
+            total[name] += scale * leaf.grad
+    return total
+
+
+def made(name):
+    build, inputs = MODELS[name]
+    torch.manual_seed(0)
+    examples = Examples(inputs, torch.tensor([0, 1, 2, 0, 1, 2]))
+    return Problem(build(), F.cross_entropy, examples)
+
+
+@pytest.mark.parametrize("bound", [1e-2, 0.7, 1e6])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_against_one_example_at_a_time(name, bound):
+    problem = made(name)
+    check_model(problem.model, problem.train)
+    params = problem.initial_params()
+    ours = clipped_sum(problem, params, problem.train, bound)
+    expected = one_at_a_time(problem, params, problem.train, bound)
+    assert ours.sensitivity == bound
+    assert set(ours.params) == {n for n, p in problem.model.named_parameters() if p.requires_grad}
+    for key, value in expected.items():
+        torch.testing.assert_close(ours.params[key], value, rtol=1e-4, atol=1e-5 * min(bound, 1))
+
+
+def test_pieces_do_not_change_the_sum(monkeypatch):
+    problem = made("mlp")
+    params = problem.initial_params()
+    whole = clipped_sum(problem, params, problem.train, 0.3).params
+    monkeypatch.setattr(clipping, "GRADIENT_NUMBERS_AT_ONCE", 90)  # two rows at a time
+    pieces = clipped_sum(problem, params, problem.train, 0.3).params
+    for key, value in whole.items():
+        torch.testing.assert_close(pieces[key], value)
+
+
+def test_empty_batch_sums_to_zero(problem):
+    empty = problem.train.select(torch.zeros(0, dtype=torch.int64))
+    total = clipped_sum(problem, problem.initial_params(), empty, 1.0)
+    assert all(value.abs().max() == 0 for value in total.params.values())
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e38])
+def test_a_gradient_that_is_not_finite_contributes_zero(problem, poison):
+    params = problem.initial_params()
+    batch = problem.train.select(torch.arange(4))
+    # a loss that blows up for one record: the inputs themselves pass through a linear layer
+    inputs = batch.inputs.clone()
+    inputs[2] = poison
+    model = nn.Linear(2, 3)
+    bad = Problem(model, F.mse_loss, Examples(inputs, torch.zeros(4, 3)))
+    params = bad.initial_params()
+    with_it = clipped_sum(bad, params, bad.train, 1.0).params
+    without = clipped_sum(bad, params, bad.train.select(torch.tensor([0, 1, 3])), 1.0).params
+    for key, value in without.items():
+        assert with_it[key].isfinite().all()
+        torch.testing.assert_close(with_it[key], value)
+
+
+def distance(one, two):
+    return float(torch.sqrt(sum((one[k] - two[k]).double().square().sum() for k in one)))
+
+
+coordinates = st.floats(-1e4, 1e4, width=32)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(st.tuples(coordinates, coordinates, st.integers(0, 2)), max_size=4),
+    extra=st.tuples(coordinates, coordinates, st.integers(0, 2)),
+    bound=st.floats(1e-3, 10.0),
+)
+def test_sensitivity_for_neighbouring_batches(rows, extra, bound):
+    def batch(rows):
+        inputs = torch.tensor([row[:2] for row in rows], dtype=torch.float32).reshape(-1, 2)
+        return Examples(inputs, torch.tensor([row[2] for row in rows], dtype=torch.int64))
+
+    problem = Problem(small_model(), F.cross_entropy, batch(rows))
+    params = problem.initial_params()
+    without = clipped_sum(problem, params, batch(rows), bound)
+    with_it = clipped_sum(problem, params, batch([*rows, extra]), bound)
+    assert distance(with_it.params, without.params) <= without.sensitivity * (1 + 1e-4)
+
+
+def test_an_unclipped_sum_breaks_that_sensitivity(problem):
+    params = problem.initial_params()
+    far = Examples(torch.full((1, 2), 1e3), torch.tensor([0]))
+    one = clipped_sum(problem, params, far, 1e9).params
+    assert distance(one, {k: torch.zeros_like(v) for k, v in one.items()}) > 1.0
+
+
+class TestRefusals:
+    def test_batch_norm_is_refused_by_name(self):
+        model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        with pytest.raises(UnsupportedModelError, match=r"module 1 \(BatchNorm1d\).*nn.GroupNorm"):
+            check_model(model, blobs())
+
+    def test_instance_norm_with_running_statistics_is_refused(self):
+        model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.InstanceNorm2d(2, track_running_stats=True))
+        inputs = Examples(torch.zeros(3, 2, 4, 4), torch.zeros(3, dtype=torch.int64))
+        with pytest.raises(UnsupportedModelError, match="track_running_stats=False"):
+            check_model(model, inputs)
+
+    def test_a_hand_made_mixer_is_found_and_named(self):
+        class Centre(nn.Module):
+            def forward(self, x):
+                return x - x.mean(0, keepdim=True)
+
+        model = nn.Sequential(nn.Linear(2, 4), Centre(), nn.Linear(4, 3))
+        with pytest.raises(UnsupportedModelError, match=r"module 1 \(Centre\).*company"):
+            check_model(model, blobs())
+
+    def test_a_buffer_that_changes_is_refused(self):
+        class Memory(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("seen", torch.zeros(2))
+                self.head = nn.Linear(2, 3)
+
+            def forward(self, x):
+                self.seen += x.sum(0)
+                return self.head(x)
+
+        with pytest.raises(UnsupportedModelError, match="buffer seen"):
+            check_model(Memory(), blobs())
+
+    def test_a_wrong_shape_is_told(self):
+        with pytest.raises(UnsupportedModelError, match=r"inputs of shape \(2, 2\)"):
+            check_model(nn.Linear(9, 3), blobs())
+
+    def test_nothing_to_train(self):
+        with pytest.raises(UnsupportedModelError, match="no parameter"):
+            check_model(nn.Linear(2, 3).requires_grad_(False), blobs())
+
+    def test_half_precision(self):
+        with pytest.raises(UnsupportedModelError, match=r"model.float\(\)"):
+            check_model(nn.Linear(2, 3).half(), blobs())
+
+    def test_the_probe_leaves_the_model_as_it_was(self):
+        model = small_model().train()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        check_model(model, blobs())
+        assert model.training
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_dropout_draws_fresh_randomness_for_each_example():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(40, 1, bias=False))
+    problem = Problem(model, lambda out, _: out.sum(), Examples(torch.ones(2, 40), torch.zeros(2)))
+    params = problem.initial_params()
+    from dpsur.core.gradients.per_example import per_example_gradients
+
+    rows = per_example_gradients(problem, params, problem.train)["1.weight"]
+    assert not torch.equal(rows[0], rows[1])

@@ -1,0 +1,196 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dpsur.core.loop import keep, start, train
+from dpsur.core.problem import Problem
+from dpsur.core.streams import Streams
+from dpsur.core.tree import flatten
+from dpsur.core.types import OptimizerState, State
+from dpsur.errors import NothingReleasedError
+from dpsur.methods import Dpsgd, Dpsur
+from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.events import LossTest, SampledGaussian, Trial
+from dpsur.privacy.plan import Budget, Plan
+from tests.conftest import blobs, small_model
+
+CPU = torch.device("cpu")
+BUDGET = Budget(3.0, 1e-5)
+UPDATE = SampledGaussian(0.2, 1.5)
+
+
+def plan_for(threshold=None, trials=12, updates=None, accounting="every-trial", rate=0.2):
+    test = None if threshold is None else LossTest(rate, 1.0, threshold)
+    return Plan(BUDGET, accounting, Trial(UPDATE, test), trials, updates)
+
+
+def end_of(method, plan, seed=0, on_trial=lambda *_: None):
+    problem = Problem(small_model(), F.cross_entropy, blobs())
+    procedure = method.bind(problem, plan, Streams(seed, CPU))
+    return train(procedure, plan, start(procedure), on_trial)
+
+
+def assert_same(one, two):
+    one, two = flatten(one), flatten(two)
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert torch.equal(value, two[name]), name
+
+
+@pytest.fixture(params=["sgd", "adam"])
+def options(request):
+    return {"optimizer": request.param, "average_decay": 0.9, "learning_rate": 0.5}
+
+
+def test_an_always_open_gate_is_dpsgd_bit_for_bit(options):
+    open_gate = end_of(Dpsur(**options), plan_for(math.inf))
+    plain = end_of(Dpsgd(**options), plan_for())
+    assert_same(open_gate.state, plain.state)
+    assert open_gate.ledger.updates == 12
+
+
+def test_a_never_open_gate_leaves_the_initial_state_bit_for_bit(options):
+    method, plan = Dpsur(**options), plan_for(-math.inf)
+    procedure = method.bind(Problem(small_model(), F.cross_entropy, blobs()), plan, Streams(0, CPU))
+    shut = train(procedure, plan, start(procedure))
+    assert_same(shut.state, procedure.initial_state())
+    assert (shut.ledger.trials, shut.ledger.updates) == (12, 0)
+
+
+def test_a_rejected_draw_is_not_repeated():
+    seen = []
+    problem = Problem(small_model(), F.cross_entropy, blobs())
+    plan = plan_for(-math.inf)
+    procedure = Dpsur().bind(problem, plan, Streams(0, CPU))
+    state = procedure.initial_state()
+    for _ in range(4):
+        seen.append(procedure.propose(state, torch.tensor(0)).state.params["0.weight"])
+    assert len({tuple(value.flatten().tolist()) for value in seen}) == 4
+
+
+def test_accepted_trials_alone_make_the_result():
+    """Replaying only the accepted candidates gives the same state."""
+    accepted = []
+    end = end_of(
+        Dpsur(learning_rate=0.5),
+        plan_for(0.0, trials=30),
+        on_trial=lambda progress, verdict: accepted.append((bool(verdict.accept), progress.state)),
+    )
+    assert 0 < sum(flag for flag, _ in accepted) < 30
+    previous = None
+    for flag, state in accepted:
+        if not flag and previous is not None:
+            assert_same(state, previous)
+        previous = state
+    assert_same(end.state, previous)
+    assert int(end.state.updates) == end.ledger.updates == sum(flag for flag, _ in accepted)
+
+
+def test_without_noise_and_clipping_it_is_torch_optim():
+    model, data = small_model(), blobs()
+    plan = Plan(BUDGET, "every-trial", Trial(SampledGaussian(1.0, 1e-9)), 20)
+    method = Dpsgd(learning_rate=0.3, momentum=0.9, schedule="linear", max_grad_norm=100.0)
+    procedure = method.bind(Problem(model, F.cross_entropy, data), plan, Streams(0, CPU))
+    ours = train(procedure, plan, start(procedure)).state.params
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 20)
+    for _ in range(20):
+        optimizer.zero_grad()
+        F.cross_entropy(model(data.inputs), data.targets).backward()
+        optimizer.step()
+        schedule.step()
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(ours[name], value.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_schedules_follow_trials_where_trials_are_charged_and_updates_elsewhere():
+    def positions(plan):
+        seen = []
+        problem = Problem(small_model(), F.cross_entropy, blobs())
+        procedure = Dpsur().bind(problem, plan, Streams(0, CPU))
+        propose = procedure.propose
+        procedure.propose = lambda state, position: (
+            seen.append((int(position), int(state.updates))) or propose(state, position)
+        )
+        train(procedure, plan, start(procedure))
+        return seen
+
+    by_trial = positions(plan_for(0.0, trials=15))
+    assert [position for position, _ in by_trial] == list(range(15))
+    by_update = positions(plan_for(0.0, trials=500, updates=8, accounting="published"))
+    assert all(position == updates for position, updates in by_update)
+    assert len(by_update) > 8
+
+
+def test_exactly_the_planned_updates_are_kept():
+    end = end_of(Dpsur(), plan_for(0.0, trials=500, updates=8, accounting="published"))
+    assert end.ledger.updates == 8
+
+
+def test_the_cap_releases_nothing():
+    with pytest.raises(NothingReleasedError, match="cap of 20 trials"):
+        end_of(Dpsur(), plan_for(-math.inf, trials=20, updates=5, accounting="published"))
+
+
+@pytest.mark.parametrize("accounting", ["every-trial", "published"])
+@pytest.mark.parametrize("method", [Dpsgd(noise_multiplier=6.0), Dpsur(noise_multiplier=6.0)])
+def test_spends_at_most_the_budget_and_one_more_would_not_fit(method, accounting):
+    problem = Problem(small_model(), F.cross_entropy, blobs())
+    budget = Budget(2.0, 1e-4)
+    settled, plan = method.settle(len(problem.train), budget, accounting)
+    procedure = settled.bind(problem, plan, Streams(0, CPU))
+    end = train(procedure, plan, start(procedure))
+    counting = accounting_named(accounting)
+    spent = counting.spent(end.ledger, budget.delta)
+    one_more = counting.spent(end.ledger.record(plan.trial, updates=1), budget.delta)
+    assert spent <= budget.epsilon < one_more
+
+
+def test_training_resumes_from_any_progress():
+    plan = plan_for(0.0, trials=20)
+    problem = Problem(small_model(), F.cross_entropy, blobs())
+    whole = Dpsur().bind(problem, plan, Streams(0, CPU))
+    expected = train(whole, plan, start(whole))
+
+    class Stop(Exception):
+        pass
+
+    saved = []
+
+    def stop_at_seven(progress, verdict):
+        if progress.ledger.trials == 7:
+            saved.append(progress)
+            raise Stop
+
+    streams = Streams(0, CPU)
+    first = Dpsur().bind(problem, plan, streams)
+    with pytest.raises(Stop):
+        train(first, plan, start(first), stop_at_seven)
+    end = train(first, plan, saved[0])
+    assert_same(end.state, expected.state)
+    assert end.ledger == expected.ledger
+
+
+def test_keep_chooses_whole_states():
+    def state(value):
+        params = {"w": torch.full((2,), value)}
+        return State(
+            params=params,
+            optimizer=OptimizerState(torch.tensor(int(value)), {"velocity": params}),
+            updates=torch.tensor(int(value)),
+            average=params,
+        )
+
+    old, new = state(1.0), state(2.0)
+    assert_same(keep(torch.tensor(True), new, old), new)
+    assert_same(keep(torch.tensor(False), new, old), old)
+
+
+def test_a_nan_in_the_candidate_does_not_leak_through_a_rejection():
+    params = {"w": torch.tensor([math.nan])}
+    fine = {"w": torch.tensor([1.0])}
+    empty = OptimizerState(torch.tensor(0), {})
+    new, old = State(params, empty, torch.tensor(1)), State(fine, empty, torch.tensor(0))
+    assert float(keep(torch.tensor(False), new, old).params["w"]) == 1.0

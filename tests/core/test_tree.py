@@ -1,0 +1,51 @@
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from dpsur.core.tree import flatten, map_tensors, unflatten
+from dpsur.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Nest:
+    here: Tensor
+    below: dict[str, Tensor]
+    absent: Tensor | None = None
+
+
+def nest(value):
+    return Nest(torch.tensor(value), {"x": torch.tensor([value, value])})
+
+
+def test_every_tensor_is_reached():
+    doubled = map_tensors(lambda a, b: a + b, nest(1.0), nest(2.0))
+    assert flatten(doubled).keys() == {"here", "below/x"}
+    assert all((value == 3.0).all() for value in flatten(doubled).values())
+
+
+def test_round_trip():
+    assert unflatten(nest(0.0), flatten(nest(5.0))) is not None
+    assert float(unflatten(nest(0.0), flatten(nest(5.0))).here) == 5.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda flat: flat.pop("here"),
+        lambda flat: flat.update(extra=torch.zeros(1)),
+        lambda flat: flat.update(here=torch.zeros(2)),
+        lambda flat: flat.update(here=torch.tensor(1)),
+    ],
+)
+def test_a_state_of_another_shape_is_refused(change):
+    flat = flatten(nest(1.0))
+    change(flat)
+    with pytest.raises(CheckpointError, match="does not fit this run"):
+        unflatten(nest(0.0), flat)
+
+
+def test_other_things_are_not_trees():
+    with pytest.raises(TypeError):
+        map_tensors(lambda t: t, {"a": 3})

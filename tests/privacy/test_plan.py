@@ -1,0 +1,147 @@
+import math
+
+import pytest
+from scipy.stats import binom
+
+from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
+from dpsur.privacy.calibrate import least_noise, most_repetitions
+from dpsur.privacy.events import LossTest, SampledGaussian, Trial
+from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plan import Budget, Plan, Request, make_plan, trial_cap
+
+BUDGET = Budget(3.0, 1e-5)
+TEST = LossTest(0.016, 1.0, 0.0)
+
+
+def request(noise=None, count=None, test=TEST, default=100):
+    return Request(lambda s: Trial(SampledGaussian(0.128, s), test), noise, count, default)
+
+
+@pytest.fixture(params=sorted(ACCOUNTINGS), scope="module")
+def name(request):
+    return request.param
+
+
+def test_given_noise_the_count_is_the_largest_that_fits(name):
+    plan = make_plan(request(noise=2.5), BUDGET, name)
+    accounting = accounting_named(name)
+    fits = accounting.planned((), plan.trial, plan.length, BUDGET.delta)
+    too_many = accounting.planned((), plan.trial, plan.length + 1, BUDGET.delta)
+    assert fits <= BUDGET.epsilon < too_many
+    assert plan.epsilon() == fits
+
+
+def test_given_the_count_the_noise_is_the_smallest_that_fits(name):
+    plan = make_plan(request(count=150), BUDGET, name)
+    assert plan.length == 150
+    noise = plan.trial.update.noise_multiplier
+    accounting = accounting_named(name)
+    less = Trial(SampledGaussian(0.128, noise * (1 - 1e-3)), TEST)
+    assert plan.epsilon() <= BUDGET.epsilon < accounting.planned((), less, 150, BUDGET.delta)
+
+
+def test_given_both_they_are_checked(name):
+    assert make_plan(request(noise=10.0, count=20), BUDGET, name).length == 20
+    with pytest.raises(BudgetError, match="noise multiplier 1 over 5000.*above the budget of 3"):
+        make_plan(request(noise=1.0, count=5000), BUDGET, name)
+
+
+def test_given_neither_the_default_count_is_used(name):
+    assert make_plan(request(default=77), BUDGET, name).length == 77
+
+
+def test_round_trip_of_noise_and_count(name):
+    noise = make_plan(request(count=150), BUDGET, name).trial.update.noise_multiplier
+    assert make_plan(request(noise=noise), BUDGET, name).length in (150, 151)
+
+
+def test_a_budget_too_small_for_one_update(name):
+    with pytest.raises(BudgetError, match="epsilon 0.01 is too small for a single update"):
+        make_plan(request(noise=0.5), Budget(0.01, 1e-5), name)
+
+
+def test_a_test_that_spends_the_budget_alone_is_an_error_not_a_loop(name):
+    greedy = LossTest(0.5, 0.5, 0.0)
+    with pytest.raises(BudgetError, match="whatever the noise.*val_noise_multiplier"):
+        make_plan(request(count=1000, test=greedy), Budget(1.0, 1e-5), name)
+
+
+def test_trials_are_fixed_in_advance_where_they_are_charged():
+    plan = make_plan(request(count=10), BUDGET, "every-trial")
+    ledger = Ledger().record(plan.trial, trials=9, updates=2)
+    assert plan.updates is None
+    assert plan.affords(ledger)
+    assert not plan.completed(ledger)
+    ledger = ledger.record(plan.trial, updates=0)
+    assert not plan.affords(ledger)
+    assert plan.completed(ledger)
+
+
+def test_updates_are_fixed_in_advance_where_they_are_charged():
+    plan = make_plan(request(count=10), BUDGET, "published")
+    ledger = Ledger().record(plan.trial, trials=30, updates=9)
+    assert plan.affords(ledger)
+    assert not plan.completed(ledger)
+    ledger = ledger.record(plan.trial, updates=1)
+    assert not plan.affords(ledger)
+    assert plan.completed(ledger)
+
+
+def test_the_cap_ends_a_run_that_must_not_release():
+    plan = make_plan(request(count=10), BUDGET, "published")
+    ledger = Ledger().record(plan.trial, trials=plan.trials, updates=9)
+    assert not plan.affords(ledger)
+    assert not plan.completed(ledger)
+
+
+@pytest.mark.parametrize("updates", [1, 10, 1000])
+@pytest.mark.parametrize("beta", [-1.0, 0.0, 2.0])
+def test_hitting_the_cap_costs_less_than_a_thousandth_of_delta(updates, beta):
+    test = LossTest(0.01, 0.8, beta)
+    cap = trial_cap(test, updates, BUDGET)
+    failure = binom.cdf(updates - 1, cap, test.accept_min)
+    assert (1 + math.exp(BUDGET.epsilon)) * failure <= BUDGET.delta / 1000
+    assert cap >= updates
+
+
+def test_a_gate_that_never_opens_has_no_cap():
+    with pytest.raises(BudgetError, match="never accepts"):
+        trial_cap(LossTest(0.01, 1e-3, -5.0), 10, BUDGET)
+
+
+def test_without_a_test_every_trial_is_an_update():
+    plan = make_plan(request(count=10, test=None), BUDGET, "published")
+    assert plan.trials == plan.updates == 10
+
+
+def test_plans_survive_a_file(name):
+    plan = make_plan(request(count=10), BUDGET, name)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, float("nan")])
+def test_bad_epsilon(epsilon):
+    with pytest.raises(InvalidInputError, match="epsilon must be above 0"):
+        Budget(epsilon, 1e-5)
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, float("nan")])
+def test_bad_delta(delta):
+    with pytest.raises(InvalidInputError, match="delta must be in"):
+        Budget(1.0, delta)
+
+
+def test_warns_when_delta_is_above_one_over_n():
+    assert Budget(1.0, 1e-3).warnings(4000)
+    assert not Budget(1.0, 1e-5).warnings(4000)
+
+
+def test_searches_on_a_known_function():
+    assert most_repetitions(lambda n: 0.1 * n, 3.05) == 30
+    assert most_repetitions(lambda n: float(n), 0.5) == 0
+    assert least_noise(lambda s: 7 / s, 2.0) == pytest.approx(3.5, rel=2e-4)
+    assert least_noise(lambda s: 7 / s, 2.0) >= 3.5
+    assert least_noise(lambda s: 1 + 1 / s, 1.0) is None
+    with pytest.raises(BudgetError, match="more than"):
+        most_repetitions(lambda n: 0.0, 1.0)

@@ -1,0 +1,186 @@
+import json
+import stat
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dpsur
+from dpsur.runs import files
+from dpsur.runs.checkpoint import FILE_NAME
+from dpsur.runs.session import Pace
+from tests.conftest import blobs, small_model
+
+BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)
+METHOD = dpsur.Dpsur(
+    noise_multiplier=8.0,
+    val_noise_multiplier=4.0,
+    trials=20,
+    average_decay=0.9,
+    optimizer="adam",
+    learning_rate=0.05,
+)
+
+
+class StopAt:
+    """An observer that breaks a run off, as a crash would."""
+
+    def __init__(self, trial):
+        self.at = trial
+
+    def started(self, plan, progress):
+        pass
+
+    def evaluated(self, progress, scores, epsilon):
+        pass
+
+    def trial(self, progress, verdict):
+        if progress.ledger.trials == self.at:
+            raise KeyboardInterrupt
+
+
+def fit(out, seed=0, resume=False, observers=(), method=METHOD, data=None, **more):
+    return dpsur.fit(
+        small_model(),
+        blobs() if data is None else data,
+        budget=BUDGET,
+        method=method,
+        seed=seed,
+        out=out,
+        resume=resume,
+        observers=observers,
+        pace=Pace(checkpoint_every=4),
+        test_set=blobs(30, seed=4),
+        **more,
+    )
+
+
+def interrupted(folder, at=11, **more):
+    with pytest.raises(KeyboardInterrupt):
+        fit(folder, observers=[StopAt(at)], **more)
+
+
+def weights_file(folder):
+    return (folder / "release" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("at", [1, 4, 11, 20])
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path, at):
+    whole = fit(tmp_path / "whole")
+    interrupted(tmp_path / "broken", at)
+    assert not (tmp_path / "broken" / "release").exists()
+    resumed = fit(tmp_path / "broken", resume=True)
+    assert weights_file(tmp_path / "whole") == weights_file(tmp_path / "broken")
+    assert resumed.private.ledger == whole.private.ledger
+    rows = [
+        {k: v for k, v in row.items() if k != "seconds"}
+        for run in (whole, resumed)
+        for row in run.private.rows
+    ]
+    assert rows[: len(rows) // 2] == rows[len(rows) // 2 :]
+
+
+def test_an_unseeded_run_continues_the_draws_it_would_have_made(tmp_path):
+    """Resumed twice from one checkpoint, an unseeded run ends the same: nothing is re-rolled."""
+    interrupted(tmp_path / "a", seed=None)
+    copy = tmp_path / "b"
+    (copy / "private").mkdir(parents=True)
+    for name in (FILE_NAME, "metrics.jsonl"):
+        (copy / "private" / name).write_bytes((tmp_path / "a" / "private" / name).read_bytes())
+    fit(tmp_path / "a", seed=None, resume=True)
+    fit(copy, seed=None, resume=True)
+    assert weights_file(tmp_path / "a") == weights_file(copy)
+
+
+def test_folders_keep_release_and_private_apart(tmp_path):
+    fit(tmp_path / "out")
+    private = tmp_path / "out" / "private"
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    assert {p.name for p in private.iterdir()} == {
+        FILE_NAME, "metrics.jsonl", "curves.png", "lock",
+    }  # fmt: skip
+    assert (private / "curves.png").read_bytes().startswith(b"\x89PNG")
+    rows = [json.loads(line) for line in (private / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row["kind"] == "trial" for row in rows) == 20
+    assert sum(row["kind"] == "evaluation" for row in rows) == 20
+
+
+def damage_byte(content, at):
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[: len(content) // 2],
+        lambda content: damage_byte(content, len(content) - 5),
+        lambda content: damage_byte(content, 40),
+        lambda content: content.replace(b"trials", b"trialz"),
+        lambda content: b"PK\x03\x04 not ours",
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
+    interrupted(tmp_path / "out")
+    path = tmp_path / "out" / "private" / FILE_NAME
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(dpsur.CheckpointError, match="not a whole checkpoint"):
+        fit(tmp_path / "out", resume=True)
+    assert not (tmp_path / "out" / "release").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data": blobs(seed=2)},
+        {"method": dpsur.Dpsur(noise_multiplier=8.0, trials=21)},
+        {"method": dpsur.Dpsur(noise_multiplier=9.0, trials=20)},
+        {"seed": None},
+    ],
+)
+def test_a_foreign_checkpoint_is_refused(tmp_path, change):
+    interrupted(tmp_path / "out")
+    with pytest.raises(dpsur.CheckpointError, match="belongs to another run"):
+        fit(tmp_path / "out", resume=True, **change)
+
+
+def test_nothing_to_resume(tmp_path):
+    with pytest.raises(dpsur.CheckpointError, match="nothing to resume"):
+        fit(tmp_path / "none", resume=True)
+
+
+def test_a_second_process_is_kept_out(tmp_path):
+    interrupted(tmp_path / "out")
+    folder = files.RunFolder(tmp_path / "out")
+    with folder.lock(), pytest.raises(dpsur.InvalidInputError, match="another process"):
+        fit(tmp_path / "out", resume=True)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    files.write_atomically(path, b"old")
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(files.os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        files.write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_cut_off_metrics_line_is_dropped_on_resume(tmp_path):
+    interrupted(tmp_path / "out")
+    path = tmp_path / "out" / "private" / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"kind": "trial", "tri')
+    run = fit(tmp_path / "out", resume=True)
+    assert [r["trial"] for r in run.private.rows if r["kind"] == "trial"] == list(range(1, 21))
+
+
+def test_the_checkpoint_is_plain_tensors(tmp_path):
+    interrupted(tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "private" / FILE_NAME)
+    assert all(isinstance(value, torch.Tensor) for value in tensors.values())
+    assert any(name.startswith("stream/") for name in tensors)
+    assert any(name.startswith("state/optimizer") for name in tensors)

@@ -1,0 +1,92 @@
+"""The rooms of the house and the one-way arrows between them, read from the imports."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dpsur
+
+SOURCE = Path(dpsur.__file__).parent
+LEAVES = {"errors", "checks", "_version"}
+# room -> the rooms it may import from
+ARROWS = {
+    "privacy": set(),
+    "core": {"privacy"},
+    "methods": {"core", "privacy"},
+    "tasks": {"core"},
+    "runs": {"tasks", "methods", "core", "privacy"},
+    "cli": {"runs", "tasks", "methods", "core", "privacy"},
+}
+# what tasks may know of the core
+CORE_TYPES = "dpsur.core.types"
+
+
+def imported(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {node.module or ""}
+            if node.module in {"dpsur", *(f"dpsur.{room}" for room in ARROWS)}:
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def modules(room: str):
+    return sorted((SOURCE / room).rglob("*.py"))
+
+
+@pytest.mark.parametrize("room", ARROWS)
+def test_arrows_point_one_way(room):
+    for path in modules(room):
+        for name in imported(path):
+            parts = name.split(".")
+            if parts[0] != "dpsur" or len(parts) < 2 or parts[1] in LEAVES:
+                continue
+            allowed = ARROWS[room] | {room}
+            assert parts[1] in allowed, f"{path.relative_to(SOURCE)} imports {name}"
+
+
+def test_the_accountants_know_no_tensors():
+    for path in modules("privacy"):
+        assert not any(name.split(".")[0] == "torch" for name in imported(path)), path
+
+
+def test_tasks_know_only_the_types_of_the_core():
+    for path in modules("tasks"):
+        for name in imported(path):
+            if name.startswith("dpsur.core"):
+                assert name.startswith(CORE_TYPES), f"{path} imports {name}"
+
+
+def test_every_room_is_on_the_map():
+    rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == set(ARROWS)
+
+
+@pytest.mark.parametrize(
+    "heavy", ["matplotlib", "mlxtend", "rich", "pandas", "sklearn", "dp_accounting"]
+)
+def test_heavy_packages_are_not_imported_up_front(heavy):
+    code = f"import sys, dpsur, dpsur.cli; sys.exit('{heavy}' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_nothing_is_unpickled():
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text()
+        assert not any(
+            name.split(".")[0] in {"pickle", "cloudpickle", "dill"} for name in imported(path)
+        )
+        assert "torch.load" not in text
+        assert "torch.save" not in text
+
+
+def test_files_stay_short():
+    for path in SOURCE.rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 280, path

@@ -1,0 +1,387 @@
+"""Deliberately wrong mechanisms, each of which a stated law must reject.
+
+A law is a function that asserts a property of the mechanism as it stands. Every law holds for the
+package, and fails once its mutant is patched in. The first five faults were seen in code that was
+released for the paper.
+"""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpsur.core import loop, noise, sampling
+from dpsur.core.gate import LossGate, mean_losses
+from dpsur.core.loop import start, train
+from dpsur.core.problem import Problem
+from dpsur.core.streams import BATCH, Streams
+from dpsur.core.tree import flatten
+from dpsur.core.types import Examples
+from dpsur.methods import Dpsgd, Dpsur, dpsgd
+from dpsur.methods import dpsur as dpsur_method
+from dpsur.privacy import pld
+from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.events import LossTest, SampledGaussian, Trial
+from dpsur.privacy.plan import Budget, Plan
+from tests.conftest import blobs, small_model
+from tests.statistics import assert_frequency, assert_standard_deviation
+
+CPU = torch.device("cpu")
+BUDGET = Budget(3.0, 1e-5)
+
+
+# --- laws ---------------------------------------------------------------------------------------
+
+
+def rejection_restores_everything():
+    """After rejections alone, every tensor of the state is the initial one."""
+    trial = Trial(SampledGaussian(0.2, 1.0), LossTest(0.2, 1.0, -math.inf))
+    plan = Plan(BUDGET, "every-trial", trial, 6)
+    method = Dpsur(average_decay=0.9)
+    procedure = method.bind(Problem(small_model(), F.cross_entropy, blobs()), plan, Streams(0, CPU))
+    end = flatten(train(procedure, plan, start(procedure)).state)
+    for name, value in flatten(procedure.initial_state()).items():
+        assert torch.equal(value, end[name]), name
+
+
+def both_losses_come_from_one_batch():
+    """A candidate equal to the current model has a loss difference of exactly zero."""
+    trial = Trial(SampledGaussian(0.2, 1.0), LossTest(0.05, 1.0, 0.0))
+    plan = Plan(BUDGET, "every-trial", trial, 10)
+    method = Dpsur(learning_rate=1e-30)
+    procedure = method.bind(Problem(small_model(), F.cross_entropy, blobs()), plan, Streams(0, CPU))
+    differences = []
+    train(
+        procedure,
+        plan,
+        start(procedure),
+        lambda _, verdict: differences.append(float(verdict.private["loss_difference"])),
+    )
+    assert differences == [0.0] * 10
+
+
+class Ones(nn.Module):
+    """Every record has the same gradient, of norm one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return x[:, :1] * 0 + self.weight
+
+
+def steps_in_records(rate=0.1, count=40, size=100, multiplier=1e-6):
+    """How many records' worth of gradient each DPSGD step holds."""
+    problem = Problem(
+        Ones(), lambda out, _: -out.sum(), Examples(torch.ones(size, 1), torch.zeros(size))
+    )
+    plan = Plan(BUDGET, "every-trial", Trial(SampledGaussian(rate, multiplier)), count)
+    method = Dpsgd(learning_rate=1.0, momentum=0.0, schedule="constant", max_grad_norm=1.0)
+    procedure = method.bind(problem, plan, Streams(0, CPU))
+    weights = [0.0]
+    end = train(
+        procedure,
+        plan,
+        start(procedure),
+        lambda progress, _: weights.append(float(progress.state.params["weight"])),
+    )
+    return np.diff(np.array(weights)) * rate * size, end
+
+
+def sums_are_divided_by_the_expected_size():
+    """Each step is a whole number of records over the expected size: the number that was drawn."""
+    steps, _ = steps_in_records()
+    drawn = Streams(0, CPU)[BATCH]
+    sizes = [len(sampling.poisson_sample(100, 0.1, drawn)) for _ in range(40)]
+    assert len(set(sizes)) > 5
+    assert np.allclose(steps, sizes, atol=1e-2), (steps[:5], sizes[:5])
+
+
+def an_empty_batch_is_a_trial_like_any_other():
+    """With hardly any record drawn, every trial still adds noise and is recorded."""
+    steps, end = steps_in_records(rate=1e-4, multiplier=1.0)
+    assert np.all(steps != 0)
+    assert end.ledger.trials == end.ledger.updates == 40
+    assert_standard_deviation(steps, 1.0)
+
+
+def the_budget_stops_training_before_it_is_overspent():
+    settled, plan = Dpsgd(noise_multiplier=6.0).settle(200, Budget(2.0, 1e-4), "every-trial")
+    problem = Problem(small_model(), F.cross_entropy, blobs())
+    procedure = settled.bind(problem, plan, Streams(0, CPU))
+    end = train(procedure, plan, start(procedure))
+    assert accounting_named("every-trial").spent(end.ledger, 1e-4) <= 2.0
+
+
+def a_nan_difference_is_accepted_as_often_as_the_worst():
+    gate = LossGate(0.001, 1.0, 0.0)
+    count = 100_000
+    accepted = gate.decide(
+        torch.full((count,), math.nan, dtype=torch.float64), torch.Generator().manual_seed(0)
+    )
+    assert_frequency(int(accepted.sum()), count, LossTest(0.1, 1.0, 0.0).accept_min)
+
+
+def noise_has_the_accounted_scale():
+    steps, _ = steps_in_records(rate=1e-4, count=2000, multiplier=2.0)
+    assert_standard_deviation(steps, 2.0)
+
+
+def training_and_test_batches_are_independent():
+    """The rows of both batches of a trial agree no more often than chance."""
+    drawn = []
+    real = sampling.poisson_sample
+
+    def spy(size, rate, generator):
+        rows = real(size, rate, generator)
+        mask = torch.zeros(size, dtype=torch.bool)
+        mask[rows] = True
+        drawn.append(mask)
+        return rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dpsgd, "poisson_sample", spy)
+        patch.setattr(dpsur_method, "poisson_sample", spy)
+        trial = Trial(SampledGaussian(0.5, 1.0), LossTest(0.5, 1.0, 0.0))
+        plan = Plan(BUDGET, "every-trial", trial, 200)
+        problem = Problem(small_model(), F.cross_entropy, blobs())
+        procedure = Dpsur(learning_rate=1e-3).bind(problem, plan, Streams(0, CPU))
+        train(procedure, plan, start(procedure))
+    together = sum(int((a & b).sum()) for a, b in zip(drawn[::2], drawn[1::2], strict=True))
+    assert_frequency(together, 200 * 200, 0.25)
+
+
+def every_part_of_every_trial_is_charged():
+    """A strong test must show in epsilon: here it costs more than the gradient does."""
+    trial = Trial(SampledGaussian(0.01, 5.0), LossTest(0.1, 0.8, 0.0))
+    alone = pld.composed_epsilon([(trial.test, 100)], 1e-5)
+    assert pld.composed_epsilon([(trial, 100)], 1e-5) >= alone > 1.0
+
+
+# --- mutants ------------------------------------------------------------------------------------
+
+
+def keep_weights_only(patch):
+    real = loop.keep
+    patch.setattr(
+        loop,
+        "keep",
+        lambda accept, new, old: replace(new, params=real(accept, new, old).params),
+    )
+
+
+def keep_without_optimizer(patch):
+    real = loop.keep
+    patch.setattr(
+        loop,
+        "keep",
+        lambda accept, new, old: replace(real(accept, new, old), optimizer=new.optimizer),
+    )
+
+
+def keep_without_average(patch):
+    real = loop.keep
+    patch.setattr(
+        loop, "keep", lambda accept, new, old: replace(real(accept, new, old), average=new.average)
+    )
+
+
+def no_restore(patch):
+    patch.setattr(loop, "keep", lambda accept, new, old: new)
+
+
+def alias_until_the_first_acceptance(patch):
+    real = loop.keep
+    patch.setattr(
+        loop,
+        "keep",
+        lambda accept, new, old: (
+            replace(old, params=new.params) if int(old.updates) == 0 else real(accept, new, old)
+        ),
+    )
+
+
+def stale_loss(patch):
+    stored = {}
+
+    def compare(problem, candidate, current, batch):
+        after, before = mean_losses(problem, candidate, current, batch)
+        before = stored.get("loss", before)
+        stored["loss"] = after
+        return after, before
+
+    patch.setattr(dpsur_method, "mean_losses", compare)
+
+
+def losses_on_two_batches(patch):
+    def compare(problem, candidate, current, batch):
+        half = len(batch) // 2
+        rows = torch.arange(len(batch))
+        after, _ = mean_losses(problem, candidate, current, batch.select(rows[:half]))
+        _, before = mean_losses(problem, candidate, current, batch.select(rows[half:]))
+        return after, before
+
+    patch.setattr(dpsur_method, "mean_losses", compare)
+
+
+def divided_by(patch, size_of):
+    real = dpsgd.NoisyGradientSteps._noisy_gradient
+
+    def wrong(self, params):
+        draws = []
+
+        def spy(size, rate, generator):
+            draws.append(sampling.poisson_sample(size, rate, generator))
+            return draws[-1]
+
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(dpsgd, "poisson_sample", spy)
+            gradient = real(self, params)
+        expected = self._event.sample_rate * len(self._problem.train)
+        size = max(1, size_of(self, draws[0]))
+        return {name: value * expected / size for name, value in gradient.items()}
+
+    patch.setattr(dpsgd.NoisyGradientSteps, "_noisy_gradient", wrong)
+
+
+def divided_by_the_drawn_size(patch):
+    divided_by(patch, lambda self, rows: len(rows))
+
+
+def divided_by_another_draws_size(patch):
+    other = torch.Generator().manual_seed(9)
+    divided_by(patch, lambda self, rows: len(sampling.poisson_sample(100, 0.1, other)))
+
+
+def skipped_empty_batch(patch):
+    real = dpsgd.NoisyGradientSteps._noisy_gradient
+
+    def wrong(self, params):
+        state = self._streams[BATCH].get_state()
+        train_set = self._problem.train
+        rows = sampling.poisson_sample(
+            len(train_set), self._event.sample_rate, self._streams[BATCH]
+        )
+        self._streams[BATCH].set_state(state)
+        gradient = real(self, params)
+        if len(rows) == 0:
+            return {name: torch.zeros_like(value) for name, value in gradient.items()}
+        return gradient
+
+    patch.setattr(dpsgd.NoisyGradientSteps, "_noisy_gradient", wrong)
+
+
+def late_stop(patch):
+    patch.setattr(Plan, "affords", lambda self, ledger: ledger.trials <= self.trials)
+    patch.setattr(Plan, "completed", lambda self, ledger: True)
+
+
+def nan_rejects_always(patch):
+    def decide(self, difference, generator):
+        bound = self.loss_clip
+        draw = torch.randn(difference.shape, generator=generator, dtype=difference.dtype)
+        noisy = difference.clamp(-bound, bound) + 2 * bound * self.noise_multiplier * draw
+        return noisy < self.accept_threshold * bound
+
+    patch.setattr(LossGate, "decide", decide)
+
+
+def noise_times(factor):
+    def patch_it(patch):
+        patch.setattr(
+            dpsgd,
+            "add_gaussian",
+            lambda total, multiplier, g: noise.add_gaussian(total, factor * multiplier, g),
+        )
+
+    return patch_it
+
+
+def one_stream_replayed_for_both_batches(patch):
+    real = dpsur_method.Selective.judge
+
+    def judge(self, state, candidate):
+        with pytest.MonkeyPatch.context() as inner:
+            copy = torch.Generator().manual_seed(0)
+            copy.set_state(self._last)
+            inner.setitem(self._streams._generators, "val-batch", copy)
+            return real(self, state, candidate)
+
+    real_propose = dpsur_method.Selective.propose
+
+    def propose(self, state, position):
+        self._last = self._streams[BATCH].get_state()
+        return real_propose(self, state, position)
+
+    patch.setattr(dpsur_method.Selective, "judge", judge)
+    patch.setattr(dpsur_method.Selective, "propose", propose)
+
+
+def forget_the_test(patch):
+    patch.setattr(
+        pld, "_parts", lambda event: (event.update,) if isinstance(event, Trial) else (event,)
+    )
+
+
+class Mutant(NamedTuple):
+    name: str
+    law: object
+    apply: object
+
+
+MUTANTS = [
+    # the five faults of the released code
+    Mutant("1 momentum survives a rejection", rejection_restores_everything, keep_weights_only),
+    Mutant(
+        "1 optimizer survives a rejection", rejection_restores_everything, keep_without_optimizer
+    ),
+    Mutant("2 stale loss", both_losses_come_from_one_batch, stale_loss),
+    Mutant(
+        "3 alias until accepted", rejection_restores_everything, alias_until_the_first_acceptance
+    ),
+    Mutant(
+        "4 divided by another draw",
+        sums_are_divided_by_the_expected_size,
+        divided_by_another_draws_size,
+    ),
+    Mutant("5 empty batch skipped", an_empty_batch_is_a_trial_like_any_other, skipped_empty_batch),
+    Mutant("5 late stop", the_budget_stops_training_before_it_is_overspent, late_stop),
+    # and other ways to be wrong
+    Mutant("average survives", rejection_restores_everything, keep_without_average),
+    Mutant("no restore", rejection_restores_everything, no_restore),
+    Mutant("two batches", both_losses_come_from_one_batch, losses_on_two_batches),
+    Mutant(
+        "divided by the drawn size",
+        sums_are_divided_by_the_expected_size,
+        divided_by_the_drawn_size,
+    ),
+    Mutant("NaN rejects", a_nan_difference_is_accepted_as_often_as_the_worst, nan_rejects_always),
+    Mutant("noise x 2/3", noise_has_the_accounted_scale, noise_times(2 / 3)),
+    Mutant("noise x 3/2", noise_has_the_accounted_scale, noise_times(3 / 2)),
+    Mutant(
+        "shared stream",
+        training_and_test_batches_are_independent,
+        one_stream_replayed_for_both_batches,
+    ),
+    Mutant("test charged nothing", every_part_of_every_trial_is_charged, forget_the_test),
+]
+
+LAWS = sorted({mutant.law for mutant in MUTANTS}, key=lambda law: law.__name__)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_law_holds(law):
+    law()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_killed(mutant, monkeypatch):
+    mutant.apply(monkeypatch)
+    with pytest.raises(AssertionError):
+        mutant.law()
