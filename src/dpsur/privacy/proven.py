@@ -1,0 +1,255 @@
+"""The proven cost of selective release: T accepted updates to (epsilon, delta), with a certificate.
+
+One accepted update has a Rényi divergence that `dpsur.privacy.selective` bounds from above (what is
+charged) and from below (what an adversary attains). Updates compose adaptively, so T of them cost T
+times that; docs/privacy.md proves it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+from dpsur import checks
+from dpsur.errors import InvalidInputError
+from dpsur.privacy.conversion import epsilon_at
+from dpsur.privacy.events import (
+    Event,
+    Gaussian,
+    LossTest,
+    NonPrivate,
+    SampledGaussian,
+    Test,
+    Trial,
+)
+from dpsur.privacy.selective.divergence import COARSE, FINE, Accuracy, Interval, divergence
+from dpsur.privacy.selective.pair import Direction
+from dpsur.privacy.selective.store import Store, default_folder
+
+DIRECTIONS: tuple[Direction, ...] = ("add", "remove")
+# Orders 1.02 to 479; the best one is then refined between its neighbours.
+COARSE_ORDERS = tuple(1.0 + 0.02 * 1.55**k for k in range(24))
+_GOLDEN = 0.5 * (math.sqrt(5.0) - 1.0)
+_ORDER_TOLERANCE = 0.05  # in log(order - 1), around a minimum that is flat
+
+
+class SelectiveUpdate(NamedTuple):
+    """One accepted update, reduced to what its cost depends on.
+
+    A Poisson-sampled Gaussian candidate, released when a test on a fresh Poisson sample accepts it.
+    Of the test only the ratio of its largest to its smallest acceptance probability matters.
+    """
+
+    sample_rate: float
+    noise_multiplier: float
+    val_sample_rate: float
+    accept_ratio: float
+
+    @staticmethod
+    def of(sample_rate: float, noise_multiplier: float, test: Test) -> "SelectiveUpdate":
+        """Reduce an update and its test, the ratio rounded up."""
+        if test.accept_min <= 0.0:
+            raise InvalidInputError(
+                f"{test} never accepts the worst candidate, so its cost is unbounded; raise "
+                "accept_threshold or val_noise_multiplier"
+            )
+        ratio = test.accept_max / test.accept_min * (1.0 + 4e-16)
+        if test.accept_max == test.accept_min:
+            ratio = 1.0
+        # On a grid, so that tests that are equal but for rounding share their stored results.
+        ratio = 1.0 + math.ceil((ratio - 1.0) * 1e12) / 1e12
+        return SelectiveUpdate(sample_rate, noise_multiplier, test.sample_rate, ratio)
+
+
+@dataclass(frozen=True)
+class EpsilonBounds:
+    """`upper` is the guarantee; `lower` is the same accounting fed with what an adversary attains.
+
+    No better analysis of one update at these orders can fall below `lower`.
+    """
+
+    lower: float
+    upper: float
+    direction: Direction
+    order: float
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Updates with their counts, and Gaussian events on all records as one precision.
+
+    A Gaussian event of noise multiplier sigma has divergence order / (2 sigma^2), so events add up
+    by their precisions 1 / sigma^2.
+    """
+
+    updates: tuple[tuple[SelectiveUpdate, int], ...]
+    precision: float = 0.0
+
+    def __post_init__(self) -> None:
+        for _, count in self.updates:
+            _check_count(count)
+
+    def divergence(self, order: float, direction: Direction, accuracy: Accuracy) -> Interval:
+        """Rényi divergence of the whole, in one direction."""
+        rest = order * self.precision / 2
+        parts = [
+            (count, _known(update)(order, direction, accuracy))
+            for update, count in self.updates
+            if count
+        ]
+        lower = math.fsum(count * part.lower for count, part in parts) + rest
+        upper = math.fsum(count * part.upper for count, part in parts) + rest
+        return Interval(lower, upper * (1.0 + 1e-14))
+
+
+def compose(charges: Sequence[tuple[Event, int]]) -> Composition:
+    """Sort events, each repeated a number of times, into a composition."""
+    updates: list[tuple[SelectiveUpdate, int]] = []
+    precision = 0.0
+    for event, count in charges:
+        _check_count(count)
+        match event:
+            case Gaussian(noise_multiplier=sigma):
+                precision += count / sigma**2
+            case NonPrivate() | Trial(update=NonPrivate()):
+                precision += math.inf if count else 0.0
+            case Trial(update=SampledGaussian() as update, test=None):
+                updates.append((_unselected(update), count))
+            case Trial(update=SampledGaussian(sample_rate=q, noise_multiplier=sigma), test=test):
+                assert test is not None
+                updates.append((SelectiveUpdate.of(q, sigma, test), count))
+            case SampledGaussian() | LossTest():
+                updates.append((_unselected(event), count))
+            case _:
+                raise InvalidInputError(f"unknown privacy event: {event!r}")
+    return Composition(tuple(updates), precision)
+
+
+def _check_count(count: int) -> None:
+    # A negative count would be a credit, and make epsilon too small without a word.
+    checks.non_negative("the number of times an event happens", count)
+
+
+def _unselected(event: SampledGaussian | LossTest) -> SelectiveUpdate:
+    return SelectiveUpdate(event.sample_rate, event.noise_multiplier, 0.0, 1.0)
+
+
+def event_divergence(event: Event, order: float) -> float:
+    """Certified Rényi divergence of one event, the worse direction: what a filter is charged."""
+    whole = compose([(event, 1)])
+    return max(whole.divergence(order, direction, FINE).upper for direction in DIRECTIONS)
+
+
+def selective_divergence(
+    update: SelectiveUpdate, order: float, direction: Direction, accuracy: Accuracy = FINE
+) -> Interval:
+    """Certified upper and attained lower Rényi divergence of one accepted update.
+
+    Formal guarantee: for neighbouring data sets and every accepted history, the law of the next
+    accepted update satisfies D_order <= upper, with the record against without it for `add`, the
+    other way round for `remove`.
+    """
+    if not 1.0 < order <= 1024.0:
+        raise InvalidInputError(f"the order must be in (1, 1024], got {order}")
+    curve = _known(update)
+    value = curve(order, direction, accuracy)
+    curve.store.flush()
+    return value
+
+
+def composed_epsilon(composition: Composition, delta: float) -> EpsilonBounds:
+    """(epsilon, delta) of a composition of accepted updates and other events.
+
+    Formal guarantee: (upper, delta)-DP under adding or removing one record, for the sequence of
+    accepted updates together with the other events. A pair of neighbours keeps its direction, so
+    each direction takes its best order and the worse direction counts. Every order gives a valid
+    value, so the search for a good one cannot harm the guarantee.
+    """
+    worse, other = (_Search(composition, direction, delta) for direction in DIRECTIONS)
+    best = worse.best()
+    if other.at(best.order).upper > best.upper:
+        rival = other.best()
+        best = max(best, rival, key=lambda bounds: bounds.upper)
+    for update, _ in composition.updates:
+        _known(update).store.flush()
+    return best
+
+
+class _Search:
+    """The best order for one direction: a coarse grid, then golden section in log(order - 1).
+
+    Both stages take epsilon to fall and then rise with the order. Where it does not, the result is
+    still the epsilon of some order, which is all that the guarantee needs.
+    """
+
+    def __init__(self, composition: Composition, direction: Direction, delta: float) -> None:
+        self._composition, self._direction, self._delta = composition, direction, delta
+        self._seen: dict[float, Interval] = {}
+
+    def at(self, order: float) -> Interval:
+        """Epsilon at an order, to full accuracy."""
+        if order not in self._seen:
+            self._seen[order] = self._epsilon(order, FINE)
+        return self._seen[order]
+
+    def best(self) -> EpsilonBounds:
+        """Epsilon at the best order found."""
+        middle = self._coarse()
+        low = math.log(COARSE_ORDERS[max(middle - 1, 0)] - 1.0)
+        high = math.log(COARSE_ORDERS[min(middle + 1, len(COARSE_ORDERS) - 1)] - 1.0)
+        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        while high - low > _ORDER_TOLERANCE:
+            if self._upper(left) <= self._upper(right):
+                high, right = right, left
+                left = high - _GOLDEN * (high - low)
+            else:
+                low, left = left, right
+                right = low + _GOLDEN * (high - low)
+        order, found = min(self._seen.items(), key=lambda item: item[1].upper)
+        lower = min(value.lower for value in self._seen.values())
+        return EpsilonBounds(lower, found.upper, self._direction, order)
+
+    def _epsilon(self, order: float, accuracy: Accuracy) -> Interval:
+        total = self._composition.divergence(order, self._direction, accuracy)
+        return Interval(*(epsilon_at(order, value, self._delta) for value in total))
+
+    def _upper(self, log_excess: float) -> float:
+        return self.at(1.0 + math.exp(log_excess)).upper
+
+    def _coarse(self) -> int:
+        """The best place on the coarse grid, by thirds."""
+
+        @cache
+        def rough(index: int) -> float:
+            return self._epsilon(COARSE_ORDERS[index], COARSE).upper
+
+        low, high = 0, len(COARSE_ORDERS) - 1
+        while high - low > 2:
+            left, right = low + (high - low) // 3, high - (high - low) // 3
+            if rough(left) <= rough(right):  # ties, as between infinities, go to smaller orders
+                high = right
+            else:
+                low = left
+        return min(range(low, high + 1), key=rough)
+
+
+class _Curve:
+    """Divergences of one update, looked up before they are computed."""
+
+    def __init__(self, update: SelectiveUpdate) -> None:
+        self._update = update
+        self.store = Store(tuple(update), default_folder())
+
+    def __call__(self, order: float, direction: Direction, accuracy: Accuracy) -> Interval:
+        label = f"{direction} {order.hex()} {accuracy.nodes} {accuracy.most_nodes} {accuracy.gap}"
+        value = self.store.get(label)
+        if value is None:
+            value = divergence(*self._update, order, direction, accuracy)
+            self.store.put(label, value)
+        return value
+
+
+@lru_cache(maxsize=256)
+def _known(update: SelectiveUpdate) -> _Curve:
+    return _Curve(update)

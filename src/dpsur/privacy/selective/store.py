@@ -1,0 +1,78 @@
+"""Results on disk: one small JSON file per setting. Losing or damaging it costs time, never
+correctness.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from dpsur.privacy.selective.divergence import VERSION, Interval
+
+
+def default_folder() -> Path:
+    """`$XDG_CACHE_HOME/dpsur`, or `~/.cache/dpsur`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dpsur"
+
+
+class Store:
+    """Intervals of one setting by label. `folder=None` keeps them in memory only."""
+
+    def __init__(self, setting: tuple[float, ...], folder: Path | None) -> None:
+        self._key = [VERSION, *(x.hex() for x in setting)]
+        name = hashlib.sha256(json.dumps(self._key).encode()).hexdigest()[:32]
+        self._path = None if folder is None else folder / f"selective-{name}.json"
+        self._known = self._read()
+        self._fresh = False
+
+    def get(self, label: str) -> Interval | None:
+        """What is known under this label."""
+        return self._known.get(label)
+
+    def put(self, label: str, value: Interval) -> None:
+        """Remembers; `flush` writes."""
+        self._known[label] = value
+        self._fresh = True
+
+    def flush(self) -> None:
+        """Writes what is new, atomically; a folder that cannot be written is no error."""
+        if self._path is None or not self._fresh:
+            return
+        merged = self._read() | self._known
+        values = {k: [v.lower.hex(), v.upper.hex()] for k, v in sorted(merged.items())}
+        text = json.dumps(
+            {"key": self._key, "values": values, "digest": _digest(self._key, values)}
+        )
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self._path.parent, suffix=".tmp")
+            try:
+                with os.fdopen(handle, "w") as file:
+                    file.write(text)
+                Path(temporary).replace(self._path)
+            except OSError:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+        self._fresh = False
+
+    def _read(self) -> dict[str, Interval]:
+        if self._path is None:
+            return {}
+        try:
+            data = json.loads(self._path.read_text())
+            values = data["values"]
+            if data["key"] != self._key or data["digest"] != _digest(self._key, values):
+                return {}
+            known = {
+                k: Interval(float.fromhex(lo), float.fromhex(hi)) for k, (lo, hi) in values.items()
+            }
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return {}
+        return {k: v for k, v in known.items() if 0.0 <= v.lower <= v.upper}
+
+
+def _digest(key: list[str], values: object) -> str:
+    return hashlib.sha256(json.dumps([key, values], sort_keys=True).encode()).hexdigest()
