@@ -2,20 +2,29 @@
 
 | name          | charges          | proved                                                   |
 |---------------|------------------|----------------------------------------------------------|
+| `proven`      | accepted updates | yes; their number is fixed in advance                    |
 | `every-trial` | every trial      | yes; the number of trials is fixed in advance            |
 | `published`   | accepted updates | no: the paper's analysis, kept to reproduce its figures  |
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 from dpsur.errors import InvalidInputError
-from dpsur.privacy import pld, rdp
-from dpsur.privacy.events import Event, Trial
+from dpsur.privacy import pld, proven, rdp
+from dpsur.privacy.events import CoinTest, Event, Test, Trial
 from dpsur.privacy.ledger import Ledger
 
 Charges = Sequence[tuple[Event, int]]
+
+# What a rejected trial leaves behind: nothing, or what the optimizer learned from it.
+RESTORE: Final = "restore"
+KEEP_MOMENTUM: Final = "keep-momentum"
+
+# The share of delta that is set aside for a run that hits its cap on trials.
+CAP_SHARE: Final = 1e-3
 
 
 class Accounting(ABC):
@@ -27,11 +36,26 @@ class Accounting(ABC):
     name: ClassVar[str]
     charges: ClassVar[Literal["trials", "updates"]]
     proved: ClassVar[bool]
+    theorem: ClassVar[str]
     assumes: ClassVar[str]
 
     @abstractmethod
     def epsilon(self, charges: Charges, delta: float) -> float:
         """Epsilon at delta for events, each repeated a fixed number of times."""
+
+    def check(self, trial: Trial, on_reject: str) -> None:
+        """Refuse a kind of trial that this accounting does not cover, and say why."""
+        if on_reject != RESTORE:
+            raise InvalidInputError(
+                f"on_reject {on_reject} is not covered by the {self.name} accounting: a rejected "
+                "gradient would reach released weights without being charged; use on_reject "
+                f"{RESTORE}, or the every-trial accounting"
+            )
+        del trial
+
+    def test_epsilon(self, test: Test, count: int, delta: float) -> float:
+        """Epsilon of the tests alone, as if the candidates did not depend on the records."""
+        return self.epsilon([(test, count)], delta)
 
     def planned(self, setup: tuple[Event, ...], trial: Trial, count: int, delta: float) -> float:
         """Epsilon of a run of `count` charged trials after its setup."""
@@ -46,6 +70,43 @@ class Accounting(ABC):
         return self.epsilon([*((event, 1) for event in ledger.setup), *counts], delta)
 
 
+class Proven(Accounting):
+    """Accepted updates only, at the certified price of an update that was selected.
+
+    Formal guarantee: with the number of accepted updates fixed in advance and everything a rejected
+    trial touched restored, the released weights satisfy (epsilon, delta)-DP under adding or
+    removing one record. A thousandth of delta is set aside for the cap on trials.
+    """
+
+    name = "proven"
+    charges = "updates"
+    proved = True
+    theorem = "selective release, docs/privacy.md of this package"
+    assumes = (
+        "The number of accepted updates is fixed before training, whatever a rejected trial "
+        "touched is restored, and only accepted updates are released. Each is charged the "
+        "certified upper bound on the Rényi divergence of an update conditioned on acceptance. "
+        "How many trials were rejected, and how long they took, must stay private."
+    )
+
+    def epsilon(self, charges: Charges, delta: float) -> float:
+        """Epsilon at delta; by privacy loss distributions where nothing is selected."""
+        return self.bounds(charges, delta).upper
+
+    def bounds(self, charges: Charges, delta: float) -> proven.EpsilonBounds:
+        """The guarantee, and what an adversary attains at the same orders."""
+        if not any(n and isinstance(e, Trial) and e.test is not None for e, n in charges):
+            plain = pld.composed_epsilon(charges, delta)
+            return proven.EpsilonBounds(plain, plain, "add", math.nan)
+        return proven.composed_epsilon(proven.compose(charges), delta * (1 - CAP_SHARE))
+
+    def test_epsilon(self, test: Test, count: int, delta: float) -> float:
+        """Epsilon of the tests alone: the theorem with a training rate of zero."""
+        alone = proven.SelectiveUpdate.of(0.0, 1.0, test)
+        composition = proven.Composition(updates=((alone, count),))
+        return proven.composed_epsilon(composition, delta * (1 - CAP_SHARE)).upper
+
+
 class EveryTrial(Accounting):
     """Plain composition of every trial, accepted or not, by privacy loss distributions.
 
@@ -57,6 +118,7 @@ class EveryTrial(Accounting):
     name = "every-trial"
     charges = "trials"
     proved = True
+    theorem = "composition of sampled Gaussian mechanisms by privacy loss distributions"
     assumes = (
         "The number of trials is fixed before training and each one is charged its noisy gradient "
         "and its noisy test, accepted or not. Nothing is conditioned on acceptance, so verdicts "
@@ -66,6 +128,15 @@ class EveryTrial(Accounting):
     def epsilon(self, charges: Charges, delta: float) -> float:
         """Epsilon at delta by privacy loss distributions."""
         return pld.composed_epsilon(charges, delta)
+
+    def check(self, trial: Trial, on_reject: str) -> None:  # noqa: ARG002
+        """Refuse a test whose verdict is not private by itself."""
+        if isinstance(trial.test, CoinTest):
+            raise InvalidInputError(
+                "the coin gate is not covered by the every-trial accounting, where verdicts are "
+                "outputs: it never rejects an improvement, so a rejection can give a record away "
+                "for certain; use the gate loss, or the proven accounting"
+            )
 
 
 class Published(Accounting):
@@ -78,6 +149,7 @@ class Published(Accounting):
     name = "published"
     charges = "updates"
     proved = False
+    theorem = "none for selective release; the paper's theorem on the privacy loss of DPSUR"
     assumes = (
         "Only accepted updates are charged, each as one sampled Gaussian for the gradient and one "
         "for the test. The paper does not prove this for the algorithm it runs: conditioning on "
@@ -88,15 +160,20 @@ class Published(Accounting):
         """Epsilon at delta as the paper computes it."""
         return rdp.composed_epsilon(charges, delta)
 
+    def check(self, trial: Trial, on_reject: str) -> None:
+        """Refuse what the paper does not analyse."""
+        super().check(trial, on_reject)
+        if isinstance(trial.test, CoinTest):
+            raise InvalidInputError(
+                "the coin gate is not covered by the published accounting: the paper analyses a "
+                "test with Gaussian noise only; use the gate loss, or the proven accounting"
+            )
+
 
 ACCOUNTINGS: dict[str, Accounting] = {
-    accounting.name: accounting for accounting in (EveryTrial(), Published())
+    accounting.name: accounting for accounting in (Proven(), EveryTrial(), Published())
 }
-DEFAULT_ACCOUNTING = "every-trial"
-PUBLISHED_WARNING = (
-    "the published accounting is not proved for selective release; its epsilon is a claim of the "
-    "paper, not a guarantee (proven: not computed)"
-)
+DEFAULT_ACCOUNTING = "proven"
 
 
 def accounting_named(name: str) -> Accounting:
@@ -106,3 +183,41 @@ def accounting_named(name: str) -> Accounting:
     except KeyError:
         known = ", ".join(ACCOUNTINGS)
         raise InvalidInputError(f"unknown accounting {name!r}; choose one of {known}") from None
+
+
+def figures(
+    setup: tuple[Event, ...],
+    trial: Trial,
+    delta: float,
+    *,
+    updates: int | None,
+    trials: int | None,
+    on_reject: str = RESTORE,
+) -> dict[str, float | None]:
+    """Epsilon under each accounting, side by side; None where one does not apply.
+
+    An accounting applies if the count that it charges was fixed in advance and it covers the trial.
+    """
+    found: dict[str, float | None] = dict.fromkeys(
+        ("published", "proven", "proven_lower", "every_trial")
+    )
+    for accounting in ACCOUNTINGS.values():
+        count = trials if accounting.charges == "trials" else updates
+        if count is None or not _covers(accounting, trial, on_reject):
+            continue
+        key = accounting.name.replace("-", "_")
+        if isinstance(accounting, Proven):
+            charges = [*((event, 1) for event in setup), (trial, count)]
+            bounds = accounting.bounds(charges, delta)
+            found[key], found["proven_lower"] = bounds.upper, bounds.lower
+        else:
+            found[key] = accounting.planned(setup, trial, count, delta)
+    return found
+
+
+def _covers(accounting: Accounting, trial: Trial, on_reject: str) -> bool:
+    try:
+        accounting.check(trial, on_reject)
+    except InvalidInputError:
+        return False
+    return True

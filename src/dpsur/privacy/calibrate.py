@@ -4,6 +4,7 @@ Both rest on monotonicity alone: epsilon rises with the count and falls with the
 grow geometrically and have ends, so a search always returns or says why it cannot.
 """
 
+import math
 from collections.abc import Callable
 
 from dpsur.errors import BudgetError
@@ -11,6 +12,7 @@ from dpsur.errors import BudgetError
 MOST_REPETITIONS = 10_000_000
 LEAST_NOISE, MOST_NOISE = 0.05, 1e5
 NOISE_TOLERANCE = 1e-4
+RATIO_TOLERANCE = 1e-3
 
 
 def most_repetitions(epsilon_of: Callable[[int], float], target: float) -> int:
@@ -47,10 +49,52 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float | 
         enough, too_little = too_little, too_little / 2
         if too_little < LEAST_NOISE:
             return enough
-    while enough / too_little - 1 > NOISE_TOLERANCE:
-        middle = (enough * too_little) ** 0.5
-        if epsilon_of(middle) <= target:
-            enough = middle
+    return _smallest_enough(epsilon_of, target, too_little, enough)
+
+
+def _smallest_enough(
+    epsilon_of: Callable[[float], float], target: float, too_little: float, enough: float
+) -> float:
+    """Close a bracket by interpolating log epsilon over log noise, a nearly straight line.
+
+    Every other step halves the bracket, so that an odd function cannot stall the search.
+    """
+
+    def height(noise: float) -> float:
+        return math.log(min(max(epsilon_of(noise), 1e-300), 1e300) / target)
+
+    high, low = height(too_little), height(enough)
+    for step in range(200):
+        if enough / too_little - 1 <= NOISE_TOLERANCE:
+            break
+        share = 0.5
+        if step % 2 == 0 and high > low:
+            # Aim a little to the side of enough, so that the next bracket is narrow on that side.
+            share = min(max(high / (high - low), 0.01), 0.99)
+            share += 0.25 * NOISE_TOLERANCE / math.log(enough / too_little)
+        middle = too_little * (enough / too_little) ** min(share, 0.999)
+        level = height(middle)
+        if level <= 0:
+            enough, low = middle, level
         else:
-            too_little = middle
+            too_little, high = middle, level
     return enough
+
+
+def largest_ratio(epsilon_of: Callable[[float], float], target: float, most: float) -> float | None:
+    """Largest acceptance ratio in (1, most] whose epsilon is at most the target, rounded down.
+
+    Returns None where even a ratio of 1, a test that decides nothing, does not fit.
+    """
+    if epsilon_of(1.0) > target:
+        return None
+    fits, too_much = 1.0, most
+    if epsilon_of(most) <= target:
+        return most
+    while (too_much - fits) / fits > RATIO_TOLERANCE:
+        middle = (fits + too_much) / 2
+        if epsilon_of(middle) <= target:
+            fits = middle
+        else:
+            too_much = middle
+    return fits

@@ -79,17 +79,49 @@ class LossTest:
 
 
 @dataclass(frozen=True)
+class CoinTest:
+    """A test without noise on the loss: an improvement passes, a worsening with probability 1 / r.
+
+    Its verdict by itself is not private, since an improvement is never rejected. What is accepted
+    is: the acceptance probability lies in [1 / r, 1] whatever the sample.
+    """
+
+    sample_rate: float
+    accept_ratio: float
+
+    def __post_init__(self) -> None:
+        checks.sample_rate("val_sample_rate", self.sample_rate)
+        if not 1 <= self.accept_ratio < math.inf:
+            raise InvalidInputError(
+                f"accept_ratio must be a finite number of at least 1, got {self.accept_ratio}"
+            )
+
+    @property
+    def accept_min(self) -> float:
+        """Acceptance probability of a worsening."""
+        return 1 / self.accept_ratio
+
+    @property
+    def accept_max(self) -> float:
+        """Acceptance probability of an improvement."""
+        return 1.0
+
+
+Test = LossTest | CoinTest
+
+
+@dataclass(frozen=True)
 class Trial:
     """One candidate update and, where there is one, the test that it must pass."""
 
     update: SampledGaussian | NonPrivate
-    test: LossTest | None = None
+    test: Test | None = None
 
 
-Event = NonPrivate | Gaussian | SampledGaussian | LossTest | Trial
+Event = NonPrivate | Gaussian | SampledGaussian | LossTest | CoinTest | Trial
 
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (NonPrivate, Gaussian, SampledGaussian, LossTest)
+    kind.__name__: kind for kind in (NonPrivate, Gaussian, SampledGaussian, LossTest, CoinTest)
 }
 
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from scipy.stats import binom
+from scipy.special import bdtr
 
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.privacy.accounting import Accounting, accounting_named
+from dpsur.privacy.accounting import CAP_SHARE, RESTORE, Accounting, accounting_named
 from dpsur.privacy.calibrate import least_noise, most_repetitions
-from dpsur.privacy.events import Event, LossTest, NonPrivate, Trial, event_from_json, event_to_json
+from dpsur.privacy.events import Event, NonPrivate, Test, Trial, event_from_json, event_to_json
 from dpsur.privacy.ledger import Ledger
 
 
@@ -53,6 +53,7 @@ class Plan:
     trials: int
     updates: int | None = None
     setup: tuple[Event, ...] = ()
+    on_reject: str = RESTORE
 
     def affords(self, ledger: Ledger) -> bool:
         """Whether one more trial fits. Asked before the trial, never after."""
@@ -95,6 +96,7 @@ class Plan:
             "trials": self.trials,
             "updates": self.updates,
             "setup": [event_to_json(event) for event in self.setup],
+            "on_reject": self.on_reject,
         }
 
     @staticmethod
@@ -110,6 +112,7 @@ class Plan:
             trials=values["trials"],
             updates=values["updates"],
             setup=tuple(event_from_json(event) for event in values["setup"]),
+            on_reject=values["on_reject"],
         )
 
 
@@ -127,12 +130,14 @@ class Request:
     count: int | None
     default_count: int
     setup: tuple[Event, ...] = ()
+    on_reject: str = RESTORE
 
 
 def make_plan(request: Request, budget: Budget, accounting_name: str) -> Plan:
     """Settle noise and count against the budget; an impossible request is an error here."""
     accounting = accounting_named(accounting_name)
     noise = request.noise_multiplier
+    accounting.check(request.trial_with(1.0 if noise is None else noise), request.on_reject)
     if noise is None:
         count = request.default_count if request.count is None else request.count
         checks.at_least_one("the number of updates", count)
@@ -146,26 +151,27 @@ def make_plan(request: Request, budget: Budget, accounting_name: str) -> Plan:
     trial = request.trial_with(noise)
     if accounting.charges == "trials" or trial.test is None:
         updates = None if accounting.charges == "trials" else count
-        return Plan(budget, accounting.name, trial, count, updates, request.setup)
-    cap = trial_cap(trial.test, count, budget)
-    return Plan(budget, accounting.name, trial, cap, count, request.setup)
+        trials = count
+    else:
+        updates, trials = count, trial_cap(trial.test, count, budget)
+    return Plan(budget, accounting.name, trial, trials, updates, request.setup, request.on_reject)
 
 
-def trial_cap(test: LossTest, updates: int, budget: Budget) -> int:
-    """Trials after which a run gives up, so late that giving up costs less than delta / 1000.
+def trial_cap(test: Test, updates: int, budget: Budget) -> int:
+    """Trials after which a run gives up, so late that giving up costs less than CAP_SHARE * delta.
 
     Stopping early fails with probability at most eta = P[Bin(m, a_min) < T] whatever the data, and
     turns (epsilon, delta) into (epsilon, delta + (1 + e^epsilon) eta).
     """
     if test.accept_min == 0:
         raise BudgetError(
-            f"accept_threshold {test.accept_threshold} never accepts the worst candidate, so no "
-            "number of trials is enough; raise accept_threshold or val_noise_multiplier"
+            f"{test} never accepts the worst candidate, so no number of trials is enough; raise "
+            "accept_threshold or val_noise_multiplier"
         )
-    allowed = budget.delta / 1000 / (1 + math.exp(min(budget.epsilon, 700.0)))
+    allowed = CAP_SHARE * budget.delta / (1 + math.exp(min(budget.epsilon, 700.0)))
 
     def failure(trials: int) -> float:
-        return float(binom.cdf(updates - 1, trials, test.accept_min))
+        return float(bdtr(updates - 1, trials, test.accept_min))
 
     enough = math.ceil(1.5 * updates / test.accept_min)
     while failure(enough) > allowed:

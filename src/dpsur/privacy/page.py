@@ -1,0 +1,127 @@
+"""The privacy statement as a page for people."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian
+from dpsur.privacy.statement import format_epsilon
+
+
+def render_markdown(statement: Mapping[str, Any]) -> str:
+    """The page that goes beside the weights."""
+    guarantee = statement["guarantee"]
+    verb = "satisfies" if guarantee["proved"] else "is claimed by the paper (not proved) to satisfy"
+    lines = [
+        "# Privacy statement",
+        "",
+        f"The released weights come from a training procedure that {verb} "
+        f"**({_figure(guarantee['epsilon'])}, {guarantee['delta']:g})-differential privacy**.",
+        "",
+        *(f"> **Warning:** {warning}.\n" for warning in statement["warnings"]),
+        *_table(_guarantee_rows(statement)),
+        "",
+        "## The mechanism",
+        "",
+        *_table(_mechanism_rows(statement)),
+        "",
+        "## What the accounting assumes",
+        "",
+        guarantee["assumes"],
+        "",
+        f"Theorem: {guarantee['theorem']}.",
+        "",
+        "## What is not covered",
+        "",
+        f"- {statement['tuning']}",
+        f"- {statement['arithmetic']}",
+        *(f"- {item}" for item in (*statement["side_channels"], *statement["not_covered"])),
+        "",
+        "## Versions",
+        "",
+        *(f"- {name} {version}" for name, version in statement["versions"].items()),
+        "",
+        "`dpsur verify` recomputes the figures of this page from `privacy.json` and checks that "
+        "the weights are the stated ones. It is not a signature.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _table(rows: list[tuple[str, str]]) -> list[str]:
+    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+
+
+def _guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
+    guarantee, epsilon, budget = (statement[key] for key in ("guarantee", "epsilon", "budget"))
+    return [
+        ("Definition", guarantee["definition"]),
+        ("Unit of privacy", statement["unit"]),
+        ("Neighbouring data sets", statement["adjacency"]),
+        ("Records N (public)", str(statement["dataset_size"])),
+        (
+            "Accounting",
+            f"`{guarantee['accounting']}`, {'proved' if guarantee['proved'] else 'not proved'}",
+        ),
+        ("Budget", f"epsilon {budget['epsilon']:g}, delta {budget['delta']:g}"),
+        ("Epsilon, proven for selective release", _figure(epsilon["proven"])),
+        ("The least any analysis of that kind can give", _figure(epsilon["proven_lower"])),
+        ("Epsilon, every trial charged", _figure(epsilon["every_trial"])),
+        ("Epsilon, as published (a claim)", _figure(epsilon["published"])),
+        ("Released", ", ".join(statement["released"])),
+    ]
+
+
+def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
+    mechanism, settings = statement["mechanism"], statement["settings"]
+    update, test = mechanism["trial"]["update"], mechanism["trial"]["test"]
+    rows = [("Method", f"`{statement['method']}`"), ("Sampler", statement["sampler"])]
+    if update["kind"] == SampledGaussian.__name__:
+        rows.append(
+            (
+                "Candidate update",
+                f"sample rate {update['sample_rate']:.5g}, noise multiplier "
+                f"{update['noise_multiplier']:.5g}, gradient clip norm "
+                f"{settings['max_grad_norm']:g}",
+            )
+        )
+    if test is not None:
+        rows.append(("Test of a candidate", _test(test, settings)))
+        rows.append(("After a rejection", mechanism["on_reject"]))
+    for event in mechanism["setup"]:
+        rows.append(("Before training", f"{event['kind']}, {event['noise_multiplier']:g}"))
+    rows.append(("Accepted updates", str(statement["accepted_updates"])))
+    rows.append(("Trials", _trials(mechanism)))
+    rows.append(("Random numbers", _randomness(statement)))
+    return rows
+
+
+def _test(test: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    rate = f"sample rate {test['sample_rate']:.5g}"
+    if test["kind"] == CoinTest.__name__:
+        return (
+            f"{rate}; an improvement passes, a worsening with probability "
+            f"{1 / test['accept_ratio']:.4g}"
+        )
+    assert test["kind"] == LossTest.__name__
+    return (
+        f"{rate}, noise multiplier {test['noise_multiplier']:.5g}, threshold "
+        f"{test['accept_threshold']:g}, loss clip {settings['loss_clip']:g}"
+    )
+
+
+def _trials(mechanism: Mapping[str, Any]) -> str:
+    if mechanism["trials"] is not None:
+        return f"{mechanism['trials']}, fixed in advance, each one charged"
+    if mechanism["trial"]["test"] is None:
+        return "as many as updates"
+    return f"private (at most {mechanism['trial_cap']}, or nothing would have been released)"
+
+
+def _randomness(statement: Mapping[str, Any]) -> str:
+    if statement["random"]["seeded"]:
+        return "seeded, so that the run can be repeated; the seed is not part of the release"
+    return "seeded by the operating system"
+
+
+def _figure(value: float | None) -> str:
+    return "does not apply" if value is None else format_epsilon(value)
