@@ -46,7 +46,8 @@ def train(
         position = torch.tensor(plan.position(ledger), device=state.updates.device)
         candidate = procedure.propose(state, position)  # Alg. 1, L3-8
         verdict = procedure.judge(state, candidate)  # L9-14
-        state = keep(verdict.accept, candidate.state, state)  # L15-18
+        rejected = procedure.after_rejection(state, candidate)
+        state = keep(verdict.accept, candidate.state, rejected)  # L15-18
         ledger = ledger.record(procedure.trial, updates=int(verdict.accept))
         on_trial(Progress(state, ledger), verdict)
     if not plan.completed(ledger):

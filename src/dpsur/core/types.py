@@ -106,3 +106,7 @@ class Procedure(Protocol):
     def judge(self, state: State, candidate: Candidate) -> Verdict:
         """Test a candidate against the state it came from."""
         ...
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:
+        """The state if the candidate is rejected: `state` itself unless every trial is charged."""
+        ...

@@ -34,7 +34,7 @@ class Dpsgd(Method):
     name = "dpsgd"
     summary = "DP-SGD (Abadi et al. 2016): clipped, noisy gradients, every update kept"
 
-    learning_rate: float = option(2.0, "learning rate at the start")
+    learning_rate: float = option(4.0, "learning rate at the start")
     schedule: str = option("linear", "how the learning rate decays over the run", tuple(SHAPES))
     optimizer: str = option("sgd", "optimizer", ("sgd", "adam"))
     momentum: float = option(0.9, "momentum (sgd)")
@@ -169,6 +169,10 @@ class NoisyGradientSteps:
     def judge(self, state: State, candidate: Candidate) -> Verdict:  # noqa: ARG002
         """Keep every candidate."""
         return Verdict(torch.ones((), dtype=torch.bool, device=self._problem.device))
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:  # noqa: ARG002
+        """Nothing is ever rejected."""
+        return state
 
     def _noisy_gradient(self, params: Params) -> Params:
         train = self._problem.train

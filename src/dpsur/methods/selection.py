@@ -1,0 +1,65 @@
+"""Selective update: any procedure behind a gate."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from dpsur.core.gate import make_gate, mean_losses
+from dpsur.core.problem import Problem
+from dpsur.core.sampling import poisson_sample
+from dpsur.core.streams import VAL_BATCH, VAL_NOISE, Streams
+from dpsur.core.types import Candidate, Procedure, State, Verdict
+from dpsur.privacy.accounting import KEEP_MOMENTUM
+from dpsur.privacy.events import Event, Trial
+from dpsur.privacy.plan import Plan
+
+
+class Selective:
+    """A procedure whose candidates must pass a test on a fresh batch before they count."""
+
+    def __init__(
+        self,
+        proposer: Procedure,
+        problem: Problem,
+        plan: Plan,
+        streams: Streams,
+        loss_clip: float,
+    ) -> None:
+        assert plan.trial.test is not None
+        self.trial: Trial = plan.trial
+        self.setup: tuple[Event, ...] = plan.setup
+        self._proposer = proposer
+        self._problem = problem
+        self._streams = streams
+        self._test = plan.trial.test
+        self._gate = make_gate(self._test, loss_clip)
+        self._keeps_momentum = plan.on_reject == KEEP_MOMENTUM
+
+    def initial_state(self) -> State:
+        """The proposer's."""
+        return self._proposer.initial_state()
+
+    def propose(self, state: State, position: Tensor) -> Candidate:
+        """Draw the proposer's candidate (Alg. 1, L3-8)."""
+        return self._proposer.propose(state, position)
+
+    def judge(self, state: State, candidate: Candidate) -> Verdict:
+        """Compare both models on one fresh batch, with noise (Alg. 1, L9-14)."""
+        train = self._problem.train
+        batch = train.select(
+            poisson_sample(len(train), self._test.sample_rate, self._streams[VAL_BATCH])
+        )
+        after, before = mean_losses(self._problem, candidate.state.params, state.params, batch)
+        difference = after - before
+        accept = self._gate.decide(difference, self._streams[VAL_NOISE])
+        return Verdict(accept, private={"loss": after, "loss_difference": difference})
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:
+        """The state as it was; with momentum kept, the optimizer as the candidate left it.
+
+        What the optimizer keeps comes from a noisy gradient that the `every-trial` accounting has
+        charged. Under any other accounting a plan with that setting does not exist.
+        """
+        if self._keeps_momentum:
+            return replace(state, optimizer=candidate.state.optimizer)
+        return state
