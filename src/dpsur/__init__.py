@@ -1,13 +1,14 @@
 """Differentially private training in PyTorch with selective update and release.
 
-run = dpsur.fit(model, train_set, loss=F.cross_entropy,
-                budget=dpsur.Budget(epsilon=3.0, delta=1e-5), method=dpsur.Dpsur())
-run.save("out")
+    run = dpsur.fit(model, train_set, loss=F.cross_entropy,
+                    budget=dpsur.Budget(epsilon=3.0, delta=1e-5), method=dpsur.Dpsur())
+    run.save("out")
+
+Names are loaded when they are first used, so that accounting does not wait for torch.
 """
 
-import os
-
-from torch import nn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from dpsur._version import __version__
 from dpsur.errors import (
@@ -20,16 +21,21 @@ from dpsur.errors import (
     PrivacyWarning,
     UnsupportedModelError,
 )
-from dpsur.methods import Dpsgd, Dpsur
-from dpsur.privacy.plan import Budget
-from dpsur.runs.fit import Run, fit
-from dpsur.runs.release import read_release
 
+if TYPE_CHECKING:
+    from dpsur.methods import Dpsgd, Dpsur
+    from dpsur.privacy.plan import Budget
+    from dpsur.runs.fit import Run, fit
+    from dpsur.runs.release import load
 
-def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
-    """Load the model of a release; pass a model of your own that the weights belong to."""
-    return read_release(path, model)[0]
-
+_HOMES = {
+    "Budget": "dpsur.privacy.plan",
+    "Dpsgd": "dpsur.methods",
+    "Dpsur": "dpsur.methods",
+    "Run": "dpsur.runs.fit",
+    "fit": "dpsur.runs.fit",
+    "load": "dpsur.runs.release",
+}
 
 __all__ = [
     "Budget",
@@ -48,3 +54,13 @@ __all__ = [
     "fit",
     "load",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dpsur' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

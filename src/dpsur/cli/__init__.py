@@ -3,13 +3,25 @@
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TextIO
 
-from dpsur.cli import evaluate, listing, train
-from dpsur.cli.parsing import Parser
+from dpsur._version import __version__
+from dpsur.cli.parser import Parser
 from dpsur.errors import DpsurError, InterruptedRunError, InvalidInputError, PrivacyWarning
 
-COMMANDS = (train, evaluate, listing.tasks, listing.methods)
+# name -> module and what it does, in the order of the help. Only the module of the command that is
+# run is imported, so that accounting does not wait for torch.
+COMMANDS = {
+    "train": ("dpsur.cli.train", "train a model under a privacy budget"),
+    "evaluate": ("dpsur.cli.evaluate", "test a release on its task's public test set"),
+    "verify": ("dpsur.cli.verify", "recompute a release's epsilon and check its weights"),
+    "account": ("dpsur.cli.account", "what a run costs, under each accounting"),
+    "calibrate": ("dpsur.cli.calibrate", "noise, updates or test for a budget"),
+    "reproduce": ("dpsur.cli.reproduce", "make the paper's tables and figures"),
+    "tasks": ("dpsur.cli.tasks", "list the tasks that can be trained"),
+    "methods": ("dpsur.cli.methods", "list the methods and their hyper-parameters"),
+}
 
 DESCRIPTION = """\
 Differentially private training with selective update and release.
@@ -17,17 +29,21 @@ Differentially private training with selective update and release.
   dpsur train --out run          train on embedded digits at epsilon 3
   dpsur evaluate run             test what was released
   dpsur train --resume run       go on after an interruption
+  dpsur verify run               recompute its epsilon and check its weights
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 2 for bad input, 3 where nothing is released."""
     parser = Parser(prog="dpsur", description=DESCRIPTION)
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"dpsur {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add_to(commands)
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if given[:1] == [name]:
+            import_module(module).set_up(command)
+    options = parser.parse_args(given)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", PrivacyWarning)
@@ -45,12 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DpsurError as error:
         print(f"dpsur: error: {error}", file=sys.stderr)
         return 3
-
-
-def _version() -> str:
-    from dpsur._version import __version__
-
-    return f"dpsur {__version__}"
 
 
 def _show_warning(

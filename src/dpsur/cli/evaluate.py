@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from dpsur.core.problem import Problem
@@ -13,13 +14,9 @@ from dpsur.runs.release import read_release
 from dpsur.tasks import task_named
 
 
-def add_to(commands: Any) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "evaluate",
-        help="test a release on its task's public test set",
-        description="Load a release and test it on the public test set of its task.",
-    )
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = "Load a release and test it on the public test set of its task."
     parser.add_argument("folder", metavar="DIR", help="a run folder, or the release folder in it")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -42,16 +39,19 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"task": task.name, "scores": scores, "guarantee": guarantee}))
         return 0
     print(f"{task.name}: test accuracy {scores['accuracy']:.2%}, loss {scores['loss']:.4f}")
-    print(describe_guarantee(guarantee))
+    print(describe_guarantee(statement))
     return 0
 
 
-def describe_guarantee(guarantee: dict[str, Any]) -> str:
+def describe_guarantee(statement: Mapping[str, Any]) -> str:
     """One line on the privacy of a release, which never sounds better than it is."""
+    guarantee = statement["guarantee"]
     figure = f"epsilon {format_epsilon(guarantee['epsilon'])} at delta {guarantee['delta']:g}"
     if guarantee["proved"]:
-        return f"privacy: {figure}, accounting {guarantee['accounting']}"
+        return f"privacy: {figure}, accounting {guarantee['accounting']} (proved)"
+    proven = statement["epsilon"]["proven"]
+    beside = "not computed" if proven is None else f"epsilon {format_epsilon(proven)}"
     return (
-        f"privacy: proven: not computed; claimed by the paper's analysis, not proved: {figure}, "
-        f"accounting {guarantee['accounting']}"
+        f"privacy: proven {beside} at delta {guarantee['delta']:g}; claimed by the paper's "
+        f"analysis, not proved: {figure}, accounting {guarantee['accounting']}"
     )

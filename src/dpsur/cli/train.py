@@ -12,7 +12,7 @@ from typing import Any
 
 from dpsur import checks
 from dpsur.cli.evaluate import describe_guarantee
-from dpsur.cli.parsing import add_method_options, build_method, flag, method_options
+from dpsur.cli.options import add_method_options, build_method, flag, method_options
 from dpsur.cli.progress import ProgressBar
 from dpsur.core.streams import INIT, Streams
 from dpsur.errors import CheckpointError, InterruptedRunError, InvalidInputError
@@ -66,14 +66,10 @@ class Settings:
     evaluate_every: int | None = None
 
 
-def add_to(commands: Any) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "train",
-        help="train a model under a privacy budget",
-        description=DESCRIPTION,
-        usage="dpsur train --out DIR [options]\n       dpsur train --resume DIR",
-    )
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = DESCRIPTION
+    parser.usage = "dpsur train --out DIR [options]\n       dpsur train --resume DIR"
     defaults = Settings()
     what = parser.add_argument_group("what to train")
     what.add_argument("--task", help=f"one of: {', '.join(TASKS)} (default: {defaults.task})")
@@ -267,5 +263,5 @@ def _print_result(run: Run, folder: RunFolder, *, as_json: bool) -> None:
         return
     if run.scores is not None:
         print(f"test accuracy: {run.scores['accuracy']:.2%} (last iterate, public test set)")
-    print(describe_guarantee(guarantee))
+    print(describe_guarantee(run.statement))
     print(f"release: {release} (to publish); private: {folder.private} (keep)")

@@ -13,6 +13,7 @@ from typing import Any
 from dpsur.errors import InvalidInputError
 
 RELEASE, PRIVATE = "release", "private"
+WEIGHTS, STATEMENT, PAGE = "model.safetensors", "privacy.json", "PRIVACY.md"
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
@@ -42,6 +43,12 @@ def _sync_folder(folder: Path) -> None:
 def to_json(values: Any) -> bytes:
     """JSON as it is written to files here."""
     return (json.dumps(values, indent=2, sort_keys=False, allow_nan=True) + "\n").encode()
+
+
+def release_folder(path: str | os.PathLike[str]) -> Path:
+    """The release folder that is meant by a path to it or to its run."""
+    folder = Path(path)
+    return folder / RELEASE if (folder / RELEASE).is_dir() else folder
 
 
 def sha256(content: bytes) -> str:

@@ -22,14 +22,10 @@ from dpsur.core.streams import Streams
 from dpsur.core.types import LossFunction
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import Dpsur, Method
-from dpsur.privacy.accounting import (
-    DEFAULT_ACCOUNTING,
-    PUBLISHED_WARNING,
-    accounting_named,
-)
+from dpsur.privacy.accounting import DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plan import Budget, Plan
-from dpsur.privacy.statement import RunFacts, epsilons, privacy_statement
+from dpsur.privacy.statement import RunFacts, epsilons, privacy_statement, warnings_for
 from dpsur.runs.data import as_examples, check_labels
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder
@@ -175,7 +171,7 @@ def execute(
 
     `stop_requested` is asked after every trial; if it says yes, the run saves itself and stops.
     """
-    for text in _warnings(session):
+    for text in warnings_for(session.plan, len(session.problem.train), seeded=False):
         warnings.warn(text, PrivacyWarning, stacklevel=3)
     if folder is None:
         recorder = Recorder()
@@ -208,13 +204,6 @@ def choose_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
-def _warnings(session: Session) -> list[str]:
-    found = session.plan.budget.warnings(len(session.problem.train))
-    if not accounting_named(session.plan.accounting).proved:
-        found.append(PUBLISHED_WARNING)
-    return found
-
-
 def _finished(session: Session, progress: Progress, recorder: Recorder, origin: Origin) -> Run:
     model = session.problem.model
     released = progress.state.released_params
@@ -235,7 +224,7 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
     )
     return Run(
         model=model.cpu(),
-        epsilon=epsilons(session.plan, progress.ledger),
+        epsilon=epsilons(session.plan),
         statement=privacy_statement(session.plan, progress.ledger, facts),
         scores=scores,
         method=session.method,

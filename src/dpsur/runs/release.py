@@ -14,12 +14,19 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from dpsur.errors import CheckpointError, InvalidInputError
-from dpsur.privacy.statement import render_markdown
-from dpsur.runs.files import RELEASE, sha256, to_json, write_atomically
+from dpsur.privacy.page import render_markdown
+from dpsur.runs.files import (
+    PAGE,
+    STATEMENT,
+    WEIGHTS,
+    release_folder,
+    sha256,
+    to_json,
+    write_atomically,
+)
 from dpsur.tasks.networks import build_network
 
 FORMAT = "dpsur-release/1"
-WEIGHTS, STATEMENT, PAGE = "model.safetensors", "privacy.json", "PRIVACY.md"
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,7 @@ def read_release(
     `path` is a run folder or the release folder in it. A model that is not one of this package's
     networks must be passed in, built as it was for training.
     """
-    folder = Path(path)
-    folder = folder / RELEASE if (folder / RELEASE).is_dir() else folder
+    folder = release_folder(path)
     weights, statement_file = folder / WEIGHTS, folder / STATEMENT
     for file in (weights, statement_file):
         if not file.is_file():
@@ -101,3 +107,8 @@ def read_release(
         reason = " ".join(str(error).split())
         raise CheckpointError(f"the weights in {folder} do not fit the model: {reason}") from error
     return model, statement, origin
+
+
+def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+    """Load the model of a release; pass a model of your own that the weights belong to."""
+    return read_release(path, model)[0]

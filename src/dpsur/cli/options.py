@@ -1,27 +1,14 @@
-"""Argument parsing: one-line errors, and options made from a method's hyper-parameters."""
+"""Options made from the hyper-parameters of the methods."""
 
 import argparse
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, Field
-from typing import Any, NoReturn
+from typing import Any
 
 from dpsur.errors import InvalidInputError
 from dpsur.methods import METHODS, Method
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with exit status 2."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where to look."""
-        self.exit(2, f"dpsur: error: {message} (see: {self.prog} --help)\n")
 
 
 def flag(name: str) -> str:

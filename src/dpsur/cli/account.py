@@ -1,0 +1,186 @@
+"""`dpsur account`: what a run costs, under each accounting, before it is made."""
+
+import argparse
+import json
+from pathlib import Path
+
+from dpsur import checks
+from dpsur.errors import InvalidInputError
+from dpsur.privacy.accounting import figures
+from dpsur.privacy.events import CoinTest, Event, Gaussian, LossTest, SampledGaussian, Test, Trial
+from dpsur.privacy.statement import format_epsilon
+
+DESCRIPTION = """\
+Print epsilon under each accounting.
+
+  dpsur account --dataset-size 60000 --batch-size 2048 --noise-multiplier 4 \\
+      --val-batch-size 256 --val-noise-multiplier 1.3 --accept-threshold -1 \\
+      --updates 651 --delta 1e-5
+
+proven       certified for selective release, the number of accepted updates fixed in advance
+proven_lower what an adversary attains at the same orders: no analysis of this kind gives less
+every_trial  every trial charged, their number fixed in advance by --trials
+published    the paper's analysis: a claim that is not proved for selective release
+"""
+LABELS = {
+    "proven": "proven",
+    "proven_lower": "proven, lower value",
+    "every_trial": "every trial charged",
+    "published": "published (a claim, not proved)",
+}
+CURVE_POINTS = 24
+
+
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = DESCRIPTION
+    add_mechanism_options(parser, noise_required=True)
+    parser.add_argument("--updates", type=int, metavar="T", help="accepted updates")
+    parser.add_argument("--trials", type=int, metavar="M", help="trials, for every_trial")
+    parser.add_argument("--delta", type=float, required=True, help="delta")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw epsilon against updates (PNG, SVG or PDF)"
+    )
+    parser.set_defaults(run=run)
+
+
+def add_mechanism_options(parser: argparse.ArgumentParser, *, noise_required: bool) -> None:
+    """The options that describe a kind of trial."""
+    group = parser.add_argument_group("the mechanism")
+    group.add_argument("--dataset-size", type=int, required=True, metavar="N", help="records")
+    group.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected batch")
+    group.add_argument(
+        "--noise-multiplier",
+        type=float,
+        required=noise_required,
+        metavar="S",
+        help="training noise relative to the clip norm",
+    )
+    group.add_argument("--val-batch-size", type=int, metavar="BV", help="expected test batch")
+    group.add_argument(
+        "--val-noise-multiplier", type=float, metavar="SV", help="noise of the paper's gate"
+    )
+    group.add_argument(
+        "--accept-threshold", type=float, metavar="BETA", help="threshold of the paper's gate"
+    )
+    group.add_argument(
+        "--accept-ratio",
+        type=float,
+        metavar="R",
+        help="largest over smallest acceptance probability of any other test, as the coin gate",
+    )
+    group.add_argument(
+        "--feature-statistics",
+        type=float,
+        metavar="SIGMA",
+        help="noise multiplier of private feature statistics, released before training",
+    )
+
+
+def rate(name: str, size: int, dataset_size: int) -> float:
+    """A sample rate from sizes, checked."""
+    checks.at_least_one("dataset_size", dataset_size)
+    checks.at_least_one(name, size)
+    if size > dataset_size:
+        raise InvalidInputError(
+            f"{name} {size} is larger than the data set of {dataset_size} records"
+        )
+    return size / dataset_size
+
+
+def described_test(options: argparse.Namespace) -> Test | None:
+    """The test that the options describe; half a description is an error."""
+    loss = (options.val_noise_multiplier, options.accept_threshold)
+    if options.val_batch_size is None:
+        if options.accept_ratio is not None or loss != (None, None):
+            raise InvalidInputError("a test needs --val-batch-size")
+        return None
+    sample_rate = rate("val_batch_size", options.val_batch_size, options.dataset_size)
+    if options.accept_ratio is not None and loss == (None, None):
+        return CoinTest(sample_rate, options.accept_ratio)
+    if options.accept_ratio is None and None not in loss:
+        return LossTest(sample_rate, *loss)
+    raise InvalidInputError(
+        "a test needs either --val-noise-multiplier and --accept-threshold, or --accept-ratio"
+    )
+
+
+def setup_events(options: argparse.Namespace) -> tuple[Event, ...]:
+    """Feature statistics are two Gaussian mechanisms: means and mean squares."""
+    if options.feature_statistics is None:
+        return ()
+    return (Gaussian(options.feature_statistics), Gaussian(options.feature_statistics))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the figures."""
+    if not 0 < options.delta < 1:
+        raise InvalidInputError(f"delta must be in (0, 1), got {options.delta}")
+    if options.updates is None and options.trials is None:
+        raise InvalidInputError("give --updates T, --trials M or both")
+    for name in ("updates", "trials"):
+        if getattr(options, name) is not None:
+            checks.at_least_one(name, getattr(options, name))
+    sample_rate = rate("batch_size", options.batch_size, options.dataset_size)
+    test = described_test(options)
+    trial = Trial(SampledGaussian(sample_rate, options.noise_multiplier), test)
+    setup = setup_events(options)
+    updates, trials = options.updates, options.trials
+    if test is None:
+        if None not in (updates, trials) and updates != trials:
+            raise InvalidInputError("without a test every trial is an update; give one of the two")
+        updates = trials = updates or trials
+    found = figures(setup, trial, options.delta, updates=updates, trials=trials)
+    if options.plot is not None:
+        _plot(Path(options.plot), setup, trial, options.delta, updates, trials)
+    if options.json:
+        print(json.dumps(found))
+        return 0
+    for key, label in LABELS.items():
+        value = found[key]
+        print(f"{label:<34} {'does not apply' if value is None else format_epsilon(value)}")
+    return 0
+
+
+def _plot(
+    path: Path,
+    setup: tuple[Event, ...],
+    trial: Trial,
+    delta: float,
+    updates: int | None,
+    trials: int | None,
+) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    longest = updates or trials or 1
+    counts = sorted(
+        {max(1, round(longest * (k / CURVE_POINTS) ** 2)) for k in range(1, CURVE_POINTS + 1)}
+    )
+    rows = []
+    for count in counts:
+        made = None if trials is None else max(1, round(trials * count / longest))
+        kept = None if updates is None else count
+        rows.append(figures(setup, trial, delta, updates=kept, trials=made))
+    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    styles = {"proven": "-", "every_trial": "--", "published": ":"}
+    for key, style in styles.items():
+        values = [value for row in rows if (value := row[key]) is not None]
+        if len(values) == len(counts):
+            axes.plot(counts, values, style, label=LABELS[key])
+    axes.set(
+        xlabel="accepted updates" if updates else "trials",
+        ylabel=f"epsilon at delta = {delta:g}",
+        ylim=(0, None),
+        xlim=(0, longest),
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"cannot draw to {path}: {error}") from error

@@ -1,0 +1,109 @@
+"""Check a release against its own statement."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from dpsur.errors import InvalidInputError
+from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.page import render_markdown
+from dpsur.privacy.statement import FORMAT, recomputed_epsilons
+from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, release_folder, sha256
+
+# Figures recomputed by other versions of the numerical libraries may differ in the last digits.
+TOLERANCE = 1e-5
+
+
+def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | None]]:
+    """What is wrong with a release, and its recomputed figures. No faults means it is consistent.
+
+    This is no signature: whoever can write the weights can write a statement to match.
+    """
+    folder = release_folder(path)
+    statement = _read(folder / STATEMENT)
+    try:
+        figures = recomputed_epsilons(statement)
+        faults = [
+            *_figure_faults(statement, figures),
+            *_setting_faults(statement),
+            *_weight_faults(folder, statement),
+            *_page_faults(folder, statement),
+        ]
+    except (KeyError, TypeError, AttributeError, InvalidInputError) as error:
+        return [f"{STATEMENT} cannot be read: {type(error).__name__}: {error}"], {}
+    return faults, figures
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        statement = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"{path} is not a privacy statement: {error}") from error
+    if not isinstance(statement, dict) or statement.get("format") != FORMAT:
+        raise InvalidInputError(f"{path} is not a privacy statement of the format {FORMAT}")
+    return statement
+
+
+def _same(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return math.isclose(one, other, rel_tol=TOLERANCE)
+
+
+def _figure_faults(statement: dict[str, Any], figures: dict[str, float | None]) -> list[str]:
+    faults = [
+        f"epsilon.{key} is stated as {statement['epsilon'].get(key)}, its parameters give {value}"
+        for key, value in figures.items()
+        if not _same(statement["epsilon"].get(key), value)
+    ]
+    guarantee, budget = statement["guarantee"], statement["budget"]
+    accounting = accounting_named(guarantee["accounting"])
+    figure = figures[accounting.name.replace("-", "_")]
+    if not _same(guarantee["epsilon"], figure):
+        faults.append(
+            f"the guarantee states epsilon {guarantee['epsilon']}, its parameters give {figure}"
+        )
+    if guarantee["proved"] != accounting.proved:
+        faults.append(f"proved is {guarantee['proved']}, but {accounting.name} says otherwise")
+    if guarantee["delta"] != budget["delta"]:
+        faults.append(f"delta {guarantee['delta']} is not the budget's {budget['delta']}")
+    if figure is not None and figure > budget["epsilon"] * (1 + TOLERANCE):
+        faults.append(f"epsilon {figure} is above the budget of {budget['epsilon']}")
+    return faults
+
+
+def _setting_faults(statement: dict[str, Any]) -> list[str]:
+    """The sizes that people read must be those that the accountant was given."""
+    update, test = (statement["mechanism"]["trial"][part] for part in ("update", "test"))
+    settings, size = statement["settings"], statement["dataset_size"]
+    faults = []
+    for name, event in (("batch_size", update), ("val_batch_size", test)):
+        if event is None or "sample_rate" not in event:
+            continue
+        if not math.isclose(settings[name] / size, event["sample_rate"], rel_tol=1e-9):
+            faults.append(
+                f"{name} {settings[name]} of {size} records is not the sample rate "
+                f"{event['sample_rate']} that was accounted for"
+            )
+    return faults
+
+
+def _weight_faults(folder: Path, statement: dict[str, Any]) -> list[str]:
+    try:
+        digest = sha256((folder / WEIGHTS).read_bytes())
+    except OSError as error:
+        return [f"{WEIGHTS} cannot be read: {error.strerror}"]
+    stated = statement["weights"]["sha256"]
+    return [] if digest == stated else [f"{WEIGHTS} has the hash {digest}, stated is {stated}"]
+
+
+def _page_faults(folder: Path, statement: dict[str, Any]) -> list[str]:
+    try:
+        page = (folder / PAGE).read_text()
+    except OSError as error:
+        return [f"{PAGE} cannot be read: {error.strerror}"]
+    return (
+        [] if page == render_markdown(statement) else [f"{PAGE} does not say what {STATEMENT} does"]
+    )
