@@ -1,6 +1,10 @@
 """Small problems that every part of the suite can train on in milliseconds."""
 
 import os
+import tempfile
+
+# Accounting results are stored on disk; tests must not read what another run left there.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="dpsur-test-cache-")
 
 import pytest
 import torch

@@ -18,7 +18,8 @@ ARROWS = {
     "methods": {"core", "privacy"},
     "tasks": {"core"},
     "runs": {"tasks", "methods", "core", "privacy"},
-    "cli": {"runs", "tasks", "methods", "core", "privacy"},
+    "experiments": {"runs", "tasks", "methods", "core", "privacy"},
+    "cli": {"experiments", "runs", "tasks", "methods", "core", "privacy"},
 }
 # what tasks may know of the core
 CORE_TYPES = "dpsur.core.types"
@@ -75,6 +76,18 @@ def test_every_room_is_on_the_map():
 def test_heavy_packages_are_not_imported_up_front(heavy):
     code = f"import sys, dpsur, dpsur.cli; sys.exit('{heavy}' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["account", "calibrate", "verify"])
+def test_accounting_does_not_wait_for_torch(command):
+    code = (
+        "import sys, dpsur.cli\n"
+        f"try: dpsur.cli.main(['{command}', '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert result.returncode == 0
 
 
 def test_nothing_is_unpickled():

@@ -10,7 +10,7 @@ import pytest
 from dpsur.cli import main
 from dpsur.tasks import mnist_5k
 
-QUICK = ["--trials", "4", "--batch-size", "64", "--noise-multiplier", "20"]
+QUICK = ["--updates", "4", "--batch-size", "64", "--noise-multiplier", "20"]
 
 
 def dpsur(*arguments, capsys):
@@ -61,7 +61,7 @@ def test_train_then_evaluate_agree(finished, capsys):
     status, out, _ = dpsur("evaluate", str(finished / "release"), capsys=capsys)
     assert status == 0
     assert re.search(r"test accuracy \d+\.\d\d%", out)
-    assert "accounting every-trial" in out
+    assert "accounting proven (proved)" in out
 
 
 def test_the_seed_is_in_no_released_file(finished):
@@ -80,8 +80,8 @@ def test_default_progress_tells_nothing_private(tmp_path, capsys):
     assert "epsilon" in err
     assert "test accuracy" in err
     for word in ("reject", "loss", "accepted", "trial", "seconds"):
-        assert word not in err.replace("not proved for selective release", "")
-    assert "proven: not computed" in out
+        assert word not in err
+    assert re.search(r"privacy: proven epsilon \d+\.\d+ .*claimed by the paper.*not proved", out)
     assert "warning: the published accounting is not proved" in err
 
 
@@ -102,7 +102,7 @@ def test_json_result(tmp_path, capsys):
     result = json.loads(out)
     assert err == ""
     assert result["guarantee"]["epsilon"] <= 3.0
-    assert result["guarantee"]["accounting"] == "every-trial"
+    assert result["guarantee"]["accounting"] == "proven"
 
 
 BAD = [
@@ -119,8 +119,13 @@ BAD = [
     (["--batch-size", "0"], "batch_size must be a whole number of at least 1, got 0"),
     (["--val-batch-size", "5000"], "val_batch_size 5000 is larger"),
     (["--epsilon", "0.001", "--noise-multiplier", "1", "--batch-size", "2000"], "single update"),
-    (["--noise-multiplier", "1", "--trials", "5000"], "above the budget of 3"),
-    (["--updates", "5"], "updates 5 cannot be fixed under the every-trial accounting"),
+    (["--noise-multiplier", "1", "--updates", "5000"], "above the budget of 3"),
+    (["--trials", "5"], "trials 5 cannot be fixed under the proven accounting"),
+    (["--accounting", "every-trial", "--updates", "5"], "updates 5 cannot be fixed"),
+    (["--accounting", "every-trial", "--gate", "coin"], "never rejects an improvement"),
+    (["--on-reject", "keep-momentum"], "on_reject keep-momentum is not covered by the proven"),
+    (["--accept-ratio", "0.5"], "accept_ratio must be a finite number of at least 1, got 0.5"),
+    (["--gate", "coin", "--accept-threshold", "-1"], "belongs to the gate loss"),
     (["--method", "dpsgd", "--accept-threshold", "0"], "has no option --accept-threshold"),
     (["--optimizer", "lion"], "invalid choice: 'lion'"),
     (["--learning", "1"], "unrecognized arguments: --learning 1"),

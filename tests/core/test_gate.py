@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from dpsur.core.gate import LossGate, mean_losses
+from dpsur.core.gate import CoinGate, LossGate, make_gate, mean_losses
 from dpsur.errors import InvalidInputError
-from dpsur.privacy.events import LossTest
+from dpsur.privacy.events import CoinTest, LossTest
 from tests.statistics import assert_frequency
 
 DRAWS = 200_000
@@ -80,3 +80,26 @@ def test_mean_losses_are_means_over_the_batch(problem):
 def test_bad_gates(arguments):
     with pytest.raises(InvalidInputError):
         LossGate(*arguments)
+
+
+@pytest.mark.parametrize("worse", [0.0, 0.3, math.nan, math.inf])
+def test_the_coin_accepts_a_worsening_now_and_then(worse):
+    assert_frequency(frequency(CoinGate(4.0), worse), DRAWS, 0.25)
+
+
+def test_the_coin_accepts_every_improvement():
+    assert frequency(CoinGate(4.0), -1e-12) == DRAWS
+
+
+def test_a_coin_that_rejects_nan_for_certain_is_caught():
+    class Wrong(CoinGate):
+        def decide(self, difference, generator):
+            return super().decide(difference, generator) & ~difference.isnan()
+
+    with pytest.raises(AssertionError):
+        assert_frequency(frequency(Wrong(4.0), math.nan), DRAWS, 0.25)
+
+
+def test_the_gate_is_the_accounted_test():
+    assert make_gate(CoinTest(0.1, 3.0), 0.001) == CoinGate(3.0)
+    assert make_gate(LossTest(0.1, 1.3, -1.0), 0.01) == LossGate(0.01, 1.3, -1.0)

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from dpsur.core.tree import flatten
 from dpsur.core.types import OptimizerState, State
 from dpsur.errors import NothingReleasedError
 from dpsur.methods import Dpsgd, Dpsur
-from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.events import LossTest, SampledGaussian, Trial
+from dpsur.privacy.accounting import KEEP_MOMENTUM, accounting_named
+from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.plan import Budget, Plan
 from tests.conftest import blobs, small_model
 
@@ -134,7 +135,7 @@ def test_the_cap_releases_nothing():
         end_of(Dpsur(), plan_for(-math.inf, trials=20, updates=5, accounting="published"))
 
 
-@pytest.mark.parametrize("accounting", ["every-trial", "published"])
+@pytest.mark.parametrize("accounting", ["every-trial", "published", "proven"])
 @pytest.mark.parametrize("method", [Dpsgd(noise_multiplier=6.0), Dpsur(noise_multiplier=6.0)])
 def test_spends_at_most_the_budget_and_one_more_would_not_fit(method, accounting):
     problem = Problem(small_model(), F.cross_entropy, blobs())
@@ -194,3 +195,30 @@ def test_a_nan_in_the_candidate_does_not_leak_through_a_rejection():
     empty = OptimizerState(torch.tensor(0), {})
     new, old = State(params, empty, torch.tensor(1)), State(fine, empty, torch.tensor(0))
     assert float(keep(torch.tensor(False), new, old).params["w"]) == 1.0
+
+
+def test_kept_momentum_keeps_the_optimizer_and_nothing_else():
+    plan = replace(plan_for(-math.inf), on_reject=KEEP_MOMENTUM)
+    problem = Problem(small_model(), F.cross_entropy, blobs())
+    procedure = Dpsur(average_decay=0.9).bind(problem, plan, Streams(0, CPU))
+    end, initial = train(procedure, plan, start(procedure)).state, procedure.initial_state()
+    assert_same(end.params, initial.params)
+    assert_same(end.average, initial.average)
+    assert int(end.updates) == 0
+    velocity = end.optimizer.buffers["velocity"]
+    assert all(value.abs().max() > 0 for value in velocity.values())
+
+
+def test_a_coin_gate_keeps_improvements():
+    plan = Plan(BUDGET, "proven", Trial(UPDATE, CoinTest(0.5, 50.0)), 500, 15)
+    differences = []
+    end = end_of(
+        Dpsur(learning_rate=30.0),
+        plan,
+        on_trial=lambda _, verdict: differences.append(
+            (float(verdict.private["loss_difference"]), bool(verdict.accept))
+        ),
+    )
+    assert end.ledger.updates == 15
+    assert all(accepted for difference, accepted in differences if difference < 0)
+    assert not all(accepted for _, accepted in differences)

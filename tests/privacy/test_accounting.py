@@ -1,6 +1,4 @@
-import csv
 import math
-from pathlib import Path
 
 import dp_accounting
 import mpmath
@@ -11,15 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpsur.errors import InvalidInputError
-from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
-from dpsur.privacy.events import Gaussian, LossTest, NonPrivate, SampledGaussian, Trial
+from dpsur.experiments.settings import paper_settings
+from dpsur.privacy.accounting import (
+    ACCOUNTINGS,
+    DEFAULT_ACCOUNTING,
+    KEEP_MOMENTUM,
+    RESTORE,
+    accounting_named,
+    figures,
+)
+from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NonPrivate, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plan import Budget, Request, make_plan
 from dpsur.privacy.rdp import PAPER_ORDERS, epsilon_from_rdp, sampled_gaussian_rdp
 
 DELTA = 1e-5
 TRIAL = Trial(SampledGaussian(0.05, 1.5), LossTest(0.01, 1.2, -1.0))
-SETTINGS = Path(__file__).parent / "paper_settings.csv"
 
 
 def test_without_sampling_the_divergence_is_the_closed_form():
@@ -59,24 +64,10 @@ def test_conversion_lemma():
     assert epsilon_from_rdp(rdp, alpha, DELTA) == pytest.approx(expected)
 
 
-def paper_rows():
-    with SETTINGS.open() as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.mark.parametrize(("epsilon", "expected"), [(1, 651), (2, 680), (3, 1076), (4, 1946)])
 def test_published_number_of_updates_for_fashion_mnist(epsilon, expected):
-    row = next(r for r in paper_rows() if r["dataset"] == "fmnist")
-    size = 60000
-    test = LossTest(
-        int(row["val_batch"]) / size, float(row[f"sigma_v_eps{epsilon}"]), float(row["beta"])
-    )
-    request = Request(
-        trial_with=lambda noise: Trial(SampledGaussian(int(row["batch"]) / size, noise), test),
-        noise_multiplier=float(row[f"sigma_t_eps{epsilon}"]),
-        count=None,
-        default_count=1,
-    )
+    setting = next(s for s in paper_settings() if s.dataset == "fmnist" and s.epsilon == epsilon)
+    request = Request(lambda _: setting.trial, setting.noise_multiplier, None, 1)
     assert make_plan(request, Budget(epsilon, DELTA), "published").updates == expected
 
 
@@ -179,3 +170,68 @@ class TestContractOfEveryAccounting:
 def test_unknown_accounting_names_the_choices():
     with pytest.raises(InvalidInputError, match="unknown accounting 'rdp'.*every-trial"):
         accounting_named("rdp")
+
+
+def test_the_default_is_the_proven_one():
+    assert DEFAULT_ACCOUNTING == "proven"
+    assert accounting_named(DEFAULT_ACCOUNTING).proved
+
+
+@pytest.mark.parametrize("setting", paper_settings(), ids=lambda s: f"{s.dataset}-{s.epsilon}")
+def test_the_published_figure_is_below_the_proven_one(setting):
+    request = Request(
+        lambda _: setting.trial, setting.noise_multiplier, None, 1, setup=setting.setup
+    )
+    updates = make_plan(request, Budget(setting.epsilon, DELTA), "published").length
+    found = figures(setting.setup, setting.trial, DELTA, updates=updates, trials=None)
+    assert found["published"] <= setting.epsilon
+    assert found["published"] < found["proven_lower"] <= found["proven"]
+    assert found["proven"] <= 1.01 * found["proven_lower"]
+    assert found["every_trial"] is None
+
+
+COIN = Trial(TRIAL.update, CoinTest(0.01, 2.0))
+
+
+class TestWhatAnAccountingCovers:
+    def test_the_coin_is_for_the_proven_one_alone(self):
+        accounting_named("proven").check(COIN, RESTORE)
+        with pytest.raises(InvalidInputError, match="never rejects an improvement.*proven"):
+            accounting_named("every-trial").check(COIN, RESTORE)
+        with pytest.raises(InvalidInputError, match="Gaussian noise only.*proven"):
+            accounting_named("published").check(COIN, RESTORE)
+
+    def test_kept_momentum_is_for_every_trial_alone(self):
+        accounting_named("every-trial").check(TRIAL, KEEP_MOMENTUM)
+        for name in ("proven", "published"):
+            with pytest.raises(InvalidInputError, match="without being charged.*every-trial"):
+                accounting_named(name).check(TRIAL, KEEP_MOMENTUM)
+
+    def test_figures_are_none_where_they_do_not_apply(self):
+        coin = figures((), COIN, DELTA, updates=10, trials=20)
+        assert coin["published"] is coin["every_trial"] is None
+        assert coin["proven"] >= coin["proven_lower"] > 0
+        kept = figures((), TRIAL, DELTA, updates=10, trials=20, on_reject=KEEP_MOMENTUM)
+        assert kept["proven"] is kept["proven_lower"] is kept["published"] is None
+        assert kept["every_trial"] > 0
+
+
+def test_where_nothing_is_selected_the_proven_figure_is_that_of_every_trial():
+    plain = Trial(TRIAL.update)
+    found = figures((Gaussian(8.0),), plain, DELTA, updates=100, trials=100)
+    assert found["proven"] == found["proven_lower"] == found["every_trial"]
+
+
+def test_only_the_ratio_of_a_test_matters_to_the_proven_figure():
+    test = LossTest(0.01, 1.2, -1.0)
+    coin = CoinTest(0.01, test.accept_max / test.accept_min)
+    proven = accounting_named("proven")
+    one = proven.planned((), Trial(TRIAL.update, test), 100, DELTA)
+    two = proven.planned((), Trial(TRIAL.update, coin), 100, DELTA)
+    assert one == pytest.approx(two, rel=1e-6)
+
+
+def test_a_test_that_cannot_accept_the_worst_has_no_finite_cost():
+    hopeless = Trial(TRIAL.update, LossTest(0.01, 1e-3, -5.0))
+    with pytest.raises(InvalidInputError, match="never accepts"):
+        accounting_named("proven").planned((), hopeless, 1, DELTA)

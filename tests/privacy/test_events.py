@@ -5,6 +5,7 @@ from scipy.stats import norm
 
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.events import (
+    CoinTest,
     Gaussian,
     LossTest,
     NonPrivate,
@@ -19,8 +20,11 @@ rates = st.floats(1e-6, 1.0)
 noises = st.floats(0.01, 100.0)
 loss_tests = st.builds(LossTest, rates, noises, st.floats(-5, 5))
 sampled = st.builds(SampledGaussian, rates, noises)
-trials = st.builds(Trial, sampled, st.none() | loss_tests)
-events = st.one_of(st.just(NonPrivate()), st.builds(Gaussian, noises), sampled, loss_tests, trials)
+coins = st.builds(CoinTest, rates, st.floats(1.0, 50.0))
+trials = st.builds(Trial, sampled, st.none() | loss_tests | coins)
+events = st.one_of(
+    st.just(NonPrivate()), st.builds(Gaussian, noises), sampled, loss_tests, coins, trials
+)
 
 
 @given(events)
@@ -87,3 +91,14 @@ def test_ledger_merges_equal_trials_and_keeps_order():
 def test_ledger_refuses_more_updates_than_trials():
     with pytest.raises(InvalidInputError):
         Ledger().record(Trial(SampledGaussian(0.1, 1.0)), trials=1, updates=2)
+
+
+def test_the_coin_accepts_every_improvement():
+    coin = CoinTest(0.1, 4.0)
+    assert (coin.accept_min, coin.accept_max) == (0.25, 1.0)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.0, -1.0, float("inf"), float("nan")])
+def test_bad_ratios(ratio):
+    with pytest.raises(InvalidInputError, match="accept_ratio"):
+        CoinTest(0.1, ratio)

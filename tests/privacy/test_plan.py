@@ -5,8 +5,9 @@ from scipy.stats import binom
 
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
-from dpsur.privacy.calibrate import least_noise, most_repetitions
-from dpsur.privacy.events import LossTest, SampledGaussian, Trial
+from dpsur.privacy.calibrate import largest_ratio, least_noise, most_repetitions
+from dpsur.privacy.design import design_gate
+from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plan import Budget, Plan, Request, make_plan, trial_cap
 
@@ -115,6 +116,17 @@ def test_without_a_test_every_trial_is_an_update():
     assert plan.trials == plan.updates == 10
 
 
+@pytest.mark.parametrize("ratio", [1.0, 2.0, 10.0])
+def test_the_cap_of_a_coin(ratio):
+    cap = trial_cap(CoinTest(0.1, ratio), 100, BUDGET)
+    assert binom.cdf(99, cap, 1 / ratio) * (1 + math.exp(3.0)) <= 1e-8
+
+
+def test_an_accounting_that_does_not_cover_the_trial_makes_no_plan():
+    with pytest.raises(InvalidInputError, match="coin gate is not covered by the every-trial"):
+        make_plan(request(count=10, test=CoinTest(0.1, 2.0)), BUDGET, "every-trial")
+
+
 def test_plans_survive_a_file(name):
     plan = make_plan(request(count=10), BUDGET, name)
     assert Plan.from_json(plan.to_json()) == plan
@@ -145,3 +157,35 @@ def test_searches_on_a_known_function():
     assert least_noise(lambda s: 1 + 1 / s, 1.0) is None
     with pytest.raises(BudgetError, match="more than"):
         most_repetitions(lambda n: 0.0, 1.0)
+    assert largest_ratio(lambda r: r - 1, 0.5, 10.0) == pytest.approx(1.5, rel=2e-3)
+    assert largest_ratio(lambda r: r - 1, 0.5, 10.0) <= 1.5
+    assert largest_ratio(lambda r: r, 5.0, 3.0) == 3.0
+    assert largest_ratio(lambda r: r, 0.9, 3.0) is None
+
+
+def test_searches_end_on_odd_functions():
+    """A step, a plateau and an infinity: the answer is on the right side all the same."""
+    step = least_noise(lambda s: 0.0 if s >= 3.3 else math.inf, 1.0)
+    assert 3.3 <= step <= 3.3 * (1 + 1e-3)
+    assert least_noise(lambda s: 0.0, 1.0) <= 0.1
+
+
+@pytest.mark.parametrize("accounting", ["proven", "every-trial", "published"])
+def test_a_share_of_the_budget_buys_a_test(accounting):
+    plan = design_gate(
+        BUDGET, accounting, sample_rate=0.034, val_sample_rate=0.004, count=300, share=0.3
+    )
+    assert 0.99 * BUDGET.epsilon <= plan.epsilon() <= BUDGET.epsilon
+    alone = accounting_named("every-trial").planned((), Trial(plan.trial.update), 300, 1e-5)
+    assert alone == pytest.approx(0.7 * BUDGET.epsilon, rel=1e-3)
+    more = design_gate(
+        BUDGET, accounting, sample_rate=0.034, val_sample_rate=0.004, count=300, share=0.5
+    )
+    ratio = [p.trial.test.accept_max / p.trial.test.accept_min for p in (plan, more)]
+    assert ratio[0] < ratio[1]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -1.0, math.nan])
+def test_bad_shares(share):
+    with pytest.raises(InvalidInputError, match="share"):
+        design_gate(BUDGET, "proven", sample_rate=0.1, val_sample_rate=0.1, count=5, share=share)

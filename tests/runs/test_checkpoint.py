@@ -1,5 +1,6 @@
 import json
 import stat
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)
 METHOD = dpsur.Dpsur(
-    noise_multiplier=8.0,
+    noise_multiplier=20.0,
     val_noise_multiplier=4.0,
     trials=20,
     average_decay=0.9,
@@ -44,6 +45,7 @@ def fit(out, seed=0, resume=False, observers=(), method=METHOD, data=None, **mor
         small_model(),
         blobs() if data is None else data,
         budget=BUDGET,
+        accounting="every-trial",
         method=method,
         seed=seed,
         out=out,
@@ -133,8 +135,8 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
     "change",
     [
         {"data": blobs(seed=2)},
-        {"method": dpsur.Dpsur(noise_multiplier=8.0, trials=21)},
-        {"method": dpsur.Dpsur(noise_multiplier=9.0, trials=20)},
+        {"method": replace(METHOD, trials=21)},
+        {"method": replace(METHOD, noise_multiplier=21.0)},
         {"seed": None},
     ],
 )

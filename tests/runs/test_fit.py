@@ -14,7 +14,9 @@ from dpsur.runs.release import read_release
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)
-QUICK = {"noise_multiplier": 8.0, "learning_rate": 1.0, "val_noise_multiplier": 4.0}
+QUICK = {"noise_multiplier": 20.0, "learning_rate": 1.0}
+COIN = {**QUICK, "accept_ratio": 1.5}
+LOSS = {**QUICK, "val_noise_multiplier": 4.0}
 
 
 def quick_fit(**changes):
@@ -22,7 +24,7 @@ def quick_fit(**changes):
         "model": small_model(),
         "train_set": blobs(),
         "budget": BUDGET,
-        "method": dpsur.Dpsur(**QUICK, trials=15),
+        "method": dpsur.Dpsur(**COIN, updates=15),
         "seed": 0,
         **changes,
     }
@@ -33,11 +35,19 @@ def quick_fit(**changes):
 def test_learns_under_its_budget():
     run = dpsur.fit(small_model(), blobs(1000), budget=BUDGET, test_set=blobs(300, seed=9), seed=0)
     assert run.scores["accuracy"] > 0.9
+    assert run.epsilon["proven_lower"] <= run.epsilon["proven"] <= 3.0
+    assert run.epsilon["proven"] == pytest.approx(3.0, rel=1e-2)
+    assert run.statement["guarantee"]["accounting"] == "proven"
+    assert run.get_epsilon(1e-4) == pytest.approx(run.epsilon["proven"])
+    assert run.get_epsilon(1e-7) > run.epsilon["proven"]
+
+
+def test_every_trial_charged():
+    run = quick_fit(method=dpsur.Dpsur(**LOSS, trials=15), accounting="every-trial")
+    assert run.private.ledger.trials == run.statement["mechanism"]["trials"] == 15
     assert run.epsilon["every_trial"] <= 3.0
-    assert run.epsilon["every_trial"] == pytest.approx(3.0, rel=1e-2)
-    assert run.epsilon["proven"] is None
-    assert run.get_epsilon(1e-4) == run.epsilon["every_trial"]
-    assert run.get_epsilon(1e-7) > run.epsilon["every_trial"]
+    assert run.epsilon["proven"] is run.epsilon["published"] is None
+    assert run.statement["accepted_updates"] == run.private.ledger.updates
 
 
 def test_the_model_passed_in_is_left_alone():
@@ -91,21 +101,59 @@ def test_frozen_layers_and_buffers_are_released_as_they_were():
 
 def test_averaged_weights_are_what_is_released():
     plain = quick_fit()
-    averaged = quick_fit(method=dpsur.Dpsur(**QUICK, trials=15, average_decay=0.9))
+    averaged = quick_fit(method=dpsur.Dpsur(**COIN, updates=15, average_decay=0.9))
     assert not torch.equal(weights(plain), weights(averaged))
     assert averaged.statement["released"] == ["the average of the weights"]
 
 
-def test_published_warns_and_says_that_nothing_is_proven(tmp_path):
-    with pytest.warns(dpsur.PrivacyWarning, match="not proved.*proven: not computed"):
-        run = quick_fit(accounting="published", method=dpsur.Dpsur(**QUICK, updates=5))
+def test_published_warns_and_gives_the_proven_figure_beside(tmp_path):
+    with pytest.warns(dpsur.PrivacyWarning, match=r"not proved.*proven: \d"):
+        run = quick_fit(accounting="published", method=dpsur.Dpsur(**LOSS, updates=5))
     assert run.private.ledger.updates == 5
     assert run.statement["guarantee"]["proved"] is False
     assert run.epsilon["every_trial"] is None
+    assert run.epsilon["proven"] > 0
     page = (run.save(tmp_path / "out") / "PRIVACY.md").read_text()
     assert "not proved" in page
     assert "that satisfies" not in page
-    assert "proven for selective release | not computed" in page
+    assert f"Epsilon, proven for selective release | {run.epsilon['proven']:.2f}"[:-1] in page
+
+
+@pytest.mark.parametrize("accounting", ["proven", "published"])
+def test_momentum_is_not_kept_unless_every_trial_is_charged(accounting):
+    method = dpsur.Dpsur(**LOSS, updates=5, on_reject="keep-momentum")
+    with pytest.raises(dpsur.InvalidInputError, match="keep-momentum is not covered"):
+        quick_fit(accounting=accounting, method=method)
+
+
+def test_momentum_kept_where_every_trial_is_charged():
+    options = {**LOSS, "trials": 15, "accept_threshold": -1.0}
+    kept = quick_fit(
+        accounting="every-trial", method=dpsur.Dpsur(**options, on_reject="keep-momentum")
+    )
+    restored = quick_fit(accounting="every-trial", method=dpsur.Dpsur(**options))
+    assert not torch.equal(weights(kept), weights(restored))
+    assert kept.epsilon == {**restored.epsilon, "published": None, "proven": None}
+
+
+@pytest.mark.parametrize("accounting", ["every-trial", "published"])
+def test_the_coin_is_refused_where_it_is_not_covered(accounting):
+    with pytest.raises(dpsur.InvalidInputError, match="coin gate is not covered"):
+        quick_fit(accounting=accounting, method=dpsur.Dpsur(gate="coin"))
+
+
+def test_the_gate_follows_from_what_is_given():
+    def gate(accounting, **options):
+        return dpsur.Dpsur(**options).settle(4000, BUDGET, accounting)[0].gate
+
+    assert gate("proven") == "coin"
+    assert gate("every-trial") == gate("published") == "loss"
+    assert gate("proven", accept_threshold=-1.0) == "loss"
+    assert gate("proven", gate="loss", val_noise_multiplier=1.0) == "loss"
+    with pytest.raises(dpsur.InvalidInputError, match="accept_ratio 2.0 belongs to the gate coin"):
+        dpsur.Dpsur(accept_ratio=2.0, val_noise_multiplier=1.0)
+    with pytest.raises(dpsur.InvalidInputError, match="val_noise_multiplier.*gate loss"):
+        dpsur.Dpsur(gate="coin", val_noise_multiplier=1.0)
 
 
 def test_warns_when_delta_is_above_one_over_n():
@@ -124,18 +172,18 @@ def test_a_release_holds_nothing_private(tmp_path):
         run = quick_fit(
             seed=987654321,
             accounting="published",
-            method=dpsur.Dpsur(**QUICK, updates=5),
+            method=dpsur.Dpsur(**LOSS, updates=5, accept_threshold=-1.0),
             test_set=blobs(50, seed=3),
         )
     release = run.save(tmp_path / "out")
     trials = run.private.ledger.trials
     assert trials > 5
     statement = json.loads((release / "privacy.json").read_text())
-    assert statement["trials"] is None
-    assert statement["updates"] == 5
+    assert statement["mechanism"]["trials"] is None
+    assert statement["accepted_updates"] == 5
     assert statement["random"] == {"seeded": True}
     everything = b"".join(file.read_bytes() for file in release.iterdir())
-    for secret in (b"987654321", b"loss_difference", b"rejected", b"seconds"):
+    for secret in (b"987654321", b"loss_difference", b"seconds", f": {trials}".encode()):
         assert secret not in everything
     assert {file.name for file in release.iterdir()} == {
         "model.safetensors",
@@ -143,12 +191,6 @@ def test_a_release_holds_nothing_private(tmp_path):
         "PRIVACY.md",
     }
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["release"]
-
-
-def test_trials_are_public_where_each_was_paid_for():
-    run = quick_fit()
-    assert run.statement["trials"] == 15
-    assert run.statement["updates"] == run.private.ledger.updates
 
 
 def test_save_and_load_round_trip(tmp_path):
@@ -162,7 +204,7 @@ def test_save_and_load_round_trip(tmp_path):
     with pytest.raises(dpsur.CheckpointError, match="do not fit"):
         dpsur.load(tmp_path / "out", nn.Linear(2, 3))
     _, statement, _ = read_release(tmp_path / "out", small_model())
-    assert statement["guarantee"]["epsilon"] == run.epsilon["every_trial"]
+    assert statement["guarantee"]["epsilon"] == run.epsilon["proven"]
 
 
 def test_an_existing_folder_is_not_overwritten(tmp_path):
@@ -195,11 +237,11 @@ def nan_row():
         ({"device": "warp"}, "unknown device 'warp'"),
         ({"method": dpsur.Dpsur(batch_size=201)}, "batch_size 201 is larger.*sample rate of 1"),
         ({"method": dpsur.Dpsur(val_batch_size=999)}, "val_batch_size 999 is larger"),
-        ({"method": dpsur.Dpsur(updates=5)}, "updates 5 cannot be fixed.*give trials"),
         (
-            {"method": dpsur.Dpsur(trials=5), "accounting": "published"},
-            "trials 5 cannot be fixed.*give updates",
+            {"method": dpsur.Dpsur(updates=5), "accounting": "every-trial"},
+            "updates 5 cannot be fixed.*give trials",
         ),
+        ({"method": dpsur.Dpsur(trials=5)}, "trials 5 cannot be fixed.*give updates"),
         (
             {"budget": dpsur.Budget(1e-3, 1e-4), "method": dpsur.Dpsgd(noise_multiplier=1.0)},
             "too small for a single update",
@@ -226,6 +268,9 @@ def test_bad_input_is_refused_before_training(changes, message):
         ({"optimizer": "lion"}, "optimizer must be one of sgd, adam; got 'lion'"),
         ({"schedule": "step"}, "schedule must be one of"),
         ({"momentum": 1.0}, "momentum"),
+        ({"accept_ratio": 0.5}, "accept_ratio.*0.5"),
+        ({"gate": "door"}, "gate must be one of loss, coin; got 'door'"),
+        ({"on_reject": "forget"}, "on_reject must be one of"),
         ({"average_decay": 1.5}, "average_decay"),
         ({"adam_eps": 0.0, "optimizer": "adam"}, "adam_eps"),
     ],
@@ -244,15 +289,16 @@ def test_cuda_asked_for_and_absent():
 @pytest.mark.gpu
 def test_trains_on_cuda():
     run = quick_fit(device="cuda")
-    assert run.epsilon["every_trial"] <= 3.0
+    assert run.epsilon["proven"] <= 3.0
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100, 4000, 60_000])
 def test_defaults_suit_any_size(size):
-    method, plan = dpsur.Dpsur().settle(size, BUDGET, "every-trial")
-    assert 1 <= method.val_batch_size <= method.batch_size <= size
-    assert plan.epsilon() <= BUDGET.epsilon
-    assert plan.trials == method.trials
+    for accounting in ("proven", "every-trial"):
+        method, plan = dpsur.Dpsur().settle(size, BUDGET, accounting)
+        assert 1 <= method.val_batch_size <= method.batch_size <= size
+        assert plan.epsilon() <= BUDGET.epsilon
+        assert plan.length == (method.trials or method.updates)
 
 
 def test_defaults_at_the_sizes_of_the_paper():

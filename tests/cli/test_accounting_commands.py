@@ -1,0 +1,235 @@
+"""`dpsur account`, `calibrate`, `verify` and `reproduce` as a person meets them."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dpsur.cli import main
+from tests.cli.test_commands import dpsur
+
+FMNIST = ["--dataset-size", "60000", "--batch-size", "2048", "--val-batch-size", "256",
+          "--delta", "1e-5"]  # fmt: skip
+# N, B_t, sigma_t, B_v, sigma_v, T, then published, proven lower and upper as computed beforehand
+REFERENCE = [
+    (60000, 2048, 4.0, 1.3, 651, 0.999, 1.320, 1.322),
+    (60000, 2048, 2.15, 0.8, 1076, 2.999, 4.271, 4.288),
+    (50000, 8192, 5.67, 1.1, 493, 2.997, 4.042, 4.046),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "noise", "val_noise", "updates", "published", "lower", "upper"), REFERENCE
+)
+def test_reference_table(size, batch, noise, val_noise, updates, published, lower, upper, capsys):
+    status, out, _ = dpsur(
+        "account", "--dataset-size", str(size), "--batch-size", str(batch),
+        "--noise-multiplier", str(noise), "--val-batch-size", "256",
+        "--val-noise-multiplier", str(val_noise), "--accept-threshold", "-1",
+        "--updates", str(updates), "--delta", "1e-5", "--json", capsys=capsys,
+    )  # fmt: skip
+    assert status == 0
+    found = json.loads(out)
+    assert found.keys() == {"published", "proven", "proven_lower", "every_trial"}
+    assert found["published"] == pytest.approx(published, abs=1e-3)
+    assert found["proven_lower"] == pytest.approx(lower, rel=2e-3)
+    assert found["proven_lower"] <= found["proven"] <= 1.01 * found["proven_lower"]
+    assert lower <= found["proven"] <= upper
+    assert found["every_trial"] is None
+
+
+def test_account_of_a_coin_and_of_statistics(capsys):
+    common = [*FMNIST, "--noise-multiplier", "2.15", "--updates", "500", "--json"]
+    plain = json.loads(dpsur("account", *common, "--accept-ratio", "2", capsys=capsys)[1])
+    with_statistics = json.loads(
+        dpsur(
+            "account", *common, "--accept-ratio", "2", "--feature-statistics", "8", capsys=capsys
+        )[1]
+    )
+    assert plain["published"] is None
+    assert with_statistics["proven"] > plain["proven"]
+
+
+def test_account_without_a_test(capsys):
+    arguments = ["--dataset-size", "1000", "--batch-size", "100", "--noise-multiplier", "2",
+                 "--updates", "100", "--delta", "1e-5"]  # fmt: skip
+    found = json.loads(dpsur("account", *arguments, "--json", capsys=capsys)[1])
+    assert found["proven"] == found["every_trial"]
+    text = dpsur("account", *arguments, capsys=capsys)[1]
+    assert "published (a claim, not proved)" in text
+
+
+def test_account_draws(tmp_path, capsys):
+    path = tmp_path / "curve.png"
+    status, _, _ = dpsur("account", *FMNIST, "--noise-multiplier", "2", "--accept-ratio", "2",
+                         "--updates", "50", "--plot", str(path), capsys=capsys)  # fmt: skip
+    assert status == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+BAD = [
+    (["account", *FMNIST, "--noise-multiplier", "2"], "give --updates T, --trials M"),
+    (["account", *FMNIST, "--noise-multiplier", "2", "--updates", "5"], "needs either"),
+    (["account", *FMNIST, "--noise-multiplier", "2", "--updates", "0", "--accept-ratio", "2"],
+     "updates must be"),
+    (["account", *FMNIST, "--noise-multiplier", "-2", "--updates", "5", "--accept-ratio", "2"],
+     "noise_multiplier must be"),
+    (["account", "--dataset-size", "10", "--batch-size", "20", "--noise-multiplier", "1",
+      "--updates", "1", "--delta", "1e-5"], "batch_size 20 is larger"),
+    (["account", "--dataset-size", "10", "--batch-size", "2", "--noise-multiplier", "1",
+      "--updates", "1", "--delta", "2"], "delta must be in (0, 1)"),
+    (["account", "--dataset-size", "10", "--batch-size", "2", "--noise-multiplier", "1",
+      "--updates", "1", "--delta", "1e-5", "--accept-ratio", "2"], "needs --val-batch-size"),
+    (["calibrate", *FMNIST, "--epsilon", "3", "--accept-ratio", "2"], "give --noise-multiplier"),
+    (["calibrate", *FMNIST, "--epsilon", "3", "--accept-ratio", "2", "--trials", "9"],
+     "the proven accounting fixes updates"),
+    (["calibrate", *FMNIST, "--epsilon", "1e-4", "--accept-ratio", "50", "--updates", "9999"],
+     "whatever the noise"),
+    (["calibrate", *FMNIST, "--epsilon", "3", "--test-share", "0.3"], "--test-share needs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input(arguments, message, capsys):
+    status, out, err = dpsur(*arguments, capsys=capsys)
+    assert status == 2
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def calibrated(*arguments, capsys):
+    status, out, _ = dpsur("calibrate", *FMNIST, "--json", *arguments, capsys=capsys)
+    assert status == 0
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("accounting", ["proven", "published"])
+def test_calibrate_round_trip(accounting, capsys):
+    test = ["--val-noise-multiplier", "1.3", "--accept-threshold", "-1"]
+    common = ["--epsilon", "2", "--accounting", accounting, *test]
+    noise = calibrated(*common, "--updates", "400", capsys=capsys)
+    assert noise["epsilon"] <= 2.0
+    back = calibrated(*common, "--noise-multiplier", str(noise["noise_multiplier"]), capsys=capsys)
+    assert back["updates"] in (400, 401)
+    assert back["trial_cap"] > back["updates"]
+
+
+def test_calibrate_a_share(capsys):
+    found = calibrated("--epsilon", "3", "--updates", "300", "--test-share", "0.3", capsys=capsys)
+    assert found["accept_ratio"] > 1.2
+    assert 2.9 < found["epsilon"] <= 3.0
+    arguments = [*FMNIST, "--epsilon", "3", "--updates", "300", "--test-share", "0.3"]
+    _, out, _ = dpsur("calibrate", *arguments, capsys=capsys)
+    assert "accept ratio" in out
+    assert "None" not in out
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verify") / "run"
+    arguments = ["--updates", "3", "--batch-size", "64", "--noise-multiplier", "20"]
+    assert main(["train", "--quiet", "--out", str(folder), *arguments]) == 0
+    return folder
+
+
+@pytest.fixture
+def release(run_folder, tmp_path):
+    shutil.copytree(run_folder / "release", tmp_path / "release")
+    return tmp_path / "release"
+
+
+def edit(release, change):
+    path = release / "privacy.json"
+    statement = json.loads(path.read_text())
+    change(statement)
+    path.write_text(json.dumps(statement))
+
+
+def test_verify_passes_on_a_fresh_release(run_folder, release, capsys):
+    for folder in (run_folder, release):
+        status, out, _ = dpsur("verify", str(folder), capsys=capsys)
+        assert status == 0
+        assert "follows from its parameters" in out
+    found = json.loads(dpsur("verify", str(release), "--json", capsys=capsys)[1])
+    assert found["ok"] is True
+    assert found["epsilon"]["proven"] > 0
+
+
+EDITS = {
+    "guarantee": lambda s: s["guarantee"].update(epsilon=s["guarantee"]["epsilon"] * 0.99),
+    "figure": lambda s: s["epsilon"].update(proven=s["epsilon"]["proven"] - 0.01),
+    "delta": lambda s: s["guarantee"].update(delta=1e-6),
+    "updates": lambda s: s["mechanism"].update(updates=2),
+    "noise": lambda s: s["mechanism"]["trial"]["update"].update(noise_multiplier=30.0),
+    "ratio": lambda s: s["mechanism"]["trial"]["test"].update(accept_ratio=1.0),
+    "batch": lambda s: s["settings"].update(batch_size=32),
+    "size": lambda s: s.update(dataset_size=40_000),
+    "proved": lambda s: s["guarantee"].update(proved=False),
+    "budget": lambda s: s["budget"].update(epsilon=0.01),
+    "missing": lambda s: s.pop("mechanism"),
+    "event": lambda s: s["mechanism"]["trial"]["update"].update(kind="Wish"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_verify_fails_on_an_edited_statement(name, release, capsys):
+    edit(release, EDITS[name])
+    status, out, _ = dpsur("verify", str(release), capsys=capsys)
+    assert status == 1
+    assert "FAULT" in out
+
+
+def test_verify_fails_on_edited_weights(release, capsys):
+    path = release / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    status, out, _ = dpsur("verify", str(release), capsys=capsys)
+    assert status == 1
+    assert "model.safetensors has the hash" in out
+
+
+def test_verify_fails_on_an_edited_page(release, capsys):
+    path = release / "PRIVACY.md"
+    path.write_text(path.read_text().replace("add or remove", "replace"))
+    status, out, _ = dpsur("verify", str(release), capsys=capsys)
+    assert status == 1
+    assert "PRIVACY.md" in out
+
+
+def test_verify_of_nothing(tmp_path, capsys):
+    status, _, err = dpsur("verify", str(tmp_path), capsys=capsys)
+    assert status == 2
+    assert "not a privacy statement" in err
+
+
+def test_its_help_says_that_it_is_no_signature(capsys):
+    assert "not a signature" in dpsur("verify", "--help", capsys=capsys)[1]
+
+
+def test_the_accounting_table_is_rendered_from_its_rows(tmp_path, capsys):
+    """The committed page is what the committed rows give, and the rows are what the code gives."""
+    root = Path(__file__).parent.parent.parent
+    status, _, _ = dpsur(
+        "reproduce",
+        "accounting",
+        "--results",
+        str(tmp_path),
+        "--docs",
+        str(tmp_path),
+        capsys=capsys,
+    )
+    assert status == 0
+    page = (tmp_path / "accounting_table.md").read_text()
+    assert page == (root / "docs" / "accounting_table.md").read_text()
+    fresh, kept = (
+        [json.loads(line) for line in (folder / "accounting.jsonl").read_text().splitlines()]
+        for folder in (tmp_path, root / "results")
+    )
+    assert len(fresh) == len(kept) == 16
+    for new, old in zip(fresh, kept, strict=True):
+        assert new["config"] == old["config"]
+        for key, value in new["epsilon"].items():
+            assert math.isclose(value, old["epsilon"][key], rel_tol=1e-4)
