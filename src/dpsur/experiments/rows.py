@@ -40,7 +40,10 @@ def _commit() -> str | None:
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows, one JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with path.open("w") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
