@@ -16,7 +16,7 @@ demo: $(INSTALLED)
 	$(BIN)/dpsur evaluate $(DEMO_OUT)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

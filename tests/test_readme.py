@@ -82,3 +82,14 @@ def test_the_stated_range_of_proven_figures_is_that_of_the_rows():
     low, high = re.search(r"its epsilon 3 is (\d\.\d) to (\d\.\d) when it is proved", TEXT).groups()
     assert float(low) == round(min(at_three), 1)
     assert float(high) == round(max(at_three), 1)
+
+
+def test_the_stated_accuracy_is_that_of_the_rows():
+    lines = (ROOT / "results" / "demo.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    demo = [row["accuracy"] for row in rows if row["arm"] == "dpsur, proven (make demo)"]
+    plain = [row["accuracy"] for row in rows if row["arm"] == "dpsgd"]
+    assert len(demo) == len(plain) == 5
+    stated = int(re.search(r"test accuracy of about (\d+)%", TEXT)[1])
+    assert stated == round(100 * sum(demo) / 5)
+    assert sum(plain) > sum(demo)  # which the README says

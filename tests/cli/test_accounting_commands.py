@@ -169,6 +169,7 @@ EDITS = {
     "size": lambda s: s.update(dataset_size=40_000),
     "proved": lambda s: s["guarantee"].update(proved=False),
     "budget": lambda s: s["budget"].update(epsilon=0.01),
+    "cap": lambda s: s["mechanism"].update(trial_cap=3),
     "missing": lambda s: s.pop("mechanism"),
     "event": lambda s: s["mechanism"]["trial"]["update"].update(kind="Wish"),
 }

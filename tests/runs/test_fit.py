@@ -39,7 +39,9 @@ def test_learns_under_its_budget():
     assert run.epsilon["proven"] == pytest.approx(3.0, rel=1e-2)
     assert run.statement["guarantee"]["accounting"] == "proven"
     assert run.get_epsilon(1e-4) == pytest.approx(run.epsilon["proven"])
-    assert run.get_epsilon(1e-7) > run.epsilon["proven"]
+    assert run.get_epsilon(1e-3) < run.epsilon["proven"]
+    with pytest.raises(dpsur.InvalidInputError, match="cap on trials was chosen for delta 0.0001"):
+        run.get_epsilon(1e-7)
 
 
 def test_every_trial_charged():
@@ -47,6 +49,7 @@ def test_every_trial_charged():
     assert run.private.ledger.trials == run.statement["mechanism"]["trials"] == 15
     assert run.epsilon["every_trial"] <= 3.0
     assert run.epsilon["proven"] is run.epsilon["published"] is None
+    assert run.get_epsilon(1e-7) > run.epsilon["every_trial"]
     assert run.statement["accepted_updates"] == run.private.ledger.updates
 
 

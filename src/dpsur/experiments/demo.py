@@ -22,10 +22,10 @@ ARMS: dict[str, tuple[Method, str]] = {
     "dpsgd": (Dpsgd(), "proven"),
 }
 NOTE = """\
-Task `mnist-5k` (4,000 digits to train, 1,000 to test), epsilon 3 at delta 1e-5, pixels, the paper's
-network of 26,010 parameters, defaults throughout. Accuracy of the last iterate on the test set, mean
-and standard deviation over seeds. The default learning rate and the strength of the test were chosen
-on a held-out part of the training digits; that choice is not covered by epsilon.
+Task `mnist-5k` (4,000 digits to train, 1,000 to test), epsilon 3 at delta 1e-5, pixels, the
+paper's network of 26,010 parameters, defaults throughout. Accuracy of the last iterate on the test
+set, mean and standard deviation over seeds. The default learning rate and the strength of the test
+were chosen on a held-out part of the training digits; that choice is not covered by epsilon.
 """
 
 

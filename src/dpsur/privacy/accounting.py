@@ -134,8 +134,8 @@ class EveryTrial(Accounting):
         if isinstance(trial.test, CoinTest):
             raise InvalidInputError(
                 "the coin gate is not covered by the every-trial accounting, where verdicts are "
-                "outputs: it never rejects an improvement, so a rejection can give a record away "
-                "for certain; use the gate loss, or the proven accounting"
+                "outputs: it never rejects an improvement, so a verdict can tell almost for "
+                "certain whether a record is there; use the gate loss, or the proven accounting"
             )
 
 

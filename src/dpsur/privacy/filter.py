@@ -73,5 +73,5 @@ class RenyiFilter:
         return replace(self, spent=self.spent + rdp)
 
     def epsilon(self, delta: float) -> float:
-        """Epsilon of what was spent so far."""
+        """Epsilon of the steps so far, as a progress figure: the guarantee is the budget's."""
         return epsilon_at(self.order, self.spent, delta)

@@ -61,7 +61,16 @@ class Run:
     origin: Origin = NO_ORIGIN
 
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon at another delta, under the accounting of the run."""
+        """Epsilon at another delta, under the accounting of the run.
+
+        Not below the budget's delta where there is a cap on trials, which was chosen for it.
+        """
+        capped = self.plan.updates is not None and self.plan.trial.test is not None
+        if capped and delta < self.plan.budget.delta:
+            raise InvalidInputError(
+                f"the cap on trials was chosen for delta {self.plan.budget.delta:g} and does not "
+                f"cover {delta:g}; plan the run with the smaller delta"
+            )
         return accounting_named(self.plan.accounting).spent(self.private.ledger, delta)
 
     def save(self, path: str | os.PathLike[str]) -> Path:

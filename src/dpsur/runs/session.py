@@ -20,6 +20,7 @@ from dpsur.runs.checkpoint import (
     restore,
     save_checkpoint,
 )
+from dpsur.runs.determinism import repeatable
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder, sha256, to_json
 
@@ -94,7 +95,8 @@ class Session:
         save(progress)
         for observer in observers:
             observer.started(self.plan, progress)
-        progress = loop.train(self.procedure, self.plan, progress, on_trial)
+        with repeatable(self.streams.device, self.streams.seeded):
+            progress = loop.train(self.procedure, self.plan, progress, on_trial)
         save(progress)
         return progress
 

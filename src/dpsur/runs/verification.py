@@ -8,7 +8,9 @@ from typing import Any
 
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.events import Trial, event_from_json
 from dpsur.privacy.page import render_markdown
+from dpsur.privacy.plan import Budget, trial_cap
 from dpsur.privacy.statement import FORMAT, recomputed_epsilons
 from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, release_folder, sha256
 
@@ -71,7 +73,19 @@ def _figure_faults(statement: dict[str, Any], figures: dict[str, float | None]) 
         faults.append(f"delta {guarantee['delta']} is not the budget's {budget['delta']}")
     if figure is not None and figure > budget["epsilon"] * (1 + TOLERANCE):
         faults.append(f"epsilon {figure} is above the budget of {budget['epsilon']}")
-    return faults
+    return [*faults, *_cap_faults(statement)]
+
+
+def _cap_faults(statement: dict[str, Any]) -> list[str]:
+    """Giving up earlier than the plan allows would cost more than delta sets aside for it."""
+    mechanism, budget = statement["mechanism"], statement["budget"]
+    trial = event_from_json(mechanism["trial"])
+    if mechanism["updates"] is None or not isinstance(trial, Trial) or trial.test is None:
+        return []
+    least = trial_cap(trial.test, mechanism["updates"], Budget(budget["epsilon"], budget["delta"]))
+    if mechanism["trial_cap"] >= least:
+        return []
+    return [f"the cap of {mechanism['trial_cap']} trials is below the {least} that delta needs"]
 
 
 def _setting_faults(statement: dict[str, Any]) -> list[str]:

@@ -1,0 +1,31 @@
+"""Seeded runs repeat to the bit, on CUDA too."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def repeatable(device: torch.device, seeded: bool) -> Iterator[None]:
+    """Choose deterministic kernels for a seeded run on CUDA, and put the settings back.
+
+    Without them sums in kernels depend on the order in which threads finish, so that a resumed run
+    would drift from an uninterrupted one. Unseeded runs keep the faster kernels.
+    """
+    if not seeded or device.type != "cuda":
+        yield
+        return
+    # cuBLAS reads this when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    algorithms = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.deterministic
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
+        torch.backends.cudnn.deterministic = cudnn
