@@ -19,11 +19,11 @@ from dpsur.core import loop, noise, sampling
 from dpsur.core.gate import LossGate, mean_losses
 from dpsur.core.loop import start, train
 from dpsur.core.problem import Problem
+from dpsur.core.sampling import Batch
 from dpsur.core.streams import BATCH, Streams
 from dpsur.core.tree import flatten
 from dpsur.core.types import Examples
-from dpsur.methods import Dpsgd, Dpsur, dpsgd
-from dpsur.methods import dpsur as dpsur_method
+from dpsur.methods import Dpsgd, Dpsur, dpsgd, selection
 from dpsur.privacy import pld
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
@@ -146,8 +146,7 @@ def training_and_test_batches_are_independent():
         return rows
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dpsgd, "poisson_sample", spy)
-        patch.setattr(dpsur_method, "poisson_sample", spy)
+        patch.setattr(sampling, "poisson_sample", spy)
         trial = Trial(SampledGaussian(0.5, 1.0), LossTest(0.5, 1.0, 0.0))
         plan = Plan(BUDGET, "every-trial", trial, 200)
         problem = Problem(small_model(), F.cross_entropy, blobs())
@@ -216,18 +215,19 @@ def stale_loss(patch):
         stored["loss"] = after
         return after, before
 
-    patch.setattr(dpsur_method, "mean_losses", compare)
+    patch.setattr(selection, "mean_losses", compare)
 
 
 def losses_on_two_batches(patch):
     def compare(problem, candidate, current, batch):
-        half = len(batch) // 2
-        rows = torch.arange(len(batch))
-        after, _ = mean_losses(problem, candidate, current, batch.select(rows[:half]))
-        _, before = mean_losses(problem, candidate, current, batch.select(rows[half:]))
+        half = len(batch.examples) // 2
+        rows = torch.arange(len(batch.examples))
+        one, two = (Batch(batch.examples.select(part)) for part in (rows[:half], rows[half:]))
+        after, _ = mean_losses(problem, candidate, current, one)
+        _, before = mean_losses(problem, candidate, current, two)
         return after, before
 
-    patch.setattr(dpsur_method, "mean_losses", compare)
+    patch.setattr(selection, "mean_losses", compare)
 
 
 def divided_by(patch, size_of):
@@ -236,27 +236,27 @@ def divided_by(patch, size_of):
     def wrong(self, params):
         draws = []
 
-        def spy(size, rate, generator):
-            draws.append(sampling.poisson_sample(size, rate, generator))
+        def spy(examples, rate, generator):
+            draws.append(sampling.exact_batch(examples, rate, generator))
             return draws[-1]
 
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(dpsgd, "poisson_sample", spy)
-            gradient = real(self, params)
+            inner.setattr(self, "_draw", spy)
+            gradient, overflow = real(self, params)
         expected = self._event.sample_rate * len(self._problem.train)
-        size = max(1, size_of(self, draws[0]))
-        return {name: value * expected / size for name, value in gradient.items()}
+        size = max(1, size_of(draws[0].examples))
+        return {name: value * expected / size for name, value in gradient.items()}, overflow
 
     patch.setattr(dpsgd.NoisyGradientSteps, "_noisy_gradient", wrong)
 
 
 def divided_by_the_drawn_size(patch):
-    divided_by(patch, lambda self, rows: len(rows))
+    divided_by(patch, len)
 
 
 def divided_by_another_draws_size(patch):
     other = torch.Generator().manual_seed(9)
-    divided_by(patch, lambda self, rows: len(sampling.poisson_sample(100, 0.1, other)))
+    divided_by(patch, lambda drawn: len(sampling.poisson_sample(100, 0.1, other)))
 
 
 def skipped_empty_batch(patch):
@@ -269,10 +269,10 @@ def skipped_empty_batch(patch):
             len(train_set), self._event.sample_rate, self._streams[BATCH]
         )
         self._streams[BATCH].set_state(state)
-        gradient = real(self, params)
+        gradient, overflow = real(self, params)
         if len(rows) == 0:
-            return {name: torch.zeros_like(value) for name, value in gradient.items()}
-        return gradient
+            gradient = {name: torch.zeros_like(value) for name, value in gradient.items()}
+        return gradient, overflow
 
     patch.setattr(dpsgd.NoisyGradientSteps, "_noisy_gradient", wrong)
 
@@ -304,7 +304,7 @@ def noise_times(factor):
 
 
 def one_stream_replayed_for_both_batches(patch):
-    real = dpsur_method.Selective.judge
+    real = selection.Selective.judge
 
     def judge(self, state, candidate):
         with pytest.MonkeyPatch.context() as inner:
@@ -313,14 +313,14 @@ def one_stream_replayed_for_both_batches(patch):
             inner.setitem(self._streams._generators, "val-batch", copy)
             return real(self, state, candidate)
 
-    real_propose = dpsur_method.Selective.propose
+    real_propose = selection.Selective.propose
 
     def propose(self, state, position):
         self._last = self._streams[BATCH].get_state()
         return real_propose(self, state, position)
 
-    patch.setattr(dpsur_method.Selective, "judge", judge)
-    patch.setattr(dpsur_method.Selective, "propose", propose)
+    patch.setattr(selection.Selective, "judge", judge)
+    patch.setattr(selection.Selective, "propose", propose)
 
 
 def forget_the_test(patch):

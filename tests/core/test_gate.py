@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dpsur.core.gate import CoinGate, LossGate, make_gate, mean_losses
+from dpsur.core.sampling import Batch
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.events import CoinTest, LossTest
 from tests.statistics import assert_frequency
@@ -58,7 +59,7 @@ def test_noise_is_drawn_whatever_the_difference():
 def test_empty_batch_is_no_evidence(problem):
     empty = problem.train.select(torch.zeros(0, dtype=torch.int64))
     params = problem.initial_params()
-    after, before = mean_losses(problem, params, params, empty)
+    after, before = mean_losses(problem, params, params, Batch(empty))
     assert float(after - before) == 0.0
 
 
@@ -66,7 +67,7 @@ def test_mean_losses_are_means_over_the_batch(problem):
     batch = problem.train.select(torch.arange(5))
     params = problem.initial_params()
     other = {name: value + 0.1 for name, value in params.items()}
-    after, before = mean_losses(problem, other, params, batch)
+    after, before = mean_losses(problem, other, params, Batch(batch))
     expected = torch.nn.functional.cross_entropy(
         problem.model(batch.inputs), batch.targets
     ).detach()
@@ -103,3 +104,22 @@ def test_a_coin_that_rejects_nan_for_certain_is_caught():
 def test_the_gate_is_the_accounted_test():
     assert make_gate(CoinTest(0.1, 3.0), 0.001) == CoinGate(3.0)
     assert make_gate(LossTest(0.1, 1.3, -1.0), 0.01) == LossGate(0.01, 1.3, -1.0)
+
+
+def test_padding_does_not_change_the_mean_losses(problem):
+    params = problem.initial_params()
+    other = {name: value + 0.1 for name, value in params.items()}
+    rows = torch.arange(8)
+    exact = Batch(problem.train.select(rows[:5]))
+    padded = problem.train.select(rows)
+    padded.inputs[5:] = math.nan  # what a padded row holds must not matter
+    mask = rows < 5
+    for one, two in zip(
+        mean_losses(problem, other, params, exact),
+        mean_losses(problem, other, params, Batch(padded, mask)),
+        strict=True,
+    ):
+        assert float(one) == pytest.approx(float(two), rel=1e-6)
+    nobody = Batch(padded, torch.zeros(8, dtype=torch.bool))
+    after, before = mean_losses(problem, other, params, nobody)
+    assert float(after - before) == 0.0

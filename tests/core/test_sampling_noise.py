@@ -5,9 +5,11 @@ import pytest
 import torch
 from scipy import stats
 
+from dpsur.core import sampling
 from dpsur.core.gradients import ClippedSum
 from dpsur.core.noise import add_gaussian
-from dpsur.core.sampling import poisson_sample
+from dpsur.core.sampling import exact_batch, padded_batch, padded_size, poisson_sample
+from tests.conftest import blobs
 from tests.statistics import STANDARD_ERRORS, assert_frequency, assert_normal
 from tests.statistics import assert_standard_deviation as assert_scale
 
@@ -89,3 +91,34 @@ def repeated(total, multiplier, generator):
 def test_other_noise_is_caught(wrong):
     with pytest.raises(AssertionError):
         check_noise(noise_samples(wrong), 1.5)
+
+
+@pytest.mark.parametrize("rate", [1e-6, 0.01, 0.3, 1.0])
+def test_a_padded_batch_is_the_exact_one_in_another_shape(rate):
+    data = blobs(500)
+    for seed in range(20):
+        exact = exact_batch(data, rate, torch.Generator().manual_seed(seed))
+        padded = padded_batch(data, rate, torch.Generator().manual_seed(seed))
+        assert len(padded.examples) == padded_size(500, rate)
+        assert not padded.overflow
+        assert torch.equal(padded.examples.inputs[padded.mask], exact.examples.inputs)
+        assert torch.equal(padded.examples.targets[padded.mask], exact.examples.targets)
+
+
+def test_overflow_is_told_never_cut_silently(monkeypatch):
+    monkeypatch.setattr(sampling, "padded_size", lambda size, rate: 32)
+    told = [
+        bool(padded_batch(blobs(500), 0.07, torch.Generator().manual_seed(seed)).overflow)
+        for seed in range(50)
+    ]
+    sizes = [
+        len(poisson_sample(500, 0.07, torch.Generator().manual_seed(seed))) for seed in range(50)
+    ]
+    assert told == [size > 32 for size in sizes]
+    assert 0 < sum(told) < 50
+
+
+def test_overflow_is_next_to_impossible():
+    for size, rate in ((4000, 0.128), (60_000, 0.0043), (60_000, 0.034), (100, 0.01)):
+        room = padded_size(size, rate)
+        assert stats.binom.sf(room, size, rate) < 1e-11

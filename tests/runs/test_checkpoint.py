@@ -35,7 +35,7 @@ class StopAt:
     def evaluated(self, progress, scores, epsilon):
         pass
 
-    def trial(self, progress, verdict):
+    def trials(self, progress, verdicts):
         if progress.ledger.trials == self.at:
             raise KeyboardInterrupt
 

@@ -6,6 +6,7 @@ and accuracy on public records.
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Self
 
 from dpsur.core.loop import Progress
@@ -49,21 +50,25 @@ class ProgressBar:
         if sys.stderr.isatty():
             self._start_bar(unit, plan, progress)
 
-    def trial(self, progress: Progress, verdict: Verdict) -> None:
+    def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
         """Advance."""
         if self._plan is None:
             return
         if self._show_private:
-            ledger = progress.ledger
-            figures = ", ".join(f"{n} {float(v):+.4f}" for n, v in verdict.private.items())
-            self._say(
-                f"trial {ledger.trials}: {'accepted' if verdict.accept else 'rejected'} "
-                f"({ledger.trials - ledger.updates} rejected so far) {figures}, "
-                f"{time.perf_counter() - self._clock:.2f} s"
-            )
-            self._clock = time.perf_counter()
+            self._show(progress, verdicts)
         if self._bar is not None:
             self._bar.update(self._task, completed=self._plan.position(progress.ledger))
+
+    def _show(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
+        seconds = (time.perf_counter() - self._clock) / max(1, len(verdicts))
+        first = progress.ledger.trials - len(verdicts) + 1
+        for number, verdict in enumerate(verdicts, first):
+            figures = ", ".join(f"{n} {float(v):+.4f}" for n, v in verdict.private.items())
+            outcome = "accepted" if verdict.accept else "rejected"
+            self._say(f"trial {number}: {outcome}, {figures}, {seconds:.3f} s")
+        rejected = progress.ledger.trials - progress.ledger.updates
+        self._say(f"{rejected} rejected so far")
+        self._clock = time.perf_counter()
 
     def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
         """Show the budget spent and the accuracy on public records."""

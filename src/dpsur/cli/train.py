@@ -6,27 +6,25 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dpsur import checks
 from dpsur.cli.evaluate import describe_guarantee
-from dpsur.cli.options import add_method_options, build_method, flag, method_options
+from dpsur.cli.options import add_method_options, build_method
 from dpsur.cli.progress import ProgressBar
+from dpsur.cli.run_settings import Settings, new_settings, store_settings, stored_settings
 from dpsur.core.streams import INIT, Streams
-from dpsur.errors import CheckpointError, InterruptedRunError, InvalidInputError
-from dpsur.methods import METHODS, method_named
-from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
+from dpsur.errors import InterruptedRunError
+from dpsur.methods import METHODS
+from dpsur.privacy.accounting import ACCOUNTINGS
 from dpsur.privacy.plan import Budget
-from dpsur.runs.files import RunFolder, to_json, write_atomically
+from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import Run, choose_device, execute, prepare
 from dpsur.runs.release import Origin
-from dpsur.runs.session import Pace, Session
-from dpsur.tasks import DEFAULT_TASK, TASKS, Task, task_named
+from dpsur.runs.session import Pace, Session, Speed
+from dpsur.tasks import TASKS, Task, task_named
 from dpsur.tasks.networks import build_network
-
-CONFIG = "config.json"
 
 DESCRIPTION = """\
 Train a model under a privacy budget.
@@ -35,35 +33,6 @@ The folder given by --out gets release/ (weights, PRIVACY.md, privacy.json), wri
 and meant to be published, and private/ (checkpoints, metrics, curves), which must stay with you.
 An interrupted run goes on with --resume, without spending more than its budget.
 """
-
-# Options of a new run that --resume takes from the folder instead.
-SETTINGS = (
-    "task",
-    "method",
-    "epsilon",
-    "delta",
-    "accounting",
-    "device",
-    "seed",
-    "checkpoint_every",
-    "evaluate_every",
-)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run was asked to do. Kept in the private folder: it may hold the seed."""
-
-    task: str = DEFAULT_TASK
-    method: str = "dpsur"
-    options: dict[str, Any] = field(default_factory=dict)
-    epsilon: float = 3.0
-    delta: float = 1e-5
-    accounting: str = DEFAULT_ACCOUNTING
-    device: str = "auto"
-    seed: int | None = None
-    checkpoint_every: int = 25
-    evaluate_every: int | None = None
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +78,16 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help="steps between tests on the public test set (default: 20 tests in a run)",
     )
     run_group.add_argument(
+        "--capture",
+        action=argparse.BooleanOptionalAction,
+        help="replay whole trials as a CUDA graph where possible (default: yes)",
+    )
+    run_group.add_argument(
+        "--tf32",
+        action=argparse.BooleanOptionalAction,
+        help="let CUDA round products to TF32; the statement records it (default: no)",
+    )
+    run_group.add_argument(
         "--show-private",
         action="store_true",
         help="show rejections, loss differences and timings on the terminal; do not share them",
@@ -122,9 +101,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Start or resume a run and print its result."""
     if options.resume is not None:
-        settings, folder = _stored_settings(options)
+        settings, folder = stored_settings(options)
     else:
-        settings, folder = _new_settings(options)
+        settings, folder = new_settings(options)
     with _stop_on_signal() as stop_requested:
         try:
             result = _train(settings, folder, options, stop_requested)
@@ -145,7 +124,7 @@ def _train(
     task = task_named(settings.task)
     session = _prepare(settings, task)
     folder.create()
-    _store(folder, settings)
+    store_settings(folder, settings)
     quiet = options.quiet or options.json
     with ProgressBar(quiet=quiet, show_private=options.show_private) as bar:
         return execute(
@@ -179,54 +158,8 @@ def _prepare(settings: Settings, task: Task) -> Session:
         seed=settings.seed,
         device=device,
         pace=Pace(settings.checkpoint_every, settings.evaluate_every),
+        speed=Speed(settings.capture, settings.tf32),
     )
-
-
-def _new_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
-    if options.out is None:
-        raise InvalidInputError("--out DIR is missing: name a new folder for the run")
-    given = {
-        name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None
-    }
-    method = method_named(given.get("method", Settings.method))
-    task = task_named(given.get("task", Settings.task))
-    chosen = {**task.settings.get(method.name, {}), **method_options(options, method)}
-    folder = RunFolder(options.out)
-    folder.check_new()
-    return Settings(**given, options=chosen), folder
-
-
-def _stored_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
-    given = [
-        name
-        for name in ("out", *SETTINGS, *(f.name for m in METHODS.values() for f in m.options()))
-        if getattr(options, name) is not None
-    ]
-    if given:
-        raise InvalidInputError(
-            f"--resume takes the settings from its folder; leave out {flag(given[0])}"
-        )
-    folder = RunFolder(options.resume)
-    if folder.finished:
-        raise InvalidInputError(
-            f"the run in {folder.root} has finished; its result is in {folder.release}"
-        )
-    path = folder.private / CONFIG
-    try:
-        values = json.loads(path.read_text())
-        return Settings(**values), folder
-    except FileNotFoundError:
-        raise InvalidInputError(
-            f"{folder.root} holds no run to resume ({path} is missing); start one with --out"
-        ) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged and cannot be resumed from") from error
-
-
-def _store(folder: RunFolder, settings: Settings) -> None:
-    path = folder.private / CONFIG
-    if not path.exists():
-        write_atomically(path, to_json(asdict(settings)), mode=0o600)
 
 
 @contextmanager

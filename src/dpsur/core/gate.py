@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dpsur import checks
 from dpsur.core.problem import Problem
-from dpsur.core.types import Examples, Params
+from dpsur.core.sampling import Batch
+from dpsur.core.types import Params
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.events import CoinTest, Test
 
@@ -78,15 +79,19 @@ def make_gate(test: Test, loss_clip: float) -> Gate:
 
 
 def mean_losses(
-    problem: Problem, candidate: Params, current: Params, batch: Examples
+    problem: Problem, candidate: Params, current: Params, batch: Batch
 ) -> tuple[Tensor, Tensor]:
     """Mean losses of the candidate and of the current model, on one batch (Alg. 1, L10).
 
     An empty batch says nothing for or against: both are zero.
     """
-    if len(batch) == 0:
-        nothing = torch.zeros((), dtype=torch.float64, device=batch.inputs.device)
+    if len(batch.examples) == 0:
+        nothing = torch.zeros((), dtype=torch.float64, device=batch.examples.inputs.device)
         return nothing, nothing
-    after = problem.losses(candidate, batch).double().mean()
-    before = problem.losses(current, batch).double().mean()
-    return after, before
+    after = problem.losses(candidate, batch.examples).double()
+    before = problem.losses(current, batch.examples).double()
+    if batch.mask is None:
+        return after.mean(), before.mean()
+    count = batch.mask.sum().clamp(min=1)
+    # Chosen, not multiplied: a loss that is not finite outside the sample must not matter.
+    return tuple(torch.where(batch.mask, x, 0.0).sum() / count for x in (after, before))  # type: ignore[return-value]

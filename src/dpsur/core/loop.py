@@ -41,21 +41,32 @@ def train(
     accounting, for adding or removing one record. Raises NothingReleasedError if the cap on trials
     came first: that event is as improbable as the plan says, provided nothing is released.
     """
-    state, ledger = progress.state, progress.ledger
-    while plan.affords(ledger):  # before a trial, never after
-        position = torch.tensor(plan.position(ledger), device=state.updates.device)
-        candidate = procedure.propose(state, position)  # Alg. 1, L3-8
-        verdict = procedure.judge(state, candidate)  # L9-14
-        rejected = procedure.after_rejection(state, candidate)
-        state = keep(verdict.accept, candidate.state, rejected)  # L15-18
-        ledger = ledger.record(procedure.trial, updates=int(verdict.accept))
-        on_trial(Progress(state, ledger), verdict)
-    if not plan.completed(ledger):
+    while plan.affords(progress.ledger):  # before a trial, never after
+        progress, verdict = make_trial(procedure, plan, progress)
+        on_trial(progress, verdict)
+    check_completed(plan, progress)
+    return progress
+
+
+def make_trial(procedure: Procedure, plan: Plan, progress: Progress) -> tuple[Progress, Verdict]:
+    """One trial of Algorithm 1: propose, judge, keep or drop, and record."""
+    state = progress.state
+    position = torch.tensor(plan.position(progress.ledger), device=state.updates.device)
+    candidate = procedure.propose(state, position)  # Alg. 1, L3-8
+    verdict = procedure.judge(state, candidate)  # L9-14
+    rejected = procedure.after_rejection(state, candidate)
+    state = keep(verdict.accept, candidate.state, rejected)  # L15-18
+    ledger = progress.ledger.record(procedure.trial, updates=int(verdict.accept))
+    return Progress(state, ledger), verdict
+
+
+def check_completed(plan: Plan, progress: Progress) -> None:
+    """Refuse to go on with a run that hit its cap: its result must not be released."""
+    if not plan.completed(progress.ledger):
         raise NothingReleasedError(
             f"the cap of {plan.trials} trials came before {plan.updates} accepted updates; nothing "
             "may be released from this run: start another one"
         )
-    return Progress(state, ledger)
 
 
 def keep(accept: Tensor, candidate: State, current: State) -> State:

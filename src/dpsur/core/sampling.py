@@ -1,14 +1,76 @@
-"""Poisson sampling."""
+"""Poisson sampling, of exact or of static shape."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dpsur.core.types import Examples
 
-def poisson_sample(size: int, rate: float, generator: torch.Generator) -> Tensor:
-    """Rows of a Poisson sample: every record joins independently with probability `rate`.
+# A padded batch holds this many standard deviations more than is expected. Overflow then has a
+# probability below 1e-14, is noticed, and the trial is made again with the exact batch.
+SPARE_DEVIATIONS = 8.0
 
-    The number of rows is random and may be zero. Draws are in double precision, so that the rate
-    that happens is the rate that is accounted for to within 2^-53.
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that were drawn, perhaps among rows that were not.
+
+    `mask` tells the drawn rows; None means all. `overflow` tells whether more were drawn than
+    `examples` has room for; None means that it has room for any.
+    """
+
+    examples: Examples
+    mask: Tensor | None = None
+    overflow: Tensor | None = None
+
+
+Draw = Callable[[Examples, float, torch.Generator], Batch]
+
+
+def _joins(size: int, rate: float, generator: torch.Generator) -> Tensor:
+    """Who joins a sample: every record independently with probability `rate`.
+
+    Draws are in double precision, so that the rate that happens is the rate that is accounted for
+    to within 2^-53.
     """
     draws = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64)
-    return (draws < rate).nonzero(as_tuple=True)[0]
+    return draws < rate
+
+
+def poisson_sample(size: int, rate: float, generator: torch.Generator) -> Tensor:
+    """Rows of a Poisson sample. Their number is random and may be zero."""
+    return _joins(size, rate, generator).nonzero(as_tuple=True)[0]
+
+
+def exact_batch(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
+    """A Poisson sample as it is drawn."""
+    return Batch(examples.select(poisson_sample(len(examples), rate, generator)))
+
+
+def padded_size(size: int, rate: float) -> int:
+    """Room for a Poisson sample, rounded up to a multiple of 32."""
+    spread = math.sqrt(size * rate * (1 - rate))
+    room = math.ceil((size * rate + SPARE_DEVIATIONS * spread + SPARE_DEVIATIONS) / 32) * 32
+    return min(size, room)
+
+
+def padded_batch(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
+    """The same sample from the same draws, in a shape that does not depend on them.
+
+    Nothing here waits for the device, so that a trial can be captured and replayed. Rows that were
+    not drawn are copies of the first record and are masked out.
+    """
+    size, room = len(examples), padded_size(len(examples), rate)
+    joins = _joins(size, rate, generator)
+    place = joins.cumsum(0) - 1
+    # Records that were not drawn, or have no room, go to one place more, which is cut off.
+    target = torch.where(joins & (place < room), place, room)
+    rows = torch.zeros(room + 1, dtype=torch.int64, device=joins.device)
+    rows.scatter_(0, target, torch.arange(size, device=joins.device))
+    count = joins.sum()
+    mask = torch.arange(room, device=joins.device) < count
+    chosen = torch.where(mask, rows[:room], 0)
+    return Batch(examples.select(chosen), mask, count > room)

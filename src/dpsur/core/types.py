@@ -69,9 +69,10 @@ class State:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A proposed next state."""
+    """A proposed next state. `overflow`: a padded batch had no room for all of its rows."""
 
     state: State
+    overflow: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Verdict:
 
     accept: Tensor
     private: Mapping[str, Tensor] = field(default_factory=dict)
+    overflow: Tensor | None = None
 
 
 class Procedure(Protocol):
@@ -105,6 +107,10 @@ class Procedure(Protocol):
 
     def judge(self, state: State, candidate: Candidate) -> Verdict:
         """Test a candidate against the state it came from."""
+        ...
+
+    def padded(self) -> "Procedure | None":
+        """The same procedure with batches of static shape, or None if it must see exact ones."""
         ...
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:

@@ -1,5 +1,7 @@
 """DPSGD (Abadi et al. 2016): a noisy sum of clipped gradients, every update kept."""
 
+import copy
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -8,11 +10,11 @@ from torch import Tensor
 
 from dpsur import checks
 from dpsur.core.averaging import WeightAverage
-from dpsur.core.gradients import clipped_sum
+from dpsur.core.gradients import clipped_sum, draws_randomness
 from dpsur.core.noise import add_gaussian
 from dpsur.core.optim import Adam, Optimizer, Sgd
 from dpsur.core.problem import Problem
-from dpsur.core.sampling import poisson_sample
+from dpsur.core.sampling import Draw, exact_batch, padded_batch
 from dpsur.core.schedules import SHAPES, Schedule
 from dpsur.core.streams import BATCH, LAYERS, NOISE, Streams
 from dpsur.core.types import Candidate, Params, Procedure, State, Verdict
@@ -137,6 +139,8 @@ class NoisyGradientSteps:
         self.setup: tuple[Event, ...] = plan.setup
         self._problem = problem
         self._streams = streams
+        self._draw: Draw = exact_batch
+        self._random_layers = draws_randomness(problem.model, problem.train)
         self._event = plan.trial.update
         self._max_grad_norm = method.max_grad_norm
         self._optimizer = method.make_optimizer()
@@ -156,7 +160,7 @@ class NoisyGradientSteps:
 
     def propose(self, state: State, position: Tensor) -> Candidate:
         """Take one noisy step from the state (Alg. 1, L3-8)."""
-        gradient = self._noisy_gradient(state.params)
+        gradient, overflow = self._noisy_gradient(state.params)
         params, optimizer = self._optimizer.step(
             state.params, gradient, state.optimizer, self._schedule(position)
         )
@@ -164,25 +168,34 @@ class NoisyGradientSteps:
         average = None
         if self._average is not None and state.average is not None:
             average = self._average(state.average, params, updates)
-        return Candidate(State(params, optimizer, updates, average))
+        return Candidate(State(params, optimizer, updates, average), overflow)
 
     def judge(self, state: State, candidate: Candidate) -> Verdict:  # noqa: ARG002
         """Keep every candidate."""
         return Verdict(torch.ones((), dtype=torch.bool, device=self._problem.device))
 
+    def padded(self) -> "NoisyGradientSteps | None":
+        """The same steps on padded batches; not for layers that draw random numbers."""
+        if self._random_layers:
+            return None
+        copied = copy.copy(self)
+        copied._draw = padded_batch
+        return copied
+
     def after_rejection(self, state: State, candidate: Candidate) -> State:  # noqa: ARG002
         """Nothing is ever rejected."""
         return state
 
-    def _noisy_gradient(self, params: Params) -> Params:
+    def _noisy_gradient(self, params: Params) -> tuple[Params, Tensor | None]:
         train = self._problem.train
-        batch = train.select(
-            poisson_sample(len(train), self._event.sample_rate, self._streams[BATCH])
-        )
-        with self._streams.global_randomness(LAYERS):
-            total = clipped_sum(self._problem, params, batch, self._max_grad_norm)
+        batch = self._draw(train, self._event.sample_rate, self._streams[BATCH])
+        layers = self._streams.global_randomness(LAYERS) if self._random_layers else nullcontext()
+        with layers:
+            total = clipped_sum(
+                self._problem, params, batch.examples, self._max_grad_norm, mask=batch.mask
+            )
         noisy = add_gaussian(total, self._event.noise_multiplier, self._streams[NOISE])
         # The expected size, not the drawn one: the drawn size is private, and dividing by it would
         # change the sensitivity.
         expected_size = self._event.sample_rate * len(train)
-        return {name: value / expected_size for name, value in noisy.items()}
+        return {name: value / expected_size for name, value in noisy.items()}, batch.overflow

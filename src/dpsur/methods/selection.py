@@ -1,12 +1,13 @@
 """Selective update: any procedure behind a gate."""
 
+import copy
 from dataclasses import replace
 
 from torch import Tensor
 
 from dpsur.core.gate import make_gate, mean_losses
 from dpsur.core.problem import Problem
-from dpsur.core.sampling import poisson_sample
+from dpsur.core.sampling import Draw, exact_batch, padded_batch
 from dpsur.core.streams import VAL_BATCH, VAL_NOISE, Streams
 from dpsur.core.types import Candidate, Procedure, State, Verdict
 from dpsur.privacy.accounting import KEEP_MOMENTUM
@@ -33,6 +34,7 @@ class Selective:
         self._streams = streams
         self._test = plan.trial.test
         self._gate = make_gate(self._test, loss_clip)
+        self._draw: Draw = exact_batch
         self._keeps_momentum = plan.on_reject == KEEP_MOMENTUM
 
     def initial_state(self) -> State:
@@ -46,13 +48,21 @@ class Selective:
     def judge(self, state: State, candidate: Candidate) -> Verdict:
         """Compare both models on one fresh batch, with noise (Alg. 1, L9-14)."""
         train = self._problem.train
-        batch = train.select(
-            poisson_sample(len(train), self._test.sample_rate, self._streams[VAL_BATCH])
-        )
+        batch = self._draw(train, self._test.sample_rate, self._streams[VAL_BATCH])
         after, before = mean_losses(self._problem, candidate.state.params, state.params, batch)
         difference = after - before
         accept = self._gate.decide(difference, self._streams[VAL_NOISE])
-        return Verdict(accept, private={"loss": after, "loss_difference": difference})
+        private = {"loss": after, "loss_difference": difference}
+        return Verdict(accept, private, batch.overflow)
+
+    def padded(self) -> "Selective | None":
+        """The same gate on padded batches, if what it judges can be padded too."""
+        proposer = self._proposer.padded()
+        if proposer is None:
+            return None
+        copied = copy.copy(self)
+        copied._proposer, copied._draw = proposer, padded_batch
+        return copied
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:
         """The state as it was; with momentum kept, the optimizer as the candidate left it.

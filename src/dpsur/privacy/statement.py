@@ -28,6 +28,8 @@ ARITHMETIC = (
     "Gradients are clipped, summed and noised in floating point; the proofs are over the real "
     "numbers. Noise comes from PyTorch's generators, which are not cryptographically secure."
 )
+TF32_OFF = "Products were computed in full float32."
+TF32_ON = "Products were computed with inputs rounded to TF32, as asked for."
 TUNING = (
     "Hyper-parameters chosen by looking at results on the same private records are not covered by "
     "epsilon; only this one run is."
@@ -52,6 +54,7 @@ class RunFacts:
     settings: Mapping[str, Any]
     seeded: bool
     average: bool
+    tf32: bool
     versions: Mapping[str, str]
 
 
@@ -112,7 +115,7 @@ def privacy_statement(plan: Plan, ledger: Ledger, facts: RunFacts) -> dict[str, 
         "settings": dict(facts.settings),
         "released": ["the average of the weights" if facts.average else "the last weights"],
         "random": {"seeded": facts.seeded},
-        "arithmetic": ARITHMETIC,
+        "arithmetic": f"{ARITHMETIC} {TF32_ON if facts.tf32 else TF32_OFF}",
         "tuning": TUNING,
         "side_channels": list(SIDE_CHANNELS),
         "not_covered": list(NOT_COVERED),

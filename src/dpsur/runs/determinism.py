@@ -1,4 +1,4 @@
-"""Seeded runs repeat to the bit, on CUDA too."""
+"""Numerical settings of a run: repeatable kernels for a seed, and the precision of products."""
 
 import os
 from collections.abc import Iterator
@@ -29,3 +29,18 @@ def repeatable(device: torch.device, seeded: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
         torch.backends.cudnn.deterministic = cudnn
+
+
+@contextmanager
+def precision(tf32: bool) -> Iterator[None]:
+    """Compute matrix products and convolutions in full float32, or with TF32 where asked for.
+
+    PyTorch rounds convolutions to TF32 by default. A clipped contribution that is summed with other
+    roundings than its norm was measured with could pass the bound by a thousandth.
+    """
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn

@@ -31,7 +31,7 @@ from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder
 from dpsur.runs.recorder import CURVES, Recorder, draw_curves
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
-from dpsur.runs.session import Observer, Pace, Session
+from dpsur.runs.session import Observer, Pace, Session, Speed
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ def fit(
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
     pace: Pace | None = None,
+    speed: Speed | None = None,
     observers: Sequence[Observer] = (),
 ) -> Run:
     """Train a copy of `model` on `train_set` within `budget`.
@@ -114,6 +115,7 @@ def fit(
         out: folder for checkpoints, diagnostics and, at the end, the release.
         resume: go on with the interrupted run in `out`.
         pace: how often to save and to evaluate.
+        speed: whether to capture trials on CUDA, and whether to allow TF32.
         observers: are told of every trial. What they see is private.
 
     Formal guarantee: `Run.model` is (epsilon, delta)-differentially private for adding or removing
@@ -133,6 +135,7 @@ def fit(
         seed=seed,
         device=device,
         pace=pace,
+        speed=speed,
     )
     return execute(session, folder=folder, resume=resume, observers=observers)
 
@@ -149,6 +152,7 @@ def prepare(
     seed: int | None,
     device: str | torch.device,
     pace: Pace | None = None,
+    speed: Speed | None = None,
 ) -> Session:
     """Check everything and fix the privacy of the run. Nothing is written and nothing trained."""
     accounting_named(accounting)
@@ -164,7 +168,9 @@ def prepare(
     streams = Streams(seed, chosen_device)
     problem = Problem(model, loss, train)
     procedure = settled.bind(problem, plan, streams)
-    return Session(settled, plan, problem, test, streams, procedure, pace or Pace())
+    return Session(
+        settled, plan, problem, test, streams, procedure, pace or Pace(), speed or Speed()
+    )
 
 
 def execute(
@@ -229,6 +235,7 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
         settings=asdict(session.method),
         seeded=session.streams.seeded,
         average=progress.state.average is not None,
+        tf32=session.speed.tf32,
         versions=_versions(),
     )
     return Run(

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +34,25 @@ class Recorder:
             file.writelines(json.dumps(row) + "\n" for row in self.rows)
         self._clock = time.perf_counter()
 
-    def trial(self, progress: Progress, verdict: Verdict) -> None:
-        """Note a trial."""
-        now = time.perf_counter()
-        private = {name: float(value) for name, value in verdict.private.items()}
-        self._add(
-            {
-                "kind": "trial",
-                "trial": progress.ledger.trials,
-                "updates": progress.ledger.updates,
-                "accepted": bool(verdict.accept),
-                **private,
-                "seconds": round(now - self._clock, 6),
-            }
-        )
+    def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
+        """Note trials; those of a block share its time."""
+        seconds = (time.perf_counter() - self._clock) / max(1, len(verdicts))
+        accepted = [bool(verdict.accept) for verdict in verdicts]
+        trial = progress.ledger.trials - len(verdicts)
+        updates = progress.ledger.updates - sum(accepted)
+        for verdict, accept in zip(verdicts, accepted, strict=True):
+            trial, updates = trial + 1, updates + accept
+            private = {name: float(value) for name, value in verdict.private.items()}
+            self._add(
+                {
+                    "kind": "trial",
+                    "trial": trial,
+                    "updates": updates,
+                    "accepted": accept,
+                    **private,
+                    "seconds": round(seconds, 6),
+                }
+            )
         self._clock = time.perf_counter()
 
     def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from dpsur.core import loop
+from dpsur.core import captured, loop
 from dpsur.core.loop import Progress
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
@@ -20,11 +20,13 @@ from dpsur.runs.checkpoint import (
     restore,
     save_checkpoint,
 )
-from dpsur.runs.determinism import repeatable
+from dpsur.runs.determinism import precision, repeatable
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder, sha256, to_json
 
 EVALUATIONS_PER_RUN = 20
+
+OnTrials = Callable[[Progress, Sequence[Verdict]], None]
 
 
 class Observer(Protocol):
@@ -34,8 +36,8 @@ class Observer(Protocol):
         """The run begins, or goes on from a checkpoint."""
         ...
 
-    def trial(self, progress: Progress, verdict: Verdict) -> None:
-        """A trial was made."""
+    def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
+        """One or more trials were made; `progress` is where the last of them led."""
         ...
 
     def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
@@ -52,6 +54,18 @@ class Pace:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """How fast things happen. None of it changes what is computed, but for rounding.
+
+    `capture` replays whole trials as a CUDA graph where that is possible. `tf32` lets matrix
+    products and convolutions round their inputs to 10 bits; the privacy statement records it.
+    """
+
+    capture: bool = True
+    tf32: bool = False
+
+
+@dataclass(frozen=True)
 class Session:
     """A method bound to its data, ready to run."""
 
@@ -62,6 +76,7 @@ class Session:
     streams: Streams
     procedure: Procedure
     pace: Pace
+    speed: Speed
 
     def run(
         self,
@@ -82,12 +97,21 @@ class Session:
                 path = folder.private / FILE_NAME
                 save_checkpoint(path, progress, self.streams, fingerprint)
 
-        def on_trial(progress: Progress, verdict: Verdict) -> None:
+        saved_at = progress.ledger.trials
+        evaluated_at = self.plan.position(progress.ledger)
+
+        def on_trials(progress: Progress, verdicts: Sequence[Verdict]) -> None:
+            nonlocal saved_at, evaluated_at
             for observer in observers:
-                observer.trial(progress, verdict)
-            self._evaluate_if_due(progress, verdict, observers)
+                observer.trials(progress, verdicts)
+            position = self.plan.position(progress.ledger)
+            if self._evaluation_is_due(evaluated_at, position):
+                evaluated_at = position
+                self._evaluate(progress, observers)
             stop = stop_requested()
-            if stop or progress.ledger.trials % self.pace.checkpoint_every == 0:
+            every = self.pace.checkpoint_every
+            if stop or progress.ledger.trials // every > saved_at // every:
+                saved_at = progress.ledger.trials
                 save(progress)
             if stop:
                 raise InterruptedRunError("stopped between two trials; the checkpoint is saved")
@@ -95,26 +119,55 @@ class Session:
         save(progress)
         for observer in observers:
             observer.started(self.plan, progress)
-        with repeatable(self.streams.device, self.streams.seeded):
-            progress = loop.train(self.procedure, self.plan, progress, on_trial)
+        with repeatable(self.streams.device, self.streams.seeded), precision(self.speed.tf32):
+            progress = self._train(progress, on_trials)
         save(progress)
         return progress
 
-    def _evaluate_if_due(
-        self, progress: Progress, verdict: Verdict, observers: Sequence[Observer]
-    ) -> None:
+    def _train(self, progress: Progress, on_trials: OnTrials) -> Progress:
+        """Captured where the device and the procedure allow it, else trial by trial."""
+        padded = self.procedure.padded() if self._may_capture() else None
+        if padded is None:
+            return loop.train(
+                self.procedure, self.plan, progress, lambda p, verdict: on_trials(p, [verdict])
+            )
+
+        def exactly(progress: Progress, count: int) -> Progress:
+            for _ in range(count):
+                if self.plan.affords(progress.ledger):
+                    progress, verdict = loop.make_trial(self.procedure, self.plan, progress)
+                    on_trials(progress, [verdict])
+            return progress
+
+        progress = captured.train(
+            padded,
+            self.plan,
+            progress,
+            self.streams,
+            exactly,
+            on_trials,
+            block=self.pace.checkpoint_every,
+        )
+        loop.check_completed(self.plan, progress)
+        return progress
+
+    def _may_capture(self) -> bool:
+        return self.speed.capture and self.streams.device.type == "cuda"
+
+    def _evaluation_is_due(self, last: int, position: int) -> bool:
+        if self.test is None or position == last:
+            return False
+        every = self.pace.evaluate_every or max(1, self.plan.length // EVALUATIONS_PER_RUN)
+        return position // every > last // every or position == self.plan.length
+
+    def _evaluate(self, progress: Progress, observers: Sequence[Observer]) -> None:
         if self.test is None or not observers:
             return
-        moved = self.plan.updates is None or bool(verdict.accept)
-        position = self.plan.position(progress.ledger)
-        every = self.pace.evaluate_every or max(1, self.plan.length // EVALUATIONS_PER_RUN)
-        if moved and (position % every == 0 or position == self.plan.length):
-            scores = evaluate(self.problem, progress.state.released_params, self.test)
-            spent = accounting_named(self.plan.accounting).spent(
-                progress.ledger, self.plan.budget.delta
-            )
-            for observer in observers:
-                observer.evaluated(progress, scores, spent)
+        scores = evaluate(self.problem, progress.state.released_params, self.test)
+        accounting = accounting_named(self.plan.accounting)
+        spent = accounting.spent(progress.ledger, self.plan.budget.delta)
+        for observer in observers:
+            observer.evaluated(progress, scores, spent)
 
     def fingerprint(self) -> str:
         """Tells this run from any other: its settings, its records and its model's fixed parts."""
@@ -127,6 +180,7 @@ class Session:
             "plan": self.plan.to_json(),
             "seeded": self.streams.seeded,
             "device": self.streams.device.type,
+            "tf32": self.speed.tf32,
             "shapes": {name: list(value.shape) for name, value in trained.items()},
             "records": digest_of(records),
             "fixed": digest_of(fixed),

@@ -4,6 +4,6 @@
 """
 
 from dpsur.core.gradients.clipping import ClippedSum, clipped_sum
-from dpsur.core.gradients.support import check_model
+from dpsur.core.gradients.support import check_model, draws_randomness
 
-__all__ = ["ClippedSum", "check_model", "clipped_sum"]
+__all__ = ["ClippedSum", "check_model", "clipped_sum", "draws_randomness"]

@@ -22,7 +22,12 @@ class ClippedSum:
 
 
 def clipped_sum(
-    problem: Problem, params: Params, batch: Examples, max_grad_norm: float
+    problem: Problem,
+    params: Params,
+    batch: Examples,
+    max_grad_norm: float,
+    *,
+    mask: Tensor | None = None,
 ) -> ClippedSum:
     """Sum of the per-example gradients of a batch, each scaled down to the norm bound.
 
@@ -36,6 +41,8 @@ def clipped_sum(
         piece = Examples(batch.inputs[start : start + rows], batch.targets[start : start + rows])
         gradients = per_example_gradients(problem, params, piece)
         scales = clip_scales(gradients, max_grad_norm)
+        if mask is not None:
+            scales = torch.where(mask[start : start + rows], scales, torch.zeros_like(scales))
         for name, gradient in gradients.items():
             # zero times infinity is NaN, so non-finite entries go before the scaling
             safe = gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

@@ -21,6 +21,22 @@ def check_model(model: nn.Module, examples: Examples) -> Tensor:
     return _probe(model, examples.inputs)
 
 
+def draws_randomness(model: nn.Module, examples: Examples) -> bool:
+    """Whether a forward pass in training mode draws random numbers, as dropout does."""
+    inputs = _made_up(examples.inputs)
+    devices = [inputs.device] if inputs.is_cuda else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), mode(model, training=True):
+        before = _generator_state(inputs)
+        model(inputs)
+        return not torch.equal(before, _generator_state(inputs))
+
+
+def _generator_state(inputs: Tensor) -> Tensor:
+    if inputs.is_cuda:
+        return torch.cuda.get_rng_state(inputs.device)
+    return torch.get_rng_state()
+
+
 def _check_parameters(model: nn.Module) -> None:
     trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if not trainable:

@@ -1,0 +1,98 @@
+"""What a run was asked to do: from the command line, or from the folder of an interrupted run."""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dpsur.cli.options import flag, method_options
+from dpsur.errors import CheckpointError, InvalidInputError
+from dpsur.methods import METHODS, method_named
+from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
+from dpsur.runs.files import RunFolder, to_json, write_atomically
+from dpsur.tasks import DEFAULT_TASK, task_named
+
+CONFIG = "config.json"
+
+# Options of a new run that --resume takes from the folder instead.
+SETTINGS = (
+    "task",
+    "method",
+    "epsilon",
+    "delta",
+    "accounting",
+    "device",
+    "seed",
+    "checkpoint_every",
+    "evaluate_every",
+    "capture",
+    "tf32",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run was asked to do. Kept in the private folder: it may hold the seed."""
+
+    task: str = DEFAULT_TASK
+    method: str = "dpsur"
+    options: dict[str, Any] = field(default_factory=dict)
+    epsilon: float = 3.0
+    delta: float = 1e-5
+    accounting: str = DEFAULT_ACCOUNTING
+    device: str = "auto"
+    seed: int | None = None
+    checkpoint_every: int = 25
+    evaluate_every: int | None = None
+    capture: bool = True
+    tf32: bool = False
+
+
+def new_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
+    """Settings from the command line, and the new folder, which is checked but not made."""
+    if options.out is None:
+        raise InvalidInputError("--out DIR is missing: name a new folder for the run")
+    given = {
+        name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None
+    }
+    method = method_named(given.get("method", Settings.method))
+    task = task_named(given.get("task", Settings.task))
+    chosen = {**task.settings.get(method.name, {}), **method_options(options, method)}
+    folder = RunFolder(options.out)
+    folder.check_new()
+    return Settings(**given, options=chosen), folder
+
+
+def stored_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
+    """Settings from the folder of an interrupted run."""
+    given = [
+        name
+        for name in ("out", *SETTINGS, *(f.name for m in METHODS.values() for f in m.options()))
+        if getattr(options, name) is not None
+    ]
+    if given:
+        raise InvalidInputError(
+            f"--resume takes the settings from its folder; leave out {flag(given[0])}"
+        )
+    folder = RunFolder(options.resume)
+    if folder.finished:
+        raise InvalidInputError(
+            f"the run in {folder.root} has finished; its result is in {folder.release}"
+        )
+    path = folder.private / CONFIG
+    try:
+        values = json.loads(path.read_text())
+        return Settings(**values), folder
+    except FileNotFoundError:
+        raise InvalidInputError(
+            f"{folder.root} holds no run to resume ({path} is missing); start one with --out"
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged and cannot be resumed from") from error
+
+
+def store_settings(folder: RunFolder, settings: Settings) -> None:
+    """Keep the settings with the run, privately."""
+    path = folder.private / CONFIG
+    if not path.exists():
+        write_atomically(path, to_json(asdict(settings)), mode=0o600)

@@ -1,0 +1,183 @@
+"""Algorithm 1 without waiting for the host: one trial captured as a CUDA graph and replayed.
+
+Small networks are bound by the launching of kernels. A captured trial is launched at once:
+sampling, clipping, noise, update, both losses and the choice between accepting and restoring stay
+on the device, and the host reads the counts once per block of trials. A counter on the device masks
+acceptance once the plan is done, so that the replays left in a block change nothing and exactly the
+planned updates are kept.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpsur.core.loop import Progress, keep
+from dpsur.core.streams import Streams
+from dpsur.core.tree import flatten, map_tensors
+from dpsur.core.types import Procedure, State, Verdict
+from dpsur.privacy.plan import Plan
+
+WARM_UP_TRIALS = 3
+OnBlock = Callable[[Progress, list[Verdict]], None]
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What the host reads after a block."""
+
+    trials: Tensor
+    updates: Tensor
+    overflow: Tensor
+
+
+class CapturedTrials:
+    """A trial of a padded procedure, captured once; its state lives in fixed places."""
+
+    def __init__(
+        self,
+        procedure: Procedure,
+        plan: Plan,
+        progress: Progress,
+        streams: Streams,
+        block: int,
+    ) -> None:
+        self._procedure, self._plan, self._streams = procedure, plan, streams
+        device = progress.state.updates.device
+        self._state: State = map_tensors(torch.clone, progress.state)
+        ledger = progress.ledger
+        self._counts = _Counts(
+            torch.tensor(ledger.trials, device=device),
+            torch.tensor(ledger.updates, device=device),
+            torch.tensor(False, device=device),
+        )
+        self._names: tuple[str, ...] = ()
+        self._rows = torch.zeros(block, 0, device=device, dtype=torch.float64)
+        self._first = torch.tensor(ledger.trials, device=device)
+        self._graph = torch.cuda.CUDAGraph()
+        self._capture()
+
+    def run(self, count: int) -> None:
+        """Replay a block of trials."""
+        self._first.copy_(self._counts.trials)
+        for _ in range(count):
+            self._graph.replay()
+
+    def read(self) -> tuple[int, int, bool]:
+        """Trials, updates and whether a batch had no room: the one wait per block."""
+        counts = self._counts
+        trials, updates, overflow = torch.stack(
+            [counts.trials, counts.updates, counts.overflow.long()]
+        ).tolist()
+        return trials, updates, bool(overflow)
+
+    def state(self) -> State:
+        """A copy of the state as it is."""
+        return map_tensors(torch.clone, self._state)
+
+    def verdicts(self, count: int) -> list[Verdict]:
+        """The verdicts of the block's trials, on the host."""
+        rows = self._rows[:count].cpu()
+        return [Verdict(row[0] > 0, dict(zip(self._names, row[1:], strict=True))) for row in rows]
+
+    def restore(self, progress: Progress, positions: dict[str, Tensor]) -> None:
+        """Go back to an earlier point, draws included."""
+        self._put(progress.state)
+        self._counts.trials.fill_(progress.ledger.trials)
+        self._counts.updates.fill_(progress.ledger.updates)
+        self._counts.overflow.fill_(False)
+        self._streams.restore(positions)
+
+    def _put(self, state: State) -> None:
+        for name, value in flatten(state).items():
+            self._places[name].copy_(value)
+
+    def _trial(self) -> None:
+        """One trial, written so that a replay after the end of the plan changes nothing."""
+        counts, state = self._counts, self._state
+        active = counts.trials < self._plan.trials
+        position = counts.trials
+        if self._plan.updates is not None:
+            active = active & (counts.updates < self._plan.updates)
+            position = counts.updates
+        candidate = self._procedure.propose(state, position)  # Alg. 1, L3-8
+        verdict = self._procedure.judge(state, candidate)  # L9-14
+        accept = verdict.accept & active
+        rejected = self._procedure.after_rejection(state, candidate)
+        chosen = keep(active, keep(accept, candidate.state, rejected), state)  # L15-18
+        self._note(accept, verdict)
+        for name, value in flatten(chosen).items():
+            self._places[name].copy_(value)
+        for overflow in (candidate.overflow, verdict.overflow):
+            if overflow is not None:
+                counts.overflow.logical_or_(overflow & active)
+        counts.trials.add_(active)
+        counts.updates.add_(accept)
+
+    def _note(self, accept: Tensor, verdict: Verdict) -> None:
+        row = torch.stack([accept.double(), *(v.double() for v in verdict.private.values())])
+        if not self._names:
+            self._names = tuple(verdict.private)
+            self._rows = torch.zeros(
+                len(self._rows), len(row), device=row.device, dtype=torch.float64
+            )
+        place = (self._counts.trials - self._first).clamp(max=len(self._rows) - 1)
+        self._rows.index_copy_(0, place.reshape(1), row.reshape(1, -1))
+
+    def _capture(self) -> None:
+        """Warm up beside the main stream, go back to where that began, then capture."""
+        self._places = flatten(self._state)
+        start = self.state()
+        counts = [value.clone() for value in vars(self._counts).values()]
+        positions = {name: p.clone() for name, p in self._streams.positions().items()}
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_TRIALS):
+                self._trial()
+        torch.cuda.current_stream().wait_stream(side)
+        self._put(start)
+        for place, value in zip(vars(self._counts).values(), counts, strict=True):
+            place.copy_(value)
+        self._streams.restore(positions)
+        for purpose in positions:
+            self._graph.register_generator_state(self._streams[purpose])
+        with torch.cuda.graph(self._graph):
+            self._trial()
+
+
+def train(
+    procedure: Procedure,
+    plan: Plan,
+    progress: Progress,
+    streams: Streams,
+    fall_back: Callable[[Progress, int], Progress],
+    on_block: OnBlock,
+    block: int,
+) -> Progress:
+    """Make the planned trials in captured blocks; same guarantee as the loop's `train`.
+
+    `fall_back` makes a number of trials from a given progress with exact batches: it is used for a
+    block in which a padded batch had no room, so that no record is ever left out.
+    """
+    trials = CapturedTrials(procedure, plan, progress, streams, block)
+    while plan.affords(progress.ledger):
+        count = min(block, plan.trials - progress.ledger.trials)
+        positions = {name: p.clone() for name, p in streams.positions().items()}
+        trials.run(count)
+        made, kept, overflow = trials.read()
+        if overflow:
+            streams.restore(positions)
+            progress = fall_back(progress, count)
+            trials.restore(progress, streams.positions())
+            continue
+        ledger = progress.ledger.record(
+            procedure.trial,
+            trials=made - progress.ledger.trials,
+            updates=kept - progress.ledger.updates,
+        )
+        verdicts = trials.verdicts(made - progress.ledger.trials)
+        progress = Progress(trials.state(), ledger)
+        on_block(progress, verdicts)
+    return progress

@@ -1,0 +1,123 @@
+"""Captured trials: on the CPU their parts, on CUDA the whole."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dpsur
+from dpsur.core.gradients import draws_randomness
+from dpsur.core.loop import make_trial, start
+from dpsur.core.problem import Problem
+from dpsur.core.streams import Streams
+from dpsur.core.tree import flatten
+from dpsur.methods import Dpsgd, Dpsur
+from dpsur.privacy.plan import Budget
+from dpsur.runs.session import Pace, Speed
+from tests.conftest import blobs, small_model
+
+CPU = torch.device("cpu")
+BUDGET = Budget(3.0, 1e-4)
+
+
+def bound(method, seed=0, size=200):
+    problem = Problem(small_model(), F.cross_entropy, blobs(size))
+    settled, plan = method.settle(size, BUDGET, "proven")
+    return settled.bind(problem, plan, Streams(seed, CPU)), plan
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Dpsgd(updates=6, noise_multiplier=20.0, batch_size=20),
+        Dpsur(updates=6, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5),
+    ],
+)
+def test_padded_trials_are_the_exact_ones(method):
+    exact, plan = bound(method)
+    other, _ = bound(method)
+    padded = other.padded()
+    one, two = start(exact), start(padded)
+    for _ in range(6):
+        one, verdict = make_trial(exact, plan, one)
+        two, same = make_trial(padded, plan, two)
+        assert bool(verdict.accept) == bool(same.accept)
+        for name, value in flatten(one.state).items():
+            torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-5, atol=1e-6)
+
+
+def test_random_layers_are_seen_and_not_padded():
+    still, noisy = small_model(), nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 3))
+    assert not draws_randomness(still, blobs())
+    before = torch.get_rng_state()
+    assert draws_randomness(noisy, blobs())
+    assert torch.equal(before, torch.get_rng_state())
+    problem = Problem(noisy, F.cross_entropy, blobs())
+    settled, plan = Dpsgd(updates=3, noise_multiplier=20.0).settle(200, BUDGET, "proven")
+    assert settled.bind(problem, plan, Streams(0, CPU)).padded() is None
+
+
+def fit(capture, method, **more):
+    return dpsur.fit(
+        small_model(),
+        blobs(500),
+        budget=BUDGET,
+        method=method,
+        test_set=blobs(50, seed=2),
+        device="cuda",
+        speed=Speed(capture=capture),
+        seed=0,
+        **more,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_captured_training_on_cuda(optimizer):
+    method = Dpsur(
+        updates=30, noise_multiplier=20.0, accept_ratio=2.0, optimizer=optimizer, average_decay=0.9,
+        learning_rate=0.05,
+    )  # fmt: skip
+    eager, captured = fit(False, method), fit(True, method)
+    assert captured.private.ledger.updates == 30
+    rows = [row for row in captured.private.rows if row["kind"] == "trial"]
+    assert len(rows) == captured.private.ledger.trials
+    assert sum(row["accepted"] for row in rows) == 30
+    again = fit(True, method)
+    for name, value in captured.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name])
+    assert eager.private.ledger.updates == 30
+
+
+@pytest.mark.gpu
+def test_captured_runs_resume_exactly(tmp_path):
+    method = Dpsur(updates=60, noise_multiplier=40.0, accept_ratio=2.0)
+    whole = fit(True, method, out=tmp_path / "whole", pace=Pace(checkpoint_every=10))
+
+    class Stop:
+        def started(self, plan, progress):
+            pass
+
+        def evaluated(self, progress, scores, epsilon):
+            pass
+
+        def trials(self, progress, verdicts):
+            if progress.ledger.trials >= 35:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(True, method, out=tmp_path / "b", pace=Pace(checkpoint_every=10), observers=[Stop()])
+    resumed = fit(True, method, out=tmp_path / "b", pace=Pace(checkpoint_every=10), resume=True)
+    assert resumed.private.ledger == whole.private.ledger
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name])
+
+
+@pytest.mark.gpu
+def test_overflow_falls_back_to_exact_batches(monkeypatch):
+    from dpsur.core import sampling
+
+    method = Dpsur(updates=30, noise_multiplier=20.0, accept_ratio=2.0, batch_size=100)
+    monkeypatch.setattr(sampling, "padded_size", lambda size, rate: 96)
+    small = fit(True, method)
+    assert small.private.ledger.updates == 30
