@@ -3,7 +3,8 @@
 `clipped_sum` is the interface; how the gradients are found behind it cannot change the answer.
 """
 
+from dpsur.core.gradients.budget import GradientBudget
 from dpsur.core.gradients.clipping import ClippedSum, clipped_sum
 from dpsur.core.gradients.support import check_model, draws_randomness
 
-__all__ = ["ClippedSum", "check_model", "clipped_sum", "draws_randomness"]
+__all__ = ["ClippedSum", "GradientBudget", "check_model", "clipped_sum", "draws_randomness"]

@@ -6,7 +6,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpsur.core.problem import Problem, mode
-from dpsur.core.types import Examples, Params
+from dpsur.core.types import Examples, LossFunction, Params
 
 # torch.func has no batching rule for these; they are differentiated one record at a time.
 WITHOUT_VMAP = (nn.RNNBase,)
@@ -14,31 +14,51 @@ WITHOUT_VMAP = (nn.RNNBase,)
 
 def per_example_gradients(problem: Problem, params: Params, batch: Examples) -> Params:
     """Gradients with one row per record, in training mode. Layers draw fresh randomness each."""
-
-    def loss_of_one(params: Params, input_: Tensor, target: Tensor) -> Tensor:
-        output = functional_call(problem.model, params, (input_.unsqueeze(0),))
-        return problem.loss(output, target.unsqueeze(0)).reshape(())
-
-    gradient_of_one = grad(loss_of_one)
-    with mode(problem.model, training=True):
-        if any(isinstance(module, WITHOUT_VMAP) for module in problem.model.modules()):
-            return _one_at_a_time(problem, params, batch)
-        batched = vmap(gradient_of_one, in_dims=(None, 0, 0), randomness="different")
-        with sdpa_kernel(SDPBackend.MATH):  # the only attention kernel with a batching rule
-            gradients: Params = batched(params, batch.inputs, batch.targets)
-        return gradients
+    if any(isinstance(module, WITHOUT_VMAP) for module in problem.model.modules()):
+        return one_at_a_time(problem, params, batch)
+    try:
+        return _batched(problem, problem.loss, params, batch)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # a loss that cannot be batched
+        return one_at_a_time(problem, params, batch)
 
 
-def _one_at_a_time(problem: Problem, params: Params, batch: Examples) -> Params:
+def can_be_batched(problem: Problem, params: Params, inputs: Tensor) -> bool:
+    """Whether torch.func can differentiate the model, tried on made-up inputs."""
+    if any(isinstance(module, WITHOUT_VMAP) for module in problem.model.modules()):
+        return False
+    try:
+        _batched(problem, lambda output, _: output.sum(), params, Examples(inputs, inputs))
+    except Exception:  # whatever goes wrong, one record at a time may still work
+        return False
+    return True
+
+
+def one_at_a_time(problem: Problem, params: Params, batch: Examples) -> Params:
+    """One backward pass per record: slow, and right for every model."""
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     rows = []
-    for input_, target in zip(batch.inputs, batch.targets, strict=True):
-        output = functional_call(problem.model, leaves, (input_.unsqueeze(0),))
-        loss = problem.loss(output, target.unsqueeze(0)).reshape(())
-        rows.append(
-            torch.autograd.grad(
-                loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+    with mode(problem.model, training=True), torch.enable_grad():
+        for input_, target in zip(batch.inputs, batch.targets, strict=True):
+            output = functional_call(problem.model, leaves, (input_.unsqueeze(0),))
+            loss = problem.loss(output, target.unsqueeze(0)).reshape(())
+            rows.append(
+                torch.autograd.grad(
+                    loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+                )
             )
-        )
     stacked = (torch.stack(column) for column in zip(*rows, strict=True))
     return dict(zip(leaves, stacked, strict=True))
+
+
+def _batched(problem: Problem, loss: LossFunction, params: Params, batch: Examples) -> Params:
+    def loss_of_one(params: Params, input_: Tensor, target: Tensor) -> Tensor:
+        output = functional_call(problem.model, params, (input_.unsqueeze(0),))
+        return loss(output, target.unsqueeze(0)).reshape(())
+
+    gradient_of_one = vmap(grad(loss_of_one), in_dims=(None, 0, 0), randomness="different")
+    with mode(problem.model, training=True), sdpa_kernel(SDPBackend.MATH):
+        # the only attention kernel with a batching rule
+        gradients: Params = gradient_of_one(params, batch.inputs, batch.targets)
+    return gradients

@@ -23,7 +23,7 @@ def check_model(model: nn.Module, examples: Examples) -> Tensor:
 
 def draws_randomness(model: nn.Module, examples: Examples) -> bool:
     """Whether a forward pass in training mode draws random numbers, as dropout does."""
-    inputs = _made_up(examples.inputs)
+    inputs = made_up(examples.inputs, 2)
     devices = [inputs.device] if inputs.is_cuda else []
     with torch.random.fork_rng(devices=devices), torch.no_grad(), mode(model, training=True):
         before = _generator_state(inputs)
@@ -72,7 +72,7 @@ def _check_known_mixers(model: nn.Module) -> None:
 
 def _probe(model: nn.Module, inputs: Tensor) -> Tensor:
     """Run two made-up records together and alone: the outputs must not depend on company."""
-    pair = _made_up(inputs)
+    pair = made_up(inputs, 2)
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     try:
         with torch.no_grad(), mode(model, training=False):
@@ -105,8 +105,9 @@ def _probe(model: nn.Module, inputs: Tensor) -> Tensor:
     return together
 
 
-def _made_up(inputs: Tensor) -> Tensor:
-    shape = (2, *inputs.shape[1:])
+def made_up(inputs: Tensor, rows: int) -> Tensor:
+    """Records of the same shape and type that say nothing about the real ones."""
+    shape = (rows, *inputs.shape[1:])
     generator = torch.Generator().manual_seed(0)
     if inputs.dtype.is_floating_point:
         values = torch.randn(shape, generator=generator)

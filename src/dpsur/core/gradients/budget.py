@@ -1,0 +1,37 @@
+"""How many examples are worked on at once."""
+
+from dataclasses import dataclass
+
+import torch
+
+# What a pass holds grows while it runs: workspaces and the copies between two layers.
+_HEADROOM = 2
+# More is slower on a CPU: what does not fit its caches is fetched, and cleared, from memory.
+_ON_THE_HOST = 2**27
+# The part of a card's free memory that a batch may take.
+_PART_OF_FREE = 0.5
+
+
+@dataclass(frozen=True)
+class GradientBudget:
+    """A bound on the memory for one piece of a batch. It cannot change the sum of the pieces.
+
+    Without a number of bytes it is 128 MiB on the host and half of what is free on a card, as it is
+    when a model is first seen: later pieces have the same size, so that they can be captured.
+    """
+
+    bytes: int | None = None
+
+    def rows(self, bytes_per_example: int, device: torch.device) -> int:
+        """Examples per piece: a power of two, at least one."""
+        affordable = self._available(device) // (_HEADROOM * max(1, bytes_per_example))
+        return 1 << max(0, int(affordable).bit_length() - 1)
+
+    def _available(self, device: torch.device) -> int:
+        if self.bytes is not None:
+            return self.bytes
+        if device.type != "cuda":
+            return _ON_THE_HOST
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(_PART_OF_FREE * (free + unused))

@@ -1,0 +1,134 @@
+"""Puts rules in the place of layers' forward methods, for the length of one pass."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrize import is_parametrized
+
+from dpsur.core.gradients.layout import NotSupportedError
+from dpsur.core.gradients.rules import rule_for
+from dpsur.core.gradients.tape import Tape
+from dpsur.core.types import Params
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which module is replaced by what, and which parameters get a copy for every example."""
+
+    forwards: list[tuple[nn.Module, Callable[..., Any]]]
+    copied: list[str]
+
+
+def assign(model: nn.Module, params: Params, *, broadcast: bool) -> Assignment:
+    """Choose a rule for every layer that owns trained parameters.
+
+    A module that owns parameters without a rule is differentiated by `torch.func`, with all that is
+    inside it. With `broadcast` set it is left alone if its own parameters begin with a dimension of
+    size one, as position embeddings do: then a copy for every example may fit in their place.
+    """
+    trained = {id(p): name for name, p in model.named_parameters() if name in params}
+    forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
+    copied: list[str] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        if module in seen or not any(id(p) in trained for p in module.parameters()):
+            return
+        seen.add(module)
+        rule = rule_for(module)
+        own = [p for p in module.parameters(recurse=False) if id(p) in trained]
+        if rule is not None:
+            forwards.append((module, rule))
+        elif is_parametrized(module) or (
+            own and not (broadcast and all(map(_leads_with_one, own)))
+        ):
+            forwards.append((module, copying))
+        else:
+            copied.extend(trained[id(p)] for p in own)
+            for child in module.children():
+                visit(child)
+
+    visit(model)
+    return Assignment(forwards, copied)
+
+
+def _leads_with_one(parameter: Tensor) -> bool:
+    return parameter.dim() > 1 and parameter.shape[0] == 1
+
+
+@contextmanager
+def replaced(assignment: Assignment, tape: Tape) -> Iterator[None]:
+    """Replace forward methods and put them back afterwards."""
+    own = {module: module.forward for module, _ in assignment.forwards}
+    kept = [module for module in own if "forward" in vars(module)]
+    try:
+        for module, forward in assignment.forwards:
+            extra = (own[module],) if forward is copying else ()
+            module.forward = partial(forward, module, tape, *extra)
+        yield
+    finally:
+        for module, original in own.items():
+            if module in kept:
+                module.forward = original
+            else:
+                vars(module).pop("forward", None)
+
+
+class _Shell(nn.Module):
+    """Calls a module's own forward method, so that neither rules nor hooks see the call."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self._own = module, forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own(*args, **kwargs)
+
+
+def copying(
+    module: nn.Module, tape: Tape, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Tensor:
+    """Run a module without a rule with its own copy of the parameters for every example."""
+    axes = []
+    for argument in args:
+        layout = tape.layout(argument) if isinstance(argument, Tensor) else None
+        axes.append(None if layout is None else layout.axis)
+        if layout is not None and layout.fold > 1:
+            raise NotSupportedError("a module without a rule that sees parts of examples")
+    if any(isinstance(value, Tensor) for value in kwargs.values()):
+        raise NotSupportedError("a module without a rule that takes tensors by name")
+    if tape.dry:
+        output = forward(*args, **kwargs)
+        if not isinstance(output, Tensor):
+            raise NotSupportedError("a module without a rule that does not return one tensor")
+        tape.layout(output)
+        return output
+    where = tape.expected_layout(torch.Size())
+    if where is None or where.fold > 1 or not any(axis is not None for axis in axes):
+        raise NotSupportedError("a module without a rule that does not see whole examples")
+    shell = _Shell(module, forward)
+    copies = {
+        f"module.{local}": tape.copies(slot.parameter)
+        for local, value in module.named_parameters()
+        if (slot := tape.slot(value)) is not None
+    }
+
+    def one(copy: Params, *some: Any) -> Tensor:
+        alone = [
+            value if axis is None else value.unsqueeze(axis)
+            for value, axis in zip(some, axes, strict=True)
+        ]
+        output: Tensor = functional_call(shell, copy, tuple(alone), kwargs)
+        return output.squeeze(where.axis)
+
+    batched = vmap(one, in_dims=(0, *axes), out_dims=where.axis, randomness="different")
+    with sdpa_kernel(SDPBackend.MATH):  # the only attention kernel with a batching rule
+        result: Tensor = batched(copies, *args)
+    return result

@@ -1,0 +1,178 @@
+"""Which engine is right for a model, found out once on made-up records.
+
+Layers' rules see calls of modules, and a model can use a weight in other ways (`F.linear(x,
+self.embedding.weight)`), fold dimensions into the batch or fail under `torch.func`. So every choice
+is tried against plain autograd, row by row, before a record reaches it. The trial uses made-up
+inputs and weights: it costs no privacy, and a head of zeros cannot hide a fault.
+"""
+
+import warnings
+from dataclasses import dataclass
+from enum import Enum
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from dpsur.core.gradients.budget import GradientBudget
+from dpsur.core.gradients.layout import Layout, NotSupportedError
+from dpsur.core.gradients.modules import Assignment, assign
+from dpsur.core.gradients.one_pass import taped_outputs
+from dpsur.core.gradients.per_example import can_be_batched
+from dpsur.core.gradients.support import made_up
+from dpsur.core.gradients.tape import Tape
+from dpsur.core.gradients.uses import Factors
+from dpsur.core.problem import Problem
+from dpsur.core.types import Params
+
+_TOLERANCE = 1e-3
+_SIZES = (2, 3)
+
+
+class Engine(Enum):
+    """How gradients are found, fastest first."""
+
+    ONE_PASS = "one-pass"
+    BATCHED = "batched"  # torch.func over the whole model
+    ONE_BY_ONE = "one-by-one"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The engine for a model, where its layers hold the examples, and rows per piece."""
+
+    engine: Engine
+    rows: int
+    layouts: tuple[Layout | None, ...] = ()
+    broadcast: bool = False
+
+    def assignment(self, model: nn.Module, params: Params) -> Assignment:
+        """Rules for the layers of the model."""
+        return assign(model, params, broadcast=self.broadcast)
+
+
+_plans: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
+
+
+def plan_for(problem: Problem, params: Params, inputs: Tensor, budget: GradientBudget) -> Plan:
+    """The plan for a model and inputs of this shape, made once."""
+    key = (
+        budget,
+        tuple(inputs.shape[1:]),
+        inputs.dtype,
+        inputs.device,
+        tuple((name, value.shape, value.dtype) for name, value in params.items()),
+        tuple(type(module) for module in problem.model.modules()),
+    )
+    plans = _plans.setdefault(problem.model, {})
+    if key not in plans:
+        devices = [inputs.device] if inputs.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of trials that may fail
+            torch.manual_seed(0)
+            plans[key] = _make(problem, params, inputs, budget)
+    return plans[key]
+
+
+def _make(problem: Problem, params: Params, inputs: Tensor, budget: GradientBudget) -> Plan:
+    for broadcast in (True, False):
+        assignment = assign(problem.model, params, broadcast=broadcast)
+        if broadcast and not assignment.copied:
+            continue
+        try:
+            layouts, memory = _verified(problem, params, inputs, assignment)
+            rows = budget.rows(memory, inputs.device)
+            return Plan(Engine.ONE_PASS, rows, tuple(layouts), broadcast)
+        except Exception:
+            continue
+    numbers = sum(value.numel() for value in params.values())
+    memory = 4 * (3 * numbers + 8 * inputs[:1].numel())
+    batched = can_be_batched(problem, params, made_up(inputs, 2))
+    rows = budget.rows(memory, inputs.device)
+    return Plan(Engine.BATCHED if batched else Engine.ONE_BY_ONE, rows)
+
+
+def _verified(
+    problem: Problem, params: Params, inputs: Tensor, assignment: Assignment
+) -> tuple[list[Layout | None], int]:
+    """Layouts and bytes per example, after a comparison with autograd."""
+    trial = {n: v.detach() + 0.05 * torch.randn_like(v) for n, v in params.items()}
+    rows = {size: made_up(inputs, size) for size in _SIZES}
+    shapes = []
+    for size in _SIZES:
+        tape = Tape(trial, size)
+        taped_outputs(problem, tape, rows[size], assignment)
+        shapes.append(tape.shapes)
+    layouts = _layouts(*shapes)
+    memory = [_check(problem, trial, rows[size], assignment, layouts) for size in _SIZES]
+    return layouts, memory[1] - memory[0]
+
+
+def _layouts(two: list[torch.Size], three: list[torch.Size]) -> list[Layout | None]:
+    """Find the examples in every tensor: where its shape grows with the batch."""
+    if len(two) != len(three):
+        raise NotSupportedError("the number of layers depends on the batch")
+    return [_layout(small, large) for small, large in zip(two, three, strict=True)]
+
+
+def _layout(small: torch.Size, large: torch.Size) -> Layout | None:
+    if len(small) != len(large):
+        raise NotSupportedError("the rank of an activation depends on the batch")
+    changed = [axis for axis in range(len(small)) if small[axis] != large[axis]]
+    if not changed:
+        return None
+    axis, *more = changed
+    if more or small[axis] % _SIZES[0] or small[axis] * _SIZES[1] != large[axis] * _SIZES[0]:
+        raise NotSupportedError("an activation mixes examples with other dimensions")
+    return Layout(axis, small[axis] // _SIZES[0])
+
+
+def _check(
+    problem: Problem,
+    trial: Params,
+    inputs: Tensor,
+    assignment: Assignment,
+    layouts: list[Layout | None],
+) -> int:
+    """Compare with autograd, row by row; return the bytes that the pass held on to."""
+    leaves = {name: value.clone().requires_grad_() for name, value in trial.items()}
+    tape = Tape(leaves, len(inputs), layouts)
+    held: list[Tensor] = []
+
+    def hold(value: Tensor) -> Tensor:
+        held.append(value)
+        return value
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(hold, lambda value: value):
+        outputs = taped_outputs(problem, tape, inputs, assignment)
+    direction = torch.randn_like(outputs)
+    tape.recording = False
+    expected = [
+        torch.autograd.grad(
+            (outputs[row] * direction[row]).sum(),
+            list(leaves.values()),
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        for row in range(len(inputs))
+    ]
+    tape.recording = True
+    torch.autograd.grad((outputs * direction).sum(), list(leaves.values()), allow_unused=True)
+    squares = tape.square_norms()
+    for row, gradients in enumerate(expected):
+        only = Factors((torch.arange(len(inputs), device=squares.device) == row).to(squares), None)
+        ours = [tape.weighted_sum(name, only) for name in leaves]
+        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+        gap = torch.stack(
+            [(one - other).square().sum() for one, other in zip(ours, gradients, strict=True)]
+        ).sum()
+        if not (
+            gap.sqrt() <= _TOLERANCE * norm
+            and (squares[row].sqrt() - norm).abs() <= _TOLERANCE * norm
+        ):
+            raise NotSupportedError("a weight is used in a way that the rules do not see")
+    held += [value for uses in tape.uses.values() for use in uses for value in use.tensors()]
+    return sum(
+        {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in held}.values()
+    )

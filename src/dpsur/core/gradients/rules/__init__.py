@@ -1,0 +1,63 @@
+"""What is known about single kinds of layers, so that one backward pass suffices for them.
+
+A rule is a function `rule(module, tape, *args, **kwargs)` that stands in for `module.forward`. It
+returns what the layer returns and has the tape watch an output, with a record that turns the
+output's gradient into uses of the layer's parameters (see `dpsur.core.gradients.uses`). A call that
+it does not cover raises `NotSupportedError`, and a more general engine takes over.
+
+To add one: write it in a file here, list it in `RULES` below and give it configurations in
+`tests/core/test_gradient_rules.py`, where all rules pass the same test. A layer without a rule
+works as well: it is differentiated per example by `torch.func`, only not as fast.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from dpsur.core.gradients.rules.attention import attention
+from dpsur.core.gradients.rules.convolution import convolution
+from dpsur.core.gradients.rules.embedding import embedding
+from dpsur.core.gradients.rules.gru import gru
+from dpsur.core.gradients.rules.linear import linear
+from dpsur.core.gradients.rules.lstm import lstm
+from dpsur.core.gradients.rules.normalization import (
+    group_norm,
+    instance_norm,
+    layer_norm,
+    rms_norm,
+)
+
+Rule = Callable[..., Any]
+
+RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: linear,
+    nn.Conv1d: convolution,
+    nn.Conv2d: convolution,
+    nn.Conv3d: convolution,
+    nn.Embedding: embedding,
+    nn.GroupNorm: group_norm,
+    nn.LayerNorm: layer_norm,
+    nn.InstanceNorm1d: instance_norm,
+    nn.InstanceNorm2d: instance_norm,
+    nn.InstanceNorm3d: instance_norm,
+    nn.RMSNorm: rms_norm,
+    nn.LSTM: lstm,
+    nn.GRU: gru,
+    nn.MultiheadAttention: attention,
+}
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """The rule for a layer, unless someone changed what the layer computes."""
+    if is_parametrized(module) or "forward" in vars(module):
+        return None
+    for kind, rule in RULES.items():
+        if isinstance(module, kind):
+            changed = any(
+                getattr(type(module), name, None) is not getattr(kind, name, None)
+                for name in ("forward", "_conv_forward")
+            )
+            return None if changed else rule
+    return None

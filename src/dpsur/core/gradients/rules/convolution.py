@@ -1,0 +1,182 @@
+"""Convolutions in one, two and three dimensions."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
+
+from dpsur.core.gradients.layout import NotSupportedError, Slot
+from dpsur.core.gradients.rules.patches import (
+    Window,
+    inner_products,
+    inner_products_cost,
+    inner_products_of,
+    instantiated,
+    patches,
+    scratch_rows,
+)
+from dpsur.core.gradients.tape import Tape
+from dpsur.core.gradients.uses import (
+    MEMORY_COST,
+    Factors,
+    Products,
+    Rows,
+    Use,
+    instantiating_pays,
+    split,
+    wide,
+)
+
+_Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+_WEIGHT_GRADIENTS = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
+
+
+@dataclass(frozen=True)
+class Sliding(Use):
+    """A kernel slid over padded inputs, with norms from inner products between positions."""
+
+    inputs: Tensor
+    outputs: Tensor
+    window: Window
+    weight_shape: tuple[int, ...]
+    fold: int
+    grams: Tensor | None = None
+
+    def square_norms(self) -> Tensor:
+        """Every position is an outer product of a patch and an output gradient."""
+        if self.fold > 1:
+            return self.products().square_norms()
+        outputs = self.outputs.flatten(2)
+        places = outputs.shape[2]
+        step = scratch_rows(self.inputs, self.window, places)
+        parts = []
+        for start in range(0, len(outputs), step):
+            some = outputs[start : start + step]
+            if self.grams is not None:
+                between = self.grams[start : start + step]
+            else:
+                between = inner_products(self.inputs[start : start + step], self.window, places)
+            parts.append((between * torch.bmm(some.mT, some)).flatten(1).sum(1))
+        return torch.cat(parts).clamp(min=0)  # rounding must not make a square negative
+
+    def weighted_sum(self, factors: Factors) -> Tensor:
+        """The usual gradient of the weight, from scaled output gradients."""
+        each = factors
+        if self.fold > 1:
+            keep = None if factors.keep is None else factors.keep.repeat_interleave(self.fold)
+            each = Factors(factors.values.repeat_interleave(self.fold), keep)
+        weight_gradient = _WEIGHT_GRADIENTS[len(self.window.sizes)]
+        gradient: Tensor = weight_gradient(  # type: ignore[no-untyped-call]
+            each.clean(self.inputs),
+            self.weight_shape,
+            each.scale(self.outputs),
+            stride=self.window.strides,
+            padding=self.window.margins,
+            dilation=self.window.dilations,
+        )
+        return gradient
+
+    def per_example(self) -> Tensor:
+        """Patches times output gradients, for a kernel that is used several times."""
+        return self.products().per_example().view(-1, *self.weight_shape)
+
+    def products(self) -> Products:
+        """As a linear layer on patches."""
+        examples = len(self.inputs) // self.fold
+        unfolded = patches(self.window.padded(self.inputs), self.window, inside=False).mT
+        outputs = self.outputs.flatten(2).mT
+        return Products(
+            unfolded.reshape(examples, -1, unfolded.shape[-1]),
+            outputs.reshape(examples, -1, outputs.shape[-1]),
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Inputs and output gradients."""
+        return (self.inputs, self.outputs)
+
+
+def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
+    """Instantiates gradients or keeps patches and outputs apart, whichever is cheaper."""
+    dimensions = len(module.kernel_size)
+    if input.dim() != dimensions + 2:
+        raise NotSupportedError("a convolution without a batch dimension")
+    padded = _padded(module, input)
+    strides, dilations = module.stride, module.dilation
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[dimensions - 1]
+    # zero padding is left to the kernel, so that the forward pass makes no copy
+    plain = padded is None
+    output: Tensor = convolve(
+        input if padded is None else padded,
+        module.weight,
+        module.bias,
+        strides,
+        module.padding if plain else 0,
+        dilations,
+        module.groups,
+    )
+    layout = tape.examples_in(output, axis=0)
+    weight, bias = tape.slot(module.weight), tape.slot(module.bias)
+    shape, groups, fold = tuple(module.weight.shape), module.groups, layout.fold
+    margins = tuple(int(margin) for margin in module.padding) if plain else (0,) * dimensions
+    window = Window(tuple(module.kernel_size), tuple(strides), tuple(dilations), margins)
+
+    known = tape.known_inputs(input) if plain and fold == 1 else None
+
+    def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:
+        outputs = wide(gradient)
+        if bias is not None:
+            yield bias, Rows(_unfolded(outputs.flatten(2).sum(2), fold))
+        if weight is None:
+            return
+        inputs = wide(input if padded is None else padded).detach()
+        places = prod(outputs.shape[2:])
+        if known is not None and groups == 1 and places**2 <= input[0].numel():
+            grams = known.look_up(
+                (window, places), lambda data: inner_products_of(wide(data), window, places)
+            )
+            yield weight, Sliding(inputs, outputs, window, shape, fold, grams)
+        elif groups > 1 or _instantiate(inputs, outputs, window, fold):
+            yield weight, Rows(_unfolded(instantiated(inputs, outputs, window, groups), fold))
+        else:
+            yield weight, Sliding(inputs, outputs, window, shape, fold)
+
+    return tape.watch(output, record)
+
+
+def _instantiate(inputs: Tensor, outputs: Tensor, window: Window, fold: int) -> bool:
+    """Whether forming the gradients costs less than inner products and a sum afterwards."""
+    places, height, channels = prod(outputs.shape[2:]), outputs.shape[1], inputs.shape[1]
+    width = channels * prod(window.sizes)
+    if fold > 1:
+        return instantiating_pays(fold * places, width, height)
+    making = places * width * (height + MEMORY_COST) + 2 * MEMORY_COST * width * height
+    products = inner_products_cost(channels, inputs.shape[2:], window, places)
+    return making < products + places**2 * (height + MEMORY_COST) + places * width * height
+
+
+def _unfolded(rows: Tensor, fold: int) -> Tensor:
+    """Add up the rows that belong to one example."""
+    return rows if fold == 1 else split(rows, 0, (-1, fold)).sum(1)
+
+
+def _padded(module: _Convolution, input: Tensor) -> Tensor | None:
+    """The input with its padding, or None where symmetric zero padding is all there is."""
+    if not isinstance(module.padding, str) and module.padding_mode == "zeros":
+        return None
+    sizes, dilations = module.kernel_size, module.dilation
+    pads: list[int] = []
+    for dimension in reversed(range(len(sizes))):
+        if module.padding == "valid":
+            pads += [0, 0]
+        elif module.padding == "same":
+            total = dilations[dimension] * (sizes[dimension] - 1)
+            pads += [total // 2, total - total // 2]
+        else:
+            pads += [int(module.padding[dimension])] * 2
+    if module.padding_mode == "zeros":
+        return F.pad(input, pads)
+    return F.pad(input, pads, mode=module.padding_mode)

@@ -1,0 +1,44 @@
+"""Linear layers, on single vectors and on sequences of them."""
+
+from collections.abc import Iterable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpsur.core.gradients.layout import Slot
+from dpsur.core.gradients.tape import Tape
+from dpsur.core.gradients.uses import Products, Rows, Use
+
+
+def linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
+    """The gradient of the weight is a sum of outer products over positions."""
+    return linear_map(tape, input, module.weight, module.bias)
+
+
+def linear_map(
+    tape: Tape,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    weight_rows: tuple[int, int] | None = None,
+    bias_rows: tuple[int, int] | None = None,
+) -> Tensor:
+    """A linear map by a weight and a bias or by some of their rows."""
+    output = F.linear(
+        x,
+        weight if weight_rows is None else weight[slice(*weight_rows)],
+        bias if bias is None or bias_rows is None else bias[slice(*bias_rows)],
+    )
+    layout = tape.examples_in(output)
+    weight_slot, bias_slot = tape.slot(weight, weight_rows), tape.slot(bias, bias_rows)
+
+    def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:
+        outputs = layout.by_example(gradient).reshape(tape.examples, -1, gradient.shape[-1])
+        if weight_slot is not None:
+            inputs = layout.by_example(x).reshape(tape.examples, -1, x.shape[-1])
+            yield weight_slot, Products(inputs.detach(), outputs).cheapest()
+        if bias_slot is not None:
+            yield bias_slot, Rows(outputs.sum(1) if outputs.shape[1] > 1 else outputs[:, 0])
+
+    return tape.watch(output, record)

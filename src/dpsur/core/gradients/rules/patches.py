@@ -1,0 +1,151 @@
+"""The parts of an input that a sliding kernel sees, and what per-example gradients need of them."""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpsur.core.gradients.uses import MEMORY_COST
+
+# Patches are copies of the input, kernel-size times as large. They are made for a few examples at a
+# time: on a CPU as many as stay in its cache, elsewhere as many as keep it busy.
+_NUMBERS_ON_CPU = 2**19
+_NUMBERS_ELSEWHERE = 2**26
+
+
+@dataclass(frozen=True)
+class Window:
+    """A sliding kernel, and the zeros around its input in every dimension."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    margins: tuple[int, ...]
+
+    def padded(self, inputs: Tensor) -> Tensor:
+        """The input with its zeros."""
+        if not any(self.margins):
+            return inputs
+        return F.pad(inputs, [m for margin in reversed(self.margins) for m in (margin, margin)])
+
+
+def examples_at_once(inputs: Tensor, numbers: int) -> int:
+    """How many examples to work on at a time if each takes so many numbers of scratch memory."""
+    limit = _NUMBERS_ON_CPU if inputs.device.type == "cpu" else _NUMBERS_ELSEWHERE
+    return max(1, limit // numbers)
+
+
+def channels_inside(channels: int, window: Window, last: int) -> bool:
+    """Whether to copy patches with the channels innermost: what lies together is copied faster.
+
+    `last` is the number of positions in the last dimension.
+    """
+    dense = window.strides[-1] == 1
+    return channels * (window.sizes[-1] if window.dilations[-1] == 1 else 1) > (
+        last if dense else 1
+    )
+
+
+def patches(padded: Tensor, window: Window, *, inside: bool) -> Tensor:
+    """All patches of padded inputs, in the shape (examples, channels * kernel, positions).
+
+    With `inside` the rows are ordered as (kernel, channels), else as (channels, kernel). Made of
+    strided views and one copy: `F.unfold` launches a kernel per example on CUDA.
+    """
+    dimensions = len(window.sizes)
+    views = padded.movedim(1, -1).contiguous().movedim(-1, 1) if inside else padded
+    for dimension in range(dimensions):
+        size, dilation = window.sizes[dimension], window.dilations[dimension]
+        views = views.unfold(2 + dimension, dilation * (size - 1) + 1, window.strides[dimension])
+        if dilation > 1:
+            views = views[..., ::dilation]
+    kernel = range(2 + dimensions, 2 + 2 * dimensions)
+    positions = range(2, 2 + dimensions)
+    rows = len(padded), padded.shape[1] * prod(window.sizes)
+    if inside:
+        ordered = views.permute(0, *positions, *kernel, 1)
+        return ordered.reshape(rows[0], -1, rows[1]).mT
+    return views.permute(0, 1, *kernel, *positions).reshape(*rows, -1)
+
+
+def instantiated(inputs: Tensor, outputs: Tensor, window: Window, groups: int) -> Tensor:
+    """Gradient of the kernel for every example, in the shape (examples, out, in, *kernel)."""
+    examples, channels = inputs.shape[:2]
+    height, positions = outputs.shape[1], prod(outputs.shape[2:])
+    kernel = prod(window.sizes)
+    width = channels * kernel
+    inside = groups == 1 and channels_inside(channels, window, outputs.shape[-1])
+    rows = inputs.new_empty(examples * groups, height // groups, width // groups)
+    flat = outputs.reshape(examples * groups, height // groups, positions)
+    step = examples_at_once(inputs, width * positions)
+    for start in range(0, examples, step):
+        seen = patches(window.padded(inputs[start : start + step]), window, inside=inside)
+        some = slice(start * groups, (start + len(seen)) * groups)
+        if groups > 1:
+            seen = seen.view(-1, width // groups, positions)
+        torch.bmm(flat[some], seen.mT, out=rows[some])
+    if inside:
+        return rows.view(examples, height, *window.sizes, channels).movedim(-1, 2)
+    return rows.view(examples, height, channels // groups, *window.sizes)
+
+
+def inner_products_cost(channels: int, spatial: torch.Size, window: Window, places: int) -> int:
+    """Multiplications for inner products between the patches of one example, the cheaper way."""
+    width = channels * prod(window.sizes)
+    return min(_direct_cost(width, places), _shared_cost(channels, spatial, window))
+
+
+def inner_products(inputs: Tensor, window: Window, places: int) -> Tensor:
+    """Inner products between all patches of an input (examples, positions, positions).
+
+    Patches overlap. Where that is cheaper, the inner products between single pixels are taken once,
+    and those of patches are sums of them along the kernel, one dimension after the other.
+    """
+    channels, spatial = inputs.shape[1], inputs.shape[2:]
+    if _direct_cost(channels * prod(window.sizes), places) <= _shared_cost(
+        channels, spatial, window
+    ):
+        seen = patches(window.padded(inputs), window, inside=True)
+        return torch.bmm(seen.mT, seen)
+    flat = inputs.flatten(2)
+    grams = torch.bmm(flat.mT, flat).view(-1, *spatial, *spatial)
+    if any(window.margins):
+        around = [m for margin in reversed(window.margins) for m in (margin, margin)]
+        grams = F.pad(grams, around * 2)
+    dimensions = len(spatial)
+    for dimension, size in enumerate(window.sizes):
+        stride, dilation = window.strides[dimension], window.dilations[dimension]
+        reach = dilation * (size - 1)
+        length = (grams.shape[1 + dimension] - reach - 1) // stride * stride + 1
+        total = None
+        for offset in range(0, reach + 1, dilation):
+            part = grams
+            for axis in (1 + dimension, 1 + dimension + dimensions):
+                part = part.narrow(axis, offset, length)
+                part = part[(slice(None),) * axis + (slice(None, None, stride),)]
+            total = part.clone() if total is None else total.add_(part)
+        assert total is not None
+        grams = total
+    return grams.reshape(len(inputs), places, places)
+
+
+def scratch_rows(inputs: Tensor, window: Window, places: int) -> int:
+    """Examples whose inner products are found at once."""
+    return examples_at_once(inputs, places * max(places, inputs.shape[1] * prod(window.sizes)))
+
+
+def inner_products_of(inputs: Tensor, window: Window, places: int) -> Tensor:
+    """`inner_products` of any number of examples, a few at a time."""
+    pieces = torch.split(inputs, scratch_rows(inputs, window, places))
+    return torch.cat([inner_products(piece, window, places) for piece in pieces])
+
+
+def _direct_cost(width: int, places: int) -> int:
+    return places**2 * width + MEMORY_COST * places * width
+
+
+def _shared_cost(channels: int, spatial: torch.Size, window: Window) -> int:
+    around = prod(n + 2 * margin for n, margin in zip(spatial, window.margins, strict=True))
+    return prod(spatial) ** 2 * channels + MEMORY_COST // 4 * around**2 * (1 + sum(window.sizes))
