@@ -19,10 +19,12 @@ ARROWS = {
     "tasks": {"core"},
     "runs": {"tasks", "methods", "core", "privacy"},
     "experiments": {"runs", "tasks", "methods", "core", "privacy"},
-    "cli": {"experiments", "runs", "tasks", "methods", "core", "privacy"},
+    "bench": {"experiments", "tasks", "methods", "core", "privacy"},
+    "cli": {"bench", "experiments", "runs", "tasks", "methods", "core", "privacy"},
 }
-# what tasks may know of the core
+# what tasks may know of the core, and the benchmark of the experiments
 CORE_TYPES = "dpsur.core.types"
+ROWS = "dpsur.experiments.rows"
 
 
 def imported(path: Path) -> set[str]:
@@ -65,13 +67,20 @@ def test_tasks_know_only_the_types_of_the_core():
                 assert name.startswith(CORE_TYPES), f"{path} imports {name}"
 
 
+def test_the_benchmark_knows_only_the_rows_of_the_experiments():
+    for path in modules("bench"):
+        for name in imported(path):
+            if name.startswith("dpsur.experiments"):
+                assert name.startswith(ROWS), f"{path} imports {name}"
+
+
 def test_every_room_is_on_the_map():
     rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert rooms == set(ARROWS)
 
 
 @pytest.mark.parametrize(
-    "heavy", ["matplotlib", "mlxtend", "rich", "pandas", "sklearn", "dp_accounting"]
+    "heavy", ["matplotlib", "mlxtend", "rich", "pandas", "sklearn", "dp_accounting", "opacus"]
 )
 def test_heavy_packages_are_not_imported_up_front(heavy):
     code = f"import sys, dpsur, dpsur.cli; sys.exit('{heavy}' in sys.modules)"

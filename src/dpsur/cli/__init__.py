@@ -19,6 +19,7 @@ COMMANDS = {
     "account": ("dpsur.cli.account", "what a run costs, under each accounting"),
     "calibrate": ("dpsur.cli.calibrate", "noise, updates or test for a budget"),
     "reproduce": ("dpsur.cli.reproduce", "make the paper's tables and figures"),
+    "bench": ("dpsur.cli.bench", "speed and memory, side by side with PyTorch and Opacus"),
     "tasks": ("dpsur.cli.tasks", "list the tasks that can be trained"),
     "methods": ("dpsur.cli.methods", "list the methods and their hyper-parameters"),
 }

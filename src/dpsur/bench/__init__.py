@@ -1,0 +1,1 @@
+"""Speed and memory of a step, side by side with plain PyTorch, Opacus and the simple ways."""

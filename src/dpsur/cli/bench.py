@@ -1,0 +1,198 @@
+"""`dpsur bench`: speed and memory of a step, side by side."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpsur import checks
+from dpsur.bench.arms import ARMS, arm_named
+from dpsur.bench.networks import NETWORKS, network_named
+from dpsur.bench.outcome import OK
+from dpsur.bench.run import rows
+from dpsur.bench.settings import Settings
+from dpsur.errors import InvalidInputError
+from dpsur.experiments.rows import read_rows, write_rows
+
+CPU_BATCHES = (256, 512, 1024)
+CUDA_BATCHES = (256, 512, 1024, 2048, 4096, 8192, 16384)
+REPETITIONS = 20
+QUICK_NETWORKS, QUICK_BATCHES, QUICK_REPETITIONS = ("pixel-28", "scattering-28"), (256,), 5
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def _listed(items: dict[str, Any]) -> str:
+    return "\n".join(f"  {name:<17}{item.summary}" for name, item in items.items())
+
+
+DESCRIPTION = f"""\
+Measure one training step: time, peak memory, samples per second. All arms get the same batch,
+thread count and precision, and take turns; compare the ratios of one run, not times across runs.
+
+  dpsur bench --quick                                        about a minute on a CPU
+  dpsur bench --threads 2 --out cpu.jsonl --plot cpu.pdf     the whole grid of a CPU
+  dpsur bench --networks scattering-28:1024:4096 pixel-28:1024 --arms plain dpsur opacus-hooks
+  dpsur bench --rows cpu.jsonl --plot cpu.pdf                draw what was measured before
+
+networks:
+{_listed(NETWORKS)}
+
+arms:
+{_listed(ARMS)}
+"""
+
+
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "--networks",
+        nargs="+",
+        metavar="NAME[:B...]",
+        help="networks, each with batch sizes of its own if given (default: all)",
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        nargs="+",
+        type=int,
+        metavar="B",
+        help="batch sizes (default: 256 to 1024 on a CPU, 256 to 16384 on a GPU)",
+    )
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="arms (default: all)")
+    parser.add_argument(
+        "--repetitions", type=int, metavar="R", help=f"rounds of all arms (default: {REPETITIONS})"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    parser.add_argument("--tf32", action="store_true", help="let all arms use TF32 on a GPU")
+    parser.add_argument("--out", metavar="FILE.jsonl", help="write a row per cell and arm")
+    parser.add_argument("--plot", metavar="FILE", help="draw growth with the batch (PNG, SVG, PDF)")
+    parser.add_argument("--rows", metavar="FILE.jsonl", help="measure nothing, read these rows")
+    parser.add_argument("--quick", action="store_true", help="two networks, one batch size")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, write and draw."""
+    _check_files(options)
+    if options.rows is not None:
+        found = _read(Path(options.rows))
+        for row in found:
+            _show(row)
+    else:
+        found = []
+        measured = _collected(rows(settings_from(options), _say), found)
+        write_rows(Path(options.out or os.devnull), measured)
+    if options.plot is not None:
+        from dpsur.bench.plot import draw
+
+        draw(found, Path(options.plot))
+    return 0
+
+
+def settings_from(options: argparse.Namespace) -> Settings:
+    """Check every option before the first measurement."""
+    device = _device(options.device)
+    names: Sequence[str] = tuple(NETWORKS)
+    sizes: Sequence[int] = CUDA_BATCHES if device.type == "cuda" else CPU_BATCHES
+    repetitions = REPETITIONS
+    if options.quick:
+        names, sizes, repetitions = QUICK_NETWORKS, QUICK_BATCHES, QUICK_REPETITIONS
+    if options.repetitions is not None:
+        checks.at_least_one("repetitions", options.repetitions)
+    if options.threads is not None:
+        checks.at_least_one("threads", options.threads)
+    arms = options.arms or list(ARMS)
+    for arm in arms:
+        arm_named(arm)
+    return Settings(
+        grid=[
+            pair
+            for name in options.networks or names
+            for pair in _pairs(name, options.batch_sizes or sizes)
+        ],
+        arms=list(dict.fromkeys(arms)),
+        device=device,
+        repetitions=options.repetitions or repetitions,
+        threads=options.threads or torch.get_num_threads(),
+        tf32=options.tf32,
+    )
+
+
+def _pairs(text: str, sizes: Sequence[int]) -> list[tuple[str, int]]:
+    """A network with its batch sizes, ascending: what was slow or too large is then known."""
+    name, *own = text.split(":")
+    network_named(name)
+    try:
+        chosen = [int(size) for size in own] if own else list(sizes)
+    except ValueError:
+        raise InvalidInputError(
+            f"batch sizes of a network are whole numbers after a colon, got {text!r}"
+        ) from None
+    for size in chosen:
+        checks.at_least_one("batch size", size)
+    return [(name, size) for size in sorted(set(chosen))]
+
+
+def _device(name: str) -> torch.device:
+    checks.one_of("device", name, ("auto", "cpu", "cuda"))
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InvalidInputError("device cuda is not available here; use --device cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuse at once what would fail after minutes of measuring."""
+    if options.plot is not None and Path(options.plot).suffix.lower() not in PICTURES:
+        raise InvalidInputError(f"cannot draw to {options.plot}: name a .png, .svg or .pdf file")
+    for path in (options.out, options.plot):
+        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise InvalidInputError(f"cannot write to {path}: its folder does not exist")
+    if options.rows is not None and options.out is not None:
+        raise InvalidInputError("--rows measures nothing, so there is nothing to write to --out")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        return read_rows(path)
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"cannot read rows from {path}: {error}") from error
+
+
+def _collected(
+    measured: Iterator[dict[str, Any]], into: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    for row in measured:
+        into.append(row)
+        _show(row)
+        yield row
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _show(row: dict[str, Any]) -> None:
+    head = f"{row['network']:<17}{row['batch_size']:>6}  {row['arm']:<15}"
+    if row["status"] != OK:
+        print(f"{head}{row['status']}: {row['reason']}", flush=True)
+        return
+    lower, upper = (1e3 * value for value in row["step_seconds_quartiles"])
+    parts = [
+        f"{1e3 * row['step_seconds']:9.2f} ms [{lower:.2f}, {upper:.2f}]",
+        f"{row['peak_memory_bytes'] / 2**20:8.0f} MiB",
+        f"{row['samples_per_second']:10.0f} samples/s",
+        *_ratios(row),
+    ]
+    print(head + "  ".join(parts), flush=True)
+
+
+def _ratios(row: dict[str, Any]) -> list[str]:
+    pairs = (("time_over_plain", "x plain"), ("time_over_opacus", "x Opacus"))
+    return [f"{row[key]:.2f} {label}" for key, label in pairs if row[key] is not None]

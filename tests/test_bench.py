@@ -1,0 +1,284 @@
+"""The benchmark: every arm computes the same thing, and whatever happens becomes a row."""
+
+import json
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from dpsur.bench import memory, run
+from dpsur.bench.arms import ARMS, Arm, arm_named
+from dpsur.bench.cell import Cell
+from dpsur.bench.networks import NETWORKS, network_named
+from dpsur.bench.outcome import outcome_of
+from dpsur.bench.settings import Settings, machine
+from dpsur.bench.timing import Timing, interleaved
+from dpsur.cli import main
+from dpsur.errors import InvalidInputError
+
+CPU = torch.device("cpu")
+NO_OPACUS = find_spec("opacus") is None
+# Eleven million parameters take a contended machine too long; its layers occur elsewhere or, as
+# GroupNorm, in the tests of the gradients.
+COMPARED = [name for name in NETWORKS if name != "resnet18"]
+TINY = Settings(
+    grid=[("pixel-28", 4)], arms=["plain", "dpsgd"], device=CPU, repetitions=2, threads=1
+)
+
+
+def cell(network: str, size: int = 4) -> Cell:
+    return Cell(network_named(network), network_named(network).batch(size, CPU))
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Probe memory in this process: the figure is worthless, the rest is the same and quick."""
+    monkeypatch.setattr(
+        run, "probe", lambda network, size, arm, device, _: memory.peak(network, size, arm, device)
+    )
+    monkeypatch.setattr("dpsur.bench.timing.WARM_UP_STEPS", 1)
+    monkeypatch.setattr("dpsur.bench.timing.BURST_SECONDS", 0.0)
+
+
+@pytest.fixture
+def quiet():
+    with machine(TINY):
+        yield
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_have_the_stated_parameters_and_treat_examples_one_by_one(name):
+    network = network_named(name)
+    model = network.model(CPU)
+    assert sum(value.numel() for value in model.parameters()) == network.parameters
+    batch = network.batch(2, CPU)
+    assert batch.targets.max() < network.classes
+    with torch.no_grad():
+        together, alone = model(batch.inputs), model(batch.inputs[:1])
+    assert together.shape == (2, network.classes)
+    torch.testing.assert_close(together[:1], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_the_paper_s_networks_are_the_paper_s():
+    counts = [network.parameters for network in NETWORKS.values()]
+    assert counts[:5] == [26_010, 33_066, 187_210, 550_570, 2_021_202]
+
+
+def test_every_arm_gets_the_same_weights_and_records():
+    first, second = cell("pixel-28"), cell("pixel-28")
+    assert torch.equal(first.batch.inputs, second.batch.inputs)
+    for one, other in zip(first.model().parameters(), second.model().parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("arm", ["dpsgd", "dpsur", "vmap"])
+@pytest.mark.parametrize("network", COMPARED)
+@pytest.mark.usefixtures("quiet")
+def test_private_arms_compute_the_clipped_sum_of_the_loop(network, arm):
+    check_same_sum(network, arm)
+
+
+@pytest.mark.skipif(NO_OPACUS, reason="Opacus is not installed (pip install opacus)")
+@pytest.mark.parametrize("arm", ["opacus-hooks", "opacus-ghost"])
+@pytest.mark.parametrize("network", COMPARED)
+@pytest.mark.usefixtures("quiet")
+def test_opacus_computes_the_clipped_sum_of_the_loop(network, arm):
+    if network == "transformer":
+        pytest.skip("DPMultiheadAttention of Opacus 1.6 mixes heads and positions (batch_first)")
+    check_same_sum(network, arm)
+
+
+def check_same_sum(network: str, arm: str) -> None:
+    made = cell(network)
+    expected = arm_named("loop").make(made).clipped_sum()
+    found = arm_named(arm).make(made).clipped_sum()
+    assert set(found) == set(expected)
+    largest = max(value.abs().max() for value in expected.values())
+    assert largest > 1e-3  # zeros would agree with anything
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-4 * float(largest), rtol=1e-4)
+
+
+@pytest.mark.parametrize("arm", [name for name in ARMS if name != "plain-captured"])
+@pytest.mark.usefixtures("quiet")
+def test_arms_make_steps(arm):
+    if arm.startswith("opacus") and NO_OPACUS:
+        pytest.skip("Opacus is not installed (pip install opacus)")
+    step = arm_named(arm).make(cell("pixel-28"))
+    before = {name: value.clone() for name, value in weights(step).items()}
+    for _ in range(60 if arm == "dpsur" else 1):  # all sixty rejected: less than one in a million
+        step()
+    moved = [not torch.equal(value, before[name]) for name, value in weights(step).items()]
+    assert all(moved)
+
+
+def weights(step):
+    state = getattr(step, "_state", None)
+    return dict(step._model.named_parameters()) if state is None else state.params
+
+
+@pytest.mark.gpu
+def test_the_captured_step_is_the_plain_step():
+    device = torch.device("cuda")
+    network = network_named("pixel-28")
+    made = Cell(network, network.batch(8, device))
+    plain, captured = arm_named("plain").make(made), arm_named("plain-captured").make(made)
+    for _ in range(3 + 2):  # three steps of its warm-up are made, the capture makes none
+        plain()
+    captured()
+    captured()
+    for one, other in zip(weights(plain).values(), weights(captured._step).values(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_rows_say_everything_and_survive_json():
+    settings = replace(TINY, grid=[("pixel-28", 4), ("pixel-28", 8)], arms=[*TINY.arms, "loop"])
+    rows = list(run.rows(settings))
+    assert [(row["batch_size"], row["arm"]) for row in rows] == [
+        (size, arm) for size in (4, 8) for arm in settings.arms
+    ]
+    for row in rows:
+        assert row == json.loads(json.dumps(row))
+        assert row["status"] == "ok"
+        lower, upper = row["step_seconds_quartiles"]
+        assert row["step_seconds_least"] <= lower <= row["step_seconds"] <= upper
+        assert row["samples_per_second"] == row["batch_size"] / row["step_seconds"]
+        assert row["repetitions"] == 2
+        assert row["config"]["threads"] == 1
+        assert {"torch", "opacus"} <= set(row["versions"])
+        assert row["device_name"]
+        assert row["time_over_opacus"] is None
+    assert rows[0]["time_over_plain"] == rows[3]["time_over_plain"] == 1.0
+    assert rows[1]["time_over_plain"] == rows[1]["step_seconds"] / rows[0]["step_seconds"]
+
+
+def test_memory_of_a_step_is_measured_in_its_own_process():
+    small, large = (memory.probe("pixel-28", size, "plain", CPU, 1) for size in (64, 2048))
+    assert small.status == large.status == "ok"
+    # forward activations alone are 12 x 12 x 16 numbers and more per example
+    assert large.peak_bytes - (small.peak_bytes or 0) > 1500 * 12 * 12 * 16 * 4
+
+
+@pytest.mark.usefixtures("in_process")
+def test_what_goes_wrong_is_a_row(monkeypatch):
+    def no_room(_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried too much")
+
+    def broken(_):
+        raise ZeroDivisionError("on purpose")
+
+    def breaks_later(given):
+        calls = []
+
+        def step():
+            calls.append(None)
+            if len(given.batch) > 2 and len(calls) > 4:
+                raise RuntimeError("later")
+
+        return step
+
+    makes = {"no-room": no_room, "broken": broken, "breaks-later": breaks_later}
+    for name, make in makes.items():
+        monkeypatch.setitem(ARMS, name, Arm(name, name, make))
+    monkeypatch.setattr("dpsur.bench.run.LONGEST_STEP", 1e-9)
+    settings = replace(
+        TINY,
+        grid=[("pixel-28", 4), ("pixel-28", 512)],
+        arms=["plain", "plain-captured", *makes, "loop"],
+        repetitions=9,
+    )
+    found = {(row["batch_size"], row["arm"]): row for row in run.rows(settings)}
+    statuses = {arm: found[4, arm]["status"] for arm in settings.arms}
+    assert statuses == {
+        "plain": "ok",
+        "plain-captured": "unsupported",
+        "no-room": "out-of-memory",
+        "broken": "failed",
+        "breaks-later": "failed",
+        "loop": "ok",
+    }
+    assert found[4, "broken"]["reason"] == "ZeroDivisionError: on purpose"
+    assert found[4, "broken"]["step_seconds"] is None
+    assert found[512, "plain"]["status"] == "too-slow"
+    assert found[512, "loop"]["status"] == "unsupported"
+
+
+def test_a_missing_package_and_a_missing_rule_have_a_status(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opacus", None)
+    missing = memory.peak("pixel-28", 2, "opacus-hooks", CPU)
+    assert (missing.status, missing.reason) == (
+        "not-installed",
+        "not installed (pip install opacus)",
+    )
+    no_rule = RuntimeError("Batching rule not implemented for aten::lstm")
+    assert outcome_of(no_rule).status == "unsupported"
+    assert outcome_of(torch.OutOfMemoryError("CUDA out of memory")).status == "out-of-memory"
+
+
+def test_arms_take_turns():
+    order = []
+    steps = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    found = interleaved(steps, 4, CPU)
+    assert all(isinstance(timing, Timing) and len(timing.seconds) == 4 for timing in found.values())
+    bursts = {name: timing.burst for name, timing in found.items()}
+    turns = [name for _ in range(4) for name in "abc" for _ in range(bursts[name])]
+    assert order[-len(turns) :] == turns
+
+
+def test_threads_and_precision_are_put_back():
+    before = torch.get_num_threads(), torch.backends.cudnn.allow_tf32
+    with machine(replace(TINY, tf32=not before[1])):
+        assert torch.get_num_threads() == 1
+        assert torch.backends.cudnn.allow_tf32 is not before[1]
+    assert (torch.get_num_threads(), torch.backends.cudnn.allow_tf32) == before
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_command_prints_writes_and_draws(tmp_path, capsys):
+    out, plot = tmp_path / "rows.jsonl", tmp_path / "plot.png"
+    grid = ["--networks", "pixel-28:4", "scattering-28", "--batch-sizes", "2", "4"]
+    arms = ["--arms", "plain", "dpsur", "plain-captured", "--repetitions", "1", "--threads", "1"]
+    files = ["--device", "cpu", "--out", str(out), "--plot", str(plot)]
+    status = main(["bench", *grid, *arms, *files])
+    assert status == 0
+    printed = capsys.readouterr().out
+    assert "x plain" in printed
+    assert "needs a CUDA device" in printed
+    assert len(out.read_text().splitlines()) == 3 * 3
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    again = tmp_path / "again.svg"
+    assert main(["bench", "--rows", str(out), "--plot", str(again)]) == 0
+    assert "<svg" in again.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--networks", "perceptron"], "unknown network 'perceptron'"),
+        (["--networks", "pixel-28:many"], "whole numbers after a colon"),
+        (["--arms", "magic"], "unknown arm 'magic'"),
+        (["--batch-sizes", "0"], "batch size must be"),
+        (["--repetitions", "0"], "repetitions must be"),
+        (["--threads", "-1"], "threads must be"),
+        (["--device", "abacus"], "device must be one of"),
+        (["--plot", "figure.doc"], "name a .png, .svg or .pdf file"),
+        (["--out", "no/such/folder/rows.jsonl"], "its folder does not exist"),
+        (["--rows", "no-such.jsonl"], "cannot read rows"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_two(arguments, words, capsys):
+    assert main(["bench", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.startswith("dpsur: error: ")
+    assert said.count("\n") == 1
+
+
+def test_unknown_names_are_errors_in_the_library_too():
+    with pytest.raises(InvalidInputError, match="unknown arm"):
+        next(run.rows(replace(TINY, arms=["magic"])))
+    with pytest.raises(InvalidInputError, match="unknown network"):
+        next(run.rows(replace(TINY, grid=[("perceptron", 4)])))
