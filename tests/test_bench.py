@@ -156,10 +156,10 @@ def test_rows_say_everything_and_survive_json():
 
 
 def test_memory_of_a_step_is_measured_in_its_own_process():
-    small, large = (memory.probe("pixel-28", size, "plain", CPU, 1) for size in (64, 2048))
-    assert small.status == large.status == "ok"
-    # forward activations alone are 12 x 12 x 16 numbers and more per example
-    assert large.peak_bytes - (small.peak_bytes or 0) > 1500 * 12 * 12 * 16 * 4
+    found = memory.probe("pixel-28", 2048, "plain", CPU, 1)
+    assert found.status == "ok"
+    # The first layer alone keeps 13 x 13 x 16 numbers per example; the batch itself is not counted.
+    assert 2048 * 13 * 13 * 16 * 4 < found.peak_bytes < 20 * 2048 * 13 * 13 * 16 * 4
 
 
 @pytest.mark.usefixtures("in_process")
