@@ -1,9 +1,12 @@
 """The benchmark: every arm computes the same thing, and whatever happens becomes a row."""
 
 import json
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch
 from dpsur.bench import memory, run
 from dpsur.bench.arms import ARMS, Arm, arm_named
 from dpsur.bench.cell import Cell
+from dpsur.bench.company import Company
 from dpsur.bench.networks import NETWORKS, network_named
 from dpsur.bench.outcome import outcome_of
 from dpsur.bench.settings import Settings, machine
@@ -226,6 +230,15 @@ def test_arms_take_turns():
     bursts = {name: timing.burst for name, timing in found.items()}
     turns = [name for _ in range(4) for name in "abc" for _ in range(bursts[name])]
     assert order[-len(turns) :] == turns
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs /proc/stat")
+def test_company_on_the_processor_is_noticed():
+    company = Company()
+    code = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass"
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert company.cores() * (time.perf_counter() - start) > 0.4
 
 
 def test_threads_and_precision_are_put_back():

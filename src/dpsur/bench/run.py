@@ -1,11 +1,11 @@
 """The grid: every arm on every network and batch size, as rows."""
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from dpsur.bench.arms import OPACUS, PLAIN, arm_named
 from dpsur.bench.cell import Cell, Step
+from dpsur.bench.company import Company
 from dpsur.bench.memory import probe, release
 from dpsur.bench.networks import network_named
 from dpsur.bench.outcome import OK, TOO_SLOW, UNSUPPORTED, Outcome, outcome_of
@@ -35,8 +35,10 @@ def rows(
                 if (seconds := outcomes[arm].seconds) is not None:
                     seen[network, arm] = (batch_size, seconds)
             say(f"{network}, batch {batch_size}: timing")
+            company = Company()
             timings = _timings(settings, network, batch_size, outcomes)
-            yield from _cell_rows(network, batch_size, outcomes, timings, origin)
+            others = {"cores_used_by_others": company.cores(), **origin}
+            yield from _cell_rows(network, batch_size, outcomes, timings, others)
 
 
 def _probe(
@@ -86,7 +88,6 @@ def _cell_rows(
     timings: dict[str, Timing],
     origin: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     for arm, outcome in outcomes.items():
         timing = timings.get(arm)
         yield {
@@ -107,8 +108,6 @@ def _cell_rows(
             "memory_over_plain": _memory_ratio(outcome, outcomes.get(PLAIN)),
             "repetitions": 0 if timing is None else len(timing.seconds),
             "steps_per_repetition": 0 if timing is None else timing.burst,
-            # a shared machine shows in its load, and in quartiles far apart
-            "load_average": load,
             **origin,
         }
 

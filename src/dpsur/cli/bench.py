@@ -12,9 +12,9 @@ import torch
 from dpsur import checks
 from dpsur.bench.arms import ARMS, arm_named
 from dpsur.bench.networks import NETWORKS, network_named
-from dpsur.bench.outcome import OK
 from dpsur.bench.run import rows
 from dpsur.bench.settings import Settings
+from dpsur.bench.table import line
 from dpsur.errors import InvalidInputError
 from dpsur.experiments.rows import read_rows, write_rows
 
@@ -22,6 +22,7 @@ CPU_BATCHES = (256, 512, 1024)
 CUDA_BATCHES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 REPETITIONS = 20
 QUICK_NETWORKS, QUICK_BATCHES, QUICK_REPETITIONS = ("pixel-28", "scattering-28"), (256,), 5
+TOLERATED_COMPANY = 0.1
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     if options.rows is not None:
         found = _read(Path(options.rows))
         for row in found:
-            _show(row)
+            print(line(row), flush=True)
     else:
         found = []
         measured = _collected(rows(settings_from(options), _say), found)
@@ -169,30 +170,13 @@ def _collected(
     measured: Iterator[dict[str, Any]], into: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     for row in measured:
+        if row["device"] == "cpu" and (row["cores_used_by_others"] or 0) > TOLERATED_COMPANY:
+            cores = row["cores_used_by_others"]
+            _say(f"not to be trusted: other processes kept {cores:.1f} cores busy meanwhile")
         into.append(row)
-        _show(row)
+        print(line(row), flush=True)
         yield row
 
 
 def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-
-
-def _show(row: dict[str, Any]) -> None:
-    head = f"{row['network']:<17}{row['batch_size']:>6}  {row['arm']:<15}"
-    if row["status"] != OK:
-        print(f"{head}{row['status']}: {row['reason']}", flush=True)
-        return
-    lower, upper = (1e3 * value for value in row["step_seconds_quartiles"])
-    parts = [
-        f"{1e3 * row['step_seconds']:9.2f} ms [{lower:.2f}, {upper:.2f}]",
-        f"{row['peak_memory_bytes'] / 2**20:8.0f} MiB",
-        f"{row['samples_per_second']:10.0f} samples/s",
-        *_ratios(row),
-    ]
-    print(head + "  ".join(parts), flush=True)
-
-
-def _ratios(row: dict[str, Any]) -> list[str]:
-    pairs = (("time_over_plain", "x plain"), ("time_over_opacus", "x Opacus"))
-    return [f"{row[key]:.2f} {label}" for key, label in pairs if row[key] is not None]
