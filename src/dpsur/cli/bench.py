@@ -169,10 +169,13 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def _collected(
     measured: Iterator[dict[str, Any]], into: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
+    warned = None
     for row in measured:
-        if row["device"] == "cpu" and (row["cores_used_by_others"] or 0) > TOLERATED_COMPANY:
-            cores = row["cores_used_by_others"]
+        cell = row["network"], row["batch_size"]
+        cores = row["cores_used_by_others"] or 0.0
+        if row["device"] == "cpu" and cores > TOLERATED_COMPANY and cell != warned:
             _say(f"not to be trusted: other processes kept {cores:.1f} cores busy meanwhile")
+            warned = cell
         into.append(row)
         print(line(row), flush=True)
         yield row
