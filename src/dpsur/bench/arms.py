@@ -6,7 +6,7 @@ import torch
 
 from dpsur.bench.cell import MakeArm
 from dpsur.bench.opacus_arms import ghost_step, hooks_step
-from dpsur.bench.own import dpsgd_step, dpsur_trial
+from dpsur.bench.own import dpsgd_captured, dpsgd_step, dpsur_captured, dpsur_trial
 from dpsur.bench.simple import CapturedPlainStep, LoopStep, PlainStep, VmapStep
 from dpsur.errors import InvalidInputError
 
@@ -43,6 +43,12 @@ ARMS: dict[str, Arm] = {
         ),
         Arm("dpsgd", "ours: DP-SGD step", dpsgd_step),
         Arm("dpsur", "ours: full DPSUR trial", dpsur_trial),
+        Arm(
+            "dpsgd-captured", "ours: DP-SGD step, as a CUDA graph", dpsgd_captured, needs_cuda=True
+        ),
+        Arm(
+            "dpsur-captured", "ours: DPSUR trial, as a CUDA graph", dpsur_captured, needs_cuda=True
+        ),
         Arm(OPACUS, "Opacus, per-example gradients", hooks_step),
         Arm("opacus-ghost", "Opacus, ghost clipping", ghost_step),
         Arm("vmap", "torch.func vmap", VmapStep),

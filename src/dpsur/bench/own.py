@@ -1,13 +1,14 @@
 """Our own arms: what `dpsur.core.loop.train` does in one turn, on a batch of known size."""
 
-import torch
 import torch.nn.functional as F
 
 from dpsur.bench.cell import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_MULTIPLIER, Cell
+from dpsur.core.captured import CapturedTrials
 from dpsur.core.gradients import clipped_sum
-from dpsur.core.loop import keep
+from dpsur.core.loop import make_trial, start
 from dpsur.core.problem import Problem
 from dpsur.core.types import Params
+from dpsur.errors import InvalidInputError
 from dpsur.methods.dpsgd import Dpsgd
 from dpsur.methods.dpsur import Dpsur
 from dpsur.privacy.events import LossTest, SampledGaussian, Test, Trial
@@ -27,26 +28,51 @@ class OwnStep:
     """
 
     def __init__(self, cell: Cell, method: Dpsgd, test: Test | None) -> None:
-        self._problem = Problem(cell.model(), F.cross_entropy, cell.batch)
+        self.problem = Problem(cell.model(), F.cross_entropy, cell.batch)
         trial = Trial(SampledGaussian(1.0, NOISE_MULTIPLIER), test)
         # Nothing is released and no record is private: the plan only carries the trial.
-        plan = Plan(Budget(1.0, 1e-5), "every-trial", trial, trials=ENDLESS)
-        self._procedure = method.bind(self._problem, plan, cell.streams())
-        self._state = self._procedure.initial_state()
+        self.plan = Plan(Budget(1.0, 1e-5), "every-trial", trial, trials=ENDLESS)
+        self.streams = cell.streams()
+        self.procedure = method.bind(self.problem, self.plan, self.streams)
+        self.progress = start(self.procedure)
 
     def __call__(self) -> None:
-        """Make the trial."""
-        position = torch.tensor(0, device=self._problem.device)
-        candidate = self._procedure.propose(self._state, position)
-        verdict = self._procedure.judge(self._state, candidate)
-        rejected = self._procedure.after_rejection(self._state, candidate)
-        self._state = keep(verdict.accept, candidate.state, rejected)
-        int(verdict.accept)  # the ledger asks for every verdict, which waits for the device
+        """Make the trial. The ledger asks for every verdict, which waits for the device."""
+        self.progress, _ = make_trial(self.procedure, self.plan, self.progress)
 
     def clipped_sum(self) -> Params:
         """The sum of clipped gradients."""
-        params = self._state.params
-        return clipped_sum(self._problem, params, self._problem.train, MAX_GRAD_NORM).params
+        params = self.progress.state.params
+        return clipped_sum(self.problem, params, self.problem.train, MAX_GRAD_NORM).params
+
+
+class CapturedOwnStep:
+    """The same trial, captured once as a CUDA graph and replayed, as training on CUDA does."""
+
+    def __init__(self, step: OwnStep) -> None:
+        self._step = step
+        padded = step.procedure.padded()
+        if padded is None:
+            raise InvalidInputError("layers that draw random numbers are not captured")
+        self._trials = CapturedTrials(padded, step.plan, step.progress, step.streams, block=1)
+
+    def __call__(self) -> None:
+        """Replay the trial."""
+        self._trials.run(1)
+
+    def clipped_sum(self) -> Params:
+        """The sum of clipped gradients."""
+        return self._step.clipped_sum()
+
+
+def dpsgd_captured(cell: Cell) -> CapturedOwnStep:
+    """A captured step of DP-SGD."""
+    return CapturedOwnStep(dpsgd_step(cell))
+
+
+def dpsur_captured(cell: Cell) -> CapturedOwnStep:
+    """A captured trial of DPSUR."""
+    return CapturedOwnStep(dpsur_trial(cell))
 
 
 def dpsgd_step(cell: Cell) -> OwnStep:

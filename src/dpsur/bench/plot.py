@@ -16,6 +16,8 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
     "plain-captured": {"color": "0.55", "marker": "o", "linestyle": "--"},
     "dpsgd": {"color": "#0072B2", "marker": "s", "linestyle": "-", "linewidth": 2.2},
     "dpsur": {"color": "#D55E00", "marker": "D", "linestyle": "-", "linewidth": 2.2},
+    "dpsgd-captured": {"color": "#0072B2", "marker": "s", "linestyle": "--"},
+    "dpsur-captured": {"color": "#D55E00", "marker": "D", "linestyle": "--"},
     "opacus-hooks": {"color": "#009E73", "marker": "^", "linestyle": "--"},
     "opacus-ghost": {"color": "#CC79A7", "marker": "v", "linestyle": "--"},
     "vmap": {"color": "#E69F00", "marker": "<", "linestyle": ":"},
