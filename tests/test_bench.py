@@ -105,7 +105,7 @@ def check_same_sum(network: str, arm: str) -> None:
         torch.testing.assert_close(found[name], value, atol=1e-4 * float(largest), rtol=1e-4)
 
 
-@pytest.mark.parametrize("arm", [name for name in ARMS if name != "plain-captured"])
+@pytest.mark.parametrize("arm", [name for name, arm in ARMS.items() if not arm.needs_cuda])
 @pytest.mark.usefixtures("quiet")
 def test_arms_make_steps(arm):
     if arm.startswith("opacus") and NO_OPACUS:
@@ -119,8 +119,18 @@ def test_arms_make_steps(arm):
 
 
 def weights(step):
-    state = getattr(step, "_state", None)
-    return dict(step._model.named_parameters()) if state is None else state.params
+    progress = getattr(step, "progress", None)
+    return dict(step._model.named_parameters()) if progress is None else progress.state.params
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arm", ["dpsgd-captured", "dpsur-captured"])
+def test_our_captured_arms_make_trials(arm):
+    network = network_named("pixel-28")
+    step = arm_named(arm).make(Cell(network, network.batch(64, torch.device("cuda"))))
+    for _ in range(5):
+        step()
+    assert step._trials.read()[0] == 5
 
 
 @pytest.mark.gpu
