@@ -1,29 +1,17 @@
 """Rows of results: JSON lines that say how they were made."""
 
 import json
-import platform
 import subprocess
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from dpsur._version import __version__
+from dpsur.versions import versions
 
 
 def provenance() -> dict[str, Any]:
     """The commit and the versions that a row was made with."""
-    return {"commit": _commit(), "versions": _versions()}
-
-
-def _versions() -> dict[str, str]:
-    found = {"dpsur": __version__, "python": platform.python_version()}
-    for package in ("torch", "dp-accounting", "numpy", "scipy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "absent"
-    return found
+    return {"commit": _commit(), "versions": versions()}
 
 
 def _commit() -> str | None:

@@ -2,11 +2,9 @@
 
 import copy
 import os
-import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur._version import __version__
 from dpsur.core.gradients import check_model
 from dpsur.core.loop import Progress
 from dpsur.core.problem import Problem
@@ -32,6 +29,7 @@ from dpsur.runs.files import RunFolder
 from dpsur.runs.recorder import CURVES, Recorder, draw_curves
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
 from dpsur.runs.session import Observer, Pace, Session, Speed
+from dpsur.versions import versions
 
 
 @dataclass(frozen=True)
@@ -236,7 +234,7 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
         seeded=session.streams.seeded,
         average=progress.state.average is not None,
         tf32=session.speed.tf32,
-        versions=_versions(),
+        versions=versions(),
     )
     return Run(
         model=model.cpu(),
@@ -248,13 +246,3 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
         private=PrivateDiagnostics(progress.ledger, tuple(recorder.rows)),
         origin=origin,
     )
-
-
-def _versions() -> dict[str, str]:
-    found = {"dpsur": __version__, "python": platform.python_version()}
-    for package in ("torch", "dp-accounting", "numpy", "scipy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "absent"
-    return found
