@@ -1,5 +1,7 @@
 """The contract of the fast engine: every rule, in many configurations, against the definition."""
 
+from importlib import import_module
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -649,28 +651,58 @@ def test_rows_of_the_wrong_number_are_refused():
 
 
 class Echo(nn.Module):
-    """A linear layer on two positions whose outputs are subtracted: gradients nearly cancel."""
+    """A layer on two positions whose outputs are subtracted: gradients nearly cancel."""
 
-    def __init__(self, width):
+    def __init__(self, width, kind):
         super().__init__()
-        self.layer = nn.Linear(width, 64, bias=False)
+        self.layer = (
+            nn.Linear(width, 64, bias=False)
+            if kind == "linear"
+            else nn.Conv1d(width, 64, 1, bias=False)
+        )
+        self.kind = kind
 
     def forward(self, x):
-        out = self.layer(x)
+        out = self.layer(x) if self.kind == "linear" else self.layer(x.mT).mT
         return out[:, 0] - out[:, 1]
 
 
+@pytest.mark.parametrize("kind", ["linear", "conv"])
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e6, 1e8])
 @pytest.mark.parametrize("gap", [1e-1, 1e-3, 1e-5])
-def test_a_record_made_to_cancel_does_not_pass_the_clip(size, gap):
+def test_a_record_made_to_cancel_does_not_pass_the_clip(size, gap, kind):
     """Norms from inner products lose all digits here; the contribution must stay bounded."""
     torch.manual_seed(0)
     width, bound = 512, 0.1
     base = size * torch.randn(1, 1, width)
     record = torch.cat([base, base + gap * torch.randn(1, 1, width) * size**0.5], dim=1)
     problem = Problem(
-        Echo(width), lambda out, _: (out * 3.0).sum(), Examples(record, torch.zeros(1))
+        Echo(width, kind), lambda out, _: (out * 3.0).sum(), Examples(record, torch.zeros(1))
     )
+    assert contribution(problem, bound) <= bound * 1.01
+
+
+def contribution(problem, bound):
     total = clipped_sum(problem, problem.initial_params(), problem.train, bound)
-    norm = float(torch.sqrt(sum(value.double().square().sum() for value in total.params.values())))
-    assert norm <= bound * 1.01
+    return float(torch.sqrt(sum(value.double().square().sum() for value in total.params.values())))
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_without_the_guard_some_such_record_passes(kind, monkeypatch):
+    """The control: plain sums of inner products let a record through."""
+
+    def unguarded(inner, outer, terms):
+        return (inner * outer).flatten(1).sum(1).clamp(min=0)
+
+    for name in ("dpsur.core.gradients.uses", "dpsur.core.gradients.rules.convolution"):
+        monkeypatch.setattr(import_module(name), "guarded_square_norms", unguarded)
+    worst = 0.0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        base = 1e6 * torch.randn(1, 1, 512)
+        record = torch.cat([base, base + 1e-1 * torch.randn(1, 1, 512)], dim=1)
+        problem = Problem(
+            Echo(512, kind), lambda out, _: (out * 3.0).sum(), Examples(record, torch.zeros(1))
+        )
+        worst = max(worst, contribution(problem, 0.1))
+    assert worst > 1.0

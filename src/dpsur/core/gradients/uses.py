@@ -100,8 +100,10 @@ class Products(Use):
         """Norms from inner products alone: |sum_t g_t x_t^T|^2 = sum_st (x_s.x_t)(g_s.g_t)."""
         if self.inputs.shape[1] == 1:
             return squares(self.inputs) * squares(self.outputs)
-        grams = torch.bmm(self.inputs, self.inputs.mT) * torch.bmm(self.outputs, self.outputs.mT)
-        return _never_too_small(grams.flatten(1).sum(1), self.inputs, self.outputs)
+        inner = torch.bmm(self.inputs, self.inputs.mT)
+        outer = torch.bmm(self.outputs, self.outputs.mT)
+        terms = self.inputs.shape[2] + self.outputs.shape[2] + self.inputs.shape[1]
+        return guarded_square_norms(inner, outer, terms)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One product of two matrices, the factors folded into the smaller one."""
@@ -145,16 +147,18 @@ def instantiating_pays(positions: int, width: int, height: int) -> bool:
     return positions > 1 and MEMORY_COST * width * height < inner_products
 
 
-def _never_too_small(square: Tensor, inputs: Tensor, outputs: Tensor) -> Tensor:
-    """Guard squared norms that were summed from inner products against cancellation.
+def guarded_square_norms(inner: Tensor, outer: Tensor, terms: int) -> Tensor:
+    """Squared norms of sum_t g_t x_t^T from inner products x_s.x_t and g_s.g_t, never too small.
 
     Where large positions nearly cancel, the sum is mostly rounding error and may even come out
     negative: a record made for it would pass the clip unclipped. The error is at most a small
     multiple of the unit in the last place of (sum_t |x_t| |g_t|)^2. Where that could matter it is
-    added, so that such a record is clipped harder than it need be, never less.
+    added, so that such a record is clipped harder than it need be, never less. `terms` is how many
+    products are added up for one entry.
     """
-    whole = (inputs.norm(dim=2) * outputs.norm(dim=2)).sum(1).square()
-    terms = inputs.shape[2] + outputs.shape[2] + inputs.shape[1]
+    square = (inner * outer).flatten(1).sum(1)
+    sizes = inner.diagonal(dim1=1, dim2=2) * outer.diagonal(dim1=1, dim2=2)
+    whole = sizes.clamp(min=0).sqrt().sum(1).square()
     slack = 8 * torch.finfo(square.dtype).eps * terms**0.5 * whole
     return torch.where(square < CANCELLED * whole, square.clamp(min=0) + slack, square)
 

@@ -26,6 +26,7 @@ from dpsur.core.gradients.uses import (
     Products,
     Rows,
     Use,
+    guarded_square_norms,
     instantiating_pays,
     split,
     wide,
@@ -53,6 +54,7 @@ class Sliding(Use):
         outputs = self.outputs.flatten(2)
         places = outputs.shape[2]
         step = scratch_rows(self.inputs, self.window, places)
+        terms = prod(self.weight_shape[1:]) + self.weight_shape[0] + places
         parts = []
         for start in range(0, len(outputs), step):
             some = outputs[start : start + step]
@@ -60,8 +62,9 @@ class Sliding(Use):
                 between = self.grams[start : start + step]
             else:
                 between = inner_products(self.inputs[start : start + step], self.window, places)
-            parts.append((between * torch.bmm(some.mT, some)).flatten(1).sum(1))
-        return torch.cat(parts).clamp(min=0)  # rounding must not make a square negative
+            outer = torch.bmm(some.mT, some)
+            parts.append(guarded_square_norms(between, outer, terms))
+        return torch.cat(parts)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """The usual gradient of the weight, from scaled output gradients."""
