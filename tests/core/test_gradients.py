@@ -221,6 +221,35 @@ class TestRefusals:
         with pytest.raises(UnsupportedModelError, match=r"module 1 \(Centre\).*company"):
             check_model(model, blobs())
 
+    def test_a_mixer_in_training_mode_alone_is_found(self):
+        """Gradients are taken in training mode; a detached mean leaves no trace in them."""
+
+        class Centre(nn.Module):
+            def forward(self, x):
+                return x - x.mean(0, keepdim=True).detach() if self.training else x
+
+        for before in (nn.Identity(), nn.Dropout(0.5)):
+            model = nn.Sequential(nn.Linear(2, 4), before, Centre(), nn.Linear(4, 3))
+            with pytest.raises(UnsupportedModelError, match=r"module 2 \(Centre\).*company"):
+                check_model(model, blobs())
+
+    def test_a_buffer_that_changes_in_training_mode_alone_is_refused(self):
+        class Memory(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("seen", torch.zeros(2))
+
+            def forward(self, x):
+                if self.training:
+                    self.seen += x.sum(0)
+                return x
+
+        with pytest.raises(UnsupportedModelError, match="buffer 0.seen"):
+            check_model(nn.Sequential(Memory(), nn.Linear(2, 3)), blobs())
+
+    def test_dropout_is_no_mixer(self):
+        check_model(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 3)), blobs())
+
     def test_a_buffer_that_changes_is_refused(self):
         class Memory(nn.Module):
             def __init__(self):

@@ -60,12 +60,17 @@ def test_the_theorem_on_the_normal_cdf(alpha, sigma, below, direction):
     assert log_cdf_ratio(alpha, sigma, direction, below) <= 1e-9 * alpha
 
 
-def test_the_theorem_needs_the_half_line():
-    """Truncated on both sides the divergence can exceed the plain Gaussian's... but by the same
-    argument it never does on one side: a control that the assertion above can fail."""
-    two_sided = truncated_gaussian_rdp(2.0, 1.0, "zero-first", 5.0, 3.0)
-    one_sided = truncated_gaussian_rdp(2.0, 1.0, "zero-first", 5.0)
-    assert two_sided != pytest.approx(one_sided, rel=1e-3)
+def test_a_wrong_normalisation_breaks_the_theorem():
+    """The control: dividing by the mass of the other law, the same inequality fails."""
+    alpha, sigma, below = 3.0, 1.0, 0.0
+
+    def mass(mean):
+        return stats.norm.logcdf((below - mean) / sigma)
+
+    right = (alpha - 1) * mass(1.0) + mass(1.0 - alpha) - alpha * mass(0.0)
+    wrong = (alpha - 1) * mass(1.0) + mass(1.0 - alpha) - alpha * mass(1.0)
+    assert log_cdf_ratio(alpha, sigma, "zero-first", below) == pytest.approx(right)
+    assert right <= 0 < wrong
 
 
 def test_algorithm_2_draws_a_truncated_gaussian():

@@ -94,4 +94,5 @@ def mean_losses(
         return after.mean(), before.mean()
     count = batch.mask.sum().clamp(min=1)
     # Chosen, not multiplied: a loss that is not finite outside the sample must not matter.
-    return tuple(torch.where(batch.mask, x, 0.0).sum() / count for x in (after, before))  # type: ignore[return-value]
+    after, before = (torch.where(batch.mask, x, 0.0).sum() / count for x in (after, before))
+    return after, before

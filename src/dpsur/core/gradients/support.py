@@ -23,12 +23,8 @@ def check_model(model: nn.Module, examples: Examples) -> Tensor:
 
 def draws_randomness(model: nn.Module, examples: Examples) -> bool:
     """Whether a forward pass in training mode draws random numbers, as dropout does."""
-    inputs = made_up(examples.inputs, 2)
-    devices = [inputs.device] if inputs.is_cuda else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), mode(model, training=True):
-        before = _generator_state(inputs)
-        model(inputs)
-        return not torch.equal(before, _generator_state(inputs))
+    with torch.no_grad(), mode(model, training=True):
+        return _watched(model, made_up(examples.inputs, 2))[2]
 
 
 def _generator_state(inputs: Tensor) -> Tensor:
@@ -71,18 +67,22 @@ def _check_known_mixers(model: nn.Module) -> None:
 
 
 def _probe(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Run two made-up records together and alone: the outputs must not depend on company."""
-    pair = made_up(inputs, 2)
+    """Run made-up records in different company: a row's outputs must not depend on it.
+
+    In both modes, since gradients are taken in training mode and losses in evaluation mode.
+    """
+    rows = made_up(inputs, 3)
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     try:
-        with torch.no_grad(), mode(model, training=False):
-            together, seen_together = _watched(model, pair)
-            _, seen_alone = _watched(model, pair[:1])
+        for training in (True, False):
+            together = _compared(model, rows, training=training)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        if isinstance(error, UnsupportedModelError):
+            raise
         reason = str(error).strip().splitlines()[0]
         raise UnsupportedModelError(
-            f"the model cannot take inputs of shape {tuple(pair.shape)} and type {pair.dtype}: "
-            f"{reason}"
+            f"the model cannot take inputs of shape {tuple(rows[:2].shape)} and type "
+            f"{rows.dtype}: {reason}"
         ) from error
     changed = [n for n, v in model.named_buffers() if not torch.equal(v, buffers[n])]
     if changed:
@@ -90,17 +90,29 @@ def _probe(model: nn.Module, inputs: Tensor) -> Tensor:
             f"buffer {changed[0]} changes during a forward pass and would carry private records "
             "into the release; make the forward pass free of side effects"
         )
-    if not isinstance(together, Tensor) or len(together) != len(pair):
-        raise UnsupportedModelError(
-            "the model must return one tensor with one row per example; wrap it in a module that "
-            "does"
-        )
-    for name, output in seen_together.items():
-        if not _same_row(output, seen_alone.get(name)):
+    return together
+
+
+def _compared(model: nn.Module, rows: Tensor, *, training: bool) -> Tensor:
+    """Outputs of two records, after comparing the first with itself in other company and alone."""
+    with torch.no_grad(), mode(model, training=training):
+        together, seen, drew = _watched(model, rows[:2])
+        if not isinstance(together, Tensor) or not together.dim() or len(together) != 2:
+            raise UnsupportedModelError(
+                "the model must return one tensor with one row per example; wrap it in a module "
+                "that does"
+            )
+        # The same draws in the same shape: layers such as dropout do not disturb this comparison,
+        # while alone they draw other numbers.
+        others = [_watched(model, rows[[0, 2]])[1]]
+        if not drew:
+            others.append(_watched(model, rows[:1])[1])
+    for name, output in seen.items():
+        if not all(_same_row(output, other.get(name)) for other in others):
             raise UnsupportedModelError(
                 f"module {name or '(root)'} ({type(model.get_submodule(name)).__name__}) gives an "
-                "example another output when it has company in the batch; replace it with a layer "
-                "that treats each example by itself, such as nn.GroupNorm or nn.LayerNorm"
+                "example another output when it has other company in the batch; replace it with a "
+                "layer that treats each example by itself, such as nn.GroupNorm or nn.LayerNorm"
             )
     return together
 
@@ -116,20 +128,25 @@ def made_up(inputs: Tensor, rows: int) -> Tensor:
     return values.to(device=inputs.device, dtype=inputs.dtype)
 
 
-def _watched(model: nn.Module, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Outputs of the model, and of its modules in the order in which they finish."""
+def _watched(model: nn.Module, inputs: Tensor) -> tuple[object, dict[str, Tensor], bool]:
+    """Outputs of the model and of its modules in the order they finish; whether it drew numbers."""
     seen: dict[str, Tensor] = {}
 
     def watch(name: str) -> torch.utils.hooks.RemovableHandle:
         def note(_: nn.Module, __: object, output: object) -> None:
             if isinstance(output, Tensor) and len(output.shape) and len(output) == len(inputs):
-                seen[name] = output
+                seen[name] = output.clone()  # a later layer may overwrite it in place
 
         return model.get_submodule(name).register_forward_hook(note)
 
     handles = [watch(name) for name, _ in model.named_modules()]
+    devices = [inputs.device] if inputs.is_cuda else []
     try:
-        return model(inputs), seen
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(0)
+            before = _generator_state(inputs)
+            outputs = model(inputs)
+            return outputs, seen, not torch.equal(before, _generator_state(inputs))
     finally:
         for handle in handles:
             handle.remove()
