@@ -127,6 +127,20 @@ def test_an_accounting_that_does_not_cover_the_trial_makes_no_plan():
         make_plan(request(count=10, test=CoinTest(0.1, 2.0)), BUDGET, "every-trial")
 
 
+@pytest.mark.parametrize(
+    ("accounting", "test", "on_reject"),
+    [
+        ("proven", TEST, "keep-momentum"),
+        ("published", TEST, "keep-momentum"),
+        ("every-trial", CoinTest(0.1, 2.0), "restore"),
+    ],
+)
+def test_a_plan_made_by_hand_is_checked_too(accounting, test, on_reject):
+    trial = Trial(SampledGaussian(0.1, 1.0), test)
+    with pytest.raises(InvalidInputError, match="not covered"):
+        Plan(BUDGET, accounting, trial, 10, on_reject=on_reject)
+
+
 def test_plans_survive_a_file(name):
     plan = make_plan(request(count=10), BUDGET, name)
     assert Plan.from_json(plan.to_json()) == plan

@@ -55,6 +55,10 @@ class Plan:
     setup: tuple[Event, ...] = ()
     on_reject: str = RESTORE
 
+    def __post_init__(self) -> None:
+        # However a plan is made, it cannot state a guarantee that its accounting does not cover.
+        accounting_named(self.accounting).check(self.trial, self.on_reject)
+
     def affords(self, ledger: Ledger) -> bool:
         """Whether one more trial fits. Asked before the trial, never after."""
         if self.updates is not None and ledger.updates >= self.updates:
