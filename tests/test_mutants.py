@@ -23,7 +23,7 @@ from dpsur.core.sampling import Batch
 from dpsur.core.streams import BATCH, Streams
 from dpsur.core.tree import flatten
 from dpsur.core.types import Examples
-from dpsur.methods import Dpsgd, Dpsur, dpsgd, selection
+from dpsur.methods import Dpsgd, Dpsur, noisy_gradient, selection
 from dpsur.privacy import pld
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
@@ -231,7 +231,7 @@ def losses_on_two_batches(patch):
 
 
 def divided_by(patch, size_of):
-    real = dpsgd.NoisyGradientSteps._noisy_gradient
+    real = noisy_gradient.NoisyGradientSteps._noisy_gradient
 
     def wrong(self, params):
         draws = []
@@ -247,7 +247,7 @@ def divided_by(patch, size_of):
         size = max(1, size_of(draws[0].examples))
         return {name: value * expected / size for name, value in gradient.items()}, overflow
 
-    patch.setattr(dpsgd.NoisyGradientSteps, "_noisy_gradient", wrong)
+    patch.setattr(noisy_gradient.NoisyGradientSteps, "_noisy_gradient", wrong)
 
 
 def divided_by_the_drawn_size(patch):
@@ -260,7 +260,7 @@ def divided_by_another_draws_size(patch):
 
 
 def skipped_empty_batch(patch):
-    real = dpsgd.NoisyGradientSteps._noisy_gradient
+    real = noisy_gradient.NoisyGradientSteps._noisy_gradient
 
     def wrong(self, params):
         state = self._streams[BATCH].get_state()
@@ -274,11 +274,11 @@ def skipped_empty_batch(patch):
             gradient = {name: torch.zeros_like(value) for name, value in gradient.items()}
         return gradient, overflow
 
-    patch.setattr(dpsgd.NoisyGradientSteps, "_noisy_gradient", wrong)
+    patch.setattr(noisy_gradient.NoisyGradientSteps, "_noisy_gradient", wrong)
 
 
 def late_stop(patch):
-    patch.setattr(Plan, "affords", lambda self, ledger: ledger.trials <= self.trials)
+    patch.setattr(Plan, "affords", lambda self, ledger, step: ledger.trials <= self.trials)
     patch.setattr(Plan, "completed", lambda self, ledger: True)
 
 
@@ -295,7 +295,7 @@ def nan_rejects_always(patch):
 def noise_times(factor):
     def patch_it(patch):
         patch.setattr(
-            dpsgd,
+            noisy_gradient,
             "add_gaussian",
             lambda total, multiplier, g: noise.add_gaussian(total, factor * multiplier, g),
         )

@@ -126,7 +126,7 @@ BAD = [
     (["--on-reject", "keep-momentum"], "on_reject keep-momentum is not covered by the proven"),
     (["--accept-ratio", "0.5"], "accept_ratio must be a finite number of at least 1, got 0.5"),
     (["--gate", "coin", "--accept-threshold", "-1"], "belongs to the gate loss"),
-    (["--method", "dpsgd", "--accept-threshold", "0"], "has no option --accept-threshold"),
+    (["--method", "dpsgd", "--accept-threshold", "0"], "belongs to the gate loss"),
     (["--optimizer", "lion"], "invalid choice: 'lion'"),
     (["--learning", "1"], "unrecognized arguments: --learning 1"),
     (["--checkpoint-every", "0"], "checkpoint_every must be"),

@@ -72,27 +72,27 @@ def test_trials_are_fixed_in_advance_where_they_are_charged():
     plan = make_plan(request(count=10), BUDGET, "every-trial")
     ledger = Ledger().record(plan.trial, trials=9, updates=2)
     assert plan.updates is None
-    assert plan.affords(ledger)
+    assert plan.affords(ledger, plan.trial)
     assert not plan.completed(ledger)
     ledger = ledger.record(plan.trial, updates=0)
-    assert not plan.affords(ledger)
+    assert not plan.affords(ledger, plan.trial)
     assert plan.completed(ledger)
 
 
 def test_updates_are_fixed_in_advance_where_they_are_charged():
     plan = make_plan(request(count=10), BUDGET, "published")
     ledger = Ledger().record(plan.trial, trials=30, updates=9)
-    assert plan.affords(ledger)
+    assert plan.affords(ledger, plan.trial)
     assert not plan.completed(ledger)
     ledger = ledger.record(plan.trial, updates=1)
-    assert not plan.affords(ledger)
+    assert not plan.affords(ledger, plan.trial)
     assert plan.completed(ledger)
 
 
 def test_the_cap_ends_a_run_that_must_not_release():
     plan = make_plan(request(count=10), BUDGET, "published")
     ledger = Ledger().record(plan.trial, trials=plan.trials, updates=9)
-    assert not plan.affords(ledger)
+    assert not plan.affords(ledger, plan.trial)
     assert not plan.completed(ledger)
 
 

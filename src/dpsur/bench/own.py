@@ -11,6 +11,7 @@ from dpsur.core.types import Params
 from dpsur.errors import InvalidInputError
 from dpsur.methods.dpsgd import Dpsgd
 from dpsur.methods.dpsur import Dpsur
+from dpsur.methods.gated import Gated
 from dpsur.privacy.events import LossTest, SampledGaussian, Test, Trial
 from dpsur.privacy.plan import Budget, Plan
 
@@ -27,7 +28,7 @@ class OwnStep:
     other arms are given, and still pays for drawing a Poisson sample and gathering its rows.
     """
 
-    def __init__(self, cell: Cell, method: Dpsgd, test: Test | None) -> None:
+    def __init__(self, cell: Cell, method: Gated, test: Test | None) -> None:
         self.problem = Problem(cell.model(), F.cross_entropy, cell.batch)
         trial = Trial(SampledGaussian(1.0, NOISE_MULTIPLIER), test)
         # Nothing is released and no record is private: the plan only carries the trial.

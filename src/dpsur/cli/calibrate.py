@@ -131,8 +131,8 @@ def _designed(
         accept_threshold=options.accept_threshold or 0.0,
         setup=setup_events(options),
     )
-    assert plan.trial.test is not None
-    test = plan.trial.test
+    assert plan.trial.gate is not None
+    test = plan.trial.gate
     return {
         **_answer(plan),
         "accept_ratio": test.accept_max / test.accept_min,

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from dpsur.core.loop import Progress
 from dpsur.core.types import Verdict
-from dpsur.privacy.plan import Plan
+from dpsur.privacy.filtered import AnyPlan, FilteredPlan
 from dpsur.privacy.statement import format_epsilon
 
 PRIVATE_WARNING = (
@@ -25,7 +25,7 @@ class ProgressBar:
     def __init__(self, quiet: bool, show_private: bool) -> None:
         self._quiet = quiet
         self._show_private = show_private and not quiet
-        self._plan: Plan | None = None
+        self._plan: AnyPlan | None = None
         self._bar: Any = None
         self._task: Any = None
         self._clock = time.perf_counter()
@@ -37,14 +37,13 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.stop()
 
-    def started(self, plan: Plan, progress: Progress) -> None:
+    def started(self, plan: AnyPlan, progress: Progress) -> None:
         """Show the plan and start the bar."""
         self._plan = plan
         if self._quiet:
             return
         unit = "trials" if plan.updates is None else "updates"
-        noise = getattr(plan.trial.update, "noise_multiplier", 0.0)
-        self._say(f"{plan.length} {unit} at noise multiplier {noise:.3f}, {plan.accounting}")
+        self._say(_describe(plan, unit))
         if self._show_private:
             self._say(f"warning: {PRIVATE_WARNING}")
         if sys.stderr.isatty():
@@ -86,7 +85,7 @@ class ProgressBar:
             position = self._plan.position(progress.ledger)
             self._say(f"{position}/{self._plan.length}: {spent}, {score}")
 
-    def _start_bar(self, unit: str, plan: Plan, progress: Progress) -> None:
+    def _start_bar(self, unit: str, plan: AnyPlan, progress: Progress) -> None:
         try:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -111,3 +110,11 @@ class ProgressBar:
             self._bar.console.print(text, highlight=False)
         else:
             print(text, file=sys.stderr, flush=True)
+
+
+def _describe(plan: AnyPlan, unit: str) -> str:
+    if isinstance(plan, FilteredPlan):
+        length = "as many trials as fit" if plan.updates is None else f"{plan.updates} {unit}"
+        return f"{length} under a privacy filter of order {plan.order:.3g}, {plan.accounting}"
+    noise = getattr(plan.trial.update, "noise_multiplier", 0.0)
+    return f"{plan.length} {unit} at noise multiplier {noise:.3f}, {plan.accounting}"

@@ -162,7 +162,7 @@ def train(
     block in which a padded batch had no room, so that no record is ever left out.
     """
     trials = CapturedTrials(procedure, plan, progress, streams, block)
-    while plan.affords(progress.ledger):
+    while plan.affords(progress.ledger, procedure.step(progress.state)):
         count = min(block, plan.trials - progress.ledger.trials)
         positions = {name: p.clone() for name, p in streams.positions().items()}
         trials.run(count)
@@ -173,7 +173,7 @@ def train(
             trials.restore(progress, streams.positions())
             continue
         ledger = progress.ledger.record(
-            procedure.trial,
+            procedure.step(progress.state),
             trials=made - progress.ledger.trials,
             updates=kept - progress.ledger.updates,
         )

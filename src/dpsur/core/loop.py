@@ -9,8 +9,8 @@ from torch import Tensor
 from dpsur.core.tree import map_tensors
 from dpsur.core.types import Procedure, State, Verdict
 from dpsur.errors import NothingReleasedError
+from dpsur.privacy.filtered import AnyPlan
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def start(procedure: Procedure) -> Progress:
 
 def train(
     procedure: Procedure,
-    plan: Plan,
+    plan: AnyPlan,
     progress: Progress,
     on_trial: OnTrial = lambda *_: None,
 ) -> Progress:
@@ -41,26 +41,29 @@ def train(
     accounting, for adding or removing one record. Raises NothingReleasedError if the cap on trials
     came first: that event is as improbable as the plan says, provided nothing is released.
     """
-    while plan.affords(progress.ledger):  # before a trial, never after
+    while plan.affords(
+        progress.ledger, procedure.step(progress.state)
+    ):  # before a trial, never after
         progress, verdict = make_trial(procedure, plan, progress)
         on_trial(progress, verdict)
     check_completed(plan, progress)
     return progress
 
 
-def make_trial(procedure: Procedure, plan: Plan, progress: Progress) -> tuple[Progress, Verdict]:
+def make_trial(procedure: Procedure, plan: AnyPlan, progress: Progress) -> tuple[Progress, Verdict]:
     """One trial of Algorithm 1: propose, judge, keep or drop, and record."""
     state = progress.state
+    step = procedure.step(state)
     position = torch.tensor(plan.position(progress.ledger), device=state.updates.device)
     candidate = procedure.propose(state, position)  # Alg. 1, L3-8
     verdict = procedure.judge(state, candidate)  # L9-14
     rejected = procedure.after_rejection(state, candidate)
     state = keep(verdict.accept, candidate.state, rejected)  # L15-18
-    ledger = progress.ledger.record(procedure.trial, updates=int(verdict.accept))
+    ledger = progress.ledger.record(step, updates=int(verdict.accept))
     return Progress(state, ledger), verdict
 
 
-def check_completed(plan: Plan, progress: Progress) -> None:
+def check_completed(plan: AnyPlan, progress: Progress) -> None:
     """Refuse to go on with a run that hit its cap: its result must not be released."""
     if not plan.completed(progress.ledger):
         raise NothingReleasedError(

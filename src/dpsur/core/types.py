@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpsur.errors import InvalidInputError
-from dpsur.privacy.events import Event, Trial
+from dpsur.privacy.events import Event, Step
 
 Params = dict[str, Tensor]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -60,6 +60,7 @@ class State:
     optimizer: OptimizerState
     updates: Tensor
     average: Params | None = None
+    memory: Mapping[str, Tensor] | None = None  # what an adaptive method has released so far
 
     @property
     def released_params(self) -> Params:
@@ -87,9 +88,11 @@ class Verdict:
 class Procedure(Protocol):
     """A method bound to data, model and random streams: what the loop drives."""
 
-    @property
-    def trial(self) -> Trial:
-        """The event that one call of `propose` and `judge` amounts to."""
+    def step(self, state: State) -> Step:
+        """The event that the next call of `propose` and `judge` amounts to.
+
+        It may depend on released values only, so that asking for it costs nothing.
+        """
         ...
 
     @property

@@ -34,8 +34,8 @@ def _row(setting: PaperSetting) -> dict[str, Any]:
         setup=setting.setup,
     )
     updates = make_plan(request, Budget(setting.epsilon, DELTA), "published").length
-    assert setting.trial.test is not None
-    acceptance = (setting.trial.test.accept_min + setting.trial.test.accept_max) / 2
+    assert setting.trial.gate is not None
+    acceptance = (setting.trial.gate.accept_min + setting.trial.gate.accept_max) / 2
     trials = round(updates / acceptance)
     found = figures(setting.setup, setting.trial, DELTA, updates=updates, trials=trials)
     return {

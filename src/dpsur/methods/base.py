@@ -1,13 +1,18 @@
 """What every method is: frozen hyper-parameters that can be settled and bound to data."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Self
+
+from torch import nn
 
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
 from dpsur.core.types import Procedure
-from dpsur.privacy.plan import Budget, Plan
+from dpsur.privacy.events import Event
+from dpsur.privacy.filtered import AnyPlan
+from dpsur.privacy.plan import Budget
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -22,13 +27,33 @@ class Method(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
 
-    @abstractmethod
-    def settle(self, dataset_size: int, budget: Budget, accounting: str) -> tuple[Self, Plan]:
-        """Fill in what was left open and fix the privacy of the run, before any data is touched."""
+    # The kind of features that the method is known for; None leaves the inputs as they are.
+    features: ClassVar[str | None] = None
 
     @abstractmethod
-    def bind(self, problem: Problem, plan: Plan, streams: Streams) -> Procedure:
+    def settle(
+        self,
+        dataset_size: int,
+        budget: Budget,
+        accounting: str,
+        setup: tuple[Event, ...] = (),
+    ) -> tuple[Self, AnyPlan]:
+        """Fill in what was left open and fix the privacy of the run, before any data is touched.
+
+        `setup` are events that happen before the first trial, such as private statistics.
+        """
+
+    @abstractmethod
+    def bind(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
         """Tie a settled method to a model, records and random streams."""
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """The network that the method trains in place of `model`."""
+        return model
+
+    def network_changes(self) -> Mapping[str, Any]:
+        """The same change as arguments of a network's description."""
+        return {}
 
     @classmethod
     def options(cls) -> tuple[Field[Any], ...]:

@@ -11,7 +11,8 @@ from dpsur.core.sampling import Draw, exact_batch, padded_batch
 from dpsur.core.streams import VAL_BATCH, VAL_NOISE, Streams
 from dpsur.core.types import Candidate, Procedure, State, Verdict
 from dpsur.privacy.accounting import KEEP_MOMENTUM
-from dpsur.privacy.events import Event, Trial
+from dpsur.privacy.events import Event, Step, Trial
+from dpsur.privacy.filtered import AnyPlan
 from dpsur.privacy.plan import Plan
 
 
@@ -22,20 +23,25 @@ class Selective:
         self,
         proposer: Procedure,
         problem: Problem,
-        plan: Plan,
+        plan: AnyPlan,
         streams: Streams,
         loss_clip: float,
     ) -> None:
-        assert plan.trial.test is not None
-        self.trial: Trial = plan.trial
+        gate = (plan.trial if isinstance(plan, Plan) else plan.typical).gate
+        assert gate is not None
         self.setup: tuple[Event, ...] = plan.setup
         self._proposer = proposer
         self._problem = problem
         self._streams = streams
-        self._test = plan.trial.test
-        self._gate = make_gate(self._test, loss_clip)
+        self._test = gate
+        self._gate = make_gate(gate, loss_clip)
         self._draw: Draw = exact_batch
         self._keeps_momentum = plan.on_reject == KEEP_MOMENTUM
+
+    def step(self, state: State) -> Step:
+        """The proposer's, with the test."""
+        step = self._proposer.step(state)
+        return replace(step, test=self._test) if isinstance(step, Trial) else step
 
     def initial_state(self) -> State:
         """The proposer's."""
@@ -47,6 +53,8 @@ class Selective:
 
     def judge(self, state: State, candidate: Candidate) -> Verdict:
         """Compare both models on one fresh batch, with noise (Alg. 1, L9-14)."""
+        if not isinstance(self.step(state), Trial):
+            return self._proposer.judge(state, candidate)  # a figure to steer by, not an update
         train = self._problem.train
         batch = self._draw(train, self._test.sample_rate, self._streams[VAL_BATCH])
         after, before = mean_losses(self._problem, candidate.state.params, state.params, batch)

@@ -64,7 +64,7 @@ class Accounting(ABC):
     def spent(self, ledger: Ledger, delta: float) -> float:
         """Epsilon of what a ledger holds."""
         counts = [
-            (entry.trial, entry.trials if self.charges == "trials" else entry.updates)
+            (entry.step, entry.trials if self.charges == "trials" else entry.updates)
             for entry in ledger.entries
         ]
         return self.epsilon([*((event, 1) for event in ledger.setup), *counts], delta)
@@ -174,6 +174,7 @@ ACCOUNTINGS: dict[str, Accounting] = {
     accounting.name: accounting for accounting in (Proven(), EveryTrial(), Published())
 }
 DEFAULT_ACCOUNTING = "proven"
+FIGURES: Final = ("published", "proven", "proven_lower", "every_trial")
 
 
 def accounting_named(name: str) -> Accounting:
@@ -198,9 +199,7 @@ def figures(
 
     An accounting applies if the count that it charges was fixed in advance and it covers the trial.
     """
-    found: dict[str, float | None] = dict.fromkeys(
-        ("published", "proven", "proven_lower", "every_trial")
-    )
+    found: dict[str, float | None] = dict.fromkeys(FIGURES)
     for accounting in ACCOUNTINGS.values():
         count = trials if accounting.charges == "trials" else updates
         if count is None or not _covers(accounting, trial, on_reject):

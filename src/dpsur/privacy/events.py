@@ -111,17 +111,54 @@ Test = LossTest | CoinTest
 
 
 @dataclass(frozen=True)
+class NoisyChoice:
+    """The exponential mechanism on a Poisson sample: the least of several noisy clipped losses.
+
+    Scores are sums over the sample of values in [0, C], and one is chosen with a probability in
+    proportion to exp(-epsilon * score / C). A record moves all scores the same way, by at most C,
+    so that the log-likelihood ratio of a choice has a range of epsilon.
+    """
+
+    sample_rate: float
+    choice_epsilon: float
+
+    def __post_init__(self) -> None:
+        checks.sample_rate("choice_sample_rate", self.sample_rate)
+        checks.positive("choice_epsilon", self.choice_epsilon)
+
+    @property
+    def amplified(self) -> float:
+        """The range of the log-likelihood ratio with the sampling in it.
+
+        A ratio x becomes 1 - q + q x. Where x lies in [s, s e^epsilon] and 1 is in between, the
+        logarithm of that has its widest range at s = 1.
+        """
+        return math.log1p(self.sample_rate * math.expm1(self.choice_epsilon))
+
+
+@dataclass(frozen=True)
 class Trial:
-    """One candidate update and, where there is one, the test that it must pass."""
+    """One candidate update and, where there is one, the test that it must pass.
+
+    A choice among candidates is no test in the sense of selective release: it is always charged.
+    """
 
     update: SampledGaussian | NonPrivate
-    test: Test | None = None
+    test: Test | NoisyChoice | None = None
+
+    @property
+    def gate(self) -> Test | None:
+        """The test that decides whether the candidate is released at all."""
+        return None if isinstance(self.test, NoisyChoice) else self.test
 
 
-Event = NonPrivate | Gaussian | SampledGaussian | LossTest | CoinTest | Trial
+Event = NonPrivate | Gaussian | SampledGaussian | LossTest | CoinTest | NoisyChoice | Trial
+# What a run does in one go: a trial, or a noisy figure that later trials are steered by.
+Step = Trial | SampledGaussian | Gaussian
 
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (NonPrivate, Gaussian, SampledGaussian, LossTest, CoinTest)
+    kind.__name__: kind
+    for kind in (NonPrivate, Gaussian, SampledGaussian, LossTest, CoinTest, NoisyChoice)
 }
 
 

@@ -48,14 +48,19 @@ class RenyiFilter:
         return RenyiFilter(order, low * (1 - _ROUNDING))
 
     @staticmethod
-    def best_for(budget: Budget, typical_rdp: Callable[[float], float]) -> "RenyiFilter":
+    def best_for(
+        budget: Budget,
+        typical_rdp: Callable[[float], float],
+        setup_rdp: Callable[[float], float] = lambda _: 0.0,
+    ) -> "RenyiFilter":
         """The filter whose order affords most steps of a typical charge, chosen before the run."""
 
         def steps(candidate: RenyiFilter) -> float:
             charge = typical_rdp(candidate.order)
-            return candidate.allowance / charge if charge > 0 else math.inf
+            left = candidate.allowance - setup_rdp(candidate.order)
+            return left / charge if charge > 0 else math.inf
 
-        orders = (1.0 + 0.1 * 1.13**step for step in range(1, 65))
+        orders = (1.0 + 0.1 * 1.2**step for step in range(1, 44))
         return max((RenyiFilter.for_budget(budget, order) for order in orders), key=steps)
 
     def affords(self, rdp: float) -> bool:

@@ -5,14 +5,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dpsur.errors import InvalidInputError
-from dpsur.privacy.events import Event, Trial, event_from_json, event_to_json
+from dpsur.privacy.events import (
+    Event,
+    Gaussian,
+    SampledGaussian,
+    Step,
+    Trial,
+    event_from_json,
+    event_to_json,
+)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How often one kind of trial was made, and how often it was accepted."""
+    """How often one kind of step was made, and how often it was accepted.
 
-    trial: Trial
+    A step that is no trial, such as a noisy norm that later trials are steered by, is always kept.
+    """
+
+    step: Step
     trials: int
     updates: int
 
@@ -21,11 +32,15 @@ class Entry:
             raise InvalidInputError(
                 f"a ledger holds 0 <= updates <= trials, got {self.updates} and {self.trials}"
             )
+        if not isinstance(self.step, Trial) and self.updates != self.trials:
+            raise InvalidInputError(
+                f"{self.step} is always kept, but {self.updates} of {self.trials} were noted so"
+            )
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Setup events, each once, and the trials in the order they were made.
+    """Setup events, each once, and the steps in the order they were made.
 
     A ledger is a value: recording returns a new one. The number of rejected trials in it is private
     unless every trial is charged.
@@ -37,19 +52,19 @@ class Ledger:
     @property
     def trials(self) -> int:
         """Candidates drawn, accepted or not."""
-        return sum(entry.trials for entry in self.entries)
+        return sum(entry.trials for entry in self.entries if isinstance(entry.step, Trial))
 
     @property
     def updates(self) -> int:
         """Candidates accepted."""
-        return sum(entry.updates for entry in self.entries)
+        return sum(entry.updates for entry in self.entries if isinstance(entry.step, Trial))
 
-    def record(self, trial: Trial, *, updates: int, trials: int = 1) -> "Ledger":
-        """Add a block of equal trials, of which `updates` were accepted."""
-        new = Entry(trial, trials=trials, updates=updates)
-        if self.entries and self.entries[-1].trial == trial:
+    def record(self, step: Step, *, updates: int, trials: int = 1) -> "Ledger":
+        """Add a block of equal steps, of which `updates` were accepted."""
+        new = Entry(step, trials=trials, updates=updates)
+        if self.entries and self.entries[-1].step == step:
             last = self.entries[-1]
-            new = Entry(trial, last.trials + trials, last.updates + updates)
+            new = Entry(step, last.trials + trials, last.updates + updates)
             return replace(self, entries=(*self.entries[:-1], new))
         return replace(self, entries=(*self.entries, new))
 
@@ -58,7 +73,7 @@ class Ledger:
         return {
             "setup": [event_to_json(event) for event in self.setup],
             "entries": [
-                {"trial": event_to_json(e.trial), "trials": e.trials, "updates": e.updates}
+                {"step": event_to_json(e.step), "trials": e.trials, "updates": e.updates}
                 for e in self.entries
             ],
         }
@@ -68,9 +83,9 @@ class Ledger:
         """Read what `to_json` wrote."""
         entries = []
         for row in values["entries"]:
-            trial = event_from_json(row["trial"])
-            if not isinstance(trial, Trial):
-                raise InvalidInputError(f"a ledger entry must be a Trial, got {row['trial']!r}")
-            entries.append(Entry(trial, trials=row["trials"], updates=row["updates"]))
+            step = event_from_json(row["step"])
+            if not isinstance(step, (Trial, SampledGaussian, Gaussian)):
+                raise InvalidInputError(f"a ledger entry must be a step, got {row['step']!r}")
+            entries.append(Entry(step, trials=row["trials"], updates=row["updates"]))
         setup = tuple(event_from_json(event) for event in values["setup"])
         return Ledger(setup=setup, entries=tuple(entries))

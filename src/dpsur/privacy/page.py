@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian
+from dpsur.privacy.events import CoinTest, LossTest, NoisyChoice, SampledGaussian
 from dpsur.privacy.statement import format_epsilon
 
 
@@ -75,7 +75,9 @@ def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
     mechanism, settings = statement["mechanism"], statement["settings"]
     update, test = mechanism["trial"]["update"], mechanism["trial"]["test"]
     rows = [("Method", f"`{statement['method']}`"), ("Sampler", statement["sampler"])]
-    if update["kind"] == SampledGaussian.__name__:
+    if mechanism["filter"] is not None:
+        rows += _filter_rows(mechanism["filter"])
+    elif update["kind"] == SampledGaussian.__name__:
         rows.append(
             (
                 "Candidate update",
@@ -88,15 +90,38 @@ def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("Test of a candidate", _test(test, settings)))
         rows.append(("After a rejection", mechanism["on_reject"]))
     for event in mechanism["setup"]:
-        rows.append(("Before training", f"{event['kind']}, {event['noise_multiplier']:g}"))
+        noise = f"noise multiplier {event['noise_multiplier']:g}"
+        rows.append(("Before training", f"{event['kind']}, {noise}"))
     rows.append(("Accepted updates", str(statement["accepted_updates"])))
     rows.append(("Trials", _trials(mechanism)))
     rows.append(("Random numbers", _randomness(statement)))
     return rows
 
 
+def _filter_rows(chosen: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a privacy filter was fixed to, and how many kinds of steps it let pass."""
+    count = sum(row["charged"] for row in chosen["steps"])
+    return [
+        (
+            "Privacy filter",
+            f"Rényi order {chosen['order']:.5g}, allowance {chosen['allowance']:.5g}, both fixed "
+            "before the run; a step that would not fit is not taken",
+        ),
+        (
+            "Steps",
+            f"{count} charged, of {len(chosen['steps'])} kinds, each chosen from released values "
+            "only; privacy.json lists them",
+        ),
+    ]
+
+
 def _test(test: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     rate = f"sample rate {test['sample_rate']:.5g}"
+    if test["kind"] == NoisyChoice.__name__:
+        return (
+            f"{rate}; the step length is chosen by the exponential mechanism, epsilon "
+            f"{test['choice_epsilon']:.5g} before sampling, loss clip {settings['loss_clip']:g}"
+        )
     if test["kind"] == CoinTest.__name__:
         return (
             f"{rate}; an improvement passes, a worsening with probability "

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scipy.special import bdtr
@@ -11,7 +11,15 @@ from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accounting import CAP_SHARE, RESTORE, Accounting, accounting_named
 from dpsur.privacy.calibrate import least_noise, most_repetitions
-from dpsur.privacy.events import Event, NonPrivate, Test, Trial, event_from_json, event_to_json
+from dpsur.privacy.events import (
+    Event,
+    NonPrivate,
+    Step,
+    Test,
+    Trial,
+    event_from_json,
+    event_to_json,
+)
 from dpsur.privacy.ledger import Ledger
 
 
@@ -59,8 +67,10 @@ class Plan:
         # However a plan is made, it cannot state a guarantee that its accounting does not cover.
         accounting_named(self.accounting).check(self.trial, self.on_reject)
 
-    def affords(self, ledger: Ledger) -> bool:
-        """Whether one more trial fits. Asked before the trial, never after."""
+    def affords(self, ledger: Ledger, step: Step) -> bool:
+        """Whether one more step fits. Asked before the step, never after."""
+        if step != self.trial:
+            raise BudgetError(f"{step} was not planned: the plan repeats {self.trial}")
         if self.updates is not None and ledger.updates >= self.updates:
             return False
         return ledger.trials < self.trials
@@ -89,6 +99,20 @@ class Plan:
         """Epsilon of the completed run under its own accounting."""
         accounting = accounting_named(self.accounting)
         return accounting.planned(self.setup, self.trial, self.length, self.budget.delta)
+
+    def spent(self, ledger: Ledger) -> float:
+        """Epsilon so far, as a progress figure."""
+        return accounting_named(self.accounting).spent(ledger, self.budget.delta)
+
+    def limited(self, most: int) -> "Plan":
+        """The same plan, ended after fewer updates (or trials, where those are charged)."""
+        if most >= self.length:
+            return self
+        if self.updates is None:
+            return replace(self, trials=most)
+        gate = self.trial.gate
+        cap = most if gate is None else trial_cap(gate, most, self.budget)
+        return replace(self, updates=most, trials=cap)
 
     def to_json(self) -> dict[str, Any]:
         """Write the plan as plain values."""
@@ -153,11 +177,11 @@ def make_plan(request: Request, budget: Budget, accounting_name: str) -> Plan:
         checks.at_least_one("the number of updates", count)
         _check_fits(request, accounting, budget, noise, count)
     trial = request.trial_with(noise)
-    if accounting.charges == "trials" or trial.test is None:
+    if accounting.charges == "trials" or trial.gate is None:
         updates = None if accounting.charges == "trials" else count
         trials = count
     else:
-        updates, trials = count, trial_cap(trial.test, count, budget)
+        updates, trials = count, trial_cap(trial.gate, count, budget)
     return Plan(budget, accounting.name, trial, trials, updates, request.setup, request.on_reject)
 
 

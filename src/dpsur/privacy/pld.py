@@ -10,7 +10,15 @@ from functools import lru_cache
 from typing import Any
 
 from dpsur.errors import InvalidInputError
-from dpsur.privacy.events import Event, Gaussian, LossTest, NonPrivate, SampledGaussian, Trial
+from dpsur.privacy.events import (
+    Event,
+    Gaussian,
+    LossTest,
+    NoisyChoice,
+    NonPrivate,
+    SampledGaussian,
+    Trial,
+)
 
 # At this width the bound is within 0.1% of one ten times finer at every setting of the paper.
 DISCRETIZATION = 1e-3
@@ -22,6 +30,16 @@ def _distribution(q: float, sigma: float) -> Any:
 
     return privacy_loss_distribution.from_gaussian_mechanism(
         sigma, value_discretization_interval=DISCRETIZATION, sampling_prob=q
+    )
+
+
+@lru_cache(maxsize=64)
+def _pure(epsilon: float) -> Any:
+    from dp_accounting.pld import common, privacy_loss_distribution
+
+    return privacy_loss_distribution.from_privacy_parameters(
+        common.DifferentialPrivacyParameters(epsilon, 0.0),
+        value_discretization_interval=DISCRETIZATION,
     )
 
 
@@ -42,6 +60,8 @@ def _composed(event: Event, count: int) -> Any:
             # The verdict is a function of a sampled Gaussian of sensitivity 2 C_v and noise
             # 2 C_v sigma_v; charging that mechanism is an upper bound by post-processing.
             return _distribution(q, sigma).self_compose(count)
+        case NoisyChoice():
+            return _pure(event.amplified).self_compose(count)
     raise InvalidInputError(f"unknown privacy event: {event!r}")
 
 

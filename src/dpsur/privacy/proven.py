@@ -18,6 +18,7 @@ from dpsur.privacy.events import (
     Event,
     Gaussian,
     LossTest,
+    NoisyChoice,
     NonPrivate,
     SampledGaussian,
     Test,
@@ -116,8 +117,14 @@ def compose(charges: Sequence[tuple[Event, int]]) -> Composition:
                 precision += math.inf if count else 0.0
             case Trial(update=SampledGaussian() as update, test=None):
                 updates.append((_unselected(update), count))
+            case Trial(update=SampledGaussian() as update, test=NoisyChoice() as choice):
+                updates.append((_unselected(update), count))
+                precision += count * _choice_precision(choice)
+            case NoisyChoice():
+                precision += count * _choice_precision(event)
             case Trial(update=SampledGaussian(sample_rate=q, noise_multiplier=sigma), test=test):
                 assert test is not None
+                assert not isinstance(test, NoisyChoice)
                 updates.append((SelectiveUpdate.of(q, sigma, test), count))
             case SampledGaussian() | LossTest():
                 updates.append((_unselected(event), count))
@@ -131,10 +138,17 @@ def _check_count(count: int) -> None:
     checks.non_negative("the number of times an event happens", count)
 
 
+def _choice_precision(choice: NoisyChoice) -> float:
+    # A mechanism of range eta satisfies eta^2 / 8 zero-concentrated privacy (Dong et al. 2020,
+    # arXiv:1909.13830; Cesar and Rogers 2021), as a Gaussian of precision eta^2 / 4 does.
+    return choice.amplified**2 / 4
+
+
 def _unselected(event: SampledGaussian | LossTest) -> SelectiveUpdate:
     return SelectiveUpdate(event.sample_rate, event.noise_multiplier, 0.0, 1.0)
 
 
+@lru_cache(maxsize=4096)
 def event_divergence(event: Event, order: float) -> float:
     """Certified Rényi divergence of one event, the worse direction: what a filter is charged."""
     whole = compose([(event, 1)])

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dpsur.privacy.accounting import accounting_named, figures
+from dpsur.privacy.accounting import FIGURES, accounting_named, figures
 from dpsur.privacy.events import Event, Trial, event_from_json, event_to_json
+from dpsur.privacy.filtered import AnyPlan, FilteredPlan
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plan import Plan
 
-FORMAT = "dpsur-privacy/2"
+FORMAT = "dpsur-privacy/3"
 
 DEFINITION = "(epsilon, delta)-differential privacy in the central model"
 UNIT = "one record of the training set"
@@ -58,8 +59,10 @@ class RunFacts:
     versions: Mapping[str, str]
 
 
-def epsilons(plan: Plan) -> dict[str, float | None]:
+def epsilons(plan: AnyPlan) -> dict[str, float | None]:
     """Epsilon of a completed run under each accounting; None where one does not apply."""
+    if isinstance(plan, FilteredPlan):
+        return _filtered_figures(plan)
     return _figures(
         plan.setup,
         plan.trial,
@@ -67,6 +70,13 @@ def epsilons(plan: Plan) -> dict[str, float | None]:
         {"updates": plan.updates, "trials": plan.trials if plan.updates is None else None},
         plan.on_reject,
     )
+
+
+def _filtered_figures(plan: FilteredPlan) -> dict[str, float | None]:
+    """A filter promises its allowance under its own accounting, and nothing under another."""
+    found: dict[str, float | None] = dict.fromkeys(FIGURES)
+    found[plan.accounting.replace("-", "_")] = plan.epsilon()
+    return found
 
 
 def _figures(
@@ -82,7 +92,7 @@ def _figures(
     return figures(setup, trial, delta, updates=updates, trials=trials, on_reject=on_reject)
 
 
-def privacy_statement(plan: Plan, ledger: Ledger, facts: RunFacts) -> dict[str, Any]:
+def privacy_statement(plan: AnyPlan, ledger: Ledger, facts: RunFacts) -> dict[str, Any]:
     """Everything a reviewer asks, as plain values, with nothing private among them."""
     accounting = accounting_named(plan.accounting)
     return {
@@ -102,14 +112,7 @@ def privacy_statement(plan: Plan, ledger: Ledger, facts: RunFacts) -> dict[str, 
         "adjacency": ADJACENCY,
         "dataset_size": facts.dataset_size,
         "sampler": SAMPLER,
-        "mechanism": {
-            "trial": event_to_json(plan.trial),
-            "setup": [event_to_json(event) for event in plan.setup],
-            "on_reject": plan.on_reject,
-            "updates": plan.updates,
-            "trials": plan.trials if plan.updates is None else None,
-            "trial_cap": None if plan.updates is None else plan.trials,
-        },
+        "mechanism": _mechanism(plan, ledger),
         "accepted_updates": ledger.updates if plan.verdicts_are_public else plan.length,
         "method": facts.method,
         "settings": dict(facts.settings),
@@ -124,7 +127,31 @@ def privacy_statement(plan: Plan, ledger: Ledger, facts: RunFacts) -> dict[str, 
     }
 
 
-def warnings_for(plan: Plan, dataset_size: int, *, seeded: bool) -> list[str]:
+def _mechanism(plan: AnyPlan, ledger: Ledger) -> dict[str, Any]:
+    common = {
+        "setup": [event_to_json(event) for event in plan.setup],
+        "on_reject": plan.on_reject,
+        "updates": plan.updates,
+        "trials": plan.trials if plan.updates is None else None,
+        "trial_cap": None if plan.updates is None else plan.trials,
+    }
+    if isinstance(plan, Plan):
+        return {"trial": event_to_json(plan.trial), "filter": None, **common}
+    # Rates and noise of the steps follow from released values, so they may be told; how many
+    # trials were rejected only where they were charged.
+    public = plan.verdicts_are_public
+    steps = [
+        {"step": event_to_json(e.step), "charged": e.trials if public else e.updates}
+        for e in ledger.entries
+    ]
+    return {
+        "trial": event_to_json(plan.typical),
+        "filter": {"order": plan.order, "allowance": plan.allowance, "steps": steps},
+        **common,
+    }
+
+
+def warnings_for(plan: AnyPlan, dataset_size: int, *, seeded: bool) -> list[str]:
     """What the user, and whoever reads the statement, must be told."""
     warnings = plan.budget.warnings(dataset_size)
     if not accounting_named(plan.accounting).proved:
@@ -149,9 +176,29 @@ def recomputed_epsilons(statement: Mapping[str, Any]) -> dict[str, float | None]
     trial = event_from_json(mechanism["trial"])
     if not isinstance(trial, Trial):
         raise TypeError(f"a mechanism repeats a Trial, got {mechanism['trial']!r}")
+    if mechanism["filter"] is not None:
+        return _filtered_figures(stated_filter(statement))
     setup = tuple(event_from_json(event) for event in mechanism["setup"])
     delta = statement["guarantee"]["delta"]
     return _figures(setup, trial, delta, mechanism, mechanism["on_reject"])
+
+
+def stated_filter(statement: Mapping[str, Any]) -> FilteredPlan:
+    """The plan of an adaptive run, from its statement."""
+    mechanism, budget = statement["mechanism"], statement["budget"]
+    cap = mechanism["trials"] if mechanism["updates"] is None else mechanism["trial_cap"]
+    return FilteredPlan.from_json(
+        {
+            **mechanism["filter"],
+            **budget,
+            "accounting": statement["guarantee"]["accounting"],
+            "typical": mechanism["trial"],
+            "updates": mechanism["updates"],
+            "trials": cap,
+            "setup": mechanism["setup"],
+            "on_reject": mechanism["on_reject"],
+        }
+    )
 
 
 def format_epsilon(value: float) -> str:

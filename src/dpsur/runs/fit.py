@@ -21,7 +21,8 @@ from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import Dpsur, Method
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plan import Budget, Plan
+from dpsur.privacy.filtered import AnyPlan, FilteredPlan
+from dpsur.privacy.plan import Budget
 from dpsur.privacy.statement import RunFacts, epsilons, privacy_statement, warnings_for
 from dpsur.runs.data import as_examples, check_labels
 from dpsur.runs.evaluation import evaluate
@@ -54,7 +55,7 @@ class Run:
     statement: Mapping[str, Any]
     scores: Mapping[str, float] | None
     method: Method
-    plan: Plan
+    plan: AnyPlan
     private: PrivateDiagnostics
     origin: Origin = NO_ORIGIN
 
@@ -63,7 +64,12 @@ class Run:
 
         Not below the budget's delta where there is a cap on trials, which was chosen for it.
         """
-        capped = self.plan.updates is not None and self.plan.trial.test is not None
+        if isinstance(self.plan, FilteredPlan):
+            raise InvalidInputError(
+                f"the privacy filter of this run was made for delta {self.plan.budget.delta:g}; "
+                "plan the run with another delta"
+            )
+        capped = self.plan.updates is not None and self.plan.trial.gate is not None
         if capped and delta < self.plan.budget.delta:
             raise InvalidInputError(
                 f"the cap on trials was chosen for delta {self.plan.budget.delta:g} and does not "

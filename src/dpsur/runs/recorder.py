@@ -9,7 +9,7 @@ from typing import Any
 
 from dpsur.core.loop import Progress
 from dpsur.core.types import Verdict
-from dpsur.privacy.plan import Plan
+from dpsur.privacy.filtered import AnyPlan
 
 METRICS, CURVES = "metrics.jsonl", "curves.png"
 
@@ -22,7 +22,7 @@ class Recorder:
         self._path = None if folder is None else folder / METRICS
         self._clock = time.perf_counter()
 
-    def started(self, plan: Plan, progress: Progress) -> None:  # noqa: ARG002
+    def started(self, plan: AnyPlan, progress: Progress) -> None:  # noqa: ARG002
         """Forget rows of trials after the checkpoint: those trials are made again."""
         if self._path is None:
             return

@@ -11,7 +11,7 @@ from dpsur.core.streams import Streams
 from dpsur.core.types import Examples, Procedure, Verdict
 from dpsur.errors import InterruptedRunError
 from dpsur.methods import Method
-from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.filtered import AnyPlan
 from dpsur.privacy.plan import Plan
 from dpsur.runs.checkpoint import (
     FILE_NAME,
@@ -32,7 +32,7 @@ OnTrials = Callable[[Progress, Sequence[Verdict]], None]
 class Observer(Protocol):
     """Someone who watches a run. What is seen here is private unless said otherwise."""
 
-    def started(self, plan: Plan, progress: Progress) -> None:
+    def started(self, plan: AnyPlan, progress: Progress) -> None:
         """The run begins, or goes on from a checkpoint."""
         ...
 
@@ -70,7 +70,7 @@ class Session:
     """A method bound to its data, ready to run."""
 
     method: Method
-    plan: Plan
+    plan: AnyPlan
     problem: Problem
     test: Examples | None
     streams: Streams
@@ -127,14 +127,14 @@ class Session:
     def _train(self, progress: Progress, on_trials: OnTrials) -> Progress:
         """Captured where the device and the procedure allow it, else trial by trial."""
         padded = self.procedure.padded() if self._may_capture() else None
-        if padded is None:
+        if padded is None or not isinstance(self.plan, Plan):
             return loop.train(
                 self.procedure, self.plan, progress, lambda p, verdict: on_trials(p, [verdict])
             )
 
         def exactly(progress: Progress, count: int) -> Progress:
             for _ in range(count):
-                if self.plan.affords(progress.ledger):
+                if self.plan.affords(progress.ledger, self.procedure.step(progress.state)):
                     progress, verdict = loop.make_trial(self.procedure, self.plan, progress)
                     on_trials(progress, [verdict])
             return progress
@@ -164,8 +164,7 @@ class Session:
         if self.test is None or not observers:
             return
         scores = evaluate(self.problem, progress.state.released_params, self.test)
-        accounting = accounting_named(self.plan.accounting)
-        spent = accounting.spent(progress.ledger, self.plan.budget.delta)
+        spent = self.plan.spent(progress.ledger)
         for observer in observers:
             observer.evaluated(progress, scores, spent)
 

@@ -11,6 +11,7 @@ from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import Trial, event_from_json
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.plan import Budget, trial_cap
+from dpsur.privacy.proven import event_divergence
 from dpsur.privacy.statement import FORMAT, recomputed_epsilons
 from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, release_folder, sha256
 
@@ -73,16 +74,33 @@ def _figure_faults(statement: dict[str, Any], figures: dict[str, float | None]) 
         faults.append(f"delta {guarantee['delta']} is not the budget's {budget['delta']}")
     if figure is not None and figure > budget["epsilon"] * (1 + TOLERANCE):
         faults.append(f"epsilon {figure} is above the budget of {budget['epsilon']}")
-    return [*faults, *_cap_faults(statement)]
+    return [*faults, *_cap_faults(statement), *_filter_faults(statement)]
+
+
+def _filter_faults(statement: dict[str, Any]) -> list[str]:
+    """The steps of an adaptive run must fit the allowance that was fixed before it."""
+    mechanism = statement["mechanism"]
+    if mechanism["filter"] is None:
+        return []
+    order, allowance = mechanism["filter"]["order"], mechanism["filter"]["allowance"]
+    charges = [(event, 1) for event in mechanism["setup"]]
+    charges += [(row["step"], row["charged"]) for row in mechanism["filter"]["steps"]]
+    spent = sum(count * event_divergence(event_from_json(event), order) for event, count in charges)
+    if spent <= allowance * (1 + TOLERANCE):
+        return []
+    return [f"the steps spend {spent:g} at order {order:g}, the filter allows {allowance:g}"]
 
 
 def _cap_faults(statement: dict[str, Any]) -> list[str]:
     """Giving up earlier than the plan allows would cost more than delta sets aside for it."""
     mechanism, budget = statement["mechanism"], statement["budget"]
     trial = event_from_json(mechanism["trial"])
-    if mechanism["updates"] is None or not isinstance(trial, Trial) or trial.test is None:
+    accounting = accounting_named(statement["guarantee"]["accounting"])
+    if mechanism["updates"] is None or accounting.charges == "trials":
         return []
-    least = trial_cap(trial.test, mechanism["updates"], Budget(budget["epsilon"], budget["delta"]))
+    if not isinstance(trial, Trial) or trial.gate is None:
+        return []
+    least = trial_cap(trial.gate, mechanism["updates"], Budget(budget["epsilon"], budget["delta"]))
     if mechanism["trial_cap"] >= least:
         return []
     return [f"the cap of {mechanism['trial_cap']} trials is below the {least} that delta needs"]
@@ -92,6 +110,8 @@ def _setting_faults(statement: dict[str, Any]) -> list[str]:
     """The sizes that people read must be those that the accountant was given."""
     update, test = (statement["mechanism"]["trial"][part] for part in ("update", "test"))
     settings, size = statement["settings"], statement["dataset_size"]
+    if statement["mechanism"]["filter"] is not None:
+        update = None  # its rate follows from released values; every step states its own
     faults = []
     for name, event in (("batch_size", update), ("val_batch_size", test)):
         if event is None or "sample_rate" not in event:

@@ -5,6 +5,14 @@
 
 from dpsur.core.gradients.budget import GradientBudget
 from dpsur.core.gradients.clipping import ClippedSum, clipped_sum
+from dpsur.core.gradients.norms import clipped_norms
 from dpsur.core.gradients.support import check_model, draws_randomness
 
-__all__ = ["ClippedSum", "GradientBudget", "check_model", "clipped_sum", "draws_randomness"]
+__all__ = [
+    "ClippedSum",
+    "GradientBudget",
+    "check_model",
+    "clipped_norms",
+    "clipped_sum",
+    "draws_randomness",
+]

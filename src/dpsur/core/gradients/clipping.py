@@ -35,6 +35,7 @@ def clipped_sum(
     *,
     mask: Tensor | None = None,
     rows: Tensor | None = None,
+    coins: Tensor | None = None,
     budget: GradientBudget = _DEFAULT_BUDGET,
 ) -> ClippedSum:
     """Sum of the per-example gradients of a batch, each scaled down to the norm bound.
@@ -46,7 +47,9 @@ def clipped_sum(
     first call for a model and a shape nothing here waits for the device.
 
     `rows`, if given, must be where the batch stands in `problem.train`: what depends on the data
-    alone is then computed once for the whole set. It makes no other difference.
+    alone is then computed once for the whole set. It makes no other difference. `coins`, one
+    uniform draw per row, rounds every clipped gradient at random to the norm 0 or the bound: the
+    guarantee is the same, and so is the mean of the sum.
     """
     if mask is not None and (mask.dtype != torch.bool or mask.shape != (len(batch),)):
         raise InvalidInputError(
@@ -69,7 +72,8 @@ def clipped_sum(
         piece = Examples(batch.inputs[some], batch.targets[some])
         keep = None if mask is None else mask[some]
         known = None if rows is None else rows[some]
-        part = _piece_sum(problem, params, piece, max_grad_norm, keep, known, plan)
+        tossed = None if coins is None else coins[some]
+        part = _piece_sum(problem, params, piece, max_grad_norm, keep, known, tossed, plan)
         total = part if not start else {name: total[name] + part[name] for name in total}
     return ClippedSum(total, sensitivity=max_grad_norm)
 
@@ -86,6 +90,7 @@ def _piece_sum(
     max_grad_norm: float,
     keep: Tensor | None,
     rows: Tensor | None,
+    coins: Tensor | None,
     plan: Plan,
 ) -> Params:
     if plan.engine is Engine.ONE_PASS:
@@ -99,6 +104,7 @@ def _piece_sum(
                 plan.assignment(problem.model, params),
                 list(plan.layouts),
                 rows,
+                coins,
             )
         except NotSupportedError:
             pass  # the model treats these records unlike the made-up ones of the plan
@@ -106,5 +112,5 @@ def _piece_sum(
     find = per_example_gradients if batched else one_at_a_time
     uses = {name: Rows(rows) for name, rows in find(problem, params, batch).items()}
     squares = torch.stack([use.square_norms() for use in uses.values()]).sum(0)
-    factors = clip_factors(squares, max_grad_norm, keep)
+    factors = clip_factors(squares, max_grad_norm, keep, coins)
     return {name: use.weighted_sum(factors) for name, use in uses.items()}

@@ -22,6 +22,7 @@ def one_pass_sum(
     assignment: Assignment,
     layouts: list[Layout | None],
     rows: Tensor | None = None,
+    coins: Tensor | None = None,
 ) -> Params:
     """Sum of clipped per-example gradients; `keep` says which rows count.
 
@@ -31,6 +32,21 @@ def one_pass_sum(
     min(1, max_grad_norm / norm), where norm is that of the same gradient over all parameters; zero
     if the norm is not finite or the row is not kept. Nothing here waits for the device.
     """
+    tape = filled_tape(problem, params, batch, assignment, layouts, rows)
+    with torch.no_grad():
+        factors = clip_factors(tape.square_norms(), max_grad_norm, keep, coins)
+        return {name: tape.weighted_sum(name, factors) for name in params}
+
+
+def filled_tape(
+    problem: Problem,
+    params: Params,
+    batch: Examples,
+    assignment: Assignment,
+    layouts: list[Layout | None],
+    rows: Tensor | None = None,
+) -> Tape:
+    """A tape of one forward and one backward pass over a batch."""
     detached = {name: value.detach() for name, value in params.items()}
     tape = Tape(detached, len(batch), layouts)
     if rows is not None:
@@ -42,9 +58,7 @@ def one_pass_sum(
         torch.autograd.grad(losses.sum(), tape.leaves, allow_unused=True)
     del outputs, losses  # the graph, and with it inputs of layers that nobody needs any more
     tape.leaves.clear()
-    with torch.no_grad():
-        factors = clip_factors(tape.square_norms(), max_grad_norm, keep)
-        return {name: tape.weighted_sum(name, factors) for name in params}
+    return tape
 
 
 def taped_outputs(problem: Problem, tape: Tape, inputs: Tensor, assignment: Assignment) -> Tensor:
@@ -73,12 +87,26 @@ def losses_one_by_one(loss: LossFunction, outputs: Tensor, targets: Tensor) -> T
         return torch.stack([loss(output, target).reshape(()) for output, target in rows])
 
 
-def clip_factors(square_norms: Tensor, max_grad_norm: float, keep: Tensor | None) -> Factors:
-    """Factor per example: min(1, bound / norm), and 0 where the norm is not finite."""
+def clip_factors(
+    square_norms: Tensor,
+    max_grad_norm: float,
+    keep: Tensor | None,
+    coins: Tensor | None = None,
+) -> Factors:
+    """Factor per example: min(1, bound / norm), and 0 where the norm is not finite.
+
+    With `coins`, uniform draws in [0, 1), a clipped gradient is rounded at random to the norm 0 or
+    the bound, so that its mean stays what it is.
+    """
     norms = square_norms.sqrt()
     usable = norms.isfinite()
     usable = usable if keep is None else usable & keep
-    values = torch.where(usable, (max_grad_norm / norms).clamp(max=1.0), 0.0)
+    scales = max_grad_norm / norms
+    if coins is None:
+        values = torch.where(usable, scales.clamp(max=1.0), 0.0)
+    else:
+        usable = usable & (coins * max_grad_norm < norms)
+        values = torch.where(usable, scales, 0.0)
     # Asking whether all are usable costs nothing on the CPU and would stall any other device.
     if usable.device.type == "cpu" and bool(usable.all()):
         return Factors(values, None)

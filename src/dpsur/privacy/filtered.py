@@ -1,0 +1,203 @@
+"""A plan for methods that steer themselves by what they have released so far."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.privacy.accounting import CAP_SHARE, RESTORE, accounting_named
+from dpsur.privacy.calibrate import least_noise
+from dpsur.privacy.conversion import epsilon_at
+from dpsur.privacy.events import (
+    Event,
+    SampledGaussian,
+    Step,
+    Test,
+    Trial,
+    event_from_json,
+    event_to_json,
+)
+from dpsur.privacy.filter import RenyiFilter
+from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plan import Budget, Plan, trial_cap
+from dpsur.privacy.proven import event_divergence
+
+# Trials after which a run of an adaptive method ends even if its filter would afford more.
+MOST_TRIALS = 1_000_000
+
+
+@dataclass(frozen=True)
+class FilteredPlan:
+    """An allowance of Rényi divergence at one order, both fixed before the run.
+
+    Steps may differ and may depend on everything released before. Each is asked for before it is
+    taken; the run ends when one does not fit, or after `updates` updates. Behind a gate whose
+    rejections are not charged, `trials` is a cap as in a fixed plan.
+    """
+
+    budget: Budget
+    accounting: str
+    order: float
+    allowance: float
+    typical: Trial
+    updates: int | None
+    trials: int = MOST_TRIALS
+    setup: tuple[Event, ...] = ()
+    on_reject: str = RESTORE
+
+    def __post_init__(self) -> None:
+        accounting = accounting_named(self.accounting)
+        accounting.check(self.typical, self.on_reject)
+        if not accounting.proved:
+            raise InvalidInputError(
+                f"a method that steers itself by released values is not covered by the "
+                f"{self.accounting} accounting; use proven or every-trial"
+            )
+        if self._pays_for_updates and self.updates is None:
+            raise InvalidInputError("behind a gate the number of updates must be fixed in advance")
+
+    @staticmethod
+    def for_budget(
+        budget: Budget,
+        accounting: str,
+        typical: Trial,
+        *,
+        updates: int | None,
+        setup: tuple[Event, ...] = (),
+        on_reject: str = RESTORE,
+    ) -> "FilteredPlan":
+        """The plan whose order affords most steps of a typical kind."""
+        by_updates = accounting_named(accounting).charges == "updates" and typical.gate is not None
+        kept = Budget(budget.epsilon, budget.delta * (1 - CAP_SHARE)) if by_updates else budget
+
+        best = RenyiFilter.best_for(
+            kept,
+            lambda order: event_divergence(typical, order),
+            lambda order: sum(event_divergence(event, order) for event in setup),
+        )
+        cap = MOST_TRIALS
+        if by_updates and typical.gate is not None and updates is not None:
+            cap = trial_cap(typical.gate, updates, budget)
+        return FilteredPlan(
+            budget,
+            accounting,
+            best.order,
+            best.allowance,
+            typical,
+            updates,
+            cap,
+            setup,
+            on_reject,
+        )
+
+    @property
+    def _pays_for_updates(self) -> bool:
+        charged = accounting_named(self.accounting).charges
+        return charged == "updates" and self.typical.gate is not None
+
+    def divergence(self, ledger: Ledger) -> float:
+        """What is spent of the allowance."""
+        setup = sum(event_divergence(event, self.order) for event in ledger.setup)
+        return setup + sum(
+            (entry.updates if self._pays_for_updates else entry.trials)
+            * event_divergence(entry.step, self.order)
+            for entry in ledger.entries
+        )
+
+    def affords(self, ledger: Ledger, step: Step) -> bool:
+        """Whether one more step fits. Asked before the step, never after."""
+        if self.updates is not None and ledger.updates >= self.updates:
+            return False
+        if ledger.trials >= self.trials:
+            return False
+        spent = RenyiFilter(self.order, self.allowance, self.divergence(ledger))
+        return spent.affords(event_divergence(step, self.order))
+
+    def completed(self, ledger: Ledger) -> bool:
+        """Whether the result may be released: not if a cap came before the planned updates."""
+        if not self._pays_for_updates:
+            return True
+        return ledger.trials < self.trials or ledger.updates == self.updates
+
+    @property
+    def length(self) -> int:
+        """What a schedule counts to; open-ended runs have no schedule."""
+        return self.trials if self.updates is None else self.updates
+
+    def position(self, ledger: Ledger) -> int:
+        """How far a run has come on that scale."""
+        return ledger.trials if self.updates is None else ledger.updates
+
+    @property
+    def verdicts_are_public(self) -> bool:
+        """Whether the filter pays for telling which trials were rejected."""
+        return not self._pays_for_updates
+
+    def epsilon(self) -> float:
+        """Epsilon of the run, however it goes: a filter's guarantee is its whole allowance."""
+        delta = self.budget.delta
+        delta = delta * (1 - CAP_SHARE) if self._pays_for_updates else delta
+        return epsilon_at(self.order, self.allowance, delta)
+
+    def spent(self, ledger: Ledger) -> float:
+        """Epsilon so far, as a progress figure."""
+        if not ledger.entries and not ledger.setup:
+            return 0.0
+        return epsilon_at(self.order, self.divergence(ledger), self.budget.delta)
+
+    def noise_for(self, sample_rate: float, price: float, test: Test | None = None) -> float:
+        """The least noise at which an update of this rate costs at most `price` of the allowance.
+
+        The rate may come from released values only. So the noise does too.
+        """
+
+        def cost(noise: float) -> float:
+            return event_divergence(Trial(SampledGaussian(sample_rate, noise), test), self.order)
+
+        noise = least_noise(cost, price)
+        if noise is None:
+            raise BudgetError(
+                f"an update at rate {sample_rate:g} costs more than its share of the budget, "
+                "whatever the noise; raise epsilon, make fewer updates or weaken the test"
+            )
+        return noise
+
+    def limited(self, most: int) -> "FilteredPlan":
+        """The same plan, ended after fewer updates."""
+        updates = most if self.updates is None else min(most, self.updates)
+        return replace(self, updates=updates)
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the plan as plain values."""
+        return {
+            "epsilon": self.budget.epsilon,
+            "delta": self.budget.delta,
+            "accounting": self.accounting,
+            "order": self.order,
+            "allowance": self.allowance,
+            "typical": event_to_json(self.typical),
+            "updates": self.updates,
+            "trials": self.trials,
+            "setup": [event_to_json(event) for event in self.setup],
+            "on_reject": self.on_reject,
+        }
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> "FilteredPlan":
+        """Read what `to_json` wrote."""
+        typical = event_from_json(values["typical"])
+        if not isinstance(typical, Trial):
+            raise InvalidInputError(f"a plan is made for a Trial, got {values['typical']!r}")
+        return FilteredPlan(
+            budget=Budget(values["epsilon"], values["delta"]),
+            accounting=values["accounting"],
+            order=values["order"],
+            allowance=values["allowance"],
+            typical=typical,
+            updates=values["updates"],
+            trials=values["trials"],
+            setup=tuple(event_from_json(event) for event in values["setup"]),
+            on_reject=values["on_reject"],
+        )
+
+
+AnyPlan = Plan | FilteredPlan
