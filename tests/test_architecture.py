@@ -10,20 +10,24 @@ import pytest
 import dpsur
 
 SOURCE = Path(dpsur.__file__).parent
-LEAVES = {"errors", "checks", "versions", "_version"}
+LEAVES = {"errors", "checks", "descriptions", "versions", "_version"}
 # room -> the rooms it may import from
 ARROWS = {
     "privacy": set(),
     "core": {"privacy"},
     "methods": {"core", "privacy"},
-    "tasks": {"core"},
-    "runs": {"tasks", "methods", "core", "privacy"},
-    "experiments": {"runs", "tasks", "methods", "core", "privacy"},
+    "features": {"core"},
+    "tasks": {"core", "features"},
+    "runs": {"tasks", "features", "methods", "core", "privacy"},
+    "experiments": {"runs", "tasks", "features", "methods", "core", "privacy"},
     "bench": {"experiments", "tasks", "methods", "core", "privacy"},
-    "cli": {"bench", "experiments", "runs", "tasks", "methods", "core", "privacy"},
+    "cli": {"bench", "experiments", "runs", "tasks", "features", "methods", "core", "privacy"},
 }
-# what tasks may know of the core, and the benchmark of the experiments
-CORE_TYPES = "dpsur.core.types"
+# what tasks and features may know of the core, and the benchmark of the experiments
+KNOWN_OF_CORE = {
+    "tasks": {"dpsur.core.types", "dpsur.core.activations"},
+    "features": {"dpsur.core.types"},
+}
 ROWS = "dpsur.experiments.rows"
 
 
@@ -60,11 +64,12 @@ def test_the_accountants_know_no_tensors():
         assert not any(name.split(".")[0] == "torch" for name in imported(path)), path
 
 
-def test_tasks_know_only_the_types_of_the_core():
-    for path in modules("tasks"):
+@pytest.mark.parametrize("room", KNOWN_OF_CORE)
+def test_tasks_and_features_know_little_of_the_core(room):
+    for path in modules(room):
         for name in imported(path):
             if name.startswith("dpsur.core"):
-                assert name.startswith(CORE_TYPES), f"{path} imports {name}"
+                assert name in KNOWN_OF_CORE[room], f"{path} imports {name}"
 
 
 def test_the_benchmark_knows_only_the_rows_of_the_experiments():

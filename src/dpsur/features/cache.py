@@ -1,0 +1,83 @@
+"""Features on disk, by the content of the records that they were computed from.
+
+The files hold features of private records: they are readable by their owner only (files 0600,
+folder 0700), and not a part of any release. Losing or damaging one costs time, never correctness.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[Any]
+
+
+def default_folder() -> Path:
+    """`features` in `$DPSUR_CACHE`, in `$XDG_CACHE_HOME/dpsur` or in `~/.cache/dpsur`."""
+    if own := os.environ.get("DPSUR_CACHE"):
+        return Path(own) / "features"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dpsur" / "features"
+
+
+def path_for(transform: Mapping[str, Any], inputs: Tensor) -> Path:
+    """Where the features of these very inputs under this transform are stored."""
+    values = np.ascontiguousarray(inputs.detach().cpu().numpy())
+    about = {**transform, "shape": values.shape, "type": values.dtype.str}
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    digest.update(_bytes(values))
+    return default_folder() / f"{digest.hexdigest()}.npy"
+
+
+def read(path: Path, shape: tuple[int, ...]) -> Tensor | None:
+    """Map a file into memory; None if it is missing, damaged or of another shape.
+
+    Pages are copied when written to, so that nobody changes the file by changing the tensor.
+    """
+    try:
+        values = np.load(path, mmap_mode="c")
+        if values.shape != shape or values.dtype != np.float32 or not values.flags.c_contiguous:
+            return None
+        with path.open("rb") as file:
+            file.seek(values.offset + values.nbytes)
+            stored = file.read()
+    except (OSError, ValueError, EOFError, AttributeError):
+        return None
+    return torch.from_numpy(values) if stored == _checksum(values) else None
+
+
+def write(path: Path, features: Tensor) -> None:
+    """Write a file, whole or not at all; a folder that cannot be written is no error."""
+    values = np.ascontiguousarray(features.detach().cpu().numpy())
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.chmod(0o700)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # mode 0600
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                np.lib.format.write_array(file, values, allow_pickle=False)
+                file.write(_checksum(values))  # behind the array, where readers of .npy do not look
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def _checksum(values: Array) -> bytes:
+    return zlib.crc32(_bytes(values)).to_bytes(4, "little")
+
+
+def _bytes(values: Array) -> memoryview:
+    return values.reshape(-1).view(np.uint8).data

@@ -1,0 +1,132 @@
+"""The scattering transform of images: moduli of wavelet coefficients, averaged.
+
+Fixed features, one image at a time. Bruna and Mallat, "Invariant scattering convolution networks"
+(2013); values, layout and borders are those of kymatio 0.3.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpsur import checks
+from dpsur.errors import InvalidInputError
+from dpsur.features.filters import averaging_matrix, lowest, wavelet_spectra
+
+# Numbers in the largest intermediate: what a core's cache holds, or a small part of a card.
+_NUMBERS_PER_THREAD, _NUMBERS_ON_A_CARD = 2**20, 2**27
+
+
+class Scattering2d(nn.Module):
+    """Two layers of wavelets and moduli, averaged over windows of 2^scales pixels.
+
+    Takes (N, C, height, width) and returns (N, C * paths, height / 2^scales, width / 2^scales),
+    the paths of the first channel first. Paths are ordered by layer, then by scale and angle of the
+    first wavelet, then of the second; with two scales and eight angles there are 81. Nothing is
+    trained or saved: the filters follow from the arguments.
+    """
+
+    def __init__(self, height: int, width: int, scales: int = 2, angles: int = 8) -> None:
+        super().__init__()
+        checks.at_least_one("scales", scales)
+        checks.at_least_one("angles", angles)
+        step = 1 << scales
+        for name, size in (("height", height), ("width", width)):
+            if size % step or size < 2 * step:
+                raise InvalidInputError(
+                    f"scattering with {scales} scales needs a {name} that is a multiple of {step} "
+                    f"and at least {2 * step}, got {size}; pad or crop the images"
+                )
+        self.height, self.width, self.scales, self.angles = height, width, scales, angles
+        self._padded = (height + 2 * step, width + 2 * step)
+        for scale in range(scales):
+            self._add_filters(scale)
+
+    def _add_filters(self, scale: int) -> None:
+        for axis, size in zip(("rows", "columns"), self._padded, strict=True):
+            self._add(
+                f"{axis}_{scale}", torch.from_numpy(averaging_matrix(size, self.scales, scale))
+            )
+        spectra = wavelet_spectra(*self._padded, scale, self.angles)
+        for before in range(max(1, scale)):
+            factor = 2 ** (scale - before)
+            band = torch.from_numpy(lowest(spectra, 2**before, axes=(1, 2))) / factor**2
+            # One factor for the real and one for the imaginary part of every frequency.
+            self._add(f"wavelets_{before}_{scale}", band.repeat_interleave(2, dim=-1))
+
+    def _add(self, name: str, values: Tensor) -> None:
+        self.register_buffer(name, values.float(), persistent=False)
+
+    @property
+    def paths(self) -> int:
+        """Output channels per input channel."""
+        pairs = self.scales * (self.scales - 1) // 2
+        return 1 + self.scales * self.angles + pairs * self.angles**2
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The features of every image by itself, in pieces of bounded memory."""
+        if images.dim() != 4 or images.shape[2:] != (self.height, self.width):
+            raise InvalidInputError(
+                f"scattering takes images of shape (N, C, {self.height}, {self.width}), "
+                f"got {tuple(images.shape)}"
+            )
+        planes = images.flatten(0, 1).to(self.get_buffer("rows_0").dtype)
+        pieces = torch.split(planes, self._planes_at_once(planes.device)) if len(planes) else ()
+        empty = planes[:0].new_empty(0, self.paths, *self._output_size())
+        features = torch.cat([empty, *map(self._planes, pieces)])
+        return features.reshape(len(images), images.shape[1] * self.paths, *self._output_size())
+
+    def _output_size(self) -> tuple[int, int]:
+        return self.height >> self.scales, self.width >> self.scales
+
+    def _planes_at_once(self, device: torch.device) -> int:
+        numbers = _NUMBERS_ON_A_CARD
+        if device.type != "cuda":
+            numbers = _NUMBERS_PER_THREAD * int(torch.get_num_threads())
+        largest = self._padded[0] * self._padded[1] * self.angles * max(2, self.angles // 2)
+        return max(1, numbers // largest)
+
+    def _planes(self, planes: Tensor) -> Tensor:
+        border = 1 << self.scales
+        padded = F.pad(planes.unsqueeze(1), (border,) * 4, mode="reflect").squeeze(1)
+        first = [self._moduli(torch.fft.fft2(padded), 0, scale) for scale in range(self.scales)]
+        layers = [self._average(padded, 0).unsqueeze(1)]
+        layers += [self._average(moduli, scale) for scale, moduli in enumerate(first)]
+        layers += [self._second(moduli, scale) for scale, moduli in enumerate(first[:-1])]
+        return torch.cat(layers, dim=1)
+
+    def _second(self, moduli: Tensor, scale: int) -> Tensor:
+        """Averages of the second layer, over wavelets wider than those of the first."""
+        spectra = torch.fft.fft2(moduli)
+        averages = [
+            self._average(self._moduli(spectra, scale, wider), wider)
+            for wider in range(scale + 1, self.scales)
+        ]
+        return torch.cat(averages, dim=2).flatten(1, 2)
+
+    def _moduli(self, spectra: Tensor, before: int, scale: int) -> Tensor:
+        """Moduli of wavelet coefficients, one map per angle, at the resolution of the scale.
+
+        Keeping every n-th pixel is adding up n x n parts of the spectrum. Real arithmetic on the
+        interleaved parts of complex numbers does that in one sweep per part.
+        """
+        wavelets = self.get_buffer(f"wavelets_{before}_{scale}")
+        factor = 2 ** (scale - before)
+        parts = _parts(torch.view_as_real(spectra).flatten(-2).unsqueeze(-3), factor)
+        (first, band), *others = zip(parts, _parts(wavelets, factor), strict=True)
+        folded = first * band
+        for part, band in others:
+            folded.addcmul_(part, band)
+        pairs = folded.reshape(*folded.shape[:-1], -1, 2)
+        return torch.abs(torch.fft.ifft2(torch.view_as_complex(pairs)))
+
+    def _average(self, maps: Tensor, scale: int) -> Tensor:
+        return self.get_buffer(f"rows_{scale}") @ maps @ self.get_buffer(f"columns_{scale}").mT
+
+    def extra_repr(self) -> str:
+        """The size and the number of filters."""
+        return f"{self.height}x{self.width}, scales={self.scales}, angles={self.angles}"
+
+
+def _parts(values: Tensor, factor: int) -> list[Tensor]:
+    """Cut the last two dimensions into `factor` x `factor` parts."""
+    return [part for rows in values.chunk(factor, -2) for part in rows.chunk(factor, -1)]

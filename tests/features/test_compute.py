@@ -1,0 +1,187 @@
+"""Features by name, and their cache."""
+
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dpsur import features
+from dpsur.errors import InvalidInputError
+from dpsur.features import FEATURES, Scattering2d, cache, compute, features_named
+
+SCATTERING = FEATURES["scattering"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPSUR_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "features"
+
+
+@pytest.fixture
+def computations(monkeypatch):
+    """How many times layers were applied to all records."""
+    calls = []
+    apply = features.apply_layers
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return apply(*args, **kwargs)
+
+    monkeypatch.setattr(features, "apply_layers", counted)
+    return calls
+
+
+def images(seed=0, count=3):
+    return torch.rand(count, 1, 16, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def only_file(folder):
+    (path,) = folder.iterdir()
+    return path
+
+
+@pytest.mark.parametrize("name", ["pixels", "tokens"])
+def test_pixels_and_tokens_are_the_inputs_themselves(name, folder):
+    tokens = torch.arange(6).reshape(2, 3)
+    assert compute(features_named(name), tokens) is tokens
+    assert features_named(name).output_shape((3,)) == (3,)
+    assert not folder.exists()
+
+
+def test_scattering_is_the_transform_of_the_size():
+    torch.testing.assert_close(compute(SCATTERING, images()), Scattering2d(16, 16)(images()))
+    assert SCATTERING.output_shape((3, 32, 32)) == (243, 8, 8)
+
+
+def test_names_that_are_unknown_are_refused():
+    with pytest.raises(InvalidInputError, match="'wavelets'; choose one of pixels, tokens, scatt"):
+        features_named("wavelets")
+
+
+def test_scattering_of_tokens_is_refused_by_their_shape():
+    with pytest.raises(InvalidInputError, match=r"scattering needs images.*\(80,\)"):
+        compute(SCATTERING, torch.zeros(5, 80, dtype=torch.long))
+
+
+def test_a_second_time_is_read_from_disk(computations, folder):
+    first = compute(SCATTERING, images())
+    second = compute(SCATTERING, images().clone())
+    assert torch.equal(first, second)
+    assert len(computations) == 1
+    assert np.array_equal(np.load(only_file(folder)), first.numpy())  # a plain .npy file
+
+
+def test_what_is_read_can_be_changed_without_changing_the_file():
+    first = compute(SCATTERING, images())
+    compute(SCATTERING, images()).zero_()
+    assert torch.equal(compute(SCATTERING, images()), first)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        images(seed=1),
+        images().flip(0),
+        images()[:2],
+        images().double(),
+        images().reshape(3, 1, 8, 32),
+    ],
+    ids=["values", "order", "fewer", "type", "shape"],
+)
+def test_other_content_has_its_own_file(other, computations):
+    compute(SCATTERING, images())
+    features = compute(SCATTERING, other)
+    assert len(computations) == 2
+    expected = Scattering2d(*other.shape[2:])(other)
+    torch.testing.assert_close(features, expected)
+
+
+def test_another_version_of_the_transform_has_its_own_file(computations):
+    compute(SCATTERING, images())
+    newer = features.Features("scattering", "", SCATTERING.layers, version=SCATTERING.version + 1)
+    compute(newer, images())
+    assert len(computations) == 2
+
+
+def damaged(content: bytes, how: str) -> bytes:
+    middle = len(content) // 2
+    return {
+        "cut": content[:middle],
+        "empty": b"",
+        "no checksum": content[:-4],
+        "one bit": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+        "not an array": b"features",
+        "longer": content + b"\0",
+    }[how]
+
+
+@pytest.mark.parametrize(
+    "how", ["cut", "empty", "no checksum", "one bit", "not an array", "longer"]
+)
+def test_a_damaged_file_is_computed_again(how, computations, folder):
+    first = compute(SCATTERING, images())
+    path = only_file(folder)
+    whole = path.read_bytes()
+    path.write_bytes(damaged(whole, how))
+    assert torch.equal(compute(SCATTERING, images()), first)
+    assert len(computations) == 2
+    assert path.read_bytes() == whole
+
+
+def test_a_file_of_another_shape_is_computed_again(computations, folder):
+    first = compute(SCATTERING, images())
+    cache.write(only_file(folder), first[:1])
+    assert torch.equal(compute(SCATTERING, images()), first)
+    assert len(computations) == 2
+
+
+def test_files_are_for_their_owner_only(folder):
+    before = os.umask(0)
+    try:
+        compute(SCATTERING, images())
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(only_file(folder).stat().st_mode) == 0o600
+
+
+def test_the_cache_can_be_switched_off(computations, folder):
+    for _ in range(2):
+        compute(SCATTERING, images(), cached=False)
+    assert len(computations) == 2
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(computations, folder):
+    folder.parent.mkdir()
+    folder.write_text("in the way")
+    for _ in range(2):
+        torch.testing.assert_close(compute(SCATTERING, images()), Scattering2d(16, 16)(images()))
+    assert len(computations) == 2
+
+
+def test_an_interrupted_write_leaves_nothing_behind(folder, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache.os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compute(SCATTERING, images())
+    assert not list(folder.iterdir())
+
+
+def test_no_records_have_no_file(folder):
+    assert compute(SCATTERING, images(count=0)).shape == (0, 81, 4, 4)
+    assert not folder.exists()
+
+
+def test_the_folder_follows_the_environment(monkeypatch):
+    monkeypatch.delenv("DPSUR_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache.default_folder() == Path("/somewhere/dpsur/features")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache.default_folder() == Path.home() / ".cache" / "dpsur" / "features"
