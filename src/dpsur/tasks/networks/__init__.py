@@ -1,0 +1,58 @@
+"""The networks, by name. A release names its network, so that it can be built again."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from dpsur.descriptions import build
+from dpsur.features.layers import build_layers
+from dpsur.features.pipeline import WithFeatures
+from dpsur.tasks.networks.general import linear, linear_features, mlp, small_cnn
+from dpsur.tasks.networks.paper import (
+    ImdbLstm,
+    cifar_pixel_cnn,
+    cifar_scattering_cnn,
+    pixel_cnn,
+    scattering_cnn,
+)
+
+
+def with_features(features: Sequence[Mapping[str, Any]], network: Mapping[str, Any]) -> nn.Module:
+    """A network behind the layers that compute its features, so that it takes raw inputs."""
+    return WithFeatures(build_layers(features), build_network(network))
+
+
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
+    "pixel-cnn": pixel_cnn,
+    "cifar-pixel-cnn": cifar_pixel_cnn,
+    "scattering-cnn": scattering_cnn,
+    "cifar-scattering-cnn": cifar_scattering_cnn,
+    "imdb-lstm": ImdbLstm,
+    "linear": linear,
+    "linear-features": linear_features,
+    "mlp": mlp,
+    "small-cnn": small_cnn,
+    "with-features": with_features,
+}
+
+
+def build_network(description: Mapping[str, Any]) -> nn.Module:
+    """Build a network from its name and arguments."""
+    return build("network", NETWORKS, description)
+
+
+__all__ = [
+    "NETWORKS",
+    "ImdbLstm",
+    "build_network",
+    "cifar_pixel_cnn",
+    "cifar_scattering_cnn",
+    "linear",
+    "linear_features",
+    "mlp",
+    "pixel_cnn",
+    "scattering_cnn",
+    "small_cnn",
+    "with_features",
+]
