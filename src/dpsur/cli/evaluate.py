@@ -30,7 +30,9 @@ def run(options: argparse.Namespace) -> int:
     if origin.task is None:
         raise InvalidInputError(f"{options.folder} names no task to test on; evaluate it in Python")
     task = task_named(origin.task)
-    _, test = task.load()
+    _, test = task.load(None)
+    if test is None:
+        raise InvalidInputError(f"task {task.name} has no test records; add x_test and y_test")
     test = test.to(device)
     problem = Problem(model.to(device), task.loss, test)
     scores = evaluate(problem, problem.initial_params(), test)

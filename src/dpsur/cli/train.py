@@ -4,7 +4,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.usage = "dpsur train --out DIR [options]\n       dpsur train --resume DIR"
     defaults = Settings()
     what = parser.add_argument_group("what to train")
-    what.add_argument("--task", help=f"one of: {', '.join(TASKS)} (default: {defaults.task})")
+    what.add_argument(
+        "--task", help=f"one of: {', '.join(TASKS)}, or npz:FILE (default: {defaults.task})"
+    )
     what.add_argument("--method", help=f"one of: {', '.join(METHODS)} (default: {defaults.method})")
     privacy = parser.add_argument_group("privacy")
     privacy.add_argument(
@@ -133,7 +135,7 @@ def _train(
             resume=options.resume is not None,
             observers=[bar],
             stop_requested=stop_requested,
-            origin=Origin(task.name, task.network),
+            origin=Origin(task.name, _network(task)),
         )
 
 
@@ -144,9 +146,9 @@ def _prepare(settings: Settings, task: Task) -> Session:
     budget = Budget(settings.epsilon, settings.delta)
     method = build_method(settings.method, settings.options)
     device = choose_device(settings.device)
-    train_set, test_set = task.load()
+    train_set, test_set = task.load(None)
     with Streams(settings.seed, device).global_randomness(INIT):
-        model = build_network(task.network)
+        model = build_network(_network(task))
     return prepare(
         model,
         train_set,
@@ -160,6 +162,10 @@ def _prepare(settings: Settings, task: Task) -> Session:
         pace=Pace(settings.checkpoint_every, settings.evaluate_every),
         speed=Speed(settings.capture, settings.tf32),
     )
+
+
+def _network(task: Task) -> Mapping[str, Any]:
+    return task.networks[task.default_features]
 
 
 @contextmanager

@@ -39,10 +39,10 @@ def rows() -> Iterator[dict[str, Any]]:
 def _row(arm: str, seed: int) -> dict[str, Any]:
     method, accounting = ARMS[arm]
     task = task_named("mnist-5k")
-    train_set, test_set = task.load()
+    train_set, test_set = task.load(None)
     device = choose_device("cpu")
     with Streams(seed, device).global_randomness(INIT):
-        model = build_network(task.network)
+        model = build_network(task.networks[task.default_features])
     session = prepare(
         model,
         train_set,

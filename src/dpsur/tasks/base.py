@@ -1,24 +1,36 @@
-"""What every task is: records to train on, public records to test on, and a network."""
+"""What every task is: records to train on, public records to test on, and its networks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
 
 from dpsur.core.types import Examples, LossFunction
 
+# Names of what a network sees.
+PIXELS, SCATTERING, TOKENS, VECTORS = "pixels", "scattering", "tokens", "vectors"
+
 
 @dataclass(frozen=True)
 class Task:
-    """A data set with the network and settings that suit it.
+    """A data set with the networks and settings that suit it.
 
+    `networks` maps a kind of features to the description of the network for them; the first is the
+    default. `load` takes the folder of the data, or None for the usual places, and returns the
+    training records and the test records, or None where a user's own data has no test records.
     `settings` maps a method's name to hyper-parameters that differ from the method's defaults.
     """
 
     name: str
     summary: str
-    network: Mapping[str, Any]
-    load: Callable[[], tuple[Examples, Examples]]
+    networks: Mapping[str, Mapping[str, Any]]
+    load: Callable[[Path | None], tuple[Examples, Examples | None]]
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     loss: LossFunction = F.cross_entropy
+
+    @property
+    def default_features(self) -> str:
+        """The kind of features that is used unless another is asked for."""
+        return next(iter(self.networks))

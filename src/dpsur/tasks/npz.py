@@ -1,0 +1,154 @@
+"""A user's own records: arrays x and y, and optionally x_test and y_test, in a file of numpy's.
+
+The shape of a record, the number of records and the number of classes are taken as public. The
+number of classes is the array `classes` where the file has it, otherwise the largest label plus 1.
+"""
+
+import zipfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+from dpsur.tasks.base import PIXELS, VECTORS, Task
+from dpsur.tasks.datasets.base import Array, Arrays
+
+PREFIX = "npz:"
+KNOWN = ("x", "y", "x_test", "y_test", "classes")
+# A hidden layer on wider vectors has more parameters than their noise allows.
+WIDEST_FOR_HIDDEN_LAYER = 256
+
+
+def npz_task(name: str) -> Task:
+    """The task of a name `npz:FILE`. The file is read and checked here."""
+    path = Path(name.removeprefix(PREFIX)).expanduser()
+    if not path.is_file():
+        raise InvalidInputError(f"task {name}: there is no file {path}; write {PREFIX}FILE")
+    information = path.stat()
+    train, test, classes = _records(path, information.st_size, information.st_mtime_ns)
+    return Task(
+        name=name,
+        summary=f"{len(train)} records of your own to train, {len(test or ())} to test",
+        networks=_networks(tuple(train.inputs.shape[1:]), classes),
+        load=lambda _: (train, test),
+    )
+
+
+# Size and time of change are part of the key: a file that changes is read again.
+@lru_cache(maxsize=1)
+def _records(path: Path, size: int, changed: int) -> tuple[Examples, Examples | None, int]:
+    del size, changed
+    arrays = _read(path)
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        raise InvalidInputError(f"{path} must hold both x_test and y_test, or neither")
+    train = _examples(path, arrays, "x", "y")
+    test = _examples(path, arrays, "x_test", "y_test") if "x_test" in arrays else None
+    if test is not None and test.inputs.shape[1:] != train.inputs.shape[1:]:
+        raise InvalidInputError(
+            f"{path}: records of x have the shape {tuple(train.inputs.shape[1:])}, "
+            f"those of x_test {tuple(test.inputs.shape[1:])}; they must be the same"
+        )
+    highest = max(int(part.targets.max()) for part in (train, test) if part is not None)
+    return train, test, _classes(path, arrays, highest)
+
+
+def _read(path: Path) -> Arrays:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise InvalidInputError(f"{path} holds a single array; write x and y with np.savez")
+            unknown = sorted(set(file.files) - set(KNOWN))
+            if unknown:
+                raise InvalidInputError(
+                    f"{path} holds an array {unknown[0]!r}; the known ones are {', '.join(KNOWN)}"
+                )
+            arrays = {name: _member(path, file, name) for name in file.files}
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        if isinstance(error, InvalidInputError):
+            raise
+        raise InvalidInputError(
+            f"{path} is not a file of np.savez, or is damaged ({error})"
+        ) from error
+    for name in ("x", "y"):
+        if name not in arrays:
+            raise InvalidInputError(f"{path} holds no array {name}; write np.savez(FILE, x=, y=)")
+    return arrays
+
+
+def _member(path: Path, file: Any, name: str) -> Array:
+    try:
+        return np.asarray(file[name])
+    except ValueError as error:
+        raise InvalidInputError(
+            f"the array {name} of {path} holds Python objects or is damaged ({error}); "
+            "write arrays of numbers"
+        ) from error
+
+
+def _examples(path: Path, arrays: Arrays, x: str, y: str) -> Examples:
+    inputs, labels = _inputs(path, arrays[x], x), arrays[y]
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise InvalidInputError(
+            f"the array {y} of {path} must hold one whole number for each record, the class from "
+            f"0 on; it has the shape {labels.shape} and the type {labels.dtype}"
+        )
+    if len(inputs) != len(labels):
+        raise InvalidInputError(
+            f"{path} holds {len(inputs)} records in {x} but {len(labels)} labels in {y}"
+        )
+    if labels.min() < 0:
+        raise InvalidInputError(f"the array {y} of {path} holds {labels.min()}; classes begin at 0")
+    return Examples(inputs, torch.from_numpy(labels.astype(np.int64)))
+
+
+def _inputs(path: Path, array: Array, name: str) -> torch.Tensor:
+    """Records as float32. Bytes of images are scaled to [0, 1], other numbers stay as they are."""
+    if array.dtype.kind not in "buif":
+        raise InvalidInputError(
+            f"the array {name} of {path} is of type {array.dtype}; it must hold real numbers"
+        )
+    if array.ndim not in (2, 3, 4) or 0 in array.shape:
+        raise InvalidInputError(
+            f"the array {name} of {path} has the shape {array.shape}; it must be (n, width), "
+            "(n, height, width) or (n, channels, height, width)"
+        )
+    with np.errstate(over="ignore"):
+        values = array.astype(np.float32)
+    if not np.isfinite(values).all():
+        wrong = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+        raise InvalidInputError(
+            f"the array {name} of {path} holds NaN, infinity or numbers beyond float32 (first in "
+            f"record {int(wrong.argmax())}); clean or impute them first"
+        )
+    inputs = torch.from_numpy(values)
+    if array.ndim == 2:
+        return inputs
+    if array.dtype == np.uint8:
+        inputs.div_(255)
+    return inputs if array.ndim == 4 else inputs.unsqueeze(1)
+
+
+def _classes(path: Path, arrays: Arrays, highest: int) -> int:
+    given = arrays.get("classes")
+    if given is None:
+        return max(2, highest + 1)
+    if given.size != 1 or given.dtype.kind not in "iu" or int(given.item()) <= max(1, highest):
+        raise InvalidInputError(
+            f"the array classes of {path} must be a whole number of at least "
+            f"{max(2, highest + 1)}, got {given.tolist()}"
+        )
+    return int(given.item())
+
+
+def _networks(shape: tuple[int, ...], classes: int) -> dict[str, dict[str, Any]]:
+    if len(shape) == 3:
+        channels, height, width = shape
+        sides = {"channels": channels, "height": height, "width": width}
+        return {PIXELS: {"name": "small-cnn", **sides, "classes": classes}}
+    (inputs,) = shape
+    name = "mlp" if inputs <= WIDEST_FOR_HIDDEN_LAYER else "linear"
+    return {VECTORS: {"name": name, "inputs": inputs, "classes": classes}}
