@@ -22,9 +22,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     no_data = pytest.mark.skip(reason="needs the full data sets: set DPSUR_DATA")
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        # Markers, not keywords: those hold the names of folders too.
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
-        if "data" in item.keywords and not os.environ.get("DPSUR_DATA"):
+        if item.get_closest_marker("data") and not os.environ.get("DPSUR_DATA"):
             item.add_marker(no_data)
 
 

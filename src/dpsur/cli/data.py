@@ -40,8 +40,8 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     fetching.set_defaults(run=_fetch)
     listing = actions.add_parser("list", help="show which data sets are there")
     listing.description = (
-        "Show which data sets are there: ready (checked before), found (checked when first used), "
-        "incomplete, missing or wrong."
+        "Show which data sets are there.\n\nready: checked before; found: checked when first used; "
+        "or incomplete, missing, wrong."
     )
     listing.add_argument("--check", action="store_true", help="decode and check what is found")
     listing.add_argument("--json", action="store_true", help="print one JSON object")

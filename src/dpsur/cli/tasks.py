@@ -7,7 +7,10 @@ from dpsur.tasks import DEFAULT_TASK, TASKS
 
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
-    parser.description = "List the tasks that can be trained."
+    parser.description = (
+        "List the tasks that can be trained, and the features there are networks for. "
+        "(dpsur data list\nshows whether their data are there.)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -15,6 +18,8 @@ def run(options: argparse.Namespace) -> int:
     """Print a line per task."""
     del options
     for name, task in TASKS.items():
-        default = " (default)" if name == DEFAULT_TASK else ""
-        print(f"{name:<12} {task.summary}{default}")
+        default = " (default task)" if name == DEFAULT_TASK else ""
+        features = " or ".join(task.networks)
+        print(f"{name:<12} {task.summary}; {features}{default}")
+    print(f"{'npz:FILE':<12} records of your own: arrays x and y, and optional x_test and y_test")
     return 0

@@ -5,6 +5,7 @@ number of classes is the array `classes` where the file has it, otherwise the la
 """
 
 import zipfile
+import zlib
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ def npz_task(name: str) -> Task:
 def _records(path: Path, size: int, changed: int) -> tuple[Examples, Examples | None, int]:
     del size, changed
     arrays = _read(path)
+    for name in ("x", "y"):
+        if name not in arrays:
+            raise InvalidInputError(
+                f"{path} holds no array {name}; write np.savez(FILE, x=..., y=...)"
+            )
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise InvalidInputError(f"{path} must hold both x_test and y_test, or neither")
     train = _examples(path, arrays, "x", "y")
@@ -57,31 +63,25 @@ def _records(path: Path, size: int, changed: int) -> tuple[Examples, Examples | 
 
 
 def _read(path: Path) -> Arrays:
+    not_ours = f"{path} is damaged, or not a file of np.savez"
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise InvalidInputError(f"{path} holds a single array; write x and y with np.savez")
-            unknown = sorted(set(file.files) - set(KNOWN))
-            if unknown:
-                raise InvalidInputError(
-                    f"{path} holds an array {unknown[0]!r}; the known ones are {', '.join(KNOWN)}"
-                )
-            arrays = {name: _member(path, file, name) for name in file.files}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        if isinstance(error, InvalidInputError):
-            raise
-        raise InvalidInputError(
-            f"{path} is not a file of np.savez, or is damaged ({error})"
-        ) from error
-    for name in ("x", "y"):
-        if name not in arrays:
-            raise InvalidInputError(f"{path} holds no array {name}; write np.savez(FILE, x=, y=)")
+        with path.open("rb") as file:
+            if not zipfile.is_zipfile(file):
+                raise InvalidInputError(f"{not_ours}; write np.savez(FILE, x=..., y=...)")
+            with np.load(file, allow_pickle=False) as members:
+                arrays = {name: _member(path, members, name) for name in members.files}
+    except (OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        raise InvalidInputError(f"{not_ours} ({error}); write it again") from error
     return arrays
 
 
-def _member(path: Path, file: Any, name: str) -> Array:
+def _member(path: Path, members: Any, name: str) -> Array:
+    if name not in KNOWN:
+        raise InvalidInputError(
+            f"{path} holds an array {name!r}; the known ones are {', '.join(KNOWN)}"
+        )
     try:
-        return np.asarray(file[name])
+        return np.asarray(members[name])
     except ValueError as error:
         raise InvalidInputError(
             f"the array {name} of {path} holds Python objects or is damaged ({error}); "

@@ -1,0 +1,117 @@
+"""What every task promises, on the real records where they are there."""
+
+import numpy as np
+import pytest
+import torch
+
+from dpsur.tasks import TASKS, task_named
+from dpsur.tasks.datasets import DATA_SETS, load_arrays
+from dpsur.tasks.datasets.status import MISSING, status_of
+from dpsur.tasks.imdb import token_ids
+
+# name -> training and test records, shape of one, classes
+PROMISED = {
+    "mnist-5k": (4_000, 1_000, (1, 28, 28), 10),
+    "mnist": (60_000, 10_000, (1, 28, 28), 10),
+    "fmnist": (60_000, 10_000, (1, 28, 28), 10),
+    "cifar10": (50_000, 10_000, (3, 32, 32), 10),
+    "imdb": (25_000, 25_000, (80,), 2),
+}
+
+
+def with_its_data(name):
+    marks = [pytest.mark.data] if name in DATA_SETS else []
+    return pytest.param(name, marks=marks, id=name)
+
+
+def skip_if_absent(name):
+    if name in DATA_SETS and status_of(DATA_SETS[name], None).state == MISSING:
+        pytest.skip(f"the data of {name} are not in DPSUR_DATA")
+
+
+every_task = pytest.mark.parametrize("name", [with_its_data(name) for name in TASKS])
+
+
+def test_every_task_is_promised_something():
+    assert set(PROMISED) == set(TASKS)
+    for name, task in TASKS.items():
+        assert task.name == name
+        assert task_named(name) is task
+        assert task.default_features in task.networks
+        assert all("name" in network for network in task.networks.values())
+        if name in DATA_SETS:
+            assert DATA_SETS[name].records == PROMISED[name][:2]
+
+
+@every_task
+def test_records_are_as_promised(name):
+    skip_if_absent(name)
+    train_records, test_records, shape, classes = PROMISED[name]
+    train, test = TASKS[name].load(None)
+    for part, records in ((train, train_records), (test, test_records)):
+        assert part.inputs.shape == (records, *shape)
+        assert part.targets.shape == (records,)
+        assert part.targets.dtype == torch.int64
+        assert part.targets.unique().tolist() == list(range(classes))
+        assert part.inputs.is_contiguous()
+        low, high = part.inputs.min().item(), part.inputs.max().item()
+        if name == "imdb":
+            assert part.inputs.dtype == torch.int64
+            assert low == 0
+            assert 19_900 < high < 20_000
+            assert (part.inputs[:, 0] == 1).all()
+        else:
+            assert part.inputs.dtype == torch.float32
+            black, white = (0.0, 1.0) if name != "cifar10" else (-0.485 / 0.229, 0.594 / 0.225)
+            assert low == pytest.approx(black)
+            assert high == pytest.approx(white)
+
+
+@every_task
+def test_loading_twice_gives_the_same_records(name):
+    skip_if_absent(name)
+    for first, second in zip(TASKS[name].load(None), TASKS[name].load(None), strict=True):
+        assert torch.equal(first.inputs, second.inputs)
+        assert torch.equal(first.targets, second.targets)
+
+
+def pixels(name, *parts):
+    arrays = load_arrays(DATA_SETS[name])
+    return sum(int(arrays[part].sum(dtype=np.int64)) for part in parts)
+
+
+@pytest.mark.data
+def test_published_sums():
+    assert pixels("mnist", "train_images") == 1_567_298_545
+    assert pixels("fmnist", "train_images") == 3_431_114_169
+    batches = [f"data_batch_{number}" for number in range(1, 6)]
+    arrays = load_arrays(DATA_SETS["cifar10"])
+    labels = sum(int(arrays[name][:, 0].sum(dtype=np.int64)) for name in batches)
+    assert pixels("cifar10", *batches) - labels == 18_540_682_003
+    reviews = load_arrays(DATA_SETS["imdb"])
+    assert len(reviews["train_tokens"]) == 5_942_841
+    assert len(reviews["test_tokens"]) == 5_745_105
+
+
+@pytest.mark.data
+def test_reviews_are_in_the_order_of_keras():
+    skip_if_absent("imdb")
+    train, test = TASKS["imdb"].load(None)
+    known = [1, 14, 22, 16, 43, 530, 973, 1622, 1385, 65]
+    assert train.inputs[0, :10].tolist() == known
+    assert train.targets[:10].tolist() == [1, 0, 0, 1, 0, 0, 1, 0, 1, 0]
+    assert test.targets[:10].tolist() == [0, 1, 1, 0, 1, 1, 1, 0, 0, 1]
+
+
+def keras_ids(review):
+    """What Keras's load_data and a cut and padding at the end make of a review's ranks."""
+    marked = [1, *(rank + 3 for rank in review)]
+    known = [token if token < 20_000 else 2 for token in marked]
+    return (known + [0] * 80)[:80]
+
+
+def test_token_ids(reviews):
+    for part in ("train", "test"):
+        ids = token_ids(reviews.arrays[f"{part}_tokens"], reviews.arrays[f"{part}_offsets"])
+        assert ids.dtype == np.int64
+        assert ids.tolist() == [keras_ids(review) for review in reviews.lists[part]]

@@ -1,0 +1,128 @@
+"""`dpsur data` as a person meets it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from dpsur.cli import data, evaluate, main
+from dpsur.runs.release import Origin
+from dpsur.tasks.datasets import DATA_SETS
+from tests.tasks.server import serve
+from tests.tasks.test_fetch import NOWHERE, mirror, publish
+
+
+def dpsur(*arguments, capsys):
+    try:
+        status = main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        status = stop.code
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_help_is_readable(capsys):
+    for arguments in ([], ["fetch"], ["list"]):
+        status, out, _ = dpsur("data", *arguments, "--help", capsys=capsys)
+        assert status == 0
+        assert "None" not in out
+        assert max(map(len, out.splitlines())) <= 110
+
+
+def test_list_shows_every_data_set_and_what_to_do(capsys, tmp_path):
+    status, out, _ = dpsur("data", "list", "--data-dir", tmp_path, capsys=capsys)
+    assert status == 0
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [
+        "mnist-5k", "mnist", "fmnist", "cifar10", "imdb",
+    ]  # fmt: skip
+    assert lines[1].split()[1] == "ready"
+    assert f"run: dpsur data fetch cifar10 --data-dir {tmp_path}" in lines[4]
+    rows = json.loads(dpsur("data", "list", "--json", capsys=capsys)[1])
+    assert rows["imdb"] == {
+        "state": "missing",
+        "where": None,
+        "remedy": "run: dpsur data fetch imdb",
+        "train_records": 25_000,
+        "test_records": 25_000,
+    }
+
+
+def test_fetch_then_list(capsys, digits, tmp_path, monkeypatch):
+    with serve() as site:
+        publish(site, digits.packed())
+        sources = (
+            mirror("nobody", NOWHERE, digits.packed()),
+            mirror("somebody", f"{site.address}/good", digits.packed()),
+        )
+        known = {"mnist": replace(digits.data_set, sources=sources)}
+        monkeypatch.setattr(data, "DATA_SETS", known)
+        status, out, err = dpsur("data", "fetch", "all", capsys=capsys)
+    assert status == 0
+    folder = tmp_path / "cache" / "downloads" / "mnist"
+    assert out == f"mnist: {folder}\n"
+    assert "trying nobody" in err
+    assert "trying somebody" in err
+    out = dpsur("data", "list", "--check", capsys=capsys)[1]
+    assert out.splitlines()[2].split()[:2] == ["mnist", "ready"]
+
+
+def test_fetch_says_what_to_do_when_nobody_answers(capsys, digits, tmp_path, monkeypatch):
+    sources = (mirror("nobody", NOWHERE, digits.packed()),)
+    known = {"mnist": replace(digits.data_set, sources=sources)}
+    monkeypatch.setattr(data, "DATA_SETS", known)
+    status, out, err = dpsur("data", "fetch", "mnist", "--quiet", capsys=capsys)
+    assert status == 2
+    assert out == ""
+    assert "no source gave the data of mnist" in err
+    assert "by hand: put the four files" in err
+
+
+def test_unknown_names_are_refused_before_anything_is_fetched(capsys):
+    status, _, err = dpsur("data", "fetch", "mnist", "minst", capsys=capsys)
+    assert status == 2
+    assert "'minst'" in err
+    assert "fmnist" in err
+
+
+def test_a_bar_counts_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with data.TransferBar(quiet=False) as bar:
+        bar.say("trying [somebody]")
+        bar.report("a.bin", 10, None)
+        bar.report("a.bin", 50, 100)
+        (task,) = bar._bar.tasks
+        assert (task.completed, task.total) == (50, 100)
+
+
+def test_a_task_without_its_data_says_how_to_get_them(capsys, tmp_path):
+    run = tmp_path / "run"
+    status, _, err = dpsur("train", "--task", "mnist", "--out", run, capsys=capsys)
+    assert status == 2
+    assert "dpsur data fetch mnist" in err
+    assert not run.exists()
+
+
+def test_records_without_test_records_cannot_be_tested_on(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "own.npz"
+    np.savez(path, x=np.zeros((4, 2)), y=np.arange(4))
+    release = (nn.Linear(2, 4), {}, Origin(f"npz:{path}"))
+    monkeypatch.setattr(evaluate, "read_release", lambda folder: release)
+    status, _, err = dpsur("evaluate", tmp_path, capsys=capsys)
+    assert status == 2
+    assert "add x_test and y_test" in err
+
+
+def test_the_page_on_data_has_the_checksums_in_force():
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    for data_set in DATA_SETS.values():
+        for name, digest in data_set.digests.items():
+            assert f"| `{data_set.name}` | {name} | `{digest}` |" in page
+        for source in data_set.sources:
+            assert source.label in page
+            for wanted in source.downloads() if source.unpack is None else ():
+                assert wanted.checksum.split(":")[1] in page or wanted.file.endswith(
+                    "python.tar.gz"
+                )

@@ -1,0 +1,135 @@
+"""A user's own arrays become a task; arrays that cannot are refused by name."""
+
+import numpy as np
+import pytest
+import torch
+
+from dpsur.errors import InvalidInputError
+from dpsur.tasks import task_named
+
+Y = np.array([0, 2, 1, 0])
+
+
+def write(tmp_path, **arrays):
+    path = tmp_path / "own.npz"
+    np.savez(path, **arrays)
+    return f"npz:{path}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "features", "network"),
+    [
+        ((4, 7), "vectors", {"name": "mlp", "inputs": 7, "classes": 3}),
+        ((4, 900), "vectors", {"name": "linear", "inputs": 900, "classes": 3}),
+        ((4, 6, 5), "pixels", {"channels": 1, "height": 6, "width": 5}),
+        ((4, 2, 6, 5), "pixels", {"channels": 2, "height": 6, "width": 5}),
+    ],
+)
+def test_the_network_follows_the_shape(tmp_path, shape, features, network):
+    values = np.random.default_rng(0).normal(size=shape)
+    task = task_named(write(tmp_path, x=values, y=Y))
+    if features == "pixels":
+        network = {"name": "small-cnn", "classes": 3, **network}
+        values = values.reshape(4, -1, *shape[-2:])
+    assert task.default_features == features
+    assert task.networks == {features: network}
+    train, test = task.load(None)
+    assert test is None
+    assert train.inputs.dtype == torch.float32
+    torch.testing.assert_close(train.inputs, torch.from_numpy(values).float())
+    assert train.targets.dtype == torch.int64
+    assert train.targets.tolist() == Y.tolist()
+
+
+def test_only_bytes_of_images_are_scaled(tmp_path):
+    images = np.arange(4 * 9, dtype=np.uint8).reshape(4, 3, 3) * 7
+    for values, factor in (
+        (images, 255),
+        (images.reshape(4, 9), 1),
+        (images.astype(np.int32), 1),
+        (images.astype(np.float64), 1),
+    ):
+        train, _ = task_named(write(tmp_path, x=values, y=Y)).load(None)
+        expected = torch.from_numpy(values.astype(np.float32)) / factor
+        assert torch.equal(train.inputs.reshape(values.shape), expected)
+
+
+def test_test_records_are_used(tmp_path):
+    x = np.zeros((4, 2))
+    task = task_named(write(tmp_path, x=x, y=Y, x_test=x[:2], y_test=np.array([4, 0], np.uint8)))
+    train, test = task.load(None)
+    assert (len(train), len(test)) == (4, 2)
+    assert task.networks["vectors"]["classes"] == 5
+    assert "4 records" in task.summary
+
+
+def test_the_number_of_classes_can_be_declared(tmp_path):
+    x = np.zeros((4, 2))
+    assert task_named(write(tmp_path, x=x, y=Y, classes=10)).networks["vectors"]["classes"] == 10
+    for wrong in (2, 2.5, [4, 5]):
+        with pytest.raises(InvalidInputError, match="array classes .* at least 3"):
+            task_named(write(tmp_path, x=x, y=Y, classes=wrong))
+
+
+def test_one_class_still_makes_a_classifier(tmp_path):
+    task = task_named(write(tmp_path, x=np.zeros((4, 2)), y=np.zeros(4, int)))
+    assert task.networks["vectors"]["classes"] == 2
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    first = task_named(write(tmp_path, x=np.zeros((4, 2)), y=Y))
+    second = task_named(write(tmp_path, x=np.ones((4, 3)), y=Y))
+    assert first.load(None)[0].inputs.shape == (4, 2)
+    assert second.load(None)[0].inputs.shape == (4, 3)
+
+
+X = np.zeros((4, 2))
+NAN = np.array([[0.0, 1], [0, np.nan], [0, 0], [0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": X}, "holds no array y"),
+        ({"y": Y}, "holds no array x"),
+        ({"x": X, "y": Y, "x_test": X}, "both x_test and y_test"),
+        ({"x": X, "y": Y, "y_test": Y}, "both x_test and y_test"),
+        ({"x": X, "y": Y[:3]}, "4 records in x but 3 labels in y"),
+        ({"x": X, "y": Y, "x_test": X, "y_test": Y[:1]}, "x_test but 1 labels in y_test"),
+        ({"x": X, "y": Y, "x_test": X[:, :1], "y_test": Y}, r"\(2,\), those of x_test \(1,\)"),
+        ({"x": np.array([1, "a", None, 2.0], object), "y": Y}, "array x .* Python objects"),
+        ({"x": X, "y": np.array([0, 1, None, 2], object)}, "array y .* Python objects"),
+        ({"x": np.array(["a", "b", "c", "d"]), "y": Y}, "array x .* real numbers"),
+        ({"x": X + 1j, "y": Y}, "array x .* real numbers"),
+        ({"x": NAN, "y": Y}, "array x .* NaN.*record 1"),
+        ({"x": NAN - np.inf, "y": Y}, "array x .* NaN.*record 0"),
+        ({"x": X + 1e300, "y": Y}, "beyond float32"),
+        ({"x": X, "y": Y, "x_test": NAN, "y_test": Y}, "array x_test .* NaN"),
+        ({"x": X, "y": Y.astype(float)}, "array y .* whole number .* float64"),
+        ({"x": X, "y": np.eye(4, dtype=int)}, r"array y .* shape \(4, 4\)"),
+        ({"x": X, "y": Y - 1}, "array y .* holds -1"),
+        ({"x": np.zeros(4), "y": Y}, r"array x .* shape \(4,\)"),
+        ({"x": np.float64(3), "y": Y}, r"array x .* shape \(\)"),
+        ({"x": np.zeros((4, 1, 1, 1, 1)), "y": Y}, "array x .* shape"),
+        ({"x": np.zeros((0, 2)), "y": Y[:0]}, r"array x .* shape \(0, 2\)"),
+        ({"x": X, "y": Y, "label": Y}, "'label'; the known ones are x, y"),
+    ],
+)
+def test_arrays_that_cannot_be_used_are_named(tmp_path, arrays, message):
+    with pytest.raises(InvalidInputError, match=f"own.npz.*{message}|{message}.*own.npz|{message}"):
+        task_named(write(tmp_path, **arrays))
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path):
+    path = tmp_path / "own.npz"
+    with pytest.raises(InvalidInputError, match="there is no file .*own.npz"):
+        task_named(f"npz:{path}")
+    name = write(tmp_path, x=X, y=Y)
+    whole = path.read_bytes()
+    np.save(tmp_path / "own.npy", X)
+    single = (tmp_path / "own.npy").read_bytes()
+    flipped = whole.replace(Y.tobytes(), (Y + 1).tobytes())
+    for content in (b"", b"text", whole[: len(whole) // 2], b"PK\x03\x04", single, flipped):
+        path.write_bytes(content)
+        with pytest.raises(InvalidInputError, match="own.npz is damaged, or not a file"):
+            task_named(name)
