@@ -23,7 +23,20 @@ NOISE: Final = "noise"
 VAL_BATCH: Final = "val-batch"
 VAL_NOISE: Final = "val-noise"
 LAYERS: Final = "layers"
-PURPOSES: Final = (INIT, BATCH, NOISE, VAL_BATCH, VAL_NOISE, LAYERS)
+STEERING: Final = "steering"  # noisy figures that an adaptive method steers by
+COINS: Final = "coins"  # who of a sample is kept
+FEATURES: Final = "features"  # private statistics of the features
+PURPOSES: Final = (
+    INIT,
+    BATCH,
+    NOISE,
+    VAL_BATCH,
+    VAL_NOISE,
+    LAYERS,
+    STEERING,
+    COINS,
+    FEATURES,
+)
 
 # Layout of the state of torch's CPU generator, a Mersenne twister of 624 words: the seed (8 bytes),
 # words left (4), a flag (4), the next word (8), then the words themselves, 8 bytes each.

@@ -2,10 +2,17 @@
 
 from dpsur.errors import InvalidInputError
 from dpsur.methods.base import Method
+from dpsur.methods.dpagd import Dpagd
+from dpsur.methods.dpis import Dpis
 from dpsur.methods.dpsgd import Dpsgd
+from dpsur.methods.dpsgd_hf import DpsgdHf
+from dpsur.methods.dpsgd_ts import DpsgdTs
 from dpsur.methods.dpsur import Dpsur
+from dpsur.methods.nonprivate import Nonprivate
 
-METHODS: dict[str, type[Method]] = {"dpsur": Dpsur, "dpsgd": Dpsgd}
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (Dpsur, Dpsgd, DpsgdTs, DpsgdHf, Dpis, Dpagd, Nonprivate)
+}
 
 
 def method_named(name: str) -> type[Method]:
@@ -17,4 +24,15 @@ def method_named(name: str) -> type[Method]:
         raise InvalidInputError(f"unknown method {name!r}; choose one of {known}") from None
 
 
-__all__ = ["METHODS", "Dpsgd", "Dpsur", "Method", "method_named"]
+__all__ = [
+    "METHODS",
+    "Dpagd",
+    "Dpis",
+    "Dpsgd",
+    "DpsgdHf",
+    "DpsgdTs",
+    "Dpsur",
+    "Method",
+    "Nonprivate",
+    "method_named",
+]

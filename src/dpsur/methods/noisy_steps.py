@@ -4,11 +4,9 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from dpsur import checks
-from dpsur.core.averaging import WeightAverage
-from dpsur.core.optim import Adam, Optimizer, Sgd
-from dpsur.core.schedules import SHAPES, Schedule
 from dpsur.errors import InvalidInputError
-from dpsur.methods.base import Method, option, power_of_two_near
+from dpsur.methods.base import option, power_of_two_near
+from dpsur.methods.optimization import Optimization
 from dpsur.privacy.events import Event, SampledGaussian, Trial
 from dpsur.privacy.filtered import AnyPlan
 from dpsur.privacy.plan import Budget, Plan, Request, make_plan
@@ -17,22 +15,12 @@ DEFAULT_EPOCHS = 20
 
 
 @dataclass(frozen=True)
-class NoisySteps(Method):
-    """Optimizer, batches, clipping and noise, and how they are settled against a budget.
+class NoisySteps(Optimization):
+    """Batches, clipping and noise, and how they are settled against a budget.
 
     Formal guarantee of one step: a sampled Gaussian mechanism at rate batch_size / N.
     """
 
-    learning_rate: float = option(4.0, "learning rate at the start")
-    schedule: str = option("linear", "how the learning rate decays over the run", tuple(SHAPES))
-    optimizer: str = option("sgd", "optimizer", ("sgd", "adam"))
-    momentum: float = option(0.9, "momentum (sgd)")
-    adam_beta1: float = option(0.9, "decay of the mean (adam)")
-    adam_beta2: float = option(0.999, "decay of the mean square (adam)")
-    adam_eps: float = option(1e-7, "added to the root of the mean square (adam)")
-    average_decay: float | None = option(
-        None, "release an exponential average of the weights with this decay instead of the last"
-    )
     batch_size: int | None = option(
         None, "expected size of a Poisson training batch (default: near 8 times the root of N)"
     )
@@ -45,11 +33,8 @@ class NoisySteps(Method):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         checks.positive("max_grad_norm", self.max_grad_norm)
-        self.make_optimizer()
-        self.make_schedule(length=1)
-        if self.average_decay is not None:
-            WeightAverage(self.average_decay)
         if self.noise_multiplier is not None:
             checks.positive("noise_multiplier", self.noise_multiplier)
         for name in ("batch_size", "updates"):
@@ -98,17 +83,6 @@ class NoisySteps(Method):
         return replace(
             self, noise_multiplier=plan.trial.update.noise_multiplier, updates=plan.length
         )
-
-    def make_optimizer(self) -> Optimizer:
-        """Build the optimizer that these hyper-parameters name."""
-        if self.optimizer == "adam":
-            return Adam(self.adam_beta1, self.adam_beta2, self.adam_eps)
-        checks.one_of("optimizer", self.optimizer, ("sgd", "adam"))
-        return Sgd(self.momentum)
-
-    def make_schedule(self, length: int) -> Schedule:
-        """Build the learning-rate schedule over a run of this length."""
-        return Schedule(self.schedule, self.learning_rate, length)
 
 
 def check_batch_size(name: str, value: int, dataset_size: int) -> None:

@@ -9,6 +9,7 @@ from dpsur.privacy.calibrate import least_noise
 from dpsur.privacy.conversion import epsilon_at
 from dpsur.privacy.events import (
     Event,
+    NoisyChoice,
     SampledGaussian,
     Step,
     Test,
@@ -23,6 +24,8 @@ from dpsur.privacy.proven import event_divergence
 
 # Trials after which a run of an adaptive method ends even if its filter would afford more.
 MOST_TRIALS = 1_000_000
+# An open-ended run measures its progress in thousandths of its allowance.
+ALLOWANCE_PARTS = 1000
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class FilteredPlan:
     trials: int = MOST_TRIALS
     setup: tuple[Event, ...] = ()
     on_reject: str = RESTORE
+    stop_after: int | None = None
 
     def __post_init__(self) -> None:
         accounting = accounting_named(self.accounting)
@@ -62,6 +66,7 @@ class FilteredPlan:
         typical: Trial,
         *,
         updates: int | None,
+        trials: int = MOST_TRIALS,
         setup: tuple[Event, ...] = (),
         on_reject: str = RESTORE,
     ) -> "FilteredPlan":
@@ -74,7 +79,7 @@ class FilteredPlan:
             lambda order: event_divergence(typical, order),
             lambda order: sum(event_divergence(event, order) for event in setup),
         )
-        cap = MOST_TRIALS
+        cap = trials
         if by_updates and typical.gate is not None and updates is not None:
             cap = trial_cap(typical.gate, updates, budget)
         return FilteredPlan(
@@ -107,6 +112,8 @@ class FilteredPlan:
         """Whether one more step fits. Asked before the step, never after."""
         if self.updates is not None and ledger.updates >= self.updates:
             return False
+        if self.stop_after is not None and ledger.updates >= self.stop_after:
+            return False
         if ledger.trials >= self.trials:
             return False
         spent = RenyiFilter(self.order, self.allowance, self.divergence(ledger))
@@ -120,12 +127,20 @@ class FilteredPlan:
 
     @property
     def length(self) -> int:
-        """What a schedule counts to; open-ended runs have no schedule."""
-        return self.trials if self.updates is None else self.updates
+        """What a schedule counts to: updates, or parts of the allowance where they are open."""
+        return ALLOWANCE_PARTS if self.updates is None else self.updates
+
+    @property
+    def kept(self) -> int | None:
+        """Updates of a completed run, where they are fixed in advance."""
+        counts = [n for n in (self.updates, self.stop_after) if n is not None]
+        return min(counts, default=None)
 
     def position(self, ledger: Ledger) -> int:
         """How far a run has come on that scale."""
-        return ledger.trials if self.updates is None else ledger.updates
+        if self.updates is not None:
+            return ledger.updates
+        return int(ALLOWANCE_PARTS * self.divergence(ledger) / self.allowance)
 
     @property
     def verdicts_are_public(self) -> bool:
@@ -144,7 +159,13 @@ class FilteredPlan:
             return 0.0
         return epsilon_at(self.order, self.divergence(ledger), self.budget.delta)
 
-    def noise_for(self, sample_rate: float, price: float, test: Test | None = None) -> float:
+    def left_after_setup(self) -> float:
+        """The allowance without what happens before the first step."""
+        return self.allowance - sum(event_divergence(event, self.order) for event in self.setup)
+
+    def noise_for(
+        self, sample_rate: float, price: float, test: Test | NoisyChoice | None = None
+    ) -> float:
         """The least noise at which an update of this rate costs at most `price` of the allowance.
 
         The rate may come from released values only. So the noise does too.
@@ -162,9 +183,8 @@ class FilteredPlan:
         return noise
 
     def limited(self, most: int) -> "FilteredPlan":
-        """The same plan, ended after fewer updates."""
-        updates = most if self.updates is None else min(most, self.updates)
-        return replace(self, updates=updates)
+        """The same plan, ended after fewer updates. What it promises stays the same."""
+        return replace(self, stop_after=most)
 
     def to_json(self) -> dict[str, Any]:
         """Write the plan as plain values."""
@@ -179,6 +199,7 @@ class FilteredPlan:
             "trials": self.trials,
             "setup": [event_to_json(event) for event in self.setup],
             "on_reject": self.on_reject,
+            "stop_after": self.stop_after,
         }
 
     @staticmethod
@@ -197,6 +218,7 @@ class FilteredPlan:
             trials=values["trials"],
             setup=tuple(event_from_json(event) for event in values["setup"]),
             on_reject=values["on_reject"],
+            stop_after=values["stop_after"],
         )
 
 

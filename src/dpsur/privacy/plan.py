@@ -86,6 +86,11 @@ class Plan:
         """What a schedule counts to: planned trials or planned updates."""
         return self.trials if self.updates is None else self.updates
 
+    @property
+    def kept(self) -> int | None:
+        """Updates of a completed run, where they are fixed in advance."""
+        return self.trials if self.trial.gate is None else self.updates
+
     def position(self, ledger: Ledger) -> int:
         """How far a run has come on that scale."""
         return ledger.trials if self.updates is None else ledger.updates

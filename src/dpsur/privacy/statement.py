@@ -113,7 +113,7 @@ def privacy_statement(plan: AnyPlan, ledger: Ledger, facts: RunFacts) -> dict[st
         "dataset_size": facts.dataset_size,
         "sampler": SAMPLER,
         "mechanism": _mechanism(plan, ledger),
-        "accepted_updates": ledger.updates if plan.verdicts_are_public else plan.length,
+        "accepted_updates": ledger.updates if plan.verdicts_are_public else plan.kept,
         "method": facts.method,
         "settings": dict(facts.settings),
         "released": ["the average of the weights" if facts.average else "the last weights"],
@@ -197,6 +197,7 @@ def stated_filter(statement: Mapping[str, Any]) -> FilteredPlan:
             "trials": cap,
             "setup": mechanism["setup"],
             "on_reject": mechanism["on_reject"],
+            "stop_after": None,
         }
     )
 

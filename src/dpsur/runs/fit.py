@@ -20,8 +20,8 @@ from dpsur.core.types import LossFunction
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import Dpsur, Method
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING, accounting_named
-from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.filtered import AnyPlan, FilteredPlan
+from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plan import Budget
 from dpsur.privacy.statement import RunFacts, epsilons, privacy_statement, warnings_for
 from dpsur.runs.data import as_examples, check_labels

@@ -1,0 +1,19 @@
+"""DPSGD-HF (Tramèr and Boneh 2021): DP-SGD on handcrafted features."""
+
+from dataclasses import dataclass
+
+from dpsur.methods.gated import Gated
+
+
+@dataclass(frozen=True)
+class DpsgdHf(Gated):
+    """DP-SGD on scattering features of images, which need no training and cost no privacy.
+
+    The features are all that differs from DPSGD. Where they are normalised by statistics of the
+    records, those are private and charged before training. Formal guarantee of one step: a sampled
+    Gaussian mechanism at rate batch_size / N.
+    """
+
+    name = "dpsgd-hf"
+    summary = "handcrafted features (Tramèr, Boneh 2021): DP-SGD on scattering coefficients"
+    features = "scattering"

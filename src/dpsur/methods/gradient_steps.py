@@ -1,0 +1,86 @@
+"""Updates along a gradient, every one of them kept: what gradient methods have in common."""
+
+import copy
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from dpsur.core.gradients import draws_randomness
+from dpsur.core.problem import Problem
+from dpsur.core.sampling import Draw, exact_batch, padded_batch
+from dpsur.core.streams import LAYERS, Streams
+from dpsur.core.types import Candidate, Params, State, Verdict
+from dpsur.methods.optimization import Optimization
+from dpsur.privacy.events import Event, Step
+from dpsur.privacy.filtered import AnyPlan
+
+
+class GradientSteps(ABC):
+    """A procedure whose candidate is one optimizer step along a gradient, always kept."""
+
+    def __init__(
+        self, method: Optimization, problem: Problem, plan: AnyPlan, streams: Streams
+    ) -> None:
+        self.setup: tuple[Event, ...] = plan.setup
+        self._problem = problem
+        self._streams = streams
+        self._draw: Draw = exact_batch
+        self._random_layers = draws_randomness(problem.model, problem.train)
+        self._optimizer = method.make_optimizer()
+        self._schedule = method.make_schedule(plan.length)
+        self._average = method.make_average()
+
+    @abstractmethod
+    def step(self, state: State) -> Step:
+        """The event of the next candidate."""
+
+    @abstractmethod
+    def _gradient(self, state: State) -> tuple[Params, Tensor | None]:
+        """A gradient, and whether a padded batch had no room for its rows."""
+
+    def initial_state(self) -> State:
+        """The model's own weights, and buffers at rest."""
+        params = self._problem.initial_params()
+        return State(
+            params=params,
+            optimizer=self._optimizer.init(params),
+            updates=torch.zeros((), dtype=torch.int64, device=self._problem.device),
+            average=None if self._average is None else params,
+        )
+
+    def propose(self, state: State, position: Tensor) -> Candidate:
+        """Take one step from the state (Alg. 1, L3-8)."""
+        gradient, overflow = self._gradient(state)
+        params, optimizer = self._optimizer.step(
+            state.params, gradient, state.optimizer, self._schedule(position)
+        )
+        updates = state.updates + 1
+        average = None
+        if self._average is not None and state.average is not None:
+            average = self._average(state.average, params, updates)
+        return Candidate(State(params, optimizer, updates, average, state.memory), overflow)
+
+    def judge(self, state: State, candidate: Candidate) -> Verdict:  # noqa: ARG002
+        """Keep every candidate."""
+        return Verdict(torch.ones((), dtype=torch.bool, device=self._problem.device))
+
+    def padded(self) -> Self | None:
+        """The same steps on padded batches; not for layers that draw random numbers."""
+        if self._random_layers:
+            return None
+        copied = copy.copy(self)
+        copied._draw = padded_batch
+        return copied
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:  # noqa: ARG002
+        """Nothing is ever rejected."""
+        return state
+
+    def _layer_randomness(self) -> AbstractContextManager[None]:
+        """Where layers such as dropout get their draws from."""
+        if not self._random_layers:
+            return nullcontext()
+        return self._streams.global_randomness(LAYERS)

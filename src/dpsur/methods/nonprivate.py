@@ -1,0 +1,98 @@
+"""The non-private reference: the same networks and batches, without clipping or noise."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from dpsur import checks
+from dpsur.core.problem import Problem, example_losses, mode
+from dpsur.core.sampling import Batch
+from dpsur.core.streams import BATCH, Streams
+from dpsur.core.types import Params, Procedure, State
+from dpsur.methods.base import option
+from dpsur.methods.gradient_steps import GradientSteps
+from dpsur.methods.noisy_steps import check_batch_size
+from dpsur.methods.optimization import Optimization
+from dpsur.privacy.events import Event, NonPrivate, Step, Trial
+from dpsur.privacy.filtered import AnyPlan
+from dpsur.privacy.plan import Budget, Plan
+
+DEFAULT_EPOCHS = 20
+DEFAULT_BATCH = 128
+
+
+@dataclass(frozen=True)
+class Nonprivate(Optimization):
+    """Plain stochastic gradient descent. Formal guarantee: none, epsilon is infinite."""
+
+    name = "nonprivate"
+    summary = "no privacy at all: the reference that private methods are held against"
+
+    learning_rate: float = option(0.05, "learning rate at the start")
+    batch_size: int | None = option(None, f"expected size of a batch (default: {DEFAULT_BATCH})")
+    updates: int | None = option(None, f"updates to make (default: {DEFAULT_EPOCHS} epochs)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("batch_size", "updates"):
+            if getattr(self, name) is not None:
+                checks.at_least_one(name, getattr(self, name))
+
+    def settle(
+        self,
+        dataset_size: int,
+        budget: Budget,
+        accounting: str,
+        setup: tuple[Event, ...] = (),
+    ) -> tuple[Self, AnyPlan]:
+        """Fix batch and length. The plan states an infinite budget, whatever was asked for."""
+        size = min(DEFAULT_BATCH, dataset_size) if self.batch_size is None else self.batch_size
+        check_batch_size("batch_size", size, dataset_size)
+        updates = self.updates or max(1, round(DEFAULT_EPOCHS * dataset_size / size))
+        unlimited = Budget(math.inf, budget.delta)
+        plan = Plan(unlimited, accounting, Trial(NonPrivate()), updates, updates, setup)
+        return replace(self, batch_size=size, updates=updates), plan
+
+    def bind(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
+        """Tie the method to its data."""
+        return PlainSteps(self, problem, plan, streams)
+
+
+class PlainSteps(GradientSteps):
+    """Steps along the gradient of the mean loss of a batch."""
+
+    def __init__(
+        self, method: Nonprivate, problem: Problem, plan: AnyPlan, streams: Streams
+    ) -> None:
+        super().__init__(method, problem, plan, streams)
+        assert method.batch_size is not None
+        self._rate = method.batch_size / len(problem.train)
+
+    def step(self, state: State) -> Step:  # noqa: ARG002
+        """An update without protection."""
+        return Trial(NonPrivate())
+
+    def _gradient(self, state: State) -> tuple[Params, Tensor | None]:
+        batch = self._draw(self._problem.train, self._rate, self._streams[BATCH])
+        with self._layer_randomness():
+            return self._mean_gradient(state.params, batch), batch.overflow
+
+    def _mean_gradient(self, params: Params, batch: Batch) -> Params:
+        if not len(batch.examples):
+            return {name: torch.zeros_like(value) for name, value in params.items()}
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        with torch.enable_grad(), mode(self._problem.model, training=True):
+            outputs = functional_call(self._problem.model, leaves, (batch.examples.inputs,))
+            losses = example_losses(self._problem.loss, outputs, batch.examples.targets)
+            if batch.mask is None:
+                mean = losses.mean()
+            else:
+                mean = torch.where(batch.mask, losses, 0.0).sum() / batch.mask.sum().clamp(min=1)
+            gradients = torch.autograd.grad(
+                mean, list(leaves.values()), allow_unused=True, materialize_grads=True
+            )
+        return dict(zip(leaves, gradients, strict=True))
