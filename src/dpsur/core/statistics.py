@@ -19,6 +19,8 @@ from dpsur.privacy.events import Event, Gaussian
 
 # Variances are noisy and may come out negative; a channel is scaled by at least this.
 LEAST_VARIANCE = 1e-6
+# Records that are worked on at once.
+PIECE = 2048
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,10 @@ class ChannelStatistics:
     variance: Tensor
     events: tuple[Event, ...]
 
-    def normalise(self, features: Tensor) -> Tensor:
-        """Shift and scale the channels (dimension 1) of features: free post-processing."""
-        shape = (1, -1, *(1,) * (features.dim() - 2))
-        mean = self.mean.to(features.dtype).reshape(shape)
-        deviation = self.variance.clamp(min=LEAST_VARIANCE).sqrt().to(features.dtype)
-        return (features - mean) / deviation.reshape(shape)
+    @property
+    def deviation(self) -> Tensor:
+        """What a channel is to be divided by: never zero."""
+        return self.variance.clamp(min=LEAST_VARIANCE).sqrt()
 
 
 def clipped_rows_sum(rows: Tensor, bound: float) -> ClippedSum:
@@ -48,6 +48,16 @@ def clipped_rows_sum(rows: Tensor, bound: float) -> ClippedSum:
     scales = torch.where(norms.isfinite(), scales, torch.zeros_like(scales))
     safe = rows.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return ClippedSum({"sum": (scales.unsqueeze(1) * safe).sum(0)}, sensitivity=bound)
+
+
+def channel_moments(features: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Spatial mean and spatial mean square of each record's channels, by itself."""
+    means, squares = [], []
+    for piece in torch.split(features, PIECE):
+        flat = piece.to(device).double().reshape(len(piece), features.shape[1], -1)
+        means.append(flat.mean(2))
+        squares.append(flat.square().mean(2))
+    return torch.cat(means), torch.cat(squares)
 
 
 def channel_statistics(
@@ -73,9 +83,9 @@ def channel_statistics(
         raise InvalidInputError(
             f"features must have the shape (records, channels, ...), got {tuple(features.shape)}"
         )
-    flat = features.double().reshape(len(features), features.shape[1], -1)
+    means, squares = channel_moments(features, generator.device)
     sums: list[Params] = []
-    for rows, bound in ((flat.mean(2), mean_bound), (flat.square().mean(2), square_bound)):
+    for rows, bound in ((means, mean_bound), (squares, square_bound)):
         sums.append(add_gaussian(clipped_rows_sum(rows, bound), noise_multiplier, generator))
     mean, square = (part["sum"] / len(features) for part in sums)
     events = (Gaussian(noise_multiplier), Gaussian(noise_multiplier))

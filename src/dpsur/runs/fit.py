@@ -4,7 +4,7 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dpsur import checks
 from dpsur.core.gradients import check_model
 from dpsur.core.loop import Progress
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
 from dpsur.core.types import LossFunction
 from dpsur.errors import InvalidInputError, PrivacyWarning
+from dpsur.features import WithFeatures
 from dpsur.methods import Dpsur, Method
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.filtered import AnyPlan, FilteredPlan
@@ -27,6 +29,7 @@ from dpsur.privacy.statement import RunFacts, epsilons, privacy_statement, warni
 from dpsur.runs.data import as_examples, check_labels
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder
+from dpsur.runs.preparation import NONE, Preparation, like_features, prepare_inputs
 from dpsur.runs.recorder import CURVES, Recorder, draw_curves
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
 from dpsur.runs.session import Observer, Pace, Session, Speed
@@ -94,6 +97,8 @@ def fit(
     method: Method | None = None,
     test_set: Any = None,
     accounting: str = DEFAULT_ACCOUNTING,
+    features: str | None = None,
+    normalisation: str = NONE,
     seed: int | None = None,
     device: str | torch.device = "auto",
     out: str | os.PathLike[str] | None = None,
@@ -114,6 +119,9 @@ def fit(
         method: `Dpsur()` unless another is given. What it leaves open is chosen to fit.
         test_set: public records to measure on, in the same form.
         accounting: how privacy loss is counted, by name.
+        features: "scattering" trains on scattering features of images instead of pixels; `model`
+            must take those, `Run.model` takes images. A method may bring its own (`DpsgdHf`).
+        normalisation: of features: "none", "group" (free) or "private" (charged).
         seed: makes the run repeatable, and void against anyone who knows the seed.
         device: "cpu", "cuda", or "auto" for CUDA where there is one.
         out: folder for checkpoints, diagnostics and, at the end, the release.
@@ -136,6 +144,7 @@ def fit(
         method=Dpsur() if method is None else method,
         test_set=test_set,
         accounting=accounting,
+        preparation=Preparation(features, normalisation),
         seed=seed,
         device=device,
         pace=pace,
@@ -153,28 +162,57 @@ def prepare(
     method: Method,
     test_set: Any,
     accounting: str,
+    preparation: Preparation | None = None,
     seed: int | None,
     device: str | torch.device,
+    max_updates: int | None = None,
     pace: Pace | None = None,
     speed: Speed | None = None,
 ) -> Session:
-    """Check everything and fix the privacy of the run. Nothing is written and nothing trained."""
+    """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
+
+    `max_updates` ends the planned run early. What it then spends is less than the budget, except
+    under a filter, which promises its allowance.
+    """
     accounting_named(accounting)
     chosen_device = choose_device(device)
-    train = as_examples(train_set, "train_set").to(chosen_device)
-    test = None if test_set is None else as_examples(test_set, "test_set").to(chosen_device)
-    model = copy.deepcopy(model).to(chosen_device)
-    outputs = check_model(model, train)
+    train = as_examples(train_set, "train_set")
+    test = None if test_set is None else as_examples(test_set, "test_set")
+    preparation = _with_features_of(method, preparation or Preparation())
+    model = copy.deepcopy(method.adapt(model)).to(chosen_device)
+    shape = preparation.check(tuple(train.inputs.shape[1:]))
+    outputs = check_model(model, like_features(train, shape).to(chosen_device))
     check_labels(train, outputs, loss, "train_set")
     if test is not None:
         check_labels(test, outputs, loss, "test_set")
-    settled, plan = method.settle(len(train), budget, accounting)
+    settled, plan = method.settle(len(train), budget, accounting, preparation.setup)
+    if max_updates is not None:
+        checks.at_least_one("max_updates", max_updates)
+        plan = plan.limited(max_updates)
     streams = Streams(seed, chosen_device)
-    problem = Problem(model, loss, train)
+    prepared = prepare_inputs(preparation, train, test, streams)
+    test = None if prepared.test is None else prepared.test.to(chosen_device)
+    problem = Problem(model, loss, prepared.train.to(chosen_device))
     procedure = settled.bind(problem, plan, streams)
     return Session(
-        settled, plan, problem, test, streams, procedure, pace or Pace(), speed or Speed()
+        settled,
+        plan,
+        problem,
+        test,
+        streams,
+        procedure,
+        pace or Pace(),
+        speed or Speed(),
+        prepared.layers,
+        prepared.descriptions,
     )
+
+
+def _with_features_of(method: Method, preparation: Preparation) -> Preparation:
+    """A method brings its own features where none are named."""
+    if preparation.features is not None or method.features is None:
+        return preparation
+    return replace(preparation, features=method.features)
 
 
 def execute(
@@ -243,7 +281,7 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
         versions=versions(),
     )
     return Run(
-        model=model.cpu(),
+        model=released_model(session),
         epsilon=epsilons(session.plan),
         statement=privacy_statement(session.plan, progress.ledger, facts),
         scores=scores,
@@ -252,3 +290,11 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
         private=PrivateDiagnostics(progress.ledger, tuple(recorder.rows)),
         origin=origin,
     )
+
+
+def released_model(session: Session) -> nn.Module:
+    """The trained network, behind the layers that compute its features, so that it takes inputs."""
+    network = session.problem.model.cpu()
+    if not len(session.layers):
+        return network
+    return WithFeatures(session.layers.cpu(), network)

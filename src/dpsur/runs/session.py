@@ -1,8 +1,10 @@
 """One run from its first trial, or its last checkpoint, to its end."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
 
 from dpsur.core import captured, loop
 from dpsur.core.loop import Progress
@@ -77,6 +79,8 @@ class Session:
     procedure: Procedure
     pace: Pace
     speed: Speed
+    layers: nn.Sequential = field(default_factory=nn.Sequential)
+    layer_descriptions: tuple[Mapping[str, Any], ...] = ()
 
     def run(
         self,

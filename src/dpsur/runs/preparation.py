@@ -1,0 +1,157 @@
+"""What happens to the inputs once, before training: features, and their normalisation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpsur import checks
+from dpsur.core.statistics import channel_moments, channel_statistics, private_quantile
+from dpsur.core.streams import FEATURES, Streams
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+from dpsur.features import ChannelNorm, apply_layers, build_layers, compute, features_named
+from dpsur.privacy.events import Event, Gaussian
+
+NONE, GROUP, PRIVATE = "none", "group", "private"
+NORMALISATIONS = (NONE, GROUP, PRIVATE)
+# Noise of the histogram that a clip bound is read from. Two of them cost less than a twelfth of
+# what the statistics themselves do at their usual noise of 8.
+BOUND_NOISE = 40.0
+# Public limits of the grid that clip bounds are chosen from.
+LEAST_BOUND, MOST_BOUND, BOUND_STEPS = 1e-4, 1e4, 256
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Which features, and how they are normalised.
+
+    `group` normalises groups of channels of each record by itself and costs nothing. `private` uses
+    the mean and variance of each channel over all records, released with noise: Formal guarantee:
+    the Gaussian mechanisms in `setup`, two for the statistics and two for their clip bounds.
+    """
+
+    features: str | None = None
+    normalisation: str = NONE
+    groups: int = 27
+    statistics_noise: float = 8.0
+
+    def __post_init__(self) -> None:
+        checks.one_of("normalisation", self.normalisation, NORMALISATIONS)
+        checks.positive("statistics_noise", self.statistics_noise)
+        checks.at_least_one("groups", self.groups)
+        if self.features is not None:
+            features_named(self.features)
+
+    @property
+    def setup(self) -> tuple[Event, ...]:
+        """What the preparation costs."""
+        if self.normalisation != PRIVATE:
+            return ()
+        statistics = Gaussian(self.statistics_noise)
+        return (Gaussian(BOUND_NOISE), Gaussian(BOUND_NOISE), statistics, statistics)
+
+    def check(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of one record's features, or an error where the inputs do not suit them."""
+        if self.features is not None:
+            shape = features_named(self.features).output_shape(shape)
+        if self.normalisation != NONE and len(shape) < 2:
+            raise InvalidInputError(
+                f"normalisation {self.normalisation} needs channels, but a record has the shape "
+                f"{shape}; use normalisation {NONE}"
+            )
+        if self.normalisation == GROUP:
+            build_layers([self._group_norm(shape[0])])
+        return shape
+
+    def _group_norm(self, channels: int) -> Mapping[str, Any]:
+        return {"name": "group-norm", "groups": self.groups, "channels": channels}
+
+
+def like_features(train: Examples, shape: tuple[int, ...]) -> Examples:
+    """Made-up records of the shape of features, to check a model with: raw inputs where same."""
+    if shape == tuple(train.inputs.shape[1:]):
+        return train
+    return Examples(torch.zeros(1, *shape).expand(len(train), *shape), train.targets)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Inputs ready for training, and the layers that make them of raw ones."""
+
+    train: Examples
+    test: Examples | None
+    layers: nn.Sequential
+    descriptions: tuple[Mapping[str, Any], ...]
+
+
+def prepare_inputs(
+    preparation: Preparation, train: Examples, test: Examples | None, streams: Streams
+) -> Prepared:
+    """Compute features of all records, and normalise them.
+
+    Formal guarantee: the Gaussian mechanisms in `preparation.setup`, nothing else.
+    """
+    descriptions: list[Mapping[str, Any]] = []
+    device = streams.device
+    if preparation.features is not None:
+        features = features_named(preparation.features)
+        descriptions += features.layers(tuple(train.inputs.shape[1:]))
+        train = Examples(compute(features, train.inputs, device=device), train.targets)
+        if test is not None:
+            test = Examples(compute(features, test.inputs, device=device), test.targets)
+    norm = _normalisation(preparation, train.inputs, streams)
+    layers = build_layers(descriptions)
+    if norm is not None:
+        layer, description = norm
+        train = _apply(layer, train, device)
+        test = None if test is None else _apply(layer, test, device)
+        layers.append(layer)
+        descriptions.append(description)
+    return Prepared(train, test, layers, tuple(descriptions))
+
+
+def _apply(layer: nn.Module, examples: Examples, device: torch.device) -> Examples:
+    inputs = apply_layers(nn.Sequential(layer), examples.inputs, device=device)
+    return Examples(inputs, examples.targets)
+
+
+def _normalisation(
+    preparation: Preparation, inputs: Tensor, streams: Streams
+) -> tuple[nn.Module, Mapping[str, Any]] | None:
+    if preparation.normalisation == NONE:
+        return None
+    channels = inputs.shape[1]
+    if preparation.normalisation == GROUP:
+        description = preparation._group_norm(channels)
+        return build_layers([description])[0], description
+    mean, deviation = _private_statistics(preparation, inputs, streams[FEATURES])
+    layer = ChannelNorm(channels, mean.cpu(), deviation.cpu())
+    return layer, {"name": "channel-norm", "channels": channels}
+
+
+def _private_statistics(
+    preparation: Preparation, inputs: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    mean_bound, square_bound = (
+        private_quantile(
+            rows.norm(dim=1),
+            0.5,
+            least=LEAST_BOUND,
+            most=MOST_BOUND,
+            noise_multiplier=BOUND_NOISE,
+            generator=generator,
+            steps=BOUND_STEPS,
+        )[0]
+        for rows in channel_moments(inputs, generator.device)
+    )
+    found = channel_statistics(
+        inputs,
+        mean_bound=mean_bound,
+        square_bound=square_bound,
+        noise_multiplier=preparation.statistics_noise,
+        generator=generator,
+    )
+    return found.mean, found.deviation
