@@ -25,6 +25,11 @@ class PaperSetting:
     val_noise_multiplier: float
     accept_threshold: float
     private_statistics: bool
+    optimizer: str
+    learning_rate: float
+    momentum: float | None
+    max_grad_norm: float
+    loss_clip: float
 
     @property
     def dataset_size(self) -> int:
@@ -62,7 +67,17 @@ def paper_settings() -> list[PaperSetting]:
             val_noise_multiplier=float(row[f"sigma_v_eps{epsilon}"]),
             accept_threshold=float(row["beta"]),
             private_statistics="private-norm" in row["features"],
+            optimizer=row["optimizer"],
+            learning_rate=float(row["lr"]),
+            momentum=float(row["momentum"]) if row["momentum"] else None,
+            max_grad_norm=float(row["clip_norm"]),
+            loss_clip=float(row["loss_clip"]),
         )
         for row in csv.DictReader(text.splitlines())
         for epsilon in EPSILONS
     ]
+
+
+def paper_setting(dataset: str, epsilon: int) -> PaperSetting:
+    """One of the sixteen."""
+    return next(s for s in paper_settings() if (s.dataset, s.epsilon) == (dataset, epsilon))
