@@ -91,9 +91,25 @@ def test_a_network_with_features_is_rebuilt_from_its_description():
     assert torch.equal(again(images(2)), model(images(2)))
 
 
-def test_layers_are_applied_in_pieces_and_stay_as_they_are(monkeypatch):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_layers_are_applied_in_pieces_and_stay_as_they_are(monkeypatch, threads):
     layers = build_layers([{"name": "group-norm", "groups": 1, "channels": 2}])
-    inputs = torch.rand(5, 2, 4, 4)
-    monkeypatch.setattr("dpsur.features._RECORDS_PER_THREAD", 2)
-    torch.testing.assert_close(apply_layers(layers, inputs), layers(inputs))
-    assert apply_layers(layers, inputs[:0]).shape == (0, 2, 4, 4)
+    inputs = torch.rand(7, 2, 4, 4)
+    monkeypatch.setattr("dpsur.features.apply._RECORDS_PER_THREAD", 2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.testing.assert_close(apply_layers(layers, inputs), layers(inputs))
+        assert apply_layers(layers, inputs[:0]).shape == (0, 2, 4, 4)
+        with pytest.raises(RuntimeError):  # from a thread
+            apply_layers(nn.Sequential(FailsOnMany()), inputs)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+class FailsOnMany(nn.Module):
+    def forward(self, inputs):
+        if len(inputs) > 1:
+            raise RuntimeError("too many")
+        return inputs

@@ -4,23 +4,20 @@ Formal guarantee: the features of a record depend on that record alone, so addin
 record adds or removes one row, and training on features costs no privacy beyond the training.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import cache
+from dpsur.features.apply import apply_layers
 from dpsur.features.layers import ChannelNorm, LayerDescription, build_layers, group_norm
 from dpsur.features.pipeline import WithFeatures
 from dpsur.features.scattering import Scattering2d
 
 Shape = tuple[int, ...]
-# Records per call of the layers. On the host, what is made should still be in a cache when it is
-# copied to its place: ten times as many records are a fifth slower.
-_RECORDS_PER_THREAD, _RECORDS_ON_A_CARD = 64, 2048
 
 
 @dataclass(frozen=True)
@@ -105,24 +102,6 @@ def compute(
         known = apply_layers(module, inputs, device=device)
         cache.write(path, known)
     return known.to(inputs.device)
-
-
-@torch.no_grad()
-def apply_layers(
-    layers: nn.Sequential, inputs: Tensor, *, device: torch.device | None = None
-) -> Tensor:
-    """What the layers make of all records, piece by piece on `device`, put where the inputs are."""
-    device = device or inputs.device
-    layers = copy.deepcopy(layers).to(device)
-    one = layers(torch.zeros(1, *inputs.shape[1:], device=device))
-    result = torch.empty(len(inputs), *one.shape[1:], dtype=one.dtype, device=inputs.device)
-    step = _RECORDS_ON_A_CARD
-    if device.type != "cuda":
-        step = _RECORDS_PER_THREAD * torch.get_num_threads()
-    for start in range(0, len(inputs), step):
-        piece = slice(start, start + step)
-        result[piece] = layers(inputs[piece].to(device))
-    return result
 
 
 __all__ = [

@@ -88,7 +88,8 @@ class Scattering2d(nn.Module):
     def _planes(self, planes: Tensor) -> Tensor:
         border = 1 << self.scales
         padded = F.pad(planes.unsqueeze(1), (border,) * 4, mode="reflect").squeeze(1)
-        first = [self._moduli(torch.fft.fft2(padded), 0, scale) for scale in range(self.scales)]
+        spectra = torch.fft.fft2(padded)
+        first = [self._moduli(spectra, 0, scale) for scale in range(self.scales)]
         layers = [self._average(padded, 0).unsqueeze(1)]
         layers += [self._average(moduli, scale) for scale, moduli in enumerate(first)]
         layers += [self._second(moduli, scale) for scale, moduli in enumerate(first[:-1])]
