@@ -5,7 +5,7 @@
 
 from dpsur.core.gradients.budget import GradientBudget
 from dpsur.core.gradients.clipping import ClippedSum, clipped_sum
-from dpsur.core.gradients.norms import clipped_norms
+from dpsur.core.gradients.record_norms import clipped_norms
 from dpsur.core.gradients.support import check_model, draws_randomness
 
 __all__ = [
