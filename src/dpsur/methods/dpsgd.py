@@ -192,7 +192,12 @@ class NoisyGradientSteps:
         layers = self._streams.global_randomness(LAYERS) if self._random_layers else nullcontext()
         with layers:
             total = clipped_sum(
-                self._problem, params, batch.examples, self._max_grad_norm, mask=batch.mask
+                self._problem,
+                params,
+                batch.data,
+                self._max_grad_norm,
+                mask=batch.mask,
+                rows=batch.rows,
             )
         noisy = add_gaussian(total, self._event.noise_multiplier, self._streams[NOISE])
         # The expected size, not the drawn one: the drawn size is private, and dividing by it would
