@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpsur import checks
 from dpsur.core.averaging import WeightAverage
+from dpsur.core.flat import elementwise
 from dpsur.core.gradients import clipped_sum, draws_randomness
 from dpsur.core.noise import add_gaussian
 from dpsur.core.optim import Adam, Optimizer, Sgd
@@ -203,4 +204,4 @@ class NoisyGradientSteps:
         # The expected size, not the drawn one: the drawn size is private, and dividing by it would
         # change the sensitivity.
         expected_size = self._event.sample_rate * len(train)
-        return {name: value / expected_size for name, value in noisy.items()}, batch.overflow
+        return elementwise(lambda value: value / expected_size, noisy), batch.overflow
