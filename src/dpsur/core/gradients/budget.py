@@ -50,5 +50,7 @@ def _free(device: torch.device) -> int:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         except (ValueError, OSError):  # a system that does not tell
             return 4 * _ON_THE_HOST
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, whole = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * whole)
+    return min(free, allowed - reserved) + reserved - torch.cuda.memory_allocated(device)
