@@ -300,6 +300,35 @@ def test_bad_input_is_one_line_and_status_two(arguments, words, capsys):
     assert said.count("\n") == 1
 
 
+def test_the_command_profiles(capsys):
+    arguments = ["--networks", "pixel-28:4", "--arms", "plain", "plain-captured", "--threads", "1"]
+    assert main(["bench", *arguments, "--device", "cpu", "--kernels", "3"]) == 0
+    head, *costliest, refused = capsys.readouterr().out.splitlines()
+    assert head.startswith("pixel-28 4 plain: ")
+    assert len(costliest) == 3
+    assert all(" us " in text and " x " in text for text in costliest)
+    assert refused == "pixel-28 4 plain-captured: needs a CUDA device"
+
+
+def test_the_commit_is_carried_where_there_is_no_history(monkeypatch):
+    from dpsur.experiments import rows
+
+    def no_git(*_, **__):
+        raise OSError
+
+    monkeypatch.setattr(rows.subprocess, "run", no_git)
+    monkeypatch.setenv("DPSUR_COMMIT", "abc")
+    assert rows.provenance()["commit"] == "abc"
+
+
+def test_arms_that_are_handed_the_batch_are_charged_for_it(in_process, monkeypatch):
+    monkeypatch.setattr(memory, "_highest", lambda device: 0)
+    made = cell("pixel-28")
+    whole = made.batch.inputs.nbytes + made.batch.targets.nbytes
+    assert memory.peak("pixel-28", 4, "plain", CPU).peak_bytes == whole
+    assert memory.peak("pixel-28", 4, "dpsgd", CPU).peak_bytes == 0
+
+
 def test_unknown_names_are_errors_in_the_library_too():
     with pytest.raises(InvalidInputError, match="unknown arm"):
         next(run.rows(replace(TINY, arms=["magic"])))

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpsur
+from dpsur.core import captured, sampling
 from dpsur.core.gradients import draws_randomness
-from dpsur.core.loop import make_trial, start
+from dpsur.core.loop import make_trial, start, train
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
 from dpsur.core.tree import flatten
@@ -20,9 +21,9 @@ CPU = torch.device("cpu")
 BUDGET = Budget(3.0, 1e-4)
 
 
-def bound(method, seed=0, size=200):
+def bound(method, seed=0, size=200, accounting="proven"):
     problem = Problem(small_model(), F.cross_entropy, blobs(size))
-    settled, plan = method.settle(size, BUDGET, "proven")
+    settled, plan = method.settle(size, BUDGET, accounting)
     return settled.bind(problem, plan, Streams(seed, CPU)), plan
 
 
@@ -57,6 +58,60 @@ def test_random_layers_are_seen_and_not_padded():
     assert settled.bind(problem, plan, Streams(0, CPU)).padded() is None
 
 
+@pytest.mark.parametrize("on_reject", ["restore", "keep-momentum"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("block", [1, 7, 100])
+def test_blocks_of_trials_are_the_single_trials(block, optimizer, on_reject):
+    accounting = "every-trial" if on_reject == "keep-momentum" else "proven"
+    gate = {"gate": "loss"} if on_reject == "keep-momentum" else {"accept_ratio": 1.5}
+    count = {"trials": 12} if on_reject == "keep-momentum" else {"updates": 8}
+    method = Dpsur(
+        noise_multiplier=20.0, batch_size=20, on_reject=on_reject, average_decay=0.9,
+        optimizer=optimizer, learning_rate=0.05, **gate, **count,
+    )  # fmt: skip
+    (single, plan), (padded, _) = (bound(method, accounting=accounting) for _ in range(2))
+    one = train(single, plan, start(single))
+    blocks = []
+    two = captured.train(
+        padded.padded(),
+        plan,
+        start(padded),
+        padded._streams,
+        lambda *_: pytest.fail("no batch overflows"),
+        lambda progress, verdicts: blocks.append((progress.ledger.trials, verdicts)),
+        block,
+    )
+    assert two.ledger == one.ledger
+    assert sum(len(verdicts) for _, verdicts in blocks) == one.ledger.trials
+    assert sum(bool(v.accept) for _, verdicts in blocks for v in verdicts) == one.ledger.updates
+    for name, value in flatten(one.state).items():
+        torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_block_without_room_is_made_again_exactly(monkeypatch):
+    method = Dpsur(updates=8, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5)
+    single, plan = bound(method)
+    one = train(single, plan, start(single))
+    monkeypatch.setattr(sampling, "padded_size", lambda size, rate: 20)
+    exact, _ = bound(method)
+    again = []
+
+    def exactly(progress, count):
+        again.append(count)
+        for _ in range(count):
+            if plan.affords(progress.ledger):
+                progress, _ = make_trial(exact, plan, progress)
+        return progress
+
+    two = captured.train(
+        exact.padded(), plan, start(exact), exact._streams, exactly, lambda *_: None, block=3
+    )
+    assert again
+    assert two.ledger == one.ledger
+    for name, value in flatten(one.state).items():
+        torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-6)
+
+
 def fit(capture, method, **more):
     return dpsur.fit(
         small_model(),
@@ -78,13 +133,13 @@ def test_captured_training_on_cuda(optimizer):
         updates=30, noise_multiplier=20.0, accept_ratio=2.0, optimizer=optimizer, average_decay=0.9,
         learning_rate=0.05,
     )  # fmt: skip
-    eager, captured = fit(False, method), fit(True, method)
-    assert captured.private.ledger.updates == 30
-    rows = [row for row in captured.private.rows if row["kind"] == "trial"]
-    assert len(rows) == captured.private.ledger.trials
+    eager, replayed = fit(False, method), fit(True, method)
+    assert replayed.private.ledger.updates == 30
+    rows = [row for row in replayed.private.rows if row["kind"] == "trial"]
+    assert len(rows) == replayed.private.ledger.trials
     assert sum(row["accepted"] for row in rows) == 30
     again = fit(True, method)
-    for name, value in captured.model.state_dict().items():
+    for name, value in replayed.model.state_dict().items():
         assert torch.equal(value, again.model.state_dict()[name])
     assert eager.private.ledger.updates == 30
 
@@ -115,8 +170,6 @@ def test_captured_runs_resume_exactly(tmp_path):
 
 @pytest.mark.gpu
 def test_overflow_falls_back_to_exact_batches(monkeypatch):
-    from dpsur.core import sampling
-
     method = Dpsur(updates=30, noise_multiplier=20.0, accept_ratio=2.0, batch_size=100)
     monkeypatch.setattr(sampling, "padded_size", lambda size, rate: 96)
     small = fit(True, method)

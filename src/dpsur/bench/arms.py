@@ -13,13 +13,17 @@ from dpsur.errors import InvalidInputError
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to make a training step: `make` builds it, what it returns makes one step a call."""
+    """A way to make a training step: `make` builds it, what it returns makes one step a call.
+
+    An arm that `gathers` makes a copy of the batch, as training on a data set does.
+    """
 
     name: str
     summary: str
     make: MakeArm
     needs_cuda: bool = False
     largest_batch: int | None = None
+    gathers: bool = False
 
     def refusal(self, batch_size: int, device: torch.device) -> str | None:
         """Why the arm is not even tried; None if it is."""
@@ -41,13 +45,21 @@ ARMS: dict[str, Arm] = {
             CapturedPlainStep,
             needs_cuda=True,
         ),
-        Arm("dpsgd", "ours: DP-SGD step", dpsgd_step),
-        Arm("dpsur", "ours: full DPSUR trial", dpsur_trial),
+        Arm("dpsgd", "ours: DP-SGD step", dpsgd_step, gathers=True),
+        Arm("dpsur", "ours: full DPSUR trial", dpsur_trial, gathers=True),
         Arm(
-            "dpsgd-captured", "ours: DP-SGD step, as a CUDA graph", dpsgd_captured, needs_cuda=True
+            "dpsgd-captured",
+            "ours: DP-SGD step, as a CUDA graph",
+            dpsgd_captured,
+            needs_cuda=True,
+            gathers=True,
         ),
         Arm(
-            "dpsur-captured", "ours: DPSUR trial, as a CUDA graph", dpsur_captured, needs_cuda=True
+            "dpsur-captured",
+            "ours: DPSUR trial, as a CUDA graph",
+            dpsur_captured,
+            needs_cuda=True,
+            gathers=True,
         ),
         Arm(OPACUS, "Opacus, per-example gradients", hooks_step),
         Arm("opacus-ghost", "Opacus, ghost clipping", ghost_step),

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from dpsur.bench.arms import arm_named
-from dpsur.bench.cell import Cell, MakeArm
+from dpsur.bench.arms import Arm, arm_named
+from dpsur.bench.cell import Cell
 from dpsur.bench.networks import Network, network_named
 from dpsur.bench.outcome import FAILED, OK, OUT_OF_MEMORY, TOO_SLOW, Outcome, outcome_of
 
@@ -58,25 +58,31 @@ def probe(network: str, batch_size: int, arm: str, device: torch.device, threads
 
 
 def peak(network: str, batch_size: int, arm: str, device: torch.device) -> Outcome:
-    """The rise of memory over steps in this process, above the batch itself."""
+    """The rise of memory over steps in this process, with one copy of the batch.
+
+    An arm that works on the batch it is given is charged for it: in training it would be gathered
+    from a data set first, as ours do.
+    """
     try:
-        found = _peak(network_named(network), batch_size, arm_named(arm).make, device)
+        found = _peak(network_named(network), batch_size, arm_named(arm), device)
     except Exception as error:  # whatever goes wrong becomes a row
         found = outcome_of(error)
     release(device)
     return found
 
 
-def _peak(network: Network, batch_size: int, make: MakeArm, device: torch.device) -> Outcome:
+def _peak(network: Network, batch_size: int, arm: Arm, device: torch.device) -> Outcome:
     # Once with next to no data, so that code, kernels and workspaces are there before counting.
-    make(Cell(network, network.batch(min(TINY_BATCH, batch_size), device)))()
+    arm.make(Cell(network, network.batch(min(TINY_BATCH, batch_size), device)))()
     cell = Cell(network, network.batch(batch_size, device))
     before = _start_counting(device)
-    step = make(cell)
+    step = arm.make(cell)
     for _ in range(STEPS):
         step()
     synchronize(device)
     peak_bytes = max(0, _highest(device) - before)
+    if not arm.gathers:
+        peak_bytes += cell.batch.inputs.nbytes + cell.batch.targets.nbytes
     start = time.perf_counter()
     step()
     synchronize(device)

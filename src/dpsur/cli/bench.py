@@ -73,6 +73,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE.jsonl", help="write a row per cell and arm")
     parser.add_argument("--plot", metavar="FILE", help="draw growth with the batch (PNG, SVG, PDF)")
     parser.add_argument("--rows", metavar="FILE.jsonl", help="measure nothing, read these rows")
+    parser.add_argument(
+        "--kernels", type=int, metavar="K", help="profile instead: the K costliest operations"
+    )
     parser.add_argument("--quick", action="store_true", help="two networks, one batch size")
     parser.set_defaults(run=run)
 
@@ -80,6 +83,13 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write and draw."""
     _check_files(options)
+    if options.kernels is not None:
+        checks.at_least_one("kernels", options.kernels)
+        from dpsur.bench.kernels import kernel_lines
+
+        for text in kernel_lines(settings_from(options), options.kernels):
+            print(text, flush=True)
+        return 0
     if options.rows is not None:
         found = _read(Path(options.rows))
         for row in found:

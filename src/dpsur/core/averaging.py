@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dpsur import checks
+from dpsur.core.flat import elementwise
 from dpsur.core.types import Params
 
 
@@ -22,7 +23,6 @@ class WeightAverage:
         """The average after one more accepted update."""
         warm = (1 + updates.double()) / (10 + updates.double())
         decay = torch.minimum(torch.full_like(warm, self.decay), warm)
-        return {
-            name: torch.lerp(params[name], value, decay.to(value.dtype))
-            for name, value in average.items()
-        }
+        return elementwise(
+            lambda old, new: torch.lerp(new, old, decay.to(old.dtype)), average, params
+        )

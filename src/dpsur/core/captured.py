@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpsur.core.flat import elementwise
 from dpsur.core.loop import Progress, keep
 from dpsur.core.streams import Streams
-from dpsur.core.tree import flatten, map_tensors
+from dpsur.core.tree import map_tensors
 from dpsur.core.types import Procedure, State, Verdict
 from dpsur.privacy.plan import Plan
 
@@ -33,7 +34,10 @@ class _Counts:
 
 
 class CapturedTrials:
-    """A trial of a padded procedure, captured once; its state lives in fixed places."""
+    """A trial of a padded procedure, captured once; its state lives in fixed places.
+
+    On other devices than CUDA a replay simply makes the trial.
+    """
 
     def __init__(
         self,
@@ -45,7 +49,7 @@ class CapturedTrials:
     ) -> None:
         self._procedure, self._plan, self._streams = procedure, plan, streams
         device = progress.state.updates.device
-        self._state: State = map_tensors(torch.clone, progress.state)
+        self._state = _copy(progress.state)
         ledger = progress.ledger
         self._counts = _Counts(
             torch.tensor(ledger.trials, device=device),
@@ -55,14 +59,15 @@ class CapturedTrials:
         self._names: tuple[str, ...] = ()
         self._rows = torch.zeros(block, 0, device=device, dtype=torch.float64)
         self._first = torch.tensor(ledger.trials, device=device)
-        self._graph = torch.cuda.CUDAGraph()
-        self._capture()
+        self._replay: Callable[[], None] = self._trial
+        if device.type == "cuda":
+            self._replay = self._captured()
 
     def run(self, count: int) -> None:
         """Replay a block of trials."""
         self._first.copy_(self._counts.trials)
         for _ in range(count):
-            self._graph.replay()
+            self._replay()
 
     def read(self) -> tuple[int, int, bool]:
         """Trials, updates and whether a batch had no room: the one wait per block."""
@@ -74,7 +79,7 @@ class CapturedTrials:
 
     def state(self) -> State:
         """A copy of the state as it is."""
-        return map_tensors(torch.clone, self._state)
+        return _copy(self._state)
 
     def verdicts(self, count: int) -> list[Verdict]:
         """The verdicts of the block's trials, on the host."""
@@ -90,8 +95,13 @@ class CapturedTrials:
         self._streams.restore(positions)
 
     def _put(self, state: State) -> None:
-        for name, value in flatten(state).items():
-            self._places[name].copy_(value)
+        map_tensors(Tensor.copy_, self._state, state, together=elementwise)
+
+    def _put_if(self, condition: Tensor, state: State) -> None:
+        def choose(place: Tensor, value: Tensor) -> Tensor:
+            return torch.where(condition, value, place, out=place)
+
+        map_tensors(choose, self._state, state, together=elementwise)
 
     def _trial(self) -> None:
         """One trial, written so that a replay after the end of the plan changes nothing."""
@@ -105,10 +115,11 @@ class CapturedTrials:
         verdict = self._procedure.judge(state, candidate)  # L9-14
         accept = verdict.accept & active
         rejected = self._procedure.after_rejection(state, candidate)
-        chosen = keep(active, keep(accept, candidate.state, rejected), state)  # L15-18
         self._note(accept, verdict)
-        for name, value in flatten(chosen).items():
-            self._places[name].copy_(value)
+        if rejected is state:
+            self._put_if(accept, candidate.state)  # L15-18
+        else:
+            self._put_if(active, keep(accept, candidate.state, rejected))
         for overflow in (candidate.overflow, verdict.overflow):
             if overflow is not None:
                 counts.overflow.logical_or_(overflow & active)
@@ -125,9 +136,8 @@ class CapturedTrials:
         place = (self._counts.trials - self._first).clamp(max=len(self._rows) - 1)
         self._rows.index_copy_(0, place.reshape(1), row.reshape(1, -1))
 
-    def _capture(self) -> None:
+    def _captured(self) -> Callable[[], None]:
         """Warm up beside the main stream, go back to where that began, then capture."""
-        self._places = flatten(self._state)
         start = self.state()
         counts = [value.clone() for value in vars(self._counts).values()]
         positions = {name: p.clone() for name, p in self._streams.positions().items()}
@@ -141,10 +151,16 @@ class CapturedTrials:
         for place, value in zip(vars(self._counts).values(), counts, strict=True):
             place.copy_(value)
         self._streams.restore(positions)
+        graph = torch.cuda.CUDAGraph()
         for purpose in positions:
-            self._graph.register_generator_state(self._streams[purpose])
-        with torch.cuda.graph(self._graph):
+            graph.register_generator_state(self._streams[purpose])
+        with torch.cuda.graph(graph):
             self._trial()
+        return graph.replay
+
+
+def _copy(state: State) -> State:
+    return map_tensors(torch.clone, state, together=elementwise)
 
 
 def train(

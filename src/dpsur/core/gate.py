@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dpsur import checks
+from dpsur.core.pairs import pair_losses
 from dpsur.core.problem import Problem
 from dpsur.core.sampling import Batch
 from dpsur.core.types import Params
@@ -38,8 +39,7 @@ class LossGate:
         bound = self.loss_clip
         # A comparison with NaN would reject with certainty, and a certain rejection has no
         # acceptance probability above a_min: count it as the worst finite difference instead.
-        worst = torch.full_like(difference, bound)
-        difference = torch.where(difference.isfinite(), difference, worst)
+        difference = torch.where(difference.abs() < math.inf, difference, bound)
         clipped = difference.clamp(-bound, bound)
         noise = torch.randn(
             difference.shape, generator=generator, device=difference.device, dtype=difference.dtype
@@ -85,14 +85,14 @@ def mean_losses(
 
     An empty batch says nothing for or against: both are zero.
     """
-    if len(batch.examples) == 0:
-        nothing = torch.zeros((), dtype=torch.float64, device=batch.examples.inputs.device)
+    if len(batch) == 0:
+        nothing = torch.zeros((), dtype=torch.float64, device=batch.data.inputs.device)
         return nothing, nothing
-    after = problem.losses(candidate, batch.examples).double()
-    before = problem.losses(current, batch.examples).double()
+    losses = pair_losses(problem, candidate, current, batch.examples).double()
     if batch.mask is None:
-        return after.mean(), before.mean()
-    count = batch.mask.sum().clamp(min=1)
-    # Chosen, not multiplied: a loss that is not finite outside the sample must not matter.
-    after, before = (torch.where(batch.mask, x, 0.0).sum() / count for x in (after, before))
+        after, before = losses.mean(1).unbind()
+        return after, before
+    # Replaced, not multiplied: a loss that is not finite outside the sample must not matter.
+    sums = losses.masked_fill(~batch.mask, 0.0).sum(1)
+    after, before = (sums / batch.mask.sum().clamp(min=1)).unbind()
     return after, before

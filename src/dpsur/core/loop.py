@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpsur.core.flat import elementwise
 from dpsur.core.tree import map_tensors
 from dpsur.core.types import Procedure, State, Verdict
 from dpsur.errors import NothingReleasedError
@@ -74,4 +75,6 @@ def check_completed(plan: AnyPlan, progress: Progress) -> None:
 
 def keep(accept: Tensor, candidate: State, current: State) -> State:
     """Choose one of two states, whole, without asking the host."""
-    return map_tensors(lambda new, old: torch.where(accept, new, old), candidate, current)
+    return map_tensors(
+        lambda new, old: torch.where(accept, new, old), candidate, current, together=elementwise
+    )

@@ -1,7 +1,9 @@
 """The one place that adds noise to gradients."""
 
 import torch
+from torch import Tensor
 
+from dpsur.core.flat import elementwise
 from dpsur.core.gradients import ClippedSum
 from dpsur.core.types import Params
 
@@ -13,9 +15,11 @@ def add_gaussian(total: ClippedSum, noise_multiplier: float, generator: torch.Ge
     this noise multiplier. The scale comes from the sensitivity that the sum itself reports.
     """
     scale = noise_multiplier * total.sensitivity
-    return {
-        name: value
-        + scale
-        * torch.randn(value.shape, generator=generator, device=value.device, dtype=value.dtype)
-        for name, value in total.params.items()
-    }
+
+    def noisy(value: Tensor) -> Tensor:
+        noise = torch.randn(
+            value.shape, generator=generator, device=value.device, dtype=value.dtype
+        )
+        return value + scale * noise
+
+    return elementwise(noisy, total.params)

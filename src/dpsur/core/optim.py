@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dpsur import checks
+from dpsur.core.flat import elementwise
 from dpsur.core.types import OptimizerState, Params
 
 
@@ -25,7 +26,7 @@ class Optimizer(Protocol):
 
 
 def _zeros(params: Params) -> Params:
-    return {name: torch.zeros_like(value) for name, value in params.items()}
+    return elementwise(torch.zeros_like, params)
 
 
 def _count(params: Params) -> Tensor:
@@ -49,14 +50,16 @@ class Sgd:
         self, params: Params, gradient: Params, state: OptimizerState, learning_rate: Tensor
     ) -> tuple[Params, OptimizerState]:
         """Velocity, then weights."""
-        velocity = {
-            name: self.momentum * value + gradient[name]
-            for name, value in state.buffers["velocity"].items()
-        }
-        moved = {
-            name: value - learning_rate.to(value.dtype) * velocity[name]
-            for name, value in params.items()
-        }
+        velocity = elementwise(
+            lambda before, new: torch.add(new, before, alpha=self.momentum),
+            state.buffers["velocity"],
+            gradient,
+        )
+        moved = elementwise(
+            lambda value, by: torch.addcmul(value, by, learning_rate.to(value.dtype), value=-1),
+            params,
+            velocity,
+        )
         return moved, OptimizerState(state.step + 1, {"velocity": velocity})
 
 
@@ -83,20 +86,23 @@ class Adam:
     ) -> tuple[Params, OptimizerState]:
         """Moments, then weights by the corrected moments."""
         step = state.step + 1
-        mean = {
-            name: self.beta1 * value + (1 - self.beta1) * gradient[name]
-            for name, value in state.buffers["mean"].items()
-        }
-        square = {
-            name: self.beta2 * value + (1 - self.beta2) * gradient[name] ** 2
-            for name, value in state.buffers["square"].items()
-        }
+        mean = elementwise(
+            lambda before, new: self.beta1 * before + (1 - self.beta1) * new,
+            state.buffers["mean"],
+            gradient,
+        )
+        square = elementwise(
+            lambda before, new: self.beta2 * before + (1 - self.beta2) * new**2,
+            state.buffers["square"],
+            gradient,
+        )
         # Corrections in double precision: 1 - beta2^t loses digits in single at the first steps.
-        mean_correction = 1 - torch.pow(self.beta1, step.double())
-        square_correction = (1 - torch.pow(self.beta2, step.double())).sqrt()
-        moved = {}
-        for name, value in params.items():
-            rate = (learning_rate / mean_correction).to(value.dtype)
-            root = square[name].sqrt() / square_correction.to(value.dtype) + self.eps
-            moved[name] = value - rate * mean[name] / root
+        rate = learning_rate / (1 - torch.pow(self.beta1, step.double()))
+        correction = (1 - torch.pow(self.beta2, step.double())).sqrt()
+
+        def move(value: Tensor, mean: Tensor, square: Tensor) -> Tensor:
+            root = square.sqrt() / correction.to(value.dtype) + self.eps
+            return value - rate.to(value.dtype) * mean / root
+
+        moved = elementwise(move, params, mean, square)
         return moved, OptimizerState(step, {"mean": mean, "square": square})

@@ -5,9 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from dpsur.core.flat import elementwise
 from dpsur.core.types import Examples, LossFunction, Params
 
 EVALUATION_ROWS = 2048
@@ -27,12 +29,13 @@ class Problem:
         return self.train.inputs.device
 
     def initial_params(self) -> Params:
-        """Copies of the weights that are to be trained."""
-        return {
+        """Copies of the weights that are to be trained, side by side in memory."""
+        trained = {
             name: value.detach().clone()
             for name, value in self.model.named_parameters()
             if value.requires_grad
         }
+        return elementwise(lambda values: values, trained) if trained else trained
 
     def outputs(self, params: Params, inputs: Tensor) -> Tensor:
         """Model outputs in evaluation mode, in pieces of bounded size."""
@@ -41,7 +44,7 @@ class Problem:
                 functional_call(self.model, params, (piece,))
                 for piece in torch.split(inputs, EVALUATION_ROWS)
             ]
-        return torch.cat(pieces)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def losses(self, params: Params, examples: Examples) -> Tensor:
         """The loss of each record by itself, in evaluation mode."""
@@ -50,6 +53,8 @@ class Problem:
 
 def example_losses(loss: LossFunction, outputs: Tensor, targets: Tensor) -> Tensor:
     """Apply a loss to every record alone, so that its own reduction does not matter."""
+    if loss is F.cross_entropy and outputs.dim() == 2 and targets.dtype == torch.int64:
+        return F.cross_entropy(outputs, targets, reduction="none")
 
     def one(output: Tensor, target: Tensor) -> Tensor:
         return loss(output.unsqueeze(0), target.unsqueeze(0)).reshape(())

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,13 +19,23 @@ SPARE_DEVIATIONS = 8.0
 class Batch:
     """Rows that were drawn, perhaps among rows that were not.
 
-    `mask` tells the drawn rows; None means all. `overflow` tells whether more were drawn than
-    `examples` has room for; None means that it has room for any.
+    `data` is what was drawn from and `rows` says which of it; None means all. `mask` tells the
+    drawn rows; None means all. `overflow` tells whether more were drawn than there is room for;
+    None means that there is room for any.
     """
 
-    examples: Examples
+    data: Examples
     mask: Tensor | None = None
     overflow: Tensor | None = None
+    rows: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.data) if self.rows is None else len(self.rows)
+
+    @cached_property
+    def examples(self) -> Examples:
+        """The rows themselves, gathered when they are first asked for."""
+        return self.data if self.rows is None else self.data.select(self.rows)
 
 
 Draw = Callable[[Examples, float, torch.Generator], Batch]
@@ -47,7 +58,7 @@ def poisson_sample(size: int, rate: float, generator: torch.Generator) -> Tensor
 
 def exact_batch(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
     """A Poisson sample as it is drawn."""
-    return Batch(examples.select(poisson_sample(len(examples), rate, generator)))
+    return Batch(examples, rows=poisson_sample(len(examples), rate, generator))
 
 
 def padded_size(size: int, rate: float) -> int:
@@ -65,12 +76,6 @@ def padded_batch(examples: Examples, rate: float, generator: torch.Generator) ->
     """
     size, room = len(examples), padded_size(len(examples), rate)
     joins = _joins(size, rate, generator)
-    place = joins.cumsum(0) - 1
-    # Records that were not drawn, or have no room, go to one place more, which is cut off.
-    target = torch.where(joins & (place < room), place, room)
-    rows = torch.zeros(room + 1, dtype=torch.int64, device=joins.device)
-    rows.scatter_(0, target, torch.arange(size, device=joins.device))
-    count = joins.sum()
-    mask = torch.arange(room, device=joins.device) < count
-    chosen = torch.where(mask, rows[:room], 0)
-    return Batch(examples.select(chosen), mask, count > room)
+    found = torch.nonzero_static(joins, size=room, fill_value=-1)[:, 0]
+    overflow = joins.sum() > room if room < size else None
+    return Batch(examples, mask=found >= 0, overflow=overflow, rows=found.clamp(min=0))

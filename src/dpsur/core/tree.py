@@ -15,16 +15,28 @@ from dpsur.errors import CheckpointError
 Tree = TypeVar("Tree")
 
 
-def map_tensors(function: Callable[..., Tensor], first: Tree, *others: Tree) -> Tree:
-    """Apply a function to corresponding tensors of equally built trees."""
+def map_tensors(
+    function: Callable[..., Tensor],
+    first: Tree,
+    *others: Tree,
+    together: Callable[..., dict[str, Tensor]] | None = None,
+) -> Tree:
+    """Apply a function to corresponding tensors of equally built trees.
+
+    `together`, if given, applies it to all tensors of a mapping at once.
+    """
     result: Any
     if isinstance(first, Tensor):
         result = function(first, *others)
     elif first is None:
         result = None
     elif isinstance(first, Mapping):
+        if together and first and all(isinstance(value, Tensor) for value in first.values()):
+            return together(function, first, *others)  # type: ignore[return-value]
         result = {
-            key: map_tensors(function, value, *(_get(other, key) for other in others))
+            key: map_tensors(
+                function, value, *(_get(other, key) for other in others), together=together
+            )
             for key, value in first.items()
         }
     elif is_dataclass(first):
@@ -33,6 +45,7 @@ def map_tensors(function: Callable[..., Tensor], first: Tree, *others: Tree) -> 
                 function,
                 getattr(first, field.name),
                 *(getattr(other, field.name) for other in others),
+                together=together,
             )
             for field in fields(first)
         }

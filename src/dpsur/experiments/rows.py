@@ -1,6 +1,7 @@
 """Rows of results: JSON lines that say how they were made."""
 
 import json
+import os
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
+    """The commit of the source, or what DPSUR_COMMIT says where a copy has no history."""
     folder = Path(__file__).parent
     try:
         head = subprocess.run(
@@ -22,7 +24,7 @@ def _commit() -> str | None:
         )
         return head.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("DPSUR_COMMIT")
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

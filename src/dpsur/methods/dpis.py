@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dpsur import checks
+from dpsur.core.flat import elementwise
 from dpsur.core.gradients import ClippedSum, clipped_norms, clipped_sum
 from dpsur.core.noise import add_gaussian
 from dpsur.core.problem import Problem
@@ -209,16 +210,19 @@ class ImportanceSteps(GradientSteps):
     def _gradient(self, state: State) -> tuple[Params, Tensor | None]:
         train, event = self._problem.train, self._update(state)
         batch = self._draw(train, event.sample_rate, self._streams[BATCH])
-        coins = torch.rand(
-            len(batch.examples), generator=self._streams[COINS], device=self._problem.device
-        )
+        coins = torch.rand(len(batch), generator=self._streams[COINS], device=self._problem.device)
         with self._layer_randomness():
             total = clipped_sum(
-                self._problem, state.params, batch.examples, self._max_grad_norm, coins=coins
+                self._problem,
+                state.params,
+                batch.data,
+                self._max_grad_norm,
+                rows=batch.rows,
+                coins=coins,
             )
         noisy = add_gaussian(total, event.noise_multiplier, self._streams[NOISE])
         expected_size = event.sample_rate * len(train)
-        return {name: value / expected_size for name, value in noisy.items()}, batch.overflow
+        return elementwise(lambda value: value / expected_size, noisy), batch.overflow
 
 
 def _count(plan: FilteredPlan) -> int:

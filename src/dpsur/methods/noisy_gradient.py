@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from dpsur.core.flat import elementwise
 from dpsur.core.gradients import clipped_sum
 from dpsur.core.noise import add_gaussian
 from dpsur.core.problem import Problem
@@ -39,10 +40,15 @@ class NoisyGradientSteps(GradientSteps):
         batch = self._draw(train, self._event.sample_rate, self._streams[BATCH])
         with self._layer_randomness():
             total = clipped_sum(
-                self._problem, params, batch.examples, self._max_grad_norm, mask=batch.mask
+                self._problem,
+                params,
+                batch.data,
+                self._max_grad_norm,
+                mask=batch.mask,
+                rows=batch.rows,
             )
         noisy = add_gaussian(total, self._event.noise_multiplier, self._streams[NOISE])
         # The expected size, not the drawn one: the drawn size is private, and dividing by it would
         # change the sensitivity.
         expected_size = self._event.sample_rate * len(train)
-        return {name: value / expected_size for name, value in noisy.items()}, batch.overflow
+        return elementwise(lambda value: value / expected_size, noisy), batch.overflow

@@ -82,7 +82,7 @@ class PlainSteps(GradientSteps):
             return self._mean_gradient(state.params, batch), batch.overflow
 
     def _mean_gradient(self, params: Params, batch: Batch) -> Params:
-        if not len(batch.examples):
+        if not len(batch):
             return {name: torch.zeros_like(value) for name, value in params.items()}
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         with torch.enable_grad(), mode(self._problem.model, training=True):

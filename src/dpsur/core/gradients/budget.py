@@ -1,5 +1,6 @@
 """How many examples are worked on at once."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ _HEADROOM = 2
 _ON_THE_HOST = 2**27
 # The part of a card's free memory that a batch may take.
 _PART_OF_FREE = 0.5
+# The part of free memory, on a card or on the host, that a table about the data may take.
+_PART_FOR_TABLES = 0.25
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,27 @@ class GradientBudget:
         affordable = self._available(device) // (_HEADROOM * max(1, bytes_per_example))
         return 1 << max(0, int(affordable).bit_length() - 1)
 
+    def has_room(self, size: int, device: torch.device) -> bool:
+        """Whether so many bytes may be kept for good, beside what a piece takes."""
+        if self.bytes is not None:
+            return size <= self.bytes
+        return size <= _PART_FOR_TABLES * _free(device)
+
     def _available(self, device: torch.device) -> int:
         if self.bytes is not None:
             return self.bytes
         if device.type != "cuda":
             return _ON_THE_HOST
-        free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(_PART_OF_FREE * (free + unused))
+        return int(_PART_OF_FREE * _free(device))
+
+
+def _free(device: torch.device) -> int:
+    if device.type != "cuda":
+        try:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (ValueError, OSError):  # a system that does not tell
+            return 4 * _ON_THE_HOST
+    free, whole = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * whole)
+    return min(free, allowed - reserved) + reserved - torch.cuda.memory_allocated(device)

@@ -1,15 +1,18 @@
 """Clip the gradient of every record by itself and add them up (Alg. 1, L4-7)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dpsur.core.gradients.budget import GradientBudget
+from dpsur.core.gradients.factors import clip_factors
 from dpsur.core.gradients.layout import NotSupportedError
-from dpsur.core.gradients.one_pass import clip_factors, one_pass_sum
+from dpsur.core.gradients.norms import whole_norms
+from dpsur.core.gradients.one_pass import Piece, one_pass_sum
 from dpsur.core.gradients.per_example import one_at_a_time, per_example_gradients
 from dpsur.core.gradients.plan import Engine, Plan, plan_for
+from dpsur.core.gradients.stored import KnownInputs
 from dpsur.core.gradients.uses import Rows
 from dpsur.core.problem import Problem
 from dpsur.core.types import Examples, Params
@@ -30,7 +33,7 @@ _DEFAULT_BUDGET = GradientBudget()
 def clipped_sum(
     problem: Problem,
     params: Params,
-    batch: Examples,
+    examples: Examples,
     max_grad_norm: float,
     *,
     mask: Tensor | None = None,
@@ -40,42 +43,62 @@ def clipped_sum(
 ) -> ClippedSum:
     """Sum of the per-example gradients of a batch, each scaled down to the norm bound.
 
+    The batch is all of `examples`, or those that `rows` names, gathered a piece at a time. Where
+    they are the training set of the problem, what depends on the data alone is computed once.
+
     Formal guarantee: adding or removing one record of the batch moves the sum by at most
     `max_grad_norm` in L2 norm (over the reals), whatever the record: a gradient that is not finite
     counts as zero. An empty batch has the sum zero. A row for which `mask` is False adds exactly
     zero whatever it holds, so that batches of different sizes can be padded to one shape. After the
-    first call for a model and a shape nothing here waits for the device.
-
-    `rows`, if given, must be where the batch stands in `problem.train`: what depends on the data
-    alone is then computed once for the whole set. It makes no other difference. `coins`, one
-    uniform draw per row, rounds every clipped gradient at random to the norm 0 or the bound: the
-    guarantee is the same, and so is the mean of the sum.
+    first call for a model and a shape nothing here waits for the device. `coins`, a uniform draw
+    per row, rounds every clipped gradient at random to the norm 0 or the bound: the guarantee is
+    the same, and so is the mean of the sum.
     """
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != (len(batch),)):
+    size = len(examples) if rows is None else len(rows)
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (size,)):
         raise InvalidInputError(
-            f"mask must hold one bool per row, {len(batch)} in all, "
+            f"mask must hold one bool per row, {size} in all, "
             f"got {tuple(mask.shape)} of {mask.dtype}"
         )
-    if rows is not None and rows.shape != (len(batch),):
+    if rows is not None and (rows.dim() != 1 or rows.dtype != torch.int64):
         raise InvalidInputError(
-            f"rows must hold one index per row of the batch, {len(batch)} in all, "
-            f"got {tuple(rows.shape)}"
+            f"rows must be a list of indices, got {tuple(rows.shape)} of {rows.dtype}"
         )
-    total = {name: torch.zeros_like(value) for name, value in params.items()}
-    if not len(batch):
-        return ClippedSum(total, sensitivity=max_grad_norm)
-    plan = plan_for(problem, params, batch.inputs, budget)
-    if mask is not None:
-        batch = Examples(_blank(batch.inputs, mask), _blank(batch.targets, mask))
-    for start in range(0, len(batch), plan.rows):
+    if not size:
+        nothing = {name: torch.zeros_like(value) for name, value in params.items()}
+        return ClippedSum(nothing, sensitivity=max_grad_norm)
+    plan = plan_for(problem, params, examples.inputs, budget)
+    total: Params = {}
+    for start in range(0, size, plan.rows):
         some = slice(start, start + plan.rows)
-        piece = Examples(batch.inputs[some], batch.targets[some])
-        keep = None if mask is None else mask[some]
-        known = None if rows is None else rows[some]
-        tossed = None if coins is None else coins[some]
-        part = _piece_sum(problem, params, piece, max_grad_norm, keep, known, tossed, plan)
+        piece = _piece(problem, examples, some, rows, mask, budget)
+        if coins is not None:
+            piece = replace(piece, coins=coins[some])
+        part = _piece_sum(problem, params, piece, max_grad_norm, plan)
         total = part if not start else {name: total[name] + part[name] for name in total}
     return ClippedSum(total, sensitivity=max_grad_norm)
+
+
+def _piece(
+    problem: Problem,
+    examples: Examples,
+    some: slice,
+    rows: Tensor | None,
+    mask: Tensor | None,
+    budget: GradientBudget,
+) -> Piece:
+    """Some rows of a batch, with what they hold under the mask replaced."""
+    keep = None if mask is None else mask[some]
+    if rows is None:
+        batch, known = Examples(examples.inputs[some], examples.targets[some]), None
+    else:
+        batch = examples.select(rows[some])
+        ours = examples.inputs is problem.train.inputs
+        known = KnownInputs(examples.inputs, rows[some], batch.inputs, budget) if ours else None
+    if keep is not None and not (known is not None and known.finite):
+        batch = Examples(_blank(batch.inputs, keep), _blank(batch.targets, keep))
+        known = None if known is None else replace(known, inputs=batch.inputs)
+    return Piece(batch, keep, known)
 
 
 def _blank(values: Tensor, mask: Tensor) -> Tensor:
@@ -84,33 +107,19 @@ def _blank(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _piece_sum(
-    problem: Problem,
-    params: Params,
-    batch: Examples,
-    max_grad_norm: float,
-    keep: Tensor | None,
-    rows: Tensor | None,
-    coins: Tensor | None,
-    plan: Plan,
+    problem: Problem, params: Params, piece: Piece, max_grad_norm: float, plan: Plan
 ) -> Params:
     if plan.engine is Engine.ONE_PASS:
+        assignment = plan.assignment(problem.model, params)
         try:
             return one_pass_sum(
-                problem,
-                params,
-                batch,
-                max_grad_norm,
-                keep,
-                plan.assignment(problem.model, params),
-                list(plan.layouts),
-                rows,
-                coins,
+                problem, params, piece, max_grad_norm, assignment, list(plan.layouts)
             )
         except NotSupportedError:
             pass  # the model treats these records unlike the made-up ones of the plan
     batched = plan.engine is not Engine.ONE_BY_ONE
     find = per_example_gradients if batched else one_at_a_time
-    uses = {name: Rows(rows) for name, rows in find(problem, params, batch).items()}
-    squares = torch.stack([use.square_norms() for use in uses.values()]).sum(0)
-    factors = clip_factors(squares, max_grad_norm, keep, coins)
+    uses = {name: Rows(rows) for name, rows in find(problem, params, piece.batch).items()}
+    norms = whole_norms([use.measure() for use in uses.values()])
+    factors = clip_factors(norms, max_grad_norm, piece.keep, piece.coins)
     return {name: use.weighted_sum(factors) for name, use in uses.items()}

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.core.gradients.budget import GradientBudget
+from dpsur.core.gradients.factors import Factors
 from dpsur.core.gradients.layout import Layout, NotSupportedError
 from dpsur.core.gradients.modules import Assignment, assign
 from dpsur.core.gradients.one_pass import taped_outputs
 from dpsur.core.gradients.per_example import can_be_batched
 from dpsur.core.gradients.support import made_up
 from dpsur.core.gradients.tape import Tape
-from dpsur.core.gradients.uses import Factors
 from dpsur.core.problem import Problem
 from dpsur.core.types import Params
 
@@ -159,18 +159,15 @@ def _check(
     ]
     tape.recording = True
     torch.autograd.grad((outputs * direction).sum(), list(leaves.values()), allow_unused=True)
-    squares = tape.square_norms()
+    norms = tape.norms()
     for row, gradients in enumerate(expected):
-        only = Factors((torch.arange(len(inputs), device=squares.device) == row).to(squares), None)
+        only = Factors((torch.arange(len(inputs), device=norms.device) == row).to(norms), None)
         ours = [tape.weighted_sum(name, only) for name in leaves]
         norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
         gap = torch.stack(
             [(one - other).square().sum() for one, other in zip(ours, gradients, strict=True)]
         ).sum()
-        if not (
-            gap.sqrt() <= _TOLERANCE * norm
-            and (squares[row].sqrt() - norm).abs() <= _TOLERANCE * norm
-        ):
+        if not (gap.sqrt() <= _TOLERANCE * norm and (norms[row] - norm).abs() <= _TOLERANCE * norm):
             raise NotSupportedError("a weight is used in a way that the rules do not see")
     held += [value for uses in tape.uses.values() for use in uses for value in use.tensors()]
     return sum(

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from dpsur.core.gradients.budget import GradientBudget
 from dpsur.core.gradients.layout import NotSupportedError
-from dpsur.core.gradients.one_pass import filled_tape
+from dpsur.core.gradients.norms import whole_norms
+from dpsur.core.gradients.one_pass import Piece, filled_tape
 from dpsur.core.gradients.per_example import one_at_a_time, per_example_gradients
 from dpsur.core.gradients.plan import Engine, Plan, plan_for
 from dpsur.core.gradients.uses import Rows
@@ -28,20 +29,20 @@ def clipped_norms(
     for start in range(0, len(batch), plan.rows):
         some = slice(start, start + plan.rows)
         piece = Examples(batch.inputs[some], batch.targets[some])
-        pieces.append(_square_norms(problem, params, piece, plan))
-    norms = torch.cat(pieces).double().sqrt()
+        pieces.append(_norms(problem, params, piece, plan))
+    norms = torch.cat(pieces).double()
     return torch.where(norms.isfinite(), norms.clamp(max=max_grad_norm), 0.0)
 
 
-def _square_norms(problem: Problem, params: Params, batch: Examples, plan: Plan) -> Tensor:
+def _norms(problem: Problem, params: Params, batch: Examples, plan: Plan) -> Tensor:
     if plan.engine is Engine.ONE_PASS:
         try:
             assignment = plan.assignment(problem.model, params)
-            tape = filled_tape(problem, params, batch, assignment, list(plan.layouts))
+            tape = filled_tape(problem, params, Piece(batch), assignment, list(plan.layouts))
             with torch.no_grad():
-                return tape.square_norms()
+                return tape.norms()
         except NotSupportedError:
             pass  # the model treats these records unlike the made-up ones of the plan
     find = one_at_a_time if plan.engine is Engine.ONE_BY_ONE else per_example_gradients
     uses = [Rows(rows) for rows in find(problem, params, batch).values()]
-    return torch.stack([use.square_norms() for use in uses]).sum(0)
+    return whole_norms([use.measure() for use in uses])

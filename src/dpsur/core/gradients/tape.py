@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpsur.core.gradients.factors import Factors
 from dpsur.core.gradients.layout import Layout, NotSupportedError, Slot
+from dpsur.core.gradients.norms import whole_norms
 from dpsur.core.gradients.stored import KnownInputs
-from dpsur.core.gradients.uses import Factors, Rows, Use, combined, wide
+from dpsur.core.gradients.uses import Rows, Use, combined, wide
 from dpsur.core.types import Params
 
 Record = Callable[[Tensor], Iterable[tuple[Slot, Use]]]
@@ -65,7 +67,7 @@ class Tape:
 
     def known_inputs(self, values: Tensor) -> KnownInputs | None:
         """Where in a data set these inputs of a layer come from, if they are the model's inputs."""
-        return self.known if self.known is not None and values is self.known.inputs else None
+        return self.known if self.known is not None and self.known.holds(values) else None
 
     def examples_in(self, values: Tensor, axis: int | None = None) -> Layout:
         """The layout of a tensor that must hold the examples (in dimension `axis`, if told)."""
@@ -117,13 +119,13 @@ class Tape:
         copies.register_hook(note)  # type: ignore[no-untyped-call]
         return copies
 
-    def square_norms(self) -> Tensor:
-        """Squared norm of every example's whole gradient."""
+    def norms(self) -> Tensor:
+        """Norm of every example's whole gradient."""
+        measures = [use.measure() for name in self.params for use in self._disjoint(name)]
+        if measures:
+            return whole_norms(measures)
         first = next(iter(self.params.values()))
-        total = torch.zeros(self.examples, device=first.device, dtype=first.dtype)
-        for name in self.params:
-            total = total + sum(use.square_norms() for use in self._disjoint(name))
-        return total
+        return torch.zeros(self.examples, device=first.device, dtype=first.dtype)
 
     def weighted_sum(self, name: str, factors: Factors) -> Tensor:
         """Sum of a parameter's per-example gradients, each times its factor."""

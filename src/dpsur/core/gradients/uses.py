@@ -6,44 +6,24 @@ forms the gradients themselves only where their shapes make that the cheaper way
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from dpsur.core.gradients.factors import Factors
+from dpsur.core.gradients.norms import InnerNorms, Measure, row_norms
+
 # Moving one number to memory and back costs about as much as this many multiplications.
 MEMORY_COST = 16
-
-# Below this part of the largest possible value a squared norm is taken to suffer from cancellation.
-CANCELLED = 1e-2
-
-
-@dataclass(frozen=True)
-class Factors:
-    """What every example's gradient is multiplied by. `keep` None: no example has to be dropped."""
-
-    values: Tensor
-    keep: Tensor | None
-
-    def scale(self, rows: Tensor) -> Tensor:
-        """Multiply every example by its factor; a dropped one becomes zero whatever it holds."""
-        shape = (-1, *[1] * (rows.dim() - 1))
-        scaled = rows * self.values.view(shape).to(rows.dtype)
-        # zero times infinity is NaN: a dropped example must be replaced, not multiplied
-        return scaled if self.keep is None else torch.where(self.keep.view(shape), scaled, 0.0)
-
-    def clean(self, rows: Tensor) -> Tensor:
-        """Replace dropped examples by zero and leave the others alone."""
-        if self.keep is None:
-            return rows
-        return torch.where(self.keep.view(-1, *[1] * (rows.dim() - 1)), rows, 0.0)
 
 
 class Use(ABC):
     """One use of one parameter (or of some of its rows) by a batch of examples."""
 
     @abstractmethod
-    def square_norms(self) -> Tensor:
-        """Squared norm of every example's gradient."""
+    def measure(self) -> Measure:
+        """What tells the norm of every example's gradient."""
 
     @abstractmethod
     def weighted_sum(self, factors: Factors) -> Tensor:
@@ -68,9 +48,9 @@ class Rows(Use):
 
     rows: Tensor
 
-    def square_norms(self) -> Tensor:
-        """Add up squares without a copy of the rows."""
-        return squares(self.rows)
+    def measure(self) -> Tensor:
+        """Norms without a copy of the rows."""
+        return row_norms(self.rows)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One matrix-vector product."""
@@ -96,14 +76,14 @@ class Products(Use):
     inputs: Tensor
     outputs: Tensor
 
-    def square_norms(self) -> Tensor:
-        """Norms from inner products alone: |sum_t g_t x_t^T|^2 = sum_st (x_s.x_t)(g_s.g_t)."""
+    def measure(self) -> Measure:
+        """Norms from inner products alone."""
         if self.inputs.shape[1] == 1:
-            return squares(self.inputs) * squares(self.outputs)
+            return row_norms(self.inputs) * row_norms(self.outputs)
         inner = torch.bmm(self.inputs, self.inputs.mT)
         outer = torch.bmm(self.outputs, self.outputs.mT)
         terms = self.inputs.shape[2] + self.outputs.shape[2] + self.inputs.shape[1]
-        return guarded_square_norms(inner, outer, terms)
+        return InnerNorms.of(inner, outer, terms)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One product of two matrices, the factors folded into the smaller one."""
@@ -138,6 +118,78 @@ class Products(Use):
         return self
 
 
+class Output:
+    """Gradient of a layer's output (examples, width), shared by the layer's weight and bias."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self._scaled: tuple[Factors, Tensor] | None = None
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """Norm of every row."""
+        return row_norms(self.values)
+
+    def scaled(self, factors: Factors) -> Tensor:
+        """Every row times its factor."""
+        if self._scaled is None or self._scaled[0] is not factors:
+            self._scaled = factors, factors.scale(self.values)
+        return self._scaled[1]
+
+
+@dataclass(frozen=True)
+class Outer(Use):
+    """Gradients that are one outer product each. `input_norms`: where they are known already."""
+
+    inputs: Tensor
+    output: Output
+    input_norms: Tensor | None = None
+
+    def measure(self) -> Tensor:
+        """The product of two norms."""
+        known = self.input_norms
+        return (row_norms(self.inputs) if known is None else known) * self.output.norms
+
+    def weighted_sum(self, factors: Factors) -> Tensor:
+        """One product of two matrices."""
+        return self.output.scaled(factors).mT @ factors.clean(self.inputs)
+
+    def per_example(self) -> Tensor:
+        """One small matrix per example."""
+        return self.output.values.unsqueeze(2) * self.inputs.unsqueeze(1)
+
+    def products(self) -> Products:
+        """A sum of one."""
+        return Products(self.inputs.unsqueeze(1), self.output.values.unsqueeze(1))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Both factors."""
+        return (self.inputs, self.output.values)
+
+
+@dataclass(frozen=True)
+class Shift(Use):
+    """A bias that is added once per example: its gradient is the output's."""
+
+    output: Output
+
+    def measure(self) -> Tensor:
+        """The output's norms."""
+        return self.output.norms
+
+    def weighted_sum(self, factors: Factors) -> Tensor:
+        """A sum of rows."""
+        return self.output.scaled(factors).sum(0)
+
+    def per_example(self) -> Tensor:
+        """The rows."""
+        return self.output.values
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The rows."""
+        return (self.output.values,)
+
+
 def instantiating_pays(positions: int, width: int, height: int) -> bool:
     """Whether gradients of width x height cost less than inner products between positions.
 
@@ -145,28 +197,6 @@ def instantiating_pays(positions: int, width: int, height: int) -> bool:
     """
     inner_products = positions**2 * (width + height + MEMORY_COST)
     return positions > 1 and MEMORY_COST * width * height < inner_products
-
-
-def guarded_square_norms(inner: Tensor, outer: Tensor, terms: int) -> Tensor:
-    """Squared norms of sum_t g_t x_t^T from inner products x_s.x_t and g_s.g_t, never too small.
-
-    Where large positions nearly cancel, the sum is mostly rounding error and may even come out
-    negative: a record made for it would pass the clip unclipped. The error is at most a small
-    multiple of the unit in the last place of (sum_t |x_t| |g_t|)^2. Where that could matter it is
-    added, so that such a record is clipped harder than it need be, never less. `terms` is how many
-    products are added up for one entry.
-    """
-    square = (inner * outer).flatten(1).sum(1)
-    sizes = inner.diagonal(dim1=1, dim2=2) * outer.diagonal(dim1=1, dim2=2)
-    whole = sizes.clamp(min=0).sqrt().sum(1).square()
-    slack = 8 * torch.finfo(square.dtype).eps * terms**0.5 * whole
-    return torch.where(square < CANCELLED * whole, square.clamp(min=0) + slack, square)
-
-
-def squares(rows: Tensor) -> Tensor:
-    """Squared norm of every row."""
-    norms: Tensor = torch.linalg.vector_norm(rows.reshape(len(rows), -1), dim=1)
-    return norms.square()
 
 
 def combined(uses: list[Use]) -> Use:

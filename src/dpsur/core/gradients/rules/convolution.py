@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
+from dpsur.core.gradients.factors import Factors
 from dpsur.core.gradients.layout import NotSupportedError, Slot
+from dpsur.core.gradients.norms import InnerNorms, Measure
 from dpsur.core.gradients.rules.patches import (
     Window,
     inner_products,
@@ -22,11 +24,9 @@ from dpsur.core.gradients.rules.patches import (
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.gradients.uses import (
     MEMORY_COST,
-    Factors,
     Products,
     Rows,
     Use,
-    guarded_square_norms,
     instantiating_pays,
     split,
     wide,
@@ -46,25 +46,24 @@ class Sliding(Use):
     weight_shape: tuple[int, ...]
     fold: int
     grams: Tensor | None = None
+    finite_inputs: bool = False
 
-    def square_norms(self) -> Tensor:
+    def measure(self) -> Measure:
         """Every position is an outer product of a patch and an output gradient."""
         if self.fold > 1:
-            return self.products().square_norms()
+            return self.products().measure()
         outputs = self.outputs.flatten(2)
         places = outputs.shape[2]
-        step = scratch_rows(self.inputs, self.window, places)
         terms = prod(self.weight_shape[1:]) + self.weight_shape[0] + places
+        if self.grams is not None:
+            return InnerNorms.of(self.grams, torch.bmm(outputs.mT, outputs), terms)
+        step = scratch_rows(self.inputs, self.window, places)
         parts = []
         for start in range(0, len(outputs), step):
             some = outputs[start : start + step]
-            if self.grams is not None:
-                between = self.grams[start : start + step]
-            else:
-                between = inner_products(self.inputs[start : start + step], self.window, places)
-            outer = torch.bmm(some.mT, some)
-            parts.append(guarded_square_norms(between, outer, terms))
-        return torch.cat(parts)
+            between = inner_products(self.inputs[start : start + step], self.window, places)
+            parts.append(InnerNorms.of(between, torch.bmm(some.mT, some), terms))
+        return InnerNorms.joined(parts)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """The usual gradient of the weight, from scaled output gradients."""
@@ -74,7 +73,7 @@ class Sliding(Use):
             each = Factors(factors.values.repeat_interleave(self.fold), keep)
         weight_gradient = _WEIGHT_GRADIENTS[len(self.window.sizes)]
         gradient: Tensor = weight_gradient(  # type: ignore[no-untyped-call]
-            each.clean(self.inputs),
+            self.inputs if self.finite_inputs else each.clean(self.inputs),
             self.weight_shape,
             each.scale(self.outputs),
             stride=self.window.strides,
@@ -137,15 +136,18 @@ def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
             return
         inputs = wide(input if padded is None else padded).detach()
         places = prod(outputs.shape[2:])
+        grams = None
         if known is not None and groups == 1 and places**2 <= input[0].numel():
             grams = known.look_up(
                 (window, places), lambda data: inner_products_of(wide(data), window, places)
             )
-            yield weight, Sliding(inputs, outputs, window, shape, fold, grams)
+        finite = known is not None and known.finite
+        if grams is not None:
+            yield weight, Sliding(inputs, outputs, window, shape, fold, grams, finite)
         elif groups > 1 or _instantiate(inputs, outputs, window, fold):
             yield weight, Rows(_unfolded(instantiated(inputs, outputs, window, groups), fold))
         else:
-            yield weight, Sliding(inputs, outputs, window, shape, fold)
+            yield weight, Sliding(inputs, outputs, window, shape, fold, None, finite)
 
     return tape.watch(output, record)
 

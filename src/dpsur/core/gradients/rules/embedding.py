@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpsur.core.gradients.factors import Factors
 from dpsur.core.gradients.layout import NotSupportedError, Slot
+from dpsur.core.gradients.norms import row_norms
 from dpsur.core.gradients.tape import Tape
-from dpsur.core.gradients.uses import Factors, Products, Use, squares
+from dpsur.core.gradients.uses import Products, Use
 
 
 @dataclass(frozen=True)
@@ -19,18 +21,16 @@ class Lookups(Use):
     tokens: Tensor
     outputs: Tensor
     table_rows: int
+    places: Tensor | None = None
 
-    def square_norms(self) -> Tensor:
+    def measure(self) -> Tensor:
         """Gradients of the same token add up: each position adds its own to the first such one."""
         examples, positions, width = self.outputs.shape
-        ordered, order = self.tokens.sort(dim=1, stable=True)
-        new = torch.ones_like(ordered, dtype=torch.bool)
-        new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-        place = torch.empty_like(order).scatter_(1, order, new.cumsum(1) - 1)
-        place += torch.arange(examples, device=place.device).unsqueeze(1) * positions
+        place = first_places(self.tokens) if self.places is None else self.places
+        place = place + torch.arange(examples, device=place.device).unsqueeze(1) * positions
         sums = self.outputs.new_zeros(examples * positions, width)
         sums.index_add_(0, place.flatten(), self.outputs.flatten(0, 1))
-        return squares(sums.view(examples, -1))
+        return row_norms(sums.view(examples, -1))
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """Add scaled gradients into an empty table."""
@@ -55,6 +55,14 @@ class Lookups(Use):
         return (self.tokens.unsqueeze(-1) == tokens).to(self.outputs.dtype)
 
 
+def first_places(tokens: Tensor) -> Tensor:
+    """A number for every different token of an example; its own in all places where it occurs."""
+    ordered, order = tokens.sort(dim=1, stable=True)
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    return torch.empty_like(order).scatter_(1, order, new.cumsum(1) - 1)
+
+
 def embedding(module: nn.Embedding, tape: Tape, input: Tensor) -> Tensor:
     """A table of vectors; the row at `padding_idx` is never trained."""
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
@@ -64,12 +72,14 @@ def embedding(module: nn.Embedding, tape: Tape, input: Tensor) -> Tensor:
     if slot is None:
         return output
     table_rows, padding = module.num_embeddings, module.padding_idx
+    known = tape.known_inputs(input) if input.dim() == 2 else None
 
     def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:
         tokens = layout.by_example(input).reshape(tape.examples, -1)
         outputs = layout.by_example(gradient).reshape(*tokens.shape, gradient.shape[-1])
         if padding is not None:
             outputs = torch.where((tokens == padding).unsqueeze(-1), 0.0, outputs)
-        yield slot, Lookups(tokens, outputs, table_rows)
+        places = None if known is None else known.look_up("places", first_places)
+        yield slot, Lookups(tokens, outputs, table_rows, places)
 
     return tape.watch(output, record)

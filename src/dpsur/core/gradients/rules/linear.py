@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.core.gradients.layout import Slot
+from dpsur.core.gradients.norms import row_norms
 from dpsur.core.gradients.tape import Tape
-from dpsur.core.gradients.uses import Products, Rows, Use
+from dpsur.core.gradients.uses import Outer, Output, Products, Rows, Shift, Use
 
 
 def linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
@@ -33,12 +34,22 @@ def linear_map(
     layout = tape.examples_in(output)
     weight_slot, bias_slot = tape.slot(weight, weight_rows), tape.slot(bias, bias_rows)
 
+    known = tape.known_inputs(x)
+
     def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:
         outputs = layout.by_example(gradient).reshape(tape.examples, -1, gradient.shape[-1])
+        inputs = layout.by_example(x).reshape(tape.examples, -1, x.shape[-1]).detach()
+        if outputs.shape[1] == 1:
+            output = Output(outputs[:, 0])
+            if weight_slot is not None:
+                norms = None if known is None else known.look_up("norms", row_norms)
+                yield weight_slot, Outer(inputs[:, 0], output, norms)
+            if bias_slot is not None:
+                yield bias_slot, Shift(output)
+            return
         if weight_slot is not None:
-            inputs = layout.by_example(x).reshape(tape.examples, -1, x.shape[-1])
-            yield weight_slot, Products(inputs.detach(), outputs).cheapest()
+            yield weight_slot, Products(inputs, outputs).cheapest()
         if bias_slot is not None:
-            yield bias_slot, Rows(outputs.sum(1) if outputs.shape[1] > 1 else outputs[:, 0])
+            yield bias_slot, Rows(outputs.sum(1))
 
     return tape.watch(output, record)

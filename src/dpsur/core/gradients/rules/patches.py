@@ -10,9 +10,10 @@ from torch import Tensor
 from dpsur.core.gradients.uses import MEMORY_COST
 
 # Patches are copies of the input, kernel-size times as large. They are made for a few examples at a
-# time: on a CPU as many as stay in its cache, elsewhere as many as keep it busy.
+# time: on a CPU as many as stay in its cache, elsewhere as many as keep it busy, but no more than
+# the input itself takes, so that a step needs about the memory of a step without privacy.
 _NUMBERS_ON_CPU = 2**19
-_NUMBERS_ELSEWHERE = 2**26
+_LEAST_ELSEWHERE, _MOST_ELSEWHERE = 2**22, 2**26
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class Window:
 
 def examples_at_once(inputs: Tensor, numbers: int) -> int:
     """How many examples to work on at a time if each takes so many numbers of scratch memory."""
-    limit = _NUMBERS_ON_CPU if inputs.device.type == "cpu" else _NUMBERS_ELSEWHERE
+    limit = _NUMBERS_ON_CPU
+    if inputs.device.type != "cpu":
+        limit = min(_MOST_ELSEWHERE, max(_LEAST_ELSEWHERE, inputs.numel()))
     return max(1, limit // numbers)
 
 

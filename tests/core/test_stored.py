@@ -1,0 +1,137 @@
+"""What is stored about the data: the same sums, within a budget, and never for other values."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpsur.core.gradients import GradientBudget, clipped_sum, stored
+from dpsur.core.problem import Problem
+from dpsur.core.sampling import padded_batch
+from dpsur.core.types import Examples
+from tests.core.test_gradient_rules import clipped, gradients
+
+SIZE, BOUND = 40, 0.05
+PICKED = torch.tensor([3, 0, 3, 39, 17])
+
+
+def convolution():
+    return nn.Sequential(nn.Conv2d(9, 4, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(16, 3))
+
+
+def linear():
+    return nn.Sequential(nn.Flatten(), nn.Linear(9 * 3 * 3, 3))
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 4), nn.Linear(4, 3)
+
+    def forward(self, words):
+        return self.head(self.table(words).mean(1))
+
+
+def problem_of(build):
+    torch.manual_seed(1)
+    inputs = torch.randint(0, 6, (SIZE, 7)) if build is Words else torch.randn(SIZE, 9, 3, 3)
+    examples = Examples(inputs, torch.randint(0, 3, (SIZE,)))
+    return Problem(build().double() if build is not Words else build(), F.cross_entropy, examples)
+
+
+def doubled(problem):
+    if not problem.train.inputs.is_floating_point():
+        return problem
+    return Problem(
+        problem.model,
+        problem.loss,
+        Examples(problem.train.inputs.double(), problem.train.targets),
+    )
+
+
+def assert_same(ours, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("build", [convolution, linear, Words])
+@pytest.mark.parametrize("budget", [GradientBudget(), GradientBudget(bytes=1)])
+def test_stored_or_not_the_sum_is_the_same(build, budget):
+    problem = doubled(problem_of(build))
+    params = problem.initial_params()
+    expected = clipped(gradients(problem, params, problem.train.select(PICKED)), BOUND)
+    for _ in range(2):  # when a table is made, and when it is there
+        total = clipped_sum(problem, params, problem.train, BOUND, rows=PICKED, budget=budget)
+        assert_same(total.params, expected)
+
+
+@pytest.mark.parametrize("build", [convolution, linear, Words])
+def test_padded_batches_use_the_tables(build):
+    problem = doubled(problem_of(build))
+    params = problem.initial_params()
+    batch = padded_batch(problem.train, 0.2, torch.Generator().manual_seed(3))
+    drawn = batch.examples.select(batch.mask.nonzero()[:, 0])
+    expected = clipped(gradients(problem, params, drawn), BOUND)
+    total = clipped_sum(problem, params, problem.train, BOUND, mask=batch.mask, rows=batch.rows)
+    assert_same(total.params, expected)
+    assert len(stored._tables_of(problem.train.inputs)) > 1
+
+
+def test_a_table_without_room_is_not_made():
+    problem = doubled(problem_of(convolution))
+    tight = GradientBudget(bytes=100)
+    clipped_sum(problem, problem.initial_params(), problem.train, BOUND, rows=PICKED, budget=tight)
+    tables = stored._tables_of(problem.train.inputs)
+    assert not any(isinstance(table, torch.Tensor) for table in tables.values())
+
+
+def test_tables_go_with_their_data():
+    problem = doubled(problem_of(convolution))
+    clipped_sum(problem, problem.initial_params(), problem.train, BOUND, rows=PICKED)
+    key = id(problem.train.inputs)
+    assert key in stored._tables
+    del problem
+    gc.collect()
+    assert key not in stored._tables
+
+
+class InPlace(nn.Module):
+    """Overwrites its input, so that what is stored about the data does not apply."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = convolution()
+
+    def forward(self, x):
+        return self.body(x.mul_(100.0))
+
+
+def test_inputs_that_a_model_overwrites_are_not_looked_up():
+    problem = doubled(problem_of(lambda: InPlace()))
+    params = problem.initial_params()
+    total = clipped_sum(problem, params, problem.train, BOUND, rows=PICKED)
+    larger = Examples(100.0 * problem.train.inputs, problem.train.targets)
+    plain = Problem(problem.model.body, problem.loss, larger)
+    expected = clipped(gradients(plain, plain.initial_params(), larger.select(PICKED)), BOUND)
+    assert_same({n.removeprefix("body."): v for n, v in total.params.items()}, expected)
+
+
+def test_without_the_check_such_inputs_pass_the_clip(monkeypatch):
+    """The control: norms of the stored values are far too small."""
+    monkeypatch.setattr(stored.KnownInputs, "holds", lambda self, values: values is self.inputs)
+    problem = doubled(problem_of(lambda: InPlace()))
+    total = clipped_sum(problem, problem.initial_params(), problem.train, BOUND, rows=PICKED[:1])
+    norm = torch.sqrt(sum(value.square().sum() for value in total.params.values()))
+    assert norm > 2 * BOUND
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_record_that_is_not_finite_adds_nothing(bad):
+    problem = doubled(problem_of(convolution))
+    params = problem.initial_params()
+    good = clipped(gradients(problem, params, problem.train.select(PICKED[1:2])), BOUND)
+    problem.train.inputs[3, 0, 0, 0] = bad
+    total = clipped_sum(problem, params, problem.train, BOUND, rows=PICKED[:2])
+    assert_same(total.params, good)
