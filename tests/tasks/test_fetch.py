@@ -327,9 +327,11 @@ def test_clients_of_registries(tmp_path, monkeypatch):
     client(tmp_path, "npm", "echo not found >&2; exit 1")
     with pytest.raises(SourceError, match="failed: not found"):
         registries.npm_package("a", "1", "sha256:0")
-    client(tmp_path, "apt-get", f"echo \"'http://host/a.deb' a.deb 5 SHA256:{'0' * 64}\"")
+    client(
+        tmp_path, "apt-get", f"echo \"'http://host/a_1_all.deb' a_1_all.deb 5 SHA256:{'0' * 64}\""
+    )
     assert registries.debian_package("a") == Download(
-        "http://host/a.deb", "a.deb", f"sha256:{'0' * 64}"
+        "http://host/a_1_all.deb", "a.deb", f"sha256:{'0' * 64}"
     )
     client(tmp_path, "apt-get", "echo nothing")
     with pytest.raises(SourceError, match="apt-get update"):

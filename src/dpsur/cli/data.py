@@ -148,15 +148,13 @@ def _rich_bar() -> Any:
         DownloadColumn,
         Progress,
         TextColumn,
-        TimeRemainingColumn,
         TransferSpeedColumn,
     )
 
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=20),
         DownloadColumn(),
         TransferSpeedColumn(),
-        TimeRemainingColumn(),
         console=Console(stderr=True),
     )

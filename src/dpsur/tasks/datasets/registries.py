@@ -46,11 +46,11 @@ def debian_package(name: str) -> Download:
     """A package of the distribution, with the checksum that the package lists give."""
     # Asked from the root folder: apt prints nothing for a file that is in the current one.
     answer = _ask("apt-get", "download", "--print-uris", name)
-    found = re.match(r"'([^']+)' (\S+) \d+ SHA256:([0-9a-f]{64})", answer)
+    found = re.match(r"'([^']+)' \S+ \d+ SHA256:([0-9a-f]{64})", answer)
     if found is None:
         raise SourceError(f"apt-get knows no package {name}; try: apt-get update")
-    address, file, checksum = found.groups()
-    return Download(address, file, f"sha256:{checksum}")
+    address, checksum = found.groups()
+    return Download(address, f"{name}.deb", f"sha256:{checksum}")
 
 
 def _python_index() -> str:
