@@ -6,8 +6,10 @@ import torch
 
 from dpsur.errors import InvalidInputError
 from dpsur.tasks import task_named
+from dpsur.tasks.networks import build_network
 
 Y = np.array([0, 2, 1, 0])
+CNN = {"name": "small-cnn", "classes": 3}
 
 
 def write(tmp_path, **arrays):
@@ -19,26 +21,27 @@ def write(tmp_path, **arrays):
 @pytest.mark.parametrize(
     ("shape", "features", "network"),
     [
-        ((4, 7), "vectors", {"name": "mlp", "inputs": 7, "classes": 3}),
+        ((4, 7), "vectors", {"name": "mlp", "inputs": 7, "hidden": 32, "classes": 3}),
         ((4, 900), "vectors", {"name": "linear", "inputs": 900, "classes": 3}),
-        ((4, 6, 5), "pixels", {"channels": 1, "height": 6, "width": 5}),
-        ((4, 2, 6, 5), "pixels", {"channels": 2, "height": 6, "width": 5}),
+        ((4, 9, 8), "pixels", {**CNN, "channels": 1, "height": 9, "width": 8}),
+        ((4, 2, 9, 8), "pixels", {**CNN, "channels": 2, "height": 9, "width": 8}),
+        ((4, 6, 5), "pixels", {"name": "mlp", "inputs": 30, "hidden": 32, "classes": 3}),
+        ((4, 99, 5), "pixels", {"name": "linear", "inputs": 495, "classes": 3}),
     ],
 )
 def test_the_network_follows_the_shape(tmp_path, shape, features, network):
     values = np.random.default_rng(0).normal(size=shape)
     task = task_named(write(tmp_path, x=values, y=Y))
-    if features == "pixels":
-        network = {"name": "small-cnn", "classes": 3, **network}
-        values = values.reshape(4, -1, *shape[-2:])
     assert task.default_features == features
     assert task.networks == {features: network}
     train, test = task.load(None)
     assert test is None
     assert train.inputs.dtype == torch.float32
-    torch.testing.assert_close(train.inputs, torch.from_numpy(values).float())
+    expected = torch.from_numpy(values).float()
+    assert torch.equal(train.inputs, expected.unsqueeze(1) if len(shape) == 3 else expected)
     assert train.targets.dtype == torch.int64
     assert train.targets.tolist() == Y.tolist()
+    assert build_network(network)(train.inputs).shape == (4, 3)
 
 
 def test_only_bytes_of_images_are_scaled(tmp_path):

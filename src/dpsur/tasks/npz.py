@@ -7,6 +7,7 @@ number of classes is the array `classes` where the file has it, otherwise the la
 import zipfile
 import zlib
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 from dpsur.tasks.base import PIXELS, VECTORS, Task
 from dpsur.tasks.datasets.base import Array, Arrays
+from dpsur.tasks.networks.general import LEAST_IMAGE
 
 PREFIX = "npz:"
 KNOWN = ("x", "y", "x_test", "y_test", "classes")
 # A hidden layer on wider vectors has more parameters than their noise allows.
 WIDEST_FOR_HIDDEN_LAYER = 256
+HIDDEN = 32
 
 
 def npz_task(name: str) -> Task:
@@ -145,10 +148,12 @@ def _classes(path: Path, arrays: Arrays, highest: int) -> int:
 
 
 def _networks(shape: tuple[int, ...], classes: int) -> dict[str, dict[str, Any]]:
-    if len(shape) == 3:
+    features = PIXELS if len(shape) == 3 else VECTORS
+    if len(shape) == 3 and min(shape[1:]) >= LEAST_IMAGE:
         channels, height, width = shape
         sides = {"channels": channels, "height": height, "width": width}
-        return {PIXELS: {"name": "small-cnn", **sides, "classes": classes}}
-    (inputs,) = shape
-    name = "mlp" if inputs <= WIDEST_FOR_HIDDEN_LAYER else "linear"
-    return {VECTORS: {"name": name, "inputs": inputs, "classes": classes}}
+        return {features: {"name": "small-cnn", **sides, "classes": classes}}
+    inputs = prod(shape)
+    if inputs <= WIDEST_FOR_HIDDEN_LAYER:
+        return {features: {"name": "mlp", "inputs": inputs, "hidden": HIDDEN, "classes": classes}}
+    return {features: {"name": "linear", "inputs": inputs, "classes": classes}}
