@@ -18,8 +18,8 @@ ones are made, so that an interrupted experiment goes on where it stopped; delet
 to have them made anew. Tables go to docs/tables, figures to docs/figures.
 """
 EXAMPLES = """\
-  dpsur reproduce accounting demo
-  dpsur reproduce all --render-only
+  dpsur reproduce acceptance gate-density truncation trajectory     under a minute
+  dpsur reproduce all --render-only                                 draw from rows
 """
 
 

@@ -23,6 +23,7 @@ class Accounting(OneByOne):
     """One row per setting, one page."""
 
     name = "accounting"
+    partial = True
 
     def cells(self, options: Options) -> Iterator[Cell]:  # noqa: ARG002
         """The paper's settings."""

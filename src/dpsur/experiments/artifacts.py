@@ -2,6 +2,7 @@
 
 import csv
 import io
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 TABLES = "tables"
 FIGURES = "figures"
+WIDTH = 100
 
 
 class Artifact(Protocol):
@@ -95,7 +97,7 @@ def table_page(
     if picture is not None:
         parts.append(f"![{title}](../{FIGURES}/{picture.name}.svg)")
     parts += [
-        text.strip(),
+        *(textwrap.fill(paragraph, WIDTH) for paragraph in text.strip().split("\n\n")),
         table.markdown(),
         f"Rendered by `dpsur reproduce {name}` from its rows; the table as data: "
         f"[{name}.csv]({name}.csv).",

@@ -32,6 +32,7 @@ class Demo(OneByOne):
     """One row per arm and seed, one page."""
 
     name = "demo"
+    partial = True
     identity = ("arm", "seed")
 
     def cells(self, options: Options) -> Iterator[Cell]:

@@ -54,9 +54,9 @@ def fill(
 
 def render(experiment: Experiment, filled: Filled, out: Path) -> list[Path]:
     """Write tables and figures from the rows that are there."""
-    if filled.missing and not filled.rows:
+    if filled.missing and not (filled.rows and experiment.partial):
         raise InvalidInputError(
-            f"there are no rows of {experiment.name} to render; make them with "
+            f"{len(filled.missing)} rows of {experiment.name} are missing; make them with "
             f"`dpsur reproduce {experiment.name}`, without --render-only"
         )
     return [path for artifact in experiment.render(filled.rows) for path in artifact.write(out)]
