@@ -25,6 +25,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "dpsur.experiments.trajectory",
         "DPSGD against DPSUR on a linear regression (seconds)",
     ),
+    "schematics": (
+        "dpsur.experiments.schematics",
+        "drawings of the algorithm (seconds)",
+    ),
     "sigma-v": (
         "dpsur.experiments.sigma_v",
         "the paper's sixteen settings of the test: updates, cost, acceptance (seconds)",
