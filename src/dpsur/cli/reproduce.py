@@ -30,7 +30,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names",
         nargs="*",
-        choices=[*EXPERIMENTS, "all"],
         metavar="NAME",
         help="experiments to make, in this order, or: all",
     )
@@ -65,9 +64,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if not options.names:
         raise InvalidInputError("name an experiment, or all (see: dpsur reproduce --list)")
-    names = list(EXPERIMENTS) if "all" in options.names else dict.fromkeys(options.names)
-    for name in names:
-        _reproduce(experiment_named(name), options)
+    names = EXPERIMENTS if "all" in options.names else dict.fromkeys(options.names)
+    for experiment in [experiment_named(name) for name in names]:  # all names before any work
+        _reproduce(experiment, options)
     return 0
 
 

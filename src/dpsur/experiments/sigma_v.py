@@ -47,13 +47,13 @@ class SigmaV(OneByOne):
     def measure(self, cell: Cell, options: Options) -> Row:  # noqa: ARG002
         """Cost and acceptance of one setting."""
         setting = PaperSetting(**cell["config"])
-        test = setting.trial.test
-        assert test is not None
+        gate = setting.trial.gate
+        assert gate is not None
         return {
             **costs(setting),
-            "accept_min": test.accept_min,
-            "accept_max": test.accept_max,
-            "ratio": test.accept_max / test.accept_min,
+            "accept_min": gate.accept_min,
+            "accept_max": gate.accept_max,
+            "ratio": gate.accept_max / gate.accept_min,
         }
 
     def render(self, rows: Sequence[Row]) -> list[Artifact]:

@@ -172,7 +172,9 @@ def _settled(config: dict[str, Any]) -> tuple[Method, Plan]:
 
 @cache
 def _settle(method: Method, size: int, budget: Budget) -> tuple[Method, Plan]:
-    return method.settle(size, budget, "proven")
+    settled, plan = method.settle(size, budget, "proven")
+    assert isinstance(plan, Plan)
+    return settled, plan
 
 
 def _record(arm: str, rows: Sequence[Row]) -> dict[str, Any]:
