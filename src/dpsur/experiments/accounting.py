@@ -1,11 +1,10 @@
 """The paper's sixteen settings under each accounting, side by side."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
 from dpsur.experiments.artifacts import Artifact, Page
 from dpsur.experiments.base import Cell, OneByOne, Options, Row
-from dpsur.experiments.settings import DELTA, PaperSetting, paper_settings
+from dpsur.experiments.settings import DELTA, PaperSetting, paper_setting, paper_settings
 from dpsur.privacy.accounting import figures
 from dpsur.privacy.plan import Budget, Request, make_plan
 
@@ -19,6 +18,19 @@ are improvements: M = T / ((a_min + a_max) / 2).
 """
 
 
+# What the privacy of a setting depends on; how it is trained otherwise plays no part here.
+ACCOUNTED = (
+    "dataset",
+    "epsilon",
+    "batch_size",
+    "noise_multiplier",
+    "val_batch_size",
+    "val_noise_multiplier",
+    "accept_threshold",
+    "private_statistics",
+)
+
+
 class Accounting(OneByOne):
     """One row per setting, one page."""
 
@@ -27,12 +39,11 @@ class Accounting(OneByOne):
 
     def cells(self, options: Options) -> Iterator[Cell]:  # noqa: ARG002
         """The paper's settings."""
-        for setting in paper_settings():
-            yield {"config": asdict(setting)}
+        yield from setting_cells()
 
     def measure(self, cell: Cell, options: Options) -> Row:  # noqa: ARG002
         """What the setting costs."""
-        return costs(PaperSetting(**cell["config"]))
+        return costs(setting_of(cell))
 
     def render(self, rows: Sequence[Row]) -> list[Artifact]:
         """The table as a page."""
@@ -40,6 +51,17 @@ class Accounting(OneByOne):
 
 
 EXPERIMENT = Accounting()
+
+
+def setting_cells() -> Iterator[Cell]:
+    """A cell for each of the paper's settings."""
+    for setting in paper_settings():
+        yield {"config": {name: getattr(setting, name) for name in ACCOUNTED}}
+
+
+def setting_of(cell: Cell) -> PaperSetting:
+    """The setting that a cell stands for."""
+    return paper_setting(cell["config"]["dataset"], cell["config"]["epsilon"])
 
 
 def costs(setting: PaperSetting) -> Row:

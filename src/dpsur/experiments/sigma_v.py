@@ -1,13 +1,11 @@
 """The paper's settings of the test: what each allows, costs and accepts."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from dpsur.experiments.accounting import costs
+from dpsur.experiments.accounting import costs, setting_cells, setting_of
 from dpsur.experiments.artifacts import Artifact, Column, Table, table_page
 from dpsur.experiments.base import Cell, OneByOne, Options, Row
-from dpsur.experiments.settings import PaperSetting, paper_settings
 
 TITLE = "The noise of the test, and what follows from it"
 TEXT = """
@@ -41,12 +39,11 @@ class SigmaV(OneByOne):
 
     def cells(self, options: Options) -> Iterator[Cell]:  # noqa: ARG002
         """The paper's settings."""
-        for setting in paper_settings():
-            yield {"config": asdict(setting)}
+        yield from setting_cells()
 
     def measure(self, cell: Cell, options: Options) -> Row:  # noqa: ARG002
         """Cost and acceptance of one setting."""
-        setting = PaperSetting(**cell["config"])
+        setting = setting_of(cell)
         gate = setting.trial.gate
         assert gate is not None
         return {
