@@ -218,7 +218,7 @@ def test_the_accounting_table_is_rendered_from_its_rows(tmp_path, capsys):
         "accounting",
         "--results",
         str(tmp_path),
-        "--docs",
+        "--out",
         str(tmp_path),
         capsys=capsys,
     )

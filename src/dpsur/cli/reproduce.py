@@ -1,49 +1,107 @@
 """`dpsur reproduce`: the paper's tables and figures."""
 
 import argparse
-from importlib import import_module
+import sys
+import time
 from pathlib import Path
 
-from dpsur.experiments.rows import read_rows, write_rows
+from dpsur.errors import InvalidInputError
+from dpsur.experiments.base import Experiment, Options
+from dpsur.experiments.registry import EXPERIMENTS, experiment_named
+from dpsur.experiments.runner import fill, look_up, render, rows_file
 
 DESCRIPTION = """\
-Make the rows of an experiment and render its page.
+Make the rows of experiments and render their tables and figures.
 
-  accounting   the paper's sixteen settings under each accounting (seconds)
-  demo         what `make demo` reaches, over seeds and against its peers (minutes)
+A row is a line of results/NAME.jsonl. Rows that are there are kept and only missing
+ones are made, so that an interrupted experiment goes on where it stopped; delete lines
+to have them made anew. Tables go to docs/tables, figures to docs/figures.
 """
-# name -> module and page; imported when run, since some need torch and some do not
-EXPERIMENTS = {
-    "accounting": ("dpsur.experiments.accounting", "accounting_table.md"),
-    "demo": ("dpsur.experiments.demo", "demo_table.md"),
-}
+EXAMPLES = """\
+  dpsur reproduce acceptance gate-density truncation trajectory     under a minute
+  dpsur reproduce all --render-only                                 draw from rows
+"""
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = DESCRIPTION
-    parser.add_argument("names", nargs="+", choices=[*EXPERIMENTS, "all"], metavar="NAME")
+    parser.epilog = f"experiments:\n{_listing()}\n\nexamples:\n{EXAMPLES}"
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="experiments to make, in this order, or: all",
+    )
+    parser.add_argument("--list", action="store_true", help="list the experiments and stop")
     parser.add_argument(
         "--results", default="results", metavar="DIR", help="rows (default: results)"
     )
-    parser.add_argument("--docs", default="docs", metavar="DIR", help="pages (default: docs)")
+    parser.add_argument(
+        "--out", default="docs", metavar="DIR", help="tables and figures (default: docs)"
+    )
     parser.add_argument(
         "--render-only", action="store_true", help="render from the rows that are there"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=_seeds,
+        metavar="LIST",
+        help="seeds of repeated runs, such as 0-4 or 1,3 (default: the experiment's own)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        help="where to train, if the experiment trains (default: the experiment's own)",
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Make and render."""
-    names = list(EXPERIMENTS) if "all" in options.names else options.names
-    for name in names:
-        module, page = EXPERIMENTS[name]
-        experiment = import_module(module)
-        path = Path(options.results) / f"{name}.jsonl"
-        if not options.render_only:
-            write_rows(path, experiment.rows())
-        target = Path(options.docs) / page
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(experiment.render(read_rows(path)))
-        print(f"{path} -> {target}")
+    if options.list:
+        print(_listing())
+        return 0
+    if not options.names:
+        raise InvalidInputError("name an experiment, or all (see: dpsur reproduce --list)")
+    names = EXPERIMENTS if "all" in options.names else dict.fromkeys(options.names)
+    for experiment in [experiment_named(name) for name in names]:  # all names before any work
+        _reproduce(experiment, options)
     return 0
+
+
+def _reproduce(experiment: Experiment, options: argparse.Namespace) -> None:
+    started = time.monotonic()
+    results, out = Path(options.results), Path(options.out)
+    asked = Options(seeds=options.seeds, device=options.device)
+
+    def tell(count: int, total: int) -> None:
+        seconds = time.monotonic() - started
+        print(f"{experiment.name}: row {count} of {total}, {seconds:.0f} s", file=sys.stderr)
+
+    made = 0 if options.render_only else fill(experiment, results, asked, tell)
+    filled = look_up(experiment, rows_file(experiment, results), asked)
+    written = render(experiment, filled, out)
+    missing = f", {len(filled.missing)} cells without one" if filled.missing else ""
+    print(f"{experiment.name}: {len(filled.rows)} rows, {made} of them new{missing}")
+    for path in written:
+        print(f"  {path}")
+
+
+def _listing() -> str:
+    width = max(map(len, EXPERIMENTS))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in EXPERIMENTS.items())
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """Read a list of seeds and ranges of seeds."""
+    found: list[int] = []
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            found += range(int(first), int(last or first) + 1)
+    except ValueError:
+        found = []
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of seeds such as 0-4 or 1,3")
+    return tuple(dict.fromkeys(found))

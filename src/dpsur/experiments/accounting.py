@@ -1,15 +1,13 @@
 """The paper's sixteen settings under each accounting, side by side."""
 
-from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from dpsur.experiments.rows import provenance
-from dpsur.experiments.settings import DELTA, PaperSetting, paper_settings
+from dpsur.experiments.artifacts import Artifact, Page
+from dpsur.experiments.base import Cell, OneByOne, Options, Row
+from dpsur.experiments.settings import DELTA, PaperSetting, paper_setting, paper_settings
 from dpsur.privacy.accounting import figures
 from dpsur.privacy.plan import Budget, Request, make_plan
 
-NAME = "accounting"
 TITLE = "# What the paper's settings cost"
 NOTE = """\
 T is the number of accepted updates that the published accounting allows at the target epsilon
@@ -20,12 +18,54 @@ are improvements: M = T / ((a_min + a_max) / 2).
 """
 
 
-def rows() -> list[dict[str, Any]]:
-    """One row per setting."""
-    return [_row(setting) for setting in paper_settings()]
+# What the privacy of a setting depends on; how it is trained otherwise plays no part here.
+ACCOUNTED = (
+    "dataset",
+    "epsilon",
+    "batch_size",
+    "noise_multiplier",
+    "val_batch_size",
+    "val_noise_multiplier",
+    "accept_threshold",
+    "private_statistics",
+)
 
 
-def _row(setting: PaperSetting) -> dict[str, Any]:
+class Accounting(OneByOne):
+    """One row per setting, one page."""
+
+    name = "accounting"
+    partial = True
+
+    def cells(self, options: Options) -> Iterator[Cell]:  # noqa: ARG002
+        """The paper's settings."""
+        yield from setting_cells()
+
+    def measure(self, cell: Cell, options: Options) -> Row:  # noqa: ARG002
+        """What the setting costs."""
+        return costs(setting_of(cell))
+
+    def render(self, rows: Sequence[Row]) -> list[Artifact]:
+        """The table as a page."""
+        return [Page("accounting_table.md", _page(rows))]
+
+
+EXPERIMENT = Accounting()
+
+
+def setting_cells() -> Iterator[Cell]:
+    """A cell for each of the paper's settings."""
+    for setting in paper_settings():
+        yield {"config": {name: getattr(setting, name) for name in ACCOUNTED}}
+
+
+def setting_of(cell: Cell) -> PaperSetting:
+    """The setting that a cell stands for."""
+    return paper_setting(cell["config"]["dataset"], cell["config"]["epsilon"])
+
+
+def costs(setting: PaperSetting) -> Row:
+    """The updates that the published accounting allows, and their epsilon under each accounting."""
     request = Request(
         trial_with=lambda _: setting.trial,
         noise_multiplier=setting.noise_multiplier,
@@ -39,19 +79,15 @@ def _row(setting: PaperSetting) -> dict[str, Any]:
     trials = round(updates / acceptance)
     found = figures(setting.setup, setting.trial, DELTA, updates=updates, trials=trials)
     return {
-        "experiment": NAME,
-        "config": asdict(setting),
         "dataset_size": setting.dataset_size,
         "delta": DELTA,
         "updates": updates,
         "trials": trials,
         "epsilon": found,
-        **provenance(),
     }
 
 
-def render(found: Iterable[dict[str, Any]]) -> str:
-    """The table as a page."""
+def _page(rows: Sequence[Row]) -> str:
     lines = [
         TITLE,
         "",
@@ -60,7 +96,7 @@ def render(found: Iterable[dict[str, Any]]) -> str:
         "| every trial |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in found:
+    for row in rows:
         config, epsilon = row["config"], row["epsilon"]
         lines.append(
             f"| {config['dataset']} | {config['epsilon']} | {config['noise_multiplier']:g} | "

@@ -1,18 +1,17 @@
 """The embedded task at epsilon 3: what `make demo` reaches, over seeds and against its peers."""
 
 import statistics
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from dpsur.core.streams import INIT, Streams
-from dpsur.experiments.rows import provenance
+from dpsur.experiments.artifacts import Artifact, Page
+from dpsur.experiments.base import Cell, OneByOne, Options, Row
 from dpsur.methods import Dpsgd, Dpsur, Method
 from dpsur.privacy.plan import Budget
 from dpsur.runs.fit import choose_device, execute, prepare
 from dpsur.tasks import task_named
 from dpsur.tasks.networks import build_network
 
-NAME = "demo"
 SEEDS = range(5)
 BUDGET = Budget(3.0, 1e-5)
 ARMS: dict[str, tuple[Method, str]] = {
@@ -29,18 +28,36 @@ were chosen on a held-out part of the training digits; that choice is not covere
 """
 
 
-def rows() -> Iterator[dict[str, Any]]:
-    """One row per arm and seed."""
-    for arm in ARMS:
-        for seed in SEEDS:
-            yield _row(arm, seed)
+class Demo(OneByOne):
+    """One row per arm and seed, one page."""
+
+    name = "demo"
+    partial = True
+    identity = ("arm", "seed")
+
+    def cells(self, options: Options) -> Iterator[Cell]:
+        """Every arm with every seed."""
+        for arm in ARMS:
+            for seed in options.seeds or SEEDS:
+                yield {"arm": arm, "seed": seed}
+
+    def measure(self, cell: Cell, options: Options) -> Row:
+        """One run and its accuracy."""
+        method, accounting = ARMS[cell["arm"]]
+        return _trained(method, accounting, cell["seed"], options.device or "cpu")
+
+    def render(self, rows: Sequence[Row]) -> list[Artifact]:
+        """The table as a page."""
+        return [Page("demo_table.md", _page(rows))]
 
 
-def _row(arm: str, seed: int) -> dict[str, Any]:
-    method, accounting = ARMS[arm]
+EXPERIMENT = Demo()
+
+
+def _trained(method: Method, accounting: str, seed: int, device_name: str) -> Row:
     task = task_named("mnist-5k")
     train_set, test_set = task.load(None)
-    device = choose_device("cpu")
+    device = choose_device(device_name)
     with Streams(seed, device).global_randomness(INIT):
         model = build_network(task.networks[task.default_features])
     session = prepare(
@@ -57,22 +74,16 @@ def _row(arm: str, seed: int) -> dict[str, Any]:
     run = execute(session)
     assert run.scores is not None
     return {
-        "experiment": NAME,
-        "arm": arm,
-        "seed": seed,
         "config": {"task": task.name, "method": run.method.name, **run.statement["settings"]},
         "plan": run.plan.to_json(),
         "device": str(device),
         "delta": BUDGET.delta,
         "epsilon": dict(run.epsilon),
         "accuracy": run.scores["accuracy"],
-        **provenance(),
     }
 
 
-def render(found: Iterable[dict[str, Any]]) -> str:
-    """The table as a page."""
-    found = list(found)
+def _page(rows: Sequence[Row]) -> str:
     lines = [
         "# The demo, over seeds",
         "",
@@ -80,8 +91,8 @@ def render(found: Iterable[dict[str, Any]]) -> str:
         "| what | accounting | noise multiplier | accuracy | seeds |",
         "|---|---|---|---|---|",
     ]
-    for arm in dict.fromkeys(row["arm"] for row in found):
-        mine = [row for row in found if row["arm"] == arm]
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        mine = [row for row in rows if row["arm"] == arm]
         scores = [100 * row["accuracy"] for row in mine]
         spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
         lines.append(

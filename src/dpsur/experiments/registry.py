@@ -1,0 +1,55 @@
+"""The experiments, by name. An experiment is registered by being listed here."""
+
+from importlib import import_module
+from typing import Final
+
+from dpsur.errors import InvalidInputError
+from dpsur.experiments.base import Experiment
+
+# name -> module that has it as EXPERIMENT, and what it shows. A module is imported when it is asked
+# for, since some need torch and some do not.
+EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
+    "acceptance": (
+        "dpsur.experiments.acceptance",
+        "acceptance probability of the gate against beta, and its best beta (seconds)",
+    ),
+    "gate-density": (
+        "dpsur.experiments.gate_density",
+        "the noisy loss difference and what three thresholds accept (seconds)",
+    ),
+    "truncation": (
+        "dpsur.experiments.truncation",
+        "a Gaussian before and after selective release (seconds)",
+    ),
+    "trajectory": (
+        "dpsur.experiments.trajectory",
+        "DPSGD against DPSUR on a linear regression (seconds)",
+    ),
+    "schematics": (
+        "dpsur.experiments.schematics",
+        "drawings of the algorithm (seconds)",
+    ),
+    "sigma-v": (
+        "dpsur.experiments.sigma_v",
+        "the paper's sixteen settings of the test: updates, cost, acceptance (seconds)",
+    ),
+    "accounting": (
+        "dpsur.experiments.accounting",
+        "the paper's sixteen settings under each accounting (seconds)",
+    ),
+    "demo": (
+        "dpsur.experiments.demo",
+        "what `make demo` reaches, over seeds and against its peers (minutes)",
+    ),
+}
+
+
+def experiment_named(name: str) -> Experiment:
+    """Look an experiment up by name."""
+    try:
+        module, _ = EXPERIMENTS[name]
+    except KeyError:
+        known = ", ".join(EXPERIMENTS)
+        raise InvalidInputError(f"unknown experiment {name!r}; choose one of {known}") from None
+    found: Experiment = import_module(module).EXPERIMENT
+    return found

@@ -1,0 +1,81 @@
+"""`dpsur reproduce` as a person meets it."""
+
+import json
+import shutil
+
+import pytest
+
+from dpsur.experiments.registry import EXPERIMENTS
+from tests.cli.test_commands import dpsur
+from tests.experiments.test_registered import RESULTS
+
+
+def reproduce(*arguments, folder, capsys):
+    places = ("--results", str(folder / "results"), "--out", str(folder / "docs"))
+    return dpsur("reproduce", *arguments, *places, capsys=capsys)
+
+
+def test_rows_are_made_once_and_rendered_each_time(tmp_path, capsys):
+    status, out, _ = reproduce("gate-density", "gate-density", folder=tmp_path, capsys=capsys)
+    assert status == 0
+    assert out.count("gate-density: 3 rows, 3 of them new") == 1
+    rows = (tmp_path / "results" / "gate-density.jsonl").read_text()
+    assert len(rows.splitlines()) == 3
+    for path in ("tables/gate-density.md", "tables/gate-density.csv", "figures/gate-density.svg"):
+        (tmp_path / "docs" / path).unlink()
+    status, out, _ = reproduce("gate-density", folder=tmp_path, capsys=capsys)
+    assert "0 of them new" in out
+    assert (tmp_path / "results" / "gate-density.jsonl").read_text() == rows
+    assert (tmp_path / "docs" / "figures" / "gate-density.svg").exists()
+
+
+def test_seeds_choose_the_runs(tmp_path, capsys):
+    status, out, err = reproduce("trajectory", "--seeds", "3,5-6", folder=tmp_path, capsys=capsys)
+    assert status == 0
+    assert "trajectory: 9 rows, 9 of them new" in out
+    assert "row 9 of 9" in err
+    lines = (tmp_path / "results" / "trajectory.jsonl").read_text().splitlines()
+    assert {json.loads(line)["config"]["seed"] for line in lines} == {3, 5, 6}
+
+
+@pytest.mark.parametrize("seeds", ["", "a", "3-1", "1,,2"])
+def test_odd_seeds_are_refused(seeds, capsys):
+    status, _, err = dpsur("reproduce", "trajectory", "--seeds", seeds, capsys=capsys)
+    assert status == 2
+    assert "is not a list of seeds such as 0-4 or 1,3" in err
+
+
+def test_rendering_needs_rows_and_makes_none(tmp_path, capsys):
+    status, _, err = reproduce("demo", "--render-only", folder=tmp_path, capsys=capsys)
+    assert status == 2
+    assert "20 rows of demo are missing" in err
+    (tmp_path / "results").mkdir()
+    lines = (RESULTS / "demo.jsonl").read_text().splitlines()
+    (tmp_path / "results" / "demo.jsonl").write_text("\n".join(lines[:7]) + "\n")
+    status, out, _ = reproduce("demo", "--render-only", folder=tmp_path, capsys=capsys)
+    assert status == 0
+    assert "demo: 7 rows, 0 of them new, 13 cells without one" in out
+
+
+def test_all_goes_through_the_list(tmp_path, capsys, monkeypatch):
+    listed = {name: EXPERIMENTS[name] for name in ("sigma-v", "accounting", "demo")}
+    monkeypatch.setattr("dpsur.cli.reproduce.EXPERIMENTS", listed)
+    shutil.copytree(RESULTS, tmp_path / "results")
+    status, out, _ = reproduce("all", "--render-only", folder=tmp_path, capsys=capsys)
+    assert status == 0
+    heads = [line.split(":")[0] for line in out.splitlines() if not line.startswith(" ")]
+    assert heads == list(listed)
+
+
+def test_the_list_and_the_help_name_every_experiment(capsys):
+    for arguments in (["--list"], ["--help"]):
+        out = dpsur("reproduce", *arguments, capsys=capsys)[1]
+        for name in EXPERIMENTS:
+            assert f"  {name} " in out
+
+
+def test_a_name_is_needed_and_must_be_known(capsys):
+    status, _, err = dpsur("reproduce", capsys=capsys)
+    assert status == 2
+    assert "name an experiment, or all" in err
+    assert dpsur("reproduce", "nothing", capsys=capsys)[0] == 2
