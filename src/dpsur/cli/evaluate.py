@@ -9,7 +9,7 @@ from dpsur.core.problem import Problem
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.evaluation import evaluate
-from dpsur.runs.fit import choose_device
+from dpsur.runs.prepare import choose_device
 from dpsur.runs.release import read_release
 from dpsur.tasks import task_named
 

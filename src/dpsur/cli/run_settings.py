@@ -3,13 +3,19 @@
 import argparse
 import json
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from dpsur.cli.options import flag, method_options
+from dpsur import checks
+from dpsur.cli.options import build_method, flag, method_options
 from dpsur.errors import CheckpointError, InvalidInputError
+from dpsur.experiments.presets import Preset, preset_named
 from dpsur.methods import METHODS, method_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
+from dpsur.privacy.plan import Budget
 from dpsur.runs.files import RunFolder, to_json, write_atomically
+from dpsur.runs.session import Pace, Speed
+from dpsur.runs.tasks import TaskRun
 from dpsur.tasks import DEFAULT_TASK, task_named
 
 CONFIG = "config.json"
@@ -18,6 +24,14 @@ CONFIG = "config.json"
 SETTINGS = (
     "task",
     "method",
+    "preset",
+    "features",
+    "normalisation",
+    "activation",
+    "model",
+    "data_dir",
+    "max_records",
+    "max_updates",
     "epsilon",
     "delta",
     "accounting",
@@ -37,6 +51,14 @@ class Settings:
     task: str = DEFAULT_TASK
     method: str = "dpsur"
     options: dict[str, Any] = field(default_factory=dict)
+    preset: str | None = None
+    features: str | None = None
+    normalisation: str | None = None
+    activation: str | None = None
+    model: str | None = None
+    data_dir: str | None = None
+    max_records: int | None = None
+    max_updates: int | None = None
     epsilon: float = 3.0
     delta: float = 1e-5
     accounting: str = DEFAULT_ACCOUNTING
@@ -57,10 +79,23 @@ def new_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
     }
     method = method_named(given.get("method", Settings.method))
     task = task_named(given.get("task", Settings.task))
-    chosen = {**task.settings.get(method.name, {}), **method_options(options, method)}
+    preset = _preset(given, method.name, task.name)
+    usual = task.settings.get(method.name, {}) if preset is None else preset.options
+    chosen = {**usual, **method_options(options, method)}
+    if preset is not None:
+        network = {"activation": preset.network["activation"]} if preset.network else {}
+        own = {"features": preset.features, "normalisation": preset.normalisation, **network}
+        given = {**own, **given}
     folder = RunFolder(options.out)
     folder.check_new()
     return Settings(**given, options=chosen), folder
+
+
+def _preset(given: dict[str, Any], method: str, task: str) -> Preset | None:
+    if given.get("preset") is None:
+        return None
+    epsilon = given.get("epsilon", Settings.epsilon)
+    return preset_named(given["preset"], method, task, epsilon)
 
 
 def stored_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
@@ -89,6 +124,30 @@ def stored_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged and cannot be resumed from") from error
+
+
+def task_run(settings: Settings) -> TaskRun:
+    """The run that settings ask for."""
+    checks.at_least_one("checkpoint_every", settings.checkpoint_every)
+    if settings.evaluate_every is not None:
+        checks.at_least_one("evaluate_every", settings.evaluate_every)
+    return TaskRun(
+        task=settings.task,
+        method=build_method(settings.method, settings.options),
+        budget=Budget(settings.epsilon, settings.delta),
+        accounting=settings.accounting,
+        features=settings.features,
+        normalisation=settings.normalisation,
+        network={} if settings.activation is None else {"activation": settings.activation},
+        model=settings.model,
+        data_dir=None if settings.data_dir is None else Path(settings.data_dir),
+        max_records=settings.max_records,
+        max_updates=settings.max_updates,
+        seed=settings.seed,
+        device=settings.device,
+        pace=Pace(settings.checkpoint_every, settings.evaluate_every),
+        speed=Speed(settings.capture, settings.tf32),
+    )
 
 
 def store_settings(folder: RunFolder, settings: Settings) -> None:

@@ -4,27 +4,31 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dpsur import checks
 from dpsur.cli.evaluate import describe_guarantee
-from dpsur.cli.options import add_method_options, build_method
+from dpsur.cli.options import add_method_options
 from dpsur.cli.progress import ProgressBar
-from dpsur.cli.run_settings import Settings, new_settings, store_settings, stored_settings
-from dpsur.core.streams import INIT, Streams
+from dpsur.cli.run_settings import (
+    Settings,
+    new_settings,
+    store_settings,
+    stored_settings,
+    task_run,
+)
 from dpsur.errors import InterruptedRunError
+from dpsur.experiments.presets import PRESETS
+from dpsur.features import FEATURES
 from dpsur.methods import METHODS
 from dpsur.privacy.accounting import ACCOUNTINGS
-from dpsur.privacy.plan import Budget
 from dpsur.runs.files import RunFolder
-from dpsur.runs.fit import Run, choose_device, execute, prepare
-from dpsur.runs.release import Origin
-from dpsur.runs.session import Pace, Session, Speed
-from dpsur.tasks import TASKS, Task, task_named
-from dpsur.tasks.networks import build_network
+from dpsur.runs.fit import Run, execute
+from dpsur.runs.preparation import NORMALISATIONS
+from dpsur.runs.tasks import prepare_task
+from dpsur.tasks import TASKS
 
 DESCRIPTION = """\
 Train a model under a privacy budget.
@@ -40,11 +44,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.usage = "dpsur train --out DIR [options]\n       dpsur train --resume DIR"
     defaults = Settings()
-    what = parser.add_argument_group("what to train")
-    what.add_argument(
-        "--task", help=f"one of: {', '.join(TASKS)}, or npz:FILE (default: {defaults.task})"
-    )
-    what.add_argument("--method", help=f"one of: {', '.join(METHODS)} (default: {defaults.method})")
+    _add_what(parser, defaults)
     privacy = parser.add_argument_group("privacy")
     privacy.add_argument(
         "--epsilon", type=float, help=f"budget for one record (default: {defaults.epsilon})"
@@ -100,6 +100,54 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
+def _add_what(parser: argparse.ArgumentParser, defaults: Settings) -> None:
+    """The options that say what is trained on what."""
+    what = parser.add_argument_group("what to train")
+    what.add_argument(
+        "--task",
+        help=f"one of: {', '.join(TASKS)}, or npz:FILE for records of your own "
+        f"(default: {defaults.task})",
+    )
+    what.add_argument("--method", help=f"one of: {', '.join(METHODS)} (default: {defaults.method})")
+    what.add_argument(
+        "--preset",
+        help=f"one of: {', '.join(PRESETS)}; the paper's settings for the method, the task and "
+        "epsilon 1, 2, 3 or 4; options that are given as well come first",
+    )
+    what.add_argument(
+        "--features",
+        help=f"one of: {', '.join(FEATURES)} (default: the method's, else the task's)",
+    )
+    what.add_argument(
+        "--normalisation",
+        help=f"of the features, one of: {', '.join(NORMALISATIONS)}; private statistics are "
+        "charged (default: group for scattering, else none)",
+    )
+    what.add_argument("--activation", help="of the task's network: tanh or relu (default: tanh)")
+    what.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="a function of your own that builds the network (default: the task's network)",
+    )
+    what.add_argument(
+        "--data-dir",
+        metavar="DIR",
+        help="folder of the data (default: $DPSUR_DATA, or the downloads in the cache)",
+    )
+    what.add_argument(
+        "--max-records",
+        type=int,
+        metavar="N",
+        help="train on a subset of so many records; epsilon is that of the subset",
+    )
+    what.add_argument(
+        "--max-updates",
+        type=int,
+        metavar="N",
+        help="end the planned run after so many updates, to try things out",
+    )
+
+
 def run(options: argparse.Namespace) -> int:
     """Start or resume a run and print its result."""
     if options.resume is not None:
@@ -123,8 +171,7 @@ def _train(
     options: argparse.Namespace,
     stop_requested: Callable[[], bool],
 ) -> Run:
-    task = task_named(settings.task)
-    session = _prepare(settings, task)
+    session, origin = prepare_task(task_run(settings))
     folder.create()
     store_settings(folder, settings)
     quiet = options.quiet or options.json
@@ -135,37 +182,8 @@ def _train(
             resume=options.resume is not None,
             observers=[bar],
             stop_requested=stop_requested,
-            origin=Origin(task.name, _network(task)),
+            origin=origin,
         )
-
-
-def _prepare(settings: Settings, task: Task) -> Session:
-    checks.at_least_one("checkpoint_every", settings.checkpoint_every)
-    if settings.evaluate_every is not None:
-        checks.at_least_one("evaluate_every", settings.evaluate_every)
-    budget = Budget(settings.epsilon, settings.delta)
-    method = build_method(settings.method, settings.options)
-    device = choose_device(settings.device)
-    train_set, test_set = task.load(None)
-    with Streams(settings.seed, device).global_randomness(INIT):
-        model = build_network(_network(task))
-    return prepare(
-        model,
-        train_set,
-        loss=task.loss,
-        budget=budget,
-        method=method,
-        test_set=test_set,
-        accounting=settings.accounting,
-        seed=settings.seed,
-        device=device,
-        pace=Pace(settings.checkpoint_every, settings.evaluate_every),
-        speed=Speed(settings.capture, settings.tf32),
-    )
-
-
-def _network(task: Task) -> Mapping[str, Any]:
-    return task.networks[task.default_features]
 
 
 @contextmanager
@@ -200,7 +218,7 @@ def _print_result(run: Run, folder: RunFolder, *, as_json: bool) -> None:
         }
         print(json.dumps(result))
         return
-    if run.scores is not None:
+    if run.scores is not None and "accuracy" in run.scores:
         print(f"test accuracy: {run.scores['accuracy']:.2%} (last iterate, public test set)")
     print(describe_guarantee(run.statement))
     print(f"release: {release} (to publish); private: {folder.private} (keep)")

@@ -3,14 +3,12 @@
 import statistics
 from collections.abc import Iterator, Sequence
 
-from dpsur.core.streams import INIT, Streams
 from dpsur.experiments.artifacts import Artifact, Page
 from dpsur.experiments.base import Cell, OneByOne, Options, Row
 from dpsur.methods import Dpsgd, Dpsur, Method
 from dpsur.privacy.plan import Budget
-from dpsur.runs.fit import choose_device, execute, prepare
-from dpsur.tasks import task_named
-from dpsur.tasks.networks import build_network
+from dpsur.runs.fit import execute
+from dpsur.runs.tasks import TaskRun, prepare_task
 
 SEEDS = range(5)
 BUDGET = Budget(3.0, 1e-5)
@@ -55,28 +53,15 @@ EXPERIMENT = Demo()
 
 
 def _trained(method: Method, accounting: str, seed: int, device_name: str) -> Row:
-    task = task_named("mnist-5k")
-    train_set, test_set = task.load(None)
-    device = choose_device(device_name)
-    with Streams(seed, device).global_randomness(INIT):
-        model = build_network(task.networks[task.default_features])
-    session = prepare(
-        model,
-        train_set,
-        loss=task.loss,
-        budget=BUDGET,
-        method=method,
-        test_set=test_set,
-        accounting=accounting,
-        seed=seed,
-        device=device,
+    session, _ = prepare_task(
+        TaskRun("mnist-5k", method, BUDGET, accounting, seed=seed, device=device_name)
     )
     run = execute(session)
     assert run.scores is not None
     return {
-        "config": {"task": task.name, "method": run.method.name, **run.statement["settings"]},
+        "config": {"task": "mnist-5k", "method": run.method.name, **run.statement["settings"]},
         "plan": run.plan.to_json(),
-        "device": str(device),
+        "device": str(session.streams.device),
         "delta": BUDGET.delta,
         "epsilon": dict(run.epsilon),
         "accuracy": run.scores["accuracy"],

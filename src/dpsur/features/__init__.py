@@ -59,6 +59,7 @@ FEATURES: dict[str, Features] = {
     for features in (
         Features("pixels", "the inputs themselves", _none),
         Features("tokens", "the inputs themselves", _none),
+        Features("vectors", "the inputs themselves", _none),
         Features(
             "scattering", "wavelet moduli, 81 per channel, a quarter of the size", _scattering
         ),

@@ -1,10 +1,9 @@
 """Train a model of one's own under a privacy budget."""
 
-import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur import checks
-from dpsur.core.gradients import check_model
 from dpsur.core.loop import Progress
-from dpsur.core.problem import Problem
-from dpsur.core.streams import Streams
 from dpsur.core.types import LossFunction
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.features import WithFeatures
@@ -26,10 +21,10 @@ from dpsur.privacy.filtered import AnyPlan, FilteredPlan
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plan import Budget
 from dpsur.privacy.statement import RunFacts, epsilons, privacy_statement, warnings_for
-from dpsur.runs.data import as_examples, check_labels
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder
-from dpsur.runs.preparation import NONE, Preparation, like_features, prepare_inputs
+from dpsur.runs.preparation import Preparation
+from dpsur.runs.prepare import prepare
 from dpsur.runs.recorder import CURVES, Recorder, draw_curves
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
 from dpsur.runs.session import Observer, Pace, Session, Speed
@@ -98,7 +93,7 @@ def fit(
     test_set: Any = None,
     accounting: str = DEFAULT_ACCOUNTING,
     features: str | None = None,
-    normalisation: str = NONE,
+    normalisation: str | None = None,
     seed: int | None = None,
     device: str | torch.device = "auto",
     out: str | os.PathLike[str] | None = None,
@@ -121,7 +116,8 @@ def fit(
         accounting: how privacy loss is counted, by name.
         features: "scattering" trains on scattering features of images instead of pixels; `model`
             must take those, `Run.model` takes images. A method may bring its own (`DpsgdHf`).
-        normalisation: of features: "none", "group" (free) or "private" (charged).
+        normalisation: of features: "none", "group" (free) or "private" (charged); by default
+            "group" for scattering.
         seed: makes the run repeatable, and void against anyone who knows the seed.
         device: "cpu", "cuda", or "auto" for CUDA where there is one.
         out: folder for checkpoints, diagnostics and, at the end, the release.
@@ -153,68 +149,6 @@ def fit(
     return execute(session, folder=folder, resume=resume, observers=observers)
 
 
-def prepare(
-    model: nn.Module,
-    train_set: Any,
-    *,
-    loss: LossFunction,
-    budget: Budget,
-    method: Method,
-    test_set: Any,
-    accounting: str,
-    preparation: Preparation | None = None,
-    seed: int | None,
-    device: str | torch.device,
-    max_updates: int | None = None,
-    pace: Pace | None = None,
-    speed: Speed | None = None,
-) -> Session:
-    """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
-
-    `max_updates` ends the planned run early. What it then spends is less than the budget, except
-    under a filter, which promises its allowance.
-    """
-    accounting_named(accounting)
-    chosen_device = choose_device(device)
-    train = as_examples(train_set, "train_set")
-    test = None if test_set is None else as_examples(test_set, "test_set")
-    preparation = _with_features_of(method, preparation or Preparation())
-    model = copy.deepcopy(method.adapt(model)).to(chosen_device)
-    shape = preparation.check(tuple(train.inputs.shape[1:]))
-    outputs = check_model(model, like_features(train, shape).to(chosen_device))
-    check_labels(train, outputs, loss, "train_set")
-    if test is not None:
-        check_labels(test, outputs, loss, "test_set")
-    settled, plan = method.settle(len(train), budget, accounting, preparation.setup)
-    if max_updates is not None:
-        checks.at_least_one("max_updates", max_updates)
-        plan = plan.limited(max_updates)
-    streams = Streams(seed, chosen_device)
-    prepared = prepare_inputs(preparation, train, test, streams)
-    test = None if prepared.test is None else prepared.test.to(chosen_device)
-    problem = Problem(model, loss, prepared.train.to(chosen_device))
-    procedure = settled.bind(problem, plan, streams)
-    return Session(
-        settled,
-        plan,
-        problem,
-        test,
-        streams,
-        procedure,
-        pace or Pace(),
-        speed or Speed(),
-        prepared.layers,
-        prepared.descriptions,
-    )
-
-
-def _with_features_of(method: Method, preparation: Preparation) -> Preparation:
-    """A method brings its own features where none are named."""
-    if preparation.features is not None or method.features is None:
-        return preparation
-    return replace(preparation, features=method.features)
-
-
 def execute(
     session: Session,
     *,
@@ -243,22 +177,6 @@ def execute(
         if not folder.finished:
             write_release(folder.release, run.model, run.statement, origin)
     return run
-
-
-def choose_device(device: str | torch.device) -> torch.device:
-    """Resolve "auto", and refuse a device that is not there."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise InvalidInputError(f"unknown device {device!r}; use cpu, cuda or auto") from None
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInputError(
-            f"device {device} was asked for, but this machine has no usable CUDA device; "
-            "use --device cpu"
-        )
-    return chosen
 
 
 def _finished(session: Session, progress: Progress, recorder: Recorder, origin: Origin) -> Run:

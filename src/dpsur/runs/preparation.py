@@ -17,6 +17,7 @@ from dpsur.privacy.events import Event, Gaussian
 
 NONE, GROUP, PRIVATE = "none", "group", "private"
 NORMALISATIONS = (NONE, GROUP, PRIVATE)
+SCATTERING = "scattering"
 # Noise of the histogram that a clip bound is read from. Two of them cost less than a twelfth of
 # what the statistics themselves do at their usual noise of 8.
 BOUND_NOISE = 40.0
@@ -26,7 +27,7 @@ LEAST_BOUND, MOST_BOUND, BOUND_STEPS = 1e-4, 1e4, 256
 
 @dataclass(frozen=True)
 class Preparation:
-    """Which features, and how they are normalised.
+    """Which features, and how they are normalised: by default scattering in groups, else not.
 
     `group` normalises groups of channels of each record by itself and costs nothing. `private` uses
     the mean and variance of each channel over all records, released with noise: Formal guarantee:
@@ -34,21 +35,29 @@ class Preparation:
     """
 
     features: str | None = None
-    normalisation: str = NONE
+    normalisation: str | None = None
     groups: int = 27
     statistics_noise: float = 8.0
 
     def __post_init__(self) -> None:
-        checks.one_of("normalisation", self.normalisation, NORMALISATIONS)
+        if self.normalisation is not None:
+            checks.one_of("normalisation", self.normalisation, NORMALISATIONS)
         checks.positive("statistics_noise", self.statistics_noise)
         checks.at_least_one("groups", self.groups)
         if self.features is not None:
             features_named(self.features)
 
     @property
+    def kind(self) -> str:
+        """The normalisation that was asked for, or that suits the features."""
+        if self.normalisation is not None:
+            return self.normalisation
+        return GROUP if self.features == SCATTERING else NONE
+
+    @property
     def setup(self) -> tuple[Event, ...]:
         """What the preparation costs."""
-        if self.normalisation != PRIVATE:
+        if self.kind != PRIVATE:
             return ()
         statistics = Gaussian(self.statistics_noise)
         return (Gaussian(BOUND_NOISE), Gaussian(BOUND_NOISE), statistics, statistics)
@@ -57,12 +66,12 @@ class Preparation:
         """The shape of one record's features, or an error where the inputs do not suit them."""
         if self.features is not None:
             shape = features_named(self.features).output_shape(shape)
-        if self.normalisation != NONE and len(shape) < 2:
+        if self.kind != NONE and len(shape) < 2:
             raise InvalidInputError(
-                f"normalisation {self.normalisation} needs channels, but a record has the shape "
+                f"normalisation {self.kind} needs channels, but a record has the shape "
                 f"{shape}; use normalisation {NONE}"
             )
-        if self.normalisation == GROUP:
+        if self.kind == GROUP:
             build_layers([self._group_norm(shape[0])])
         return shape
 
@@ -121,10 +130,10 @@ def _apply(layer: nn.Module, examples: Examples, device: torch.device) -> Exampl
 def _normalisation(
     preparation: Preparation, inputs: Tensor, streams: Streams
 ) -> tuple[nn.Module, Mapping[str, Any]] | None:
-    if preparation.normalisation == NONE:
+    if preparation.kind == NONE:
         return None
     channels = inputs.shape[1]
-    if preparation.normalisation == GROUP:
+    if preparation.kind == GROUP:
         description = preparation._group_norm(channels)
         return build_layers([description])[0], description
     mean, deviation = _private_statistics(preparation, inputs, streams[FEATURES])

@@ -43,8 +43,8 @@ CIFAR10_TASK = Task(
     name="cifar10",
     summary="CIFAR-10 photographs (50,000 to train, 10,000 to test)",
     networks={
-        PIXELS: {"name": "cifar-pixel-cnn"},
         SCATTERING: {"name": "cifar-scattering-cnn"},
+        PIXELS: {"name": "cifar-pixel-cnn"},
     },
     load=load,
 )

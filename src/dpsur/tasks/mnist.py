@@ -11,8 +11,8 @@ from dpsur.tasks.datasets import MNIST, load_arrays
 from dpsur.tasks.datasets.base import Array, Arrays
 
 NETWORKS = {
-    PIXELS: {"name": "pixel-cnn", "classes": 10},
     SCATTERING: {"name": "scattering-cnn", "classes": 10},
+    PIXELS: {"name": "pixel-cnn", "classes": 10},
 }
 
 

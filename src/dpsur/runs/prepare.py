@@ -1,0 +1,99 @@
+"""From what a user has to a session that is ready to run."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpsur import checks
+from dpsur.core.gradients import check_model
+from dpsur.core.problem import Problem
+from dpsur.core.streams import Streams
+from dpsur.core.types import LossFunction
+from dpsur.errors import InvalidInputError
+from dpsur.methods import Method
+from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.plan import Budget
+from dpsur.runs.data import as_examples, check_labels
+from dpsur.runs.preparation import Preparation, like_features, prepare_inputs
+from dpsur.runs.session import Pace, Session, Speed
+
+
+def choose_device(device: str | torch.device) -> torch.device:
+    """Resolve "auto", and refuse a device that is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise InvalidInputError(f"unknown device {device!r}; use cpu, cuda or auto") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInputError(
+            f"device {device} was asked for, but this machine has no usable CUDA device; "
+            "use --device cpu"
+        )
+    return chosen
+
+
+def prepare(
+    model: nn.Module,
+    train_set: Any,
+    *,
+    loss: LossFunction,
+    budget: Budget,
+    method: Method,
+    test_set: Any,
+    accounting: str,
+    preparation: Preparation | None = None,
+    seed: int | None,
+    device: str | torch.device,
+    max_updates: int | None = None,
+    pace: Pace | None = None,
+    speed: Speed | None = None,
+) -> Session:
+    """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
+
+    `max_updates` ends the planned run early. What it then spends is less than the budget, except
+    under a filter, which promises its allowance.
+    """
+    accounting_named(accounting)
+    chosen_device = choose_device(device)
+    train = as_examples(train_set, "train_set")
+    test = None if test_set is None else as_examples(test_set, "test_set")
+    preparation = _with_features_of(method, preparation or Preparation())
+    model = copy.deepcopy(method.adapt(model)).to(chosen_device)
+    shape = preparation.check(tuple(train.inputs.shape[1:]))
+    outputs = check_model(model, like_features(train, shape).to(chosen_device))
+    check_labels(train, outputs, loss, "train_set")
+    if test is not None:
+        check_labels(test, outputs, loss, "test_set")
+    settled, plan = method.settle(len(train), budget, accounting, preparation.setup)
+    if max_updates is not None:
+        checks.at_least_one("max_updates", max_updates)
+        plan = plan.limited(max_updates)
+    streams = Streams(seed, chosen_device)
+    prepared = prepare_inputs(preparation, train, test, streams)
+    test = None if prepared.test is None else prepared.test.to(chosen_device)
+    problem = Problem(model, loss, prepared.train.to(chosen_device))
+    procedure = settled.bind(problem, plan, streams)
+    return Session(
+        settled,
+        plan,
+        problem,
+        test,
+        streams,
+        procedure,
+        pace or Pace(),
+        speed or Speed(),
+        prepared.layers,
+        prepared.descriptions,
+    )
+
+
+def _with_features_of(method: Method, preparation: Preparation) -> Preparation:
+    """A method brings its own features where none are named."""
+    if preparation.features is not None or method.features is None:
+        return preparation
+    return replace(preparation, features=method.features)

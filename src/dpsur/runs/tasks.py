@@ -1,0 +1,137 @@
+"""Runs on tasks by name: data, features, network and method put together."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpsur import checks
+from dpsur.core.streams import INIT, Streams
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+from dpsur.methods import Method
+from dpsur.privacy.plan import Budget
+from dpsur.runs.preparation import Preparation
+from dpsur.runs.prepare import choose_device, prepare
+from dpsur.runs.release import Origin
+from dpsur.runs.session import Pace, Session, Speed
+from dpsur.tasks import Task, task_named
+from dpsur.tasks.networks import build_network
+
+# A subset is drawn by this seed, so that it is the same on every machine.
+SUBSET_SEED = 2024
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """What a run on a task is asked to do. None leaves the choice to the task or the method.
+
+    `network` changes arguments of the task's network; `model` names a function of a user's own,
+    `module:function`, that builds the network instead.
+    """
+
+    task: str
+    method: Method
+    budget: Budget
+    accounting: str
+    features: str | None = None
+    normalisation: str | None = None
+    network: Mapping[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    data_dir: Path | None = None
+    max_records: int | None = None
+    max_updates: int | None = None
+    seed: int | None = None
+    device: str = "auto"
+    pace: Pace = field(default_factory=Pace)
+    speed: Speed = field(default_factory=Speed)
+
+
+def prepare_task(run: TaskRun) -> tuple[Session, Origin]:
+    """A session for a run on a task, and where its model comes from."""
+    task = task_named(run.task)
+    features = run.features or run.method.features or task.default_features
+    preparation = Preparation(features, run.normalisation)
+    description = None if run.model is not None else _network(task, features, run)
+    build = _builder(description, run.model)
+    device = choose_device(run.device)
+    train, test = task.load(run.data_dir)
+    train = subset(train, run.max_records)
+    preparation.check(tuple(train.inputs.shape[1:]))
+    with Streams(run.seed, device).global_randomness(INIT):
+        model = _checked(build(), run.model)
+    session = prepare(
+        model,
+        train,
+        loss=task.loss,
+        budget=run.budget,
+        method=run.method,
+        test_set=test,
+        accounting=run.accounting,
+        preparation=preparation,
+        seed=run.seed,
+        device=device,
+        max_updates=run.max_updates,
+        pace=run.pace,
+        speed=run.speed,
+    )
+    return session, _origin(task, description, session)
+
+
+def subset(train: Examples, most: int | None) -> Examples:
+    """So many records, drawn once for all; all of them where there are no more."""
+    if most is None:
+        return train
+    checks.at_least_one("max_records", most)
+    if most >= len(train):
+        return train
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SUBSET_SEED))
+    return train.select(order[:most])
+
+
+def _network(task: Task, features: str, run: TaskRun) -> dict[str, Any]:
+    if features not in task.networks:
+        known = ", ".join(task.networks)
+        raise InvalidInputError(
+            f"task {task.name} has no network for the features {features}, only for {known}; "
+            "choose another method or features, or bring a network with --model"
+        )
+    return {**task.networks[features], **run.network, **run.method.network_changes()}
+
+
+def _origin(task: Task, network: Mapping[str, Any] | None, session: Session) -> Origin:
+    if network is None or not session.layer_descriptions:
+        return Origin(task.name, network)
+    layers = [dict(layer) for layer in session.layer_descriptions]
+    return Origin(task.name, {"name": "with-features", "features": layers, "network": network})
+
+
+def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callable[[], Any]:
+    if description is not None:
+        return lambda: build_network(description)
+    assert name is not None
+    module, separator, function = name.partition(":")
+    if not separator or not module or not function:
+        raise InvalidInputError(f"model {name!r} must have the form module:function")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise InvalidInputError(
+            f"model {name} cannot be imported ({error}); the module must be on PYTHONPATH"
+        ) from error
+    if not callable(found):
+        raise InvalidInputError(f"model {name} is no function that builds a network")
+    result: Callable[[], Any] = found
+    return result
+
+
+def _checked(model: Any, name: str | None) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    raise InvalidInputError(
+        f"model {name} must return a torch.nn.Module, it returned {type(model).__name__}"
+    )
