@@ -54,6 +54,16 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "cpu", "cuda"),
         help="where to train, if the experiment trains (default: the experiment's own)",
     )
+    parser.add_argument(
+        "--shard",
+        type=_shard,
+        default=(0, 1),
+        metavar="K/N",
+        help="make one of N parts of a grid of runs, so that N processes share a device",
+    )
+    parser.add_argument(
+        "--tasks", nargs="+", default=(), metavar="TASK", help="limit a grid of runs to these tasks"
+    )
     parser.set_defaults(run=run)
 
 
@@ -73,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 def _reproduce(experiment: Experiment, options: argparse.Namespace) -> None:
     started = time.monotonic()
     results, out = Path(options.results), Path(options.out)
-    asked = Options(seeds=options.seeds, device=options.device)
+    asked = Options(options.seeds, options.device, options.shard, tuple(options.tasks))
 
     def tell(count: int, total: int) -> None:
         seconds = time.monotonic() - started
@@ -105,3 +115,11 @@ def _seeds(text: str) -> tuple[int, ...]:
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of seeds such as 0-4 or 1,3")
     return tuple(dict.fromkeys(found))
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """Read `K/N`, with 0 <= K < N."""
+    first, _, second = text.partition("/")
+    if not (first.isdecimal() and second.isdecimal() and int(first) < int(second)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part K/N with K from 0 to N - 1")
+    return int(first), int(second)

@@ -37,6 +37,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "dpsur.experiments.accounting",
         "the paper's sixteen settings under each accounting (seconds)",
     ),
+    "accuracy": (
+        "dpsur.experiments.accuracy",
+        "the paper's table: 4 data sets, 6 methods, 4 budgets, and what explains it (GPU hours)",
+    ),
     "demo": (
         "dpsur.experiments.demo",
         "what `make demo` reaches, over seeds and against its peers (minutes)",

@@ -13,6 +13,7 @@ from dpsur import checks
 from dpsur.core.streams import INIT, Streams
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
+from dpsur.features import compute, features_named
 from dpsur.methods import Method
 from dpsur.privacy.plan import Budget
 from dpsur.runs.preparation import Preparation
@@ -24,14 +25,17 @@ from dpsur.tasks.networks import build_network
 
 # A subset is drawn by this seed, so that it is the same on every machine.
 SUBSET_SEED = 2024
+# Features that leave inputs alone.
+AS_THEY_ARE = "pixels"
 
 
 @dataclass(frozen=True)
 class TaskRun:
     """What a run on a task is asked to do. None leaves the choice to the task or the method.
 
-    `network` changes arguments of the task's network; `model` names a function of a user's own,
-    `module:function`, that builds the network instead.
+    `hold_out` training records are kept back and tested on instead of the test set, for choosing
+    hyper-parameters. `network` changes arguments of the task's network; `model` names a function of
+    a user's own, `module:function`, that builds the network instead.
     """
 
     task: str
@@ -44,6 +48,7 @@ class TaskRun:
     model: str | None = None
     data_dir: Path | None = None
     max_records: int | None = None
+    hold_out: int = 0
     max_updates: int | None = None
     seed: int | None = None
     device: str = "auto"
@@ -51,26 +56,64 @@ class TaskRun:
     speed: Speed = field(default_factory=Speed)
 
 
-def prepare_task(run: TaskRun) -> tuple[Session, Origin]:
-    """A session for a run on a task, and where its model comes from."""
-    task = task_named(run.task)
-    features = run.features or run.method.features or task.default_features
+@dataclass(frozen=True)
+class Records:
+    """Training and test records; `featured` says that their features were computed already."""
+
+    train: Examples
+    test: Examples | None
+    featured: bool = False
+
+
+def load_records(run: TaskRun) -> Records:
+    """The records of a run, as the task has them."""
+    train, test = task_named(run.task).load(run.data_dir)
+    if run.hold_out:
+        train, test = held_out(train, run.hold_out)
+    return Records(subset(train, run.max_records), test)
+
+
+def with_features(run: TaskRun, records: Records, device: torch.device) -> Records:
+    """The records of a run with their features computed, on a device, for several runs to share."""
+    features = features_named(features_of(run))
+    train, test = (
+        None
+        if part is None
+        else Examples(compute(features, part.inputs, device=device), part.targets)
+        for part in (records.train, records.test)
+    )
+    assert train is not None
+    return Records(train.to(device), None if test is None else test.to(device), featured=True)
+
+
+def features_of(run: TaskRun) -> str:
+    """The features that were asked for, or the method's, or the task's."""
+    return run.features or run.method.features or task_named(run.task).default_features
+
+
+def prepare_task(run: TaskRun, records: Records | None = None) -> tuple[Session, Origin]:
+    """A session for a run on a task, and where its model comes from.
+
+    `records` are loaded unless they are given.
+    """
+    task, features = task_named(run.task), features_of(run)
     preparation = Preparation(features, run.normalisation)
     description = None if run.model is not None else _network(task, features, run)
     build = _builder(description, run.model)
     device = choose_device(run.device)
-    train, test = task.load(run.data_dir)
-    train = subset(train, run.max_records)
-    preparation.check(tuple(train.inputs.shape[1:]))
+    records = load_records(run) if records is None else records
+    if records.featured:
+        preparation = Preparation(AS_THEY_ARE, preparation.kind)
+    preparation.check(tuple(records.train.inputs.shape[1:]))
     with Streams(run.seed, device).global_randomness(INIT):
         model = _checked(build(), run.model)
     session = prepare(
         model,
-        train,
+        records.train,
         loss=task.loss,
         budget=run.budget,
         method=run.method,
-        test_set=test,
+        test_set=records.test,
         accounting=run.accounting,
         preparation=preparation,
         seed=run.seed,
@@ -91,6 +134,16 @@ def subset(train: Examples, most: int | None) -> Examples:
         return train
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SUBSET_SEED))
     return train.select(order[:most])
+
+
+def held_out(train: Examples, count: int) -> tuple[Examples, Examples]:
+    """Training records without some that are kept back, and those, drawn once for all."""
+    if not 0 < count < len(train):
+        raise InvalidInputError(
+            f"hold_out must be above 0 and below the {len(train)} records, got {count}"
+        )
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SUBSET_SEED + 1))
+    return train.select(order[count:]), train.select(order[:count])
 
 
 def _network(task: Task, features: str, run: TaskRun) -> dict[str, Any]:

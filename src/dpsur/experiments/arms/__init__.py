@@ -1,0 +1,82 @@
+"""What is run for a cell of the accuracy table: methods, and arms that explain DPSUR's figures."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dpsur.experiments.arms.controls import KeptMomentum, RandomAcceptance, RandomAcceptanceKept
+from dpsur.experiments.arms.released_code import ReleasedCode
+from dpsur.experiments.presets import PAPER, Preset, preset_named
+from dpsur.methods import METHODS, Method
+from dpsur.methods.dpsgd import Dpsgd
+from dpsur.methods.dpsur import Dpsur
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method with the preset of the paper, under one accounting.
+
+    `preset_of` names the method whose settings are used, `changes` what is different from them.
+    """
+
+    name: str
+    label: str
+    method: type[Method]
+    preset_of: str
+    accounting: str
+    changes: tuple[tuple[str, Any], ...] = ()
+    drops: tuple[str, ...] = ()
+
+    def preset(self, task: str, epsilon: float) -> Preset:
+        """Features, network and hyper-parameters."""
+        preset = preset_named(PAPER, self.preset_of, task, epsilon)
+        kept = {name: value for name, value in preset.options.items() if name not in self.drops}
+        return Preset(
+            {**kept, **dict(self.changes)}, preset.features, preset.normalisation, preset.network
+        )
+
+    def build(self, options: Mapping[str, Any]) -> Method:
+        """The method with these hyper-parameters."""
+        return self.method(**options)
+
+
+GATE_OPTIONS = ("gate", "val_batch_size", "val_noise_multiplier", "loss_clip", "accept_threshold")
+
+METHOD_ARMS = tuple(
+    Arm(name, name, METHODS[name], name, "proven")
+    for name in ("dpis", "dpsgd-hf", "dpsgd-ts", "dpagd", "dpsgd", "nonprivate")
+)
+DPSUR_ARMS = (
+    Arm("published", "Algorithm 1, published accounting", Dpsur, "dpsur", "published"),
+    Arm("proven", "Algorithm 1, proven accounting", Dpsur, "dpsur", "proven"),
+    Arm("released-code", "released code, claimed epsilon", ReleasedCode, "dpsur", "published"),
+    Arm(
+        "every-trial",
+        "every trial charged, momentum kept",
+        Dpsur,
+        "dpsur",
+        "every-trial",
+        (("on_reject", "keep-momentum"),),
+    ),
+    Arm("kept-momentum", "momentum kept, not charged", KeptMomentum, "dpsur", "published"),
+    Arm("random", "acceptance by a coin", RandomAcceptance, "dpsur", "published"),
+    Arm(
+        "random-kept",
+        "acceptance by a coin, momentum kept",
+        RandomAcceptanceKept,
+        "dpsur",
+        "published",
+    ),
+    Arm(
+        "plain",
+        "DP-SGD on the same features, tightest accounting",
+        Dpsgd,
+        "dpsur",
+        "proven",
+        drops=GATE_OPTIONS,
+    ),
+)
+# DPSGD-HF by the accounting of the paper, whose number of updates is a reference point.
+HF_PUBLISHED = Arm("dpsgd-hf-published", "DPSGD-HF", METHODS["dpsgd-hf"], "dpsgd-hf", "published")
+
+ARMS = {arm.name: arm for arm in (*DPSUR_ARMS, *METHOD_ARMS, HF_PUBLISHED)}

@@ -1,0 +1,112 @@
+"""Rows of trained runs: what every experiment that trains on a task has in common."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from dpsur.experiments.arms import ARMS
+from dpsur.methods import Nonprivate
+from dpsur.privacy.plan import Budget
+from dpsur.runs.fit import execute
+from dpsur.runs.prepare import choose_device
+from dpsur.runs.session import Pace
+from dpsur.runs.tasks import Records, TaskRun, load_records, prepare_task, with_features
+
+DELTA = 1e-5
+# Trials between two looks at a captured run; evaluations only at the end.
+BLOCK, NEVER = 100, 10**9
+
+
+@dataclass(frozen=True)
+class TrainingCell:
+    """One run: an arm on a task at a budget, with changes of its preset."""
+
+    task: str
+    arm: str
+    epsilon: float
+    seed: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    hold_out: int = 0
+
+    def config(self) -> dict[str, Any]:
+        """Everything that the result depends on, as plain values."""
+        arm = ARMS[self.arm]
+        preset = arm.preset(self.task, self.epsilon)
+        return {
+            "task": self.task,
+            "arm": self.arm,
+            "method": arm.method.name,
+            "epsilon": self.epsilon,
+            "delta": DELTA,
+            "accounting": arm.accounting,
+            "features": preset.features,
+            "normalisation": preset.normalisation,
+            "network": dict(preset.network),
+            "options": {**preset.options, **self.changes},
+            "hold_out": self.hold_out,
+        }
+
+
+def task_run(config: Mapping[str, Any], seed: int, device: str | None) -> TaskRun:
+    """The run that a row's configuration describes."""
+    return TaskRun(
+        task=config["task"],
+        method=ARMS[config["arm"]].build(config["options"]),
+        budget=Budget(config["epsilon"], config["delta"]),
+        accounting=config["accounting"],
+        features=config["features"],
+        normalisation=config["normalisation"],
+        network=config["network"],
+        hold_out=config["hold_out"],
+        seed=seed,
+        device=device or "auto",
+        pace=Pace(checkpoint_every=BLOCK, evaluate_every=NEVER),
+    )
+
+
+def trained_row(config: Mapping[str, Any], seed: int, device: str | None) -> dict[str, Any]:
+    """Run a configuration and note what came of it. Accuracy is that of the last iterate."""
+    run_on_task = task_run(config, seed, device)
+    records = _records(config["task"], config["features"], config["hold_out"], device)
+    session, _ = prepare_task(run_on_task, records)
+    started = time.perf_counter()
+    run = execute(session)
+    seconds = time.perf_counter() - started
+    ledger = run.private.ledger
+    assert run.scores is not None
+    return {
+        "accuracy": run.scores["accuracy"],
+        "loss": run.scores["loss"],
+        "updates": ledger.updates,
+        "trials": ledger.trials,
+        "epsilon": dict(run.epsilon),
+        "seconds": round(seconds, 2),
+        "device": device_name(session.streams.device),
+    }
+
+
+@lru_cache(maxsize=1)
+def _records(task: str, features: str, hold_out: int, device: str | None) -> Records:
+    """Records with their features, kept on the device for the next run on the same task."""
+    chosen = choose_device(device or "auto")
+    run = TaskRun(
+        task, Nonprivate(), Budget(1.0, DELTA), "proven", features=features, hold_out=hold_out
+    )
+    return with_features(run, load_records(run), chosen)
+
+
+def device_name(device: torch.device) -> str:
+    """What a run was made on."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation; zero spread for a single value."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, 0.0
+    return mean, (sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5
