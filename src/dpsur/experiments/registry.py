@@ -41,6 +41,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "dpsur.experiments.accuracy",
         "the paper's table: 4 data sets, 6 methods, 4 budgets, and what explains it (GPU hours)",
     ),
+    "tuning": (
+        "dpsur.experiments.tuning",
+        "settings that the paper does not give, chosen on held-out records (GPU minutes)",
+    ),
     "demo": (
         "dpsur.experiments.demo",
         "what `make demo` reaches, over seeds and against its peers (minutes)",

@@ -13,12 +13,14 @@ from dpsur.methods import Nonprivate
 from dpsur.privacy.plan import Budget
 from dpsur.runs.fit import execute
 from dpsur.runs.prepare import choose_device
-from dpsur.runs.session import Pace
+from dpsur.runs.session import Pace, Speed
 from dpsur.runs.tasks import Records, TaskRun, load_records, prepare_task, with_features
 
 DELTA = 1e-5
 # Trials between two looks at a captured run; evaluations only at the end.
 BLOCK, NEVER = 100, 10**9
+# Where products of full precision would take most of the time of a grid; rows say so.
+WITH_TF32 = ("cifar10",)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class TrainingCell:
             "network": dict(preset.network),
             "options": {**preset.options, **self.changes},
             "hold_out": self.hold_out,
+            "tf32": self.task in WITH_TF32,
         }
 
 
@@ -64,6 +67,7 @@ def task_run(config: Mapping[str, Any], seed: int, device: str | None) -> TaskRu
         hold_out=config["hold_out"],
         seed=seed,
         device=device or "auto",
+        speed=Speed(tf32=config["tf32"]),
         pace=Pace(checkpoint_every=BLOCK, evaluate_every=NEVER),
     )
 
