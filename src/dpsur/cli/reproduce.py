@@ -64,6 +64,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tasks", nargs="+", default=(), metavar="TASK", help="limit a grid of runs to these tasks"
     )
+    parser.add_argument(
+        "--arms", nargs="+", default=(), metavar="ARM", help="limit a grid of runs to these arms"
+    )
     parser.set_defaults(run=run)
 
 
@@ -83,7 +86,9 @@ def run(options: argparse.Namespace) -> int:
 def _reproduce(experiment: Experiment, options: argparse.Namespace) -> None:
     started = time.monotonic()
     results, out = Path(options.results), Path(options.out)
-    asked = Options(options.seeds, options.device, options.shard, tuple(options.tasks))
+    asked = Options(
+        options.seeds, options.device, options.shard, tuple(options.tasks), tuple(options.arms)
+    )
 
     def tell(count: int, total: int) -> None:
         seconds = time.monotonic() - started

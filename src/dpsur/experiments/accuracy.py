@@ -133,5 +133,5 @@ def _paper_figure(task: str, arm: str, epsilon: int) -> float | None:
     if arm == "nonprivate":
         return paper_accuracy()[task, "nonprivate", 0]
     method = {"dpsgd-hf-published": "dpsgd-hf"}.get(arm, arm)
-    method = "dpsur" if arm in {one.name for one in DPSUR_ARMS} - {"plain"} else method
+    method = "dpsur" if arm in {one.name for one in DPSUR_ARMS} else method
     return paper_accuracy().get((task, method, epsilon))

@@ -19,7 +19,8 @@ class Options:
     seeds: tuple[int, ...] | None = None
     device: str | None = None
     shard: tuple[int, int] = (0, 1)  # this process makes every n-th group of cells, from the k-th
-    only: tuple[str, ...] = ()  # tasks that a grid is limited to
+    tasks: tuple[str, ...] = ()  # that a grid is limited to
+    arms: tuple[str, ...] = ()  # likewise
 
 
 class Experiment(ABC):

@@ -20,7 +20,7 @@ class TrainingGrid(Experiment):
     def cells(self, options: Options) -> Iterator[Cell]:
         """A cell for every run on a task that is asked for."""
         for run in self.runs(options.seeds):
-            if not options.only or run.task in options.only:
+            if _asked(run.task, options.tasks) and _asked(run.arm, options.arms):
                 yield {"config": run.config(), "seed": run.seed}
 
     def make(self, cells: Sequence[Cell], options: Options) -> Iterator[Row]:
@@ -33,3 +33,7 @@ class TrainingGrid(Experiment):
                 config = cell["config"]
                 if (config["task"], config["features"]) == (task, features):
                     yield {**cell, **trained_row(config, cell["seed"], options.device)}
+
+
+def _asked(name: str, among: tuple[str, ...]) -> bool:
+    return not among or name in among

@@ -82,7 +82,7 @@ class Tuning(TrainingGrid):
             grid = GRIDS[config["arm"], config["task"]]
             setting = ", ".join(f"{name} {config['options'][name]:g}" for name in grid)
             groups[config["arm"], config["task"], setting].append(100 * row["accuracy"])
-        records = [
+        records: list[dict[str, Any]] = [
             {
                 "method": method,
                 "task": task,
