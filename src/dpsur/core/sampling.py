@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -79,3 +79,19 @@ def padded_batch(examples: Examples, rate: float, generator: torch.Generator) ->
     found = torch.nonzero_static(joins, size=room, fill_value=-1)[:, 0]
     overflow = joins.sum() > room if room < size else None
     return Batch(examples, mask=found >= 0, overflow=overflow, rows=found.clamp(min=0))
+
+
+def steady_batch(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
+    """A Poisson sample for steps that are not captured: padded on CUDA, exact elsewhere.
+
+    Kernels there are chosen anew for every shape that has not been seen, which takes longer than
+    running them. A sample that has no room is drawn again from the same draws, exactly.
+    """
+    if generator.device.type != "cuda":
+        return exact_batch(examples, rate, generator)
+    position = generator.get_state()
+    batch = padded_batch(examples, rate, generator)
+    if batch.overflow is not None and bool(batch.overflow):
+        generator.set_state(position)
+        return exact_batch(examples, rate, generator)
+    return replace(batch, overflow=None)

@@ -67,7 +67,7 @@ def task_run(config: Mapping[str, Any], seed: int, device: str | None) -> TaskRu
         hold_out=config["hold_out"],
         seed=seed,
         device=device or "auto",
-        speed=Speed(tf32=config["tf32"]),
+        speed=Speed(tf32=config["tf32"], repeatable=False),
         pace=Pace(checkpoint_every=BLOCK, evaluate_every=NEVER),
     )
 

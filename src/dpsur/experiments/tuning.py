@@ -14,37 +14,45 @@ EPSILON = 3
 HELD_OUT = {"fmnist": 10_000, "mnist": 10_000, "cifar10": 10_000, "imdb": 5_000}
 GRIDS: Mapping[tuple[str, str], Mapping[str, Sequence[Any]]] = {
     ("dpis", "fmnist"): {
-        "batch_size": (2048, 4096, 8192),
+        "batch_size": (2048,),
         "learning_rate": (2.0, 4.0, 8.0),
-        "updates": (300, 600, 1000),
+        "updates": (300, 600, 1000, 1500, 2500),
     },
     ("dpis", "mnist"): {
-        "batch_size": (2048, 4096, 8192),
+        "batch_size": (2048,),
         "learning_rate": (1.0, 2.0, 4.0),
-        "updates": (300, 600, 1000),
+        "updates": (300, 600, 1000, 2000),
     },
     ("dpis", "cifar10"): {
-        "batch_size": (4096, 8192),
-        "learning_rate": (2.0, 4.0, 8.0),
-        "updates": (300, 600),
+        "batch_size": (4096,),
+        "learning_rate": (4.0, 8.0),
+        "updates": (500, 1000),
     },
     ("dpis", "imdb"): {
-        "batch_size": (1024, 2048),
+        "batch_size": (1024,),
         "learning_rate": (0.005, 0.01, 0.02),
-        "updates": (200, 400),
+        "updates": (400, 800),
     },
     ("dpagd", "fmnist"): {
-        "max_grad_norm": (0.1, 0.3, 1.0),
-        "updates": (100, 200, 400),
-        "largest_step": (5.0, 20.0),
+        "max_grad_norm": (0.1, 1.0),
+        "largest_step": (10.0, 40.0),
+        "updates": (100, 300),
     },
     ("dpagd", "mnist"): {
-        "max_grad_norm": (0.1, 0.3, 1.0),
-        "updates": (100, 200, 400),
-        "largest_step": (5.0, 20.0),
+        "max_grad_norm": (0.1, 1.0),
+        "largest_step": (10.0, 40.0),
+        "updates": (100, 300),
     },
-    ("dpagd", "cifar10"): {"max_grad_norm": (0.1, 0.3, 1.0), "updates": (100, 200, 400)},
-    ("dpagd", "imdb"): {"max_grad_norm": (0.1, 1.0), "updates": (50, 100, 200)},
+    ("dpagd", "cifar10"): {
+        "max_grad_norm": (0.1, 1.0),
+        "largest_step": (10.0,),
+        "updates": (100, 300),
+    },
+    ("dpagd", "imdb"): {
+        "max_grad_norm": (0.1, 1.0),
+        "largest_step": (40.0,),
+        "updates": (50, 150),
+    },
 }
 TITLE = "Settings chosen on held-out training records"
 TEXT = """

@@ -12,7 +12,7 @@ from dpsur.core.gradients import clipped_sum, draws_randomness
 from dpsur.core.noise import add_gaussian
 from dpsur.core.optim import Sgd
 from dpsur.core.problem import Problem
-from dpsur.core.sampling import exact_batch
+from dpsur.core.sampling import steady_batch
 from dpsur.core.streams import BATCH, LAYERS, NOISE, VAL_BATCH, VAL_NOISE, Streams
 from dpsur.core.types import Candidate, Params, State, Verdict
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Step, Trial
@@ -133,20 +133,25 @@ class AdaptiveSteps:
 
     def _noisy_gradient(self, params: Params, noise_multiplier: float) -> Params:
         train = self._problem.train
-        batch = exact_batch(train, self._rate, self._streams[BATCH])
+        batch = steady_batch(train, self._rate, self._streams[BATCH])
         layers = self._streams.global_randomness(LAYERS) if self._random_layers else nullcontext()
         with layers:
             total = clipped_sum(
-                self._problem, params, batch.data, self._lengths.max_grad_norm, rows=batch.rows
+                self._problem,
+                params,
+                batch.data,
+                self._lengths.max_grad_norm,
+                mask=batch.mask,
+                rows=batch.rows,
             )
         noisy = add_gaussian(total, noise_multiplier, self._streams[NOISE])
         return {name: value / (self._rate * len(train)) for name, value in noisy.items()}
 
     def _choose(self, params: Params, gradient: Params, lengths: Tensor) -> Tensor:
         """The step length whose noisy clipped loss is least, on one fresh sample."""
-        batch = exact_batch(
+        batch = steady_batch(
             self._problem.train, self._choice.sample_rate, self._streams[VAL_BATCH]
-        ).examples
+        )
         candidates = (
             {
                 name: value - length.to(value.dtype) * gradient[name]
@@ -154,7 +159,9 @@ class AdaptiveSteps:
             }
             for length in lengths
         )
-        losses = torch.stack([self._problem.losses(moved, batch) for moved in candidates])
+        losses = torch.stack([self._problem.losses(moved, batch.examples) for moved in candidates])
+        if batch.mask is not None:
+            losses = torch.where(batch.mask, losses, 0.0)
         return noisy_least(
             losses, self._lengths.loss_clip, self._choice.choice_epsilon, self._streams[VAL_NOISE]
         )

@@ -11,7 +11,7 @@ from dpsur.core.flat import elementwise
 from dpsur.core.gradients import ClippedSum, clipped_norms, clipped_sum
 from dpsur.core.noise import add_gaussian
 from dpsur.core.problem import Problem
-from dpsur.core.sampling import exact_batch
+from dpsur.core.sampling import steady_batch
 from dpsur.core.streams import BATCH, COINS, NOISE, STEERING, Streams
 from dpsur.core.types import Candidate, Params, Procedure, State
 from dpsur.errors import BudgetError
@@ -185,9 +185,11 @@ class ImportanceSteps(GradientSteps):
     def _refreshed(self, state: State) -> State:
         """Release a noisy sum of clipped gradient norms, and fix the noise that follows from it."""
         train, bound = self._problem.train, self._max_grad_norm
-        batch = exact_batch(train, self._norms.sample_rate, self._streams[STEERING])
+        batch = steady_batch(train, self._norms.sample_rate, self._streams[STEERING])
         with self._layer_randomness():
             norms = clipped_norms(self._problem, state.params, batch.examples, bound)
+        if batch.mask is not None:
+            norms = torch.where(batch.mask, norms, 0.0)
         total = ClippedSum({"norms": norms.sum()}, sensitivity=bound)
         noisy = add_gaussian(total, self._norms.noise_multiplier, self._streams[STEERING])
         estimate = noisy["norms"] / self._norms.sample_rate
@@ -209,7 +211,7 @@ class ImportanceSteps(GradientSteps):
 
     def _gradient(self, state: State) -> tuple[Params, Tensor | None]:
         train, event = self._problem.train, self._update(state)
-        batch = self._draw(train, event.sample_rate, self._streams[BATCH])
+        batch = steady_batch(train, event.sample_rate, self._streams[BATCH])
         coins = torch.rand(len(batch), generator=self._streams[COINS], device=self._problem.device)
         with self._layer_randomness():
             total = clipped_sum(
@@ -217,6 +219,7 @@ class ImportanceSteps(GradientSteps):
                 state.params,
                 batch.data,
                 self._max_grad_norm,
+                mask=batch.mask,
                 rows=batch.rows,
                 coins=coins,
             )

@@ -61,10 +61,12 @@ class Speed:
 
     `capture` replays whole trials as a CUDA graph where that is possible. `tf32` lets matrix
     products and convolutions round their inputs to 10 bits; the privacy statement records it.
+    `repeatable` makes seeded runs on CUDA use slower kernels that give the same bits every time.
     """
 
     capture: bool = True
     tf32: bool = False
+    repeatable: bool = True
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class Session:
         save(progress)
         for observer in observers:
             observer.started(self.plan, progress)
-        with repeatable(self.streams.device, self.streams.seeded), precision(self.speed.tf32):
+        exact = self.streams.seeded and self.speed.repeatable
+        with repeatable(self.streams.device, exact), precision(self.speed.tf32):
             progress = self._train(progress, on_trials)
         save(progress)
         return progress
