@@ -55,7 +55,7 @@ def test_command_lines_are_understood(command, capsys):
 
 
 @pytest.mark.slow
-def test_the_demo_ends_above_88_percent(tmp_path):
+def test_the_demo_ends_above_92_percent(tmp_path):
     """Run what `make demo` runs: epsilon 3 at delta 1e-5, proven."""
     printed = subprocess.run(
         ["make", "--always-make", "--dry-run", "demo", f"DEMO_OUT={tmp_path}/demo"],
@@ -70,7 +70,7 @@ def test_the_demo_ends_above_88_percent(tmp_path):
         )  # fmt: skip
     accuracy = float(re.search(r"test accuracy (\d+\.\d+)%", result.stdout)[1])
     epsilon = float(re.search(r"epsilon (\d+\.\d+) at delta 1e-05", result.stdout)[1])
-    assert accuracy > 88.0
+    assert accuracy > 92.0
     assert 2.9 < epsilon <= 3.0
     assert "accounting proven" in result.stdout
 

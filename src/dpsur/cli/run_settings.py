@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ from dpsur import checks
 from dpsur.cli.options import build_method, flag, method_options
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.experiments.presets import Preset, preset_named
-from dpsur.methods import METHODS, method_named
+from dpsur.methods import METHODS, Method, method_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.plan import Budget
 from dpsur.runs.files import RunFolder, to_json, write_atomically
 from dpsur.runs.session import Pace, Speed
 from dpsur.runs.tasks import TaskRun
-from dpsur.tasks import DEFAULT_TASK, task_named
+from dpsur.tasks import DEFAULT_TASK, Task, task_named
 
 CONFIG = "config.json"
 
@@ -80,7 +81,7 @@ def new_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
     method = method_named(given.get("method", Settings.method))
     task = task_named(given.get("task", Settings.task))
     preset = _preset(given, method.name, task.name)
-    usual = task.settings.get(method.name, {}) if preset is None else preset.options
+    usual = _usual_options(given, method, task) if preset is None else preset.options
     chosen = {**usual, **method_options(options, method)}
     if preset is not None:
         network = {"activation": preset.network["activation"]} if preset.network else {}
@@ -89,6 +90,14 @@ def new_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
     folder = RunFolder(options.out)
     folder.check_new()
     return Settings(**given, options=chosen), folder
+
+
+def _usual_options(given: dict[str, Any], method: type[Method], task: Task) -> Mapping[str, Any]:
+    """Hyper-parameters that suit a task, as long as its own features and network are used."""
+    features = given.get("features") or method.features or task.default_features
+    if features != task.default_features or given.get("model") is not None:
+        return {}
+    return task.settings.get(method.name, {})
 
 
 def _preset(given: dict[str, Any], method: str, task: str) -> Preset | None:

