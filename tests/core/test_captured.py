@@ -12,6 +12,7 @@ from dpsur.core.loop import make_trial, start, train
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
 from dpsur.core.tree import flatten
+from dpsur.core.turns import finished
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.plan import Budget
 from dpsur.runs.session import Pace, Speed
@@ -72,14 +73,16 @@ def test_blocks_of_trials_are_the_single_trials(block, optimizer, on_reject):
     (single, plan), (padded, _) = (bound(method, accounting=accounting) for _ in range(2))
     one = train(single, plan, start(single))
     blocks = []
-    two = captured.train(
-        padded.padded(),
-        plan,
-        start(padded),
-        padded._streams,
-        lambda *_: pytest.fail("no batch overflows"),
-        lambda progress, verdicts: blocks.append((progress.ledger.trials, verdicts)),
-        block,
+    two = finished(
+        captured.train(
+            padded.padded(),
+            plan,
+            start(padded),
+            padded._streams,
+            lambda *_: pytest.fail("no batch overflows"),
+            lambda progress, verdicts: blocks.append((progress.ledger.trials, verdicts)),
+            block,
+        )
     )
     assert two.ledger == one.ledger
     assert sum(len(verdicts) for _, verdicts in blocks) == one.ledger.trials
@@ -99,12 +102,14 @@ def test_a_block_without_room_is_made_again_exactly(monkeypatch):
     def exactly(progress, count):
         again.append(count)
         for _ in range(count):
-            if plan.affords(progress.ledger):
+            if plan.affords(progress.ledger, exact.step(progress.state)):
                 progress, _ = make_trial(exact, plan, progress)
         return progress
 
-    two = captured.train(
-        exact.padded(), plan, start(exact), exact._streams, exactly, lambda *_: None, block=3
+    two = finished(
+        captured.train(
+            exact.padded(), plan, start(exact), exact._streams, exactly, lambda *_: None, block=3
+        )
     )
     assert again
     assert two.ledger == one.ledger

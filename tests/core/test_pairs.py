@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def stacked(monkeypatch):
-    monkeypatch.setattr(pairs, "PAYS_ON", ("cpu",))
+    monkeypatch.setattr(pairs, "stacking_pays", lambda *_: True)
 
 
 def images():
@@ -72,6 +72,15 @@ def test_a_model_that_mixes_both_sets_of_weights_is_evaluated_twice(monkeypatch)
     wrong = problem.outputs(params, problem.train.inputs[:3]) * 1.01
     monkeypatch.setattr(pairs, "stacked_outputs", lambda *_: torch.stack([wrong, wrong]))
     assert not pairs.can_be_stacked(problem, params, problem.train.inputs)
+
+
+def test_only_layers_whose_weights_stack_for_nothing_are_stacked(monkeypatch):
+    plain = Problem(small_model(), F.cross_entropy, blobs(9))
+    assert not pairs.stacking_pays(plain, plain.train.inputs)
+    monkeypatch.setattr(pairs, "PAYS_ON", ("cpu",))
+    assert pairs.stacking_pays(plain, plain.train.inputs)
+    for other in (images(), sequences()):
+        assert not pairs.stacking_pays(other, other.train.inputs)
 
 
 def verdicts():

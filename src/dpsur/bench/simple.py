@@ -7,10 +7,9 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpsur.bench.cell import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, sgd
+from dpsur.core.graphs import graph_of
 from dpsur.core.streams import NOISE
 from dpsur.core.types import Params
-
-CAPTURE_WARM_UP = 3
 
 
 class PlainStep:
@@ -34,22 +33,12 @@ class CapturedPlainStep:
 
     def __init__(self, cell: Cell) -> None:
         step = PlainStep(cell)
-        # Momentum buffers, workspaces and gradients must exist before the capture, and be made on
-        # another stream than the default one, as CUDA graphs require.
-        side = torch.cuda.Stream(cell.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(cell.device))
-        with torch.cuda.stream(side):
-            for _ in range(CAPTURE_WARM_UP):
-                step()
-        torch.cuda.current_stream(cell.device).wait_stream(side)
         self._step = step  # keeps alive the tensors whose addresses the graph replays
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            step()
+        self._replay = graph_of(step, cell.device)
 
     def __call__(self) -> None:
         """Replay the step."""
-        self._graph.replay()
+        self._replay()
 
 
 class PerExampleStep:

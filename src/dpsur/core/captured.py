@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from dpsur.core.flat import elementwise
+from dpsur.core.graphs import graph_of
 from dpsur.core.loop import Progress, keep
 from dpsur.core.streams import Streams
 from dpsur.core.tree import map_tensors
+from dpsur.core.turns import Turns
 from dpsur.core.types import Procedure, State, Verdict
 from dpsur.privacy.plan import Plan
 
-WARM_UP_TRIALS = 3
 OnBlock = Callable[[Progress, list[Verdict]], None]
 
 
@@ -137,26 +138,19 @@ class CapturedTrials:
         self._rows.index_copy_(0, place.reshape(1), row.reshape(1, -1))
 
     def _captured(self) -> Callable[[], None]:
-        """Warm up beside the main stream, go back to where that began, then capture."""
+        """Capture a trial, leaving state, counts and draws where they are."""
         start = self.state()
         counts = [value.clone() for value in vars(self._counts).values()]
         positions = {name: p.clone() for name, p in self._streams.positions().items()}
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP_TRIALS):
-                self._trial()
-        torch.cuda.current_stream().wait_stream(side)
-        self._put(start)
-        for place, value in zip(vars(self._counts).values(), counts, strict=True):
-            place.copy_(value)
-        self._streams.restore(positions)
-        graph = torch.cuda.CUDAGraph()
-        for purpose in positions:
-            graph.register_generator_state(self._streams[purpose])
-        with torch.cuda.graph(graph):
-            self._trial()
-        return graph.replay
+
+        def go_back() -> None:
+            self._put(start)
+            for place, value in zip(vars(self._counts).values(), counts, strict=True):
+                place.copy_(value)
+            self._streams.restore(positions)
+
+        generators = [self._streams[purpose] for purpose in positions]
+        return graph_of(self._trial, self._state.updates.device, generators, go_back)
 
 
 def _copy(state: State) -> State:
@@ -171,17 +165,19 @@ def train(
     fall_back: Callable[[Progress, int], Progress],
     on_block: OnBlock,
     block: int,
-) -> Progress:
+) -> Turns[Progress]:
     """Make the planned trials in captured blocks; same guarantee as the loop's `train`.
 
-    `fall_back` makes a number of trials from a given progress with exact batches: it is used for a
-    block in which a padded batch had no room, so that no record is ever left out.
+    Yields while a block is under way on the device. `fall_back` makes a number of trials from a
+    given progress with exact batches: it is used for a block in which a padded batch had no room,
+    so that no record is ever left out.
     """
     trials = CapturedTrials(procedure, plan, progress, streams, block)
     while plan.affords(progress.ledger, procedure.step(progress.state)):
         count = min(block, plan.trials - progress.ledger.trials)
         positions = {name: p.clone() for name, p in streams.positions().items()}
         trials.run(count)
+        yield
         made, kept, overflow = trials.read()
         if overflow:
             streams.restore(positions)

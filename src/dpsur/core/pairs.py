@@ -1,7 +1,9 @@
 """The losses of two sets of weights on the same records, in one evaluation where that pays.
 
 A test compares a candidate with the model it came from. On a CPU two evaluations cost no more than
-one of both; on a card that waits for small kernels one evaluation costs half.
+one of both. On a card that waits for small kernels one evaluation costs half, but only of layers
+whose weights can be stacked for nothing: a convolution with two sets of weights is grouped, and
+grouped convolutions have slow kernels.
 """
 
 import warnings
@@ -16,8 +18,9 @@ from dpsur.core.gradients.support import made_up
 from dpsur.core.problem import EVALUATION_ROWS, Problem, example_losses, mode
 from dpsur.core.types import Examples, Params
 
-# Where one evaluation of both costs less than two.
+# Where one evaluation of both costs less than two, and for which layers with weights.
 PAYS_ON = ("cuda",)
+PAYS_FOR = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
 _TOLERANCE = 1e-4
 _agrees: WeakKeyDictionary[nn.Module, dict[object, bool]] = WeakKeyDictionary()
 
@@ -25,7 +28,7 @@ _agrees: WeakKeyDictionary[nn.Module, dict[object, bool]] = WeakKeyDictionary()
 def pair_losses(problem: Problem, one: Params, other: Params, examples: Examples) -> Tensor:
     """Losses of every record by itself, in evaluation mode: a row for each set of weights."""
     inputs = examples.inputs
-    if inputs.device.type not in PAYS_ON or not can_be_stacked(problem, one, inputs):
+    if not (stacking_pays(problem, inputs) and can_be_stacked(problem, one, inputs)):
         return torch.stack([problem.losses(params, examples) for params in (one, other)])
     outputs = stacked_outputs(problem, one, other, inputs)
     losses = example_losses(
@@ -34,6 +37,12 @@ def pair_losses(problem: Problem, one: Params, other: Params, examples: Examples
         torch.cat([examples.targets, examples.targets]),
     )
     return losses.view(2, -1)
+
+
+def stacking_pays(problem: Problem, inputs: Tensor) -> bool:
+    """Whether one evaluation of both costs less than two, from the device and the layers."""
+    weighty = [m for m in problem.model.modules() if any(True for _ in m.parameters(recurse=False))]
+    return inputs.device.type in PAYS_ON and all(isinstance(m, PAYS_FOR) for m in weighty)
 
 
 def stacked_outputs(problem: Problem, one: Params, other: Params, inputs: Tensor) -> Tensor:

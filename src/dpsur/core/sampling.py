@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dpsur.core.types import Examples
 
-# A padded batch holds this many standard deviations more than is expected. Overflow then has a
-# probability below 1e-14, is noticed, and the trial is made again with the exact batch.
-SPARE_DEVIATIONS = 8.0
+# A padded batch holds this many standard deviations more than is expected. More are drawn about
+# once in a million trials; that is noticed, and the trial is made again with the exact batch.
+SPARE_DEVIATIONS = 5.0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur.core.loop import Progress
+from dpsur.core.turns import Turns, finished
 from dpsur.core.types import LossFunction
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.features import WithFeatures
@@ -162,16 +163,45 @@ def execute(
 
     `stop_requested` is asked after every trial; if it says yes, the run saves itself and stops.
     """
+    warn_about(session)
+    with session.arithmetic():
+        return finished(
+            executing(
+                session,
+                folder=folder,
+                resume=resume,
+                observers=observers,
+                stop_requested=stop_requested,
+                origin=origin,
+            )
+        )
+
+
+def warn_about(session: Session) -> None:
+    """Tell the caller's caller what a reviewer would object to."""
     for text in warnings_for(session.plan, len(session.problem.train), seeded=False):
-        warnings.warn(text, PrivacyWarning, stacklevel=3)
+        warnings.warn(text, PrivacyWarning, stacklevel=4)
+
+
+def executing(
+    session: Session,
+    *,
+    folder: RunFolder | None = None,
+    resume: bool = False,
+    observers: Sequence[Observer] = (),
+    stop_requested: Callable[[], bool] = lambda: False,
+    origin: Origin = NO_ORIGIN,
+) -> Turns[Run]:
+    """What `execute` does, in turns: see `Session.turns`."""
     if folder is None:
         recorder = Recorder()
-        progress = session.run([recorder, *observers], stop_requested=stop_requested)
+        progress = yield from session.turns([recorder, *observers], stop_requested=stop_requested)
         return _finished(session, progress, recorder, origin)
     folder.create()
     with folder.lock():
         recorder = Recorder(folder.private)
-        progress = session.run([recorder, *observers], folder, resume, stop_requested)
+        watching = [recorder, *observers]
+        progress = yield from session.turns(watching, folder, resume, stop_requested)
         run = _finished(session, progress, recorder, origin)
         draw_curves(recorder.rows, folder.private / CURVES)
         if not folder.finished:

@@ -1,6 +1,7 @@
 """One run from its first trial, or its last checkpoint, to its end."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from dpsur.core import captured, loop
 from dpsur.core.loop import Progress
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
+from dpsur.core.turns import Turns, finished
 from dpsur.core.types import Examples, Procedure, Verdict
 from dpsur.errors import InterruptedRunError
 from dpsur.methods import Method
@@ -92,6 +94,27 @@ class Session:
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> Progress:
         """Make the planned trials, saving checkpoints where there is a folder."""
+        with self.arithmetic():
+            return finished(self.turns(observers, folder, resume, stop_requested))
+
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """The kernels and the precision of this run: settings of the whole process."""
+        exact = self.streams.seeded and self.speed.repeatable
+        with repeatable(self.streams.device, exact), precision(self.speed.tf32):
+            yield
+
+    def turns(
+        self,
+        observers: Sequence[Observer] = (),
+        folder: RunFolder | None = None,
+        resume: bool = False,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> Turns[Progress]:
+        """The same in turns: yields while trials are under way on the device.
+
+        Every turn has to be taken with the `arithmetic` of the run, and on the same stream.
+        """
         fingerprint = "" if folder is None else self.fingerprint()
         progress = loop.start(self.procedure)
         if folder is not None and resume:
@@ -125,13 +148,11 @@ class Session:
         save(progress)
         for observer in observers:
             observer.started(self.plan, progress)
-        exact = self.streams.seeded and self.speed.repeatable
-        with repeatable(self.streams.device, exact), precision(self.speed.tf32):
-            progress = self._train(progress, on_trials)
+        progress = yield from self._train(progress, on_trials)
         save(progress)
         return progress
 
-    def _train(self, progress: Progress, on_trials: OnTrials) -> Progress:
+    def _train(self, progress: Progress, on_trials: OnTrials) -> Turns[Progress]:
         """Captured where the device and the procedure allow it, else trial by trial."""
         padded = self.procedure.padded() if self._may_capture() else None
         if padded is None or not isinstance(self.plan, Plan):
@@ -146,7 +167,7 @@ class Session:
                     on_trials(progress, [verdict])
             return progress
 
-        progress = captured.train(
+        progress = yield from captured.train(
             padded,
             self.plan,
             progress,

@@ -45,7 +45,9 @@ def one_pass_sum(
     tape = filled_tape(problem, params, piece, assignment, layouts)
     with torch.no_grad():
         factors = clip_factors(tape.norms(), max_grad_norm, piece.keep, piece.coins)
-        return {name: tape.weighted_sum(name, factors) for name in params}
+        # The last layer first: what it kept is given back before larger things are worked on.
+        sums = {name: tape.weighted_sum(name, factors, last=True) for name in reversed(params)}
+        return {name: sums[name] for name in params}
 
 
 def filled_tape(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dpsur.core.gradients.budget import GradientBudget
 
-# Rows of the data set that are worked on at once.
-_ROWS_AT_ONCE = 1024
+# Numbers of the data set that are worked on at once, beside a batch that fills the memory.
+_NUMBERS_AT_ONCE = 2**20
 
 # Tables of a data set, by the identity of its tensor. A table that has no room is None. They go
 # when the data goes: with it on another device they are made anew.
@@ -57,8 +57,7 @@ class KnownInputs:
         """Whether no record holds NaN or infinity."""
         tables = _tables_of(self.data)
         if "finite" not in tables:
-            pieces = torch.split(self.data, _ROWS_AT_ONCE)
-            tables["finite"] = all(bool(piece.isfinite().all()) for piece in pieces)
+            tables["finite"] = all(bool(piece.isfinite().all()) for piece in self._pieces())
         return bool(tables["finite"])
 
     def look_up(self, name: Hashable, compute: Callable[[Tensor], Tensor]) -> Tensor | None:
@@ -74,7 +73,11 @@ class KnownInputs:
             size = one.element_size() * one.numel() * len(self.data)
             tables[key] = None
             if self.budget.has_room(size, self.data.device):
-                pieces = torch.split(self.data, _ROWS_AT_ONCE)
-                tables[key] = torch.cat([compute(piece) for piece in pieces])
+                tables[key] = torch.cat([compute(piece) for piece in self._pieces()])
+                if self.data.is_cuda:  # another stream may be the next to read it
+                    torch.cuda.current_stream(self.data.device).synchronize()
         table = tables[key]
         return table.index_select(0, self.rows) if isinstance(table, Tensor) else None
+
+    def _pieces(self) -> tuple[Tensor, ...]:
+        return torch.split(self.data, max(1, _NUMBERS_AT_ONCE // max(1, self.data[0].numel())))

@@ -127,10 +127,15 @@ class Tape:
         first = next(iter(self.params.values()))
         return torch.zeros(self.examples, device=first.device, dtype=first.dtype)
 
-    def weighted_sum(self, name: str, factors: Factors) -> Tensor:
-        """Sum of a parameter's per-example gradients, each times its factor."""
+    def weighted_sum(self, name: str, factors: Factors, *, last: bool = False) -> Tensor:
+        """Sum of a parameter's per-example gradients, each times its factor.
+
+        What was kept for it is given back if this is the `last` time that it is asked for.
+        """
         total = None
         for slot, uses in self._slots(name).items():
+            if last:
+                del self.uses[slot]
             part = sum(
                 (use.weighted_sum(factors) for use in uses[1:]), uses[0].weighted_sum(factors)
             )

@@ -12,6 +12,7 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from dpsur.core.gradients.factors import Factors
 from dpsur.core.gradients.layout import NotSupportedError, Slot
 from dpsur.core.gradients.norms import InnerNorms, Measure
+from dpsur.core.gradients.rules.kernels import Geometry, convolved, from_patches, patches_pay
 from dpsur.core.gradients.rules.patches import (
     Window,
     inner_products,
@@ -71,6 +72,10 @@ class Sliding(Use):
         if self.fold > 1:
             keep = None if factors.keep is None else factors.keep.repeat_interleave(self.fold)
             each = Factors(factors.values.repeat_interleave(self.fold), keep)
+        if patches_pay(self.inputs, self.outputs):
+            return from_patches(
+                self.inputs, self.outputs, self.window, each, finite=self.finite_inputs
+            )
         weight_gradient = _WEIGHT_GRADIENTS[len(self.window.sizes)]
         gradient: Tensor = weight_gradient(  # type: ignore[no-untyped-call]
             self.inputs if self.finite_inputs else each.clean(self.inputs),
@@ -107,25 +112,16 @@ def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
     if input.dim() != dimensions + 2:
         raise NotSupportedError("a convolution without a batch dimension")
     padded = _padded(module, input)
-    strides, dilations = module.stride, module.dilation
-    convolve = (F.conv1d, F.conv2d, F.conv3d)[dimensions - 1]
+    strides, dilations = tuple(module.stride), tuple(module.dilation)
     # zero padding is left to the kernel, so that the forward pass makes no copy
     plain = padded is None
-    output: Tensor = convolve(
-        input if padded is None else padded,
-        module.weight,
-        module.bias,
-        strides,
-        module.padding if plain else 0,
-        dilations,
-        module.groups,
-    )
+    margins = tuple(int(margin) for margin in module.padding) if plain else (0,) * dimensions
+    geometry = Geometry(strides, margins, dilations, module.groups)
+    output = convolved(input if padded is None else padded, module.weight, module.bias, geometry)
     layout = tape.examples_in(output, axis=0)
     weight, bias = tape.slot(module.weight), tape.slot(module.bias)
     shape, groups, fold = tuple(module.weight.shape), module.groups, layout.fold
-    margins = tuple(int(margin) for margin in module.padding) if plain else (0,) * dimensions
-    window = Window(tuple(module.kernel_size), tuple(strides), tuple(dilations), margins)
-
+    window = Window(tuple(module.kernel_size), strides, dilations, margins)
     known = tape.known_inputs(input) if plain and fold == 1 else None
 
     def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:

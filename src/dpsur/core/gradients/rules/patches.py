@@ -13,7 +13,9 @@ from dpsur.core.gradients.uses import MEMORY_COST
 # time: on a CPU as many as stay in its cache, elsewhere as many as keep it busy, but no more than
 # the input itself takes, so that a step needs about the memory of a step without privacy.
 _NUMBERS_ON_CPU = 2**19
-_LEAST_ELSEWHERE, _MOST_ELSEWHERE = 2**22, 2**26
+_LEAST_ELSEWHERE, _MOST_ELSEWHERE = 2**21, 2**26
+# What is kept about a data set is computed once, beside a batch that fills the memory.
+_NUMBERS_FOR_TABLES = 2**20
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,7 @@ def instantiated(inputs: Tensor, outputs: Tensor, window: Window, groups: int) -
 
 def inner_products_cost(channels: int, spatial: torch.Size, window: Window, places: int) -> int:
     """Multiplications for inner products between the patches of one example, the cheaper way."""
-    width = channels * prod(window.sizes)
-    return min(_direct_cost(width, places), _shared_cost(channels, spatial, window))
+    return min(_direct_cost(channels, window, places), _shared_cost(channels, spatial, window))
 
 
 def inner_products(inputs: Tensor, window: Window, places: int) -> Tensor:
@@ -106,49 +107,69 @@ def inner_products(inputs: Tensor, window: Window, places: int) -> Tensor:
     Patches overlap. Where that is cheaper, the inner products between single pixels are taken once,
     and those of patches are sums of them along the kernel, one dimension after the other.
     """
-    channels, spatial = inputs.shape[1], inputs.shape[2:]
-    if _direct_cost(channels * prod(window.sizes), places) <= _shared_cost(
-        channels, spatial, window
-    ):
+    if not _sharing_pays(inputs, window, places):
         seen = patches(window.padded(inputs), window, inside=True)
         return torch.bmm(seen.mT, seen)
-    flat = inputs.flatten(2)
+    flat, spatial = inputs.flatten(2), inputs.shape[2:]
     grams = torch.bmm(flat.mT, flat).view(-1, *spatial, *spatial)
-    if any(window.margins):
-        around = [m for margin in reversed(window.margins) for m in (margin, margin)]
-        grams = F.pad(grams, around * 2)
-    dimensions = len(spatial)
-    for dimension, size in enumerate(window.sizes):
-        stride, dilation = window.strides[dimension], window.dilations[dimension]
-        reach = dilation * (size - 1)
-        length = (grams.shape[1 + dimension] - reach - 1) // stride * stride + 1
-        total = None
-        for offset in range(0, reach + 1, dilation):
-            part = grams
-            for axis in (1 + dimension, 1 + dimension + dimensions):
-                part = part.narrow(axis, offset, length)
-                part = part[(slice(None),) * axis + (slice(None, None, stride),)]
-            total = part.clone() if total is None else total.add_(part)
-        assert total is not None
-        grams = total
+    for dimension in range(len(spatial)):
+        grams = _summed_along(grams, window, dimension)
     return grams.reshape(len(inputs), places, places)
+
+
+def _summed_along(grams: Tensor, window: Window, dimension: int) -> Tensor:
+    """Add up inner products of pixels along one dimension of the kernel; margins hold zeros."""
+    axes = 1 + dimension, 1 + dimension + len(window.sizes)
+    size, stride = window.sizes[dimension], window.strides[dimension]
+    dilation, margin = window.dilations[dimension], window.margins[dimension]
+    length = grams.shape[axes[0]]
+    places = (length + 2 * margin - dilation * (size - 1) - 1) // stride + 1
+    shape = list(grams.shape)
+    shape[axes[0]] = shape[axes[1]] = places
+    total = grams.new_zeros(shape)
+    for offset in range(-margin, dilation * size - margin, dilation):
+        first = max(0, -(offset // stride))  # the first place whose pixel is not in the margin
+        end = min(places, (length - 1 - offset) // stride + 1)
+        if first >= end:
+            continue
+        into, part = total, grams
+        for axis in axes:
+            into = into.narrow(axis, first, end - first)
+            span = (end - first - 1) * stride + 1
+            part = part.narrow(axis, first * stride + offset, span)
+            part = part[(slice(None),) * axis + (slice(None, None, stride),)]
+        into.add_(part)
+    return total
 
 
 def scratch_rows(inputs: Tensor, window: Window, places: int) -> int:
     """Examples whose inner products are found at once."""
-    return examples_at_once(inputs, places * max(places, inputs.shape[1] * prod(window.sizes)))
+    return examples_at_once(inputs, _scratch(inputs, window, places))
 
 
 def inner_products_of(inputs: Tensor, window: Window, places: int) -> Tensor:
     """`inner_products` of any number of examples, a few at a time."""
-    pieces = torch.split(inputs, scratch_rows(inputs, window, places))
+    step = max(1, _NUMBERS_FOR_TABLES // _scratch(inputs, window, places))
+    pieces = torch.split(inputs, step)
     return torch.cat([inner_products(piece, window, places) for piece in pieces])
 
 
-def _direct_cost(width: int, places: int) -> int:
-    return places**2 * width + MEMORY_COST * places * width
+def _scratch(inputs: Tensor, window: Window, places: int) -> int:
+    """Numbers that inner products of one example take on the way."""
+    if _sharing_pays(inputs, window, places):
+        return 2 * max(prod(inputs.shape[2:]), places) ** 2
+    return places * max(places, inputs.shape[1] * prod(window.sizes))
+
+
+def _sharing_pays(inputs: Tensor, window: Window, places: int) -> bool:
+    channels, spatial = inputs.shape[1], inputs.shape[2:]
+    return _shared_cost(channels, spatial, window) < _direct_cost(channels, window, places)
+
+
+def _direct_cost(channels: int, window: Window, places: int) -> int:
+    return places * channels * prod(window.sizes) * (places + MEMORY_COST)
 
 
 def _shared_cost(channels: int, spatial: torch.Size, window: Window) -> int:
-    around = prod(n + 2 * margin for n, margin in zip(spatial, window.margins, strict=True))
-    return prod(spatial) ** 2 * channels + MEMORY_COST // 4 * around**2 * (1 + sum(window.sizes))
+    pixels = prod(spatial) ** 2
+    return pixels * (channels + MEMORY_COST // 4 * (1 + sum(window.sizes)))

@@ -1,0 +1,82 @@
+"""Several runs at once in one process, for seeds of one experiment.
+
+A small network does not fill a card. Runs whose trials are captured are replayed on streams of
+their own, a block of each in turn, and read when it is done. Other runs, and all runs on a CPU,
+simply come one after the other. Either way every run ends as it would alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from dpsur.core.turns import Turns
+from dpsur.errors import InvalidInputError, NothingReleasedError
+from dpsur.runs.fit import Run, executing, warn_about
+from dpsur.runs.session import Observer, Session
+
+# A run, or why nothing may be released from it: the others are not to suffer from that.
+Outcome = Run | NothingReleasedError
+
+
+def run_together(
+    sessions: Sequence[Session], observers: Sequence[Sequence[Observer]] | None = None
+) -> list[Outcome]:
+    """Run prepared sessions to their ends, and return what each of them came to, in their order.
+
+    `observers` are told of every run's trials, a sequence of them for each session. Records that
+    are on the device already, and given to all sessions, are there only once.
+
+    Formal guarantee: each run has its own, as if it were alone; together they are a composition.
+    """
+    watching = [()] * len(sessions) if observers is None else observers
+    if len(watching) != len(sessions):
+        raise InvalidInputError(
+            f"{len(watching)} groups of observers for {len(sessions)} sessions: give one for each"
+        )
+    for session in sessions:
+        warn_about(session)
+    runs = [
+        _Turn(session, executing(session, observers=seen))
+        for session, seen in zip(sessions, watching, strict=True)
+    ]
+    while any(run.outcome is None for run in runs):
+        for run in runs:
+            if run.outcome is None:
+                run.take()
+    return [run.outcome for run in runs if run.outcome is not None]
+
+
+class _Turn:
+    """A run that is under way, with the stream that it has to itself."""
+
+    def __init__(self, session: Session, turns: Turns[Run]) -> None:
+        self.outcome: Outcome | None = None
+        self._session, self._turns = session, turns
+        self._stream: torch.cuda.Stream | None = None
+        if session.streams.device.type == "cuda":
+            self._stream = torch.cuda.Stream(session.streams.device)  # type: ignore[no-untyped-call]
+
+    def take(self) -> None:
+        """Go on to the next block of trials, or to the end."""
+        with self._session.arithmetic(), self._own_stream():
+            try:
+                next(self._turns)
+            except StopIteration as end:
+                self.outcome = end.value
+            except NothingReleasedError as error:
+                self.outcome = error
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Work beside the others, after what was there before and before what comes after."""
+        if self._stream is None:
+            yield
+            return
+        device = self._session.streams.device
+        outer = torch.cuda.current_stream(device)
+        self._stream.wait_stream(outer)
+        with torch.cuda.stream(self._stream):
+            yield
+        if self.outcome is not None:
+            outer.wait_stream(self._stream)

@@ -1,0 +1,121 @@
+"""The kernels chosen for a card compute what the usual ones do; here they run on the CPU."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpsur.core.gradients import clipped_sum
+from dpsur.core.gradients.budget import GradientBudget
+from dpsur.core.gradients.plan import Engine, plan_for
+from dpsur.core.gradients.rules import kernels, patches
+from dpsur.core.problem import Problem
+from dpsur.core.types import Examples
+from tests.core.test_gradient_rules import clipped, gradients
+
+convolution = sys.modules["dpsur.core.gradients.rules.convolution"]  # not the rule of that name
+ROWS, BOUND = 6, 0.05
+LAYERS = {
+    "1d": (lambda: nn.Conv1d(3, 4, 3, padding=1), (3, 7)),
+    "1d-dilated": (lambda: nn.Conv1d(3, 4, 3, padding=1, dilation=2), (3, 9)),
+    "2d": (lambda: nn.Conv2d(3, 4, 3, padding=1), (3, 5, 4)),
+    "2d-no-bias": (lambda: nn.Conv2d(3, 4, 3, bias=False), (3, 5, 4)),
+    "2d-strided": (lambda: nn.Conv2d(3, 4, 4, stride=2), (3, 7, 6)),
+    "2d-strided-large": (lambda: nn.Conv2d(3, 4, 3, stride=2, padding=1), (3, 12, 11)),
+    "2d-uneven": (lambda: nn.Conv2d(3, 4, (3, 2), padding=(2, 0), dilation=(1, 2)), (3, 5, 6)),
+    "2d-much-padded": (lambda: nn.Conv2d(3, 4, 2, padding=3), (3, 4, 4)),
+    "2d-same": (lambda: nn.Conv2d(3, 4, (2, 3), padding="same"), (3, 4, 5)),
+    "2d-circular": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), (3, 4, 5)),
+    "2d-grouped": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), (4, 5, 5)),
+    "2d-wide": (lambda: nn.Conv2d(24, 32, 3, padding=1, stride=2), (24, 3, 3)),
+    "3d": (lambda: nn.Conv3d(2, 3, 2, padding=1), (2, 3, 3, 2)),
+    "3d-wide": (lambda: nn.Conv3d(16, 24, 2), (16, 2, 3, 3)),
+}
+
+
+class Behind(nn.Module):
+    """A convolution whose input has a gradient, between two linear maps."""
+
+    def __init__(self, layer, shape):
+        super().__init__()
+        self.before, self.layer = nn.Linear(shape[-1], shape[-1]), layer
+        self.head = nn.Linear(layer(torch.zeros(1, *shape)).numel(), 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.layer(torch.tanh(self.before(x)))).flatten(1))
+
+
+def problem_of(name):
+    build, shape = LAYERS[name]
+    torch.manual_seed(2)
+    model = Behind(build(), shape).double()
+    examples = Examples(torch.randn(ROWS, *shape).double(), torch.randint(0, 3, (ROWS,)))
+    return Problem(model, F.cross_entropy, examples)
+
+
+@pytest.fixture
+def as_on_a_card(monkeypatch):
+    monkeypatch.setattr(kernels, "PAYS_ON", ("cpu",))
+    monkeypatch.setattr(patches, "_NUMBERS_ON_CPU", 64)  # in several pieces
+    monkeypatch.setattr(convolution, "_instantiate", lambda *_: False)
+
+
+def check(problem):
+    params = problem.initial_params()
+    plan = plan_for(problem, params, problem.train.inputs, GradientBudget())
+    assert plan.engine is Engine.ONE_PASS
+    expected = clipped(gradients(problem, params, problem.train), BOUND)
+    found = clipped_sum(problem, params, problem.train, BOUND).params
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.usefixtures("as_on_a_card")
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("pays", [True, False])
+def test_sums_are_the_same(name, pays, monkeypatch):
+    monkeypatch.setattr(convolution, "patches_pay", lambda *_: pays)
+    check(problem_of(name))
+
+
+@pytest.mark.usefixtures("as_on_a_card")
+def test_a_wrong_kernel_is_not_used(monkeypatch):
+    """The control: a kernel that is not turned round gives other gradients, and that is seen."""
+    monkeypatch.setattr(
+        kernels,
+        "_input_gradient",
+        lambda gradient, _, weight, geometry: geometry.apply(gradient, weight.mT, None),
+    )
+    problem = Problem(
+        nn.Sequential(
+            nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1), nn.Flatten()
+        ).double(),
+        lambda output, target: (output * target).sum(),
+        Examples(torch.randn(ROWS, 3, 4, 4).double(), torch.randn(ROWS, 48).double()),
+    )
+    plan = plan_for(
+        problem, problem.initial_params(), problem.train.inputs, GradientBudget(bytes=2**20)
+    )
+    assert plan.engine is Engine.ONE_PASS  # both sides of the comparison use the kernel
+    with pytest.raises(AssertionError):
+        check(problem)
+
+
+def like(channels, height, side):
+    return torch.empty(8, channels, side, side), torch.empty(8, height, side, side)
+
+
+def test_shapes_decide(monkeypatch):
+    assert not kernels.patches_pay(*like(16, 32, 4))
+    monkeypatch.setattr(kernels, "PAYS_ON", ("cpu",))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert kernels.patches_pay(*like(16, 32, 4))  # second layer on scattering features
+    assert kernels.patches_pay(*like(128, 128, 8))  # last convolution for CIFAR-10 pixels
+    assert not kernels.patches_pay(*like(64, 64, 4))
+    assert not kernels.patches_pay(*like(32, 32, 32))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert kernels.patches_pay(*like(16, 32, 4))
+    assert not kernels.patches_pay(*like(128, 128, 8))

@@ -1,0 +1,116 @@
+"""Runs at once end as they would alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpsur.errors import InvalidInputError, NothingReleasedError
+from dpsur.methods import Dpsgd, Dpsur
+from dpsur.privacy.plan import Budget
+from dpsur.runs.fit import execute
+from dpsur.runs.prepare import prepare
+from dpsur.runs.session import Pace, Session
+from dpsur.runs.together import run_together
+from tests.conftest import blobs, small_model
+
+METHOD = Dpsur(updates=12, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5)
+
+
+class Order:
+    """Notes which run made trials, in the order in which they were told."""
+
+    def __init__(self, name, into):
+        self._name, self._into = name, into
+
+    def started(self, plan, progress):
+        pass
+
+    def evaluated(self, progress, scores, epsilon):
+        pass
+
+    def trials(self, progress, verdicts):
+        self._into.append(self._name)
+
+
+def session(seed, method=METHOD, model=None, data=None, device="cpu"):
+    return prepare(
+        small_model() if model is None else model,
+        blobs() if data is None else data,
+        loss=F.cross_entropy,
+        budget=Budget(3.0, 1e-4),
+        method=method,
+        test_set=blobs(60, seed=2) if data is None else None,
+        accounting="proven",
+        seed=seed,
+        device=device,
+        pace=Pace(checkpoint_every=4),
+    )
+
+
+def assert_same(together, alone):
+    assert together.private.ledger == alone.private.ledger
+    assert together.scores == alone.scores
+    for name, value in alone.model.state_dict().items():
+        assert torch.equal(value, together.model.state_dict()[name])
+    told = [(row["kind"], row.get("accepted")) for row in together.private.rows]
+    assert told == [(row["kind"], row.get("accepted")) for row in alone.private.rows]
+
+
+@pytest.fixture(params=[False, True], ids=["trial-by-trial", "in-blocks"])
+def in_blocks(request, monkeypatch):
+    if request.param:  # what CUDA does, without the graph
+        monkeypatch.setattr(Session, "_may_capture", lambda self: True)
+    return request.param
+
+
+def test_seeds_at_once_are_the_seeds_alone(in_blocks):
+    order = []
+    seeds, method = (0, 1, 2), METHOD
+    observers = [[Order(seed, order)] for seed in seeds]
+    together = run_together([session(seed, method) for seed in seeds], observers)
+    for seed, found in zip(seeds, together, strict=True):
+        assert_same(found, execute(session(seed, method)))
+    assert not torch.equal(together[0].model[0].weight, together[1].model[0].weight)
+    assert (order[:3] == [0, 1, 2]) is in_blocks  # else one run after the other
+    assert in_blocks or order == sorted(order)
+
+
+def test_runs_of_different_lengths_and_methods(in_blocks):
+    methods = [Dpsgd(updates=3, noise_multiplier=20.0, batch_size=20), METHOD]
+    for found, method in zip(
+        run_together([session(5, method) for method in methods]), methods, strict=True
+    ):
+        assert_same(found, execute(session(5, method)))
+
+
+def test_a_run_without_a_release_does_not_end_the_others(in_blocks):
+    hopeless, good = session(0), session(1)
+    assert good.plan.updates == 12
+    short = replace(hopeless.plan, trials=3)
+    found = run_together([replace(hopeless, plan=short), good])
+    assert isinstance(found[0], NothingReleasedError)
+    assert_same(found[1], execute(session(1)))
+
+
+def test_observers_are_given_for_every_run():
+    with pytest.raises(InvalidInputError, match="1 groups of observers for 2 sessions"):
+        run_together([session(0), session(1)], [[]])
+    assert run_together([]) == []
+
+
+@pytest.mark.gpu
+def test_streams_of_one_card_do_not_disturb_each_other():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Flatten(),
+        nn.Linear(8 * 36, 32), nn.Tanh(), nn.Linear(32, 3),
+    )  # fmt: skip
+    data = (torch.randn(3000, 2, 8, 8, device="cuda"), torch.randint(0, 3, (3000,), device="cuda"))
+    method = Dpsur(updates=40, noise_multiplier=40.0, batch_size=600, accept_ratio=1.5)
+    sessions = [session(seed, method, model, data, "cuda") for seed in range(4)]
+    assert len({one.problem.train.inputs.data_ptr() for one in sessions}) == 1
+    for seed, found in enumerate(run_together(sessions)):
+        assert_same(found, execute(session(seed, method, model, data, "cuda")))
