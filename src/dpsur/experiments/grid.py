@@ -1,10 +1,12 @@
 """Grids of trained runs."""
 
+import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from dpsur.experiments.base import Cell, Experiment, Options, Row
-from dpsur.experiments.training import TrainingCell, trained_row
+from dpsur.experiments.training import TrainingCell, trained_rows
 
 
 class TrainingGrid(Experiment):
@@ -24,15 +26,30 @@ class TrainingGrid(Experiment):
                 yield {"config": run.config(), "seed": run.seed}
 
     def make(self, cells: Sequence[Cell], options: Options) -> Iterator[Row]:
-        """Run this process's share, task by task, so that records are loaded once."""
+        """Run this process's share, seeds of one configuration together.
+
+        Configurations on the same records follow each other, so that those are loaded once.
+        """
+        groups: dict[str, list[Cell]] = {}
+        for cell in cells:
+            groups.setdefault(json.dumps(cell["config"]), []).append(cell)
         part, parts = options.shard
-        mine = [cell for index, cell in enumerate(cells) if index % parts == part]
-        tasks = dict.fromkeys((c["config"]["task"], c["config"]["features"]) for c in mine)
-        for task, features in tasks:
-            for cell in mine:
-                config = cell["config"]
-                if (config["task"], config["features"]) == (task, features):
-                    yield {**cell, **trained_row(config, cell["seed"], options.device)}
+        mine = [group for index, group in enumerate(groups.values()) if index % parts == part]
+        for records in dict.fromkeys(_records_of(group) for group in mine):
+            for group in mine:
+                if _records_of(group) == records:
+                    yield from _filled(group, options.device)
+
+
+def _records_of(group: Sequence[Cell]) -> tuple[Any, ...]:
+    config = group[0]["config"]
+    return config["task"], config["features"], config["hold_out"]
+
+
+def _filled(group: Sequence[Cell], device: str | None) -> Iterator[Row]:
+    config, seeds = group[0]["config"], [cell["seed"] for cell in group]
+    for seed, row in trained_rows(config, seeds, device):
+        yield {"config": config, "seed": seed, **row}
 
 
 def _asked(name: str, among: tuple[str, ...]) -> bool:

@@ -1,7 +1,7 @@
 """Rows of trained runs: what every experiment that trains on a task has in common."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -11,10 +11,11 @@ import torch
 from dpsur.experiments.arms import ARMS
 from dpsur.methods import Nonprivate
 from dpsur.privacy.plan import Budget
-from dpsur.runs.fit import execute
+from dpsur.runs.fit import Run
 from dpsur.runs.prepare import choose_device
-from dpsur.runs.session import Pace, Speed
+from dpsur.runs.session import Pace, Session, Speed
 from dpsur.runs.tasks import Records, TaskRun, load_records, prepare_task, with_features
+from dpsur.runs.together import run_together
 
 DELTA = 1e-5
 # Trials between two looks at a captured run; evaluations only at the end.
@@ -72,14 +73,24 @@ def task_run(config: Mapping[str, Any], seed: int, device: str | None) -> TaskRu
     )
 
 
-def trained_row(config: Mapping[str, Any], seed: int, device: str | None) -> dict[str, Any]:
-    """Run a configuration and note what came of it. Accuracy is that of the last iterate."""
-    run_on_task = task_run(config, seed, device)
+def trained_rows(
+    config: Mapping[str, Any], seeds: Sequence[int], device: str | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Run a configuration with several seeds at once and note what came of each.
+
+    Accuracy is that of the last iterate. A run that may release nothing has no row.
+    """
     records = _records(config["task"], config["features"], config["hold_out"], device)
-    session, _ = prepare_task(run_on_task, records)
+    sessions = [prepare_task(task_run(config, seed, device), records)[0] for seed in seeds]
     started = time.perf_counter()
-    run = execute(session)
-    seconds = time.perf_counter() - started
+    outcomes = run_together(sessions)
+    seconds = (time.perf_counter() - started) / len(seeds)
+    for seed, session, run in zip(seeds, sessions, outcomes, strict=True):
+        if isinstance(run, Run):
+            yield seed, _row(session, run, seconds, len(seeds))
+
+
+def _row(session: Session, run: Run, seconds: float, together: int) -> dict[str, Any]:
     ledger = run.private.ledger
     assert run.scores is not None
     return {
@@ -89,6 +100,7 @@ def trained_row(config: Mapping[str, Any], seed: int, device: str | None) -> dic
         "trials": ledger.trials,
         "epsilon": dict(run.epsilon),
         "seconds": round(seconds, 2),
+        "together": together,
         "device": device_name(session.streams.device),
     }
 
