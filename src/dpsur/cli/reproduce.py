@@ -61,12 +61,15 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         metavar="K/N",
         help="make one of N parts of a grid of runs, so that N processes share a device",
     )
-    parser.add_argument(
-        "--tasks", nargs="+", default=(), metavar="TASK", help="limit a grid of runs to these tasks"
-    )
-    parser.add_argument(
-        "--arms", nargs="+", default=(), metavar="ARM", help="limit a grid of runs to these arms"
-    )
+    for limit, kind in (("tasks", str), ("arms", str), ("epsilons", float)):
+        parser.add_argument(
+            f"--{limit}",
+            nargs="+",
+            default=(),
+            type=kind,
+            metavar=limit[:-1].upper(),
+            help=f"limit a grid of runs to these {limit}",
+        )
     parser.set_defaults(run=run)
 
 
@@ -87,7 +90,12 @@ def _reproduce(experiment: Experiment, options: argparse.Namespace) -> None:
     started = time.monotonic()
     results, out = Path(options.results), Path(options.out)
     asked = Options(
-        options.seeds, options.device, options.shard, tuple(options.tasks), tuple(options.arms)
+        seeds=options.seeds,
+        device=options.device,
+        shard=options.shard,
+        tasks=tuple(options.tasks),
+        arms=tuple(options.arms),
+        epsilons=tuple(options.epsilons),
     )
 
     def tell(count: int, total: int) -> None:

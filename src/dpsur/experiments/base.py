@@ -21,6 +21,7 @@ class Options:
     shard: tuple[int, int] = (0, 1)  # this process makes every n-th group of cells, from the k-th
     tasks: tuple[str, ...] = ()  # that a grid is limited to
     arms: tuple[str, ...] = ()  # likewise
+    epsilons: tuple[float, ...] = ()  # likewise
 
 
 class Experiment(ABC):

@@ -22,7 +22,11 @@ class TrainingGrid(Experiment):
     def cells(self, options: Options) -> Iterator[Cell]:
         """A cell for every run on a task that is asked for."""
         for run in self.runs(options.seeds):
-            if _asked(run.task, options.tasks) and _asked(run.arm, options.arms):
+            if (
+                _asked(run.task, options.tasks)
+                and _asked(run.arm, options.arms)
+                and _asked(run.epsilon, options.epsilons)
+            ):
                 yield {"config": run.config(), "seed": run.seed}
 
     def make(self, cells: Sequence[Cell], options: Options) -> Iterator[Row]:
@@ -52,5 +56,5 @@ def _filled(group: Sequence[Cell], device: str | None) -> Iterator[Row]:
         yield {"config": config, "seed": seed, **row}
 
 
-def _asked(name: str, among: tuple[str, ...]) -> bool:
-    return not among or name in among
+def _asked(value: str | float, among: tuple[str | float, ...]) -> bool:
+    return not among or value in among

@@ -12,6 +12,7 @@ from dpsur.experiments.settings import (
     PaperSetting,
     paper_setting,
 )
+from dpsur.experiments.tuned import tuned_settings
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.calibrate import most_repetitions
 from dpsur.privacy.events import SampledGaussian, Trial
@@ -30,20 +31,8 @@ TEMPERED: Mapping[str, Mapping[str, float]] = {
 }
 TEMPERED_EPSILON = 3
 
-# DPIS and DPAGD have no published settings. These were chosen on ten thousand held-out training
-# records (five thousand reviews), by the rows of `dpsur reproduce tuning`.
-IMPORTANCE: Mapping[str, Mapping[str, Any]] = {
-    "mnist": {"batch_size": 4096, "learning_rate": 4.0, "updates": 500},
-    "fmnist": {"batch_size": 4096, "learning_rate": 8.0, "updates": 600},
-    "cifar10": {"batch_size": 8192, "learning_rate": 4.0, "updates": 500},
-    "imdb": {"batch_size": 2048, "learning_rate": 0.02, "updates": 300},
-}
-ADAPTIVE: Mapping[str, Mapping[str, Any]] = {
-    "mnist": {"batch_size": 4096, "val_batch_size": 4096, "updates": 200},
-    "fmnist": {"batch_size": 4096, "val_batch_size": 4096, "updates": 200},
-    "cifar10": {"batch_size": 8192, "val_batch_size": 8192, "updates": 200},
-    "imdb": {"batch_size": 4096, "val_batch_size": 4096, "updates": 100},
-}
+# Of DPAGD, for its gradients and its choices alike.
+BATCHES = {"batch_size": 4096, "val_batch_size": 4096}
 NONPRIVATE: Mapping[str, Mapping[str, Any]] = {
     "mnist": {"batch_size": 256, "learning_rate": 0.05},
     "fmnist": {"batch_size": 256, "learning_rate": 0.05},
@@ -150,13 +139,13 @@ def _updates_when_tuned(dataset_size: int, tuned: Mapping[str, float]) -> int:
 
 
 def _dpis(setting: PaperSetting) -> Preset:
-    options = {**_steps(setting), **IMPORTANCE[setting.dataset]}
-    options |= {"schedule": "linear", "noise_multiplier": None}
+    options = {**_steps(setting), "schedule": "linear", "noise_multiplier": None}
+    options |= tuned_settings()["dpis", setting.dataset]
     return _on_features(setting, options)
 
 
 def _dpagd(setting: PaperSetting) -> Preset:
-    return _on_inputs(setting, dict(ADAPTIVE[setting.dataset]))
+    return _on_inputs(setting, {**BATCHES, **tuned_settings()["dpagd", setting.dataset]})
 
 
 def _nonprivate(setting: PaperSetting) -> Preset:

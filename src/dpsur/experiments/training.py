@@ -50,6 +50,7 @@ class TrainingCell:
             "normalisation": preset.normalisation,
             "network": dict(preset.network),
             "options": {**preset.options, **self.changes},
+            "tried": dict(self.changes),
             "hold_out": self.hold_out,
             "tf32": self.task in WITH_TF32,
         }
