@@ -141,5 +141,21 @@ def test_links_lead_somewhere(page):
             assert ((ROOT / page).parent / target.split("#")[0]).exists(), target
 
 
+def test_the_map_of_the_paper_names_what_there_is():
+    text = (ROOT / "docs" / "paper_map.md").read_text()
+    for row in re.findall(r"^\| (?!-)(.*) \|$", text, flags=re.MULTILINE):
+        cells = row.split(" | ")
+        for path in re.findall(r"`([a-z_/0-9]+(?:\.py|\.csv|/))`", " ".join(cells[2:])):
+            roots = (ROOT / "src" / "dpsur", ROOT / "tests")
+            assert any((root / path).exists() for root in roots), path
+
+
+def test_every_room_of_the_house_is_explained():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    source = ROOT / "src" / "dpsur"
+    rooms = {p.name for p in source.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert set(re.findall(r"^\| `([a-z]+)/` \|", text, flags=re.MULTILINE)) == rooms
+
+
 def test_it_is_short():
     assert len(TEXT.splitlines()) <= 160
