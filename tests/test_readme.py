@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dpsur.cli import main
+from dpsur.experiments.accuracy import summary
 from dpsur.methods import METHODS
 from dpsur.methods.gated import Gated
 from dpsur.tasks import TASKS
@@ -123,6 +124,16 @@ def test_what_is_said_of_the_experiments_is_what_rows_say():
             distance[row["arm"]] = float(row["last_half"])
     assert distance["DPSGD, same epsilon"] < distance["DPSUR"] < distance["DPSGD"]
     assert {abs(row["best_beta"]) < 0.01 for row in rows_of("acceptance")} == {True}
+
+
+def test_what_is_said_of_the_accuracies_is_what_rows_say():
+    groups = {(r["task"], r["arm"], r["epsilon"]): r for r in summary(rows_of("accuracy"))}
+    for epsilon in (1, 2, 3):
+        released = groups["fmnist", "released-code", epsilon]
+        printed = groups["fmnist", "published", epsilon]
+        assert released["seeds"] == printed["seeds"] == 5
+        assert abs(released["difference"]) < 0.5
+        assert -2.75 < printed["difference"] < -0.75
 
 
 def test_every_method_and_task_is_there():
