@@ -1,5 +1,6 @@
 """The README's commands and code blocks do what they say."""
 
+import csv
 import json
 import re
 import shlex
@@ -11,9 +12,19 @@ import pytest
 import torch
 
 from dpsur.cli import main
+from dpsur.experiments.accuracy import summary
+from dpsur.methods import METHODS
+from dpsur.methods.gated import Gated
+from dpsur.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
+PAGES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+
+
+def rows_of(name: str) -> list[dict]:
+    lines = (ROOT / "results" / f"{name}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def blocks(language: str) -> list[str]:
@@ -76,8 +87,7 @@ def test_the_demo_ends_above_92_percent(tmp_path):
 
 
 def test_the_stated_range_of_proven_figures_is_that_of_the_rows():
-    lines = (ROOT / "results" / "accounting.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = rows_of("accounting")
     at_three = [row["epsilon"]["proven"] for row in rows if row["config"]["epsilon"] == 3]
     low, high = re.search(r"its epsilon 3 is (\d\.\d) to (\d\.\d) when it is proved", TEXT).groups()
     assert float(low) == round(min(at_three), 1)
@@ -85,11 +95,78 @@ def test_the_stated_range_of_proven_figures_is_that_of_the_rows():
 
 
 def test_the_stated_accuracy_is_that_of_the_rows():
-    lines = (ROOT / "results" / "demo.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = rows_of("demo")
     demo = [row["accuracy"] for row in rows if row["arm"] == "dpsur, proven (make demo)"]
     plain = [row["accuracy"] for row in rows if row["arm"] == "dpsgd"]
     assert len(demo) == len(plain) == 5
     stated = int(re.search(r"test accuracy of about (\d+)%", TEXT)[1])
     assert stated == round(100 * sum(demo) / 5)
     assert sum(plain) > sum(demo)  # which the README says
+
+
+def test_the_stated_speed_is_that_of_the_rows():
+    cells = {}
+    for row in rows_of("bench_gpu"):
+        cell = cells.setdefault((row["network"], row["batch_size"]), {})
+        cell[row["arm"]] = row["time_over_plain"]
+    stated = re.findall(r"^\| `([a-z0-9-]+)` \| (\d+) \| (.*) \|$", TEXT, flags=re.MULTILINE)
+    assert len(stated) == 6
+    for network, batch, figures in stated:
+        times = cells[network, int(batch)]
+        arms = ("dpsgd-captured", "dpsur-captured", "opacus-hooks")
+        assert figures == " | ".join(f"{times[arm]:.1f}" for arm in arms)
+
+
+def test_what_is_said_of_the_experiments_is_what_rows_say():
+    distance = {}
+    with (ROOT / "docs" / "tables" / "trajectory.csv").open() as file:
+        for row in csv.DictReader(file):
+            distance[row["arm"]] = float(row["last_half"])
+    assert distance["DPSGD, same epsilon"] < distance["DPSUR"] < distance["DPSGD"]
+    assert {abs(row["best_beta"]) < 0.01 for row in rows_of("acceptance")} == {True}
+
+
+def test_what_is_said_of_the_accuracies_is_what_rows_say():
+    groups = {(r["task"], r["arm"], r["epsilon"]): r for r in summary(rows_of("accuracy"))}
+    for epsilon in (1, 2, 3):
+        released = groups["fmnist", "released-code", epsilon]
+        printed = groups["fmnist", "published", epsilon]
+        assert released["seeds"] == printed["seeds"] == 5
+        assert abs(released["difference"]) < 0.5
+        assert -2.75 < printed["difference"] < -0.75
+
+
+def test_every_method_and_task_is_there():
+    listed = re.findall(r"^\| `([a-z-]+)` \|[^|]*\|$", TEXT, flags=re.MULTILINE)
+    assert listed == list(METHODS)
+    assert all(f"`{task}`" in TEXT for task in TASKS)
+    # "any but the last two selective"
+    assert [issubclass(METHODS[name], Gated) for name in listed] == [True] * 5 + [False] * 2
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *PAGES])
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("http", "#")):
+            assert ((ROOT / page).parent / target.split("#")[0]).exists(), target
+
+
+def test_the_map_of_the_paper_names_what_there_is():
+    text = (ROOT / "docs" / "paper_map.md").read_text()
+    for row in re.findall(r"^\| (?!-)(.*) \|$", text, flags=re.MULTILINE):
+        cells = row.split(" | ")
+        for path in re.findall(r"`([a-z_/0-9]+(?:\.py|\.csv|/))`", " ".join(cells[2:])):
+            roots = (ROOT / "src" / "dpsur", ROOT / "tests")
+            assert any((root / path).exists() for root in roots), path
+
+
+def test_every_room_of_the_house_is_explained():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    source = ROOT / "src" / "dpsur"
+    rooms = {p.name for p in source.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert set(re.findall(r"^\| `([a-z]+)/` \|", text, flags=re.MULTILINE)) == rooms
+
+
+def test_it_is_short():
+    assert len(TEXT.splitlines()) <= 160

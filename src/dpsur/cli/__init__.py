@@ -32,6 +32,7 @@ Differentially private training with selective update and release.
   dpsur evaluate run             test what was released
   dpsur train --resume run       go on after an interruption
   dpsur verify run               recompute its epsilon and check its weights
+  dpsur data fetch mnist         download a public data set, for --task mnist
 """
 
 

@@ -37,7 +37,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     add_mechanism_options(parser, noise_required=True)
     parser.add_argument("--updates", type=int, metavar="T", help="accepted updates")
     parser.add_argument("--trials", type=int, metavar="M", help="trials, for every_trial")
-    parser.add_argument("--delta", type=float, required=True, help="delta")
+    parser.add_argument("--delta", type=float, required=True, help="of (epsilon, delta)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw epsilon against updates (PNG, SVG or PDF)"

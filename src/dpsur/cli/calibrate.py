@@ -30,8 +30,8 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     add_mechanism_options(parser, noise_required=False)
     parser.add_argument("--updates", type=int, metavar="T", help="accepted updates")
     parser.add_argument("--trials", type=int, metavar="M", help="trials (accounting every-trial)")
-    parser.add_argument("--epsilon", type=float, required=True, help="budget")
-    parser.add_argument("--delta", type=float, required=True, help="delta")
+    parser.add_argument("--epsilon", type=float, required=True, help="the budget")
+    parser.add_argument("--delta", type=float, required=True, help="of (epsilon, delta)")
     parser.add_argument(
         "--accounting",
         default=DEFAULT_ACCOUNTING,

@@ -16,7 +16,10 @@ from dpsur.tasks import task_named
 
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
-    parser.description = "Load a release and test it on the public test set of its task."
+    parser.description = (
+        "Load a release and test it on the public test set of its task.\n\n"
+        "The data are looked for in $DPSUR_DATA, then among the downloads in the cache."
+    )
     parser.add_argument("folder", metavar="DIR", help="a run folder, or the release folder in it")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -19,17 +19,17 @@ def flag(name: str) -> str:
 def add_method_options(parser: argparse.ArgumentParser) -> None:
     """Add the hyper-parameters of all methods, each once, saying which methods have it."""
     group = parser.add_argument_group(
-        "hyper-parameters", "what is not given is chosen for the data and the budget"
+        "hyper-parameters", "what is not given is chosen for the task, the data and the budget"
     )
     for name, owners in _owners().items():
-        field = _field(METHODS[owners[0]], name)
-        note = "" if len(owners) == len(METHODS) else f" [{', '.join(owners)}]"
+        choices = _field(METHODS[owners[0]], name).metadata["choices"]
+        kind = _value_type(METHODS[owners[0]], name)
         group.add_argument(
             flag(name),
-            type=_value_type(METHODS[owners[0]], name),
-            choices=field.metadata["choices"],
-            metavar=None if field.metadata["choices"] else name.upper().split("_")[-1],
-            help=field.metadata["help"].replace("%", "%%") + _shown_default(owners, name) + note,
+            type=kind,
+            choices=choices,
+            metavar=None if choices else {int: "COUNT", float: "NUMBER"}.get(kind),
+            help=_help(owners, name).replace("%", "%%"),
         )
 
 
@@ -78,11 +78,32 @@ def _value_type(method: type[Method], name: str) -> type[Any]:
     return result
 
 
+def _help(owners: list[str], name: str) -> str:
+    """What the option means, its default, and which methods have it or mean something else."""
+    texts = {owner: _field(METHODS[owner], name).metadata["help"] for owner in owners}
+    usual: str = texts[owners[0]]
+    others = [f"; {owner}: {text}" for owner, text in texts.items() if text != usual]
+    return usual + _shown_default(owners, name) + "".join(others) + _shown_owners(owners)
+
+
+def _shown_owners(owners: list[str]) -> str:
+    without = [name for name in METHODS if name not in owners]
+    if not without:
+        return ""
+    if len(without) < len(owners):
+        return f" [not {', '.join(without)}]"
+    return f" [{', '.join(owners)}]"
+
+
 def _shown_default(owners: list[str], name: str) -> str:
     defaults = {owner: _field(METHODS[owner], name).default for owner in owners}
-    values = {value for value in defaults.values() if value is not None and value is not MISSING}
+    values = [value for value in defaults.values() if value is not None and value is not MISSING]
     if not values:
         return ""
-    if len(values) == 1:
-        return f" (default: {values.pop()})"
-    return f" (default: {', '.join(f'{v} for {o}' for o, v in defaults.items())})"
+    usual = max(values, key=values.count)
+    others = [
+        f", for {owner} {'left open' if value is None else value}"
+        for owner, value in defaults.items()
+        if value != usual
+    ]
+    return f" (default: {usual}{''.join(others)})"

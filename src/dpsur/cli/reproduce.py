@@ -15,7 +15,7 @@ Make the rows of experiments and render their tables and figures.
 
 A row is a line of results/NAME.jsonl. Rows that are there are kept and only missing
 ones are made, so that an interrupted experiment goes on where it stopped; delete lines
-to have them made anew. Tables go to docs/tables, figures to docs/figures.
+to have them made anew. Tables go to tables/ in the folder --out, figures to figures/.
 """
 EXAMPLES = """\
   dpsur reproduce acceptance gate-density truncation trajectory     under a minute
@@ -31,14 +31,17 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        help="experiments to make, in this order, or: all",
+        help="experiments to make, in this order, or: all (listed below)",
     )
     parser.add_argument("--list", action="store_true", help="list the experiments and stop")
     parser.add_argument(
-        "--results", default="results", metavar="DIR", help="rows (default: results)"
+        "--results", default="results", metavar="DIR", help="folder of the rows (default: results)"
     )
     parser.add_argument(
-        "--out", default="docs", metavar="DIR", help="tables and figures (default: docs)"
+        "--out",
+        default="docs",
+        metavar="DIR",
+        help="folder of tables and figures (default: docs)",
     )
     parser.add_argument(
         "--render-only", action="store_true", help="render from the rows that are there"
@@ -59,7 +62,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         type=_shard,
         default=(0, 1),
         metavar="K/N",
-        help="make one of N parts of a grid of runs, so that N processes share a device",
+        help="make part K, from 0 to N - 1, of a grid of runs, so that N processes share it",
     )
     for limit, kind in (("tasks", str), ("arms", str), ("epsilons", float)):
         parser.add_argument(

@@ -8,8 +8,8 @@ from dpsur.tasks import DEFAULT_TASK, TASKS
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = (
-        "List the tasks that can be trained, and the features there are networks for. "
-        "(dpsur data list\nshows whether their data are there.)"
+        "List the tasks that can be trained, and the features that they have networks for.\n"
+        "`dpsur data list` shows whether their data are there."
     )
     parser.set_defaults(run=run)
 

@@ -47,10 +47,14 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     _add_what(parser, defaults)
     privacy = parser.add_argument_group("privacy")
     privacy.add_argument(
-        "--epsilon", type=float, help=f"budget for one record (default: {defaults.epsilon})"
+        "--epsilon",
+        type=float,
+        help=f"budget for adding or removing one record (default: {defaults.epsilon})",
     )
     privacy.add_argument(
-        "--delta", type=float, help=f"should be below 1/N (default: {defaults.delta})"
+        "--delta",
+        type=float,
+        help=f"of (epsilon, delta); should be well below 1/N (default: {defaults.delta})",
     )
     privacy.add_argument(
         "--accounting",
@@ -112,7 +116,7 @@ def _add_what(parser: argparse.ArgumentParser, defaults: Settings) -> None:
     what.add_argument(
         "--preset",
         help=f"one of: {', '.join(PRESETS)}; the paper's settings for the method, the task and "
-        "epsilon 1, 2, 3 or 4; options that are given as well come first",
+        "epsilon 1, 2, 3 or 4; options that are given beside it take precedence",
     )
     what.add_argument(
         "--features",
@@ -127,7 +131,8 @@ def _add_what(parser: argparse.ArgumentParser, defaults: Settings) -> None:
     what.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
-        help="a function of your own that builds the network (default: the task's network)",
+        help="a function of your own, without arguments, that builds the network; its module must "
+        "be on PYTHONPATH (default: the task's network)",
     )
     what.add_argument(
         "--data-dir",
@@ -144,7 +149,7 @@ def _add_what(parser: argparse.ArgumentParser, defaults: Settings) -> None:
         "--max-updates",
         type=int,
         metavar="N",
-        help="end the planned run after so many updates, to try things out",
+        help="end the planned run after so many updates, to try things out; noise stays as planned",
     )
 
 
