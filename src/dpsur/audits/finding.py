@@ -34,7 +34,8 @@ class Finding:
     def verdict(self) -> str:
         """Whether the claim stands. That it stands does not prove it."""
         broken = self.lower > self.claimed or (self.exact or 0.0) > self.claimed
-        broken |= self.p_value is not None and self.p_value < 1 - self.confidence
+        # the other half of the error belongs to the bound
+        broken |= self.p_value is not None and self.p_value < (1 - self.confidence) / 2
         return CONTRADICTED if broken else NOT_CONTRADICTED
 
     def row(self) -> dict[str, Any]:
