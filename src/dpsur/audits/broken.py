@@ -16,14 +16,14 @@ from dpsur.core.problem import Problem
 from dpsur.core.sampling import Batch, Draw
 from dpsur.core.streams import VAL_BATCH, VAL_NOISE, Streams
 from dpsur.core.types import Candidate, Examples, Params, Procedure, State, Verdict
-from dpsur.methods.dpsgd import Dpsgd, NoisyGradientSteps
-from dpsur.methods.dpsur import Dpsur
+from dpsur.errors import InvalidInputError
+from dpsur.methods.gated import NO_GATE, Gated
+from dpsur.methods.noisy_gradient import NoisyGradientSteps
 from dpsur.methods.selection import Selective
-from dpsur.privacy.events import SampledGaussian
 from dpsur.privacy.plan import Plan
 from dpsur.runs.session import Session
 
-Bind = Callable[[Dpsgd, Problem, Plan, Streams], Procedure]
+Bind = Callable[[Gated, Problem, Plan, Streams], Procedure]
 NEXT_TO_NOTHING = 1e-9  # of the noise: an event with none does not exist
 
 
@@ -42,44 +42,44 @@ class Fault:
 
     def tamper(self, session: Session) -> Session:
         """The session with the fault in the place of its procedure."""
-        assert isinstance(session.method, Dpsgd)
+        if not isinstance(session.method, Gated) or not isinstance(session.plan, Plan):
+            raise InvalidInputError(f"the faults are not made for the method {session.method.name}")
         procedure = self.bind(session.method, session.problem, session.plan, session.streams)
         return replace(session, procedure=procedure)
+
+
+def _with_steps(
+    steps: NoisyGradientSteps, method: Gated, problem: Problem, plan: Plan, streams: Streams
+) -> Procedure:
+    """Steps alone, or behind the method's gate."""
+    if method.gate == NO_GATE:
+        return steps
+    return Selective(steps, problem, plan, streams, method.loss_clip)
 
 
 def less_noise(factor: float) -> Bind:
     """Noise of a fraction of what is charged."""
 
-    def bind(method: Dpsgd, problem: Problem, plan: Plan, streams: Streams) -> Procedure:
-        update = plan.trial.update
-        assert isinstance(update, SampledGaussian)
-        weaker = replace(update, noise_multiplier=factor * update.noise_multiplier)
-        trial = replace(plan.trial, update=weaker)
-        return method.bind(problem, replace(plan, trial=trial), streams)
+    class LessNoise(NoisyGradientSteps):
+        def __init__(self, method: Gated, problem: Problem, plan: Plan, streams: Streams) -> None:
+            super().__init__(method, problem, plan, streams)
+            noise = factor * self._event.noise_multiplier
+            self._event = replace(self._event, noise_multiplier=noise)
 
-    return bind
-
-
-def _with_steps(
-    steps: NoisyGradientSteps, method: Dpsgd, problem: Problem, plan: Plan, streams: Streams
-) -> Procedure:
-    """Steps alone, or behind the method's gate."""
-    if isinstance(method, Dpsur):
-        return Selective(steps, problem, plan, streams, method.loss_clip)
-    return steps
+    return _steps(LessNoise)
 
 
 class DividedByDrawnSize(NoisyGradientSteps):
     """The noisy sum is divided by the number of records that were drawn."""
 
-    def __init__(self, method: Dpsgd, problem: Problem, plan: Plan, streams: Streams) -> None:
+    def __init__(self, method: Gated, problem: Problem, plan: Plan, streams: Streams) -> None:
         super().__init__(method, problem, plan, streams)
         self._drawn = 1
         exact = self._draw
 
         def counted(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
             batch = exact(examples, rate, generator)
-            self._drawn = max(1, len(batch.examples))
+            self._drawn = max(1, len(batch))
             return batch
 
         self._draw: Draw = counted
@@ -97,12 +97,12 @@ class DividedByDrawnSize(NoisyGradientSteps):
 class FixedBatches(NoisyGradientSteps):
     """Batches of one size, drawn without replacement, charged as Poisson samples."""
 
-    def __init__(self, method: Dpsgd, problem: Problem, plan: Plan, streams: Streams) -> None:
+    def __init__(self, method: Gated, problem: Problem, plan: Plan, streams: Streams) -> None:
         super().__init__(method, problem, plan, streams)
 
         def fixed(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
             draws = torch.rand(len(examples), generator=generator, device=generator.device)
-            return Batch(examples.select(draws.argsort()[: math.ceil(rate * len(examples))]))
+            return Batch(examples, rows=draws.argsort()[: math.ceil(rate * len(examples))])
 
         self._draw: Draw = fixed
 
@@ -146,22 +146,21 @@ class KeptMomentum(Selective):
 
 
 def _steps(kind: type[NoisyGradientSteps]) -> Bind:
-    def bind(method: Dpsgd, problem: Problem, plan: Plan, streams: Streams) -> Procedure:
+    def bind(method: Gated, problem: Problem, plan: Plan, streams: Streams) -> Procedure:
         return _with_steps(kind(method, problem, plan, streams), method, problem, plan, streams)
 
     return bind
 
 
 def _gated(kind: type[Selective]) -> Bind:
-    def bind(method: Dpsgd, problem: Problem, plan: Plan, streams: Streams) -> Procedure:
-        assert isinstance(method, Dpsur)
+    def bind(method: Gated, problem: Problem, plan: Plan, streams: Streams) -> Procedure:
         steps = NoisyGradientSteps(method, problem, plan, streams)
         return kind(steps, problem, plan, streams, method.loss_clip)
 
     return bind
 
 
-def _sound(method: Dpsgd, problem: Problem, plan: Plan, streams: Streams) -> Procedure:
+def _sound(method: Gated, problem: Problem, plan: Plan, streams: Streams) -> Procedure:
     return method.bind(problem, plan, streams)
 
 

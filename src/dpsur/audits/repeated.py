@@ -16,8 +16,8 @@ from dpsur.core.loop import start, train
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
 from dpsur.core.types import Examples
-from dpsur.methods.dpsgd import Dpsgd
-from dpsur.methods.dpsur import Dpsur
+from dpsur.methods import Dpsgd, Dpsur
+from dpsur.methods.gated import Gated
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
 from dpsur.privacy.plan import Budget, Plan, trial_cap
@@ -48,7 +48,7 @@ class Tiny:
     def plan(self) -> Plan:
         """The plan that is claimed."""
         budget = Budget(1.0, DELTA)
-        test = self.trial.test
+        test = self.trial.gate
         if test is None:
             return Plan(budget, self.accounting, self.trial, self.updates)
         cap = trial_cap(test, self.updates, budget)
@@ -68,10 +68,10 @@ class Tiny:
             _Slope(), lambda outputs, _: outputs.sum(), Examples(slopes, torch.zeros(len(slopes)))
         )
 
-    def method(self, records: int) -> Dpsgd:
+    def method(self, records: int) -> Gated:
         """A method whose weight moves by the noisy sum, if that is divided for so many records."""
         assert isinstance(self.trial.update, SampledGaussian)
-        kind = Dpsgd if self.trial.test is None else Dpsur
+        kind: type[Gated] = Dpsgd if self.trial.gate is None else Dpsur
         return kind(
             learning_rate=self.trial.update.sample_rate * records,
             momentum=self.momentum,

@@ -19,7 +19,7 @@ from dpsur.core.noise import add_gaussian
 from dpsur.core.streams import Streams
 from dpsur.core.types import Candidate, Procedure, State, Verdict
 from dpsur.methods import Dpsur
-from dpsur.privacy.events import Event, Trial
+from dpsur.privacy.events import Event, Step
 from dpsur.privacy.plan import Budget, Plan, trial_cap
 
 BLOCK = 200_000
@@ -87,8 +87,11 @@ class UnitsInTurn:
     def __init__(self, one: Procedure, units: int) -> None:
         self._one = one
         self._units = units
-        self.trial: Trial = one.trial
         self.setup: tuple[Event, ...] = one.setup
+
+    def step(self, state: State) -> Step:
+        """The same for every unit."""
+        return self._one.step(state)
 
     def initial_state(self) -> State:
         """All units at 0."""

@@ -19,6 +19,7 @@ from dpsur.core.types import Examples, LossFunction
 from dpsur.errors import InvalidInputError
 from dpsur.methods import Method
 from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.filtered import AnyPlan
 from dpsur.privacy.plan import Budget, Plan
 from dpsur.runs.fit import prepare
 from dpsur.runs.session import Session
@@ -80,8 +81,10 @@ def judge_guesses(
     )
 
 
-def claimed_points(plan: Plan) -> list[tuple[float, float]]:
-    """What the plan's accounting claims at several deltas, none below the budget's."""
+def claimed_points(plan: AnyPlan) -> list[tuple[float, float]]:
+    """What is claimed at several deltas, none below the budget's; a filter has one claim only."""
+    if not isinstance(plan, Plan):
+        return [(plan.budget.epsilon, plan.budget.delta)]
     accounting = accounting_named(plan.accounting)
     deltas = {plan.budget.delta, *(d for d in CURVE_DELTAS if d > plan.budget.delta)}
     return [
