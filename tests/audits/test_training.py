@@ -32,7 +32,7 @@ def audit(method, accounting="every-trial", fault=SOUND, planter=None, seed=0, e
         planter=planter or gradient_canaries(CANARIES, method.max_grad_norm),
         subject="blobs",
         seed=seed,
-        tamper=fault.tamper,
+        fault=fault,
     )
 
 
@@ -86,7 +86,7 @@ def test_dpsgd_at_epsilon_4(seed):
 
 
 def test_a_quarter_of_the_noise_is_contradicted():
-    found = audit(plain(), fault=FAULTS["noise x 1/4"])
+    found = audit(plain(), fault=FAULTS["noise-1/4"])
     assert found.claimed == pytest.approx(4.0, abs=1e-3)
     assert found.lower > 4
     assert found.verdict == CONTRADICTED
@@ -117,12 +117,12 @@ def test_input_canaries():
             accounting="every-trial",
             planter=input_canaries(canaries, 3),
             subject="learned by heart",
-            tamper=fault.tamper,
+            fault=fault,
         )
         assert found.details["canaries"] == 250
         return found.lower
 
-    assert lower(FAULTS["no noise"]) > 1
+    assert lower(FAULTS["no-noise"]) > 1
     assert lower(SOUND) < 1
 
 
@@ -141,9 +141,7 @@ def test_bad_confidence():
         )
 
 
-@pytest.mark.parametrize(
-    "name", ["no noise", "noise x 1/4", "divided by the drawn size", "fixed batches"]
-)
+@pytest.mark.parametrize("name", ["no-noise", "noise-1/4", "drawn-size", "fixed-batches"])
 def test_gross_faults_are_caught(name):
     found = audit_repeated(TINY[PLACES[name]], FAULTS[name], 600, confidence=0.95)
     assert found.verdict == CONTRADICTED
@@ -161,7 +159,7 @@ def test_kept_momentum_is_caught():
         val_noise_multiplier=10.0,
         accept_threshold=-32.0,
     )
-    kept = audit(method, "proven", FAULTS["momentum kept, not charged"])
+    kept = audit(method, "proven", FAULTS["kept-momentum"])
     assert kept.verdict == CONTRADICTED
     sound = audit(method, "proven")
     assert sound.verdict == NOT_CONTRADICTED
@@ -176,5 +174,5 @@ def test_a_sound_training_is_not(place):
 
 def test_what_is_not_seen_is_said():
     """A stale loss leaves the law of what is released nearly as it is."""
-    found = audit_repeated(TINY["two accepted steps"], FAULTS["stale loss"], 300, confidence=0.95)
+    found = audit_repeated(TINY["two accepted steps"], FAULTS["stale-loss"], 300, confidence=0.95)
     assert found.verdict == NOT_CONTRADICTED

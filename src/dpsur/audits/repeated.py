@@ -111,13 +111,13 @@ TINY: dict[str, Tiny] = {
 }
 # where each fault shows most
 PLACES = {
-    "no noise": "one step",
-    "noise x 1/4": "one step",
-    "noise x 2/3": "one step",
-    "divided by the drawn size": "one step",
-    "fixed batches": "one step on half",
-    "momentum kept, not charged": "one accepted step with momentum",
-    "stale loss": "two accepted steps",
+    "no-noise": "one step",
+    "noise-1/4": "one step",
+    "noise-2/3": "one step",
+    "drawn-size": "one step",
+    "fixed-batches": "one step on half",
+    "kept-momentum": "one accepted step with momentum",
+    "stale-loss": "two accepted steps",
 }
 
 

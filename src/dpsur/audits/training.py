@@ -1,12 +1,13 @@
 """One training run with canaries, held against what is claimed for it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from dpsur import checks
+from dpsur.audits.broken import SOUND, Fault
 from dpsur.audits.canaries import Planter
 from dpsur.audits.finding import Finding
 from dpsur.audits.one_run import (
@@ -22,14 +23,11 @@ from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.filtered import AnyPlan
 from dpsur.privacy.plan import Budget, Plan
 from dpsur.runs.fit import prepare
-from dpsur.runs.session import Session
 
 # Guesses on a tenth of the canaries say most about a training of moderate epsilon, guesses on more
 # of them about one that hides little. They share the error, as do the bound and the p-value.
 GUESSED_SHARES = (0.1, 0.4)
 CURVE_DELTAS = (1e-5, 1e-4, 1e-3, 1e-2, 0.1)
-
-Tamper = Callable[[Session], Session]
 
 
 @dataclass(frozen=True)
@@ -106,11 +104,11 @@ def audit_training(
     confidence: float = 0.95,
     seed: int = 0,
     device: str | torch.device = "cpu",
-    tamper: Tamper = lambda session: session,
+    fault: Fault = SOUND,
 ) -> Finding:
     """Train once with canaries and hold the guesses against the claimed epsilon.
 
-    `tamper` may replace what runs, but not what is claimed. Formal guarantee: if the training has
+    A fault replaces what runs, but not what is claimed. Formal guarantee: if the training has
     the claimed privacy, the verdict is "contradicted" with probability at most 1 - confidence.
     """
     if not 0 < confidence < 1:
@@ -129,7 +127,7 @@ def audit_training(
         seed=seed,
         device=device,
     )
-    progress = tamper(session).run()
+    progress = fault.tamper(session).run()
     scores = planted.scores(session.problem, progress.state.released_params).cpu()
     included = planted.included.cpu()
     tried = [guess(scores, included, int(share * len(scores))) for share in GUESSED_SHARES]
@@ -145,6 +143,7 @@ def audit_training(
         confidence=confidence,
         p_value=found.p_value,
         details={
+            "fault": fault.name,
             "gaussian_lower": found.gaussian,
             "canaries": len(scores),
             "included": int(included.sum()),

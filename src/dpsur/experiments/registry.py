@@ -45,6 +45,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "dpsur.experiments.tuning",
         "settings that the paper does not give, chosen on held-out records (GPU minutes)",
     ),
+    "audit": (
+        "dpsur.experiments.audit",
+        "what audits find, of sound and of broken mechanisms (a quarter of an hour)",
+    ),
     "demo": (
         "dpsur.experiments.demo",
         "what `make demo` reaches, over seeds and against its peers (minutes)",
