@@ -1,0 +1,52 @@
+"""RMIA (Zarifzadeh, Liu and Shokri 2024): a record against many others, with few shadow models.
+
+The likelihood that the target gives to a record is divided by what models give to it on average;
+the score is the share of population records whose own such ratio is smaller by a factor gamma.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpsur.attacks.metrics import Array
+from dpsur.errors import InvalidInputError
+
+GAMMA = 1.0
+# Offline, models that know the record are not there; their likelihood is taken as a line through
+# that of the models that do not: p_in = a p_out + (1 - a).
+OFFLINE_SLOPE = 0.3
+
+
+def true_probability(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Probability of the true class; `outputs` may have further dimensions in front."""
+    probabilities = outputs.double().softmax(-1)
+    index = targets.to(outputs.device).expand(outputs.shape[:-1]).unsqueeze(-1)
+    return probabilities.gather(-1, index).squeeze(-1).clamp(min=1e-30)
+
+
+def relative_likelihood(target: Tensor, shadows: Tensor, member: Tensor | None) -> Tensor:
+    """Likelihood under the target over the average of models that know a record and that do not.
+
+    `shadows` is (models, records); `member` says which model knows which record. With None no model
+    knows any.
+    """
+    if member is None:
+        out = shadows.mean(0)
+        average = 0.5 * ((1 + OFFLINE_SLOPE) * out + (1 - OFFLINE_SLOPE))
+        return target / average
+    if not (member.any(0) & ~member.all(0)).all():
+        raise InvalidInputError("some record is in all shadow models or in none; train more")
+    member = member.to(shadows.device).double()
+    inside = (shadows * member).sum(0) / member.sum(0)
+    outside = (shadows * (1 - member)).sum(0) / (1 - member).sum(0)
+    return target / (0.5 * (inside + outside))
+
+
+def rmia_scores(records: Tensor, population: Tensor, gamma: float = GAMMA) -> Array:
+    """Share of the population whose relative likelihood is at least gamma times smaller."""
+    ordered = torch.sort(population).values
+    below = torch.searchsorted(ordered, records / gamma, right=True)
+    # ties of saturated shares are broken by the likelihood itself, which orders them the same way
+    share = below.double() / len(ordered)
+    tie_break = 1e-6 * torch.sigmoid(records.log())
+    return np.asarray((share + tie_break).cpu().numpy())
