@@ -60,8 +60,8 @@ bound above the claim contradicts it; one below proves nothing.
 *mechanism*: {REPETITIONS:,} runs with and as many without one record, of tiny problems whose law is
 known, drawn by the library's own gate and noise. *exact*: the same law, computed. *repeated*:
 {LOOP_REPETITIONS:,} runs ({GATED_REPETITIONS:,} behind a gate) of tiny trainings in the library's
-loop, sound and with faults put in on purpose. *one run*: a single training of {TASK} at ε {EPSILON:g} with {CANARIES:,} gradient
-canaries, each included by a fair coin.
+loop, sound and with faults put in on purpose. *one run*: a single training of {TASK} at
+ε {EPSILON:g} with {CANARIES:,} gradient canaries, each included by a fair coin.
 
 A fault that is not contradicted is one that this audit cannot see, not one that is harmless: a
 stale loss leaves the law of what is released nearly as it is, but the proof no longer holds.
