@@ -12,6 +12,7 @@ from dpsur.attacks.lira import (
     lira_offline,
     lira_online,
     lira_scores,
+    random_parts,
     target_log_odds,
     train_shadows,
 )
@@ -21,6 +22,7 @@ from dpsur.attacks.models import SeparateModels
 from dpsur.attacks.rmia import relative_likelihood, rmia_scores, true_probability
 from dpsur.attacks.shadow import shadow_attack
 from dpsur.attacks.split import as_many, split_pool
+from dpsur.attacks.suite import ATTACKS, attack_target
 from dpsur.attacks.white_box import white_box_attack
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
@@ -208,12 +210,33 @@ def test_rmia(lira, split, models):
     examples = split.examples(candidates)
     target = true_probability(models.outputs(examples.inputs)[0], examples.targets)
     reference = true_probability(shadows.outputs, examples.targets)
-    ratio = relative_likelihood(target, reference, torch.from_numpy(shadows.member))
-    scores = rmia_scores(ratio, ratio)
-    found = measure(Scores.halved(scores[member], scores[~member]))
-    assert found.auc.low > 0.65
-    offline = rmia_scores(relative_likelihood(target, reference, None), ratio)
-    assert len(offline) == 300
+    known = torch.from_numpy(shadows.member)
+    for online in (True, False):
+        ratio = relative_likelihood(target, reference, known, online=online)
+        scores = rmia_scores(ratio, ratio)
+        found = measure(Scores.halved(scores[member], scores[~member]))
+        assert found.auc.low > 0.6
+    with pytest.raises(InvalidInputError, match="train more"):
+        relative_likelihood(target, reference, torch.ones_like(known), online=False)
+
+
+def test_parts_cover_all_records_alike():
+    for pool, size, count in ((90, 30, 7), (100, 30, 16), (10, 7, 5)):
+        parts = random_parts(pool, size, count, seed=0)
+        assert [len(part.unique()) for part in parts] == [size] * count
+        times = torch.bincount(torch.cat(parts), minlength=pool)
+        assert times.max() - times.min() <= 1 + (pool % size > 0)
+
+
+def test_all_attacks_at_once(trainer, split):
+    found = attack_target(split, trainer, list(ATTACKS), seed=0, shadow_models=6)
+    assert set(found.scores) == {*ATTACKS, "shadow, shuffled", "white-box, shuffled"}
+    assert found.train_accuracy > 0.95 > found.test_accuracy + 0.2
+    for name, scores in found.scores.items():
+        area = measure(scores, confidence=1 - FALSE_ALARM).auc
+        assert (area.low < 0.5 < area.high) == name.endswith("shuffled"), name
+    with pytest.raises(InvalidInputError, match="unknown attack"):
+        attack_target(split, trainer, ["nope"], seed=0)
 
 
 def test_a_memorising_model_is_an_open_book():

@@ -50,14 +50,23 @@ def train_shadows(
 
 
 def random_parts(pool: int, size: int, parts: int, seed: int) -> list[Tensor]:
-    """Random parts of equal size. Where they fit, consecutive ones do not overlap."""
+    """Random parts of equal size that cover every record equally often, but for one.
+
+    One shuffled deck after another is dealt out. A part that runs over the end of a deck goes on
+    with the next, less the records that it has already.
+    """
     generator = torch.Generator().manual_seed(seed)
+    deck = torch.randperm(pool, generator=generator)
     found: list[Tensor] = []
     while len(found) < parts:
-        order = torch.randperm(pool, generator=generator)
-        fitting = max(1, pool // size)
-        found += [order[k * size : (k + 1) * size] for k in range(fitting)]
-    return found[:parts]
+        part, deck = deck[:size], deck[size:]
+        if len(part) < size:
+            fresh = torch.randperm(pool, generator=generator)
+            repeated = torch.isin(fresh, part)
+            fresh = torch.cat([fresh[~repeated], fresh[repeated]])
+            part, deck = torch.cat([part, fresh[: size - len(part)]]), fresh[size - len(part) :]
+        found.append(part)
+    return found
 
 
 def lira_online(target_odds: Array, shadows: Shadows) -> Array:

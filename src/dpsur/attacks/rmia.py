@@ -24,21 +24,20 @@ def true_probability(outputs: Tensor, targets: Tensor) -> Tensor:
     return probabilities.gather(-1, index).squeeze(-1).clamp(min=1e-30)
 
 
-def relative_likelihood(target: Tensor, shadows: Tensor, member: Tensor | None) -> Tensor:
+def relative_likelihood(target: Tensor, shadows: Tensor, member: Tensor, *, online: bool) -> Tensor:
     """Likelihood under the target over the average of models that know a record and that do not.
 
-    `shadows` is (models, records); `member` says which model knows which record. With None no model
-    knows any.
+    `shadows` is (models, records); `member` says which model knows which record. Offline, models
+    that know a record are not asked about it.
     """
-    if member is None:
-        out = shadows.mean(0)
-        average = 0.5 * ((1 + OFFLINE_SLOPE) * out + (1 - OFFLINE_SLOPE))
-        return target / average
-    if not (member.any(0) & ~member.all(0)).all():
+    if member.all(0).any() or (online and (~member).all(0).any()):
         raise InvalidInputError("some record is in all shadow models or in none; train more")
-    member = member.to(shadows.device).double()
-    inside = (shadows * member).sum(0) / member.sum(0)
-    outside = (shadows * (1 - member)).sum(0) / (1 - member).sum(0)
+    member = member.to(shadows.device)
+    outside = torch.where(member, 0.0, shadows).sum(0) / (~member).sum(0)
+    if online:
+        inside = torch.where(member, shadows, 0.0).sum(0) / member.sum(0)
+    else:
+        inside = OFFLINE_SLOPE * outside + (1 - OFFLINE_SLOPE)
     return target / (0.5 * (inside + outside))
 
 
