@@ -47,6 +47,13 @@ class Attacked:
     train_accuracy: float
     test_accuracy: float
 
+    @staticmethod
+    def of(
+        target: Models, members: Examples, others: Examples, scores: dict[str, Scores]
+    ) -> "Attacked":
+        """With the accuracies of the target on both sides."""
+        return Attacked(scores, _accuracy(target, members), _accuracy(target, others))
+
 
 def attack_target(
     split: Split, trainer: Trainer, names: Sequence[str], seed: int, shadow_models: int = 16
@@ -69,14 +76,20 @@ def attack_target(
         shadow = SeparateModels([models.module(1)])
         scores |= _with_control("shadow", partial(_shadow, target, shadow, split), *sides, seed)
     if "white-box" in names:
-        scores |= _with_control("white-box", partial(_white_box, target), *sides, seed)
+        scores |= with_white_box(target, *sides, seed)
     if any(name in BY_SHADOWS for name in names):
         found = _by_shadows(split, trainer, target, members, seed, shadow_models)
         scores |= {name: found[name] for name in names if name in found}
-    train, test = (
-        _accuracy(target, split.examples(part)) for part in (split.target_train, split.target_test)
+    return Attacked.of(
+        target, split.examples(split.target_train), split.examples(split.target_test), scores
     )
-    return Attacked(scores, train, test)
+
+
+def with_white_box(
+    target: Models, members: Examples, others: Examples, seed: int
+) -> dict[str, Scores]:
+    """The white-box attack and its control."""
+    return _with_control("white-box", partial(_white_box, target), members, others, seed)
 
 
 def _with_control(

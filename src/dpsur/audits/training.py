@@ -22,7 +22,7 @@ from dpsur.methods import Method
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.filtered import AnyPlan
 from dpsur.privacy.plan import Budget, Plan
-from dpsur.runs.fit import prepare
+from dpsur.runs.prepare import prepare
 
 # Guesses on a tenth of the canaries say most about a training of moderate epsilon, guesses on more
 # of them about one that hides little. They share the error, as do the bound and the p-value.

@@ -22,7 +22,7 @@ from dpsur.methods import METHODS, Method, method_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.plan import Budget
 from dpsur.privacy.statement import format_epsilon
-from dpsur.runs.fit import choose_device
+from dpsur.runs.prepare import choose_device
 from dpsur.tasks import DEFAULT_TASK, Task, task_named
 from dpsur.tasks.networks import build_network
 

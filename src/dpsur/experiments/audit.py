@@ -18,7 +18,7 @@ from dpsur.experiments.base import Cell, OneByOne, Options, Row
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.methods.gated import Gated
 from dpsur.privacy.plan import Budget
-from dpsur.runs.fit import choose_device
+from dpsur.runs.prepare import choose_device
 from dpsur.tasks import task_named
 from dpsur.tasks.networks import build_network
 

@@ -1,0 +1,58 @@
+"""Targets to attack: trained without privacy, many at once, or by a method under a budget."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dpsur.attacks.many import ManyModels, Recipe
+from dpsur.attacks.models import SeparateModels
+from dpsur.attacks.split import join
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+from dpsur.runs.fit import execute
+from dpsur.runs.tasks import Records, TaskRun, prepare_task, subset
+from dpsur.tasks import Task, task_named
+from dpsur.tasks.networks import build_network
+
+PIXELS = "pixels"
+# Models that take a step together: as many as still gain speed on one device.
+AT_ONCE = {"cifar10": 4}
+USUALLY_AT_ONCE = 16
+
+
+def attacked_pool(task: Task, most: int | None = None) -> Examples:
+    """Training and test records of a task together, or so many of them."""
+    train, test = task.load(None)
+    return subset(train if test is None else join(train, test), most)
+
+
+def plain_trainer(task: Task, recipe: Recipe, device: torch.device) -> ManyModels:
+    """Trains the task's network on its inputs as they are, without privacy."""
+    if PIXELS not in task.networks:
+        raise InvalidInputError(
+            f"task {task.name} has no network on its inputs as they are; choose an image task"
+        )
+    description = task.networks[PIXELS]
+    at_once = AT_ONCE.get(task.name, USUALLY_AT_ONCE)
+    return ManyModels(lambda: build_network(description), task.loss, recipe, device, at_once)
+
+
+@dataclass(frozen=True)
+class PrivateTrainer:
+    """Trains one model after another as a run on a task would be, each with its own seed."""
+
+    run: TaskRun
+    device: torch.device
+
+    def __call__(self, pool: Examples, rows: Sequence[Tensor], seed: int) -> SeparateModels:
+        """Train on each set of rows. The models take raw inputs, features or not."""
+        task_named(self.run.task)
+        models = []
+        for index, part in enumerate(rows):
+            records = Records(pool.select(part.to(pool.inputs.device)), None)
+            run = replace(self.run, seed=1000 * seed + index, device=str(self.device))
+            session, origin = prepare_task(run, records)
+            models.append(execute(session, origin=origin).model.to(self.device).eval())
+        return SeparateModels(models)
