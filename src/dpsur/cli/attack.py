@@ -151,6 +151,6 @@ def _draw(path: Path, scores: dict[str, Scores]) -> None:
     curves = {name: thinned(part) for name, part in scores.items()}
     try:
         with style.common():
-            draw_roc(curves).savefig(path, dpi=200)
+            draw_roc({"": curves}).savefig(path, dpi=200)
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"cannot draw to {path}: {error}") from error

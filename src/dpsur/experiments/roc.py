@@ -9,11 +9,15 @@ from dpsur.attacks.metrics import Scores, roc_curve
 from dpsur.experiments import style
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Curve = tuple[list[float], list[float]]
 POINTS = 200
 LEAST = 1e-4
+GAP = "gap"
+COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.INK, style.GREY)
+DASHES = ("-", "--", ":")
 
 
 def thinned(scores: Scores) -> Curve:
@@ -25,28 +29,31 @@ def thinned(scores: Scores) -> Curve:
     return [round(float(x), 6) for x in at], [round(float(y), 6) for y in true[place]]
 
 
-def draw_roc(curves: Mapping[str, Curve]) -> "Figure":
-    """All curves in one panel, and the line of guessing."""
-    figure = style.new_figure(style.COLUMN * 1.25, style.COLUMN)
-    axes = figure.subplots()
-    colours = (style.BLUE, style.ORANGE, style.GREEN, style.INK, style.GREY)
-    dashes = ("-", "--", ":")
-    for index, (name, (false, true)) in enumerate(curves.items()):
-        axes.plot(
-            false,
-            np.maximum(true, LEAST / 10),
-            dashes[index // len(colours) % len(dashes)],
-            color=colours[index % len(colours)],
-            label=name,
-        )
-    axes.plot([LEAST, 1], [LEAST, 1], color=style.PALE, linewidth=1, zorder=0)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlim=(LEAST, 1),
-        ylim=(LEAST, 1),
-        xlabel="false positive rate",
-        ylabel="true positive rate",
-    )
-    axes.legend(fontsize=7, loc="lower right")
+def draw_roc(panels: Mapping[str, Mapping[str, Curve]]) -> "Figure":
+    """A panel per target, with the line of guessing and one legend for all.
+
+    The gap attack has no curve: its only threshold is a point, which is marked.
+    """
+    figure = style.new_figure(style.COLUMN * (len(panels) + 0.45), style.COLUMN)
+    places = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    for axes, (title, curves) in zip(places, panels.items(), strict=True):
+        for name, (false, true) in curves.items():
+            _curve(axes, names.index(name), name, false, true)
+        axes.plot([LEAST, 1], [LEAST, 1], color=style.PALE, linewidth=1, zorder=0)
+        axes.set(xscale="log", yscale="log", xlim=(LEAST, 1), ylim=(LEAST, 1), title=title)
+        axes.set_xlabel("false positive rate")
+    places[0].set_ylabel("true positive rate")
+    handles, labels = places[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize=7)
     return figure
+
+
+def _curve(axes: "Axes", index: int, name: str, false: list[float], true: list[float]) -> None:
+    colour = COLOURS[index % len(COLOURS)]
+    if name == GAP:
+        rise = next((i for i, y in enumerate(true) if y > 0), len(true) - 1)
+        axes.plot(false[rise], true[rise], "o", color=colour, label=name, markersize=4)
+        return
+    dash = DASHES[index // len(COLOURS) % len(DASHES)]
+    axes.plot(false, np.maximum(true, LEAST / 10), dash, color=colour, label=name)
