@@ -49,6 +49,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "dpsur.experiments.membership",
         "the paper's attack tables, and likelihood ratios, over seeds (GPU, an hour)",
     ),
+    "rejections": (
+        "dpsur.experiments.rejections",
+        "what the number of rejected trials tells by itself (a minute)",
+    ),
     "audit": (
         "dpsur.experiments.audit",
         "what audits find, of sound and of broken mechanisms (a quarter of an hour)",
