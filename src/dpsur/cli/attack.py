@@ -31,10 +31,11 @@ Who was in the training set?
   dpsur attack --task fmnist --method dpsgd --epsilon 3
   dpsur attack --release run                       what `dpsur train` released
 
-A target is trained on two parts of the data, cut at random 2:1:2:1 into what the target and the
-shadow model are trained and tested on. Attacks marked "shuffled" are controls: the same attack on
-records whose membership was drawn by lot, which must find nothing. Of a release the training
-records are members and the test records are not; attacks that train models are not made there.
+The records are cut at random 2:1:2:1: the target is trained on the first part, the second are
+others, and the third and fourth are the same for the shadow model. Lines marked "shuffled" are
+controls: the same attack on records whose membership was drawn by lot, which must find nothing.
+Of a release the training records are members and the test records are not; only gap and white-box,
+which train no model, are made there.
 """
 USUAL = ("gap", "shadow", "white-box")
 

@@ -48,7 +48,7 @@ TRAININGS: dict[str, tuple[type[Gated], dict[str, Any], str]] = {
     "dpsur, loss, as published": (Dpsur, {**_PLAIN, "gate": "loss"}, "published"),
     "dpsur with momentum, many rejections": (
         Dpsur,
-        {**_PLAIN, **_MANY_REJECTIONS, "momentum": 0.9},
+        {**_PLAIN, **_MANY_REJECTIONS, "momentum": 0.9, "updates": 20, "batch_size": 1024},
         "proven",
     ),
 }
@@ -91,13 +91,15 @@ class Audit(OneByOne):
             for fault in (SOUND.name, *(name for name, place in PLACES.items() if place == tiny)):
                 config = {"audit": "repeated", "problem": tiny, "fault": fault, **looped}
                 yield {"config": config}
-        for name in TRAININGS:
+        for name, (_, settings, accounting) in TRAININGS.items():
             for fault in (SOUND.name, *_visible_faults(name)):
                 yield {
                     "config": {
                         "audit": "one run",
                         "task": TASK,
                         "training": name,
+                        "settings": settings,
+                        "accounting": accounting,
                         "fault": fault,
                         "epsilon": EPSILON,
                         "delta": DELTA,
@@ -183,8 +185,8 @@ def _one_run(config: dict[str, Any], options: Options) -> Finding:
     task = task_named(config["task"])
     device = choose_device(options.device or "auto")
     train, _ = task.load(None)
-    kind, settings, accounting = TRAININGS[config["training"]]
-    method = kind(**{**task.settings.get(kind.name, {}), **settings})
+    kind, _, accounting = TRAININGS[config["training"]]
+    method = kind(**{**task.settings.get(kind.name, {}), **config["settings"]})
     with Streams(config["seed"], torch.device("cpu")).global_randomness(INIT):
         model = build_network(task.networks[task.default_features])
     return audit_training(
