@@ -41,6 +41,7 @@ def test_a_private_target(capsys):
 def test_a_release(tmp_path, capsys):
     out = str(tmp_path / "run")
     options = ["--updates", "1", "--batch-size", "32", "--device", "cpu", "--quiet"]
+    options += ["--features", "pixels"]
     assert main(["train", "--method", "dpsgd", "--out", out, *options]) == 0
     assert main(["attack", "--release", out, "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -15,7 +15,12 @@ from dpsur.attacks.split import as_many, split_pool
 from dpsur.attacks.suite import ATTACKS, Attacked, attack_target, with_white_box
 from dpsur.cli.options import add_method_options, build_method, method_options
 from dpsur.errors import InvalidInputError
-from dpsur.experiments.targets import PrivateTrainer, attacked_pool, plain_trainer
+from dpsur.experiments.targets import (
+    PrivateTrainer,
+    attacked_pool,
+    plain_features,
+    plain_trainer,
+)
 from dpsur.methods import METHODS, Nonprivate, method_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.plan import Budget
@@ -62,6 +67,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epsilon", type=float, default=3.0, help="of private targets (3)")
     parser.add_argument("--delta", type=float, default=1e-5, help="of private targets (1e-5)")
     parser.add_argument("--accounting", default=DEFAULT_ACCOUNTING, choices=ACCOUNTINGS)
+    parser.add_argument("--features", help="of private targets (default: inputs as they are)")
     parser.add_argument("--epochs", type=int, default=100, help="of targets without privacy (100)")
     parser.add_argument(
         "--shadow-models", type=int, default=16, metavar="N", help="for lira and rmia (16)"
@@ -124,7 +130,9 @@ def _target(options: argparse.Namespace, names: list[str], device: torch.device)
     else:
         method = build_method(kind.name, chosen)
         budget = Budget(options.epsilon, options.delta)
-        trainer = PrivateTrainer(TaskRun(task.name, method, budget, options.accounting), device)
+        features = options.features or method.features or plain_features(task)
+        asked = TaskRun(task.name, method, budget, options.accounting, features)
+        trainer = PrivateTrainer(asked, device)
     split = split_pool(attacked_pool(task, options.max_records), options.seed)
     return attack_target(split, trainer, names, options.seed, options.shadow_models)
 

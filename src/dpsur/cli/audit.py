@@ -18,6 +18,7 @@ from dpsur.cli.options import add_method_options, build_method, method_options
 from dpsur.core.streams import INIT, Streams
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
+from dpsur.experiments.targets import plain_network
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.plan import Budget
@@ -149,7 +150,7 @@ def _training(options: argparse.Namespace) -> Iterator[Finding]:
     device = choose_device(options.device)
     train, test = task.load(None)
     with Streams(options.seed, device).global_randomness(INIT):
-        model = build_network(task.networks[task.default_features])
+        model = build_network(plain_network(task))
     fault = SOUND if options.fault == SOUND.name else FAULTS[options.fault]
     yield audit_training(
         model,

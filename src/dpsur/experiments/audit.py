@@ -15,6 +15,7 @@ from dpsur.core.streams import INIT, Streams
 from dpsur.experiments import style
 from dpsur.experiments.artifacts import Artifact, Column, Picture, Table, table_page
 from dpsur.experiments.base import Cell, OneByOne, Options, Row
+from dpsur.experiments.targets import plain_network
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.methods.gated import Gated
 from dpsur.privacy.plan import Budget
@@ -188,7 +189,7 @@ def _one_run(config: dict[str, Any], options: Options) -> Finding:
     kind, _, accounting = TRAININGS[config["training"]]
     method = kind(**{**task.settings.get(kind.name, {}), **config["settings"]})
     with Streams(config["seed"], torch.device("cpu")).global_randomness(INIT):
-        model = build_network(task.networks[task.default_features])
+        model = build_network(plain_network(task))
     return audit_training(
         model,
         train,

@@ -1,7 +1,8 @@
 """Targets to attack: trained without privacy, many at once, or by a method under a budget."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from dpsur.errors import InvalidInputError
 from dpsur.runs.fit import execute
 from dpsur.runs.tasks import Records, TaskRun, prepare_task, subset
 from dpsur.tasks import Task, task_named
+from dpsur.tasks.base import PIXELS, TOKENS, VECTORS
 from dpsur.tasks.networks import build_network
 
-PIXELS = "pixels"
 # Models that take a step together: as many as still gain speed on one device.
 AT_ONCE = {"cifar10": 4}
 USUALLY_AT_ONCE = 16
@@ -28,13 +29,22 @@ def attacked_pool(task: Task, most: int | None = None) -> Examples:
     return subset(train if test is None else join(train, test), most)
 
 
+def plain_features(task: Task) -> str:
+    """The name of the task's inputs as they are."""
+    for features in (PIXELS, TOKENS, VECTORS):
+        if features in task.networks:
+            return features
+    raise InvalidInputError(f"task {task.name} has no network for its inputs as they are")
+
+
+def plain_network(task: Task) -> Mapping[str, Any]:
+    """The task's network for inputs as they are."""
+    return task.networks[plain_features(task)]
+
+
 def plain_trainer(task: Task, recipe: Recipe, device: torch.device) -> ManyModels:
     """Trains the task's network on its inputs as they are, without privacy."""
-    if PIXELS not in task.networks:
-        raise InvalidInputError(
-            f"task {task.name} has no network on its inputs as they are; choose an image task"
-        )
-    description = task.networks[PIXELS]
+    description = plain_network(task)
     at_once = AT_ONCE.get(task.name, USUALLY_AT_ONCE)
     return ManyModels(lambda: build_network(description), task.loss, recipe, device, at_once)
 
