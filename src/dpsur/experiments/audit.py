@@ -56,7 +56,9 @@ TRAININGS: dict[str, tuple[type[Gated], dict[str, Any], str]] = {
 TITLE = "What audits find"
 TEXT = f"""
 Each line holds a claim of (ε, δ)-DP against a lower bound on the true ε at the stated confidence. A
-bound above the claim contradicts it; one below proves nothing.
+claim is contradicted by a bound above it, by an exact ε above it, or by a p-value below half of the
+error that the confidence leaves; otherwise nothing is proved. The confidence is that of a line, not
+of all lines together.
 
 *mechanism*: {REPETITIONS:,} runs with and as many without one record, of tiny problems whose law is
 known, drawn by the library's own gate and noise. *exact*: the same law, computed. *repeated*:
