@@ -18,6 +18,8 @@ COMMANDS = {
     "verify": ("dpsur.cli.verify", "recompute a release's epsilon and check its weights"),
     "account": ("dpsur.cli.account", "what a run costs, under each accounting"),
     "calibrate": ("dpsur.cli.calibrate", "noise, updates or test for a budget"),
+    "attack": ("dpsur.cli.attack", "membership inference on a target or on a release"),
+    "audit": ("dpsur.cli.audit", "lower bounds on epsilon, to hold against what is claimed"),
     "reproduce": ("dpsur.cli.reproduce", "make the paper's tables and figures"),
     "bench": ("dpsur.cli.bench", "speed and memory, side by side with PyTorch and Opacus"),
     "data": ("dpsur.cli.data", "fetch the public data sets and show which are there"),

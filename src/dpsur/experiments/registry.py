@@ -45,6 +45,18 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "dpsur.experiments.tuning",
         "settings that the paper does not give, chosen on held-out records (GPU minutes)",
     ),
+    "membership": (
+        "dpsur.experiments.membership",
+        "the paper's attack tables, and likelihood ratios, over seeds (GPU, an hour)",
+    ),
+    "rejections": (
+        "dpsur.experiments.rejections",
+        "what the number of rejected trials tells by itself (a minute)",
+    ),
+    "audit": (
+        "dpsur.experiments.audit",
+        "what audits find, of sound and of broken mechanisms (a quarter of an hour)",
+    ),
     "demo": (
         "dpsur.experiments.demo",
         "what `make demo` reaches, over seeds and against its peers (minutes)",

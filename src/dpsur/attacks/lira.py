@@ -1,0 +1,113 @@
+"""Likelihood-ratio attack (Carlini et al. 2022), online and offline.
+
+Shadow models are trained on random parts of a pool that holds the records in question. The log-odds
+of the true class are close to normal, with one mean where the record was in and another where it
+was out. Online: compare both hypotheses. Offline: only models without the record are used, and a
+record is suspicious if the target is surer of it than they are.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dpsur.attacks.features import log_odds
+from dpsur.attacks.metrics import Array, Scores
+from dpsur.attacks.models import Models, Trainer
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+
+SMALLEST_DEVIATION = 1e-3
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Shadows:
+    """Log-odds under shadow models, (models, records), and which had which record."""
+
+    odds: Array
+    member: Flags
+    outputs: Tensor
+
+
+def train_shadows(
+    trainer: Trainer, pool: Examples, candidates: Tensor, size: int, models: int, seed: int
+) -> Shadows:
+    """Train shadow models on random parts of the pool, each of the target's size."""
+    if models < 2:
+        raise InvalidInputError(f"the attack compares models with and without: got {models} models")
+    rows = random_parts(len(pool), size, models, seed)
+    trained = trainer(pool, rows, seed)
+    chosen = pool.select(candidates.to(pool.inputs.device))
+    outputs = trained.outputs(chosen.inputs)
+    member = torch.zeros(models, len(pool), dtype=torch.bool)
+    for model, part in zip(member, rows, strict=True):
+        model[part] = True
+    odds = log_odds(outputs, chosen.targets).cpu().numpy()
+    return Shadows(odds, member[:, candidates].numpy(), outputs)
+
+
+def random_parts(pool: int, size: int, parts: int, seed: int) -> list[Tensor]:
+    """Random parts of equal size that cover every record equally often, but for one.
+
+    One shuffled deck after another is dealt out. A part that runs over the end of a deck goes on
+    with the next, less the records that it has already.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    deck = torch.randperm(pool, generator=generator)
+    found: list[Tensor] = []
+    while len(found) < parts:
+        part, deck = deck[:size], deck[size:]
+        if len(part) < size:
+            fresh = torch.randperm(pool, generator=generator)
+            repeated = torch.isin(fresh, part)
+            fresh = torch.cat([fresh[~repeated], fresh[repeated]])
+            part, deck = torch.cat([part, fresh[: size - len(part)]]), fresh[size - len(part) :]
+        found.append(part)
+    return found
+
+
+def lira_online(target_odds: Array, shadows: Shadows) -> Array:
+    """Log-likelihood ratio of in against out, with means a record and deviations in common."""
+    inside, outside = (
+        _normals(shadows.odds, chosen) for chosen in (shadows.member, ~shadows.member)
+    )
+    return _log_density(target_odds, *inside) - _log_density(target_odds, *outside)
+
+
+def lira_offline(target_odds: Array, shadows: Shadows) -> Array:
+    """How many deviations the target is surer of a record than models that do not know it."""
+    mean, deviation = _normals(shadows.odds, ~shadows.member)
+    return np.asarray((target_odds - mean) / deviation)
+
+
+def lira_scores(scores: Array, is_member: Flags, *, online: bool) -> Scores:
+    """Members and others apart. A likelihood ratio has a natural threshold, an excess has none."""
+    members, others = scores[is_member], scores[~is_member]
+    return Scores(members, others, 0.0) if online else Scores.halved(members, others)
+
+
+def target_log_odds(target: Models, examples: Examples) -> Array:
+    """Log-odds of the true class under the first model."""
+    return log_odds(target.outputs(examples.inputs)[0], examples.targets).cpu().numpy()
+
+
+def _normals(odds: Array, chosen: Flags) -> tuple[Array, Array]:
+    """Means by record and one deviation for all, which few models estimate better than many.
+
+    A record that no chosen model covers gets the mean of all.
+    """
+    counts = chosen.sum(0)
+    sums = np.where(chosen, odds, 0.0).sum(0)
+    overall = float(odds[chosen].mean())
+    mean = np.where(counts > 0, sums / np.maximum(counts, 1), overall)
+    residual = np.where(chosen, odds - mean, 0.0)
+    free = max(1, int(np.maximum(counts - 1, 0).sum()))
+    deviation = max(float(np.sqrt((residual**2).sum() / free)), SMALLEST_DEVIATION)
+    return mean, np.full_like(mean, deviation)
+
+
+def _log_density(values: Array, mean: Array, deviation: Array) -> Array:
+    return np.asarray(-0.5 * ((values - mean) / deviation) ** 2 - np.log(deviation))

@@ -1,0 +1,149 @@
+"""How well an attack tells members from others, each figure with an interval."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import betaincinv, ndtri
+
+from dpsur.errors import InvalidInputError
+
+Array = NDArray[np.float64]
+CONFIDENCE = 0.95
+LOW_RATES = (0.01, 0.001)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure and the interval that holds the true one with the stated confidence."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of members and of others; larger means member. `threshold` decides a guess."""
+
+    members: Array
+    others: Array
+    threshold: float
+
+    def __post_init__(self) -> None:
+        if not (len(self.members) and len(self.others)):
+            raise InvalidInputError("an attack is measured on members and on others: one is empty")
+        if not (np.isfinite(self.members).all() and np.isfinite(self.others).all()):
+            raise InvalidInputError("the scores of an attack hold NaN or infinity")
+
+    @staticmethod
+    def halved(members: Array, others: Array) -> "Scores":
+        """Guess the upper half to be members, which needs no knowledge but their share."""
+        share = len(members) / (len(members) + len(others))
+        threshold = float(np.quantile(np.concatenate([members, others]), 1 - share))
+        return Scores(members, others, threshold)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What an attack reached. `members` and `others` say on how many records."""
+
+    accuracy: Figure
+    balanced_accuracy: Figure
+    auc: Figure
+    tpr_at_1_percent: Figure
+    tpr_at_01_percent: Figure
+    members: int
+    others: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def measure(scores: Scores, confidence: float = CONFIDENCE) -> Metrics:
+    """All figures of an attack."""
+    members, others = scores.members, scores.others
+    right = int((members > scores.threshold).sum()), int((others <= scores.threshold).sum())
+    percent, tenth = (_rate_at(scores, rate, confidence) for rate in LOW_RATES)
+    return Metrics(
+        proportion(sum(right), len(members) + len(others), confidence),
+        _balanced(right, (len(members), len(others)), confidence),
+        area(members, others, confidence),
+        percent,
+        tenth,
+        len(members),
+        len(others),
+    )
+
+
+def proportion(hits: int, trials: int, confidence: float = CONFIDENCE) -> Figure:
+    """A share with its Clopper-Pearson interval."""
+    error = (1 - confidence) / 2
+    low = 0.0 if hits == 0 else float(betaincinv(hits, trials - hits + 1, error))
+    high = 1.0 if hits == trials else float(betaincinv(hits + 1, trials - hits, 1 - error))
+    return Figure(hits / trials, low, high)
+
+
+def _balanced(right: tuple[int, int], sizes: tuple[int, int], confidence: float) -> Figure:
+    """The mean of two shares; its interval from theirs, with half of the error each."""
+    each = 1 - (1 - confidence) / 2
+    parts = [proportion(hits, size, each) for hits, size in zip(right, sizes, strict=True)]
+    value, low, high = (
+        sum(getattr(part, name) for part in parts) / 2 for name in ("value", "low", "high")
+    )
+    return Figure(value, low, high)
+
+
+def _rate_at(scores: Scores, rate: float, confidence: float) -> Figure:
+    """Share of members above a threshold that at most this share of the others passes."""
+    allowed = math.floor(rate * len(scores.others))
+    highest = np.sort(scores.others)[::-1]
+    threshold = highest[allowed] if allowed < len(highest) else -math.inf
+    return proportion(int((scores.members > threshold).sum()), len(scores.members), confidence)
+
+
+def area(members: Array, others: Array, confidence: float = CONFIDENCE) -> Figure:
+    """Area under the ROC curve with DeLong's interval, ties counted half."""
+    above_others = _mean_rank_among(members, others)
+    below_members = 1 - _mean_rank_among(others, members)
+    value = float(above_others.mean())
+    variance = float(
+        above_others.var(ddof=min(1, len(members) - 1)) / len(members)
+        + below_members.var(ddof=min(1, len(others) - 1)) / len(others)
+    )
+    reach = float(-ndtri((1 - confidence) / 2)) * math.sqrt(variance)
+    return Figure(value, max(0.0, value - reach), min(1.0, value + reach))
+
+
+def _mean_rank_among(values: Array, reference: Array) -> Array:
+    """The share of the reference below each value, ties counted half."""
+    ordered = np.sort(reference)
+    below = np.searchsorted(ordered, values, "left")
+    up_to = np.searchsorted(ordered, values, "right")
+    return np.asarray((below + up_to) / (2 * len(reference)))
+
+
+def roc_curve(scores: Scores) -> tuple[Array, Array]:
+    """False and true positive rates over all thresholds, both rising."""
+    thresholds = np.unique(np.concatenate([scores.members, scores.others]))[::-1]
+    rates = [
+        np.concatenate([[0.0], 1 - np.searchsorted(np.sort(part), thresholds, "left") / len(part)])
+        for part in (scores.others, scores.members)
+    ]
+    return rates[0], rates[1]
+
+
+def pooled(parts: Sequence[Scores]) -> Scores:
+    """Scores of several targets as one, each shifted so that its threshold is 0."""
+    return Scores(
+        np.concatenate([part.members - part.threshold for part in parts]),
+        np.concatenate([part.others - part.threshold for part in parts]),
+        0.0,
+    )

@@ -1,0 +1,174 @@
+"""All attacks on one target, with what each adversary knows kept apart."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dpsur.attacks.gap import gap_attack
+from dpsur.attacks.lira import (
+    lira_offline,
+    lira_online,
+    lira_scores,
+    target_log_odds,
+    train_shadows,
+)
+from dpsur.attacks.metrics import Scores
+from dpsur.attacks.models import Models, SeparateModels, Trainer
+from dpsur.attacks.rmia import relative_likelihood, rmia_scores, true_probability
+from dpsur.attacks.shadow import shadow_attack
+from dpsur.attacks.split import Split, as_many
+from dpsur.attacks.white_box import white_box_attack
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+
+Guess = Callable[[Examples, Examples, int], Scores]
+SHUFFLED = ", shuffled"
+# attack -> what it does
+ATTACKS = {
+    "gap": "whoever is classified correctly is taken for a member",
+    "shadow": "black-box: learns on a shadow model what answers to members look like",
+    "white-box": "holds part of the training set, and reads gradients of the last layer",
+    "lira-online": "likelihood ratio, by shadow models with and without each record",
+    "lira-offline": "likelihood, by shadow models without the record",
+    "rmia-online": "relative likelihood against a population, few shadow models",
+    "rmia-offline": "the same, by shadow models without the record",
+}
+BY_SHADOWS = tuple(name for name in ATTACKS if name.startswith(("lira", "rmia")))
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """Scores by attack; an attack with a shuffled control has a second entry for it."""
+
+    scores: dict[str, Scores]
+    train_accuracy: float
+    test_accuracy: float
+
+    @staticmethod
+    def of(
+        target: Models, members: Examples, others: Examples, scores: dict[str, Scores]
+    ) -> "Attacked":
+        """With the accuracies of the target on both sides."""
+        return Attacked(scores, _accuracy(target, members), _accuracy(target, others))
+
+
+def attack_target(
+    split: Split, trainer: Trainer, names: Sequence[str], seed: int, shadow_models: int = 16
+) -> Attacked:
+    """Train a target and what the attacks need, with one trainer for all, and attack."""
+    for name in names:
+        if name not in ATTACKS:
+            raise InvalidInputError(f"unknown attack {name!r}; choose among {', '.join(ATTACKS)}")
+    rows = [split.target_train]
+    if "shadow" in names:
+        rows.append(split.shadow_train)
+    models = trainer(split.pool, rows, seed)
+    target = SeparateModels([models.module(0)])
+    scores: dict[str, Scores] = {}
+    members = as_many(split.target_train, len(split.target_test), seed)
+    sides = split.examples(members), split.examples(split.target_test)
+    if "gap" in names:
+        scores["gap"] = gap_attack(target, *sides)
+    if "shadow" in names:
+        shadow = SeparateModels([models.module(1)])
+        scores |= _with_control("shadow", partial(_shadow, target, shadow, split), *sides, seed)
+    if "white-box" in names:
+        scores |= with_white_box(target, *sides, seed)
+    if any(name in BY_SHADOWS for name in names):
+        found = _by_shadows(split, trainer, target, members, seed, shadow_models)
+        scores |= {name: found[name] for name in names if name in found}
+    return Attacked.of(
+        target, split.examples(split.target_train), split.examples(split.target_test), scores
+    )
+
+
+def with_white_box(
+    target: Models, members: Examples, others: Examples, seed: int
+) -> dict[str, Scores]:
+    """The white-box attack and its control."""
+    return _with_control("white-box", partial(_white_box, target), members, others, seed)
+
+
+def _with_control(
+    name: str, attack: Guess, members: Examples, others: Examples, seed: int
+) -> dict[str, Scores]:
+    """The attack, and the same attack on records whose membership was drawn by lot."""
+    lots = torch.randperm(
+        len(members) + len(others), generator=torch.Generator().manual_seed(seed)
+    ).to(members.inputs.device)
+    inputs = torch.cat([members.inputs, others.inputs])
+    targets = torch.cat([members.targets, others.targets])
+    both = Examples(inputs, targets)
+    shuffled = both.select(lots[: len(members)]), both.select(lots[len(members) :])
+    return {
+        name: attack(members, others, seed),
+        name + SHUFFLED: attack(*shuffled, seed),
+    }
+
+
+def _shadow(
+    target: Models, shadow: Models, split: Split, members: Examples, others: Examples, seed: int
+) -> Scores:
+    return shadow_attack(
+        target,
+        shadow,
+        shadow_members=split.examples(split.shadow_train),
+        shadow_others=split.examples(split.shadow_test),
+        members=members,
+        others=others,
+        seed=seed,
+    )
+
+
+def _white_box(target: Models, members: Examples, others: Examples, seed: int) -> Scores:
+    """The adversary holds one half of the records; the other half is guessed."""
+    known, guessed = (
+        [
+            part.select(torch.arange(start, len(part), 2, device=part.inputs.device))
+            for part in (members, others)
+        ]
+        for start in (0, 1)
+    )
+    return white_box_attack(
+        target.module(0),
+        known_members=known[0],
+        known_others=known[1],
+        members=guessed[0],
+        others=guessed[1],
+        seed=seed,
+    )
+
+
+def _by_shadows(
+    split: Split, trainer: Trainer, target: Models, members: Tensor, seed: int, count: int
+) -> dict[str, Scores]:
+    candidates = torch.cat([members, split.target_test])
+    asked = torch.cat([candidates, split.shadow_test])  # the last are the population of RMIA
+    size = len(split.target_train)
+    shadows = train_shadows(trainer, split.pool, asked, size, count, seed + 1)
+    examples = split.examples(asked)
+    odds = target_log_odds(target, examples)
+    is_member = (torch.arange(len(candidates)) < len(members)).numpy()
+    scores = {
+        "lira-online": lira_scores(
+            lira_online(odds, shadows)[: len(candidates)], is_member, online=True
+        ),
+        "lira-offline": lira_scores(
+            lira_offline(odds, shadows)[: len(candidates)], is_member, online=False
+        ),
+    }
+    own = true_probability(target.outputs(examples.inputs)[0], examples.targets)
+    theirs = true_probability(shadows.outputs, examples.targets)
+    for online, name in ((True, "rmia-online"), (False, "rmia-offline")):
+        ratio = relative_likelihood(own, theirs, torch.from_numpy(shadows.member), online=online)
+        found = rmia_scores(ratio[: len(candidates)], ratio[len(candidates) :])
+        scores[name] = Scores.halved(found[is_member], found[~is_member])
+    return scores
+
+
+def _accuracy(models: Models, examples: Examples) -> float:
+    answers = models.outputs(examples.inputs)[0].argmax(1)
+    return float((answers == examples.targets.to(answers.device)).double().mean())

@@ -1,0 +1,179 @@
+"""Faults held against tiny trainings that are repeated in the library's own loop.
+
+Here no law is assumed: the score of an outcome is learned from a part of the repetitions.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpsur.audits.bounds import CHOICE_SHARE, Array, epsilon_lower_bound
+from dpsur.audits.broken import Fault
+from dpsur.audits.finding import Finding
+from dpsur.core.loop import start, train
+from dpsur.core.problem import Problem
+from dpsur.core.streams import Streams
+from dpsur.core.types import Examples
+from dpsur.methods import Dpsgd, Dpsur
+from dpsur.methods.gated import Gated
+from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.events import LossTest, SampledGaussian, Trial
+from dpsur.privacy.plan import Budget, Plan, trial_cap
+
+DELTA = 0.01
+BINS = 16
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A training of one weight, which x pulls up by the clip norm and every other record down.
+
+    `pull` is the others' gradient; with 0 they are silent. Momentum only matters after rejections.
+    """
+
+    name: str
+    trial: Trial
+    others: int
+    pull: float
+    updates: int = 1
+    momentum: float = 0.0
+
+    @property
+    def accounting(self) -> str:
+        """Every trial is charged where there is no test; else accepted updates are."""
+        return "every-trial" if self.trial.test is None else "proven"
+
+    def plan(self) -> Plan:
+        """The plan that is claimed."""
+        budget = Budget(1.0, DELTA)
+        test = self.trial.gate
+        if test is None:
+            return Plan(budget, self.accounting, self.trial, self.updates)
+        cap = trial_cap(test, self.updates, budget)
+        return Plan(budget, self.accounting, self.trial, cap, self.updates)
+
+    def claimed(self) -> float:
+        """Epsilon as the accounting has it."""
+        accounting = accounting_named(self.accounting)
+        return accounting.planned((), self.trial, self.updates, DELTA)
+
+    def problem(self, *, present: bool) -> Problem:
+        """The records, with or without x, under a linear loss."""
+        slopes = torch.full((self.others + present, 1), self.pull, dtype=torch.float64)
+        if present:
+            slopes[-1] = -1.0
+        return Problem(
+            _Slope(), lambda outputs, _: outputs.sum(), Examples(slopes, torch.zeros(len(slopes)))
+        )
+
+    def method(self, records: int) -> Gated:
+        """A method whose weight moves by the noisy sum, if that is divided for so many records."""
+        assert isinstance(self.trial.update, SampledGaussian)
+        kind: type[Gated] = Dpsgd if self.trial.gate is None else Dpsur
+        return kind(
+            learning_rate=self.trial.update.sample_rate * records,
+            momentum=self.momentum,
+            schedule="constant",
+            max_grad_norm=1.0,
+        )
+
+
+class _Slope(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, slopes: Tensor) -> Tensor:
+        return slopes * self.weight
+
+
+_ALL = SampledGaussian(1.0, 1.0)
+# Tells hardly anything apart and accepts one in fifteen: its own price is small, and it leaves many
+# rejected gradients.
+_STRICT = LossTest(0.5, 10.0, -30.0)
+_FAIR = LossTest(0.5, 1.0, 0.0)
+TINY: dict[str, Tiny] = {
+    tiny.name: tiny
+    for tiny in (
+        Tiny("one step", Trial(_ALL), others=1, pull=1.0),
+        Tiny("one step on half", Trial(SampledGaussian(0.5, 1.0)), others=3, pull=1.0),
+        Tiny(
+            "one accepted step with momentum",
+            Trial(SampledGaussian(1.0, 1.5), _STRICT),
+            others=3,
+            pull=0.0,
+            momentum=0.99,
+        ),
+        Tiny("two accepted steps", Trial(_ALL, _FAIR), others=3, pull=0.0, updates=2),
+    )
+}
+# where each fault shows most
+PLACES = {
+    "no-noise": "one step",
+    "noise-1/4": "one step",
+    "noise-2/3": "one step",
+    "drawn-size": "one step",
+    "fixed-batches": "one step on half",
+    "kept-momentum": "one accepted step with momentum",
+    "stale-loss": "two accepted steps",
+}
+
+
+def outcomes(tiny: Tiny, fault: Fault, repetitions: int, seed: int, *, present: bool) -> Array:
+    """Released weights, one number a repetition."""
+    problem, plan = tiny.problem(present=present), tiny.plan()
+    streams = Streams(seed, torch.device("cpu"), rank=int(present))
+    # The size of the data set is public: where it is divided by, that must not tell x.
+    records = tiny.others + 1 if fault.own_divisor else len(problem.train)
+    procedure = fault.bind(tiny.method(records), problem, plan, streams)
+    weights = [
+        float(train(procedure, plan, start(procedure)).state.params["weight"])
+        for _ in range(repetitions)
+    ]
+    return np.array(weights)
+
+
+def learned_scores(with_x: Array, without: Array) -> tuple[Array, Array]:
+    """Log-likelihood ratios by a histogram over the part of the runs that chooses the event."""
+    first = int(CHOICE_SHARE * min(len(with_x), len(without)))
+    pooled = np.concatenate([with_x[:first], without[:first]])
+    edges = np.unique(np.quantile(pooled, np.linspace(0, 1, BINS + 1)[1:-1]))
+
+    def log_counts(values: Array) -> Array:
+        found = np.bincount(np.searchsorted(edges, values, "right"), minlength=len(edges) + 1)
+        return np.asarray(np.log(found + 0.5))
+
+    ratio = log_counts(with_x[:first]) - log_counts(without[:first])
+    with_scores, without_scores = (
+        ratio[np.searchsorted(edges, values, "right")] for values in (with_x, without)
+    )
+    return with_scores, without_scores
+
+
+def audit_repeated(
+    tiny: Tiny, fault: Fault, repetitions: int, confidence: float = 0.999, seed: int = 0
+) -> Finding:
+    """Repeat a tiny training with and without x, and hold it against its claim."""
+    with_x, without = (
+        outcomes(tiny, fault, repetitions, seed, present=present) for present in (True, False)
+    )
+    bound = epsilon_lower_bound(*learned_scores(with_x, without), DELTA, confidence)
+    return Finding(
+        audit="repeated",
+        subject=f"{tiny.name}; fault: {fault.name}",
+        accounting=tiny.accounting,
+        claimed=tiny.claimed(),
+        delta=DELTA,
+        lower=bound.epsilon,
+        confidence=confidence,
+        details={
+            "fault": fault.name,
+            "problem": tiny.name,
+            "likelier": bound.likelier,
+            "rarer": bound.rarer,
+            "repetitions": bound.repetitions,
+            "seed": seed,
+        },
+    )

@@ -1,0 +1,155 @@
+"""One training run with canaries, held against what is claimed for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpsur import checks
+from dpsur.audits.broken import SOUND, Fault
+from dpsur.audits.canaries import Planter
+from dpsur.audits.finding import Finding
+from dpsur.audits.one_run import (
+    claimed_curve,
+    epsilon_of_guesses,
+    gaussian_epsilon_of_guesses,
+    tail_probability_under,
+)
+from dpsur.core.types import Examples, LossFunction
+from dpsur.errors import InvalidInputError
+from dpsur.methods import Method
+from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.filtered import AnyPlan
+from dpsur.privacy.plan import Budget, Plan
+from dpsur.runs.prepare import prepare
+
+# Guesses on a tenth of the canaries say most about a training of moderate epsilon, guesses on more
+# of them about one that hides little. They share the error, as do the bound and the p-value.
+GUESSED_SHARES = (0.1, 0.4)
+CURVE_DELTAS = (1e-5, 1e-4, 1e-3, 1e-2, 0.1)
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """How many canaries were guessed, and how many rightly."""
+
+    canaries: int
+    made: int
+    correct: int
+
+
+def guess(scores: Tensor, included: Tensor, made: int) -> Guesses:
+    """Guess that the highest scores were in and the lowest out, half of the guesses each."""
+    order = scores.argsort()
+    half = made // 2
+    right = included[order[len(order) - half :]].sum() + (~included[order[:half]]).sum()
+    return Guesses(len(scores), 2 * half, int(right))
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """What the guesses say, the best of all numbers of guesses that were tried.
+
+    `lower` holds for any trade-off curve, `gaussian` for Gaussian ones, each with half of the error
+    that the confidence leaves; `p_value` is of the claimed curve.
+    """
+
+    lower: float
+    gaussian: float
+    p_value: float
+    guesses: tuple[Guesses, ...]
+
+
+def judge_guesses(
+    tried: Sequence[Guesses],
+    curve: Sequence[tuple[float, float]],
+    delta: float,
+    confidence: float,
+) -> OneRun:
+    """Bounds and p-value, corrected for the numbers of guesses that were tried."""
+    each = 1 - (1 - confidence) / (2 * len(tried))
+    counts = [(g.canaries, g.made, g.correct) for g in tried]
+    inverse = claimed_curve(curve)
+    return OneRun(
+        max(epsilon_of_guesses(*count, delta, each) for count in counts),
+        max(gaussian_epsilon_of_guesses(*count, delta, each) for count in counts),
+        min(1.0, len(tried) * min(tail_probability_under(inverse, *count) for count in counts)),
+        tuple(tried),
+    )
+
+
+def claimed_points(plan: AnyPlan) -> list[tuple[float, float]]:
+    """What is claimed at several deltas, none below the budget's; a filter has one claim only."""
+    if not isinstance(plan, Plan):
+        return [(plan.budget.epsilon, plan.budget.delta)]
+    accounting = accounting_named(plan.accounting)
+    deltas = {plan.budget.delta, *(d for d in CURVE_DELTAS if d > plan.budget.delta)}
+    return [
+        (accounting.planned(plan.setup, plan.trial, plan.length, delta), delta)
+        for delta in sorted(deltas)
+    ]
+
+
+def audit_training(
+    model: nn.Module,
+    train: Examples,
+    *,
+    loss: LossFunction,
+    method: Method,
+    budget: Budget,
+    accounting: str,
+    planter: Planter,
+    subject: str,
+    confidence: float = 0.95,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    fault: Fault = SOUND,
+) -> Finding:
+    """Train once with canaries and hold the guesses against the claimed epsilon.
+
+    A fault replaces what runs, but not what is claimed. Formal guarantee: if the training has
+    the claimed privacy, the verdict is "contradicted" with probability at most 1 - confidence.
+    """
+    if not 0 < confidence < 1:
+        raise InvalidInputError(f"confidence must be in (0, 1), got {confidence}")
+    checks.non_negative("seed", seed)
+    coins = torch.Generator().manual_seed(seed)
+    planted = planter(model, loss, train, coins)
+    session = prepare(
+        planted.model,
+        planted.train,
+        loss=planted.loss,
+        budget=budget,
+        method=method,
+        test_set=None,
+        accounting=accounting,
+        seed=seed,
+        device=device,
+    )
+    progress = fault.tamper(session).run()
+    scores = planted.scores(session.problem, progress.state.released_params).cpu()
+    included = planted.included.cpu()
+    tried = [guess(scores, included, int(share * len(scores))) for share in GUESSED_SHARES]
+    points = claimed_points(session.plan)
+    found = judge_guesses(tried, points, budget.delta, confidence)
+    return Finding(
+        audit="one run",
+        subject=subject,
+        accounting=accounting,
+        claimed=points[0][0],
+        delta=budget.delta,
+        lower=found.lower,
+        confidence=confidence,
+        p_value=found.p_value,
+        details={
+            "fault": fault.name,
+            "gaussian_lower": found.gaussian,
+            "canaries": len(scores),
+            "included": int(included.sum()),
+            "guesses": [[g.made, g.correct] for g in found.guesses],
+            "updates": session.plan.length,
+            "records": len(planted.train),
+            "seed": seed,
+        },
+    )

@@ -1,0 +1,165 @@
+"""`dpsur attack`: membership inference on targets that it trains, or on a release."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpsur.attacks.gap import gap_attack
+from dpsur.attacks.many import Recipe
+from dpsur.attacks.metrics import Metrics, Scores, measure
+from dpsur.attacks.models import SeparateModels, Trainer
+from dpsur.attacks.split import as_many, split_pool
+from dpsur.attacks.suite import ATTACKS, Attacked, attack_target, with_white_box
+from dpsur.cli.options import add_method_options, build_method, method_options
+from dpsur.errors import InvalidInputError
+from dpsur.experiments.targets import (
+    PrivateTrainer,
+    attacked_pool,
+    plain_features,
+    plain_trainer,
+)
+from dpsur.methods import METHODS, Nonprivate, method_named
+from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
+from dpsur.privacy.plan import Budget
+from dpsur.runs.prepare import choose_device
+from dpsur.runs.release import read_release
+from dpsur.runs.tasks import TaskRun
+from dpsur.tasks import DEFAULT_TASK, task_named
+
+DESCRIPTION = """\
+Who was in the training set?
+
+  dpsur attack --task fmnist                       a target without privacy
+  dpsur attack --task fmnist --method dpsgd --epsilon 3
+  dpsur attack --release run                       what `dpsur train` released
+
+The records are cut at random 2:1:2:1: the target is trained on the first part, the second are
+others, and the third and fourth are the same for the shadow model. Lines marked "shuffled" are
+controls: the same attack on records whose membership was drawn by lot, which must find nothing.
+Of a release the training records are members and the test records are not; only gap and white-box,
+which train no model, are made there.
+"""
+USUAL = ("gap", "shadow", "white-box")
+
+
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    listing = "\n".join(f"  {name:<13} {text}" for name, text in ATTACKS.items())
+    parser.description = DESCRIPTION
+    parser.epilog = f"attacks:\n{listing}"
+    parser.usage = "dpsur attack [--task TASK] [--method METHOD] [options]"
+    parser.add_argument(
+        "--attacks",
+        default=",".join(USUAL),
+        metavar="LIST",
+        help=f"names with commas between, or: all (default: {','.join(USUAL)})",
+    )
+    parser.add_argument("--release", metavar="DIR", help="attack a release instead of a new target")
+    parser.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
+    parser.add_argument(
+        "--method",
+        default=Nonprivate.name,
+        help=f"of target and shadow models, one of: {', '.join(METHODS)} (default: nonprivate)",
+    )
+    parser.add_argument("--epsilon", type=float, default=3.0, help="of private targets (3)")
+    parser.add_argument("--delta", type=float, default=1e-5, help="of private targets (1e-5)")
+    parser.add_argument("--accounting", default=DEFAULT_ACCOUNTING, choices=ACCOUNTINGS)
+    parser.add_argument("--features", help="of private targets (default: inputs as they are)")
+    parser.add_argument("--epochs", type=int, default=100, help="of targets without privacy (100)")
+    parser.add_argument(
+        "--shadow-models", type=int, default=16, metavar="N", help="for lira and rmia (16)"
+    )
+    parser.add_argument("--max-records", type=int, metavar="N", help="use so many records only")
+    parser.add_argument("--seed", type=int, default=0, help="of split and training (default: 0)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
+    parser.add_argument("--roc", metavar="FILE", help="draw ROC curves (PNG, SVG or PDF)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_method_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Attack and print how far that came."""
+    names = list(ATTACKS) if options.attacks == "all" else options.attacks.split(",")
+    device = choose_device(options.device)
+    found = _release(options, device) if options.release else _target(options, names, device)
+    metrics = {name: measure(scores) for name, scores in found.scores.items()}
+    if options.roc is not None:
+        _draw(Path(options.roc), found.scores)
+    if options.json:
+        print(json.dumps(_values(found, metrics)))
+        return 0
+    print(f"target: accuracy {found.train_accuracy:.2%} on its training records, ", end="")
+    print(f"{found.test_accuracy:.2%} on others")
+    print(f"{'attack':<22}{'accuracy':<24}{'AUC':<24}{'TPR at FPR 1%':<24}TPR at FPR 0.1%")
+    for name, figures in metrics.items():
+        cells = (
+            figures.balanced_accuracy,
+            figures.auc,
+            figures.tpr_at_1_percent,
+            figures.tpr_at_01_percent,
+        )
+        print(f"{name:<22}" + "".join(f"{cell!s:<24}" for cell in cells).rstrip())
+    print("accuracy: on as many members as others; in brackets, 95% intervals")
+    return 0
+
+
+def _values(found: Attacked, metrics: dict[str, Metrics]) -> dict[str, Any]:
+    return {
+        "train_accuracy": found.train_accuracy,
+        "test_accuracy": found.test_accuracy,
+        "attacks": {name: figures.to_json() for name, figures in metrics.items()},
+    }
+
+
+def _target(options: argparse.Namespace, names: list[str], device: torch.device) -> Attacked:
+    task = task_named(options.task)
+    kind = method_named(options.method)
+    chosen = {**task.settings.get(kind.name, {}), **method_options(options, kind)}
+    trainer: Trainer
+    if kind is Nonprivate:
+        if chosen:
+            raise InvalidInputError(
+                "targets without privacy are trained as in the paper; of their settings only "
+                "--epochs can be chosen"
+            )
+        trainer = plain_trainer(task, Recipe(epochs=options.epochs), device)
+    else:
+        method = build_method(kind.name, chosen)
+        budget = Budget(options.epsilon, options.delta)
+        features = options.features or method.features or plain_features(task)
+        asked = TaskRun(task.name, method, budget, options.accounting, features)
+        trainer = PrivateTrainer(asked, device)
+    split = split_pool(attacked_pool(task, options.max_records), options.seed)
+    return attack_target(split, trainer, names, options.seed, options.shadow_models)
+
+
+def _release(options: argparse.Namespace, device: torch.device) -> Attacked:
+    model, _, origin = read_release(options.release)
+    if origin.task is None:
+        raise InvalidInputError(f"{options.release} names no task whose records to attack with")
+    train, test = task_named(origin.task).load(None)
+    if test is None:
+        raise InvalidInputError(f"task {origin.task} has no records that are no members")
+    count = min(len(train), len(test))
+    members = train.select(as_many(torch.arange(len(train)), count, options.seed))
+    others = test.select(as_many(torch.arange(len(test)), count, options.seed))
+    target = SeparateModels([model.to(device).eval()])
+    scores: dict[str, Scores] = {"gap": gap_attack(target, members, others)}
+    scores |= with_white_box(target, members, others, options.seed)
+    return Attacked.of(target, members, others, scores)
+
+
+def _draw(path: Path, scores: dict[str, Scores]) -> None:
+    from dpsur.experiments import style
+    from dpsur.experiments.roc import draw_roc, thinned
+
+    curves = {name: thinned(part) for name, part in scores.items()}
+    try:
+        with style.common():
+            draw_roc({"": curves}).savefig(path, dpi=200)
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"cannot draw to {path}: {error}") from error

@@ -1,0 +1,198 @@
+"""`dpsur audit`: lower bounds on epsilon, held against what is claimed."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpsur.audits.broken import FAULTS, SOUND
+from dpsur.audits.canaries import Planter, gradient_canaries, input_canaries
+from dpsur.audits.finding import CONTRADICTED, Finding
+from dpsur.audits.mechanism import audit_mechanisms
+from dpsur.audits.repeated import PLACES, TINY, audit_repeated
+from dpsur.audits.training import audit_training
+from dpsur.cli.options import add_method_options, build_method, method_options
+from dpsur.core.streams import INIT, Streams
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+from dpsur.experiments.targets import plain_network
+from dpsur.methods import METHODS, Method, method_named
+from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
+from dpsur.privacy.plan import Budget
+from dpsur.privacy.statement import format_epsilon
+from dpsur.runs.prepare import choose_device
+from dpsur.tasks import DEFAULT_TASK, Task, task_named
+from dpsur.tasks.networks import build_network
+
+DESCRIPTION = """\
+Try to contradict a claimed epsilon.
+
+  dpsur audit                                  tiny problems under every accounting
+  dpsur audit --against broken                 tiny trainings with faults put in on purpose
+  dpsur audit --against training --epsilon 4   one training of a task, with canaries in it
+
+A lower bound above the claimed epsilon contradicts the claim at the stated confidence. One below it
+proves nothing. The exit status is 1 where a sound training under a proved accounting is
+contradicted. docs/auditing.md says how to read the result.
+"""
+TARGETS = ("mechanism", "broken", "training")
+
+
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = DESCRIPTION
+    parser.usage = "dpsur audit [--against WHAT] [options]"
+    parser.add_argument(
+        "--against", choices=TARGETS, default="mechanism", help="what to audit (default: mechanism)"
+    )
+    parser.add_argument(
+        "--confidence",
+        type=float,
+        help="of the bounds (default: 0.999, for a training 0.95)",
+    )
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        help="runs with and without the record (default: 50000; in the loop, for broken, 1500)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of draws and coins (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a finding")
+    parser.add_argument("--plot", metavar="FILE", help="draw claims and bounds (PNG, SVG or PDF)")
+    one = parser.add_argument_group("one training (--against training)")
+    one.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
+    one.add_argument("--method", default="dpsgd", help=f"one of: {', '.join(METHODS)}")
+    one.add_argument("--epsilon", type=float, default=4.0, help="claimed (default: 4)")
+    one.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")
+    one.add_argument(
+        "--accounting", default=DEFAULT_ACCOUNTING, choices=ACCOUNTINGS, help="of the claim"
+    )
+    one.add_argument(
+        "--canaries",
+        choices=("gradient", "input"),
+        default="gradient",
+        help="records with a gradient of their own, or test records with random labels",
+    )
+    one.add_argument("--count", type=int, default=2000, help="canaries (default: 2000)")
+    one.add_argument(
+        "--fault",
+        choices=(SOUND.name, *FAULTS),
+        default=SOUND.name,
+        metavar="FAULT",
+        help=f"break it on purpose: {', '.join(FAULTS)}",
+    )
+    one.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
+    add_method_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Audit and print what was found."""
+    audits = {"mechanism": _mechanisms, "broken": _broken, "training": _training}
+    findings = []
+    for finding in audits[options.against](options):
+        findings.append(finding)
+        if options.json:
+            print(json.dumps(finding.row()), flush=True)
+        else:
+            print(_text(finding), flush=True)
+    if options.plot is not None:
+        _plot(Path(options.plot), findings)
+    alarms = [f for f in findings if f.verdict == CONTRADICTED and _is_sound(f)]
+    return 1 if alarms else 0
+
+
+def _is_sound(finding: Finding) -> bool:
+    proved = ACCOUNTINGS[finding.accounting].proved
+    return proved and finding.details.get("fault", SOUND.name) == SOUND.name
+
+
+def _text(finding: Finding) -> str:
+    """Three lines a finding."""
+    figures = f"claimed {format_epsilon(finding.claimed)}, lower bound {finding.lower:.3f}"
+    if finding.confidence < 1:
+        figures += f" at {finding.confidence:.4g}"
+    if finding.exact is not None:
+        figures += f", exact {finding.exact:.3f}"
+    if finding.p_value is not None:
+        figures += f", p-value of the claim {finding.p_value:.2g}"
+    return (
+        f"{finding.audit}: {finding.subject} ({finding.accounting})\n"
+        f"  epsilon at delta {finding.delta:g}: {figures}\n"
+        f"  {finding.verdict}"
+    )
+
+
+def _mechanisms(options: argparse.Namespace) -> Iterator[Finding]:
+    known: dict[str, Any] = {"seed": options.seed}
+    if options.repetitions is not None:
+        known["repetitions"] = options.repetitions
+    if options.confidence is not None:
+        known["confidence"] = options.confidence
+    return audit_mechanisms(**known)
+
+
+def _broken(options: argparse.Namespace) -> Iterator[Finding]:
+    repetitions = options.repetitions or 1500
+    confidence = options.confidence or 0.999
+    for name, tiny in TINY.items():
+        faults = [SOUND, *(FAULTS[fault] for fault, place in PLACES.items() if place == name)]
+        for fault in faults:
+            yield audit_repeated(tiny, fault, repetitions, confidence, options.seed)
+
+
+def _training(options: argparse.Namespace) -> Iterator[Finding]:
+    task, kind = task_named(options.task), method_named(options.method)
+    chosen = {**task.settings.get(kind.name, {}), **method_options(options, kind)}
+    method = build_method(kind.name, chosen)
+    device = choose_device(options.device)
+    train, test = task.load(None)
+    with Streams(options.seed, device).global_randomness(INIT):
+        model = build_network(plain_network(task))
+    fault = SOUND if options.fault == SOUND.name else FAULTS[options.fault]
+    yield audit_training(
+        model,
+        train,
+        loss=task.loss,
+        method=method,
+        budget=Budget(options.epsilon, options.delta),
+        accounting=options.accounting,
+        planter=_planter(options, task, method, test),
+        subject=f"{kind.name} on {task.name}, fault: {fault.name}",
+        confidence=options.confidence or 0.95,
+        seed=options.seed,
+        device=device,
+        fault=fault,
+    )
+
+
+def _planter(
+    options: argparse.Namespace, task: Task, method: Method, test: Examples | None
+) -> Planter:
+    if options.canaries == "gradient":
+        clip = getattr(method, "max_grad_norm", None)
+        if clip is None:
+            raise InvalidInputError(
+                f"gradient canaries are made for a clip norm, which the method {method.name} does "
+                "not have; use --canaries input"
+            )
+        return gradient_canaries(options.count, clip)
+    if test is None or len(test) < options.count:
+        raise InvalidInputError(
+            f"--count {options.count} input canaries are taken from the test records of "
+            f"{task.name}, which are {0 if test is None else len(test)}"
+        )
+    return input_canaries(test.select(torch.arange(options.count)), int(test.targets.max()) + 1)
+
+
+def _plot(path: Path, findings: list[Finding]) -> None:
+    from dpsur.experiments import style
+    from dpsur.experiments.audit import draw_findings
+
+    try:
+        with style.common():
+            draw_findings([finding.row() for finding in findings]).savefig(path, dpi=200)
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"cannot draw to {path}: {error}") from error

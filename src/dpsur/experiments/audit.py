@@ -1,0 +1,229 @@
+"""What audits find: tiny problems under every accounting, whole trainings, and broken ones."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dpsur.audits.broken import FAULTS, SOUND, Fault
+from dpsur.audits.canaries import gradient_canaries
+from dpsur.audits.finding import CONTRADICTED, Finding
+from dpsur.audits.mechanism import EXACT_ONLY, UNITS, audit_exactly, audit_unit
+from dpsur.audits.repeated import PLACES, TINY, audit_repeated
+from dpsur.audits.training import audit_training
+from dpsur.core.streams import INIT, Streams
+from dpsur.experiments import style
+from dpsur.experiments.artifacts import Artifact, Column, Picture, Table, table_page
+from dpsur.experiments.base import Cell, OneByOne, Options, Row
+from dpsur.experiments.targets import plain_network
+from dpsur.methods import Dpsgd, Dpsur
+from dpsur.methods.gated import Gated
+from dpsur.privacy.plan import Budget
+from dpsur.runs.prepare import choose_device
+from dpsur.tasks import task_named
+from dpsur.tasks.networks import build_network
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+REPETITIONS = 100_000
+CONFIDENCE = 0.999
+LOOP_REPETITIONS = 6_000
+GATED_REPETITIONS = 2_500  # a run behind a gate takes many trials
+TASK = "mnist-5k"
+CANARIES = 4000
+EPSILON, DELTA = 4.0, 1e-5
+ONE_RUN_CONFIDENCE = 0.95
+_PLAIN: dict[str, Any] = {
+    "momentum": 0.0,
+    "schedule": "constant",
+    "updates": 60,
+    "batch_size": 2048,
+}
+_MANY_REJECTIONS = {"val_noise_multiplier": 10.0, "accept_threshold": -30.0}
+# name -> method, its settings and the accounting
+TRAININGS: dict[str, tuple[type[Gated], dict[str, Any], str]] = {
+    "dpsgd": (Dpsgd, _PLAIN, "every-trial"),
+    "dpsur, coin": (Dpsur, _PLAIN, "proven"),
+    "dpsur, loss": (Dpsur, {**_PLAIN, "gate": "loss"}, "proven"),
+    "dpsur, loss, as published": (Dpsur, {**_PLAIN, "gate": "loss"}, "published"),
+    "dpsur with momentum, many rejections": (
+        Dpsur,
+        {**_PLAIN, **_MANY_REJECTIONS, "momentum": 0.9, "updates": 20, "batch_size": 1024},
+        "proven",
+    ),
+}
+TITLE = "What audits find"
+TEXT = f"""
+Each line holds a claim of (ε, δ)-DP against a lower bound on the true ε at the stated confidence. A
+claim is contradicted by a bound above it, by an exact ε above it, or by a p-value below half of the
+error that the confidence leaves; otherwise nothing is proved. The confidence is that of a line, not
+of all lines together.
+
+*mechanism*: {REPETITIONS:,} runs with and as many without one record, of tiny problems whose law is
+known, drawn by the library's own gate and noise. *exact*: the same law, computed. *repeated*:
+{LOOP_REPETITIONS:,} runs ({GATED_REPETITIONS:,} behind a gate) of tiny trainings in the library's
+loop, sound and with faults put in on purpose. *one run*: a single training of {TASK} at
+ε {EPSILON:g} with {CANARIES:,} gradient canaries, each included by a fair coin.
+
+A fault that is not contradicted is one that this audit cannot see, not one that is harmless: a
+stale loss leaves the law of what is released nearly as it is, but the proof no longer holds.
+"""
+
+
+class Audit(OneByOne):
+    """One row per problem and kind of output; a row holds one finding per accounting."""
+
+    name = "audit"
+    partial = True
+
+    def cells(self, options: Options) -> Iterator[Cell]:  # noqa: ARG002
+        """Tiny problems, exact laws, repeated trainings and trainings with canaries."""
+        known = {"repetitions": REPETITIONS, "confidence": CONFIDENCE, "seed": 0}
+        for unit in UNITS:
+            for charges in ("updates", "trials"):
+                if charges == "updates" or "coin" not in unit:
+                    config = {"audit": "mechanism", "unit": unit, "charges": charges, **known}
+                    yield {"config": config}
+        for unit in EXACT_ONLY:
+            yield {"config": {"audit": "exact", "unit": unit}}
+        for tiny, training in TINY.items():
+            gated = training.trial.gate is not None
+            repetitions = GATED_REPETITIONS if gated else LOOP_REPETITIONS
+            looped = {"repetitions": repetitions, "confidence": CONFIDENCE, "seed": 0}
+            for fault in (SOUND.name, *(name for name, place in PLACES.items() if place == tiny)):
+                config = {"audit": "repeated", "problem": tiny, "fault": fault, **looped}
+                yield {"config": config}
+        for name, (_, settings, accounting) in TRAININGS.items():
+            for fault in (SOUND.name, *_visible_faults(name)):
+                yield {
+                    "config": {
+                        "audit": "one run",
+                        "task": TASK,
+                        "training": name,
+                        "settings": settings,
+                        "accounting": accounting,
+                        "fault": fault,
+                        "epsilon": EPSILON,
+                        "delta": DELTA,
+                        "canaries": CANARIES,
+                        "confidence": ONE_RUN_CONFIDENCE,
+                        "seed": 0,
+                    }
+                }
+
+    def measure(self, cell: Cell, options: Options) -> Row:
+        """Make the findings of one cell."""
+        config = cell["config"]
+        kind = config["audit"]
+        found: list[Finding]
+        if kind == "mechanism":
+            found = list(
+                audit_unit(
+                    config["unit"],
+                    UNITS[config["unit"]](),
+                    config["charges"],
+                    config["repetitions"],
+                    config["confidence"],
+                    config["seed"],
+                )
+            )
+        elif kind == "exact":
+            found = list(audit_exactly(config["unit"], EXACT_ONLY[config["unit"]]()))
+        elif kind == "repeated":
+            tiny, fault = TINY[config["problem"]], _fault(config["fault"])
+            found = [
+                audit_repeated(
+                    tiny, fault, config["repetitions"], config["confidence"], config["seed"]
+                )
+            ]
+        else:
+            found = [_one_run(config, options)]
+        return {"findings": [finding.row() for finding in found]}
+
+    def render(self, rows: Sequence[Row]) -> list[Artifact]:
+        """One table of all findings, and claims against bounds."""
+        columns = [
+            Column("audit", "audit"),
+            Column("of", "subject"),
+            Column("accounting", "accounting"),
+            Column("claimed ε", "claimed", ".3f"),
+            Column("lower bound", "lower", ".3f"),
+            Column("confidence", "confidence", ".1%"),
+            Column("exact ε", "exact", ".3f"),
+            Column("p-value of the claim", "p_value", ".2g"),
+            Column("δ", "delta", "g"),
+            Column("verdict", "verdict"),
+        ]
+        records = [
+            {**finding, "verdict": _marked(finding["verdict"])}
+            for row in rows
+            for finding in row["findings"]
+        ]
+        picture = Picture(self.name, lambda: draw_findings(records))
+        return table_page(self.name, TITLE, TEXT, Table(columns, records), picture)
+
+
+EXPERIMENT = Audit()
+
+
+def _visible_faults(training: str) -> list[str]:
+    """Faults that a training can have."""
+    if training == "dpsgd":
+        return [name for name, fault in FAULTS.items() if not fault.needs_test]
+    if "many rejections" in training:
+        return [name for name, fault in FAULTS.items() if fault.needs_test]
+    return []
+
+
+def _fault(name: str) -> Fault:
+    return SOUND if name == SOUND.name else FAULTS[name]
+
+
+def _marked(verdict: str) -> str:
+    return f"**{verdict}**" if verdict == CONTRADICTED else verdict
+
+
+def _one_run(config: dict[str, Any], options: Options) -> Finding:
+    task = task_named(config["task"])
+    device = choose_device(options.device or "auto")
+    train, _ = task.load(None)
+    kind, _, accounting = TRAININGS[config["training"]]
+    method = kind(**{**task.settings.get(kind.name, {}), **config["settings"]})
+    with Streams(config["seed"], torch.device("cpu")).global_randomness(INIT):
+        model = build_network(plain_network(task))
+    return audit_training(
+        model,
+        train,
+        loss=task.loss,
+        method=method,
+        budget=Budget(config["epsilon"], config["delta"]),
+        accounting=accounting,
+        planter=gradient_canaries(config["canaries"], method.max_grad_norm),
+        subject=f"{config['training']}; fault: {config['fault']}",
+        confidence=config["confidence"],
+        seed=config["seed"],
+        device=device,
+        fault=_fault(config["fault"]),
+    )
+
+
+def draw_findings(records: Sequence[dict[str, Any]]) -> "Figure":
+    """Claims and bounds, a line each; what lies right of its claim contradicts it."""
+    figure = style.new_figure(style.PAGE, 0.6 + 0.17 * len(records))
+    axes = figure.subplots()
+    for place, record in enumerate(reversed(list(records))):
+        broken = CONTRADICTED in record["verdict"] and "not" not in record["verdict"]
+        colour = style.ORANGE if broken else style.BLUE
+        axes.plot([0, record["lower"]], [place, place], color=colour, linewidth=2.5)
+        axes.plot([record["claimed"]] * 2, [place - 0.35, place + 0.35], color=style.INK)
+        if record["exact"] is not None:
+            axes.plot(record["exact"], place, "o", color=colour, markersize=3)
+    axes.set_yticks(
+        range(len(records)),
+        [f"{r['subject']} ({r['accounting']})" for r in reversed(list(records))],
+        fontsize=6.5,
+    )
+    axes.set(xlabel="ε: bar, lower bound; dot, exact; tick, claimed", xlim=(0, None))
+    axes.set_ylim(-0.8, len(records) - 0.2)
+    return figure

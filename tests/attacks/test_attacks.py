@@ -1,0 +1,254 @@
+"""Attacks bite where there is something to bite, and not where membership is shuffled."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpsur.attacks.features import last_layer_gradients, log_odds
+from dpsur.attacks.gap import gap_attack
+from dpsur.attacks.lira import (
+    lira_offline,
+    lira_online,
+    lira_scores,
+    random_parts,
+    target_log_odds,
+    train_shadows,
+)
+from dpsur.attacks.many import ManyModels, Recipe
+from dpsur.attacks.metrics import Scores, measure
+from dpsur.attacks.models import SeparateModels
+from dpsur.attacks.rmia import relative_likelihood, rmia_scores, true_probability
+from dpsur.attacks.shadow import shadow_attack
+from dpsur.attacks.split import as_many, split_pool
+from dpsur.attacks.suite import ATTACKS, attack_target
+from dpsur.attacks.white_box import white_box_attack
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+from tests.statistics import FALSE_ALARM
+
+CLASSES, WIDTH, SIZE = 4, 30, 900
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, CLASSES))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Examples:
+    """Labels that follow the inputs but for noise, which a network can learn by heart."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(SIZE, WIDTH, generator=generator)
+    labels = (inputs[:, :CLASSES] + 0.7 * torch.randn(SIZE, CLASSES, generator=generator)).argmax(1)
+    return Examples(inputs, labels)
+
+
+@pytest.fixture(scope="module")
+def trainer() -> ManyModels:
+    return ManyModels(network, F.cross_entropy, Recipe(epochs=60, batch_size=50, learning_rate=0.1))
+
+
+@pytest.fixture(scope="module")
+def split(pool):
+    return split_pool(pool, seed=1)
+
+
+@pytest.fixture(scope="module")
+def models(trainer, split):
+    return trainer(split.pool, [split.target_train, split.shadow_train], seed=2)
+
+
+@pytest.fixture(scope="module")
+def sides(split):
+    """As many members as others."""
+    members = as_many(split.target_train, len(split.target_test), seed=3)
+    return split.examples(members), split.examples(split.target_test)
+
+
+def test_the_split(split):
+    parts = (split.target_train, split.target_test, split.shadow_train, split.shadow_test)
+    assert [len(part) for part in parts] == [300, 150, 300, 150]
+    assert len(torch.cat(parts).unique()) == SIZE
+    with pytest.raises(InvalidInputError, match="four parts"):
+        split_pool(split.pool.select(torch.arange(5)), seed=0)
+
+
+def test_many_at_once_are_trained_as_one_by_one(pool):
+    """Against torch.optim.SGD on whole batches, where the order of records plays no part."""
+    rows = [torch.arange(40), torch.arange(100, 140)]
+    recipe = Recipe(epochs=7, batch_size=40, learning_rate=0.1, weight_decay=0.01)
+    trained = ManyModels(network, F.cross_entropy, recipe)(pool, rows, seed=5)
+    start = ManyModels(network, F.cross_entropy, Recipe(epochs=1, learning_rate=1e-30, momentum=0))
+    initial = start(pool, rows, seed=5)
+    for index, part in enumerate(rows):
+        module = initial.module(index)
+        optimizer = torch.optim.SGD(
+            module.parameters(), lr=0.1, momentum=recipe.momentum, weight_decay=0.01
+        )
+        for _ in range(7):
+            optimizer.zero_grad()
+            F.cross_entropy(module(pool.inputs[part]), pool.targets[part]).backward()
+            optimizer.step()
+        expected = dict(module.named_parameters())
+        for name, value in trained.params.items():
+            assert torch.allclose(value[index], expected[name], atol=1e-5)
+    assert not torch.allclose(trained.params["0.weight"][0], trained.params["0.weight"][1])
+
+
+def test_models_need_equally_many_records(trainer, pool):
+    with pytest.raises(InvalidInputError, match="equally many"):
+        trainer(pool, [torch.arange(3), torch.arange(4)], seed=0)
+
+
+def test_last_layer_gradients_are_each_records_own(pool):
+    module = network()
+    examples = pool.select(torch.arange(6))
+    outputs, gradients = last_layer_gradients(module, examples)
+    assert torch.allclose(outputs, module(examples.inputs))
+    for row in range(6):
+        loss = F.cross_entropy(
+            module(examples.inputs[row : row + 1]), examples.targets[row].view(1)
+        )
+        weight, bias = torch.autograd.grad(loss, [module[2].weight, module[2].bias])
+        assert torch.allclose(gradients[row, :, :-1], weight, atol=1e-6)
+        assert torch.allclose(gradients[row, :, -1], bias, atol=1e-6)
+    with pytest.raises(InvalidInputError, match="no linear layer"):
+        last_layer_gradients(nn.Sequential(nn.Tanh()), examples)
+
+
+def test_log_odds_do_not_saturate():
+    outputs = torch.tensor([[50.0, 0.0], [2.0, 1.0]])
+    expected = torch.tensor([50.0, -1.0], dtype=torch.float64)
+    assert torch.allclose(log_odds(outputs, torch.tensor([0, 1])), expected)
+
+
+def accuracy(scores: Scores):
+    return measure(scores, confidence=1 - FALSE_ALARM).balanced_accuracy
+
+
+def shadow(models, split, sides):
+    one, two = (SeparateModels([models.module(index)]) for index in (0, 1))
+    return shadow_attack(
+        one,
+        two,
+        shadow_members=split.examples(split.shadow_train),
+        shadow_others=split.examples(split.shadow_test),
+        members=sides[0],
+        others=sides[1],
+    )
+
+
+def white_box(models, sides, seed=0):
+    members, others = sides
+    half = torch.randperm(len(members), generator=torch.Generator().manual_seed(seed))
+    known, rest = half[: len(half) // 2], half[len(half) // 2 :]
+    return white_box_attack(
+        models.module(0),
+        known_members=members.select(known),
+        known_others=others.select(known),
+        members=members.select(rest),
+        others=others.select(rest),
+    )
+
+
+def test_the_target_is_overfitted(models, split, sides):
+    right = models.outputs(split.pool.inputs)[0].argmax(1) == split.pool.targets
+    train, test = right[split.target_train].float().mean(), right[split.target_test].float().mean()
+    assert train > 0.95
+    assert test < 0.75
+    gap = accuracy(gap_attack(models, *sides))
+    assert gap.value == pytest.approx(0.5 + (train - test).item() / 2, abs=0.03)
+
+
+def test_attacks_beat_the_gap_attack(models, split, sides):
+    gap = accuracy(gap_attack(models, *sides)).value
+    assert accuracy(shadow(models, split, sides)).value > gap
+    assert (
+        accuracy(white_box(models, sides)).value > gap - 0.03
+    )  # a quarter of the records to learn
+    assert accuracy(shadow(models, split, sides)).low > 0.6
+
+
+def test_shuffled_membership_is_not_found(models, split, sides):
+    """The control of all attacks: the same numbers of records, members drawn by lot."""
+    both = Examples(
+        torch.cat([sides[0].inputs, sides[1].inputs]),
+        torch.cat([sides[0].targets, sides[1].targets]),
+    )
+    lots = torch.randperm(len(both), generator=torch.Generator().manual_seed(9))
+    shuffled = both.select(lots[:150]), both.select(lots[150:])
+    for scores in (shadow(models, split, shuffled), white_box(models, shuffled)):
+        figure = accuracy(scores)
+        assert figure.low < 0.5 < figure.high
+
+
+@pytest.fixture(scope="module")
+def lira(trainer, pool, split, models):
+    candidates = torch.cat([split.target_train[:150], split.target_test])
+    shadows = train_shadows(trainer, pool, candidates, 300, models=16, seed=11)
+    member = np.arange(300) < 150
+    target = SeparateModels([models.module(0)])
+    odds = target_log_odds(target, split.examples(candidates))
+    return candidates, shadows, member, odds
+
+
+def test_likelihood_ratios(lira):
+    _, shadows, member, odds = lira
+    online = measure(lira_scores(lira_online(odds, shadows), member, online=True))
+    offline = measure(lira_scores(lira_offline(odds, shadows), member, online=False))
+    assert online.auc.low > 0.75
+    assert offline.auc.low > 0.65
+    lots = np.random.default_rng(0).permutation(member)
+    shuffled = lira_scores(lira_online(odds, shadows), lots, online=True)
+    control = measure(shuffled, confidence=1 - FALSE_ALARM)
+    assert control.auc.low < 0.5 < control.auc.high
+
+
+def test_rmia(lira, split, models):
+    candidates, shadows, member, _ = lira
+    examples = split.examples(candidates)
+    target = true_probability(models.outputs(examples.inputs)[0], examples.targets)
+    reference = true_probability(shadows.outputs, examples.targets)
+    known = torch.from_numpy(shadows.member)
+    for online in (True, False):
+        ratio = relative_likelihood(target, reference, known, online=online)
+        scores = rmia_scores(ratio, ratio)
+        found = measure(Scores.halved(scores[member], scores[~member]))
+        assert found.auc.low > 0.6
+    with pytest.raises(InvalidInputError, match="train more"):
+        relative_likelihood(target, reference, torch.ones_like(known), online=False)
+
+
+def test_parts_cover_all_records_alike():
+    for pool, size, count in ((90, 30, 7), (100, 30, 16), (10, 7, 5)):
+        parts = random_parts(pool, size, count, seed=0)
+        assert [len(part.unique()) for part in parts] == [size] * count
+        times = torch.bincount(torch.cat(parts), minlength=pool)
+        assert times.max() - times.min() <= 1 + (pool % size > 0)
+
+
+def test_all_attacks_at_once(trainer, split):
+    found = attack_target(split, trainer, list(ATTACKS), seed=0, shadow_models=6)
+    assert set(found.scores) == {*ATTACKS, "shadow, shuffled", "white-box, shuffled"}
+    assert found.train_accuracy > 0.95 > found.test_accuracy + 0.2
+    for name, scores in found.scores.items():
+        area = measure(scores, confidence=1 - FALSE_ALARM).auc
+        assert (area.low < 0.5 < area.high) == name.endswith("shuffled"), name
+    with pytest.raises(InvalidInputError, match="unknown attack"):
+        attack_target(split, trainer, ["nope"], seed=0)
+
+
+def test_a_memorising_model_is_an_open_book():
+    """Labels at random: whoever answers right has seen the record."""
+    generator = torch.Generator().manual_seed(0)
+    pool = Examples(
+        torch.randn(600, WIDTH, generator=generator),
+        torch.randint(CLASSES, (600,), generator=generator),
+    )
+    split = split_pool(pool, seed=0)
+    recipe = Recipe(epochs=150, batch_size=50, learning_rate=0.1)
+    trainer = ManyModels(network, F.cross_entropy, recipe)
+    models = trainer(pool, [split.target_train, split.shadow_train], seed=0)
+    sides = tuple(split.examples(rows) for rows in (split.target_train[:100], split.target_test))
+    assert accuracy(shadow(models, split, sides)).value > 0.9

@@ -1,0 +1,89 @@
+"""`dpsur attack`, targets by name, and the table of the paper's attacks."""
+
+import json
+
+import pytest
+import torch
+
+from dpsur.attacks.metrics import Scores, measure
+from dpsur.cli import main
+from dpsur.experiments import membership
+from dpsur.experiments.base import Options
+from dpsur.experiments.roc import thinned
+
+SMALL = ["--max-records", "120", "--epochs", "1", "--device", "cpu"]
+
+
+def test_a_target_without_privacy(capsys, tmp_path):
+    picture = tmp_path / "roc.png"
+    options = ["--attacks", "all", "--shadow-models", "3", "--roc", str(picture)]
+    assert main(["attack", *SMALL, *options]) == 0
+    printed = capsys.readouterr().out
+    for name in ("gap", "shadow, shuffled", "white-box", "lira-online", "rmia-offline"):
+        assert f"\n{name} " in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_private_target(capsys):
+    options = ["--method", "dpsgd", "--updates", "2", "--batch-size", "10", "--json"]
+    assert main(["attack", *SMALL, *options, "--delta", "1e-3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["attacks"]) == {
+        "gap",
+        "shadow",
+        "shadow, shuffled",
+        "white-box",
+        "white-box, shuffled",
+    }
+    assert found["attacks"]["gap"]["members"] == 20
+
+
+def test_a_release(tmp_path, capsys):
+    out = str(tmp_path / "run")
+    options = ["--updates", "1", "--batch-size", "32", "--device", "cpu", "--quiet"]
+    options += ["--features", "pixels"]
+    assert main(["train", "--method", "dpsgd", "--out", out, *options]) == 0
+    assert main(["attack", "--release", out, "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found["attacks"]) == {"gap", "white-box", "white-box, shuffled"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--attacks", "gap,nope"], "unknown attack 'nope'"),
+        (["--learning-rate", "3"], "trained as in the paper"),
+        (["--epochs", "0"], "epochs"),
+    ],
+)
+def test_bad_input(options, message, capsys):
+    assert main(["attack", *SMALL, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def row(task, method, epsilon, value):
+    scores = Scores(torch.rand(50).double().numpy() + value, torch.rand(50).double().numpy(), 0.5)
+    return {
+        "config": {"task": task, "method": method, "epsilon": epsilon},
+        "seed": 0,
+        "train_accuracy": 0.9,
+        "test_accuracy": 0.8,
+        "attacks": {"shadow": measure(scores).to_json()},
+        "roc": {"shadow": thinned(scores)},
+    }
+
+
+def test_the_table_has_the_papers_values():
+    rows = [row("fmnist", "nonprivate", None, 0.5), row("cifar10", "dpsur", 3, 0.0)]
+    page, data, _ = membership.EXPERIMENT.render(rows)
+    assert "| 0.582 |" in page.text
+    assert "| 0.503 |" in page.text
+    assert data.text.count("\n") == 3
+
+
+def test_the_grid():
+    cells = list(membership.EXPERIMENT.cells(Options()))
+    assert len(cells) == 3 * 2 * (1 + 2 * 4)
+    assert len({membership.EXPERIMENT.key(cell) for cell in cells}) == len(cells)
+    ratios = [cell for cell in cells if "lira-online" in cell["config"]["attacks"]]
+    assert len(ratios) == 3 * 2 + 2 * 2

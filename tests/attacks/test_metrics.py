@@ -1,0 +1,86 @@
+"""Figures of attacks and their intervals."""
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from dpsur.attacks.metrics import Scores, area, measure, pooled, proportion, roc_curve
+from dpsur.errors import InvalidInputError
+from tests.statistics import FALSE_ALARM
+
+
+def test_area_by_brute_force():
+    rng = np.random.default_rng(0)
+    members, others = rng.integers(0, 6, 30).astype(float), rng.integers(0, 5, 20).astype(float)
+    pairs = [1.0 if a > b else 0.5 * (a == b) for a, b in itertools.product(members, others)]
+    assert area(members, others).value == pytest.approx(np.mean(pairs))
+
+
+def covered(shift: float, spread: float) -> int:
+    """How many of 300 intervals of the area hold the true one for a shift of 1."""
+    from scipy.stats import norm
+
+    truth = norm.cdf(1 / np.sqrt(2))
+    rng = np.random.default_rng(1)
+    hits = 0
+    for _ in range(300):
+        found = area(shift + spread * rng.normal(size=150), rng.normal(size=250))
+        hits += found.low <= truth <= found.high
+    return hits
+
+
+def test_the_interval_of_the_area_covers():
+    assert covered(1.0, 1.0) >= binom.ppf(1e-6, 300, 0.94)
+    assert covered(1.3, 1.0) < binom.ppf(1e-6, 300, 0.94)  # the control: another truth
+
+
+def test_proportions():
+    found = proportion(0, 10)
+    assert (found.value, found.low) == (0.0, 0.0)
+    assert found.high == pytest.approx(1 - 0.025 ** (1 / 10))
+    assert proportion(10, 10).high == 1.0
+    assert str(proportion(5, 10)) == "0.500 [0.187, 0.813]"
+
+
+def test_measures_of_a_perfect_and_of_a_blind_attack():
+    perfect = measure(Scores(np.ones(2000), np.zeros(1000), 0.5))
+    for figure in (perfect.accuracy, perfect.balanced_accuracy, perfect.auc):
+        assert figure.value == 1.0
+    assert perfect.tpr_at_01_percent.value == 1.0
+    rng = np.random.default_rng(2)
+    noise = Scores.halved(rng.normal(size=2000), rng.normal(size=2000))
+    blind = measure(noise, confidence=1 - FALSE_ALARM)
+    for figure in (blind.accuracy, blind.balanced_accuracy, blind.auc):
+        assert figure.low < 0.5 < figure.high
+    assert blind.tpr_at_1_percent.low < 0.01 < blind.tpr_at_1_percent.high
+    assert blind.to_json()["auc"]["value"] == blind.auc.value
+
+
+def test_low_rates_count_the_best_others():
+    others = np.arange(1000.0)
+    members = np.concatenate([np.full(30, 999.5), np.full(70, 995.5), np.zeros(900)])
+    found = measure(Scores(members, others, 0.5))
+    assert found.tpr_at_01_percent.value == pytest.approx(0.03)
+    assert found.tpr_at_1_percent.value == pytest.approx(0.10)
+
+
+def test_unequal_numbers_do_not_flatter():
+    """All called members: right on two thirds, and half right on balance."""
+    found = measure(Scores(np.ones(200), np.ones(100), 0.5))
+    assert found.accuracy.value == pytest.approx(2 / 3)
+    assert found.balanced_accuracy.value == 0.5
+
+
+def test_roc_and_pooling():
+    scores = Scores(np.array([3.0, 1.0]), np.array([2.0, 0.0]), 1.5)
+    false, true = roc_curve(scores)
+    assert false.tolist() == [0, 0, 0.5, 0.5, 1]
+    assert true.tolist() == [0, 0.5, 0.5, 1, 1]
+    both = pooled([scores, scores])
+    assert both.members.tolist() == [1.5, -0.5, 1.5, -0.5]
+    with pytest.raises(InvalidInputError, match="empty"):
+        Scores(np.array([]), np.array([1.0]), 0.0)
+    with pytest.raises(InvalidInputError, match="NaN"):
+        Scores(np.array([np.nan]), np.array([1.0]), 0.0)

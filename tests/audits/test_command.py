@@ -1,0 +1,88 @@
+"""`dpsur audit` and the table that it makes."""
+
+import json
+
+import pytest
+
+from dpsur.audits import mechanism, repeated
+from dpsur.audits.broken import FAULTS
+from dpsur.cli import main
+from dpsur.experiments.audit import EXPERIMENT
+from dpsur.experiments.base import Options
+
+
+@pytest.fixture
+def small(monkeypatch):
+    name = "gate alone"
+    monkeypatch.setattr(mechanism, "UNITS", {name: mechanism.UNITS[name]})
+    monkeypatch.setattr(mechanism, "EXACT_ONLY", {})
+
+
+def test_tiny_problems(small, capsys, tmp_path):
+    picture = tmp_path / "audit.png"
+    assert main(["audit", "--repetitions", "500", "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "mechanism: gate alone (proven)" in printed
+    assert "not contradicted" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json(small, capsys):
+    assert main(["audit", "--repetitions", "500", "--confidence", "0.9", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["accounting"] for row in rows] == ["proven", "published", "every-trial"]
+    assert all(row["confidence"] == 0.9 and row["claimed"] > row["lower"] for row in rows)
+
+
+def test_broken_trainings(monkeypatch, capsys):
+    from dpsur.cli import audit
+
+    monkeypatch.setattr(audit, "TINY", {"one step": repeated.TINY["one step"]})
+    assert main(["audit", "--against", "broken", "--repetitions", "300", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    verdicts = {row["details"]["fault"]: row["verdict"] for row in rows}
+    assert verdicts["none"] == "not contradicted"
+    assert verdicts["no-noise"] == "contradicted"
+
+
+def test_one_training(capsys):
+    options = ["--updates", "2", "--batch-size", "64", "--count", "40", "--device", "cpu"]
+    assert main(["audit", "--against", "training", *options, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["details"]["canaries"] == 40
+    assert row["lower"] < row["claimed"]
+    assert main(["audit", "--against", "training", *options, "--canaries", "input"]) == 0
+    assert "one run: dpsgd on mnist-5k" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--canaries", "input", "--count", "9999"], "9999 input canaries"),
+        (["--epsilon", "-1"], "epsilon must be above 0"),
+        (["--method", "nope"], "unknown method"),
+        (["--confidence", "1.5"], "confidence"),
+    ],
+)
+def test_bad_input(options, message, capsys):
+    assert main(["audit", "--against", "training", "--device", "cpu", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_table_covers_every_fault():
+    cells = [cell["config"] for cell in EXPERIMENT.cells(Options())]
+    assert {cell["fault"] for cell in cells if "fault" in cell} == {"none", *FAULTS}
+    finding = {
+        "audit": "exact",
+        "subject": "a unit",
+        "accounting": "published",
+        "claimed": 1.0,
+        "lower": 2.0,
+        "confidence": 1.0,
+        "exact": 2.0,
+        "p_value": None,
+        "delta": 0.01,
+        "verdict": "contradicted",
+    }
+    page, *_ = EXPERIMENT.render([{"findings": [finding]}])
+    assert "| exact | a unit | published | 1.000 | 2.000 | 100.0% | 2.000 |" in page.text

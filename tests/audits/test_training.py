@@ -1,0 +1,178 @@
+"""One training run with canaries; broken trainings are caught, a sound one is not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpsur.audits.broken import FAULTS, SOUND
+from dpsur.audits.canaries import BLOCK, gradient_canaries, input_canaries
+from dpsur.audits.finding import CONTRADICTED, NOT_CONTRADICTED
+from dpsur.audits.repeated import PLACES, TINY, audit_repeated
+from dpsur.audits.training import audit_training, guess
+from dpsur.core.gradients import clipped_sum
+from dpsur.core.problem import Problem
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+from dpsur.methods import Dpsgd, Dpsur
+from dpsur.privacy.plan import Budget
+from tests.conftest import blobs, small_model
+
+CANARIES = 2000
+
+
+def audit(method, accounting="every-trial", fault=SOUND, planter=None, seed=0, epsilon=4.0):
+    return audit_training(
+        small_model(),
+        blobs(),
+        loss=F.cross_entropy,
+        method=method,
+        budget=Budget(epsilon, 1e-5),
+        accounting=accounting,
+        planter=planter or gradient_canaries(CANARIES, method.max_grad_norm),
+        subject="blobs",
+        seed=seed,
+        fault=fault,
+    )
+
+
+def plain(kind=Dpsgd, **values):
+    values = {"batch_size": 600, "updates": 60, "learning_rate": 1.0, **values}
+    return kind(momentum=0.0, schedule="constant", **values)
+
+
+def test_a_canary_has_a_gradient_of_its_own():
+    planted = gradient_canaries(50, 0.1)(
+        small_model(), F.cross_entropy, blobs(), torch.Generator().manual_seed(0)
+    )
+    problem = Problem(planted.model, planted.loss, planted.train)
+    params = problem.initial_params()
+    numbers = planted.included.nonzero()[:, 0]
+    assert len(planted.train) == 200 + len(numbers)
+
+    def gradient(row: int):
+        return clipped_sum(problem, params, planted.train.select(torch.tensor([row])), 0.1).params
+
+    for place in (0, 7):
+        found = gradient(200 + place)
+        expected = torch.zeros(50)
+        expected[numbers[place]] = -0.1
+        assert torch.allclose(found[BLOCK][0], expected)
+        assert all((value == 0).all() for name, value in found.items() if name != BLOCK)
+    ordinary = gradient(3)
+    assert (ordinary[BLOCK] == 0).all()
+    reference = Problem(small_model(), F.cross_entropy, blobs())
+    alone = clipped_sum(
+        reference, reference.initial_params(), blobs().select(torch.tensor([3])), 0.1
+    )
+    for name, value in alone.params.items():
+        assert torch.allclose(ordinary[f"model.{name}"], value, atol=1e-6)
+
+
+def test_guesses():
+    scores = torch.tensor([3.0, -1.0, 2.0, 0.0, 5.0, -4.0])
+    included = torch.tensor([True, True, False, False, True, False])
+    found = guess(scores, included, 4)
+    assert (found.canaries, found.made, found.correct) == (6, 4, 3)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_dpsgd_at_epsilon_4(seed):
+    found = audit(plain(), seed=seed)
+    assert found.claimed == pytest.approx(4.0, abs=1e-3)
+    assert 1 < found.lower < 4
+    assert found.lower < found.details["gaussian_lower"] < 4
+    assert found.verdict == NOT_CONTRADICTED
+
+
+def test_a_quarter_of_the_noise_is_contradicted():
+    found = audit(plain(), fault=FAULTS["noise-1/4"])
+    assert found.claimed == pytest.approx(4.0, abs=1e-3)
+    assert found.lower > 4
+    assert found.verdict == CONTRADICTED
+
+
+def test_selective_release_is_audited_alike():
+    found = audit(plain(Dpsur), accounting="proven")
+    assert 0.2 < found.lower < 4
+    assert found.verdict == NOT_CONTRADICTED
+
+
+def test_input_canaries():
+    """Records that a linear model can learn by heart, with and without noise to speak of."""
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(300, 400, generator=generator)
+    ordinary, canaries = (
+        Examples(part, torch.randint(3, (len(part),), generator=generator))
+        for part in (points[:50], points[50:])
+    )
+
+    def lower(fault) -> float:
+        found = audit_training(
+            nn.Linear(400, 3),
+            ordinary,
+            loss=F.cross_entropy,
+            method=plain(batch_size=40, updates=40),
+            budget=Budget(4.0, 1e-5),
+            accounting="every-trial",
+            planter=input_canaries(canaries, 3),
+            subject="learned by heart",
+            fault=fault,
+        )
+        assert found.details["canaries"] == 250
+        return found.lower
+
+    assert lower(FAULTS["no-noise"]) > 1
+    assert lower(SOUND) < 1
+
+
+def test_bad_confidence():
+    with pytest.raises(InvalidInputError, match="confidence"):
+        audit_training(
+            small_model(),
+            blobs(),
+            loss=F.cross_entropy,
+            method=Dpsgd(),
+            budget=Budget(1.0, 1e-5),
+            accounting="proven",
+            planter=gradient_canaries(5, 0.1),
+            subject="",
+            confidence=1.5,
+        )
+
+
+@pytest.mark.parametrize("name", ["no-noise", "noise-1/4", "drawn-size", "fixed-batches"])
+def test_gross_faults_are_caught(name):
+    found = audit_repeated(TINY[PLACES[name]], FAULTS[name], 600, confidence=0.95)
+    assert found.verdict == CONTRADICTED
+    assert name in found.subject
+
+
+def test_kept_momentum_is_caught():
+    """A gate that rejects much leaves many gradients in the momentum."""
+    method = Dpsur(
+        batch_size=600,
+        updates=20,
+        learning_rate=1.0,
+        schedule="constant",
+        val_batch_size=20,
+        val_noise_multiplier=10.0,
+        accept_threshold=-32.0,
+    )
+    kept = audit(method, "proven", FAULTS["kept-momentum"])
+    assert kept.verdict == CONTRADICTED
+    sound = audit(method, "proven")
+    assert sound.verdict == NOT_CONTRADICTED
+    assert sound.lower > 0.5
+
+
+@pytest.mark.parametrize("place", ["one step", "one step on half", "two accepted steps"])
+def test_a_sound_training_is_not(place):
+    found = audit_repeated(TINY[place], SOUND, 300, confidence=0.95)
+    assert found.verdict == NOT_CONTRADICTED
+
+
+def test_what_is_not_seen_is_said():
+    """A stale loss leaves the law of what is released nearly as it is."""
+    found = audit_repeated(TINY["two accepted steps"], FAULTS["stale-loss"], 300, confidence=0.95)
+    assert found.verdict == NOT_CONTRADICTED
