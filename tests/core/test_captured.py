@@ -4,12 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 import dpsur
 from dpsur.core import captured, sampling
 from dpsur.core.gradients import draws_randomness
 from dpsur.core.loop import make_trial, start, train
-from dpsur.core.problem import Problem
+from dpsur.core.problem import Problem, mode
 from dpsur.core.streams import Streams
 from dpsur.core.tree import flatten
 from dpsur.core.turns import finished
@@ -179,3 +180,73 @@ def test_overflow_falls_back_to_exact_batches(monkeypatch):
     monkeypatch.setattr(sampling, "padded_size", lambda size, rate: 96)
     small = fit(True, method)
     assert small.private.ledger.updates == 30
+
+
+class Wandering(nn.Module):
+    """Moves its weights in memory, as recurrent layers do on CUDA with weights they are lent."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, inputs):
+        if not self.training:
+            with torch.no_grad():
+                weight = self.first.weight
+                weight.set_(weight.detach().clone())
+        return self.second(torch.tanh(self.first(inputs)))
+
+
+def test_a_model_that_moves_its_weights_is_refused():
+    """Updates would be written to where the weights no longer are."""
+    method = Dpsur(noise_multiplier=20.0, batch_size=20, updates=4, accept_ratio=1.5)
+    problem = Problem(Wandering(), F.cross_entropy, blobs())
+    settled, plan = method.settle(200, BUDGET, "proven")
+    procedure = settled.bind(problem, plan, Streams(0, CPU))
+    run = captured.train(
+        procedure.padded(), plan, start(procedure), Streams(0, CPU), None, lambda *_: None, block=4
+    )
+    with pytest.raises(dpsur.UnsupportedModelError, match="moves its weights"):
+        finished(run)
+
+
+def test_recurrent_layers_leave_lent_weights_where_they_are(monkeypatch):
+    moved = []
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", lambda self: moved.append(self))
+    model = nn.LSTM(3, 4, batch_first=True)
+    moved.clear()
+    lent = {name: value.detach().clone() for name, value in model.named_parameters()}
+    for training in (True, False):
+        with mode(model, training=training):
+            functional_call(model, lent, (torch.zeros(2, 5, 3),))
+    assert not moved
+    others = {name: value.clone() for name, value in lent.items()}
+    functional_call(model, others, (torch.zeros(2, 5, 3),))
+    assert moved  # the control: without the guard they do move them
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.lstm = nn.Embedding(20, 6), nn.LSTM(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, tokens):
+        return self.head(self.lstm(self.words(tokens))[0].mean(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_recurrent_network_learns_when_captured(capture):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(20, (400, 7), generator=generator)
+    labels = (tokens[:, 0] < 10).long()
+    torch.manual_seed(0)
+    model = Words()
+    run = dpsur.fit(
+        model, (tokens, labels), budget=Budget(1e4, 1e-4), test_set=(tokens, labels),
+        method=Dpsur(updates=60, batch_size=100, noise_multiplier=0.1, optimizer="adam",
+                     learning_rate=0.02, accept_ratio=1.5),
+        seed=0, device="cuda", speed=Speed(capture=capture),
+    )  # fmt: skip
+    assert run.scores["accuracy"] > 0.8

@@ -120,3 +120,14 @@ def test_bad_quantiles():
         private_quantile(
             torch.ones(3), 1.5, least=0.1, most=1.0, noise_multiplier=1.0, generator=generator()
         )
+
+
+def test_a_channel_that_drowns_in_noise_is_not_blown_up():
+    """Division by a variance far below its noise made channels a thousand times too large."""
+    data = features()
+    data[:, 2] *= 1e-4
+    found = channel_statistics(
+        data, mean_bound=5.0, square_bound=30.0, noise_multiplier=8.0, generator=generator()
+    )
+    assert found.variance_noise == pytest.approx(8.0 * 30.0 / len(data))
+    assert (found.deviation >= found.variance_noise**0.5).all()

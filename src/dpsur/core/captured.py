@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpsur.core.flat import elementwise
+from dpsur.core.flat import elementwise, joined
 from dpsur.core.graphs import graph_of
 from dpsur.core.loop import Progress, keep
 from dpsur.core.streams import Streams
 from dpsur.core.tree import map_tensors
 from dpsur.core.turns import Turns
 from dpsur.core.types import Procedure, State, Verdict
+from dpsur.errors import UnsupportedModelError
 from dpsur.privacy.plan import Plan
 
 OnBlock = Callable[[Progress, list[Verdict]], None]
@@ -80,7 +81,20 @@ class CapturedTrials:
 
     def state(self) -> State:
         """A copy of the state as it is."""
+        self._check_places()
         return _copy(self._state)
+
+    def _check_places(self) -> None:
+        """A model that moves the weights it is lent would make updates go nowhere, without a word.
+
+        The parameters of a state lie side by side, so that they are written to as one vector.
+        """
+        params = self._state.params
+        if joined(params).data_ptr() != next(iter(params.values())).data_ptr():
+            raise UnsupportedModelError(
+                "the model moves its weights in memory when it is called, which captured trials "
+                "cannot follow; run with Speed(capture=False) or --no-capture"
+            )
 
     def verdicts(self, count: int) -> list[Verdict]:
         """The verdicts of the block's trials, on the host."""

@@ -1,5 +1,6 @@
 """A model, a loss and the private records, as pure functions of the weights."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,12 +65,28 @@ def example_losses(loss: LossFunction, outputs: Tensor, targets: Tensor) -> Tens
 
 @contextmanager
 def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put every submodule into one mode and back into its own afterwards."""
+    """Put every submodule into one mode and back into its own afterwards.
+
+    In between, recurrent layers leave the weights that they are lent where they are. On CUDA they
+    would move them into a buffer of their own, and with them the tensors of whoever lent them: the
+    places of a captured state, which then no longer receives its updates.
+    """
     before = [(module, module.training) for module in model.modules()]
+    recurrent = [module for module, _ in before if isinstance(module, nn.RNNBase)]
     for module, _ in before:
         module.training = training
+    for module in recurrent:
+        vars(module)["flatten_parameters"] = _stay
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single")
+            yield
     finally:
         for module, flag in before:
             module.training = flag
+        for module in recurrent:
+            vars(module).pop("flatten_parameters", None)
+
+
+def _stay() -> None:
+    """In place of `nn.RNNBase.flatten_parameters`."""

@@ -30,11 +30,16 @@ class ChannelStatistics:
     mean: Tensor
     variance: Tensor
     events: tuple[Event, ...]
+    variance_noise: float = 0.0
 
     @property
     def deviation(self) -> Tensor:
-        """What a channel is to be divided by: never zero."""
-        return self.variance.clamp(min=LEAST_VARIANCE).sqrt()
+        """What a channel is to be divided by.
+
+        A variance below its own noise may have come out as anything, and dividing by its root
+        would blow the channel up. So the noise, which is public, is the least that is used.
+        """
+        return self.variance.clamp(min=max(self.variance_noise, LEAST_VARIANCE)).sqrt()
 
 
 def clipped_rows_sum(rows: Tensor, bound: float) -> ClippedSum:
@@ -89,7 +94,9 @@ def channel_statistics(
         sums.append(add_gaussian(clipped_rows_sum(rows, bound), noise_multiplier, generator))
     mean, square = (part["sum"] / len(features) for part in sums)
     events = (Gaussian(noise_multiplier), Gaussian(noise_multiplier))
-    return ChannelStatistics(mean, (square - mean.square()).clamp(min=LEAST_VARIANCE), events)
+    variance = (square - mean.square()).clamp(min=LEAST_VARIANCE)
+    noise = noise_multiplier * square_bound / len(features)
+    return ChannelStatistics(mean, variance, events, noise)
 
 
 def private_quantile(

@@ -12,6 +12,7 @@ from dpsur.experiments.arms import ARMS
 from dpsur.methods import Nonprivate
 from dpsur.privacy.plan import Budget
 from dpsur.runs.fit import Run
+from dpsur.runs.preparation import PRIVATE
 from dpsur.runs.prepare import choose_device
 from dpsur.runs.session import Pace, Session, Speed
 from dpsur.runs.tasks import Records, TaskRun, load_records, prepare_task, with_features
@@ -22,6 +23,8 @@ DELTA = 1e-5
 BLOCK, NEVER = 100, 10**9
 # Where products of full precision would take most of the time of a grid; rows say so.
 WITH_TF32 = ("cifar10",)
+# Raised whenever private normalisation changes what it makes of the records.
+PREPARATION = 2
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class TrainingCell:
             "tried": dict(self.changes),
             "hold_out": self.hold_out,
             "tf32": self.task in WITH_TF32,
+            **({"preparation": PREPARATION} if preset.normalisation == PRIVATE else {}),
         }
 
 
