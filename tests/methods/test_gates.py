@@ -142,6 +142,6 @@ def test_the_coin_is_refused_where_verdicts_are_outputs():
 def test_tests_that_spend_everything_are_refused_before_the_first_step():
     """They fit by themselves, but not beside the releases of the norms."""
     options = {"gate": "loss", "val_noise_multiplier": 1.4, "val_batch_size": 20}
-    options = {**STEERED, **options, "norm_noise_multiplier": 3.0}
+    options = {**STEERED, **options, "norm_noise_multiplier": 2.5}
     with pytest.raises(dpsur.BudgetError, match="tests of candidates spend the whole budget"):
         bound(dpsur.Dpis(**options, trials=8), "every-trial")
