@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dpsgd": {**NOISE, "updates": 6},
     "dpsgd-ts": {**NOISE, "updates": 6},
     "dpsgd-hf": {**NOISE, "updates": 6},
-    "dpis": {**STEPS, "updates": 6, "refresh_every": 2, "norm_noise_multiplier": 10.0},
+    "dpis": {**NOISE, "updates": 6, "refresh_every": 2, "norm_noise_multiplier": 10.0},
     "dpagd": {"batch_size": 20, "updates": 6, "step_sizes": 3, "raise_by": 0.5},
     "nonprivate": {**STEPS, "updates": 6},
 }

@@ -29,7 +29,8 @@ from tests.methods.problems import CPU, SIZE, bound
 from tests.statistics import STANDARD_ERRORS, assert_standard_deviation
 
 CLIP = 0.7
-OPTIONS = {"batch_size": 20, "max_grad_norm": CLIP, "updates": 6, "norm_noise_multiplier": 3.0}
+STEPS = {"batch_size": 20, "noise_multiplier": 6.0}  # the noise of a typical step
+OPTIONS = {**STEPS, "max_grad_norm": CLIP, "updates": 6, "norm_noise_multiplier": 3.0}
 
 
 class Direction(nn.Module):
@@ -68,7 +69,7 @@ def refreshed(problem: Problem, norm_sum: float, seed: int = 0, noise: float = 1
 # --- laws ---------------------------------------------------------------------------------------
 
 
-def the_estimate_is_unbiased(draws: int = 1000):
+def the_estimate_is_unbiased(draws: int = 600):
     """The mean over draws of batches and coins is the mean clipped gradient."""
     problem = known_gradients()
     rows = clipped_rows(problem)

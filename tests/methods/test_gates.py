@@ -14,7 +14,7 @@ from tests.methods.test_contract import own_cache_and_no_curves  # noqa: F401
 
 COIN = {"gate": "coin", "accept_ratio": 1.2, "val_batch_size": 4, "updates": 4}
 LOSS = {"gate": "loss", "val_noise_multiplier": 6.0, "val_batch_size": 4}
-STEERED = {**STEPS, "refresh_every": 2, "norm_noise_multiplier": 20.0}
+STEERED = {**NOISE, "refresh_every": 2, "norm_noise_multiplier": 20.0}
 CASES = [
     ("proven", COIN),
     ("proven", {**LOSS, "updates": 4}),

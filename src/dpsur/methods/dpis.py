@@ -20,7 +20,7 @@ from dpsur.methods.gated import NO_GATE, Gated
 from dpsur.methods.gradient_steps import GradientSteps
 from dpsur.privacy.calibrate import MOST_NOISE
 from dpsur.privacy.events import Event, SampledGaussian, Step, Trial
-from dpsur.privacy.filtered import AnyPlan, FilteredPlan
+from dpsur.privacy.filtered import AnyPlan, FilteredPlan, check_covers_filters
 from dpsur.privacy.plan import Budget, make_plan
 from dpsur.privacy.proven import event_divergence
 
@@ -79,6 +79,7 @@ class Dpis(Gated):
         setup: tuple[Event, ...] = (),
     ) -> tuple[Self, AnyPlan]:
         """Fix the filter and the price of an update. Noise is settled when the rate is known."""
+        check_covers_filters(accounting)
         settled = self._with_defaults(dataset_size, budget, accounting)
         request = replace(settled._request(dataset_size, accounting), setup=setup)
         typical = make_plan(request, budget, accounting)
