@@ -4,6 +4,7 @@ import os
 import tempfile
 
 # Accounting results are stored on disk; tests must not read what another run left there.
+os.environ.pop("DPSUR_CACHE", None)
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="dpsur-test-cache-")
 
 import pytest

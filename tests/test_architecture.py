@@ -10,7 +10,7 @@ import pytest
 import dpsur
 
 SOURCE = Path(dpsur.__file__).parent
-LEAVES = {"errors", "checks", "descriptions", "versions", "_version"}
+LEAVES = {"errors", "checks", "cache_folder", "descriptions", "versions", "_version"}
 # room -> the rooms it may import from
 ARROWS = {
     "privacy": set(),

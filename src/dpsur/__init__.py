@@ -23,15 +23,20 @@ from dpsur.errors import (
 )
 
 if TYPE_CHECKING:
-    from dpsur.methods import Dpsgd, Dpsur
+    from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
     from dpsur.privacy.plan import Budget
     from dpsur.runs.fit import Run, fit
     from dpsur.runs.release import load
 
 _HOMES = {
     "Budget": "dpsur.privacy.plan",
+    "Dpagd": "dpsur.methods",
+    "Dpis": "dpsur.methods",
     "Dpsgd": "dpsur.methods",
+    "DpsgdHf": "dpsur.methods",
+    "DpsgdTs": "dpsur.methods",
     "Dpsur": "dpsur.methods",
+    "Nonprivate": "dpsur.methods",
     "Run": "dpsur.runs.fit",
     "fit": "dpsur.runs.fit",
     "load": "dpsur.runs.release",
@@ -41,11 +46,16 @@ __all__ = [
     "Budget",
     "BudgetError",
     "CheckpointError",
+    "Dpagd",
+    "Dpis",
     "Dpsgd",
+    "DpsgdHf",
+    "DpsgdTs",
     "Dpsur",
     "DpsurError",
     "InterruptedRunError",
     "InvalidInputError",
+    "Nonprivate",
     "NothingReleasedError",
     "PrivacyWarning",
     "Run",

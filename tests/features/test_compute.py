@@ -58,7 +58,9 @@ def test_scattering_is_the_transform_of_the_size():
 
 
 def test_names_that_are_unknown_are_refused():
-    with pytest.raises(InvalidInputError, match="'wavelets'; choose one of pixels, tokens, scatt"):
+    with pytest.raises(
+        InvalidInputError, match="'wavelets'; choose one of pixels, tokens, vectors"
+    ):
         features_named("wavelets")
 
 

@@ -42,7 +42,7 @@ class ProgressBar:
         self._plan = plan
         if self._quiet:
             return
-        unit = "trials" if plan.updates is None else "updates"
+        unit = _unit(plan)
         self._say(_describe(plan, unit))
         if self._show_private:
             self._say(f"warning: {PRIVATE_WARNING}")
@@ -110,6 +110,12 @@ class ProgressBar:
             self._bar.console.print(text, highlight=False)
         else:
             print(text, file=sys.stderr, flush=True)
+
+
+def _unit(plan: AnyPlan) -> str:
+    if plan.updates is not None:
+        return "updates"
+    return "thousandths of the allowance" if isinstance(plan, FilteredPlan) else "trials"
 
 
 def _describe(plan: AnyPlan, unit: str) -> str:

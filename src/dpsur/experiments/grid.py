@@ -34,11 +34,16 @@ class TrainingGrid(Experiment):
 
         Configurations on the same records follow each other, so that those are loaded once.
         """
-        groups: dict[str, list[Cell]] = {}
+        # Shares are told by the place in the whole grid: what is missing changes while others
+        # fill it.
+        groups: dict[str, list[Cell]] = {
+            json.dumps(cell["config"]): [] for cell in self.cells(options)
+        }
         for cell in cells:
-            groups.setdefault(json.dumps(cell["config"]), []).append(cell)
+            groups[json.dumps(cell["config"])].append(cell)
         part, parts = options.shard
-        mine = [group for index, group in enumerate(groups.values()) if index % parts == part]
+        shares = list(groups.values())[part::parts]
+        mine = [group for group in shares if group]
         for records in dict.fromkeys(_records_of(group) for group in mine):
             for group in mine:
                 if _records_of(group) == records:

@@ -36,12 +36,13 @@ def look_up(experiment: Experiment, path: Path, options: Options) -> Filled:
 def fill(
     experiment: Experiment, results: Path, options: Options, on_row: OnRow = lambda *_: None
 ) -> int:
-    """Measure the cells that have no row, append each row as it is made, and count them."""
+    """Measure the cells that have no row, append each row as it is made, and count the rows."""
     path = rows_file(experiment, results)
     path.parent.mkdir(parents=True, exist_ok=True)
     _drop_torn_line(path)
     missing = look_up(experiment, path, options).missing
     awaited = {experiment.key(cell) for cell in missing}
+    count = 0
     for count, row in enumerate(experiment.make(missing, options), start=1):
         line = json.dumps({"experiment": experiment.name, **row, **provenance()})
         # Otherwise the row would not be found next time, and be made again for ever.
@@ -49,7 +50,7 @@ def fill(
         with path.open("a") as file:
             file.write(line + "\n")
         on_row(count, len(missing))
-    return len(missing)
+    return count
 
 
 def render(experiment: Experiment, filled: Filled, out: Path) -> list[Path]:

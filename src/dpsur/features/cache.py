@@ -19,15 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpsur.cache_folder import cache_folder
+
 Array = NDArray[Any]
 
 
 def default_folder() -> Path:
-    """`features` in `$DPSUR_CACHE`, in `$XDG_CACHE_HOME/dpsur` or in `~/.cache/dpsur`."""
-    if own := os.environ.get("DPSUR_CACHE"):
-        return Path(own) / "features"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "dpsur" / "features"
+    """`features` in the cache of the package."""
+    return cache_folder() / "features"
 
 
 def path_for(transform: Mapping[str, Any], inputs: Tensor) -> Path:

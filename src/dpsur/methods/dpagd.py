@@ -12,7 +12,7 @@ from dpsur.methods.adaptive_steps import AdaptiveSteps, Lengths
 from dpsur.methods.base import Method, option, power_of_two_near
 from dpsur.methods.noisy_steps import check_batch_size
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Trial
-from dpsur.privacy.filtered import AnyPlan, FilteredPlan
+from dpsur.privacy.filtered import AnyPlan, FilteredPlan, check_covers_filters
 from dpsur.privacy.plan import Budget, Request, make_plan
 
 DEFAULT_UPDATES = 200
@@ -76,6 +76,7 @@ class Dpagd(Method):
         setup: tuple[Event, ...] = (),
     ) -> tuple[Self, AnyPlan]:
         """Fix the filter and the first noise; the noise falls where progress stalls."""
+        check_covers_filters(accounting)
         settled = self._with_defaults(dataset_size)
         assert settled.updates is not None
         rate = settled._rate(dataset_size)

@@ -18,8 +18,9 @@ from dpsur.errors import BudgetError
 from dpsur.methods.base import option
 from dpsur.methods.gated import NO_GATE, Gated
 from dpsur.methods.gradient_steps import GradientSteps
+from dpsur.privacy.calibrate import MOST_NOISE
 from dpsur.privacy.events import Event, SampledGaussian, Step, Trial
-from dpsur.privacy.filtered import AnyPlan, FilteredPlan
+from dpsur.privacy.filtered import AnyPlan, FilteredPlan, check_covers_filters
 from dpsur.privacy.plan import Budget, make_plan
 from dpsur.privacy.proven import event_divergence
 
@@ -78,6 +79,7 @@ class Dpis(Gated):
         setup: tuple[Event, ...] = (),
     ) -> tuple[Self, AnyPlan]:
         """Fix the filter and the price of an update. Noise is settled when the rate is known."""
+        check_covers_filters(accounting)
         settled = self._with_defaults(dataset_size, budget, accounting)
         request = replace(settled._request(dataset_size, accounting), setup=setup)
         typical = make_plan(request, budget, accounting)
@@ -149,7 +151,14 @@ class ImportanceSteps(GradientSteps):
                 "the releases of gradient norms spend the whole budget; raise epsilon, "
                 "refresh_every or norm_noise_multiplier"
             )
-        return left / count * (1 - 1e-9)
+        price = left / count * (1 - 1e-9)
+        hidden = Trial(SampledGaussian(1.0, MOST_NOISE), self._plan.typical.gate)
+        if event_divergence(hidden, self._plan.order) > price:
+            raise BudgetError(
+                "the tests of candidates spend the whole budget; raise epsilon, make fewer "
+                "updates, or weaken the test"
+            )
+        return price
 
     def initial_state(self) -> State:
         """Nothing is known of the norms yet."""
@@ -212,7 +221,13 @@ class ImportanceSteps(GradientSteps):
     def _gradient(self, state: State) -> tuple[Params, Tensor | None]:
         train, event = self._problem.train, self._update(state)
         batch = steady_batch(train, event.sample_rate, self._streams[BATCH])
-        coins = torch.rand(len(batch), generator=self._streams[COINS], device=self._problem.device)
+        # In (0, 1]: a draw of zero would keep a gradient that is too small to be scaled up.
+        coins = 1 - torch.rand(
+            len(batch),
+            generator=self._streams[COINS],
+            device=self._problem.device,
+            dtype=torch.float64,
+        )
         with self._layer_randomness():
             total = clipped_sum(
                 self._problem,

@@ -28,6 +28,15 @@ MOST_TRIALS = 1_000_000
 ALLOWANCE_PARTS = 1000
 
 
+def check_covers_filters(accounting: str) -> None:
+    """Refuse an accounting that proves nothing: a filter adds up what is proved of each step."""
+    if not accounting_named(accounting).proved:
+        raise InvalidInputError(
+            f"a method that steers itself by released values is not covered by the {accounting} "
+            "accounting; use proven or every-trial"
+        )
+
+
 @dataclass(frozen=True)
 class FilteredPlan:
     """An allowance of Rényi divergence at one order, both fixed before the run.
@@ -49,13 +58,8 @@ class FilteredPlan:
     stop_after: int | None = None
 
     def __post_init__(self) -> None:
-        accounting = accounting_named(self.accounting)
-        accounting.check(self.typical, self.on_reject)
-        if not accounting.proved:
-            raise InvalidInputError(
-                f"a method that steers itself by released values is not covered by the "
-                f"{self.accounting} accounting; use proven or every-trial"
-            )
+        accounting_named(self.accounting).check(self.typical, self.on_reject)
+        check_covers_filters(self.accounting)
         if self._pays_for_updates and self.updates is None:
             raise InvalidInputError("behind a gate the number of updates must be fixed in advance")
 

@@ -88,6 +88,7 @@ def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
         )
     if test is not None:
         rows.append(("Test of a candidate", _test(test, settings)))
+    if test is not None and test["kind"] != NoisyChoice.__name__:
         rows.append(("After a rejection", mechanism["on_reject"]))
     for event in mechanism["setup"]:
         noise = f"noise multiplier {event['noise_multiplier']:g}"
@@ -135,6 +136,8 @@ def _test(test: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 
 def _trials(mechanism: Mapping[str, Any]) -> str:
+    if mechanism["filter"] is not None and mechanism["updates"] is None:
+        return "as many as the filter let pass, each one charged"
     if mechanism["trials"] is not None:
         return f"{mechanism['trials']}, fixed in advance, each one charged"
     if mechanism["trial"]["test"] is None:

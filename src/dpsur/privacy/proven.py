@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from dpsur import checks
+from dpsur.cache_folder import cache_folder
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.conversion import epsilon_at
 from dpsur.privacy.events import (
@@ -26,7 +27,7 @@ from dpsur.privacy.events import (
 )
 from dpsur.privacy.selective.divergence import COARSE, FINE, Accuracy, Interval, divergence
 from dpsur.privacy.selective.pair import Direction
-from dpsur.privacy.selective.store import Store, default_folder
+from dpsur.privacy.selective.store import Store
 
 DIRECTIONS: tuple[Direction, ...] = ("add", "remove")
 # Orders 1.02 to 479; the best one is then refined between its neighbours.
@@ -253,10 +254,11 @@ class _Curve:
 
     def __init__(self, update: SelectiveUpdate) -> None:
         self._update = update
-        self.store = Store(tuple(update), default_folder())
+        self.store = Store(tuple(update), cache_folder())
 
     def __call__(self, order: float, direction: Direction, accuracy: Accuracy) -> Interval:
-        label = f"{direction} {order.hex()} {accuracy.nodes} {accuracy.most_nodes} {accuracy.gap}"
+        mesh = f"{accuracy.nodes} {accuracy.most_nodes} {accuracy.gap}"
+        label = f"{direction} {float(order).hex()} {mesh}"
         value = self.store.get(label)
         if value is None:
             value = divergence(*self._update, order, direction, accuracy)

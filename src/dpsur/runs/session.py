@@ -15,6 +15,7 @@ from dpsur.core.turns import Turns, finished
 from dpsur.core.types import Examples, Procedure, Verdict
 from dpsur.errors import InterruptedRunError
 from dpsur.methods import Method
+from dpsur.privacy.events import Trial
 from dpsur.privacy.filtered import AnyPlan
 from dpsur.privacy.plan import Plan
 from dpsur.runs.checkpoint import (
@@ -41,7 +42,10 @@ class Observer(Protocol):
         ...
 
     def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
-        """One or more trials were made; `progress` is where the last of them led."""
+        """Trials were made; `progress` is where the last of them led.
+
+        No verdicts: a figure was released that later trials are steered by.
+        """
         ...
 
     def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
@@ -157,14 +161,14 @@ class Session:
         padded = self.procedure.padded() if self._may_capture() else None
         if padded is None or not isinstance(self.plan, Plan):
             return loop.train(
-                self.procedure, self.plan, progress, lambda p, verdict: on_trials(p, [verdict])
+                self.procedure, self.plan, progress, lambda p, v: on_trials(p, _verdicts(p, v))
             )
 
         def exactly(progress: Progress, count: int) -> Progress:
             for _ in range(count):
                 if self.plan.affords(progress.ledger, self.procedure.step(progress.state)):
                     progress, verdict = loop.make_trial(self.procedure, self.plan, progress)
-                    on_trials(progress, [verdict])
+                    on_trials(progress, _verdicts(progress, verdict))
             return progress
 
         progress = yield from captured.train(
@@ -213,3 +217,8 @@ class Session:
             "fixed": digest_of(fixed),
         }
         return sha256(to_json(facts))
+
+
+def _verdicts(progress: Progress, verdict: Verdict) -> list[Verdict]:
+    """The verdict on the last step, if that was a trial."""
+    return [verdict] if isinstance(progress.ledger.entries[-1].step, Trial) else []

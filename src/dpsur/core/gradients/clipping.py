@@ -51,8 +51,8 @@ def clipped_sum(
     counts as zero. An empty batch has the sum zero. A row for which `mask` is False adds exactly
     zero whatever it holds, so that batches of different sizes can be padded to one shape. After the
     first call for a model and a shape nothing here waits for the device. `coins`, a uniform draw
-    per row, rounds every clipped gradient at random to the norm 0 or the bound: the guarantee is
-    the same, and so is the mean of the sum.
+    in (0, 1] per row, rounds every clipped gradient at random to the norm 0 or the bound: the
+    guarantee is the same, and so is the mean of the sum.
     """
     size = len(examples) if rows is None else len(rows)
     if mask is not None and (mask.dtype != torch.bool or mask.shape != (size,)):

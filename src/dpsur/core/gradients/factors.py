@@ -51,7 +51,7 @@ def clip_factors(
 ) -> Factors:
     """Factor per example: min(1, bound / norm), and 0 where the norm is not finite.
 
-    With `coins`, uniform draws in [0, 1), a clipped gradient is rounded at random to the norm 0 or
+    With `coins`, uniform draws in (0, 1], a clipped gradient is rounded at random to the norm 0 or
     the bound, so that its mean stays what it is.
     """
     usable = norms < torch.inf  # a comparison with NaN is false

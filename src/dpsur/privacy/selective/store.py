@@ -12,17 +12,11 @@ from pathlib import Path
 from dpsur.privacy.selective.divergence import VERSION, Interval
 
 
-def default_folder() -> Path:
-    """`$XDG_CACHE_HOME/dpsur`, or `~/.cache/dpsur`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "dpsur"
-
-
 class Store:
     """Intervals of one setting by label. `folder=None` keeps them in memory only."""
 
     def __init__(self, setting: tuple[float, ...], folder: Path | None) -> None:
-        self._key = [VERSION, *(x.hex() for x in setting)]
+        self._key = [VERSION, *(float(x).hex() for x in setting)]
         name = hashlib.sha256(json.dumps(self._key).encode()).hexdigest()[:32]
         self._path = None if folder is None else folder / f"selective-{name}.json"
         self._known = self._read()

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from dpsur.cache_folder import cache_folder
 from dpsur.tasks.datasets.base import Arrays, DataSet, digest
-from dpsur.tasks.datasets.files import cache_folder, write_atomically
+from dpsur.tasks.datasets.files import write_atomically
 
 DIGESTS = "digests.json"
 FORMAT = 1

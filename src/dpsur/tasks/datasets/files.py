@@ -5,10 +5,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpsur.cache_folder import cache_folder
 from dpsur.errors import InvalidInputError
 from dpsur.tasks.datasets.base import DataSet, Form
 
-DATA_VARIABLE, CACHE_VARIABLE = "DPSUR_DATA", "DPSUR_CACHE"
+DATA_VARIABLE = "DPSUR_DATA"
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,6 @@ class Incomplete:
 
     folder: Path
     missing: str
-
-
-def cache_folder() -> Path:
-    """`$DPSUR_CACHE`, or `$XDG_CACHE_HOME/dpsur`, or `~/.cache/dpsur`."""
-    own = os.environ.get(CACHE_VARIABLE)
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "dpsur"
 
 
 def data_folders(data_dir: Path | None) -> list[Path]:

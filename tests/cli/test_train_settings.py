@@ -1,0 +1,221 @@
+"""`dpsur train` with presets, features, subsets, limits and networks of one's own."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import dpsur
+from dpsur.cli import main
+from dpsur.cli.run_settings import Settings
+from dpsur.core.types import Examples
+from dpsur.methods import METHODS
+from dpsur.runs.session import Session
+from dpsur.tasks import TASKS
+from tests.cli.test_commands import dpsur as command
+from tests.conftest import blobs
+
+SHORT = ["--batch-size", "20", "--delta", "1e-3", "--seed", "0", "--device", "cpu", "--quiet"]
+NETWORKS = """
+from torch import nn
+
+def narrow():
+    return nn.Sequential(nn.Flatten(), nn.Linear(2, 3))
+
+def odd():
+    return 7
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPSUR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("DPSUR_DATA", raising=False)
+    monkeypatch.setattr("dpsur.runs.fit.draw_curves", lambda rows, path: None)
+    (tmp_path / "own_networks_of_tests.py").write_text(NETWORKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.fixture
+def points(tmp_path):
+    data = blobs(80)
+    np.savez(tmp_path / "points.npz", x=data.inputs.numpy(), y=data.targets.numpy())
+    return f"npz:{tmp_path / 'points.npz'}"
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    """The task fmnist with a few made-up images in place of its records."""
+    generator = torch.Generator().manual_seed(0)
+    records = Examples(torch.rand(80, 1, 28, 28, generator=generator), torch.arange(80) % 10)
+    task = replace(TASKS["fmnist"], load=lambda _: (records, records.select(torch.arange(10))))
+    monkeypatch.setitem(TASKS, "fmnist", task)
+    return "fmnist"
+
+
+def train(folder, *arguments, task):
+    return main(["train", "--out", str(folder), "--task", task, *SHORT, *arguments])
+
+
+def statement(folder):
+    return json.loads((folder / "release" / "privacy.json").read_text())
+
+
+def config(folder):
+    return json.loads((folder / "private" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "dpsgd-hf"])
+def test_every_method_trains_on_records_of_ones_own(method, points, tmp_path):
+    extra = ["--val-batch-size", "10"] if method in ("dpsur", "dpagd") else []
+    limits = ["--updates", "6", "--max-updates", "2", "--max-records", "60"]
+    noise = ["--noise-multiplier", "8", "--accept-ratio", "1.5"] if method == "dpsur" else []
+    status = train(
+        tmp_path / "run", "--method", method, *limits, *extra, *noise, task=points
+    )  # fmt: skip
+    assert status == 0
+    found = statement(tmp_path / "run")
+    assert found["method"] == method
+    assert found["dataset_size"] == 60
+    assert found["accepted_updates"] == 2
+    assert main(["verify", str(tmp_path / "run")]) == 0
+
+
+def test_a_preset_with_changes(pictures, tmp_path):
+    """What is given comes before the preset, what is not is the preset's."""
+    status = train(
+        tmp_path / "run", "--method", "dpsgd-hf", "--preset", "paper", "--epsilon", "2",
+        "--noise-multiplier", "9", "--max-updates", "2", task=pictures,
+    )  # fmt: skip
+    assert status == 0
+    stored = config(tmp_path / "run")
+    assert stored["features"] == "scattering"
+    assert stored["normalisation"] == "group"
+    assert stored["options"]["batch_size"] == 20
+    assert stored["options"]["noise_multiplier"] == 9.0
+    assert stored["options"]["learning_rate"] == 4.0
+    assert stored["options"]["schedule"] == "constant"
+    loaded = dpsur.load(tmp_path / "run")
+    assert loaded(torch.rand(3, 1, 28, 28)).shape == (3, 10)
+
+
+def test_features_and_normalisation(pictures, tmp_path):
+    status = train(
+        tmp_path / "run", "--method", "dpsgd", "--features", "scattering", "--normalisation",
+        "private", "--updates", "2", task=pictures,
+    )  # fmt: skip
+    assert status == 0
+    assert len(statement(tmp_path / "run")["mechanism"]["setup"]) == 4
+    assert main(["verify", str(tmp_path / "run")]) == 0
+
+
+def test_an_activation(pictures, tmp_path):
+    arguments = ["--method", "dpsgd", "--features", "pixels", "--updates", "1"]
+    status = train(tmp_path / "run", *arguments, "--activation", "relu", task=pictures)
+    assert status == 0
+    model = dpsur.load(tmp_path / "run")
+    assert any(isinstance(layer, torch.nn.ReLU) for layer in model.modules())
+
+
+def test_a_model_of_ones_own(points, tmp_path, capsys):
+    arguments = ["--method", "dpsgd", "--updates", "2", "--model", "own_networks_of_tests:narrow"]
+    assert train(tmp_path / "run", *arguments, task=points) == 0
+    assert config(tmp_path / "run")["model"] == "own_networks_of_tests:narrow"
+    with pytest.raises(dpsur.InvalidInputError, match="pass it in"):
+        dpsur.load(tmp_path / "run")
+    own = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(2, 3))
+    assert dpsur.load(tmp_path / "run", own)(torch.rand(4, 2)).shape == (4, 3)
+
+
+@pytest.mark.parametrize("method", ["dpsgd", "dpis"])
+def test_resume_keeps_what_was_asked_for(method, points, tmp_path, monkeypatch):
+    arguments = [
+        "--method", method, "--updates", "8", "--max-updates", "6", "--max-records", "60",
+        "--model", "own_networks_of_tests:narrow", "--checkpoint-every", "2",
+    ]  # fmt: skip
+    assert train(tmp_path / "whole", *arguments, task=points) == 0
+    real = Session._evaluation_is_due
+
+    def stop_at_four(self, last, position):
+        if position == 4:
+            raise KeyboardInterrupt
+        return real(self, last, position)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_evaluation_is_due", stop_at_four)
+        assert train(tmp_path / "cut", *arguments, task=points) != 0
+    assert not (tmp_path / "cut" / "release").exists()
+    assert main(["train", "--resume", str(tmp_path / "cut"), "--quiet"]) == 0
+    whole, cut = (statement(tmp_path / name) for name in ("whole", "cut"))
+    assert whole == cut  # the hash of the weights is in it
+    assert cut["dataset_size"] == 60
+    assert cut["accepted_updates"] == 6
+    assert config(tmp_path / "whole") == config(tmp_path / "cut")
+
+
+BAD = [
+    (["--preset", "thesis"], "unknown preset 'thesis'; choose one of paper"),
+    (["--preset", "paper"], "preset paper has no settings for task npz:"),
+    (["--features", "wavelets"], "unknown features 'wavelets'; choose one of pixels"),
+    (["--features", "scattering"], "has no network for the features scattering, only for vectors"),
+    (
+        ["--normalisation", "batch"],
+        "normalisation must be one of none, group, private; got 'batch'",
+    ),
+    (["--normalisation", "private"], "normalisation private needs channels"),
+    (["--max-records", "0"], "max_records must be a whole number of at least 1, got 0"),
+    (["--max-records", "10"], "batch_size 20 is larger than the data set of 10 records"),
+    (["--max-updates", "0"], "max_updates must be a whole number of at least 1, got 0"),
+    (["--model", "narrow"], "model 'narrow' must have the form module:function"),
+    (["--model", "own_networks_of_tests:wide"], "cannot be imported"),
+    (["--model", "own_networks_of_tests:odd"], "must return a torch.nn.Module, it returned int"),
+    (["--method", "dpsgd-hf"], "has no network for the features scattering"),
+    (["--method", "dpsgd", "--refresh-every", "2"], "method dpsgd has no option --refresh-every"),
+    (["--method", "dpagd", "--momentum", "0.5"], "method dpagd has no option --momentum"),
+    (["--method", "dpis", "--accounting", "published"], "is not covered by the published"),
+    (["--method", "dpagd", "--accounting", "published"], "is not covered by the published"),
+    (["--method", "dpsgd", "--val-batch-size", "5"], "has no meaning without a test of candidates"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), BAD, ids=lambda v: " ".join(v) if isinstance(v, list) else ""
+)
+def test_bad_input_is_one_line_and_writes_nothing(arguments, message, points, tmp_path, capsys):
+    known = [] if "--method" in arguments else ["--method", "dpsgd"]
+    out = tmp_path / "run"
+    status, printed, err = command(
+        "train", "--out", str(out), "--task", points, *SHORT, *known, *arguments, capsys=capsys
+    )
+    assert status == 2
+    assert printed == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not out.exists()
+
+
+def test_presets_are_for_the_budgets_of_the_paper(pictures, tmp_path, capsys):
+    arguments = ["--out", str(tmp_path / "run"), "--preset", "paper", "--epsilon", "2.5"]
+    status, _, err = command("train", "--task", pictures, *arguments, capsys=capsys)
+    assert status == 2
+    assert "no settings for epsilon 2.5; choose one of 1, 2, 3, 4, or leave the preset out" in err
+
+
+def test_resume_takes_no_settings_of_what_to_train(tmp_path, capsys):
+    for option, value in (("--preset", "paper"), ("--features", "pixels"), ("--model", "a:b"),
+                          ("--normalisation", "none"), ("--max-records", "5"),
+                          ("--max-updates", "5"), ("--refresh-every", "3")):  # fmt: skip
+        _, _, err = command("train", "--resume", str(tmp_path), option, value, capsys=capsys)
+        assert f"leave out {option}" in err
+
+
+def test_the_help_names_what_can_be_chosen(capsys):
+    _, out, _ = command("train", "--help", capsys=capsys)
+    asked = ("preset", "features", "normalisation", "activation", "model", "max-records")
+    for option in (*asked, "max-updates", "refresh-every", "choice-epsilon"):
+        assert f"--{option} " in out
+    for method in METHODS:
+        assert method in out
+    assert Settings().preset is None

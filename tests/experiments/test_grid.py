@@ -1,0 +1,153 @@
+"""Grids of trained runs: shares, limits, tables and the rows that real runs make."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+from dpsur.experiments import accuracy, grid, training, tuning
+from dpsur.experiments.base import Options
+from dpsur.experiments.runner import fill
+from dpsur.tasks import TASKS
+from tests.experiments.test_command import reproduce
+
+LIMITS = ("--tasks", "fmnist", "--arms", "published", "dpsgd-hf", "--epsilons", "1", "3")
+ASKED = Options(tasks=("fmnist",), arms=("published", "dpsgd-hf"), epsilons=(1, 3))
+
+
+def made_up_rows(config, seeds, device):
+    """Rows as runs would make them, without the runs."""
+    for seed in seeds:
+        yield (
+            seed,
+            {
+                "accuracy": 0.8 + seed / 100,
+                "loss": 0.5,
+                "updates": 10,
+                "trials": 20,
+                "epsilon": {"proven": 2.0, "published": 1.0},
+                "seconds": 0.1,
+                "device": device or "cpu",
+            },
+        )
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    monkeypatch.setattr(grid, "trained_rows", made_up_rows)
+
+
+def keys(path):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [accuracy.EXPERIMENT.key(row) for row in rows]
+
+
+def test_shards_make_the_grid_once(no_training, tmp_path, capsys):
+    """Each starts from what the ones before it have left, as processes do that start later."""
+    wanted = [accuracy.EXPERIMENT.key(cell) for cell in accuracy.EXPERIMENT.cells(ASKED)]
+    path = tmp_path / "results" / "accuracy.jsonl"
+    made = []
+    for part in (1, 0, 2):
+        status, out, _ = reproduce(
+            "accuracy", *LIMITS, "--shard", f"{part}/3", folder=tmp_path, capsys=capsys
+        )
+        assert status == 0
+        count = int(out.split(" rows, ")[1].split(" of them new")[0])
+        made.append(count)
+    assert min(made) > 0
+    assert sum(made) == len(wanted) == 2 * 5 + 2 * 3
+    found = keys(path)
+    assert len(found) == len(set(found))  # no cell was made twice
+    assert set(found) == set(wanted)
+    status, out, _ = reproduce("accuracy", *LIMITS, folder=tmp_path, capsys=capsys)
+    assert "0 of them new" in out
+    assert "without one" not in out
+
+
+def test_a_shard_that_goes_on_keeps_to_its_share(no_training, tmp_path):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    options = replace(ASKED, shard=(0, 2))
+    assert fill(accuracy.EXPERIMENT, whole, options) > 0
+    lines = (whole / "accuracy.jsonl").read_text().splitlines()
+    resumed.mkdir()
+    (resumed / "accuracy.jsonl").write_text(lines[0] + "\n")
+    assert fill(accuracy.EXPERIMENT, resumed, options) == len(lines) - 1
+    assert set(keys(resumed / "accuracy.jsonl")) == set(keys(whole / "accuracy.jsonl"))
+
+
+@pytest.mark.parametrize("text", ["2/2", "a/b", "1", "-1/3", "0/0"])
+def test_odd_shards_are_refused(text, tmp_path, capsys):
+    status, _, err = reproduce("accuracy", f"--shard={text}", folder=tmp_path, capsys=capsys)
+    assert status == 2
+    assert "is not a part K/N with K from 0 to N - 1" in err
+
+
+def test_limits_choose_cells():
+    cells = list(accuracy.EXPERIMENT.cells(ASKED))
+    assert {cell["config"]["task"] for cell in cells} == {"fmnist"}
+    assert {cell["config"]["arm"] for cell in cells} == {"published", "dpsgd-hf"}
+    assert {cell["config"]["epsilon"] for cell in cells} == {1, 3}
+    assert not list(accuracy.EXPERIMENT.cells(Options(tasks=("nothing",))))
+
+
+def test_the_grid_has_every_cell_of_the_paper():
+    cells = list(accuracy.EXPERIMENT.cells(Options()))
+    found = {(c["config"]["task"], c["config"]["arm"], c["config"]["epsilon"]) for c in cells}
+    for (task, method, epsilon), _ in accuracy.paper_accuracy().items():
+        if epsilon == 0 or not accuracy.applies(method, task):
+            continue
+        arm = "published" if method == "dpsur" else method
+        assert (task, arm, epsilon) in found
+    assert not any(arm == "dpsgd-hf" and task == "imdb" for task, arm, _ in found)
+    assert {arm for task, arm, _ in found if arm == "nonprivate"} == {"nonprivate"}
+
+
+def test_the_table_averages_over_seeds(no_training, tmp_path):
+    fill(accuracy.EXPERIMENT, tmp_path, ASKED)
+    rows = [json.loads(line) for line in (tmp_path / "accuracy.jsonl").read_text().splitlines()]
+    records = accuracy.summary(rows)
+    assert len(records) == 4
+    one = next(r for r in records if r["arm"] == "published" and r["epsilon"] == 3)
+    assert one["seeds"] == 5
+    assert one["mean"] == pytest.approx(82.0)
+    assert one["spread"] == pytest.approx(2.5**0.5)
+    assert one["paper"] == accuracy.paper_accuracy()["fmnist", "dpsur", 3]
+    assert one["difference"] == pytest.approx(one["mean"] - one["paper"])
+    assert training.mean_and_spread([3.0]) == (3.0, 0.0)
+
+
+def test_tuning_looks_at_held_out_records_only():
+    cells = list(tuning.EXPERIMENT.cells(Options()))
+    assert all(cell["config"]["hold_out"] > 0 for cell in cells)
+    assert {cell["config"]["arm"] for cell in cells} == {"dpis", "dpagd"}
+    for cell in cells:
+        tried = cell["config"]["tried"]
+        assert tried.items() <= cell["config"]["options"].items()
+
+
+def test_a_row_is_what_a_run_gives(monkeypatch, tmp_path):
+    """Two seeds of a tiny cell, trained for real."""
+    monkeypatch.setenv("DPSUR_CACHE", str(tmp_path / "cache"))
+    generator = torch.Generator().manual_seed(0)
+    records = Examples(torch.rand(60, 1, 28, 28, generator=generator), torch.arange(60) % 10)
+    small = replace(TASKS["fmnist"], load=lambda _: (records, records.select(torch.arange(20))))
+    monkeypatch.setitem(TASKS, "fmnist", small)
+    training._records.cache_clear()
+    changes = {"batch_size": 20, "noise_multiplier": 20.0, "updates": 2}
+    cell = training.TrainingCell("fmnist", "dpsgd-hf", 3, 0, changes, hold_out=20)
+    rows = dict(training.trained_rows(cell.config(), [0, 1], "cpu"))
+    training._records.cache_clear()
+    assert rows.keys() == {0, 1}
+    for row in rows.values():
+        assert row["updates"] == row["trials"] == 2
+        assert 0 <= row["accuracy"] <= 1
+        assert row["epsilon"]["proven"] <= 3
+        assert row["device"] == "cpu"
+    config = cell.config()
+    assert config["tried"] == changes
+    assert json.loads(json.dumps(config)) == config
+    with pytest.raises(InvalidInputError):
+        training.task_run({**config, "options": {"batch_size": 0}}, 0, "cpu")

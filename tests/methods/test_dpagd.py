@@ -1,0 +1,425 @@
+"""Laws of adaptive gradient descent, each of which a named mutant breaks."""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from dpsur.core.choice import noisy_least
+from dpsur.core.loop import make_trial, start, train
+from dpsur.core.noise import add_gaussian
+from dpsur.core.problem import Problem
+from dpsur.core.sampling import exact_batch
+from dpsur.core.streams import Streams
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+from dpsur.methods import Dpagd, adaptive_steps
+from dpsur.methods.adaptive_steps import AdaptiveSteps
+from dpsur.privacy.events import NoisyChoice, SampledGaussian, Trial
+from dpsur.privacy.filtered import FilteredPlan
+from dpsur.privacy.proven import event_divergence
+from tests.methods.problems import CPU, SIZE, assert_same, bound
+from tests.statistics import FALSE_ALARM, assert_standard_deviation
+
+CLIP = 0.5
+METHOD = Dpagd(
+    batch_size=SIZE, val_batch_size=SIZE, max_grad_norm=CLIP, updates=6, step_sizes=5,
+    largest_step=4.0, raise_by=0.5,
+)  # fmt: skip
+
+
+class Point(nn.Module):
+    """One weight per coordinate; what a record says of them is the loss's business."""
+
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return x * 0 + self.weight
+
+
+def records(values) -> Examples:
+    inputs = torch.as_tensor(values, dtype=torch.float32).reshape(len(values), -1)
+    return Examples(inputs, inputs)
+
+
+def quadratic(centre: float = 1.0, width: int = 1) -> Problem:
+    """All records agree where the best weights are."""
+    train = records(torch.full((SIZE, width), centre))
+    return Problem(Point(width), lambda out, target: (out - target).square().sum(), train)
+
+
+def flat(width: int = 1) -> Problem:
+    """A loss that no weight changes: every gradient is nothing but noise."""
+    train = records(torch.zeros(SIZE, width))
+    return Problem(Point(width), lambda out, _: (out * 0).sum(), train)
+
+
+def always(index: int):
+    """A choice that was decided beforehand."""
+    return lambda losses, *_: torch.tensor(index)
+
+
+def the_least(losses, *_):
+    """A choice without noise."""
+    return losses.double().clamp(0.0, 3.0).sum(1).argmin()
+
+
+def trials(procedure, plan, choices, progress=None):
+    """Progress after each trial, the choices being given."""
+    progress = progress or start(procedure)
+    for index in choices:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adaptive_steps, "noisy_least", always(index))
+            progress, _ = make_trial(procedure, plan, progress)
+        yield progress
+
+
+# --- laws ---------------------------------------------------------------------------------------
+
+
+def candidates_start_from_the_same_weights():
+    """The chosen length is the best of those tried one by one from where the run stands."""
+    procedure, _ = bound(METHOD, problem=quadratic())
+    weights, gradient = {"weight": torch.zeros(1)}, {"weight": torch.tensor([-1.0])}
+    lengths = torch.tensor([0.0, 0.25, 0.5, 1.0, 2.0], dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive_steps, "noisy_least", the_least)
+        assert int(procedure._choose(weights, gradient, lengths)) == 3  # length 1 hits the centre
+
+
+def one_record_moves_a_gradient_by_at_most_the_bound():
+    """With and without a huge record, at the first try and at every retry."""
+    usual = [[0.3]] * SIZE
+    problems = [
+        Problem(Point(), lambda out, target: (out * target).sum(), records(values))
+        for values in (usual, [*usual[:-1], [1e4]])
+    ]
+    runs = [bound(METHOD, problem=problem) for problem in problems]
+    states = [list(trials(*run, [0, 0, 0, 0])) for run in runs]
+    for one, two in zip(*states, strict=True):
+        first, second = (p.state.memory["gradient/weight"] for p in (one, two))
+        moved = float((first - second).norm())
+        # Both records are clipped: from 0.3 to the bound of 0.5, over the expected size.
+        assert moved == pytest.approx((CLIP - 0.3) / SIZE, rel=1e-2)
+
+
+def what_was_drawn_fits_the_allowance():
+    """Adds up what the run did to the records, as seen from outside, not what it recorded."""
+    rates, done = [], []
+
+    def spy_batch(examples, rate, generator):
+        rates.append(rate)
+        return exact_batch(examples, rate, generator)
+
+    def spy_noise(total, multiplier, generator):
+        assert total.sensitivity == CLIP
+        done.append(SampledGaussian(rates[-1], multiplier))
+        return add_gaussian(total, multiplier, generator)
+
+    def spy_choice(losses, loss_clip, choice_epsilon, generator):
+        done.append(NoisyChoice(rates[-1], choice_epsilon))
+        return noisy_least(losses, loss_clip, choice_epsilon, generator)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive_steps, "steady_batch", spy_batch)
+        patch.setattr(adaptive_steps, "add_gaussian", spy_noise)
+        patch.setattr(adaptive_steps, "noisy_least", spy_choice)
+        procedure, plan = bound(replace(METHOD, batch_size=20, step_sizes=3), problem=flat())
+        end = train(procedure, plan, start(procedure))
+    assert 0 < end.ledger.updates < end.ledger.trials
+    assert len(done) == 2 * end.ledger.trials
+    spent = sum(event_divergence(event, plan.order) for event in done)
+    assert spent <= plan.allowance, f"spent {spent:.3f} of {plan.allowance:.3f}"
+    assert spent == pytest.approx(plan.divergence(end.ledger), rel=1e-9)
+
+
+def gradients_are_averaged_by_their_precisions():
+    """After retries the noise is what one gradient of all the precision would have."""
+    width = 20_000
+    procedure, plan = bound(METHOD, problem=flat(width))
+    for count, progress in enumerate(trials(procedure, plan, [0, 0, 0]), start=1):
+        memory = progress.state.memory
+        held = float(memory["precision"])
+        assert held == pytest.approx(procedure._first_precision * 1.5 ** (count - 1))
+        deviation = held**-0.5 * CLIP / SIZE
+        assert_standard_deviation(memory["gradient/weight"].numpy(), deviation)
+
+
+def a_choice_of_nothing_leaves_the_weights_alone():
+    procedure, plan = bound(METHOD, problem=quadratic())
+    before = start(procedure)
+    (after,) = trials(procedure, plan, [0], before)
+    assert_same(after.state.params, before.state.params)
+    assert_same(after.state.optimizer, before.state.optimizer)
+    assert int(after.state.updates) == after.ledger.updates == 0
+    assert after.ledger.trials == 1
+    assert float(after.state.memory["retry"]) == 1
+    kept = ("largest_step", "largest_chosen", "chosen")
+    for name in kept:
+        assert float(after.state.memory[name]) == float(before.state.memory[name])
+    (moved,) = trials(procedure, plan, [2], after)
+    assert float(moved.state.memory["retry"]) == 0
+    assert not torch.equal(moved.state.params["weight"], before.state.params["weight"])
+
+
+def the_largest_step_follows_what_was_chosen():
+    """Every tenth update it becomes 1.1 times the largest length of the last ten."""
+    procedure, plan = bound(METHOD, problem=quadratic())
+    plan = replace(plan, allowance=1e9)  # long enough to see two windows
+    choices = [1, 2, 0, 1, 1, 3, 1, 0, 1, 1, 1, 1, *[1] * 10, 4]
+    seen = [float(p.state.memory["largest_step"]) for p in trials(procedure, plan, choices)]
+    first = 1.1 * (3 / 4 * 4.0)
+    second = 1.1 * (1 / 4 * first)
+    assert seen[:11] == [4.0] * 11
+    assert seen[11:21] == pytest.approx([first] * 10)
+    assert seen[21:] == pytest.approx([second] * 2)
+
+
+def choice_pvalue(choice_epsilon: float, count: int = 8000) -> float:
+    """How well draws agree with the exponential mechanism."""
+    losses = torch.tensor([[0.9, 0.5], [0.2, 5.0], [math.nan, 0.0], [-3.0, 0.6]])
+    clipped = np.array([1.4, 1.2, 1.0, 0.6])  # at a clip bound of 1
+    weights = np.exp(-1.5 * clipped)
+    generator = torch.Generator().manual_seed(3)
+    drawn = [int(noisy_least(losses, 1.0, choice_epsilon, generator)) for _ in range(count)]
+    observed = np.bincount(drawn, minlength=4)
+    return float(stats.chisquare(observed, weights / weights.sum() * count).pvalue)
+
+
+# --- mutants ------------------------------------------------------------------------------------
+
+
+def candidates_that_accumulate(patch):
+    def wrong(self, params, gradient, lengths):
+        batch = exact_batch(
+            self._problem.train, self._choice.sample_rate, self._streams["val-batch"]
+        )
+        losses, moved = [], params
+        for length in lengths:
+            moved = {n: v - length.to(v.dtype) * gradient[n] for n, v in moved.items()}
+            losses.append(self._problem.losses(moved, batch.examples))
+        return adaptive_steps.noisy_least(torch.stack(losses), 3.0, 1.0, None)
+
+    patch.setattr(AdaptiveSteps, "_choose", wrong)
+
+
+def unclipped_retry(patch):
+    real, tries = adaptive_steps.clipped_sum, []
+
+    def wrong(problem, params, examples, bound, **more):
+        tries.append(problem)
+        again = sum(one is problem for one in tries) > 1
+        total = real(problem, params, examples, 1e9 if again else bound, **more)
+        return replace(total, sensitivity=bound)
+
+    patch.setattr(adaptive_steps, "clipped_sum", wrong)
+
+
+def uncharged_retries(patch):
+    patch.setattr(
+        FilteredPlan,
+        "divergence",
+        lambda self, ledger: sum(
+            entry.updates * event_divergence(entry.step, self.order) for entry in ledger.entries
+        ),
+    )
+
+
+def difference_charged_and_all_of_it_taken(patch):
+    """A retry draws a gradient of the whole precision, and is charged for what was added."""
+    real = AdaptiveSteps._noisy_gradient
+
+    def wrong(self, params, noise_multiplier):
+        return real(self, params, min(noise_multiplier, self._first_precision**-0.5))
+
+    patch.setattr(AdaptiveSteps, "_noisy_gradient", wrong)
+
+
+def plain_average(patch):
+    def wrong(self, state, memory):
+        fresh_precision = self._fresh_precision(memory)
+        fresh = self._noisy_gradient(state.params, float(fresh_precision) ** -0.5)
+        share = 1.0 if float(memory["retry"]) == 0 else 0.5
+        mixed = {
+            name: share * value + (1 - share) * memory[f"gradient/{name}"]
+            for name, value in fresh.items()
+        }
+        return mixed, memory["precision"] * memory["retry"] + fresh_precision
+
+    patch.setattr(AdaptiveSteps, "_improved_gradient", wrong)
+
+
+def every_choice_counts(patch):
+    patch.setattr(
+        AdaptiveSteps,
+        "judge",
+        lambda self, state, candidate: adaptive_steps.Verdict(torch.tensor(True)),
+    )
+
+
+def no_headroom(patch):
+    patch.setattr(adaptive_steps, "HEADROOM", 1.0)
+
+
+def forgets_nothing(patch):
+    real = AdaptiveSteps._adapted
+
+    def wrong(self, memory, chosen, updates):
+        seen = torch.maximum(memory["largest_chosen"], chosen)
+        return {**real(self, memory, chosen, updates), "largest_chosen": seen}
+
+    patch.setattr(AdaptiveSteps, "_adapted", wrong)
+
+
+class Mutant(NamedTuple):
+    law: object
+    apply: object
+
+
+MUTANTS = [
+    Mutant(candidates_start_from_the_same_weights, candidates_that_accumulate),
+    Mutant(one_record_moves_a_gradient_by_at_most_the_bound, unclipped_retry),
+    Mutant(what_was_drawn_fits_the_allowance, uncharged_retries),
+    Mutant(what_was_drawn_fits_the_allowance, difference_charged_and_all_of_it_taken),
+    Mutant(gradients_are_averaged_by_their_precisions, plain_average),
+    Mutant(a_choice_of_nothing_leaves_the_weights_alone, every_choice_counts),
+    Mutant(the_largest_step_follows_what_was_chosen, no_headroom),
+    Mutant(the_largest_step_follows_what_was_chosen, forgets_nothing),
+]
+LAWS = sorted({mutant.law for mutant in MUTANTS}, key=lambda law: law.__name__)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_law_holds(law):
+    law()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.apply.__name__}-{m.law.__name__}")
+def test_mutant_is_killed(mutant, monkeypatch):
+    mutant.apply(monkeypatch)
+    with pytest.raises(AssertionError):
+        mutant.law()
+
+
+# --- details ------------------------------------------------------------------------------------
+
+
+def test_the_choice_is_the_exponential_mechanism():
+    assert choice_pvalue(1.5) > FALSE_ALARM
+    assert choice_pvalue(3.0) < FALSE_ALARM  # with twice the epsilon
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+def test_a_loss_that_is_not_finite_counts_as_the_clip_bound(bad):
+    """Else a record could rule a candidate out, which no epsilon would cover."""
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    odd = torch.tensor([[bad, 0.5], [0.5, 0.5]])
+    clipped = torch.tensor([[1.0, 0.5], [0.5, 0.5]])
+    found = [
+        [int(noisy_least(losses, 1.0, 2.0, generator)) for _ in range(200)]
+        for losses, generator in zip((odd, clipped), generators, strict=True)
+    ]
+    assert found[0] == found[1]
+    assert set(found[0]) == {0, 1}
+
+
+def test_an_empty_sample_chooses_at_random():
+    generator = torch.Generator().manual_seed(0)
+    drawn = [int(noisy_least(torch.zeros(3, 0), 1.0, 1e6, generator)) for _ in range(60)]
+    assert set(drawn) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("values", [(0.0, 1.0), (1.0, -1.0), (math.nan, 1.0)])
+def test_bad_choices(values):
+    with pytest.raises(InvalidInputError, match="must be a finite number above 0"):
+        noisy_least(torch.zeros(2, 2), *values, torch.Generator())
+
+
+def test_a_retry_states_and_draws_the_difference():
+    procedure, plan = bound(METHOD, problem=flat())
+    first = procedure.step(procedure.initial_state())
+    assert isinstance(first, Trial)
+    assert first == plan.typical
+    (after,) = trials(procedure, plan, [0])
+    retry = procedure.step(after.state)
+    gained = retry.update.noise_multiplier**-2
+    assert gained == pytest.approx(0.5 * first.update.noise_multiplier**-2)
+    (moved,) = trials(procedure, plan, [1], after)
+    new = procedure.step(moved.state)  # the next gradient has the precision that was reached
+    assert new.update.noise_multiplier**-2 == pytest.approx(3 * gained)
+
+
+def test_it_ends_when_nothing_fits_and_not_before():
+    procedure, plan = bound(replace(METHOD, step_sizes=2), problem=flat())
+    end = train(procedure, plan, start(procedure))
+    left = plan.allowance - plan.divergence(end.ledger)
+    assert 0 <= left < event_divergence(procedure.step(end.state), plan.order)
+    assert plan.completed(end.ledger)
+    assert plan.position(end.ledger) <= plan.length == 1000
+
+
+def test_without_noise_it_comes_within_a_step_of_the_minimum(monkeypatch):
+    monkeypatch.setattr(adaptive_steps, "noisy_least", the_least)
+    monkeypatch.setattr(adaptive_steps, "add_gaussian", lambda total, *_: total.params)
+    procedure, plan = bound(METHOD, problem=quadratic(centre=0.8))
+    end = train(procedure, plan, start(procedure))
+    assert float(end.state.params["weight"]) == pytest.approx(0.8, abs=0.25)
+
+
+def test_it_is_never_padded():
+    assert bound(METHOD)[0].padded() is None
+
+
+def test_layers_that_draw_have_a_stream_of_their_own():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 3))
+    inputs = torch.randn(SIZE, 2, generator=torch.Generator().manual_seed(0))
+    train_set = Examples(inputs, torch.arange(SIZE) % 3)
+    problem = Problem(model, nn.functional.cross_entropy, train_set)
+    streams = Streams(0, CPU)
+    before = streams["layers"].get_state()
+    settled, plan = METHOD.settle(SIZE, bound(METHOD)[1].budget, "proven")
+    procedure = settled.bind(problem, plan, streams)
+    state = torch.get_rng_state()
+    list(trials(procedure, plan, [1]))
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.equal(before, streams["layers"].get_state())
+
+
+def test_the_price_is_shared_as_stated():
+    """A fifth of a trial's price is the choice's, and six trials use the allowance up."""
+    settled, plan = METHOD.settle(SIZE, bound(METHOD)[1].budget, "proven")
+    choice = NoisyChoice(1.0, settled.choice_epsilon)
+    price = plan.allowance / 6
+    assert event_divergence(choice, plan.order) == pytest.approx(0.2 * price, rel=1e-6)
+    assert 0.999 * price <= event_divergence(plan.typical, plan.order) <= price
+    given, _ = replace(METHOD, choice_epsilon=0.1).settle(SIZE, plan.budget, "proven")
+    assert given.choice_epsilon == 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step_sizes": 1}, "step_sizes - 1 must be a whole number"),
+        ({"raise_by": 0.0}, "raise_by must be a finite number above 0"),
+        ({"largest_step": math.inf}, "largest_step must be a finite number above 0"),
+        ({"loss_clip": -1.0}, "loss_clip must be a finite number above 0"),
+        ({"choice_epsilon": 0.0}, "choice_epsilon must be a finite number above 0"),
+        ({"val_batch_size": 0}, "val_batch_size must be a whole number"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(InvalidInputError, match=message):
+        Dpagd(**options)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "val_batch_size"])
+def test_a_batch_larger_than_the_data(name):
+    with pytest.raises(InvalidInputError, match=f"{name} 61 is larger than the data set of 60"):
+        Dpagd(**{name: 61}).settle(SIZE, bound(METHOD)[1].budget, "proven")

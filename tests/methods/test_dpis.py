@@ -1,0 +1,454 @@
+"""Laws of importance sampling, each of which a named mutant breaks."""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpsur.core.gradients import GradientBudget, clipped_norms, clipped_sum, factors
+from dpsur.core.loop import make_trial, start, train
+from dpsur.core.noise import add_gaussian
+from dpsur.core.problem import Problem
+from dpsur.core.sampling import exact_batch
+from dpsur.core.streams import Streams
+from dpsur.core.types import Examples, State
+from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.methods import Dpis, dpis
+from dpsur.methods.dpis import ImportanceSteps
+from dpsur.privacy.events import SampledGaussian, Trial
+from dpsur.privacy.filtered import FilteredPlan
+from dpsur.privacy.plan import Budget
+from dpsur.privacy.proven import event_divergence
+from tests.conftest import blobs, small_model
+from tests.methods.problems import CPU, SIZE, bound
+from tests.statistics import STANDARD_ERRORS, assert_standard_deviation
+
+CLIP = 0.7
+STEPS = {"batch_size": 20, "noise_multiplier": 6.0}  # the noise of a typical step
+OPTIONS = {**STEPS, "max_grad_norm": CLIP, "updates": 6, "norm_noise_multiplier": 3.0}
+
+
+class Direction(nn.Module):
+    """A record's gradient is the record itself, so that norms and sums are known exactly."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return (x * self.weight).sum(1, keepdim=True)
+
+
+def known_gradients(size: int = SIZE, spread: float = 1.0) -> Problem:
+    """Gradients of all norms: some far below the clip bound, some above it, one zero."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(size, 3, generator=generator) * torch.linspace(0, spread, size)[:, None]
+    rows += 0.2 * spread * torch.tensor([1.0, 0.0, 0.0]) * (rows.norm(dim=1, keepdim=True) > 0)
+    return Problem(Direction(), lambda out, _: out.sum(), Examples(rows, torch.zeros(size)))
+
+
+def clipped_rows(problem: Problem) -> torch.Tensor:
+    rows = problem.train.inputs.double()
+    return rows * (CLIP / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)).clamp(max=1.0)
+
+
+def refreshed(problem: Problem, norm_sum: float, seed: int = 0, noise: float = 1e-9, **changes):
+    """A procedure in a state in which this sum of norms was released."""
+    procedure, _ = bound(Dpis(**{**OPTIONS, **changes}), seed=seed, problem=problem)
+    state = procedure.initial_state()
+    values = {"norm_sum": norm_sum, "noise_multiplier": noise}
+    memory = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    return procedure, replace(state, memory={**memory, "refresh_at": state.updates + 10})
+
+
+# --- laws ---------------------------------------------------------------------------------------
+
+
+def the_estimate_is_unbiased(draws: int = 600):
+    """The mean over draws of batches and coins is the mean clipped gradient."""
+    problem = known_gradients()
+    rows = clipped_rows(problem)
+    norm_sum = float(rows.norm(dim=1).sum())
+    procedure, state = refreshed(problem, norm_sum)
+    found = np.stack([procedure._gradient(state)[0]["weight"].numpy() for _ in range(draws)])
+    error = found.std(0) / math.sqrt(draws)
+    off = np.abs(found.mean(0) - rows.mean(0).numpy()) / error
+    assert off.max() <= STANDARD_ERRORS, off
+
+
+def every_contribution_has_the_norm_of_the_bound():
+    """A record adds nothing, or a vector of its own direction and the length of the bound."""
+    problem = known_gradients()
+    params = {"weight": torch.zeros(3)}
+    generator = torch.Generator().manual_seed(0)
+    kept = 0
+    for row in range(SIZE):
+        one = problem.train.select(torch.tensor([row]))
+        coin = torch.rand(1, generator=generator, dtype=torch.float64)
+        value = clipped_sum(problem, params, one, CLIP, coins=coin).params["weight"].double()
+        if value.abs().max() > 0:
+            assert float(value.norm()) == pytest.approx(CLIP, rel=1e-5)
+            record = one.inputs[0].double()
+            assert float(value @ record) == pytest.approx(CLIP * float(record.norm()), rel=1e-5)
+            kept += 1
+    assert 10 < kept < SIZE
+
+
+class Released(NamedTuple):
+    norm_sum: float
+    event: SampledGaussian
+    state: State
+    procedure: ImportanceSteps
+
+
+def released_sums(draws: int, problem: Problem, noise: float | None = None):
+    """Releases of the sum of norms from the initial weights, all records looked at.
+
+    `noise` stands in for the noise that is found for the updates, which takes a search.
+    """
+    procedure, plan = bound(Dpis(**OPTIONS), problem=problem)
+    step = procedure.step(procedure.initial_state())
+    with pytest.MonkeyPatch.context() as patch:
+        if noise is not None:
+            patch.setattr(FilteredPlan, "noise_for", lambda *_: noise)
+        for _ in range(draws):
+            progress, _ = make_trial(procedure, plan, start(procedure))
+            assert progress.ledger.entries[0].step == step
+            norm_sum = float(progress.state.memory["norm_sum"])
+            yield Released(norm_sum, step, progress.state, procedure)
+
+
+def the_sum_of_norms_has_the_accounted_noise():
+    """Its deviation is the noise multiplier of the event times the clip bound."""
+    problem = known_gradients(spread=0.9)
+    exact = float(clipped_rows(problem).norm(dim=1).sum())
+    found = list(released_sums(400, problem, noise=1.0))
+    event = found[0].event
+    assert event == SampledGaussian(1.0, 3.0)
+    errors = np.array([one.norm_sum - exact for one in found])
+    # Neither limit is near, so that nothing is cut off.
+    assert OPTIONS["batch_size"] * CLIP < exact - 4 * event.noise_multiplier * CLIP
+    assert exact + 4 * event.noise_multiplier * CLIP < SIZE * CLIP
+    assert_standard_deviation(errors, event.noise_multiplier * CLIP)
+
+
+def every_probability_is_at_most_one():
+    """However small the gradients are, the rate b C / K is one, and it is the one that is used."""
+    for one in released_sums(50, known_gradients(spread=1e-3), noise=1.0):
+        rate = OPTIONS["batch_size"] * CLIP / one.norm_sum
+        assert 0 < rate <= 1
+        assert one.procedure.step(one.state).update.sample_rate == rate
+
+
+def an_update_costs_at_most_its_price():
+    """Whatever sum was released, the update that follows fits its share of the allowance."""
+    for one in released_sums(3, known_gradients(spread=0.5)):
+        trial = one.procedure.step(one.state)
+        assert isinstance(trial, Trial)
+        cost = event_divergence(trial, one.procedure._plan.order)
+        assert 0.99 * one.procedure._price <= cost <= one.procedure._price
+
+
+def what_was_drawn_fits_the_allowance():
+    """Adds up what the run did to the records, as seen from outside, not what it recorded."""
+    for seed, spread in enumerate((1e-3, 0.2, 0.5, 0.9, 2.0)):
+        done = []
+        rates = []
+
+        def spy_batch(examples, rate, generator, rates=rates):
+            rates.append(rate)
+            return exact_batch(examples, rate, generator)
+
+        def spy_noise(total, multiplier, generator, rates=rates, done=done, real=dpis.add_gaussian):
+            assert total.sensitivity == CLIP
+            done.append(SampledGaussian(rates[-1], multiplier))
+            return real(total, multiplier, generator)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dpis, "steady_batch", spy_batch)
+            patch.setattr(dpis, "add_gaussian", spy_noise)
+            method = Dpis(**{**OPTIONS, "norm_noise_multiplier": 8.0, "refresh_every": 2})
+            procedure, plan = bound(method, seed=seed, problem=known_gradients(spread=spread))
+            end = train(procedure, plan, start(procedure))
+        assert end.ledger.updates == 6
+        assert len(done) == len(rates) == 9
+        spent = sum(event_divergence(event, plan.order) for event in done)
+        assert spent <= plan.allowance
+        assert spent == pytest.approx(plan.divergence(end.ledger), rel=1e-9)
+
+
+# --- mutants ------------------------------------------------------------------------------------
+
+
+def weights_without_correction(patch):
+    """Records are chosen by their norms, but not weighed by 1 / p."""
+    real = factors.clip_factors
+
+    def wrong(norms, max_grad_norm, keep, coins=None):
+        found = real(norms, max_grad_norm, keep, coins)
+        return replace(found, values=found.values.clamp(max=1.0))
+
+    for module in ("clipping", "one_pass"):
+        patch.setattr(f"dpsur.core.gradients.{module}.clip_factors", wrong)
+
+
+def unreleased_sum(patch):
+    def wrong(total, multiplier, generator):
+        if "norms" in total.params:
+            return total.params
+        return add_gaussian(total, multiplier, generator)
+
+    patch.setattr(dpis, "add_gaussian", wrong)
+
+
+def half_the_noise_on_the_sum(patch):
+    def wrong(total, multiplier, generator):
+        return add_gaussian(total, multiplier * (0.5 if "norms" in total.params else 1), generator)
+
+    patch.setattr(dpis, "add_gaussian", wrong)
+
+
+def no_floor(patch):
+    real = ImportanceSteps._refreshed
+
+    def wrong(self, state):
+        size, self._batch_size = self._batch_size, 1e-6
+        try:
+            return real(self, state)
+        finally:
+            self._batch_size = size
+
+    patch.setattr(ImportanceSteps, "_refreshed", wrong)
+
+
+def noise_of_the_planned_rate(patch):
+    """The noise that suits the rate b / N, although more records join."""
+    real = FilteredPlan.noise_for
+
+    def wrong(self, sample_rate, price, test=None):
+        return real(self, min(sample_rate, OPTIONS["batch_size"] / SIZE), price, test)
+
+    patch.setattr(FilteredPlan, "noise_for", wrong)
+
+
+def uncharged_sums(patch):
+    patch.setattr(
+        ImportanceSteps,
+        "_price_of_an_update",
+        lambda self, count, refreshes: self._plan.left_after_setup() / count * (1 - 1e-9),
+    )
+    real = FilteredPlan.divergence
+    patch.setattr(
+        FilteredPlan,
+        "divergence",
+        lambda self, ledger: real(
+            self,
+            replace(ledger, entries=tuple(e for e in ledger.entries if isinstance(e.step, Trial))),
+        ),
+    )
+
+
+class Mutant(NamedTuple):
+    law: object
+    apply: object
+
+
+MUTANTS = [
+    Mutant(the_estimate_is_unbiased, weights_without_correction),
+    Mutant(every_contribution_has_the_norm_of_the_bound, weights_without_correction),
+    Mutant(the_sum_of_norms_has_the_accounted_noise, unreleased_sum),
+    Mutant(the_sum_of_norms_has_the_accounted_noise, half_the_noise_on_the_sum),
+    Mutant(every_probability_is_at_most_one, no_floor),
+    Mutant(an_update_costs_at_most_its_price, noise_of_the_planned_rate),
+    Mutant(what_was_drawn_fits_the_allowance, uncharged_sums),
+]
+LAWS = sorted({mutant.law for mutant in MUTANTS}, key=lambda law: law.__name__)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_law_holds(law):
+    law()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.apply.__name__}-{m.law.__name__}")
+def test_mutant_is_killed(mutant, monkeypatch):
+    mutant.apply(monkeypatch)
+    with pytest.raises(AssertionError):
+        mutant.law()
+
+
+# --- details ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["one pass", "examples at once", "one by one"])
+def test_coins_mean_the_same_to_every_engine(engine, monkeypatch):
+    problem = Problem(small_model(), F.cross_entropy, blobs(SIZE))
+    params = problem.initial_params()
+    coins = 1 - torch.rand(SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    norms = clipped_norms(problem, params, problem.train, CLIP)
+    alone = [
+        clipped_sum(problem, params, problem.train.select(torch.tensor([row])), 1e6).params
+        for row in range(SIZE)
+    ]
+    expected = {
+        name: sum(
+            one[name] * (CLIP / (sum(v.square().sum() for v in one.values())).sqrt())
+            for row, one in enumerate(alone)
+            if coins[row] * CLIP < norms[row]
+        )
+        for name in params
+    }
+    if engine != "one pass":
+        from dpsur.core.gradients import clipping
+        from dpsur.core.gradients.plan import Engine
+
+        other = Engine.ONE_BY_ONE if engine == "one by one" else Engine.BATCHED
+        real = clipping.plan_for
+        monkeypatch.setattr(
+            clipping, "plan_for", lambda *arguments: replace(real(*arguments), engine=other)
+        )
+    budget = GradientBudget()
+    found = clipped_sum(problem, params, problem.train, CLIP, coins=coins, budget=budget).params
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_too_small_to_be_scaled_up_adds_nothing():
+    """Coins are above zero, so that a norm near the least float is never kept."""
+    rows = torch.full((4, 3), 1e-39)
+    problem = Problem(Direction(), lambda out, _: out.sum(), Examples(rows, torch.zeros(4)))
+    for coin in (2.0**-53, 1e-6, 1.0):
+        coins = torch.full((4,), coin, dtype=torch.float64)
+        total = clipped_sum(problem, {"weight": torch.zeros(3)}, problem.train, CLIP, coins=coins)
+        assert float(total.params["weight"].abs().max()) == 0
+    drawn = []
+    real = dpis.clipped_sum
+
+    def spy(*arguments, coins, **more):
+        drawn.append(coins)
+        return real(*arguments, coins=coins, **more)
+
+    procedure, state = refreshed(problem, norm_sum=4 * CLIP, batch_size=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dpis, "clipped_sum", spy)
+        for _ in range(200):
+            procedure._gradient(state)
+    coins = torch.cat(drawn)
+    assert coins.dtype == torch.float64
+    assert coins.min() > 0
+    assert coins.max() <= 1
+
+
+def test_norms_depend_on_their_own_record_and_are_clipped():
+    problem = Problem(small_model(), F.cross_entropy, blobs(SIZE))
+    params = problem.initial_params()
+    norms = clipped_norms(problem, params, problem.train, CLIP)
+    assert norms.dtype == torch.float64
+    assert norms.shape == (SIZE,)
+    assert float(norms.min()) > 0
+    assert float(norms.max()) == CLIP
+    some = torch.tensor([3, 17, 40])
+    assert torch.allclose(
+        clipped_norms(problem, params, problem.train.select(some), CLIP), norms[some]
+    )
+    assert len(clipped_norms(problem, params, problem.train.select(some[:0]), CLIP)) == 0
+    inputs = problem.train.inputs.clone()
+    inputs[5] = math.nan
+    odd = clipped_norms(problem, params, Examples(inputs, problem.train.targets), CLIP)
+    assert float(odd[5]) == 0
+    assert torch.equal(odd[6:], norms[6:])
+
+
+def test_norms_of_layers_without_a_rule():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.scale = small_model(), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.inner(x) * self.scale
+
+    problem = Problem(Odd(), F.cross_entropy, blobs(6))
+    params = problem.initial_params()
+    norms = clipped_norms(problem, params, problem.train, 1e6)
+    for row in range(6):
+        one = problem.train.select(torch.tensor([row]))
+        alone = clipped_sum(problem, params, one, 1e6).params
+        expected = math.sqrt(sum(float(v.double().square().sum()) for v in alone.values()))
+        assert float(norms[row]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_norms_are_released_when_due_and_the_rate_follows():
+    procedure, plan = bound(Dpis(**OPTIONS, refresh_every=2), problem=known_gradients(spread=2.0))
+    end = train(procedure, plan, start(procedure))
+    kinds = [type(entry.step).__name__ for entry in end.ledger.entries]
+    assert kinds == ["SampledGaussian", "Trial"] * 3
+    assert [entry.updates for entry in end.ledger.entries] == [1, 2] * 3
+    rates = {entry.step.update.sample_rate for entry in end.ledger.entries[1::2]}
+    assert len(rates) == 3
+    last = float(end.state.memory["norm_sum"])
+    assert end.ledger.entries[-1].step.update.sample_rate == 20 * CLIP / last
+
+
+def test_it_is_never_padded():
+    assert bound(Dpis(**OPTIONS))[0].padded() is None
+
+
+def test_steering_takes_its_share_by_default():
+    settled, plan = Dpis(batch_size=20, updates=6, refresh_every=2).settle(
+        SIZE, Budget(3.0, 1e-3), "proven"
+    )
+    event = SampledGaussian(1.0, settled.norm_noise_multiplier)
+    share = 3 * event_divergence(event, plan.order) / plan.allowance
+    assert 0.0199 <= share <= 0.02
+    assert settled.noise_multiplier is None
+    assert settled.norm_batch_size == SIZE
+
+
+def test_defaults_of_refreshes():
+    method = Dpis(batch_size=20, updates=45, norm_noise_multiplier=30.0)
+    settled, _ = method.settle(SIZE, Budget(3.0, 1e-3), "proven")
+    assert settled.refresh_every == 3
+    assert [settled.refreshes(count) for count in (1, 3, 4, 45)] == [1, 1, 2, 15]
+
+
+def test_norms_that_spend_everything_are_refused():
+    with pytest.raises(BudgetError, match="releases of gradient norms spend the whole budget"):
+        bound(Dpis(batch_size=20, updates=6, refresh_every=1, norm_noise_multiplier=0.5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"refresh_every": 0}, "refresh_every must be a whole number"),
+        ({"norm_batch_size": 0}, "norm_batch_size must be a whole number"),
+        ({"norm_noise_multiplier": -1.0}, "norm_noise_multiplier must be a finite number above 0"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(InvalidInputError, match=message):
+        Dpis(**options)
+
+
+def test_streams_of_a_seed_are_used_apart():
+    """Coins have a stream of their own: the same batches are drawn whatever they are."""
+    one, state = refreshed(known_gradients(), norm_sum=SIZE * CLIP)
+    two, _ = refreshed(known_gradients(), norm_sum=SIZE * CLIP)
+    two._streams._generators["coins"] = Streams(1, CPU)["coins"]
+    sizes = []
+    real = dpis.steady_batch
+
+    def spy(*arguments):
+        sizes.append(real(*arguments))
+        return sizes[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dpis, "steady_batch", spy)
+        first, second = (p._gradient(state)[0]["weight"] for p in (one, two))
+    assert torch.equal(sizes[0].rows, sizes[1].rows)
+    assert not torch.equal(first, second)

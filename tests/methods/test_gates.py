@@ -1,0 +1,147 @@
+"""A test of candidates in front of any method: what it keeps, what it charges, what it restores."""
+
+import pytest
+import torch
+
+import dpsur
+from dpsur.core.loop import make_trial, start, train
+from dpsur.methods import selection
+from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
+from dpsur.privacy.filtered import FilteredPlan
+from dpsur.runs.verification import verify
+from tests.methods.problems import BUDGET, NOISE, SIZE, STEPS, assert_same, bound, fit
+from tests.methods.test_contract import own_cache_and_no_curves  # noqa: F401
+
+COIN = {"gate": "coin", "accept_ratio": 1.2, "val_batch_size": 4, "updates": 4}
+LOSS = {"gate": "loss", "val_noise_multiplier": 6.0, "val_batch_size": 4}
+STEERED = {**NOISE, "refresh_every": 2, "norm_noise_multiplier": 20.0}
+CASES = [
+    ("proven", COIN),
+    ("proven", {**LOSS, "updates": 4}),
+    ("every-trial", {**LOSS, "trials": 8}),
+]
+IDS = ["proven-coin", "proven-loss", "every-trial-loss"]
+
+
+@pytest.fixture(scope="module")
+def steered():
+    """DPIS behind each gate, run once."""
+    known = {}
+
+    def run(accounting, options):
+        key = (accounting, options["gate"])
+        if key not in known:
+            known[key] = fit(dpsur.Dpis(**STEERED, **options), accounting)
+        return known[key]
+
+    return run
+
+
+@pytest.mark.parametrize(("accounting", "options"), CASES, ids=IDS)
+@pytest.mark.parametrize("method", [dpsur.DpsgdTs, dpsur.DpsgdHf], ids=lambda m: m.name)
+def test_a_gate_in_front_of_fixed_steps(method, accounting, options, tmp_path):
+    run = fit(method(**NOISE, **options), accounting)
+    ledger, key = run.private.ledger, accounting.replace("-", "_")
+    assert run.epsilon[key] <= BUDGET.epsilon
+    kind = CoinTest if options["gate"] == "coin" else LossTest
+    assert isinstance(run.plan.trial.test, kind)
+    if accounting == "proven":
+        assert ledger.updates == 4 <= ledger.trials <= run.plan.trials
+        assert run.statement["mechanism"]["trials"] is None
+    else:
+        assert ledger.trials == 8
+    assert verify(run.save(tmp_path / "out"))[0] == []
+
+
+@pytest.mark.parametrize(("accounting", "options"), CASES, ids=IDS)
+def test_a_gate_in_front_of_steered_steps(accounting, options, steered, tmp_path):
+    run = steered(accounting, options)
+    plan, ledger = run.plan, run.private.ledger
+    assert isinstance(plan, FilteredPlan)
+    assert 0 < plan.epsilon() <= BUDGET.epsilon
+    assert plan.divergence(ledger) <= plan.allowance
+    trials = [entry for entry in ledger.entries if isinstance(entry.step, Trial)]
+    assert all(entry.step.gate == plan.typical.gate is not None for entry in trials)
+    if accounting == "proven":
+        assert ledger.updates == 4
+        assert run.statement["accepted_updates"] == 4
+        charged = [r["charged"] for r in run.statement["mechanism"]["filter"]["steps"]]
+        assert sum(charged) == 4 + 2  # rejections are not told, releases of the norms are
+    else:
+        assert ledger.trials == 8
+    assert verify(run.save(tmp_path / "out"))[0] == []
+
+
+@pytest.mark.parametrize(("accounting", "options"), CASES, ids=IDS)
+def test_releases_of_norms_are_charged_whatever_is_rejected(accounting, options, steered):
+    run = steered(accounting, options)
+    releases = [e for e in run.private.ledger.entries if isinstance(e.step, SampledGaussian)]
+    assert len(releases) >= 1
+    assert all(entry.trials == entry.updates == 1 for entry in releases)
+    without = [e for e in run.private.ledger.entries if isinstance(e.step, Trial)]
+    plan = run.plan
+    assert plan.divergence(run.private.ledger) > plan.divergence(
+        type(run.private.ledger)(run.private.ledger.setup, tuple(without))
+    )
+
+
+class Never:
+    """A gate that rejects everything."""
+
+    def decide(self, difference, generator):
+        return torch.tensor(False)
+
+
+@pytest.mark.parametrize("accounting", ["proven", "every-trial"])
+def test_a_rejected_trial_leaves_the_state_as_it_was(accounting, monkeypatch):
+    """Memory and all: only the released sum of norms changes it."""
+    count = {"updates": 4} if accounting == "proven" else {"trials": 8}
+    method = dpsur.Dpis(**STEERED, **LOSS, **count, average_decay=0.9)
+    monkeypatch.setattr(selection, "make_gate", lambda *_: Never())
+    procedure, plan = bound(method, accounting)
+    progress, verdict = make_trial(procedure, plan, start(procedure))
+    assert bool(verdict.accept)  # the sum of norms, which no gate holds back
+    assert float(progress.state.memory["norm_sum"]) > 0
+    assert not isinstance(progress.ledger.entries[-1].step, Trial)
+    known = progress.state
+    for number in range(1, 4):
+        progress, verdict = make_trial(procedure, plan, progress)
+        assert not bool(verdict.accept)
+        assert_same(progress.state, known)
+        assert (progress.ledger.trials, progress.ledger.updates) == (number, 0)
+    spent = plan.divergence(progress.ledger)
+    charged = 0 if accounting == "proven" else 3
+    price = plan.divergence(progress.ledger.record(procedure.step(known), updates=1)) - spent
+    alone = plan.divergence(type(progress.ledger)((), progress.ledger.entries[:1]))
+    assert spent == pytest.approx(alone + charged * price)
+
+
+def test_nothing_is_released_when_the_cap_comes_first(monkeypatch):
+    monkeypatch.setattr(selection, "make_gate", lambda *_: Never())
+    procedure, plan = bound(dpsur.Dpis(**STEERED, **COIN))
+    with pytest.raises(dpsur.NothingReleasedError, match="trials came before 4 accepted updates"):
+        train(procedure, plan, start(procedure))
+
+
+@pytest.mark.parametrize("accounting", ["every-trial"])
+def test_momentum_may_be_kept_where_every_trial_is_charged(accounting):
+    options = {**STEERED, **LOSS, "trials": 8, "on_reject": "keep-momentum"}
+    procedure, plan = bound(dpsur.Dpis(**options), accounting)
+    assert plan.on_reject == "keep-momentum"
+    assert train(procedure, plan, start(procedure)).ledger.trials == 8
+    with pytest.raises(dpsur.InvalidInputError, match="keep-momentum is not covered by the proven"):
+        dpsur.Dpis(**{**options, "trials": None, "updates": 4}).settle(SIZE, BUDGET, "proven")
+
+
+def test_the_coin_is_refused_where_verdicts_are_outputs():
+    for method in (dpsur.Dpis, dpsur.DpsgdTs, dpsur.DpsgdHf):
+        with pytest.raises(dpsur.InvalidInputError, match="coin gate is not covered by the every"):
+            method(**STEPS, gate="coin").settle(SIZE, BUDGET, "every-trial")
+
+
+def test_tests_that_spend_everything_are_refused_before_the_first_step():
+    """They fit by themselves, but not beside the releases of the norms."""
+    options = {"gate": "loss", "val_noise_multiplier": 1.4, "val_batch_size": 20}
+    options = {**STEERED, **options, "norm_noise_multiplier": 2.5}
+    with pytest.raises(dpsur.BudgetError, match="tests of candidates spend the whole budget"):
+        bound(dpsur.Dpis(**options, trials=8), "every-trial")

@@ -1,0 +1,51 @@
+"""Where certified divergences are kept, and that whole numbers are as good as any."""
+
+import pytest
+
+from dpsur.methods import Dpsur
+from dpsur.privacy import proven
+from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial
+from dpsur.privacy.plan import Budget
+from dpsur.privacy.proven import SelectiveUpdate, event_divergence, selective_divergence
+from dpsur.privacy.selective.divergence import Interval
+from dpsur.privacy.selective.store import Store
+
+
+def test_the_cache_of_the_package_comes_before_the_general_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "general"))
+    monkeypatch.setenv("DPSUR_CACHE", str(tmp_path / "own"))
+    proven._known.cache_clear()
+    selective_divergence(SelectiveUpdate(0.02, 3.0, 0.0, 1.0), 3.0, "add")
+    proven._known.cache_clear()
+    assert list((tmp_path / "own").glob("selective-*.json"))
+    assert not (tmp_path / "general").exists()
+
+
+def test_whole_numbers_share_what_is_stored(tmp_path):
+    one = Store((0.5, 8.0, 1.0, 2.0), tmp_path)
+    one.put("add", Interval(1.0, 2.0))
+    one.flush()
+    assert Store((0.5, 8, 1, 2), tmp_path).get("add") == Interval(1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        SampledGaussian(1, 8),
+        Trial(SampledGaussian(1, 8), LossTest(1, 8, 0)),
+        Gaussian(8),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_whole_numbers_cost_what_fractions_do(event):
+    whole = event_divergence(event, 3)
+    event_divergence.cache_clear()
+    assert event_divergence(event, 3.0) == whole > 0
+
+
+def test_a_method_takes_whole_numbers():
+    options = {"batch_size": 8, "val_batch_size": 4, "updates": 2}
+    whole = Dpsur(noise_multiplier=8, accept_ratio=2, **options)
+    same = Dpsur(noise_multiplier=8.0, accept_ratio=2.0, **options)
+    plans = [method.settle(64, Budget(3, 1e-3), "proven")[1] for method in (whole, same)]
+    assert plans[0].epsilon() == plans[1].epsilon() <= 3

@@ -1,0 +1,230 @@
+"""Features and their normalisation: what is computed, what is charged, what is released."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dpsur
+from dpsur.core import statistics
+from dpsur.core.streams import Streams
+from dpsur.core.types import Examples
+from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.features import WithFeatures, compute, features_named
+from dpsur.privacy.events import Gaussian
+from dpsur.runs.preparation import BOUND_NOISE, Preparation, like_features, prepare_inputs
+from dpsur.runs.verification import verify
+from tests.methods.problems import BUDGET, CPU, NOISE, SIZE, linear_on_scattering, tiny_images
+
+SCATTERING = features_named("scattering")
+CHARGED = (Gaussian(BOUND_NOISE), Gaussian(BOUND_NOISE), Gaussian(8.0), Gaussian(8.0))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPSUR_CACHE", str(tmp_path / "cache"))
+
+
+def fit(**changes):
+    options = {"features": "scattering", "seed": 0, "device": "cpu", **changes}
+    model = options.pop("model", None) or linear_on_scattering()
+    method = options.pop("method", dpsur.Dpsgd(**NOISE, updates=3))
+    return dpsur.fit(
+        model, options.pop("train_set", tiny_images()), budget=BUDGET, method=method, **options
+    )
+
+
+def prepared(preparation, seed=0, test=None):
+    return prepare_inputs(preparation, tiny_images(), test, Streams(seed, CPU))
+
+
+def test_without_anything_inputs_stay_as_they_are():
+    found = prepared(Preparation())
+    assert torch.equal(found.train.inputs, tiny_images().inputs)
+    assert len(found.layers) == len(found.descriptions) == 0
+    assert Preparation().setup == Preparation("scattering").setup == ()
+
+
+def test_groups_of_channels_are_normalised_record_by_record():
+    found = prepared(Preparation("scattering"), test=tiny_images(7, seed=9))
+    assert Preparation("scattering").kind == "group"
+    assert found.train.inputs.shape == (SIZE, 81, 2, 2)
+    raw = compute(SCATTERING, tiny_images().inputs)
+    groups = raw.reshape(SIZE, 27, -1)
+    centred = groups - groups.mean(2, keepdim=True)
+    expected = centred / (groups.var(2, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(found.train.inputs, expected.reshape(raw.shape), atol=1e-4, rtol=0)
+    alone = prepare_inputs(
+        Preparation("scattering"), tiny_images().select(torch.tensor([5])), None, Streams(1, CPU)
+    )
+    torch.testing.assert_close(alone.train.inputs[0], found.train.inputs[5])
+    assert len(found.test) == 7
+
+
+def test_private_statistics_normalise_channels(monkeypatch):
+    monkeypatch.setattr("dpsur.runs.preparation.BOUND_NOISE", 1e-3)
+    quiet = Preparation("scattering", "private", statistics_noise=1e-6)
+    found = prepared(quiet)
+    raw = compute(SCATTERING, tiny_images().inputs).double()
+    mean, deviation = (found.layers[-1].get_buffer(name) for name in ("mean", "deviation"))
+    expected = (raw.float() - mean.view(-1, 1, 1)) / deviation.view(-1, 1, 1)
+    torch.testing.assert_close(found.train.inputs, expected)
+    # With hardly any noise they are those of vectors that are clipped at their median norm.
+    moments = raw.mean((2, 3))
+    norms = moments.norm(dim=1, keepdim=True)
+    clipped = moments * (norms.median() / norms).clamp(max=1.0)
+    torch.testing.assert_close(mean.double(), clipped.mean(0), rtol=0.1, atol=1e-3)
+    noisy = prepared(Preparation("scattering", "private"), seed=1)
+    assert not torch.equal(noisy.layers[-1].get_buffer("mean"), mean)
+
+
+def test_the_charge_is_what_is_drawn(monkeypatch):
+    """Every Gaussian mechanism on the records is an event of the setup, and the reverse."""
+    drawn = []
+    real = statistics.add_gaussian
+
+    def spy(total, noise_multiplier, generator):
+        drawn.append(Gaussian(noise_multiplier))
+        return real(total, noise_multiplier, generator)
+
+    monkeypatch.setattr(statistics, "add_gaussian", spy)
+    for preparation in (
+        Preparation("scattering", "private"),
+        Preparation("scattering", "private", statistics_noise=5.0),
+        Preparation("scattering", "group"),
+        Preparation("scattering", "none"),
+        Preparation(None, "private"),
+    ):
+        drawn.clear()
+        prepared(preparation)
+        assert tuple(drawn) == preparation.setup
+    assert Preparation("scattering", "private").setup == CHARGED
+
+
+def test_private_statistics_are_paid_for(tmp_path):
+    free, paid = fit(), fit(normalisation="private", out=tmp_path / "run")
+    assert free.plan.setup == ()
+    assert paid.plan.setup == paid.private.ledger.setup == CHARGED
+    assert paid.epsilon["proven"] > free.epsilon["proven"]
+    assert verify(tmp_path / "run")[0] == []
+    page = (tmp_path / "run" / "release" / "PRIVACY.md").read_text()
+    assert page.count("| Before training | Gaussian, noise multiplier") == 4
+    method = dpsur.Dpsgd(batch_size=20, noise_multiplier=3.0)
+    counts = [method.settle(SIZE, BUDGET, "proven", setup)[1].length for setup in ((), CHARGED)]
+    assert counts[0] > counts[1] > 0  # updates that fit
+
+
+def test_an_adaptive_method_pays_from_its_allowance():
+    method = dpsur.Dpagd(batch_size=20, updates=3)
+    run = fit(normalisation="private", method=method)
+    assert run.plan.setup == CHARGED
+    assert run.plan.left_after_setup() < run.plan.allowance
+    assert run.plan.divergence(run.private.ledger) <= run.plan.allowance
+
+
+@pytest.mark.parametrize("normalisation", ["group", "private", "none"])
+def test_the_released_model_takes_raw_inputs(normalisation, tmp_path):
+    run = fit(normalisation=normalisation, out=tmp_path / "run", test_set=tiny_images(20, seed=8))
+    assert isinstance(run.model, WithFeatures)
+    fresh = tiny_images(20, seed=8)
+    features = compute(SCATTERING, fresh.inputs)
+    layers = run.model.features[1:]
+    outputs = run.model.network(layers(features))
+    torch.testing.assert_close(run.model(fresh.inputs), outputs, atol=1e-4, rtol=1e-4)
+    accuracy = float((run.model(fresh.inputs).argmax(1) == fresh.targets).double().mean())
+    assert accuracy == pytest.approx(run.scores["accuracy"])
+    if normalisation == "private":  # the statistics are a part of the release
+        state = run.model.state_dict()
+        assert state["features.1.mean"].shape == state["features.1.deviation"].shape == (81,)
+
+
+def test_what_a_model_was_trained_on_is_what_it_sees_afterwards():
+    found = prepared(Preparation("scattering", "private"))
+    inputs = tiny_images().inputs
+    torch.testing.assert_close(found.layers(inputs), found.train.inputs, atol=1e-4, rtol=1e-4)
+    names = [description["name"] for description in found.descriptions]
+    assert names == ["scattering", "channel-norm"]
+
+
+def test_handcrafted_features_come_with_their_method():
+    run = fit(method=dpsur.DpsgdHf(**NOISE, updates=3), features=None)
+    assert isinstance(run.model, WithFeatures)
+    same = fit(method=dpsur.Dpsgd(**NOISE, updates=3))
+    assert torch.equal(run.model.network[1].weight, same.model.network[1].weight)
+    pixels = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    plain = fit(method=dpsur.DpsgdHf(**NOISE, updates=3), features="pixels", model=pixels)
+    assert not isinstance(plain.model, WithFeatures)
+
+
+def test_seeds_repeat_statistics_and_nothing_else_does():
+    one, two = (fit(normalisation="private", seed=4) for _ in range(2))
+    assert torch.equal(one.model.features[1].mean, two.model.features[1].mean)
+    three = fit(normalisation="private", seed=None)
+    assert not torch.equal(one.model.features[1].mean, three.model.features[1].mean)
+
+
+@pytest.mark.parametrize(
+    ("preparation", "shape", "message"),
+    [
+        (Preparation("scattering"), (5,), "scattering needs images of shape"),
+        (Preparation("scattering"), (1, 6, 8), "a height that is a multiple of 4"),
+        (Preparation(None, "private"), (5,), "normalisation private needs channels.*use normalis"),
+        (Preparation("vectors", "group"), (5,), "normalisation group needs channels"),
+        (Preparation("scattering", "group", groups=7), (1, 8, 8), "groups must divide the 81"),
+        (Preparation("pixels", "group"), (3, 8, 8), "groups must divide the 3 channels, got 27"),
+    ],
+)
+def test_shapes_that_do_not_suit_are_refused(preparation, shape, message):
+    with pytest.raises(InvalidInputError, match=message):
+        preparation.check(shape)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"features": "wavelets"}, "unknown features 'wavelets'"),
+        ({"normalisation": "batch"}, "normalisation must be one of none, group, private"),
+        ({"statistics_noise": 0.0}, "statistics_noise must be a finite number above 0"),
+        ({"statistics_noise": math.nan}, "statistics_noise"),
+        ({"groups": 0}, "groups must be a whole number"),
+    ],
+)
+def test_bad_values(values, message):
+    with pytest.raises(InvalidInputError, match=message):
+        Preparation(**values)
+
+
+def test_shapes_are_known_before_features_are_computed(monkeypatch):
+    assert Preparation("scattering").check((3, 12, 8)) == (243, 3, 2)
+    assert Preparation().check((5,)) == (5,)
+    monkeypatch.setattr(
+        "dpsur.runs.preparation.compute", lambda *_, **__: pytest.fail("computed before checks")
+    )
+    with pytest.raises(dpsur.DpsurError):
+        fit(model=nn.Sequential(nn.Flatten(), nn.Linear(7, 2)))
+    with pytest.raises(InvalidInputError, match="labels of train_set run from 0 to 1"):
+        fit(model=nn.Sequential(nn.Flatten(), nn.Linear(324, 1)))
+    with pytest.raises(BudgetError):
+        fit(method=dpsur.Dpsgd(batch_size=60, noise_multiplier=0.3))
+
+
+def test_made_up_records_have_the_shape_of_features():
+    train = tiny_images()
+    assert like_features(train, (1, 8, 8)) is train
+    made = like_features(train, (81, 2, 2))
+    assert made.inputs.shape == (SIZE, 81, 2, 2)
+    assert float(made.inputs.abs().max()) == 0
+    assert torch.equal(made.targets, train.targets)
+
+
+def test_a_loss_of_ones_own_on_features():
+    images = tiny_images()
+    train = Examples(images.inputs, images.inputs.mean((1, 2, 3)).unsqueeze(1))
+    run = fit(
+        model=nn.Sequential(nn.Flatten(), nn.Linear(324, 1)),
+        train_set=train,
+        loss=lambda out, target: F.mse_loss(out, target, reduction="sum"),
+    )
+    assert run.model(images.inputs).shape == (SIZE, 1)

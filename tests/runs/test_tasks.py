@@ -1,0 +1,184 @@
+"""Runs on tasks by name: records, features, networks and methods put together."""
+
+import sys
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dpsur
+from dpsur.core.activations import TemperedSigmoid
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+from dpsur.features import compute, features_named
+from dpsur.runs.fit import execute
+from dpsur.runs.tasks import (
+    TaskRun,
+    features_of,
+    held_out,
+    load_records,
+    prepare_task,
+    subset,
+    with_features,
+)
+from dpsur.tasks import TASKS
+from tests.conftest import blobs
+from tests.methods.problems import BUDGET, CPU, NOISE, tiny_images
+
+METHOD = dpsur.Dpsgd(**NOISE, updates=3)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPSUR_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def points(tmp_path):
+    data, test = blobs(90), blobs(20, seed=9)
+    path = tmp_path / "points.npz"
+    np.savez(path, x=data.inputs, y=data.targets, x_test=test.inputs, y_test=test.targets)
+    return f"npz:{path}"
+
+
+@pytest.fixture
+def images(monkeypatch):
+    """The task fmnist with a few made-up images in place of its records."""
+    inputs = torch.zeros(60, 1, 28, 28)
+    inputs[:, :, 10:18, 10:18] = tiny_images().inputs
+    records = Examples(inputs, tiny_images().targets)
+    task = replace(TASKS["fmnist"], load=lambda _: (records, records.select(torch.arange(20))))
+    monkeypatch.setitem(TASKS, "fmnist", task)
+    return "fmnist"
+
+
+def run_on(task, **more):
+    usual = {"method": METHOD, "accounting": "proven", "seed": 0, "device": "cpu"}
+    return TaskRun(task=task, budget=BUDGET, **{**usual, **more})
+
+
+def trained(*arguments, **more):
+    session, origin = prepare_task(run_on(*arguments, **more))
+    return execute(session, origin=origin)
+
+
+def test_a_run_by_name_is_repeated_by_its_seed(points):
+    one, two, other = (trained(points, seed=seed) for seed in (1, 1, 2))
+    first, second, third = (next(run.model.parameters()) for run in (one, two, other))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, third)
+    assert one.origin.task == points
+    assert one.scores["accuracy"] >= 0
+
+
+def test_the_release_is_rebuilt_by_name(points, images, tmp_path):
+    for number, more in enumerate(({"task": points}, {"task": images, "features": "scattering"})):
+        run = trained(more.pop("task"), **more)
+        run.save(tmp_path / str(number))
+        loaded = dpsur.load(tmp_path / str(number))
+        inputs = blobs(5).inputs if number == 0 else torch.rand(5, 1, 28, 28)
+        torch.testing.assert_close(loaded(inputs), run.model(inputs))
+
+
+def test_subsets_are_the_same_everywhere_and_change_the_size(points):
+    train = blobs(90)
+    some = subset(train, 40)
+    assert len(some) == 40
+    assert torch.equal(some.inputs, subset(train, 40).inputs)
+    assert len({tuple(row.tolist()) for row in some.inputs}) == 40
+    assert subset(train, None) is subset(train, 90) is subset(train, 1000) is train
+    run = trained(points, max_records=40)
+    assert run.statement["dataset_size"] == 40
+    assert run.plan.trial.update.sample_rate == 20 / 40
+    for wrong in (0, -3, 1.5):
+        with pytest.raises(InvalidInputError, match="max_records must be a whole number"):
+            subset(train, wrong)
+
+
+def test_held_out_records_are_tested_on_instead(points):
+    train = blobs(90)
+    rest, kept = held_out(train, 30)
+    assert (len(rest), len(kept)) == (60, 30)
+    together = torch.cat([rest.inputs, kept.inputs])
+    assert torch.equal(together.sort(0).values, train.inputs.sort(0).values)
+    records = load_records(run_on(points, hold_out=30))
+    assert torch.equal(records.train.inputs, rest.inputs)
+    assert torch.equal(records.test.inputs, kept.inputs)
+    for count in (90, 91, -1):
+        with pytest.raises(InvalidInputError, match="hold_out must be above 0 and below the 90"):
+            held_out(train, count)
+
+
+def test_features_are_those_asked_for_else_the_methods_else_the_tasks(points, images):
+    hand = dpsur.DpsgdHf(**NOISE, updates=3)
+    assert features_of(run_on(images)) == TASKS[images].default_features == "scattering"
+    assert features_of(run_on(images, method=hand)) == "scattering"
+    assert features_of(run_on(images, method=hand, features="pixels")) == "pixels"
+    assert features_of(run_on(points)) == "vectors"
+
+
+def test_features_can_be_computed_beforehand_and_shared(images):
+    run = run_on(images, features="scattering", normalisation="group")
+    records = with_features(run, load_records(run), CPU)
+    assert records.featured
+    assert records.train.inputs.shape == (60, 81, 7, 7)
+    shared = execute(prepare_task(run, records)[0])
+    alone = execute(prepare_task(run)[0])
+    one, two = (list(run.model.parameters()) for run in (shared, alone))
+    for first, second in zip(one, two, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
+    raw = load_records(run).train.inputs
+    assert torch.equal(records.train.inputs, compute(features_named("scattering"), raw))
+
+
+def test_a_method_changes_the_network_of_a_task(images):
+    method = dpsur.DpsgdTs(**NOISE, updates=1, activation_scale=1.5)
+    run = trained(images, method=method, features="pixels")
+    found = [layer for layer in run.model.modules() if isinstance(layer, TemperedSigmoid)]
+    assert len(found) == 3
+    assert run.origin.network["activation"]["scale"] == 1.5
+    plain = trained(images, network={"activation": "relu"}, features="pixels")
+    assert any(isinstance(layer, nn.ReLU) for layer in plain.model.modules())
+
+
+def test_a_network_of_ones_own(points, monkeypatch):
+    module = types.ModuleType("own_networks")
+    module.narrow = lambda: nn.Linear(2, 3)
+    module.odd = lambda: "a network"
+    module.number = 7
+    monkeypatch.setitem(sys.modules, "own_networks", module)
+    run = trained(points, model="own_networks:narrow")
+    assert run.model.weight.shape == (3, 2)
+    assert run.origin.network is None
+    for name, message in (
+        ("own_networks", "must have the form module:function"),
+        (":narrow", "must have the form module:function"),
+        ("own_networks:", "must have the form module:function"),
+        ("own_networks:wide", "own_networks:wide cannot be imported.*PYTHONPATH"),
+        ("no_such_module:narrow", "no_such_module:narrow cannot be imported"),
+        ("own_networks:number", "own_networks:number is no function"),
+        ("own_networks:odd", "must return a torch.nn.Module, it returned str"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            trained(points, model=name)
+
+
+def test_a_task_without_a_network_for_the_features(points):
+    with pytest.raises(InvalidInputError, match="has no network for the features scattering, only"):
+        trained(points, features="scattering")
+    hand = dpsur.DpsgdHf(**NOISE, updates=3)
+    with pytest.raises(InvalidInputError, match="imdb has no network for the features scattering"):
+        trained("imdb", method=hand)
+
+
+def test_a_limit_of_updates(points):
+    assert trained(points, max_updates=2).private.ledger.updates == 2
+
+
+@pytest.mark.parametrize("method", [dpsur.Dpagd(batch_size=20, updates=3), METHOD])
+def test_normalisation_needs_channels(points, method):
+    with pytest.raises(InvalidInputError, match="normalisation private needs channels"):
+        trained(points, method=method, normalisation="private")
