@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dpsur.core.problem import Problem
@@ -16,12 +18,15 @@ from dpsur.tasks import task_named
 
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
-    parser.description = (
-        "Load a release and test it on the public test set of its task.\n\n"
-        "The data are looked for in $DPSUR_DATA, then among the downloads in the cache."
-    )
+    parser.description = "Load a release and test it on the public test set of its task."
     parser.add_argument("folder", metavar="DIR", help="a run folder, or the release folder in it")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of the data (default: $DPSUR_DATA, or the downloads in the cache)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -33,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if origin.task is None:
         raise InvalidInputError(f"{options.folder} names no task to test on; evaluate it in Python")
     task = task_named(origin.task)
-    _, test = task.load(None)
+    _, test = task.load(options.data_dir)
     if test is None:
         raise InvalidInputError(f"task {task.name} has no test records; add x_test and y_test")
     test = test.to(device)
@@ -52,6 +57,8 @@ def describe_guarantee(statement: Mapping[str, Any]) -> str:
     """One line on the privacy of a release, which never sounds better than it is."""
     guarantee = statement["guarantee"]
     figure = f"epsilon {format_epsilon(guarantee['epsilon'])} at delta {guarantee['delta']:g}"
+    if math.isinf(guarantee["epsilon"]):
+        return "privacy: none; epsilon is infinite, the records may show in the weights"
     if guarantee["proved"]:
         return f"privacy: {figure}, accounting {guarantee['accounting']} (proved)"
     proven = statement["epsilon"]["proven"]

@@ -39,7 +39,7 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
     ),
     "accuracy": (
         "dpsur.experiments.accuracy",
-        "the paper's table: 4 data sets, 6 methods, 4 budgets, and what explains it (GPU hours)",
+        "the paper's table of accuracies, and the arms that explain it (an hour of a GPU)",
     ),
     "tuning": (
         "dpsur.experiments.tuning",

@@ -1,5 +1,6 @@
 """The privacy statement as a page for people."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +11,10 @@ from dpsur.privacy.statement import format_epsilon
 def render_markdown(statement: Mapping[str, Any]) -> str:
     """The page that goes beside the weights."""
     guarantee = statement["guarantee"]
-    verb = "satisfies" if guarantee["proved"] else "is claimed by the paper (not proved) to satisfy"
     lines = [
         "# Privacy statement",
         "",
-        f"The released weights come from a training procedure that {verb} "
-        f"**({_figure(guarantee['epsilon'])}, {guarantee['delta']:g})-differential privacy**.",
+        _promise(guarantee),
         "",
         *(f"> **Warning:** {warning}.\n" for warning in statement["warnings"]),
         *_table(_guarantee_rows(statement)),
@@ -69,6 +68,17 @@ def _guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Epsilon, as published (a claim)", _figure(epsilon["published"])),
         ("Released", ", ".join(statement["released"])),
     ]
+
+
+def _promise(guarantee: Mapping[str, Any]) -> str:
+    """The first sentence, which must not sound better than it is."""
+    if math.isinf(guarantee["epsilon"]):
+        return "The released weights come **without any privacy**: epsilon is infinite."
+    verb = "satisfies" if guarantee["proved"] else "is claimed by the paper (not proved) to satisfy"
+    return (
+        f"The released weights come from a training procedure that {verb} "
+        f"**({_figure(guarantee['epsilon'])}, {guarantee['delta']:g})-differential privacy**."
+    )
 
 
 def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:

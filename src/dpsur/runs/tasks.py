@@ -21,7 +21,7 @@ from dpsur.runs.prepare import choose_device, prepare
 from dpsur.runs.release import Origin
 from dpsur.runs.session import Pace, Session, Speed
 from dpsur.tasks import Task, task_named
-from dpsur.tasks.networks import build_network
+from dpsur.tasks.networks import build_network, takes
 
 # A subset is drawn by this seed, so that it is the same on every machine.
 SUBSET_SEED = 2024
@@ -87,8 +87,15 @@ def with_features(run: TaskRun, records: Records, device: torch.device) -> Recor
 
 
 def features_of(run: TaskRun) -> str:
-    """The features that were asked for, or the method's, or the task's."""
-    return run.features or run.method.features or task_named(run.task).default_features
+    """The features that were asked for, or the method's, or the task's.
+
+    A method that changes the network takes the task's first that has a network to change.
+    """
+    if run.features or run.method.features:
+        return run.features or run.method.features or ""
+    networks, changes = task_named(run.task).networks, run.method.network_changes()
+    suited = (name for name in networks if run.model or takes(networks[name], changes))
+    return next(suited, task_named(run.task).default_features)
 
 
 def prepare_task(run: TaskRun, records: Records | None = None) -> tuple[Session, Origin]:

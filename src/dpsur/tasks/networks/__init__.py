@@ -1,5 +1,6 @@
 """The networks, by name. A release names its network, so that it can be built again."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,11 @@ def build_network(description: Mapping[str, Any]) -> nn.Module:
     return build("network", NETWORKS, description)
 
 
+def takes(description: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
+    """Whether a described network has arguments of these names."""
+    return set(changes) <= set(inspect.signature(NETWORKS[description["name"]]).parameters)
+
+
 __all__ = [
     "NETWORKS",
     "ImdbLstm",
@@ -54,5 +60,6 @@ __all__ = [
     "pixel_cnn",
     "scattering_cnn",
     "small_cnn",
+    "takes",
     "with_features",
 ]
