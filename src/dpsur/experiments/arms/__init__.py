@@ -63,6 +63,12 @@ DPSUR_ARMS = (
     ),
 )
 # DPSGD-HF by the accounting of the paper, whose number of updates is a reference point.
-HF_PUBLISHED = Arm("dpsgd-hf-published", "DPSGD-HF", METHODS["dpsgd-hf"], "dpsgd-hf", "published")
+HF_PUBLISHED = Arm(
+    "dpsgd-hf-published",
+    "dpsgd-hf, published accounting",
+    METHODS["dpsgd-hf"],
+    "dpsgd-hf",
+    "published",
+)
 
 ARMS = {arm.name: arm for arm in (*DPSUR_ARMS, *METHOD_ARMS, HF_PUBLISHED)}
