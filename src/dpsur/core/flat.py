@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from dpsur.core.types import Params
 
@@ -27,24 +28,25 @@ def elementwise(function: Callable[..., Tensor], first: Params, *others: Params)
 
 def joined(params: Params, order: Params | None = None) -> Tensor:
     """One vector of all parameters, in the order of `order`: a view where they lie side by side."""
-    values = [params[name] for name in (params if order is None else order)]
-    first, end = values[0], values[0].storage_offset()
-    storage = first.untyped_storage().data_ptr()
+    values = list(params.values() if order is None else map(params.__getitem__, order))
+    first = values[0]
+    place, size = first.data_ptr(), first.element_size()
     for value in values:
-        if (
-            value.storage_offset() != end
-            or value.untyped_storage().data_ptr() != storage
-            or not value.is_contiguous()
-        ):
+        if value.data_ptr() != place or not value.is_contiguous():
             return torch.cat([value.reshape(-1) for value in values])
-        end += value.numel()
-    return first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
+        place += value.numel() * size
+    # Neighbours in memory may still be two pieces of it: the first one's has to hold them all.
+    storage = first.untyped_storage()
+    if place > storage.data_ptr() + storage.nbytes():
+        return torch.cat([value.reshape(-1) for value in values])
+    count = (place - first.data_ptr()) // size
+    return first.as_strided((count,), (1,), first.storage_offset())
 
 
 def parted(vector: Tensor, like: Params) -> Params:
     """Views of a vector in the shapes of parameters."""
-    pieces = torch.split(vector, [value.numel() for value in like.values()])
-    return {
-        name: piece.view(value.shape)
-        for (name, value), piece in zip(like.items(), pieces, strict=True)
-    }
+    shapes = list(like.values())
+    pieces = _unflatten_dense_tensors(vector, shapes)  # type: ignore[no-untyped-call]
+    if any(not value.numel() for value in shapes):  # those come back without their shapes
+        pieces = [piece.view(value.shape) for piece, value in zip(pieces, shapes, strict=True)]
+    return dict(zip(like, pieces, strict=True))

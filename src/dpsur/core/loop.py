@@ -58,9 +58,10 @@ def make_trial(procedure: Procedure, plan: AnyPlan, progress: Progress) -> tuple
     position = torch.tensor(plan.position(progress.ledger), device=state.updates.device)
     candidate = procedure.propose(state, position)  # Alg. 1, L3-8
     verdict = procedure.judge(state, candidate)  # L9-14
+    accepted = bool(verdict.accept)  # the ledger has to know, so the choice need not be a tensor
     rejected = procedure.after_rejection(state, candidate)
-    state = keep(verdict.accept, candidate.state, rejected)  # L15-18
-    ledger = progress.ledger.record(step, updates=int(verdict.accept))
+    state = candidate.state if accepted else rejected  # L15-18
+    ledger = progress.ledger.record(step, updates=int(accepted))
     return Progress(state, ledger), verdict
 
 

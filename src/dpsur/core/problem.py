@@ -71,10 +71,23 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     would move them into a buffer of their own, and with them the tensors of whoever lent them: the
     places of a captured state, which then no longer receives its updates.
     """
-    before = [(module, module.training) for module in model.modules()]
-    recurrent = [module for module, _ in before if isinstance(module, nn.RNNBase)]
-    for module, _ in before:
+    modules = list(model.modules())
+    others = [module for module in modules if module.training is not training]
+    for module in others:
         module.training = training
+    try:
+        with _staying([module for module in modules if isinstance(module, nn.RNNBase)]):
+            yield
+    finally:
+        for module in others:
+            module.training = not training
+
+
+@contextmanager
+def _staying(recurrent: list[nn.RNNBase]) -> Iterator[None]:
+    if not recurrent:
+        yield
+        return
     for module in recurrent:
         vars(module)["flatten_parameters"] = _stay
     try:
@@ -82,8 +95,6 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             warnings.filterwarnings("ignore", "RNN module weights are not part of single")
             yield
     finally:
-        for module, flag in before:
-            module.training = flag
         for module in recurrent:
             vars(module).pop("flatten_parameters", None)
 

@@ -33,7 +33,8 @@ class Examples:
 
     def select(self, rows: Tensor) -> "Examples":
         """Return the named rows."""
-        return Examples(self.inputs[rows], self.targets[rows])
+        # on a CPU several times as fast as indexing: whole rows are copied
+        return Examples(self.inputs.index_select(0, rows), self.targets.index_select(0, rows))
 
     def to(self, device: torch.device) -> "Examples":
         """Move both tensors to a device."""

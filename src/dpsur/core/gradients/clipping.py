@@ -109,11 +109,10 @@ def _blank(values: Tensor, mask: Tensor) -> Tensor:
 def _piece_sum(
     problem: Problem, params: Params, piece: Piece, max_grad_norm: float, plan: Plan
 ) -> Params:
-    if plan.engine is Engine.ONE_PASS:
-        assignment = plan.assignment(problem.model, params)
+    if plan.assignment is not None:
         try:
             return one_pass_sum(
-                problem, params, piece, max_grad_norm, assignment, list(plan.layouts)
+                problem, params, piece, max_grad_norm, plan.assignment, list(plan.layouts)
             )
         except NotSupportedError:
             pass  # the model treats these records unlike the made-up ones of the plan

@@ -20,9 +20,13 @@ from dpsur.core.types import Params
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which module is replaced by what, and which parameters get a copy for every example."""
+    """Which module is replaced by what, and which parameters get a copy for every example.
 
-    forwards: list[tuple[nn.Module, Callable[..., Any]]]
+    Modules are named by their places in `model.modules()`: this is kept for as long as the model
+    is, and must not keep it alive.
+    """
+
+    forwards: list[tuple[int, Callable[..., Any]]]
     copied: list[str]
 
 
@@ -34,7 +38,8 @@ def assign(model: nn.Module, params: Params, *, broadcast: bool) -> Assignment:
     size one, as position embeddings do: then a copy for every example may fit in their place.
     """
     trained = {id(p): name for name, p in model.named_parameters() if name in params}
-    forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
+    places = {module: place for place, module in enumerate(model.modules())}
+    forwards: list[tuple[int, Callable[..., Any]]] = []
     copied: list[str] = []
     seen: set[nn.Module] = set()
 
@@ -45,11 +50,11 @@ def assign(model: nn.Module, params: Params, *, broadcast: bool) -> Assignment:
         rule = rule_for(module)
         own = [p for p in module.parameters(recurse=False) if id(p) in trained]
         if rule is not None:
-            forwards.append((module, rule))
+            forwards.append((places[module], rule))
         elif is_parametrized(module) or (
             own and not (broadcast and all(map(_leads_with_one, own)))
         ):
-            forwards.append((module, copying))
+            forwards.append((places[module], copying))
         else:
             copied.extend(trained[id(p)] for p in own)
             for child in module.children():
@@ -64,21 +69,25 @@ def _leads_with_one(parameter: Tensor) -> bool:
 
 
 @contextmanager
-def replaced(assignment: Assignment, tape: Tape) -> Iterator[None]:
+def replaced(assignment: Assignment, model: nn.Module, tape: Tape) -> Iterator[None]:
     """Replace forward methods and put them back afterwards."""
-    own = {module: module.forward for module, _ in assignment.forwards}
-    kept = [module for module in own if "forward" in vars(module)]
+    modules = list(model.modules())
+    changed: list[tuple[dict[str, Any], Any]] = []
     try:
-        for module, forward in assignment.forwards:
-            extra = (own[module],) if forward is copying else ()
-            module.forward = partial(forward, module, tape, *extra)
+        for place, forward in assignment.forwards:
+            module = modules[place]
+            # set behind the module's back: its own way of setting attributes is slow
+            own = vars(module)
+            changed.append((own, own.get("forward")))
+            extra = (module.forward,) if forward is copying else ()
+            own["forward"] = partial(forward, module, tape, *extra)
         yield
     finally:
-        for module, original in own.items():
-            if module in kept:
-                module.forward = original
+        for own, original in changed:
+            if original is None:
+                del own["forward"]
             else:
-                vars(module).pop("forward", None)
+                own["forward"] = original
 
 
 class _Shell(nn.Module):

@@ -76,7 +76,7 @@ def taped_outputs(problem: Problem, tape: Tape, inputs: Tensor, assignment: Assi
     model = problem.model
     weights = {name: value.detach() for name, value in model.named_parameters()} | tape.params
     weights |= {name: broadcast_copies(tape, name) for name in assignment.copied}
-    with mode(model, training=True), replaced(assignment, tape):
+    with mode(model, training=True), replaced(assignment, model, tape):
         outputs: Tensor = functional_call(model, weights, (inputs,))
     return outputs
 

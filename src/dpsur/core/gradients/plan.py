@@ -39,16 +39,15 @@ class Engine(Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """The engine for a model, where its layers hold the examples, and rows per piece."""
+    """The engine for a model and rows per piece; for one pass the rules of its layers too.
+
+    `layouts` tell where the layers hold the examples.
+    """
 
     engine: Engine
     rows: int
     layouts: tuple[Layout | None, ...] = ()
-    broadcast: bool = False
-
-    def assignment(self, model: nn.Module, params: Params) -> Assignment:
-        """Rules for the layers of the model."""
-        return assign(model, params, broadcast=self.broadcast)
+    assignment: Assignment | None = None
 
 
 _plans: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
@@ -62,7 +61,7 @@ def plan_for(problem: Problem, params: Params, inputs: Tensor, budget: GradientB
         inputs.dtype,
         inputs.device,
         tuple((name, value.shape, value.dtype) for name, value in params.items()),
-        tuple(type(module) for module in problem.model.modules()),
+        tuple((type(module), "forward" in vars(module)) for module in problem.model.modules()),
     )
     plans = _plans.setdefault(problem.model, {})
     if key not in plans:
@@ -82,7 +81,7 @@ def _make(problem: Problem, params: Params, inputs: Tensor, budget: GradientBudg
         try:
             layouts, memory = _verified(problem, params, inputs, assignment)
             rows = budget.rows(memory, inputs.device)
-            return Plan(Engine.ONE_PASS, rows, tuple(layouts), broadcast)
+            return Plan(Engine.ONE_PASS, rows, tuple(layouts), assignment)
         except Exception:
             continue
     numbers = sum(value.numel() for value in params.values())

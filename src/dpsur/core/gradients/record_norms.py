@@ -35,10 +35,9 @@ def clipped_norms(
 
 
 def _norms(problem: Problem, params: Params, batch: Examples, plan: Plan) -> Tensor:
-    if plan.engine is Engine.ONE_PASS:
+    if plan.assignment is not None:
         try:
-            assignment = plan.assignment(problem.model, params)
-            tape = filled_tape(problem, params, Piece(batch), assignment, list(plan.layouts))
+            tape = filled_tape(problem, params, Piece(batch), plan.assignment, list(plan.layouts))
             with torch.no_grad():
                 return tape.norms()
         except NotSupportedError:
