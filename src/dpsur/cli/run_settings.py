@@ -42,6 +42,7 @@ SETTINGS = (
     "evaluate_every",
     "capture",
     "tf32",
+    "bf16",
 )
 
 
@@ -69,6 +70,7 @@ class Settings:
     evaluate_every: int | None = None
     capture: bool = True
     tf32: bool = False
+    bf16: bool = False
 
 
 def new_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
@@ -155,7 +157,7 @@ def task_run(settings: Settings) -> TaskRun:
         seed=settings.seed,
         device=settings.device,
         pace=Pace(settings.checkpoint_every, settings.evaluate_every),
-        speed=Speed(settings.capture, settings.tf32),
+        speed=Speed(capture=settings.capture, tf32=settings.tf32, bf16=settings.bf16),
     )
 
 

@@ -94,6 +94,12 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help="let CUDA round products to TF32; the statement records it (default: no)",
     )
     run_group.add_argument(
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        help="compute layers in bfloat16, but norms, sums, noise and tests in float32; the "
+        "statement records it (default: no)",
+    )
+    run_group.add_argument(
         "--show-private",
         action="store_true",
         help="show rejections, loss differences and timings on the terminal; do not share them",

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,16 +18,28 @@ EVALUATION_ROWS = 2048
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be learned. The module is only a shape: its own weights are never changed."""
+    """What is to be learned. The module is only a shape: its own weights are never changed.
+
+    `bf16` lets layers round to bfloat16 where gradients are taken. Losses that decide about a
+    candidate are never rounded so: their differences are smaller than that.
+    """
 
     model: nn.Module
     loss: LossFunction
     train: Examples
+    bf16: bool = False
 
     @property
     def device(self) -> torch.device:
-        """Where the records are."""
-        return self.train.inputs.device
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    def training_precision(self) -> AbstractContextManager[object]:
+        """Where a forward pass is made whose gradients are wanted."""
+        if not self.bf16:
+            return nullcontext()
+        # without its cache, which would outlive the weights of a captured trial
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     def initial_params(self) -> Params:
         """Copies of the weights that are to be trained, side by side in memory."""

@@ -31,6 +31,10 @@ ARITHMETIC = (
 )
 TF32_OFF = "Products were computed in full float32."
 TF32_ON = "Products were computed with inputs rounded to TF32, as asked for."
+BF16_ON = (
+    "Layers and their backward pass were computed in bfloat16, as asked for; every gradient was "
+    "clipped by the norm of the very numbers that were summed, in float32, as was the noise."
+)
 TUNING = (
     "Hyper-parameters chosen by looking at results on the same private records are not covered by "
     "epsilon; only this one run is."
@@ -56,6 +60,7 @@ class RunFacts:
     seeded: bool
     average: bool
     tf32: bool
+    bf16: bool
     versions: Mapping[str, str]
 
 
@@ -118,13 +123,20 @@ def privacy_statement(plan: AnyPlan, ledger: Ledger, facts: RunFacts) -> dict[st
         "settings": dict(facts.settings),
         "released": ["the average of the weights" if facts.average else "the last weights"],
         "random": {"seeded": facts.seeded},
-        "arithmetic": f"{ARITHMETIC} {TF32_ON if facts.tf32 else TF32_OFF}",
+        "arithmetic": _arithmetic(facts),
         "tuning": TUNING,
         "side_channels": list(SIDE_CHANNELS),
         "not_covered": list(NOT_COVERED),
         "warnings": warnings_for(plan, facts.dataset_size, seeded=facts.seeded),
         "versions": dict(facts.versions),
     }
+
+
+def _arithmetic(facts: RunFacts) -> str:
+    products = TF32_ON if facts.tf32 else TF32_OFF
+    if not facts.bf16:
+        return f"{ARITHMETIC} {products}"
+    return f"{ARITHMETIC} {BF16_ON} Outside of them: {products}"
 
 
 def _mechanism(plan: AnyPlan, ledger: Ledger) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def fit(
         out: folder for checkpoints, diagnostics and, at the end, the release.
         resume: go on with the interrupted run in `out`.
         pace: how often to save and to evaluate.
-        speed: whether to capture trials on CUDA, and whether to allow TF32.
+        speed: whether to capture trials on CUDA, and whether to round to TF32 or bfloat16.
         observers: are told of every trial. What they see is private.
 
     Formal guarantee: `Run.model` is (epsilon, delta)-differentially private for adding or removing
@@ -226,6 +226,7 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
         seeded=session.streams.seeded,
         average=progress.state.average is not None,
         tf32=session.speed.tf32,
+        bf16=session.speed.bf16,
         versions=versions(),
     )
     return Run(

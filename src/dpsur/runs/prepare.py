@@ -76,7 +76,8 @@ def prepare(
     streams = Streams(seed, chosen_device)
     prepared = prepare_inputs(preparation, train, test, streams)
     test = None if prepared.test is None else prepared.test.to(chosen_device)
-    problem = Problem(model, loss, prepared.train.to(chosen_device))
+    speed = speed or Speed()
+    problem = Problem(model, loss, prepared.train.to(chosen_device), bf16=speed.bf16)
     procedure = settled.bind(problem, plan, streams)
     return Session(
         settled,
@@ -86,7 +87,7 @@ def prepare(
         streams,
         procedure,
         pace or Pace(),
-        speed or Speed(),
+        speed,
         prepared.layers,
         prepared.descriptions,
     )

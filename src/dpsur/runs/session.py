@@ -66,13 +66,16 @@ class Speed:
     """How fast things happen. None of it changes what is computed, but for rounding.
 
     `capture` replays whole trials as a CUDA graph where that is possible. `tf32` lets matrix
-    products and convolutions round their inputs to 10 bits; the privacy statement records it.
-    `repeatable` makes seeded runs on CUDA use slower kernels that give the same bits every time.
+    products and convolutions round their inputs to 10 bits; `bf16` has the layers of a training
+    pass compute with 8 bits; norms, sums and noise keep float32, and so do tests of candidates.
+    The privacy statement records both. `repeatable` makes seeded runs on CUDA use slower kernels
+    that give the same bits every time.
     """
 
     capture: bool = True
     tf32: bool = False
     repeatable: bool = True
+    bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,7 @@ class Session:
             "seeded": self.streams.seeded,
             "device": self.streams.device.type,
             "tf32": self.speed.tf32,
+            "bf16": self.speed.bf16,
             "shapes": {name: list(value.shape) for name, value in trained.items()},
             "records": digest_of(records),
             "fixed": digest_of(fixed),

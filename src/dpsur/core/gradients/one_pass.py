@@ -11,6 +11,7 @@ from dpsur.core.gradients.layout import Layout
 from dpsur.core.gradients.modules import Assignment, replaced
 from dpsur.core.gradients.stored import KnownInputs
 from dpsur.core.gradients.tape import Tape
+from dpsur.core.gradients.uses import wide
 from dpsur.core.problem import Problem, example_losses, mode
 from dpsur.core.types import Examples, LossFunction, Params
 
@@ -76,9 +77,10 @@ def taped_outputs(problem: Problem, tape: Tape, inputs: Tensor, assignment: Assi
     model = problem.model
     weights = {name: value.detach() for name, value in model.named_parameters()} | tape.params
     weights |= {name: broadcast_copies(tape, name) for name in assignment.copied}
-    with mode(model, training=True), replaced(assignment, model, tape):
+    rules = replaced(assignment, model, tape)
+    with mode(model, training=True), rules, problem.training_precision():
         outputs: Tensor = functional_call(model, weights, (inputs,))
-    return outputs
+    return wide(outputs)
 
 
 def broadcast_copies(tape: Tape, name: str) -> Tensor:

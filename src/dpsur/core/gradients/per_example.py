@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dpsur.core.gradients.uses import wide
 from dpsur.core.problem import Problem, mode
 from dpsur.core.types import Examples, LossFunction, Params
 
@@ -41,8 +42,9 @@ def one_at_a_time(problem: Problem, params: Params, batch: Examples) -> Params:
     rows = []
     with mode(problem.model, training=True), torch.enable_grad():
         for input_, target in zip(batch.inputs, batch.targets, strict=True):
-            output = functional_call(problem.model, leaves, (input_.unsqueeze(0),))
-            loss = problem.loss(output, target.unsqueeze(0)).reshape(())
+            with problem.training_precision():
+                output = functional_call(problem.model, leaves, (input_.unsqueeze(0),))
+            loss = problem.loss(wide(output), target.unsqueeze(0)).reshape(())
             rows.append(
                 torch.autograd.grad(
                     loss, list(leaves.values()), allow_unused=True, materialize_grads=True
@@ -54,8 +56,9 @@ def one_at_a_time(problem: Problem, params: Params, batch: Examples) -> Params:
 
 def _batched(problem: Problem, loss: LossFunction, params: Params, batch: Examples) -> Params:
     def loss_of_one(params: Params, input_: Tensor, target: Tensor) -> Tensor:
-        output = functional_call(problem.model, params, (input_.unsqueeze(0),))
-        return loss(output, target.unsqueeze(0)).reshape(())
+        with problem.training_precision():
+            output = functional_call(problem.model, params, (input_.unsqueeze(0),))
+        return loss(wide(output), target.unsqueeze(0)).reshape(())
 
     gradient_of_one = vmap(grad(loss_of_one), in_dims=(None, 0, 0), randomness="different")
     with mode(problem.model, training=True), sdpa_kernel(SDPBackend.MATH):

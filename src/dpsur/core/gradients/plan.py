@@ -7,7 +7,7 @@ inputs and weights: it costs no privacy, and a head of zeros cannot hide a fault
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from weakref import WeakKeyDictionary
 
@@ -57,6 +57,7 @@ def plan_for(problem: Problem, params: Params, inputs: Tensor, budget: GradientB
     """The plan for a model and inputs of this shape, made once."""
     key = (
         budget,
+        problem.bf16,
         tuple(inputs.shape[1:]),
         inputs.dtype,
         inputs.device,
@@ -79,7 +80,9 @@ def _make(problem: Problem, params: Params, inputs: Tensor, budget: GradientBudg
         if broadcast and not assignment.copied:
             continue
         try:
-            layouts, memory = _verified(problem, params, inputs, assignment)
+            layouts, memory = _verified(replace(problem, bf16=False), params, inputs, assignment)
+            if problem.bf16:
+                _try_rounded(problem, params, made_up(inputs, _SIZES[0]), assignment, layouts)
             rows = budget.rows(memory, inputs.device)
             return Plan(Engine.ONE_PASS, rows, tuple(layouts), assignment)
         except Exception:
@@ -105,6 +108,23 @@ def _verified(
     layouts = _layouts(*shapes)
     memory = [_check(problem, trial, rows[size], assignment, layouts) for size in _SIZES]
     return layouts, memory[1] - memory[0]
+
+
+def _try_rounded(
+    problem: Problem,
+    params: Params,
+    inputs: Tensor,
+    assignment: Assignment,
+    layouts: list[Layout | None],
+) -> None:
+    """Fail where a rule cannot work in bfloat16. The comparison with autograd is made without."""
+    tape = Tape({name: value.detach() for name, value in params.items()}, len(inputs), layouts)
+    with torch.enable_grad():
+        outputs = taped_outputs(problem, tape, inputs, assignment)
+    torch.autograd.grad(outputs.sum(), tape.leaves, allow_unused=True)
+    norms = tape.norms()
+    for name in params:
+        tape.weighted_sum(name, Factors(torch.ones_like(norms), None))
 
 
 def _layouts(two: list[torch.Size], three: list[torch.Size]) -> list[Layout | None]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpsur.core.gradients.layout import Layout, NotSupportedError, Slot
 from dpsur.core.gradients.tape import Tape
-from dpsur.core.gradients.uses import Products, Rows, Use
+from dpsur.core.gradients.uses import Products, Rows, Use, wide
 
 
 @dataclass
@@ -73,6 +73,21 @@ def run(
     if not isinstance(input, Tensor) or input.dim() != 3 or module.proj_size:
         raise NotSupportedError("packed or unbatched sequences, or projections")
     layout = tape.examples_in(input, axis=0 if module.batch_first else 1)
+    # Rounding would add up over the times of a sequence: a recurrence keeps its precision.
+    with torch.autocast(input.device.type, enabled=False):
+        return _layers(
+            module, tape, layout, wide(input), [wide(one) for one in initial], recurrence
+        )
+
+
+def _layers(
+    module: nn.RNNBase,
+    tape: Tape,
+    layout: Layout,
+    input: Tensor,
+    initial: list[Tensor],
+    recurrence: Recurrence,
+) -> Outcome:
     output = input.transpose(0, 1) if module.batch_first else input
     directions = 2 if module.bidirectional else 1
     final: list[list[Tensor]] = []
