@@ -2,11 +2,36 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import dpsur
+from dpsur.core.host_records import HostExamples, placed
+from dpsur.core.sampling import exact_batch
+from dpsur.methods.dpis import Dpis
 from dpsur.privacy.statement import BF16_ON, TF32_OFF
+from dpsur.runs.files import RunFolder
+from dpsur.runs.fit import execute
+from dpsur.runs.prepare import prepare
 from dpsur.runs.session import Speed
-from tests.runs.test_fit import quick_fit, weights
+from tests.conftest import blobs, small_model
+from tests.runs.test_fit import BUDGET, COIN, quick_fit, weights
+
+CPU = torch.device("cpu")
+
+
+def prepare_quick(speed):
+    return prepare(
+        small_model(),
+        blobs(),
+        loss=F.cross_entropy,
+        budget=BUDGET,
+        method=dpsur.Dpsur(**COIN, updates=15),
+        test_set=None,
+        accounting="proven",
+        seed=0,
+        device="cpu",
+        speed=speed,
+    )
 
 
 def test_bf16_is_recorded_and_changes_only_what_rounding_does():
@@ -23,3 +48,80 @@ def test_a_run_in_bf16_is_not_resumed_in_float32(tmp_path):
     quick_fit(out=tmp_path / "run", speed=Speed(bf16=True))
     with pytest.raises(dpsur.CheckpointError):
         quick_fit(out=tmp_path / "run", resume=True)
+
+
+METHODS = {
+    "dpsur": dpsur.Dpsur(**COIN, updates=15),
+    "dpsgd": dpsur.Dpsgd(noise_multiplier=20.0, updates=15),
+    "dpis": Dpis(updates=15),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_records_that_stay_on_the_host_change_nothing(method):
+    on_device, on_host = (
+        quick_fit(method=METHODS[method], speed=Speed(data_bytes=limit)) for limit in (10**9, 1)
+    )
+    assert on_host.private.ledger == on_device.private.ledger
+    torch.testing.assert_close(weights(on_host), weights(on_device), rtol=1e-4, atol=1e-6)
+
+
+def test_a_resumed_run_on_the_host_draws_what_it_would_have(tmp_path):
+    """What is gathered ahead must not move the streams that a checkpoint holds."""
+    speed = Speed(data_bytes=1)
+    whole = quick_fit(speed=speed)
+    stopped = prepare_quick(speed)
+    trials = iter(range(7))
+    with pytest.raises(dpsur.InterruptedRunError):
+        execute(
+            stopped, folder=RunFolder(tmp_path), stop_requested=lambda: next(trials, None) is None
+        )
+    resumed = execute(prepare_quick(speed), folder=RunFolder(tmp_path), resume=True)
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+def draws(records, seed, count=5):
+    generator = torch.Generator().manual_seed(seed)
+    return [exact_batch(records, 0.3, generator).examples for _ in range(count)]
+
+
+def test_what_is_gathered_ahead_is_what_is_drawn_next(monkeypatch):
+    records = blobs()
+    host = placed(records, CPU, limit=1)
+    assert isinstance(host, HostExamples)
+    gathered = []
+    gather = HostExamples._gather
+
+    def counted(self, rows):
+        gathered.append(len(rows))
+        return gather(self, rows)
+
+    monkeypatch.setattr(HostExamples, "_gather", counted)
+    for ours, plain in zip(draws(host, 3), draws(records, 3), strict=True):
+        assert torch.equal(ours.inputs, plain.inputs)
+        assert torch.equal(ours.targets, plain.targets)
+    host._worker.shutdown()
+    assert len(gathered) == 6  # the first, and the next one after each of five
+
+
+def test_another_draw_than_expected_is_gathered_anew():
+    """The generator is moved between two draws, so that what was gathered ahead is wrong."""
+    records = blobs()
+    host = placed(records, CPU, limit=1)
+    found = []
+    for data in (records, host):
+        generator = torch.Generator().manual_seed(3)
+        exact_batch(data, 0.3, generator)
+        torch.rand(1, generator=generator)
+        found.append(exact_batch(data, 0.3, generator).examples)
+    assert torch.equal(found[0].inputs, found[1].inputs)
+
+
+def test_records_that_fit_go_to_the_device():
+    records = blobs()
+    size = records.inputs.nbytes + records.targets.nbytes
+    assert not isinstance(placed(records, CPU, limit=size), HostExamples)
+    assert not isinstance(placed(records, CPU, limit=None), HostExamples)
+    assert isinstance(placed(records, CPU, limit=size - 1), HostExamples)
+    with pytest.raises(dpsur.InvalidInputError, match="data_bytes"):
+        Speed(data_bytes=0)

@@ -86,7 +86,7 @@ def mean_losses(
     An empty batch says nothing for or against: both are zero.
     """
     if len(batch) == 0:
-        nothing = torch.zeros((), dtype=torch.float64, device=batch.data.inputs.device)
+        nothing = torch.zeros((), dtype=torch.float64, device=problem.device)
         return nothing, nothing
     losses = pair_losses(problem, candidate, current, batch.examples).double()
     if batch.mask is None:

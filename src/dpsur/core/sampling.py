@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dpsur.core.host_records import HostExamples
 from dpsur.core.types import Examples
 
 # A padded batch holds this many standard deviations more than is expected. More are drawn about
@@ -35,7 +36,7 @@ class Batch:
     @cached_property
     def examples(self) -> Examples:
         """The rows themselves, gathered when they are first asked for."""
-        return self.data if self.rows is None else self.data.select(self.rows)
+        return self.data.part(slice(None)) if self.rows is None else self.data.select(self.rows)
 
 
 Draw = Callable[[Examples, float, torch.Generator], Batch]
@@ -58,7 +59,23 @@ def poisson_sample(size: int, rate: float, generator: torch.Generator) -> Tensor
 
 def exact_batch(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
     """A Poisson sample as it is drawn."""
+    return _fetched(_exact(examples, rate, generator), _exact, rate, generator)
+
+
+def _exact(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
     return Batch(examples, rows=poisson_sample(len(examples), rate, generator))
+
+
+def _fetched(batch: Batch, draw: Draw, rate: float, generator: torch.Generator) -> Batch:
+    """Gather a batch of records that stay on the host, and begin with the next one."""
+    data = batch.data
+    if not isinstance(data, HostExamples) or batch.rows is None:
+        return batch
+    twin = torch.Generator(generator.device)
+    twin.set_state(generator.get_state())
+    following = draw(data, rate, twin).rows
+    assert following is not None
+    return replace(batch, data=data.fetch(batch.rows, following, generator), rows=None)
 
 
 def padded_size(size: int, rate: float) -> int:
@@ -94,4 +111,4 @@ def steady_batch(examples: Examples, rate: float, generator: torch.Generator) ->
     if batch.overflow is not None and bool(batch.overflow):
         generator.set_state(position)
         return exact_batch(examples, rate, generator)
-    return replace(batch, overflow=None)
+    return _fetched(replace(batch, overflow=None), padded_batch, rate, generator)

@@ -36,6 +36,10 @@ class Examples:
         # on a CPU several times as fast as indexing: whole rows are copied
         return Examples(self.inputs.index_select(0, rows), self.targets.index_select(0, rows))
 
+    def part(self, some: slice) -> "Examples":
+        """Return neighbouring rows."""
+        return Examples(self.inputs[some], self.targets[some])
+
     def to(self, device: torch.device) -> "Examples":
         """Move both tensors to a device."""
         return Examples(self.inputs.to(device), self.targets.to(device))

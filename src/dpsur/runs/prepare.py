@@ -9,6 +9,7 @@ from torch import nn
 
 from dpsur import checks
 from dpsur.core.gradients import check_model
+from dpsur.core.host_records import placed
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
 from dpsur.core.types import LossFunction
@@ -65,7 +66,7 @@ def prepare(
     preparation = _with_features_of(method, preparation or Preparation())
     model = copy.deepcopy(method.adapt(model)).to(chosen_device)
     shape = preparation.check(tuple(train.inputs.shape[1:]))
-    outputs = check_model(model, like_features(train, shape).to(chosen_device))
+    outputs = check_model(model, like_features(train, shape).part(slice(1)).to(chosen_device))
     check_labels(train, outputs, loss, "train_set")
     if test is not None:
         check_labels(test, outputs, loss, "test_set")
@@ -77,7 +78,8 @@ def prepare(
     prepared = prepare_inputs(preparation, train, test, streams)
     test = None if prepared.test is None else prepared.test.to(chosen_device)
     speed = speed or Speed()
-    problem = Problem(model, loss, prepared.train.to(chosen_device), bf16=speed.bf16)
+    records = placed(prepared.train, chosen_device, speed.data_bytes)
+    problem = Problem(model, loss, records, bf16=speed.bf16)
     procedure = settled.bind(problem, plan, streams)
     return Session(
         settled,

@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from dpsur import checks
 from dpsur.core import captured, loop
+from dpsur.core.host_records import HostExamples
 from dpsur.core.loop import Progress
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
@@ -68,14 +70,21 @@ class Speed:
     `capture` replays whole trials as a CUDA graph where that is possible. `tf32` lets matrix
     products and convolutions round their inputs to 10 bits; `bf16` has the layers of a training
     pass compute with 8 bits; norms, sums and noise keep float32, and so do tests of candidates.
-    The privacy statement records both. `repeatable` makes seeded runs on CUDA use slower kernels
-    that give the same bits every time.
+    The privacy statement records both. `data_bytes` is what the records may take of the device
+    (default: half of what is free on a card): where they take more they stay on the host, their
+    batches are fetched, and trials are not captured. `repeatable` makes seeded runs on CUDA use
+    slower kernels that give the same bits every time.
     """
 
     capture: bool = True
     tf32: bool = False
     repeatable: bool = True
     bf16: bool = False
+    data_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.data_bytes is not None:
+            checks.at_least_one("data_bytes", self.data_bytes)
 
 
 @dataclass(frozen=True)
@@ -187,7 +196,8 @@ class Session:
         return progress
 
     def _may_capture(self) -> bool:
-        return self.speed.capture and self.streams.device.type == "cuda"
+        fits = not isinstance(self.problem.train, HostExamples)
+        return self.speed.capture and fits and self.streams.device.type == "cuda"
 
     def _evaluation_is_due(self, last: int, position: int) -> bool:
         if self.test is None or position == last:

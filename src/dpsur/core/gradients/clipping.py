@@ -90,7 +90,7 @@ def _piece(
     """Some rows of a batch, with what they hold under the mask replaced."""
     keep = None if mask is None else mask[some]
     if rows is None:
-        batch, known = Examples(examples.inputs[some], examples.targets[some]), None
+        batch, known = examples.part(some), None
     else:
         batch = examples.select(rows[some])
         ours = examples.inputs is problem.train.inputs

@@ -54,23 +54,24 @@ _plans: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
 
 
 def plan_for(problem: Problem, params: Params, inputs: Tensor, budget: GradientBudget) -> Plan:
-    """The plan for a model and inputs of this shape, made once."""
+    """The plan for a model and inputs of this shape, made once. The inputs may be on the host."""
+    device = next(iter(params.values())).device
     key = (
         budget,
         problem.bf16,
         tuple(inputs.shape[1:]),
         inputs.dtype,
-        inputs.device,
+        device,
         tuple((name, value.shape, value.dtype) for name, value in params.items()),
         tuple((type(module), "forward" in vars(module)) for module in problem.model.modules()),
     )
     plans = _plans.setdefault(problem.model, {})
     if key not in plans:
-        devices = [inputs.device] if inputs.device.type == "cuda" else []
+        devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of trials that may fail
             torch.manual_seed(0)
-            plans[key] = _make(problem, params, inputs, budget)
+            plans[key] = _make(problem, params, made_up(inputs, max(_SIZES)).to(device), budget)
     return plans[key]
 
 

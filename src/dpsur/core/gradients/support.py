@@ -24,7 +24,8 @@ def check_model(model: nn.Module, examples: Examples) -> Tensor:
 def draws_randomness(model: nn.Module, examples: Examples) -> bool:
     """Whether a forward pass in training mode draws random numbers, as dropout does."""
     with torch.no_grad(), mode(model, training=True):
-        return _watched(model, made_up(examples.inputs, 2))[2]
+        where = next(model.parameters()).device  # not always where the records are
+        return _watched(model, made_up(examples.inputs, 2).to(where))[2]
 
 
 def _generator_state(inputs: Tensor) -> Tensor:
