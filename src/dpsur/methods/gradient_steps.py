@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpsur.core.gradients import draws_randomness
 from dpsur.core.problem import Problem
-from dpsur.core.sampling import Draw, exact_batch, padded_batch
+from dpsur.core.sampling import Draw, padded_batch, steady_batch
 from dpsur.core.streams import LAYERS, Streams
 from dpsur.core.types import Candidate, Params, State, Verdict
 from dpsur.methods.optimization import Optimization
@@ -27,7 +27,7 @@ class GradientSteps(ABC):
         self.setup: tuple[Event, ...] = plan.setup
         self._problem = problem
         self._streams = streams
-        self._draw: Draw = exact_batch
+        self._draw: Draw = steady_batch
         self._random_layers = draws_randomness(problem.model, problem.train)
         self._optimizer = method.make_optimizer()
         self._schedule = method.make_schedule(plan.length)

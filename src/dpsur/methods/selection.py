@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dpsur.core.gate import make_gate, mean_losses
 from dpsur.core.problem import Problem
-from dpsur.core.sampling import Draw, exact_batch, padded_batch
+from dpsur.core.sampling import Draw, padded_batch, steady_batch
 from dpsur.core.streams import VAL_BATCH, VAL_NOISE, Streams
 from dpsur.core.types import Candidate, Procedure, State, Verdict
 from dpsur.privacy.accounting import KEEP_MOMENTUM
@@ -35,7 +35,7 @@ class Selective:
         self._streams = streams
         self._test = gate
         self._gate = make_gate(gate, loss_clip)
-        self._draw: Draw = exact_batch
+        self._draw: Draw = steady_batch
         self._keeps_momentum = plan.on_reject == KEEP_MOMENTUM
 
     def step(self, state: State) -> Step:
