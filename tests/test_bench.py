@@ -17,6 +17,7 @@ from dpsur.bench.cell import Cell
 from dpsur.bench.company import Company
 from dpsur.bench.networks import NETWORKS, network_named
 from dpsur.bench.outcome import outcome_of
+from dpsur.bench.plot import panels_of
 from dpsur.bench.settings import Settings, machine
 from dpsur.bench.timing import Timing, interleaved
 from dpsur.cli import main
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 NO_OPACUS = find_spec("opacus") is None
 # Eleven million parameters take a contended machine too long; its layers occur elsewhere or, as
 # GroupNorm, in the tests of the gradients.
-COMPARED = [name for name in NETWORKS if name != "resnet18"]
+COMPARED = [name for name, network in NETWORKS.items() if name != "resnet18" and not network.series]
 TINY = Settings(
     grid=[("pixel-28", 4)], arms=["plain", "dpsgd"], device=CPU, repetitions=2, threads=1
 )
@@ -40,7 +41,9 @@ def cell(network: str, size: int = 4) -> Cell:
 def in_process(monkeypatch):
     """Probe memory in this process: the figure is worthless, the rest is the same and quick."""
     monkeypatch.setattr(
-        run, "probe", lambda network, size, arm, device, _: memory.peak(network, size, arm, device)
+        run,
+        "probe",
+        lambda network, size, arm, settings: memory.peak(network, size, arm, settings.device),
     )
     monkeypatch.setattr("dpsur.bench.timing.WARM_UP_STEPS", 1)
     monkeypatch.setattr("dpsur.bench.timing.BURST_SECONDS", 0.0)
@@ -170,10 +173,27 @@ def test_rows_say_everything_and_survive_json():
 
 
 def test_memory_of_a_step_is_measured_in_its_own_process():
-    found = memory.probe("pixel-28", 2048, "plain", CPU, 1)
+    found = memory.probe("pixel-28", 2048, "plain", TINY)
     assert found.status == "ok"
     # The first layer alone keeps 13 x 13 x 16 numbers per example; the batch itself is not counted.
     assert 2048 * 13 * 13 * 16 * 4 < found.peak_bytes < 20 * 2048 * 13 * 13 * 16 * 4
+
+
+def test_a_step_that_does_not_fit_the_limit_is_a_row():
+    tight = replace(TINY, memory_limit=100 * 2**20)
+    found = memory.probe("pixel-28", 4096, "plain", tight)
+    assert found.status == "out-of-memory"  # the first layer alone keeps 170 MiB
+    assert memory.probe("pixel-28", 4, "plain", replace(TINY, memory_limit=2**30)).status == "ok"
+
+
+def test_growth_is_drawn_with_the_batch_and_with_the_parameters():
+    rows = [
+        {"network": network, "batch_size": size}
+        for network in ("pixel-28", "cnn-8", "cnn-16")
+        for size in (256, 1024)
+    ]
+    shown = [(panel.axis, len(panel.rows)) for panel in panels_of(rows)]
+    assert shown == [("batch_size", 2), ("parameters", 2), ("parameters", 2)]
 
 
 @pytest.mark.usefixtures("in_process")

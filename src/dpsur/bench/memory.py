@@ -23,6 +23,7 @@ from dpsur.bench.arms import Arm, arm_named
 from dpsur.bench.cell import Cell
 from dpsur.bench.networks import Network, network_named
 from dpsur.bench.outcome import FAILED, OK, OUT_OF_MEMORY, TOO_SLOW, Outcome, outcome_of
+from dpsur.bench.settings import Settings
 
 TIME_LIMIT = 300.0
 TINY_BATCH = 2
@@ -33,11 +34,17 @@ _MEMINFO = Path("/proc/meminfo")
 _SHARE_OF_MEMORY = 0.9
 
 
-def probe(network: str, batch_size: int, arm: str, device: torch.device, threads: int) -> Outcome:
+def probe(network: str, batch_size: int, arm: str, settings: Settings) -> Outcome:
     """Make a few steps and tell their peak memory, or why they could not be made."""
-    if device.type != "cpu":
-        return peak(network, batch_size, arm, device)
-    task = {"network": network, "batch_size": batch_size, "arm": arm, "threads": threads}
+    if settings.device.type != "cpu":
+        return peak(network, batch_size, arm, settings.device)
+    task = {
+        "network": network,
+        "batch_size": batch_size,
+        "arm": arm,
+        "threads": settings.threads,
+        "memory_limit": settings.memory_limit,
+    }
     try:
         found = subprocess.run(
             [sys.executable, "-m", "dpsur.bench.memory", json.dumps(task)],
@@ -131,11 +138,11 @@ def _kilobytes(path: Path, key: str) -> int:
     return next(int(words[1]) for words in lines if words and words[0] == f"{key}:")
 
 
-def _limit_memory() -> None:
+def _limit_memory(room: int | None) -> None:
     """Let an allocation fail where the system would otherwise end some process, maybe not this."""
     if _STATUS.exists() and _MEMINFO.exists():
-        room = _SHARE_OF_MEMORY * _kilobytes(_MEMINFO, "MemAvailable")
-        limit = 1024 * int(_kilobytes(_STATUS, "VmSize") + room)
+        most = int(_SHARE_OF_MEMORY * 1024 * _kilobytes(_MEMINFO, "MemAvailable"))
+        limit = 1024 * _kilobytes(_STATUS, "VmSize") + (most if room is None else min(room, most))
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
@@ -143,7 +150,7 @@ def _limit_memory() -> None:
 def _main() -> None:
     task = json.loads(sys.argv[1])
     torch.set_num_threads(task["threads"])
-    _limit_memory()
+    _limit_memory(task["memory_limit"])
     warnings.simplefilter("ignore")
     found = peak(task["network"], task["batch_size"], task["arm"], torch.device("cpu"))
     print(json.dumps(asdict(found)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -9,19 +10,24 @@ from torch import nn
 from dpsur.bench.architectures import (
     ENCODER_LENGTH,
     ENCODER_WORDS,
-    IMDB_LENGTH,
-    IMDB_WORDS,
-    ImdbLstm,
     TransformerEncoder,
-    cifar_pixel_cnn,
-    cifar_scattering_cnn,
     resnet18,
-    scattering_cnn,
+    widened_cnn,
 )
 from dpsur.core.streams import BATCH, INIT, Streams
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
-from dpsur.tasks.networks import pixel_cnn
+from dpsur.tasks.imdb import LENGTH as IMDB_LENGTH
+from dpsur.tasks.imdb import VOCABULARY as IMDB_WORDS
+from dpsur.tasks.networks import (
+    ImdbLstm,
+    cifar_pixel_cnn,
+    cifar_scattering_cnn,
+    pixel_cnn,
+    scattering_cnn,
+)
+
+IMAGE = (3, 32, 32)
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class Network:
     """A network, the shape of one input, and what the inputs are.
 
     `words` is the size of the vocabulary where inputs are tokens, None where they are real numbers.
+    Networks of a `series` differ in their width alone, to show growth with the parameters.
     """
 
     name: str
@@ -38,6 +45,7 @@ class Network:
     input_shape: tuple[int, ...]
     classes: int = 10
     words: int | None = None
+    series: bool = False
 
     def model(self, device: torch.device, seed: int = 0) -> nn.Module:
         """A freshly initialised network: the same seed gives every arm the same weights."""
@@ -56,6 +64,8 @@ class Network:
         return Examples(inputs, targets).to(device)
 
 
+# First width of a CNN, and the parameters it then has: about four times as many with every step.
+WIDTHS = {8: 34_930, 16: 138_330, 32: 550_570, 64: 2_196_810, 128: 8_776_330}
 NETWORKS: dict[str, Network] = {
     network.name: network
     for network in (
@@ -68,13 +78,17 @@ NETWORKS: dict[str, Network] = {
             cifar_scattering_cnn,
             (243, 8, 8),
         ),
+        Network("pixel-cifar", "paper's CNN, CIFAR-10 pixels", 550_570, cifar_pixel_cnn, IMAGE),
         Network(
-            "pixel-cifar", "paper's CNN, CIFAR-10 pixels", 550_570, cifar_pixel_cnn, (3, 32, 32)
+            "lstm-imdb",
+            "paper's LSTM, IMDb",
+            2_021_202,
+            partial(ImdbLstm, activation="relu"),
+            (IMDB_LENGTH,),
+            2,
+            IMDB_WORDS,
         ),
-        Network(
-            "lstm-imdb", "paper's LSTM, IMDb", 2_021_202, ImdbLstm, (IMDB_LENGTH,), 2, IMDB_WORDS
-        ),
-        Network("resnet18", "ResNet-18 with GroupNorm", 11_173_962, resnet18, (3, 32, 32)),
+        Network("resnet18", "ResNet-18 with GroupNorm", 11_173_962, resnet18, IMAGE),
         Network(
             "transformer",
             "Transformer encoder, 2 blocks",
@@ -83,6 +97,17 @@ NETWORKS: dict[str, Network] = {
             (ENCODER_LENGTH,),
             2,
             ENCODER_WORDS,
+        ),
+        *(
+            Network(
+                f"cnn-{width}",
+                f"CNN of width {width}, 32x32 colour images",
+                parameters,
+                partial(widened_cnn, width),
+                IMAGE,
+                series=True,
+            )
+            for width, parameters in WIDTHS.items()
         ),
     )
 }

@@ -1,12 +1,13 @@
-"""One figure: how the time of a step grows with the batch, a panel per network."""
+"""One figure: how the time of a step grows with the batch and with the parameters."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dpsur.bench.arms import ARMS
 from dpsur.bench.networks import NETWORKS
-from dpsur.bench.outcome import OK
+from dpsur.bench.outcome import OK, OUT_OF_MEMORY
 from dpsur.errors import InvalidInputError
 
 COLUMNS = 4
@@ -25,35 +26,56 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Panel:
+    """Rows along one axis, in a figure of several panels."""
+
+    title: str
+    axis: str
+    label: str
+    rows: Sequence[Mapping[str, Any]]
+
+
+def panels_of(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """Growth with the batch for every network, then growth with the parameters of a series."""
+    found = []
+    for name, network in NETWORKS.items():
+        mine = [row for row in rows if row["network"] == name]
+        if mine and not network.series:
+            title = f"{network.summary}\n{network.parameters:,} parameters"
+            found.append(Panel(title, "batch_size", "batch size", mine))
+    series = [row for row in rows if NETWORKS[row["network"]].series]
+    for size in sorted({row["batch_size"] for row in series}):
+        mine = [row for row in series if row["batch_size"] == size]
+        title = f"CNNs of growing width\nbatch of {size:,}"
+        found.append(Panel(title, "parameters", "parameters", mine))
+    return found
+
+
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw rows to a PNG, SVG or PDF file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    measured = [name for name in NETWORKS if any(row["network"] == name for row in rows)]
     if not any(row["status"] == OK for row in rows):
         raise InvalidInputError("there is nothing to draw: no arm could make a step")
-    columns = min(COLUMNS, len(measured))
-    lines = -(-len(measured) // columns)
+    shown = panels_of(rows)
+    columns = min(COLUMNS, len(shown))
+    lines = -(-len(shown) // columns)
     width = max(6.0, 2.9 * columns + 0.6)
-    figure = Figure(figsize=(width, 2.6 * lines + 1.2), layout="constrained")
+    figure = Figure(figsize=(width, 2.8 * lines + 1.2), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(lines, columns, squeeze=False).flatten()
+    places = figure.subplots(lines, columns, squeeze=False).flatten()
     entries: dict[str, Any] = {}
-    for axes, name in zip(panels, measured, strict=False):
-        _panel(axes, name, [row for row in rows if row["network"] == name], entries)
-    for axes in panels[len(measured) :]:
-        axes.set_visible(False)
-    for place, axes in enumerate(panels[: len(measured)]):
+    for place, (axes, panel) in enumerate(zip(places, shown, strict=False)):
+        _draw_panel(axes, panel, entries)
         if place % columns == 0:
             axes.set_ylabel("milliseconds per step", fontsize="small")
-        if place + columns >= len(measured):
-            axes.set_xlabel("batch size", fontsize="small")
-    labels = [ARMS[arm].summary for arm in ARMS if arm in entries]
-    handles = [entries[arm] for arm in ARMS if arm in entries]
+    for axes in places[len(shown) :]:
+        axes.set_visible(False)
     figure.legend(
-        handles,
-        labels,
+        [entries[arm] for arm in ARMS if arm in entries],
+        [ARMS[arm].summary for arm in ARMS if arm in entries],
         loc="outside lower center",
         ncols=max(2, columns),
         frameon=False,
@@ -66,44 +88,48 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         raise InvalidInputError(f"cannot draw to {path}: {error}") from error
 
 
-def _panel(
-    axes: Any, name: str, rows: Sequence[Mapping[str, Any]], entries: dict[str, Any]
-) -> None:
-    sizes = sorted({row["batch_size"] for row in rows})
+def _draw_panel(axes: Any, panel: Panel, entries: dict[str, Any]) -> None:
     for arm in ARMS:
         mine = sorted(
-            (row for row in rows if row["arm"] == arm and row["status"] == OK),
-            key=lambda row: row["batch_size"],
+            (row for row in panel.rows if row["arm"] == arm and row["status"] == OK),
+            key=lambda row: row[panel.axis],
         )
         if not mine:
             continue
-        batches = [row["batch_size"] for row in mine]
+        places = [row[panel.axis] for row in mine]
         times = [1e3 * row["step_seconds"] for row in mine]
         style = {"markersize": 4, "linewidth": 1.3, **STYLES[arm]}
-        entries[arm] = axes.plot(batches, times, **style)[0]
+        entries[arm] = axes.plot(places, times, **style)[0]
         bounds = [[1e3 * row["step_seconds_quartiles"][end] for row in mine] for end in (0, 1)]
-        axes.fill_between(batches, *bounds, color=style["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(places, *bounds, color=style["color"], alpha=0.15, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=30 if len(sizes) > 4 else 0)
+    ticks = sorted({row[panel.axis] for row in panel.rows})
+    axes.set_xticks(ticks, [_short(tick) for tick in ticks], rotation=30 if len(ticks) > 4 else 0)
     axes.minorticks_off()
-    axes.set_title(
-        f"{NETWORKS[name].summary}\n{NETWORKS[name].parameters:,} parameters", fontsize="small"
-    )
+    axes.set_title(panel.title, fontsize="small")
+    axes.set_xlabel(panel.label, fontsize="small")
     axes.tick_params(labelsize="small")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    _note_missing(axes, rows)
+    _note_missing(axes, panel)
 
 
-def _note_missing(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Say in the panel which arms ran out of memory, and from which batch size on."""
+def _short(number: int) -> str:
+    """A number as a tick: exact up to the largest batch, then rounded."""
+    if number < 20_000:
+        return f"{number:,}"
+    return f"{number / 1e6:.1f}M" if number >= 1e6 else f"{number / 1e3:.0f}k"
+
+
+def _note_missing(axes: Any, panel: Panel) -> None:
+    """Say in the panel which arms ran out of memory, and from where on."""
     missing: dict[str, int] = {}
-    for row in rows:
-        if row["status"] == "out-of-memory":
-            size = row["batch_size"]
+    for row in panel.rows:
+        if row["status"] == OUT_OF_MEMORY:
+            size = row[panel.axis]
             missing[row["arm"]] = min(size, missing.get(row["arm"], size))
-    text = "\n".join(f"{arm}: out of memory at {size:,}" for arm, size in missing.items())
+    text = "\n".join(f"{arm}: out of memory at {_short(size)}" for arm, size in missing.items())
     axes.text(
         0.98, 0.03, text, transform=axes.transAxes, ha="right", va="bottom", fontsize=6, color="0.3"
     )

@@ -55,7 +55,7 @@ def _probe(
                 TOO_SLOW,
                 f"a step took {seconds:.3g} s at batch {smaller}, so about {expected:.3g} s here",
             )
-    return probe(network, batch_size, arm, settings.device, settings.threads)
+    return probe(network, batch_size, arm, settings)
 
 
 def _timings(

@@ -18,7 +18,11 @@ from dpsur.experiments.rows import provenance
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure. `grid` pairs networks with batch sizes."""
+    """How to measure. `grid` pairs networks with batch sizes.
+
+    `memory_limit` is in bytes: on a card what this process may take of it, on a CPU what the
+    process that makes a first step may add to what it has when it starts.
+    """
 
     grid: Sequence[tuple[str, int]]
     arms: Sequence[str]
@@ -26,22 +30,33 @@ class Settings:
     repetitions: int
     threads: int
     tf32: bool = False
+    memory_limit: int | None = None
 
 
 @contextmanager
 def machine(settings: Settings) -> Iterator[None]:
-    """Threads and precision for all arms alike, put back afterwards; no warnings meanwhile."""
+    """Threads, precision and memory for all arms alike, put back afterwards; no warnings."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = torch.get_num_threads(), matmul.allow_tf32, cudnn.allow_tf32
     try:
         torch.set_num_threads(settings.threads)
         matmul.allow_tf32 = cudnn.allow_tf32 = settings.tf32
+        _limit_card(settings, settings.memory_limit)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         torch.set_num_threads(before[0])
         matmul.allow_tf32, cudnn.allow_tf32 = before[1:]
+        _limit_card(settings, None)
+
+
+def _limit_card(settings: Settings, limit: int | None) -> None:
+    """Let this process take so many bytes of a card, or all of it."""
+    if settings.memory_limit is not None and settings.device.type == "cuda":
+        whole = torch.cuda.mem_get_info(settings.device)[1]
+        fraction = 1.0 if limit is None else min(1.0, limit / whole)
+        torch.cuda.set_per_process_memory_fraction(fraction, settings.device)
 
 
 def origin_of(settings: Settings) -> dict[str, Any]:
@@ -52,6 +67,7 @@ def origin_of(settings: Settings) -> dict[str, Any]:
         "config": {
             "threads": settings.threads,
             "tf32": settings.tf32,
+            "memory_limit": settings.memory_limit,
             "dtype": "float32",
             "learning_rate": LEARNING_RATE,
             "momentum": MOMENTUM,

@@ -54,7 +54,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         "--networks",
         nargs="+",
         metavar="NAME[:B...]",
-        help="networks, each with batch sizes of its own if given (default: all)",
+        help="networks, each with batch sizes of its own if given (default: all but cnn-*)",
     )
     parser.add_argument(
         "--batch-sizes",
@@ -70,8 +70,16 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument("--tf32", action="store_true", help="let all arms use TF32 on a GPU")
+    parser.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="GB",
+        help="what a step may take of the device (default: all that is free)",
+    )
     parser.add_argument("--out", metavar="FILE.jsonl", help="write a row per cell and arm")
-    parser.add_argument("--plot", metavar="FILE", help="draw growth with the batch (PNG, SVG, PDF)")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw growth with batch and parameters (PNG, SVG, PDF)"
+    )
     parser.add_argument("--rows", metavar="FILE.jsonl", help="measure nothing, read these rows")
     parser.add_argument(
         "--kernels", type=int, metavar="K", help="profile instead: the K costliest operations"
@@ -108,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
 def settings_from(options: argparse.Namespace) -> Settings:
     """Check every option before the first measurement."""
     device = _device(options.device)
-    names: Sequence[str] = tuple(NETWORKS)
+    names: Sequence[str] = [name for name, network in NETWORKS.items() if not network.series]
     sizes: Sequence[int] = CUDA_BATCHES if device.type == "cuda" else CPU_BATCHES
     repetitions = REPETITIONS
     if options.quick:
@@ -117,6 +125,8 @@ def settings_from(options: argparse.Namespace) -> Settings:
         checks.at_least_one("repetitions", options.repetitions)
     if options.threads is not None:
         checks.at_least_one("threads", options.threads)
+    if (limit := options.memory_limit) is not None:
+        checks.positive("memory_limit", limit)
     arms = options.arms or list(ARMS)
     for arm in arms:
         arm_named(arm)
@@ -131,6 +141,7 @@ def settings_from(options: argparse.Namespace) -> Settings:
         repetitions=options.repetitions or repetitions,
         threads=options.threads or torch.get_num_threads(),
         tf32=options.tf32,
+        memory_limit=None if limit is None else int(limit * 1e9),
     )
 
 
