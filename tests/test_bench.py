@@ -19,11 +19,14 @@ from dpsur.bench.networks import NETWORKS, network_named
 from dpsur.bench.outcome import outcome_of
 from dpsur.bench.plot import panels_of
 from dpsur.bench.settings import Settings, machine
+from dpsur.bench.table import markdown
 from dpsur.bench.timing import Timing, interleaved
 from dpsur.cli import main
 from dpsur.errors import InvalidInputError
+from dpsur.experiments.rows import read_rows
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent
 NO_OPACUS = find_spec("opacus") is None
 # Eleven million parameters take a contended machine too long; its layers occur elsewhere or, as
 # GroupNorm, in the tests of the gradients.
@@ -354,3 +357,16 @@ def test_unknown_names_are_errors_in_the_library_too():
         next(run.rows(replace(TINY, arms=["magic"])))
     with pytest.raises(InvalidInputError, match="unknown network"):
         next(run.rows(replace(TINY, grid=[("perceptron", 4)])))
+
+
+def shown_in_the_readme(rows):
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    shown = text.split("<!-- results/bench_gpu.jsonl -->\n")[1].split("\n<!-- end -->")[0]
+    return shown == markdown(rows)
+
+
+def test_the_readme_shows_the_rows():
+    rows = read_rows(ROOT / "results" / "bench_gpu.jsonl")
+    assert shown_in_the_readme(rows)
+    slower = [{**row, "time_over_plain": 1.5} for row in rows]
+    assert not shown_in_the_readme(slower)

@@ -89,6 +89,8 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _draw_panel(axes: Any, panel: Panel, entries: dict[str, Any]) -> None:
+    from matplotlib.ticker import FormatStrFormatter, LogLocator
+
     for arm in ARMS:
         mine = sorted(
             (row for row in panel.rows if row["arm"] == arm and row["status"] == OK),
@@ -107,6 +109,8 @@ def _draw_panel(axes: Any, panel: Panel, entries: dict[str, Any]) -> None:
     ticks = sorted({row[panel.axis] for row in panel.rows})
     axes.set_xticks(ticks, [_short(tick) for tick in ticks], rotation=30 if len(ticks) > 4 else 0)
     axes.minorticks_off()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # a panel may span less than a decade
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.set_title(panel.title, fontsize="small")
     axes.set_xlabel(panel.label, fontsize="small")
     axes.tick_params(labelsize="small")

@@ -1,6 +1,6 @@
-"""A row as a line of text."""
+"""Rows as text: one as a line, all of them as a table of ratios."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpsur.bench.outcome import OK
@@ -21,3 +21,44 @@ def line(row: Mapping[str, Any]) -> str:
         if row[key] is not None:
             parts.append(f"{row[key]:.2f} {label}")
     return head + "  ".join(parts)
+
+
+OURS = ("dpsgd", "dpsur", "dpsgd-captured", "dpsur-captured")
+HEAD = "| network | batch | ours | ms | x plain | x plain captured | Opacus hooks / ours | memory |"
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Our arms beside the others of their cells, as a table; the last column is over plain."""
+    cells: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        cells.setdefault((row["network"], row["batch_size"]), {})[row["arm"]] = row
+    lines = [HEAD, "|---|--:|---|--:|--:|--:|--:|--:|"]
+    for (network, size), arms in cells.items():
+        lines += [_line(network, size, arms, arm) for arm in OURS if arm in arms]
+    return "\n".join(lines)
+
+
+def _line(network: str, size: int, arms: Mapping[str, Mapping[str, Any]], arm: str) -> str:
+    row = arms[arm]
+    if row["status"] != OK:
+        return f"| {network} | {size:,} | {arm} | {row['status']} | | | | |"
+    captured = _seconds(arms, "plain-captured")
+    opacus = _seconds(arms, "opacus-hooks")
+    mine = row["step_seconds"]
+    figures = [
+        f"{1e3 * mine:.2f}",
+        _figure(row["time_over_plain"]),
+        _figure(None if captured is None else mine / captured),
+        _figure(None if opacus is None else opacus / mine),
+        _figure(row["memory_over_plain"]),
+    ]
+    return f"| {network} | {size:,} | {arm} | {' | '.join(figures)} |"
+
+
+def _seconds(arms: Mapping[str, Mapping[str, Any]], arm: str) -> float | None:
+    found: float | None = arms[arm]["step_seconds"] if arm in arms else None
+    return found
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

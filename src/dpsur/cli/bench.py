@@ -14,7 +14,7 @@ from dpsur.bench.arms import ARMS, arm_named
 from dpsur.bench.networks import NETWORKS, network_named
 from dpsur.bench.run import rows
 from dpsur.bench.settings import Settings
-from dpsur.bench.table import line
+from dpsur.bench.table import line, markdown
 from dpsur.errors import InvalidInputError
 from dpsur.experiments.rows import read_rows, write_rows
 
@@ -82,6 +82,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rows", metavar="FILE.jsonl", help="measure nothing, read these rows")
     parser.add_argument(
+        "--table", action="store_true", help="with --rows: print our ratios as a Markdown table"
+    )
+    parser.add_argument(
         "--kernels", type=int, metavar="K", help="profile instead: the K costliest operations"
     )
     parser.add_argument("--quick", action="store_true", help="two networks, one batch size")
@@ -100,8 +103,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.rows is not None:
         found = _read(Path(options.rows))
-        for row in found:
-            print(line(row), flush=True)
+        text = markdown(found) if options.table else "\n".join(map(line, found))
+        print(text, flush=True)
     else:
         found = []
         measured = _collected(rows(settings_from(options), _say), found)
@@ -176,6 +179,8 @@ def _check_files(options: argparse.Namespace) -> None:
     for path in (options.out, options.plot):
         if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
             raise InvalidInputError(f"cannot write to {path}: its folder does not exist")
+    if options.table and options.rows is None:
+        raise InvalidInputError("--table shows rows of a file: name it with --rows FILE.jsonl")
     if options.rows is not None and options.out is not None:
         raise InvalidInputError("--rows measures nothing, so there is nothing to write to --out")
 
