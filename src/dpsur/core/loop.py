@@ -58,10 +58,9 @@ def make_trial(procedure: Procedure, plan: AnyPlan, progress: Progress) -> tuple
     position = torch.tensor(plan.position(progress.ledger), device=state.updates.device)
     candidate = procedure.propose(state, position)  # Alg. 1, L3-8
     verdict = procedure.judge(state, candidate)  # L9-14
-    accepted = bool(verdict.accept)  # the ledger has to know, so the choice need not be a tensor
     rejected = procedure.after_rejection(state, candidate)
-    state = candidate.state if accepted else rejected  # L15-18
-    ledger = progress.ledger.record(step, updates=int(accepted))
+    state = keep(verdict.accept, candidate.state, rejected)  # L15-18
+    ledger = progress.ledger.record(step, updates=int(verdict.accept))
     return Progress(state, ledger), verdict
 
 
@@ -75,7 +74,9 @@ def check_completed(plan: AnyPlan, progress: Progress) -> None:
 
 
 def keep(accept: Tensor, candidate: State, current: State) -> State:
-    """Choose one of two states, whole, without asking the host."""
+    """Choose one of two states, whole, without waiting for a device."""
+    if accept.device.type == "cpu":  # nothing to wait for, and nothing to compute
+        return candidate if bool(accept) else current
     return map_tensors(
         lambda new, old: torch.where(accept, new, old), candidate, current, together=elementwise
     )
