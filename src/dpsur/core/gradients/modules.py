@@ -13,20 +13,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrize import is_parametrized
 
 from dpsur.core.gradients.layout import NotSupportedError
-from dpsur.core.gradients.rules import rule_for
+from dpsur.core.gradients.rules import RULES, kind_of
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.types import Params
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which module is replaced by what, and which parameters get a copy for every example.
+    """Which module follows which rule, and which parameters get a copy for every example.
 
     Modules are named by their places in `model.modules()`: this is kept for as long as the model
-    is, and must not keep it alive.
+    is, and must not keep it alive. Rules are named by kinds of layers; None is `copying`.
     """
 
-    forwards: list[tuple[int, Callable[..., Any]]]
+    forwards: list[tuple[int, type[nn.Module] | None]]
     copied: list[str]
 
 
@@ -39,7 +39,7 @@ def assign(model: nn.Module, params: Params, *, broadcast: bool) -> Assignment:
     """
     trained = {id(p): name for name, p in model.named_parameters() if name in params}
     places = {module: place for place, module in enumerate(model.modules())}
-    forwards: list[tuple[int, Callable[..., Any]]] = []
+    forwards: list[tuple[int, type[nn.Module] | None]] = []
     copied: list[str] = []
     seen: set[nn.Module] = set()
 
@@ -47,14 +47,14 @@ def assign(model: nn.Module, params: Params, *, broadcast: bool) -> Assignment:
         if module in seen or not any(id(p) in trained for p in module.parameters()):
             return
         seen.add(module)
-        rule = rule_for(module)
+        kind = kind_of(module)
         own = [p for p in module.parameters(recurse=False) if id(p) in trained]
-        if rule is not None:
-            forwards.append((places[module], rule))
+        if kind is not None:
+            forwards.append((places[module], kind))
         elif is_parametrized(module) or (
             own and not (broadcast and all(map(_leads_with_one, own)))
         ):
-            forwards.append((places[module], copying))
+            forwards.append((places[module], None))
         else:
             copied.extend(trained[id(p)] for p in own)
             for child in module.children():
@@ -74,8 +74,9 @@ def replaced(assignment: Assignment, model: nn.Module, tape: Tape) -> Iterator[N
     modules = list(model.modules())
     changed: list[tuple[dict[str, Any], Any]] = []
     try:
-        for place, forward in assignment.forwards:
+        for place, kind in assignment.forwards:
             module = modules[place]
+            forward = copying if kind is None else RULES[kind]
             # set behind the module's back: its own way of setting attributes is slow
             own = vars(module)
             changed.append((own, own.get("forward")))

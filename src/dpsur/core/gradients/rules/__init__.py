@@ -51,13 +51,19 @@ RULES: dict[type[nn.Module], Rule] = {
 
 def rule_for(module: nn.Module) -> Rule | None:
     """The rule for a layer, unless someone changed what the layer computes."""
+    kind = kind_of(module)
+    return None if kind is None else RULES[kind]
+
+
+def kind_of(module: nn.Module) -> type[nn.Module] | None:
+    """The kind of layer whose rule is right for a layer."""
     if is_parametrized(module) or "forward" in vars(module):
         return None
-    for kind, rule in RULES.items():
+    for kind in RULES:
         if isinstance(module, kind):
             changed = any(
                 getattr(type(module), name, None) is not getattr(kind, name, None)
                 for name in ("forward", "_conv_forward")
             )
-            return None if changed else rule
+            return None if changed else kind
     return None
