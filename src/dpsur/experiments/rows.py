@@ -16,7 +16,10 @@ def provenance() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the source, or what DPSUR_COMMIT says where a copy has no history."""
+    """What DPSUR_COMMIT says, for a copy without its history; else the commit of the source."""
+    stated = os.environ.get("DPSUR_COMMIT")
+    if stated:
+        return stated
     folder = Path(__file__).parent
     try:
         head = subprocess.run(
@@ -24,7 +27,7 @@ def _commit() -> str | None:
         )
         return head.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("DPSUR_COMMIT")
+        return None
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
