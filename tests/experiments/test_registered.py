@@ -43,6 +43,8 @@ def test_committed_rows_fill_the_grid_and_nothing_else(name):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_committed_pages_are_what_their_rows_give_and_always_the_same(name, tmp_path):
     experiment = experiment_named(name)
+    if not committed(experiment).rows and list(experiment.cells(Options())):
+        pytest.skip(f"no rows of {name} yet")
     first = render(experiment, committed(experiment), tmp_path / "first")
     second = render(experiment, committed(experiment), tmp_path / "second")
     assert first
