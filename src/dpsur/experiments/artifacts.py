@@ -90,16 +90,24 @@ class Table:
 
 
 def table_page(
-    name: str, title: str, text: str, table: Table, picture: Picture | None = None
+    name: str,
+    title: str,
+    text: str,
+    table: Table,
+    picture: Picture | None = None,
+    experiment: str | None = None,
 ) -> list[Artifact]:
-    """A page with its figure and table, the table as CSV beside it, and the figure."""
+    """A page with its figure and table, the table as CSV beside it, and the figure.
+
+    `experiment` renders it, where the page has a name of its own.
+    """
     parts = [f"# {title}"]
     if picture is not None:
         parts.append(f"![{title}](../{FIGURES}/{picture.name}.svg)")
     parts += [
         *(textwrap.fill(paragraph, WIDTH) for paragraph in text.strip().split("\n\n")),
         table.markdown(),
-        f"Rendered by `dpsur reproduce {name}` from its rows; the table as data: "
+        f"Rendered by `dpsur reproduce {experiment or name}` from its rows; the table as data: "
         f"[{name}.csv]({name}.csv).",
     ]
     pages: list[Artifact] = [

@@ -45,6 +45,18 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "dpsur.experiments.tuning",
         "settings that the paper does not give, chosen on held-out records (GPU minutes)",
     ),
+    "ablation": (
+        "dpsur.experiments.ablation",
+        "one hyper-parameter of DPSUR at a time, on CIFAR-10 (GPU, an hour)",
+    ),
+    "robustness": (
+        "dpsur.experiments.robustness",
+        "accuracy against the learning rate, selective and plain (GPU, half an hour)",
+    ),
+    "convergence": (
+        "dpsur.experiments.convergence",
+        "loss and accuracy against the budget spent (GPU minutes)",
+    ),
     "membership": (
         "dpsur.experiments.membership",
         "the paper's attack tables, and likelihood ratios, over seeds (GPU, an hour)",

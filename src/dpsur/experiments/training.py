@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,9 @@ from dpsur.runs.together import run_together
 DELTA = 1e-5
 # Trials between two looks at a captured run; evaluations only at the end.
 BLOCK, NEVER = 100, 10**9
+# The same for a run whose curve is kept: a captured run is evaluated between two blocks.
+CURVE_BLOCK = 20
+CURVE = ("updates", "epsilon", "loss", "accuracy")
 # Where products of full precision would take most of the time of a grid; rows say so.
 WITH_TF32 = ("cifar10",)
 # Raised whenever private normalisation changes what it makes of the records.
@@ -29,7 +32,10 @@ PREPARATION = 2
 
 @dataclass(frozen=True)
 class TrainingCell:
-    """One run: an arm on a task at a budget, with changes of its preset."""
+    """One run: an arm on a task at a budget, with changes of its preset.
+
+    `evaluations` asks for a curve of about so many points; without it only the end is measured.
+    """
 
     task: str
     arm: str
@@ -37,6 +43,7 @@ class TrainingCell:
     seed: int
     changes: Mapping[str, Any] = field(default_factory=dict)
     hold_out: int = 0
+    evaluations: int = 0
 
     def config(self) -> dict[str, Any]:
         """Everything that the result depends on, as plain values."""
@@ -57,6 +64,7 @@ class TrainingCell:
             "hold_out": self.hold_out,
             "tf32": self.task in WITH_TF32,
             **({"preparation": PREPARATION} if preset.normalisation == PRIVATE else {}),
+            **({"evaluations": self.evaluations} if self.evaluations else {}),
         }
 
 
@@ -86,13 +94,28 @@ def trained_rows(
     Accuracy is that of the last iterate. A run that may release nothing has no row.
     """
     records = _records(config["task"], config["features"], config["hold_out"], device)
-    sessions = [prepare_task(task_run(config, seed, device), records)[0] for seed in seeds]
+    sessions = [_session(config, seed, device, records) for seed in seeds]
     started = time.perf_counter()
     outcomes = run_together(sessions)
     seconds = (time.perf_counter() - started) / len(seeds)
     for seed, session, run in zip(seeds, sessions, outcomes, strict=True):
         if isinstance(run, Run):
-            yield seed, _row(session, run, seconds, len(seeds))
+            curve = {"curve": curve_of(run)} if "evaluations" in config else {}
+            yield seed, {**_row(session, run, seconds, len(seeds)), **curve}
+
+
+def _session(config: Mapping[str, Any], seed: int, device: str | None, records: Records) -> Session:
+    session = prepare_task(task_run(config, seed, device), records)[0]
+    if "evaluations" not in config:
+        return session
+    every = max(1, session.plan.length // config["evaluations"])
+    return replace(session, pace=Pace(checkpoint_every=CURVE_BLOCK, evaluate_every=every))
+
+
+def curve_of(run: Run) -> dict[str, list[float]]:
+    """What the evaluations of a run found, and the budget that it had spent by then."""
+    found = [row for row in run.private.rows if row["kind"] == "evaluation"]
+    return {name: [round(row[name], 6) for row in found] for name in CURVE}
 
 
 def _row(session: Session, run: Run, seconds: float, together: int) -> dict[str, Any]:

@@ -1,0 +1,182 @@
+"""One hyper-parameter of DPSUR varied at a time, on CIFAR-10 at epsilon 3, as in the paper."""
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from dpsur.experiments.ablation_figure import Claim, Panel, draw_panels
+from dpsur.experiments.arms import ARMS
+from dpsur.experiments.artifacts import Artifact, Column, Picture, Table, table_page
+from dpsur.experiments.base import Row
+from dpsur.experiments.grid import TrainingGrid
+from dpsur.experiments.series import Point, best_of, series
+from dpsur.experiments.training import TrainingCell
+
+TASK, EPSILON, SEEDS = "cifar10", 3, (0, 1, 2)
+ARMS_SHOWN = ("published", "released-code")
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A hyper-parameter, its symbol in the paper and the values that are tried.
+
+    Values are those that the paper's text speaks of, the preset's, and one or two to either side.
+    """
+
+    name: str
+    symbol: str
+    values: tuple[float, ...]
+    scale: str = "linear"
+
+
+FACTORS = (
+    Factor("learning_rate", r"$\eta$", (1.0, 2.0, 4.0, 7.0)),
+    Factor("val_noise_multiplier", r"$\sigma_v$", (0.8, 1.1, 1.3)),
+    Factor("loss_clip", r"$C_v$", (1e-5, 1e-3, 1e-2, 1.0, 10.0), "log"),
+    Factor("accept_threshold", r"$\beta$", (-2.0, -1.0, 0.0, 1.0)),
+    Factor("val_batch_size", r"$B_v$", (32, 128, 256, 1024), "log"),
+)
+TITLE = "One hyper-parameter at a time"
+TEXT = """
+CIFAR-10 at epsilon 3 as the paper counts it: one hyper-parameter of the preset `paper` is changed,
+the others stay. Accuracy in percent of the last iterate on the public test set, mean and standard
+deviation over seeds. Algorithm 1 is as printed; the released code is the arm that works as the
+code released with the paper does, and its epsilon is a claim. The paper draws curves and gives few
+of their figures in its text; those stand beside ours. [What the paper says of each
+curve](ablation_claims.md) is set against the rows.
+"""
+CLAIMS_TITLE = "What the paper says of each hyper-parameter, and what the rows say"
+CLAIMS_TEXT = """
+Every statement of the paper's text about a value or a range of values, with the mean accuracies of
+our runs at the tried values within that range (lowest and highest), and the best of the tried
+values outside of it. A statement such as *highest* is borne out where *highest within* is above
+*best elsewhere* by more than the spread.
+"""
+COLUMNS = (
+    Column("parameter", "parameter"),
+    Column("value", "value", "g"),
+    Column("what", "what"),
+    Column("accuracy", "mean", ".2f"),
+    Column("+-", "spread", ".2f"),
+    Column("seeds", "seeds"),
+    Column("paper", "paper", ".2f"),
+)
+CLAIM_COLUMNS = (
+    Column("parameter", "parameter"),
+    Column("from", "low", "g"),
+    Column("to", "high", "g"),
+    Column("paper says", "says"),
+    Column("paper", "paper", ".2f"),
+    Column("what", "what"),
+    Column("lowest within", "least", ".2f"),
+    Column("highest within", "most", ".2f"),
+    Column("+-", "spread", ".2f"),
+    Column("best elsewhere", "elsewhere", ".2f"),
+    Column("at", "elsewhere_at", "g"),
+)
+
+
+class Ablation(TrainingGrid):
+    """One row per arm, changed value and seed; the preset itself is one run for all five."""
+
+    name = "ablation"
+
+    def runs(self, seeds: tuple[int, ...] | None) -> Iterator[TrainingCell]:
+        """The preset, then value by value."""
+        for arm in ARMS_SHOWN:
+            preset = ARMS[arm].preset(TASK, EPSILON).options
+            changes: list[dict[str, Any]] = [{}]
+            for factor in FACTORS:
+                others = [value for value in factor.values if value != preset[factor.name]]
+                changes += [{factor.name: value} for value in others]
+            for change in changes:
+                for seed in seeds or SEEDS:
+                    yield TrainingCell(TASK, arm, EPSILON, seed, change)
+
+    def render(self, rows: Sequence[Row]) -> list[Artifact]:
+        """The five panels, the values, and the paper's statements beside them."""
+        picture = Picture(self.name, lambda: draw_panels(panels(rows)))
+        values = Table(COLUMNS, list(_value_records(rows)))
+        claims = Table(CLAIM_COLUMNS, list(claim_records(rows)))
+        return [
+            *table_page(self.name, TITLE, TEXT, values, picture),
+            *table_page("ablation_claims", CLAIMS_TITLE, CLAIMS_TEXT, claims, experiment=self.name),
+        ]
+
+
+EXPERIMENT = Ablation()
+
+
+def paper_claims(parameter: str) -> list[Claim]:
+    """What the paper's text says of a hyper-parameter."""
+    text = (files("dpsur.experiments") / "paper_ablation.csv").read_text()
+    return [
+        Claim(
+            float(row["low"]),
+            float(row["high"]),
+            float(row["accuracy"]) if row["accuracy"] else None,
+            row["says"],
+        )
+        for row in csv.DictReader(text.splitlines())
+        if row["parameter"] == parameter
+    ]
+
+
+def measured(rows: Sequence[Row], arm: str, factor: Factor) -> list[Point]:
+    """Accuracy against one hyper-parameter; the run of the preset belongs to all of them."""
+    return series(
+        (row["config"]["options"][factor.name], row["accuracy"])
+        for row in rows
+        if row["config"]["arm"] == arm and set(row["config"]["tried"]) <= {factor.name}
+    )
+
+
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """A panel for every hyper-parameter, with the arms that have rows."""
+    found = []
+    for factor in FACTORS:
+        lines = {arm: measured(rows, arm, factor) for arm in ARMS_SHOWN}
+        claims = paper_claims(factor.name)
+        shown = {arm: points for arm, points in lines.items() if points}
+        found.append(Panel(factor.symbol, factor.scale, shown, claims))
+    return found
+
+
+def _value_records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    for factor in FACTORS:
+        stated = {c.low: c.accuracy for c in paper_claims(factor.name) if c.low == c.high}
+        for arm in ARMS_SHOWN:
+            for point in measured(rows, arm, factor):
+                yield {
+                    "parameter": factor.name,
+                    "what": ARMS[arm].label,
+                    "paper": stated.get(point.value),
+                    **vars(point),
+                }
+
+
+def claim_records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Each statement of the paper beside each arm; blank where there are no rows."""
+    for factor in FACTORS:
+        for claim in paper_claims(factor.name):
+            for arm in ARMS_SHOWN:
+                points = measured(rows, arm, factor)
+                inside = [p for p in points if claim.low <= p.value <= claim.high]
+                outside = [p for p in points if p not in inside]
+                top = best_of(inside) if inside else None
+                other = best_of(outside) if outside else None
+                yield {
+                    "parameter": factor.name,
+                    "low": claim.low,
+                    "high": claim.high,
+                    "says": claim.says,
+                    "paper": claim.accuracy,
+                    "what": ARMS[arm].label,
+                    "least": min((p.mean for p in inside), default=None),
+                    "most": top.mean if top else None,
+                    "spread": top.spread if top else None,
+                    "elsewhere": other.mean if other else None,
+                    "elsewhere_at": other.value if other else None,
+                }
