@@ -29,12 +29,18 @@ class Factor:
     symbol: str
     values: tuple[float, ...]
     scale: str = "linear"
+    labelled: tuple[float, ...] = ()
+
+    @property
+    def ticks(self) -> tuple[float, ...]:
+        """The values that an axis has room for."""
+        return self.labelled or self.values
 
 
 FACTORS = (
     Factor("learning_rate", r"$\eta$", (1.0, 2.0, 4.0, 7.0)),
     Factor("val_noise_multiplier", r"$\sigma_v$", (0.8, 1.1, 1.3)),
-    Factor("loss_clip", r"$C_v$", (1e-5, 1e-3, 1e-2, 1.0, 10.0), "log"),
+    Factor("loss_clip", r"$C_v$", (1e-5, 1e-3, 1e-2, 1.0, 10.0), "log", (1e-5, 1e-2, 10.0)),
     Factor("accept_threshold", r"$\beta$", (-2.0, -1.0, 0.0, 1.0)),
     Factor("val_batch_size", r"$B_v$", (32, 128, 256, 1024), "log"),
 )
@@ -44,7 +50,8 @@ CIFAR-10 at epsilon 3 as the paper counts it: one hyper-parameter of the preset 
 the others stay. Accuracy in percent of the last iterate on the public test set, mean and standard
 deviation over seeds. Algorithm 1 is as printed; the released code is the arm that works as the
 code released with the paper does, and its epsilon is a claim. The paper draws curves and gives few
-of their figures in its text; those stand beside ours. [What the paper says of each
+of their figures in its text; those stand beside ours (diamonds, and a dotted line where it speaks
+of a range), and what it calls best without a figure is shaded. [What the paper says of each
 curve](ablation_claims.md) is set against the rows.
 """
 CLAIMS_TITLE = "What the paper says of each hyper-parameter, and what the rows say"
@@ -140,7 +147,7 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
         lines = {arm: measured(rows, arm, factor) for arm in ARMS_SHOWN}
         claims = paper_claims(factor.name)
         shown = {arm: points for arm, points in lines.items() if points}
-        found.append(Panel(factor.symbol, factor.scale, shown, claims))
+        found.append(Panel(factor.symbol, factor.scale, factor.ticks, shown, claims))
     return found
 
 

@@ -35,10 +35,11 @@ class Claim:
 
 @dataclass(frozen=True)
 class Panel:
-    """A hyper-parameter: its symbol and scale, points by arm, and the paper's statements."""
+    """A hyper-parameter: its symbol, scale and ticks, points by arm, the paper's statements."""
 
     symbol: str
     scale: str
+    ticks: Sequence[float]
     lines: Mapping[str, Sequence[Point]]
     claims: Sequence[Claim]
 
@@ -53,6 +54,8 @@ def draw_panels(panels: Sequence[Panel]) -> "Figure":
         for claim in panel.claims:
             _mark(axes, claim)
         axes.set(xscale=panel.scale, xlabel=panel.symbol)
+        axes.set_xticks(panel.ticks, [f"{tick:g}" for tick in panel.ticks])
+        axes.minorticks_off()
         style.label_panel(axes, letter)
     places[0].set_ylabel("test accuracy, %")
     legend_below(places, 4)

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+from dpsur.experiments.accuracy_figure import draw_accuracy, has_points
+from dpsur.experiments.accuracy_pages import extra_pages
 from dpsur.experiments.arms import ARMS, DPSUR_ARMS, HF_PUBLISHED, METHOD_ARMS
-from dpsur.experiments.artifacts import Artifact, Column, Table, table_page
+from dpsur.experiments.artifacts import Artifact, Column, Picture, Table, table_page
 from dpsur.experiments.base import Row
 from dpsur.experiments.grid import TrainingGrid
 from dpsur.experiments.settings import EPSILONS
@@ -24,7 +26,9 @@ seeds, beside the paper's figure. DPSUR is shown in several arms: Algorithm 1 as
 it, by the published accounting and by the proven one; the code that was released, whose epsilon is
 a claim; and controls. All other private methods are charged by proven accountings. Settings are
 those of the preset `paper`; where the paper gives none they were chosen on held-out training
-records.
+records. In the figure, bars are one standard deviation, grey ticks the paper's figures, and an open
+marker says that the epsilon is a claim. [The main cells in short](accuracy_short.md); [the released
+code against the paper](accuracy_agreement.md).
 """
 COLUMNS = (
     Column("data set", "task"),
@@ -67,8 +71,12 @@ class Accuracy(TrainingGrid):
                         yield from _seeds(task, side.name, epsilon, seeds or FEW)
 
     def render(self, rows: Sequence[Row]) -> list[Artifact]:
-        """The whole table."""
-        return table_page(self.name, TITLE, TEXT, Table(COLUMNS, summary(rows)))
+        """The whole table with its figure, its short form, and where the paper is met."""
+        records, paper = summary(rows), paper_accuracy()
+        drawn = Picture(self.name, lambda: draw_accuracy(records, paper))
+        picture = drawn if has_points(records) else None
+        whole = table_page(self.name, TITLE, TEXT, Table(COLUMNS, records), picture)
+        return [*whole, *extra_pages(records, paper)]
 
 
 EXPERIMENT = Accuracy()
