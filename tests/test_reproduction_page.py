@@ -1,0 +1,237 @@
+"""Every figure on docs/reproduction.md is that of the rows, and no figure is left unchecked."""
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from dpsur.experiments.accuracy import EXPERIMENT, MAIN_ARMS, paper_accuracy, summary
+from dpsur.experiments.accuracy_pages import DATA_SETS, agreement
+from dpsur.experiments.arms import DPSUR_ARMS
+from dpsur.experiments.base import Options
+from dpsur.experiments.registry import EXPERIMENTS
+
+ROOT = Path(__file__).parent.parent
+LINES = (ROOT / "docs" / "reproduction.md").read_text().splitlines()
+PROSE = " ".join(" ".join(line for line in LINES if not line.startswith("|")).split())
+TABLE = [line for line in LINES if line.startswith("|")]
+BUDGETS = (1, 2, 3, 4)
+# Names, and budgets that a sentence is about; everything else with a digit is a finding.
+NOT_FINDINGS = (
+    r"\]\([^)]*\)",
+    r"`[^`]*`",
+    r"Algorithm 1",
+    r"CIFAR-10",
+    r"NVIDIA H200",
+    r"at epsilon 1, 2(?:, 3 and 4| and 3)",
+    r"(?:[Aa]t|to) (?:a proven )?epsilon (?:of )?\d\b",
+    r"at 1 and 4 the two",
+    r"beta = -1",
+)
+
+
+def rows_of(name):
+    path = ROOT / "results" / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+ROWS = rows_of("accuracy")
+FOUND = {(r["task"], r["arm"], r["epsilon"]): r for r in summary(ROWS)}
+
+
+def fmnist(arm):
+    return [FOUND["fmnist", arm, epsilon] for epsilon in BUDGETS]
+
+
+def shown(form, values):
+    return tuple(format(value, form) for value in values)
+
+
+def gaps(one, other):
+    return [b["mean"] - a["mean"] for a, b in zip(fmnist(one), fmnist(other), strict=True)]
+
+
+def proven_of_published():
+    for budget in BUDGETS:
+        rows = [r["epsilon"]["proven"] for r in rows_of("accounting") if _target(r) == budget]
+        yield from (min(rows), max(rows))
+
+
+def _target(row):
+    return row["config"]["epsilon"]
+
+
+def audit(subject, accounting):
+    findings = [f for row in rows_of("audit") for f in row["findings"]]
+    return next(f for f in findings if (f["subject"], f["accounting"]) == (subject, accounting))
+
+
+def demo(arm):
+    values = [100 * row["accuracy"] for row in rows_of("demo") if row["arm"] == arm]
+    return sum(values) / len(values)
+
+
+def released_at_four():
+    """Accuracies of the seeds on Fashion-MNIST, the lowest first."""
+    wanted = ("fmnist", "released-code", 4)
+    rows = [(tuple(row["config"][k] for k in ("task", "arm", "epsilon")), row) for row in ROWS]
+    return sorted(100 * row["accuracy"] for key, row in rows if key == wanted)
+
+
+def worst_seed():
+    accuracies = released_at_four()
+    return sum(accuracies) / len(accuracies) - accuracies[0]
+
+
+def agreeing():
+    cells = agreement(list(FOUND.values()), paper_accuracy())
+    near = sum(cell["within"] == "yes" for cell in cells)
+    return str(near), str(len(cells)), "0.7", str(sum(cell["mean"] is not None for cell in cells))
+
+
+def trials_per_update():
+    return [r["trials"] / r["updates"] for arm in ("published", "proven") for r in fmnist(arm)]
+
+
+def claims():
+    """Patterns of sentences, and the figures that the rows give for them."""
+    released, printed = fmnist("released-code"), fmnist("published")
+    number = r"([-+]?\d+(?:\.\d+)?)"
+    dead = audit("dead unit, Fashion-MNIST at ε 3", "published")
+    kept = audit("one accepted step with momentum; fault: kept-momentum", "proven")
+    dpis, reviews = FOUND["fmnist", "dpis", 3], FOUND["imdb", "dpis", 3]
+    dpagd = [FOUND[task, "dpagd", 3]["difference"] for task in ("fmnist", "mnist", "imdb")]
+    between = gaps("published", "released-code")
+    yield rf"{number} earlier rows", (str(len(rows_of("superseded"))),)
+    yield (
+        rf"comes to {number}, {number}, {number} and {number} points of",
+        shown("+.2f", (r["difference"] for r in released)),
+    )
+    yield (
+        rf"{number} of the paper's {number} figures for DPSUR are met to {number} points, out of "
+        rf"{number} that were tried",
+        agreeing(),
+    )
+    yield rf"one seed of the five ends {number} points below", shown(".1f", [worst_seed()])
+    yield (
+        rf"stays {number}, {number}, {number} and {number} points below the paper",
+        shown(".2f", (-r["difference"] for r in printed)),
+    )
+    yield rf"lie {number} to {number} points", shown(".2f", (min(between), max(between)))
+    yield (
+        rf"{number} to {number} where it says 1, {number} to {number} for 2, {number} to {number} "
+        rf"for 3 and {number} to {number} for 4",
+        shown(".2f", proven_of_published()),
+    )
+    yield (
+        rf"exact epsilon is {number} and the published one {number}",
+        shown(".2f", (dead["exact"], dead["claimed"])),
+    )
+    yield (
+        rf"a claim of {number}, it finds at least {number}",
+        shown(".2f", (kept["claimed"], kept["lower"])),
+    )
+    best = {format(abs(round(row["best_beta"], 2)), "g") for row in rows_of("acceptance")}
+    yield rf"formula the best is {number} for each sigma_v", tuple(best)
+    yield (
+        rf"DPSUR reaches {number} and plain DP-SGD {number}",
+        shown(".1f", (demo("dpsur, proven (make demo)"), demo("dpsgd"))),
+    )
+    ratios = trials_per_update()
+    yield rf"makes {number} to {number} trials", shown(".1f", (min(ratios), max(ratios)))
+    off = max(abs(record["difference"]) for record in fmnist("dpsgd-hf"))
+    yield rf"is off the paper's figures by up to {number} points", shown(".2f", [off])
+    yield (
+        rf"with {number} against {number} on Fashion-MNIST and {number} ± {number} against "
+        rf"{number} on IMDb",
+        shown(
+            ".2f",
+            (dpis["mean"], dpis["paper"], reviews["mean"], reviews["spread"], reviews["paper"]),
+        ),
+    )
+    yield (
+        rf"stays {number} points below on Fashion-MNIST, {number} on MNIST and {number} on IMDb",
+        shown(".2f", (-difference for difference in dpagd)),
+    )
+
+
+def test_figures_are_those_of_the_rows():
+    for pattern, figures in claims():
+        found = re.findall(pattern, PROSE)
+        assert len(found) == 1, f"{pattern} should be said once"
+        said = (found[0],) if isinstance(found[0], str) else found[0]
+        assert said == figures, pattern
+
+
+def unchecked(prose):
+    for pattern in (*(pattern for pattern, _ in claims()), *NOT_FINDINGS):
+        prose = re.sub(pattern, "", prose)
+    return re.findall(r"[^ ]*\d[^ ]*", prose)
+
+
+def test_no_figure_is_left_unchecked():
+    assert unchecked(PROSE) == []
+    assert unchecked(PROSE + " It gains 3.1 points.") == ["3.1"]
+
+
+def test_the_state_of_the_grid_is_that_of_the_rows():
+    """When rows were added, the table and the text around it have to be written anew."""
+    known = {EXPERIMENT.key(row) for row in ROWS}
+    side = {arm.name for arm in DPSUR_ARMS} - set(MAIN_ARMS)
+    cells = defaultdict(list)
+    for cell in EXPERIMENT.cells(Options()):
+        config = cell["config"]
+        kind = 0 if config["arm"] in MAIN_ARMS else 2 if config["arm"] in side else 1
+        place = (config["task"], kind, config["arm"], config["epsilon"])
+        cells[place].append(EXPERIMENT.key(cell) in known)
+    for task, name in DATA_SETS.items():
+        groups = [[all(v) for k, v in cells.items() if k[:2] == (task, kind)] for kind in range(3)]
+        line = " | ".join([name, *(f"{sum(group)} of {len(group)}" for group in groups)])
+        assert f"| {line} |" in TABLE
+
+
+def test_what_has_no_rows_is_said_to_have_none():
+    (said,) = re.findall(r"The experiments (.*?) can be run and have no rows yet", PROSE)
+    named = set(re.findall(r"`([a-z-]+)`", said))
+    assert named == {n for n in EXPERIMENTS if n != "schematics" and not rows_of(n)}
+    superseded = {row["config"]["task"] for row in rows_of("superseded")}
+    assert superseded == set(DATA_SETS) - {"fmnist"}
+
+
+def test_the_comparison_at_a_proven_epsilon_is_that_of_the_rows():
+    ahead = gaps("proven", "dpsgd-hf")
+    lines = [
+        f"| {budget} | {_measured(one)} | {_measured(plain)} | {gap:.2f} |"
+        for budget, one, plain, gap in zip(
+            BUDGETS, fmnist("proven"), fmnist("dpsgd-hf"), ahead, strict=True
+        )
+    ]
+    assert [line for line in TABLE if "±" in line] == lines
+    assert min(ahead) > 0  # "does not pay for itself at any of the four budgets"
+    for budget in (1, 4):
+        pair = FOUND["fmnist", "proven", budget], FOUND["fmnist", "dpsgd-hf", budget]
+        assert ahead[budget - 1] < max(record["spread"] for record in pair)
+
+
+def _measured(record):
+    return f"{record['mean']:.2f} ± {record['spread']:.2f} | {record['updates']:.0f}"
+
+
+def test_what_is_said_in_words_holds():
+    between = gaps("published", "released-code")
+    spreads = [
+        max(a["spread"], b["spread"])
+        for a, b in zip(fmnist("published"), fmnist("released-code"), strict=True)
+    ]
+    ratios = [gap / spread for gap, spread in zip(between, spreads, strict=True)]
+    assert [ratio > 2 for ratio in ratios] == [True, True, True, False]
+    assert 1 < ratios[3] < 1.5
+    others = released_at_four()[1:]
+    assert abs(sum(others) / len(others) - FOUND["fmnist", "released-code", 4]["paper"]) < 0.1
+    proved = [r for k, r in FOUND.items() if k[0] == "fmnist" and k[2] == 3]
+    proved = [r for r in proved if r["accounting"] == "proven"]
+    assert max(proved, key=lambda r: r["mean"])["arm"] == "dpis"
+    assert {r["seeds"] for arm in MAIN_ARMS for r in fmnist(arm)} == {5}
+    assert {row["device"] for row in ROWS} == {"NVIDIA H200"}
+    for task in ("fmnist", "imdb"):
+        assert FOUND[task, "dpis", 3]["difference"] > 0
