@@ -85,8 +85,16 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidInputError("name an experiment, or all (see: dpsur reproduce --list)")
     names = EXPERIMENTS if "all" in options.names else dict.fromkeys(options.names)
     for experiment in [experiment_named(name) for name in names]:  # all names before any work
+        if "all" in options.names and options.render_only and _has_no_rows(experiment, options):
+            print(f"{experiment.name}: no rows yet")
+            continue
         _reproduce(experiment, options)
     return 0
+
+
+def _has_no_rows(experiment: Experiment, options: argparse.Namespace) -> bool:
+    filled = look_up(experiment, rows_file(experiment, Path(options.results)), Options())
+    return bool(filled.missing) and not filled.rows
 
 
 def _reproduce(experiment: Experiment, options: argparse.Namespace) -> None:
