@@ -32,7 +32,9 @@ class Examples:
         return len(self.inputs)
 
     def select(self, rows: Tensor) -> "Examples":
-        """Return the named rows."""
+        """Return the named rows: their indices, or a truth value for each."""
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero()[:, 0]
         # on a CPU several times as fast as indexing: whole rows are copied
         return Examples(self.inputs.index_select(0, rows), self.targets.index_select(0, rows))
 
