@@ -29,6 +29,14 @@ def at_least_one(name: str, value: int) -> None:
         raise InvalidInputError(f"{name} must be a whole number of at least 1, got {value}")
 
 
+def at_least_one_each(owner: object, *names: str) -> None:
+    """Refuse such counts among attributes; None, which leaves the choice open, is fine."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None:
+            at_least_one(name, value)
+
+
 def sample_rate(name: str, value: float) -> None:
     """Refuse what is not a probability in (0, 1]."""
     if not 0 < value <= 1:

@@ -219,3 +219,18 @@ def test_the_help_names_what_can_be_chosen(capsys):
     for method in METHODS:
         assert method in out
     assert Settings().preset is None
+
+
+def test_where_private_records_lie_is_not_released(points, tmp_path, capsys):
+    data = blobs(20)
+    test = {"x_test": data.inputs.numpy(), "y_test": data.targets.numpy()}
+    path = points.removeprefix("npz:")
+    np.savez(path, **np.load(path), **test)
+    assert train(tmp_path / "run", "--updates", "2", "--method", "dpsgd", task=points) == 0
+    for file in (tmp_path / "run" / "release").iterdir():
+        assert b"points.npz" not in file.read_bytes()
+    assert config(tmp_path / "run")["task"] == points  # the private folder knows it
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run")]) == 2
+    assert "name it with --task" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "run"), "--task", points]) == 0

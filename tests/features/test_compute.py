@@ -40,7 +40,7 @@ def images(seed=0, count=3):
 
 
 def only_file(folder):
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.npy")
     return path
 
 
@@ -173,7 +173,7 @@ def test_an_interrupted_write_leaves_nothing_behind(folder, monkeypatch):
     monkeypatch.setattr(cache.os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         compute(SCATTERING, images())
-    assert not list(folder.iterdir())
+    assert [path.name for path in folder.iterdir()] == [cache.KEY]
 
 
 def test_no_records_have_no_file(folder):
@@ -187,3 +187,19 @@ def test_the_folder_follows_the_environment(monkeypatch):
     assert cache.default_folder() == Path("/somewhere/dpsur/features")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache.default_folder() == Path.home() / ".cache" / "dpsur" / "features"
+
+
+def test_names_of_files_do_not_let_the_records_be_guessed(folder):
+    """With the key the name is found again; without it, not even from the very records."""
+    name = cache.path_for({}, images()).name
+    assert cache.path_for({}, images()).name == name
+    assert stat.S_IMODE((folder / cache.KEY).stat().st_mode) == 0o600
+    (folder / cache.KEY).unlink()
+    assert cache.path_for({}, images()).name != name
+
+
+def test_a_damaged_key_costs_only_time(computations, folder):
+    compute(SCATTERING, images())
+    (folder / cache.KEY).write_bytes(b"short")
+    compute(SCATTERING, images())
+    assert len(computations) == 2

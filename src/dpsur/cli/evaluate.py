@@ -20,6 +20,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = "Load a release and test it on the public test set of its task."
     parser.add_argument("folder", metavar="DIR", help="a run folder, or the release folder in it")
+    parser.add_argument(
+        "--task", help="the task to test on (default: the one that the release names)"
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     parser.add_argument(
         "--data-dir",
@@ -35,9 +38,12 @@ def run(options: argparse.Namespace) -> int:
     """Print accuracy and privacy."""
     device = choose_device(options.device)
     model, statement, origin = read_release(options.folder)
-    if origin.task is None:
-        raise InvalidInputError(f"{options.folder} names no task to test on; evaluate it in Python")
-    task = task_named(origin.task)
+    name = options.task or origin.task
+    if name is None:
+        raise InvalidInputError(
+            f"{options.folder} names no task to test on; name it with --task, such as npz:FILE"
+        )
+    task = task_named(name)
     _, test = task.load(options.data_dir)
     if test is None:
         raise InvalidInputError(f"task {task.name} has no test records; add x_test and y_test")

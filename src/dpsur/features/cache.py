@@ -5,7 +5,7 @@ folder 0700), and not a part of any release. Losing or damaging one costs time, 
 """
 
 import contextlib
-import hashlib
+import hmac
 import json
 import os
 import tempfile
@@ -22,6 +22,7 @@ from torch import Tensor
 from dpsur.cache_folder import cache_folder
 
 Array = NDArray[Any]
+KEY, KEY_BYTES = "key", 32
 
 
 def default_folder() -> Path:
@@ -30,12 +31,40 @@ def default_folder() -> Path:
 
 
 def path_for(transform: Mapping[str, Any], inputs: Tensor) -> Path:
-    """Where the features of these very inputs under this transform are stored."""
+    """Where the features of these very inputs under this transform are stored.
+
+    A plain hash of the records would let whoever sees a list of files try out what the records
+    are. So the hash has a key, which stays in the folder.
+    """
     values = np.ascontiguousarray(inputs.detach().cpu().numpy())
     about = {**transform, "shape": values.shape, "type": values.dtype.str}
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    folder = default_folder()
+    digest = hmac.new(_key(folder), json.dumps(about, sort_keys=True).encode(), "sha256")
     digest.update(_bytes(values))
-    return default_folder() / f"{digest.hexdigest()}.npy"
+    return folder / f"{digest.hexdigest()}.npy"
+
+
+def _key(folder: Path) -> bytes:
+    """The key of this folder, made when it is first asked for; a fresh one if it cannot be kept."""
+    path = folder / KEY
+    fresh = os.urandom(KEY_BYTES)
+    with contextlib.suppress(OSError):
+        if not path.exists():
+            _make_folder(folder)
+            descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")  # mode 0600
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(fresh)
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                os.link(temporary, path)
+            Path(temporary).unlink()
+        kept = path.read_bytes()
+        return kept if len(kept) == KEY_BYTES else fresh
+    return fresh
+
+
+def _make_folder(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
 
 
 def read(path: Path, shape: tuple[int, ...]) -> Tensor | None:
@@ -59,8 +88,7 @@ def write(path: Path, features: Tensor) -> None:
     """Write a file, whole or not at all; a folder that cannot be written is no error."""
     values = np.ascontiguousarray(features.detach().cpu().numpy())
     with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.parent.chmod(0o700)
+        _make_folder(path.parent)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # mode 0600
         try:
             with os.fdopen(descriptor, "wb") as file:

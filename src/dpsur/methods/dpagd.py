@@ -8,6 +8,7 @@ from dpsur import checks
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
 from dpsur.core.types import Procedure
+from dpsur.errors import InvalidInputError
 from dpsur.methods.adaptive_steps import AdaptiveSteps, Lengths
 from dpsur.methods.base import Method, option, power_of_two_near
 from dpsur.methods.noisy_steps import check_batch_size
@@ -63,10 +64,11 @@ class Dpagd(Method):
             checks.positive(name, getattr(self, name))
         if self.choice_epsilon is not None:
             checks.positive("choice_epsilon", self.choice_epsilon)
-        checks.at_least_one("step_sizes - 1", self.step_sizes - 1)
-        for name in ("batch_size", "val_batch_size", "updates"):
-            if getattr(self, name) is not None:
-                checks.at_least_one(name, getattr(self, name))
+        checks.at_least_one_each(self, "step_sizes", "batch_size", "val_batch_size", "updates")
+        if self.step_sizes < 2:
+            raise InvalidInputError(
+                f"step_sizes must be at least 2, one of them the length 0, got {self.step_sizes}"
+            )
 
     def settle(
         self,

@@ -65,9 +65,7 @@ class Dpis(Gated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("refresh_every", "norm_batch_size"):
-            if getattr(self, name) is not None:
-                checks.at_least_one(name, getattr(self, name))
+        checks.at_least_one_each(self, "refresh_every", "norm_batch_size")
         if self.norm_noise_multiplier is not None:
             checks.positive("norm_noise_multiplier", self.norm_noise_multiplier)
 

@@ -87,10 +87,7 @@ class Gated(NoisySteps):
             checks.positive("val_noise_multiplier", self.val_noise_multiplier)
         if self.accept_ratio is not None:
             CoinTest(1.0, self.accept_ratio)
-        for name in ("val_batch_size", "trials"):
-            value = getattr(self, name)
-            if value is not None:
-                checks.at_least_one(name, value)
+        checks.at_least_one_each(self, "val_batch_size", "trials")
         self._implied_gate()
         for name in ("val_batch_size", "trials"):
             if self.gate == NO_GATE and getattr(self, name) is not None:

@@ -37,10 +37,7 @@ class NoisySteps(Optimization):
         checks.positive("max_grad_norm", self.max_grad_norm)
         if self.noise_multiplier is not None:
             checks.positive("noise_multiplier", self.noise_multiplier)
-        for name in ("batch_size", "updates"):
-            value = getattr(self, name)
-            if value is not None:
-                checks.at_least_one(name, value)
+        checks.at_least_one_each(self, "batch_size", "updates")
 
     def settle(
         self,

@@ -38,9 +38,7 @@ class Nonprivate(Optimization):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("batch_size", "updates"):
-            if getattr(self, name) is not None:
-                checks.at_least_one(name, getattr(self, name))
+        checks.at_least_one_each(self, "batch_size", "updates")
 
     def settle(
         self,

@@ -30,7 +30,10 @@ ARITHMETIC = (
     "numbers. Noise comes from PyTorch's generators, which are not cryptographically secure."
 )
 TF32_OFF = "Products were computed in full float32."
-TF32_ON = "Products were computed with inputs rounded to TF32, as asked for."
+TF32_ON = (
+    "Products in the layers were computed with inputs rounded to TF32, as asked for; norms, "
+    "clipped sums and noise in full float32."
+)
 BF16_ON = (
     "Layers and their backward pass were computed in bfloat16, as asked for; every gradient was "
     "clipped by the norm of the very numbers that were summed, in float32, as was the noise."

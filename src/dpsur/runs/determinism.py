@@ -1,4 +1,4 @@
-"""Numerical settings of a run: repeatable kernels for a seed, and the precision of products."""
+"""Repeatable kernels for a seeded run."""
 
 import os
 from collections.abc import Iterator
@@ -34,18 +34,3 @@ def repeatable(device: torch.device, seeded: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
         torch.backends.cudnn.deterministic = cudnn
         memory.fill_uninitialized_memory = fill
-
-
-@contextmanager
-def precision(tf32: bool) -> Iterator[None]:
-    """Compute matrix products and convolutions in full float32, or with TF32 where asked for.
-
-    PyTorch rounds convolutions to TF32 by default. A clipped contribution that is summed with other
-    roundings than its norm was measured with could pass the bound by a thousandth.
-    """
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn

@@ -11,6 +11,7 @@ from dpsur import checks
 from dpsur.core import captured, loop
 from dpsur.core.host_records import HostExamples
 from dpsur.core.loop import Progress
+from dpsur.core.precision import precision
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
 from dpsur.core.turns import Turns, finished
@@ -27,7 +28,7 @@ from dpsur.runs.checkpoint import (
     restore,
     save_checkpoint,
 )
-from dpsur.runs.determinism import precision, repeatable
+from dpsur.runs.determinism import repeatable
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder, sha256, to_json
 

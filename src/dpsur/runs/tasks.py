@@ -20,7 +20,7 @@ from dpsur.runs.preparation import Preparation
 from dpsur.runs.prepare import choose_device, prepare
 from dpsur.runs.release import Origin
 from dpsur.runs.session import Pace, Session, Speed
-from dpsur.tasks import Task, task_named
+from dpsur.tasks import TASKS, Task, task_named
 from dpsur.tasks.networks import build_network, takes
 
 # A subset is drawn by this seed, so that it is the same on every machine.
@@ -164,10 +164,12 @@ def _network(task: Task, features: str, run: TaskRun) -> dict[str, Any]:
 
 
 def _origin(task: Task, network: Mapping[str, Any] | None, session: Session) -> Origin:
+    # A task of a user's own file is not named: where private records lie is nobody's business.
+    name = task.name if task.name in TASKS else None
     if network is None or not session.layer_descriptions:
-        return Origin(task.name, network)
+        return Origin(name, network)
     layers = [dict(layer) for layer in session.layer_descriptions]
-    return Origin(task.name, {"name": "with-features", "features": layers, "network": network})
+    return Origin(name, {"name": "with-features", "features": layers, "network": network})
 
 
 def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callable[[], Any]:

@@ -14,6 +14,7 @@ from dpsur.core.gradients.per_example import one_at_a_time, per_example_gradient
 from dpsur.core.gradients.plan import Engine, Plan, plan_for
 from dpsur.core.gradients.stored import KnownInputs
 from dpsur.core.gradients.uses import Rows
+from dpsur.core.precision import precision
 from dpsur.core.problem import Problem
 from dpsur.core.types import Examples, Params
 from dpsur.errors import InvalidInputError
@@ -119,6 +120,7 @@ def _piece_sum(
     batched = plan.engine is not Engine.ONE_BY_ONE
     find = per_example_gradients if batched else one_at_a_time
     uses = {name: Rows(rows) for name, rows in find(problem, params, piece.batch).items()}
-    norms = whole_norms([use.measure() for use in uses.values()])
-    factors = clip_factors(norms, max_grad_norm, piece.keep, piece.coins)
-    return {name: use.weighted_sum(factors) for name, use in uses.items()}
+    with precision(tf32=False):
+        norms = whole_norms([use.measure() for use in uses.values()])
+        factors = clip_factors(norms, max_grad_norm, piece.keep, piece.coins)
+        return {name: use.weighted_sum(factors) for name, use in uses.items()}

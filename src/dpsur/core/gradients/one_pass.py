@@ -12,6 +12,7 @@ from dpsur.core.gradients.modules import Assignment, replaced
 from dpsur.core.gradients.stored import KnownInputs
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.gradients.uses import wide
+from dpsur.core.precision import precision
 from dpsur.core.problem import Problem, example_losses, mode
 from dpsur.core.types import Examples, LossFunction, Params
 
@@ -44,7 +45,7 @@ def one_pass_sum(
     if the norm is not finite or the row is not kept. Nothing here waits for the device.
     """
     tape = filled_tape(problem, params, piece, assignment, layouts)
-    with torch.no_grad():
+    with torch.no_grad(), precision(tf32=False):
         factors = clip_factors(tape.norms(), max_grad_norm, piece.keep, piece.coins)
         # The last layer first: what it kept is given back before larger things are worked on.
         sums = {name: tape.weighted_sum(name, factors, last=True) for name in reversed(params)}

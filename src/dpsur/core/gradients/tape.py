@@ -13,6 +13,7 @@ from dpsur.core.gradients.layout import Layout, NotSupportedError, Slot
 from dpsur.core.gradients.norms import whole_norms
 from dpsur.core.gradients.stored import KnownInputs
 from dpsur.core.gradients.uses import Rows, Use, combined, wide
+from dpsur.core.precision import precision
 from dpsur.core.types import Params
 
 Record = Callable[[Tensor], Iterable[tuple[Slot, Use]]]
@@ -90,8 +91,9 @@ class Tape:
 
         def note(gradient: Tensor) -> None:
             if self.recording:
-                for slot, use in record(gradient):
-                    self.add(slot, use)
+                with precision(tf32=False):  # what norms are made of
+                    for slot, use in record(gradient):
+                        self.add(slot, use)
 
         if not output.requires_grad:
             rooted: Tensor = _Root.apply(self._anchor, (output,), note)  # type: ignore[no-untyped-call]
