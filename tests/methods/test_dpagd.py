@@ -406,7 +406,7 @@ def test_the_price_is_shared_as_stated():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"step_sizes": 1}, "step_sizes - 1 must be a whole number"),
+        ({"step_sizes": 1}, "step_sizes must be at least 2, one of them the length 0, got 1"),
         ({"raise_by": 0.0}, "raise_by must be a finite number above 0"),
         ({"largest_step": math.inf}, "largest_step must be a finite number above 0"),
         ({"loss_clip": -1.0}, "loss_clip must be a finite number above 0"),

@@ -70,8 +70,12 @@ def test_a_run_by_name_is_repeated_by_its_seed(points):
     first, second, third = (next(run.model.parameters()) for run in (one, two, other))
     assert torch.equal(first, second)
     assert not torch.equal(first, third)
-    assert one.origin.task == points
     assert one.scores["accuracy"] >= 0
+
+
+def test_a_known_task_is_named_in_the_release_and_a_users_file_is_not(points, images):
+    assert trained(images).origin.task == images
+    assert trained(points).origin.task is None
 
 
 def test_the_release_is_rebuilt_by_name(points, images, tmp_path):
