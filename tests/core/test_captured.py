@@ -9,12 +9,13 @@ from torch.func import functional_call
 import dpsur
 from dpsur.core import captured, sampling
 from dpsur.core.gradients import draws_randomness
-from dpsur.core.loop import make_trial, start, train
+from dpsur.core.loop import goes_on, make_trial, start, train
 from dpsur.core.problem import Problem, mode
 from dpsur.core.streams import Streams
 from dpsur.core.tree import flatten
 from dpsur.core.turns import finished
 from dpsur.methods import Dpsgd, Dpsur
+from dpsur.privacy.hiding import hiding_plan
 from dpsur.privacy.plan import Budget
 from dpsur.runs.session import Pace, Speed
 from tests.conftest import blobs, small_model
@@ -118,6 +119,48 @@ def test_a_block_without_room_is_made_again_exactly(monkeypatch):
         torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("room", [200, 20])
+@pytest.mark.parametrize("block", [1, 7, 100])
+def test_blocks_go_on_to_the_cap_like_single_trials(block, room, monkeypatch):
+    """Also where batches overflow, among trials that count and among those that are dropped."""
+    method = Dpsur(updates=8, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5)
+    single, shorter = bound(method)
+    plan = hiding_plan(shorter, "constant")
+    one = train(single, plan, start(single))
+    assert (one.ledger.trials, one.ledger.updates) == (plan.trials, 8)
+    monkeypatch.setattr(sampling, "padded_size", lambda size, rate: room)
+    exact, _ = bound(method)
+    made, verdicts = [], []
+
+    def exactly(progress, count):
+        for _ in range(count):
+            assert goes_on(exact, plan, progress)
+            progress, verdict = make_trial(exact, plan, progress)
+            made.append(progress.ledger.trials)
+            verdicts.append(verdict)
+        return progress
+
+    def on_block(progress, block_verdicts):
+        verdicts.extend(block_verdicts)
+
+    two = finished(
+        captured.train(exact.padded(), plan, start(exact), exact._streams, exactly, on_block, block)
+    )
+    assert two.ledger == one.ledger
+    assert (len(made) > 0) == (room == 20)
+    assert len(verdicts) == plan.trials
+    assert sum(bool(verdict.accept) for verdict in verdicts) == 8
+    for name, value in flatten(one.state).items():
+        torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-6)
+    again, _ = bound(method)
+    stopped = train(again, shorter, start(again))  # the control: without the option it stops
+    assert stopped.ledger.trials < plan.trials
+    assert all(
+        torch.equal(value, flatten(stopped.state)[name])
+        for name, value in flatten(one.state).items()
+    )
+
+
 def fit(capture, method, **more):
     return dpsur.fit(
         small_model(),
@@ -180,6 +223,16 @@ def test_overflow_falls_back_to_exact_batches(monkeypatch):
     monkeypatch.setattr(sampling, "padded_size", lambda size, rate: 96)
     small = fit(True, method)
     assert small.private.ledger.updates == 30
+
+
+@pytest.mark.gpu
+def test_captured_runs_go_on_to_the_cap():
+    method = Dpsur(updates=30, noise_multiplier=20.0, accept_ratio=2.0)
+    plain = fit(True, method)
+    hidden = fit(True, method, hide_rejections="constant")
+    assert plain.private.ledger.trials < hidden.private.ledger.trials == hidden.plan.trials
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, hidden.model.state_dict()[name])
 
 
 class Wandering(nn.Module):

@@ -4,7 +4,7 @@ Small networks are bound by the launching of kernels. A captured trial is launch
 sampling, clipping, noise, update, both losses and the choice between accepting and restoring stay
 on the device, and the host reads the counts once per block of trials. A counter on the device masks
 acceptance once the plan is done, so that the replays left in a block change nothing and exactly the
-planned updates are kept.
+planned updates are kept. Replays that a plan makes to be dropped are masked alike, but counted.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dpsur.core.flat import elementwise, joined
 from dpsur.core.graphs import graph_of
-from dpsur.core.loop import Progress, keep
+from dpsur.core.loop import Progress, goes_on, keep
 from dpsur.core.streams import Streams
 from dpsur.core.tree import map_tensors
 from dpsur.core.turns import Turns
@@ -121,11 +121,12 @@ class CapturedTrials:
     def _trial(self) -> None:
         """One trial, written so that a replay after the end of the plan changes nothing."""
         counts, state = self._counts, self._state
-        active = counts.trials < self._plan.trials
-        position = counts.trials
+        room = counts.trials < self._plan.trials
+        active, position = room, counts.trials
         if self._plan.updates is not None:
-            active = active & (counts.updates < self._plan.updates)
+            active = room & (counts.updates < self._plan.updates)
             position = counts.updates
+        counted = room if self._plan.to_the_cap else active
         candidate = self._procedure.propose(state, position)  # Alg. 1, L3-8
         verdict = self._procedure.judge(state, candidate)  # L9-14
         accept = verdict.accept & active
@@ -137,8 +138,8 @@ class CapturedTrials:
             self._put_if(active, keep(accept, candidate.state, rejected))
         for overflow in (candidate.overflow, verdict.overflow):
             if overflow is not None:
-                counts.overflow.logical_or_(overflow & active)
-        counts.trials.add_(active)
+                counts.overflow.logical_or_(overflow & counted)
+        counts.trials.add_(counted)
         counts.updates.add_(accept)
 
     def _note(self, accept: Tensor, verdict: Verdict) -> None:
@@ -187,7 +188,7 @@ def train(
     so that no record is ever left out.
     """
     trials = CapturedTrials(procedure, plan, progress, streams, block)
-    while plan.affords(progress.ledger, procedure.step(progress.state)):
+    while goes_on(procedure, plan, progress):
         count = min(block, plan.trials - progress.ledger.trials)
         positions = {name: p.clone() for name, p in streams.positions().items()}
         trials.run(count)

@@ -1,7 +1,7 @@
 """Algorithm 1: propose, judge, keep or drop, until the plan is done."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,13 +42,17 @@ def train(
     accounting, for adding or removing one record. Raises NothingReleasedError if the cap on trials
     came first: that event is as improbable as the plan says, provided nothing is released.
     """
-    while plan.affords(
-        progress.ledger, procedure.step(progress.state)
-    ):  # before a trial, never after
+    while goes_on(procedure, plan, progress):
         progress, verdict = make_trial(procedure, plan, progress)
         on_trial(progress, verdict)
     check_completed(plan, progress)
     return progress
+
+
+def goes_on(procedure: Procedure, plan: AnyPlan, progress: Progress) -> bool:
+    """Whether there is another trial to make. Asked before it, never after."""
+    step = procedure.step(progress.state)
+    return plan.affords(progress.ledger, step) or plan.drops(progress.ledger)
 
 
 def make_trial(procedure: Procedure, plan: AnyPlan, progress: Progress) -> tuple[Progress, Verdict]:
@@ -58,6 +62,8 @@ def make_trial(procedure: Procedure, plan: AnyPlan, progress: Progress) -> tuple
     position = torch.tensor(plan.position(progress.ledger), device=state.updates.device)
     candidate = procedure.propose(state, position)  # Alg. 1, L3-8
     verdict = procedure.judge(state, candidate)  # L9-14
+    if plan.drops(progress.ledger):  # the last update is made: this trial hides how many it took
+        verdict = replace(verdict, accept=torch.zeros_like(verdict.accept))
     rejected = procedure.after_rejection(state, candidate)
     state = keep(verdict.accept, candidate.state, rejected)  # L15-18
     ledger = progress.ledger.record(step, updates=int(verdict.accept))

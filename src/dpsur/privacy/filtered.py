@@ -1,7 +1,7 @@
 """A plan for methods that steer themselves by what they have released so far."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accounting import CAP_SHARE, RESTORE, accounting_named
@@ -56,6 +56,7 @@ class FilteredPlan:
     setup: tuple[Event, ...] = ()
     on_reject: str = RESTORE
     stop_after: int | None = None
+    to_the_cap: ClassVar[bool] = False  # its trials differ in cost, so their number hides nothing
 
     def __post_init__(self) -> None:
         accounting_named(self.accounting).check(self.typical, self.on_reject)
@@ -128,6 +129,10 @@ class FilteredPlan:
         if not self._pays_for_updates:
             return True
         return ledger.trials < self.trials or ledger.updates == self.updates
+
+    def drops(self, ledger: Ledger) -> bool:  # noqa: ARG002
+        """Never: a trial whose outcome is dropped is not made."""
+        return False
 
     @property
     def length(self) -> int:

@@ -52,7 +52,8 @@ class Plan:
 
     Where trials are charged, exactly `trials` are made. Where accepted updates are charged, exactly
     `updates` are kept and `trials` is a cap whose probability of being hit is negligible against
-    delta; a run that hits it releases nothing.
+    delta; a run that hits it releases nothing. `to_the_cap`: after the last update trials go on to
+    the cap and are dropped, so that their number is the same for all records.
     """
 
     budget: Budget
@@ -62,6 +63,7 @@ class Plan:
     updates: int | None = None
     setup: tuple[Event, ...] = ()
     on_reject: str = RESTORE
+    to_the_cap: bool = False
 
     def __post_init__(self) -> None:
         # However a plan is made, it cannot state a guarantee that its accounting does not cover.
@@ -80,6 +82,10 @@ class Plan:
         if self.updates is None:
             return ledger.trials == self.trials
         return ledger.updates == self.updates
+
+    def drops(self, ledger: Ledger) -> bool:
+        """Whether one more trial is to be made, whose outcome is dropped."""
+        return self.to_the_cap and self.completed(ledger) and ledger.trials < self.trials
 
     @property
     def length(self) -> int:
@@ -130,6 +136,7 @@ class Plan:
             "updates": self.updates,
             "setup": [event_to_json(event) for event in self.setup],
             "on_reject": self.on_reject,
+            "to_the_cap": self.to_the_cap,
         }
 
     @staticmethod
@@ -146,6 +153,7 @@ class Plan:
             updates=values["updates"],
             setup=tuple(event_from_json(event) for event in values["setup"]),
             on_reject=values["on_reject"],
+            to_the_cap=values["to_the_cap"],
         )
 
 
@@ -201,15 +209,16 @@ def trial_cap(test: Test, updates: int, budget: Budget) -> int:
             f"{test} never accepts the worst candidate, so no number of trials is enough; raise "
             "accept_threshold or val_noise_multiplier"
         )
-    allowed = CAP_SHARE * budget.delta / (1 + math.exp(min(budget.epsilon, 700.0)))
-
-    def failure(trials: int) -> float:
-        return float(bdtr(updates - 1, trials, test.accept_min))
-
     enough = math.ceil(1.5 * updates / test.accept_min)
-    while failure(enough) > allowed:
+    while not late_enough(test, updates, budget, enough):
         enough = math.ceil(1.25 * enough)
     return enough
+
+
+def late_enough(test: Test, updates: int, budget: Budget, trials: int) -> bool:
+    """Whether giving up after so many trials costs no more than is set aside for it."""
+    allowed = CAP_SHARE * budget.delta / (1 + math.exp(min(budget.epsilon, 700.0)))
+    return float(bdtr(updates - 1, trials, test.accept_min)) <= allowed
 
 
 def _check_fits(

@@ -20,6 +20,7 @@ from dpsur.errors import InterruptedRunError
 from dpsur.methods import Method
 from dpsur.privacy.events import Trial
 from dpsur.privacy.filtered import AnyPlan
+from dpsur.privacy.hiding import NOT_HIDDEN, duration, elapsed
 from dpsur.privacy.plan import Plan
 from dpsur.runs.checkpoint import (
     FILE_NAME,
@@ -102,6 +103,7 @@ class Session:
     speed: Speed
     layers: nn.Sequential = field(default_factory=nn.Sequential)
     layer_descriptions: tuple[Mapping[str, Any], ...] = ()
+    hide_rejections: str = NOT_HIDDEN
 
     def run(
         self,
@@ -144,13 +146,13 @@ class Session:
                 save_checkpoint(path, progress, self.streams, fingerprint)
 
         saved_at = progress.ledger.trials
-        evaluated_at = self.plan.position(progress.ledger)
+        evaluated_at = elapsed(self.plan, progress.ledger)
 
         def on_trials(progress: Progress, verdicts: Sequence[Verdict]) -> None:
             nonlocal saved_at, evaluated_at
             for observer in observers:
                 observer.trials(progress, verdicts)
-            position = self.plan.position(progress.ledger)
+            position = elapsed(self.plan, progress.ledger)
             if self._evaluation_is_due(evaluated_at, position):
                 evaluated_at = position
                 self._evaluate(progress, observers)
@@ -179,7 +181,7 @@ class Session:
 
         def exactly(progress: Progress, count: int) -> Progress:
             for _ in range(count):
-                if self.plan.affords(progress.ledger, self.procedure.step(progress.state)):
+                if loop.goes_on(self.procedure, self.plan, progress):
                     progress, verdict = loop.make_trial(self.procedure, self.plan, progress)
                     on_trials(progress, _verdicts(progress, verdict))
             return progress
@@ -203,8 +205,9 @@ class Session:
     def _evaluation_is_due(self, last: int, position: int) -> bool:
         if self.test is None or position == last:
             return False
-        every = self.pace.evaluate_every or max(1, self.plan.length // EVALUATIONS_PER_RUN)
-        return position // every > last // every or position == self.plan.length
+        length = duration(self.plan)
+        every = self.pace.evaluate_every or max(1, length // EVALUATIONS_PER_RUN)
+        return position // every > last // every or position == length
 
     def _evaluate(self, progress: Progress, observers: Sequence[Observer]) -> None:
         if self.test is None or not observers:
@@ -223,6 +226,7 @@ class Session:
             "method": self.method.name,
             "settings": asdict(self.method),
             "plan": self.plan.to_json(),
+            "hide_rejections": self.hide_rejections,
             "seeded": self.streams.seeded,
             "device": self.streams.device.type,
             "tf32": self.speed.tf32,
