@@ -12,6 +12,7 @@ from typing import Any, Self
 from dpsur.core.loop import Progress
 from dpsur.core.types import Verdict
 from dpsur.privacy.filtered import AnyPlan, FilteredPlan
+from dpsur.privacy.hiding import duration, elapsed
 from dpsur.privacy.statement import format_epsilon
 
 PRIVATE_WARNING = (
@@ -42,12 +43,11 @@ class ProgressBar:
         self._plan = plan
         if self._quiet:
             return
-        unit = _unit(plan)
-        self._say(_describe(plan, unit))
+        self._say(_describe(plan))
         if self._show_private:
             self._say(f"warning: {PRIVATE_WARNING}")
         if sys.stderr.isatty():
-            self._start_bar(unit, plan, progress)
+            self._start_bar(plan, progress)
 
     def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
         """Advance."""
@@ -56,7 +56,7 @@ class ProgressBar:
         if self._show_private:
             self._show(progress, verdicts)
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._plan.position(progress.ledger))
+            self._bar.update(self._task, completed=elapsed(self._plan, progress.ledger))
 
     def _show(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
         seconds = (time.perf_counter() - self._clock) / max(1, len(verdicts))
@@ -73,6 +73,11 @@ class ProgressBar:
         """Show the budget spent and the accuracy on public records."""
         if self._quiet or self._plan is None:
             return
+        passed = f"{elapsed(self._plan, progress.ledger)}/{duration(self._plan)}"
+        if self._plan.to_the_cap:  # how good the model is at a given trial tells of rejections
+            if self._bar is None:
+                self._say(f"{passed} trials")
+            return
         score = (
             f"test accuracy {scores['accuracy']:.2%}"
             if "accuracy" in scores
@@ -82,10 +87,9 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.update(self._task, status=f"{spent}, {score}")
         else:
-            position = self._plan.position(progress.ledger)
-            self._say(f"{position}/{self._plan.length}: {spent}, {score}")
+            self._say(f"{passed}: {spent}, {score}")
 
-    def _start_bar(self, unit: str, plan: AnyPlan, progress: Progress) -> None:
+    def _start_bar(self, plan: AnyPlan, progress: Progress) -> None:
         try:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -96,12 +100,12 @@ class ProgressBar:
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn(unit),
+            TextColumn("trials" if plan.to_the_cap else _unit(plan)),
             TextColumn("{task.fields[status]}"),
             console=Console(stderr=True),
         )
         self._task = self._bar.add_task(
-            "training", total=plan.length, completed=plan.position(progress.ledger), status=""
+            "training", total=duration(plan), completed=elapsed(plan, progress.ledger), status=""
         )
         self._bar.start()
 
@@ -118,9 +122,13 @@ def _unit(plan: AnyPlan) -> str:
     return "thousandths of the allowance" if isinstance(plan, FilteredPlan) else "trials"
 
 
-def _describe(plan: AnyPlan, unit: str) -> str:
+def _describe(plan: AnyPlan) -> str:
+    unit = _unit(plan)
     if isinstance(plan, FilteredPlan):
         length = "as many trials as fit" if plan.updates is None else f"{plan.updates} {unit}"
         return f"{length} under a privacy filter of order {plan.order:.3g}, {plan.accounting}"
     noise = getattr(plan.trial.update, "noise_multiplier", 0.0)
-    return f"{plan.length} {unit} at noise multiplier {noise:.3f}, {plan.accounting}"
+    length = f"{plan.length} {unit}"
+    if plan.to_the_cap:
+        length += f" in {plan.trials} trials, whatever is rejected,"
+    return f"{length} at noise multiplier {noise:.3f}, {plan.accounting}"

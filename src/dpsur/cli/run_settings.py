@@ -13,6 +13,7 @@ from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.experiments.presets import Preset, preset_named
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
+from dpsur.privacy.hiding import NOT_HIDDEN
 from dpsur.privacy.plan import Budget
 from dpsur.runs.files import RunFolder, to_json, write_atomically
 from dpsur.runs.session import Pace, Speed
@@ -36,6 +37,7 @@ SETTINGS = (
     "epsilon",
     "delta",
     "accounting",
+    "hide_rejections",
     "device",
     "seed",
     "checkpoint_every",
@@ -64,6 +66,7 @@ class Settings:
     epsilon: float = 3.0
     delta: float = 1e-5
     accounting: str = DEFAULT_ACCOUNTING
+    hide_rejections: str = NOT_HIDDEN
     device: str = "auto"
     seed: int | None = None
     checkpoint_every: int = 25
@@ -154,6 +157,7 @@ def task_run(settings: Settings) -> TaskRun:
         data_dir=None if settings.data_dir is None else Path(settings.data_dir),
         max_records=settings.max_records,
         max_updates=settings.max_updates,
+        hide_rejections=settings.hide_rejections,
         seed=settings.seed,
         device=settings.device,
         pace=Pace(settings.checkpoint_every, settings.evaluate_every),

@@ -19,11 +19,12 @@ from dpsur.cli.run_settings import (
     stored_settings,
     task_run,
 )
-from dpsur.errors import InterruptedRunError
+from dpsur.errors import InterruptedRunError, InvalidInputError
 from dpsur.experiments.presets import PRESETS
 from dpsur.features import FEATURES
 from dpsur.methods import METHODS
 from dpsur.privacy.accounting import ACCOUNTINGS
+from dpsur.privacy.hiding import NOT_HIDDEN, WAYS_TO_HIDE
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import Run, execute
 from dpsur.runs.preparation import NORMALISATIONS
@@ -60,6 +61,14 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         "--accounting",
         help=f"one of: {', '.join(ACCOUNTINGS)} (default: {defaults.accounting}); "
         "published is the paper's analysis, which is not proved",
+    )
+    privacy.add_argument(
+        "--hide-rejections",
+        metavar="WAY",
+        help=f"one of: {', '.join(WAYS_TO_HIDE)} (default: {defaults.hide_rejections}), for runs "
+        "that can be watched: constant makes a number of trials that is fixed in advance, dropping "
+        "those after the last update, so that time tells nothing of rejections; delay is the "
+        "paper's random waiting after accepted updates, which only blurs it",
     )
     run_group = parser.add_argument_group("run")
     run_group.add_argument("--out", metavar="DIR", help="new folder for the run")
@@ -165,6 +174,11 @@ def run(options: argparse.Namespace) -> int:
         settings, folder = stored_settings(options)
     else:
         settings, folder = new_settings(options)
+    if options.show_private and settings.hide_rejections != NOT_HIDDEN:
+        raise InvalidInputError(
+            f"--show-private shows what --hide-rejections {settings.hide_rejections} hides; "
+            "leave out one of them"
+        )
     with _stop_on_signal() as stop_requested:
         try:
             result = _train(settings, folder, options, stop_requested)

@@ -152,6 +152,8 @@ def _trials(mechanism: Mapping[str, Any]) -> str:
         return f"{mechanism['trials']}, fixed in advance, each one charged"
     if mechanism["trial"]["test"] is None:
         return "as many as updates"
+    if mechanism.get("to_the_cap"):
+        return f"{mechanism['trial_cap']}, fixed in advance; those after the last update dropped"
     return f"private (at most {mechanism['trial_cap']}, or nothing would have been released)"
 
 

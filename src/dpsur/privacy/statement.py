@@ -13,6 +13,7 @@ from typing import Any
 from dpsur.privacy.accounting import FIGURES, accounting_named, figures
 from dpsur.privacy.events import Event, Trial, event_from_json, event_to_json
 from dpsur.privacy.filtered import AnyPlan, FilteredPlan
+from dpsur.privacy.hiding import CONSTANT, DELAY, NOT_HIDDEN
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plan import Plan
 
@@ -42,10 +43,23 @@ TUNING = (
     "Hyper-parameters chosen by looking at results on the same private records are not covered by "
     "epsilon; only this one run is."
 )
-SIDE_CHANNELS = (
-    "The time a run takes, its memory and its power, for whoever can watch the process.",
-    "How many trials were rejected, unless every trial was charged.",
-    "Checkpoints, metrics and random-stream positions in the private folder of the run.",
+WATCHED = {
+    NOT_HIDDEN: (
+        "The time a run takes, its memory and its power, for whoever can watch the process.",
+        "How many trials were rejected, unless every trial was charged.",
+    ),
+    DELAY: (
+        "The time a run takes, its memory and its power, for whoever can watch the process. Random "
+        "delays after accepted updates blurred that time, which is no guarantee.",
+        "How many trials were rejected.",
+    ),
+    CONSTANT: (
+        "The time single trials take, their memory and their power, for whoever can watch the "
+        "process. How many were made was fixed before the run and tells nothing.",
+    ),
+}
+PRIVATE_FOLDER = (
+    "Checkpoints, metrics and random-stream positions in the private folder of the run."
 )
 NOT_COVERED = (
     "Preprocessing done before the records reached this library, and the public test set.",
@@ -65,6 +79,7 @@ class RunFacts:
     tf32: bool
     bf16: bool
     versions: Mapping[str, str]
+    hide_rejections: str = NOT_HIDDEN
 
 
 def epsilons(plan: AnyPlan) -> dict[str, float | None]:
@@ -128,7 +143,7 @@ def privacy_statement(plan: AnyPlan, ledger: Ledger, facts: RunFacts) -> dict[st
         "random": {"seeded": facts.seeded},
         "arithmetic": _arithmetic(facts),
         "tuning": TUNING,
-        "side_channels": list(SIDE_CHANNELS),
+        "side_channels": [*WATCHED[facts.hide_rejections], PRIVATE_FOLDER],
         "not_covered": list(NOT_COVERED),
         "warnings": warnings_for(plan, facts.dataset_size, seeded=facts.seeded),
         "versions": dict(facts.versions),
@@ -149,6 +164,7 @@ def _mechanism(plan: AnyPlan, ledger: Ledger) -> dict[str, Any]:
         "updates": plan.updates,
         "trials": plan.trials if plan.updates is None else None,
         "trial_cap": None if plan.updates is None else plan.trials,
+        "to_the_cap": plan.to_the_cap,
     }
     if isinstance(plan, Plan):
         return {"trial": event_to_json(plan.trial), "filter": None, **common}

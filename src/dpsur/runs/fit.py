@@ -19,9 +19,11 @@ from dpsur.features import WithFeatures
 from dpsur.methods import Dpsur, Method
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.filtered import AnyPlan, FilteredPlan
+from dpsur.privacy.hiding import DELAY, NOT_HIDDEN
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plan import Budget
 from dpsur.privacy.statement import RunFacts, epsilons, privacy_statement, warnings_for
+from dpsur.runs.delays import RandomDelays
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder
 from dpsur.runs.preparation import Preparation
@@ -95,6 +97,7 @@ def fit(
     accounting: str = DEFAULT_ACCOUNTING,
     features: str | None = None,
     normalisation: str | None = None,
+    hide_rejections: str = NOT_HIDDEN,
     seed: int | None = None,
     device: str | torch.device = "auto",
     out: str | os.PathLike[str] | None = None,
@@ -119,6 +122,9 @@ def fit(
             must take those, `Run.model` takes images. A method may bring its own (`DpsgdHf`).
         normalisation: of features: "none", "group" (free) or "private" (charged); by default
             "group" for scattering.
+        hide_rejections: "constant" goes on, after the last update, to a number of trials that is
+            fixed before the run, so that its duration does not tell how many were rejected;
+            "delay" waits a random time after every accepted update, which only blurs it.
         seed: makes the run repeatable, and void against anyone who knows the seed.
         device: "cpu", "cuda", or "auto" for CUDA where there is one.
         out: folder for checkpoints, diagnostics and, at the end, the release.
@@ -142,6 +148,7 @@ def fit(
         test_set=test_set,
         accounting=accounting,
         preparation=Preparation(features, normalisation),
+        hide_rejections=hide_rejections,
         seed=seed,
         device=device,
         pace=pace,
@@ -193,6 +200,8 @@ def executing(
     origin: Origin = NO_ORIGIN,
 ) -> Turns[Run]:
     """What `execute` does, in turns: see `Session.turns`."""
+    waiting = [RandomDelays()] if session.hide_rejections == DELAY else []
+    observers = [*waiting, *observers]
     if folder is None:
         recorder = Recorder()
         progress = yield from session.turns([recorder, *observers], stop_requested=stop_requested)
@@ -227,6 +236,7 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
         average=progress.state.average is not None,
         tf32=session.speed.tf32,
         bf16=session.speed.bf16,
+        hide_rejections=session.hide_rejections,
         versions=versions(),
     )
     return Run(

@@ -16,6 +16,7 @@ from dpsur.core.types import LossFunction
 from dpsur.errors import InvalidInputError
 from dpsur.methods import Method
 from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.hiding import NOT_HIDDEN, check_way_to_hide, hiding_plan
 from dpsur.privacy.plan import Budget
 from dpsur.runs.data import as_examples, check_labels
 from dpsur.runs.preparation import Preparation, like_features, prepare_inputs
@@ -51,6 +52,7 @@ def prepare(
     seed: int | None,
     device: str | torch.device,
     max_updates: int | None = None,
+    hide_rejections: str = NOT_HIDDEN,
     pace: Pace | None = None,
     speed: Speed | None = None,
 ) -> Session:
@@ -60,6 +62,7 @@ def prepare(
     under a filter, which promises its allowance.
     """
     accounting_named(accounting)
+    check_way_to_hide(hide_rejections)
     chosen_device = choose_device(device)
     train = as_examples(train_set, "train_set")
     test = None if test_set is None else as_examples(test_set, "test_set")
@@ -74,6 +77,7 @@ def prepare(
     if max_updates is not None:
         checks.at_least_one("max_updates", max_updates)
         plan = plan.limited(max_updates)
+    plan = hiding_plan(plan, hide_rejections)
     streams = Streams(seed, chosen_device)
     prepared = prepare_inputs(preparation, train, test, streams)
     test = None if prepared.test is None else prepared.test.to(chosen_device)
@@ -92,6 +96,7 @@ def prepare(
         speed,
         prepared.layers,
         prepared.descriptions,
+        hide_rejections,
     )
 
 

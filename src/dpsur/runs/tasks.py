@@ -15,6 +15,7 @@ from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
 from dpsur.methods import Method
+from dpsur.privacy.hiding import NOT_HIDDEN
 from dpsur.privacy.plan import Budget
 from dpsur.runs.preparation import Preparation
 from dpsur.runs.prepare import choose_device, prepare
@@ -50,6 +51,7 @@ class TaskRun:
     max_records: int | None = None
     hold_out: int = 0
     max_updates: int | None = None
+    hide_rejections: str = NOT_HIDDEN
     seed: int | None = None
     device: str = "auto"
     pace: Pace = field(default_factory=Pace)
@@ -126,6 +128,7 @@ def prepare_task(run: TaskRun, records: Records | None = None) -> tuple[Session,
         seed=run.seed,
         device=device,
         max_updates=run.max_updates,
+        hide_rejections=run.hide_rejections,
         pace=run.pace,
         speed=run.speed,
     )

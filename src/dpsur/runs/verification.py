@@ -9,8 +9,9 @@ from typing import Any
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import Trial, event_from_json
+from dpsur.privacy.hiding import least_cap
 from dpsur.privacy.page import render_markdown
-from dpsur.privacy.plan import Budget, trial_cap
+from dpsur.privacy.plan import Budget
 from dpsur.privacy.proven import event_divergence
 from dpsur.privacy.statement import FORMAT, recomputed_epsilons
 from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, release_folder, sha256
@@ -100,7 +101,7 @@ def _cap_faults(statement: dict[str, Any]) -> list[str]:
         return []
     if not isinstance(trial, Trial) or trial.gate is None:
         return []
-    least = trial_cap(trial.gate, mechanism["updates"], Budget(budget["epsilon"], budget["delta"]))
+    least = least_cap(trial.gate, mechanism["updates"], Budget(budget["epsilon"], budget["delta"]))
     if mechanism["trial_cap"] >= least:
         return []
     return [f"the cap of {mechanism['trial_cap']} trials is below the {least} that delta needs"]
