@@ -53,9 +53,29 @@ def test_blocks_hide_it():
     assert leaks[-1] == 0.0
 
 
+def test_delays_blur_it_as_much_as_is_computed():
+    """Counts with drawn delays show less than the count alone, and no more than is computed."""
+    plain = count_leak(TEST, TEST.accept_min, 3, delta=0.01)
+    delayed = count_leak(TEST, TEST.accept_min, 3, delta=0.01, delayed=True)
+    assert 0 < delayed.epsilon < plain.epsilon
+    without, swayed = (
+        counted(a, 3, 60_000, seed) for seed, a in enumerate((delayed.accept, delayed.swayed))
+    )
+    waits = [counted(TEST.accept_min, 3, 60_000, seed) for seed in (2, 3)]
+    seen = epsilon_lower_bound(
+        -swayed - waits[0], -without - waits[1], 0.01, confidence=1 - 1e-6
+    ).epsilon
+    assert 0.5 * delayed.epsilon < seen < delayed.epsilon
+    # the control: without the delays the same counts show more than that
+    bare = epsilon_lower_bound(-swayed, -without, 0.01, confidence=1 - 1e-6).epsilon
+    assert bare > delayed.epsilon
+
+
 def test_a_coin_and_bad_input():
     assert count_leak(CoinTest(0.01, 2.0), 0.75, 100, 1e-5).epsilon > 0
     with pytest.raises(InvalidInputError, match="acceptance probability"):
         count_leak(TEST, 0.9, 10, 1e-5)
     with pytest.raises(InvalidInputError, match="updates"):
         count_leak(TEST, 0.1, 0, 1e-5)
+    with pytest.raises(InvalidInputError, match="delayed or rounded to 7"):
+        count_leak(TEST, 0.1, 5, 1e-5, 7, delayed=True)

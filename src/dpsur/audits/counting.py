@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.signal import fftconvolve
 from scipy.stats import nbinom
 
 from dpsur import checks
@@ -34,15 +35,27 @@ class CountLeak:
 
 
 def count_leak(
-    test: Test, accept: float, updates: int, delta: float, rounded_to: int = 1
+    test: Test,
+    accept: float,
+    updates: int,
+    delta: float,
+    rounded_to: int = 1,
+    *,
+    delayed: bool = False,
 ) -> CountLeak:
     """The worse of a record that makes its batches accept most and one that makes them least.
 
     `rounded_to` rounds the count up to multiples, as a run does that goes on with trials whose
-    result is dropped until a block is full.
+    result is dropped until a block is full. `delayed` adds, to every accepted update, a delay of as
+    many trials as another search takes at the least acceptance probability (`runs/delays.py`): the
+    law of what is seen is then that of the sum of both. It is one or the other.
     """
     checks.at_least_one("updates", updates)
     checks.at_least_one("rounded_to", rounded_to)
+    if delayed and rounded_to > 1:
+        raise InvalidInputError(
+            f"a count is delayed or rounded to {rounded_to}, not both: leave out one of them"
+        )
     if not test.accept_min <= accept <= test.accept_max or not 0 < accept < 1:
         raise InvalidInputError(
             f"the acceptance probability must lie in [{test.accept_min:.3g}, "
@@ -55,6 +68,9 @@ def count_leak(
         without, with_record = (
             _law(updates, a, min(accept, swayed), rounded_to) for a in (accept, swayed)
         )
+        if delayed:
+            delay = _law(updates, test.accept_min, test.accept_min, 1)
+            without, with_record = (_sum_of(law, delay) for law in (without, with_record))
         epsilon = max(_epsilon(with_record, without, delta), _epsilon(without, with_record, delta))
         advantage = 0.5 * float(np.abs(with_record - without).sum())
         leaks.append(CountLeak(accept, swayed, epsilon, advantage))
@@ -71,6 +87,11 @@ def _law(updates: int, accept: float, least: float, rounded_to: int) -> Array:
     # each block from the tail in which it is small, where differences keep their digits
     mass = np.where(below[1:] < 0.5, np.diff(below), -np.diff(above))
     return np.asarray(mass, dtype=np.float64)
+
+
+def _sum_of(first: Array, second: Array) -> Array:
+    """The law of the sum of two independent counts. Its errors are of 1e-16, far below delta."""
+    return np.asarray(np.maximum(fftconvolve(first, second), 0.0), dtype=np.float64)
 
 
 def _epsilon(first: Array, second: Array, delta: float) -> float:

@@ -12,6 +12,8 @@ from dpsur.experiments.artifacts import Artifact, Column, Table, table_page
 from dpsur.experiments.base import Cell, OneByOne, Options, Row
 from dpsur.experiments.settings import DELTA
 from dpsur.privacy.events import LossTest
+from dpsur.privacy.hiding import CONSTANT, DELAY, NOT_HIDDEN, least_cap
+from dpsur.privacy.plan import Budget
 
 BLOCKS = (1, 1000, 10_000)
 RUNS = 200_000
@@ -25,9 +27,12 @@ computed from its law, at δ = {DELTA:g}; *advantage* is the most that guessing 
 record can gain over chance, at a_min. *Seen*: a lower bound at 95% from {RUNS:,} counts drawn with
 and without the record.
 
-The last columns round the count up to whole blocks of trials, as a run does that goes on, with
-results that are dropped, until a block is full. Going on to the cap of the plan hides the count
-altogether.
+What helps, at a_min. *Blocks*: the count is rounded up to whole blocks of trials, as by a run that
+goes on, with results that are dropped, until a block is full. *Delays*: after every accepted update
+the run waits for as long as another search takes at a_min (`--hide-rejections delay`). *Constant*:
+it goes on to a number of trials that is fixed in advance (`--hide-rejections constant`), and the
+count tells nothing: its ε is 0. *Time* is relative to a run that hides nothing at a(0), counted in
+trials.
 """
 COLUMNS = (
     Column("data set", "dataset"),
@@ -40,6 +45,9 @@ COLUMNS = (
     Column("seen", "seen", ".3f"),
     Column("blocks of 1,000", "block_1000", ".3f"),
     Column("blocks of 10,000", "block_10000", ".3f"),
+    Column("delays", "delayed", ".3f"),
+    Column("time with delays", "delay_time", ".2f"),
+    Column("time of constant", "constant_time", ".2f"),
 )
 
 
@@ -76,6 +84,8 @@ class Rejections(OneByOne):
                 str(block): count_leak(test, test.accept_min, updates, DELTA, block).epsilon
                 for block in BLOCKS
             },
+            "delayed": count_leak(test, test.accept_min, updates, DELTA, delayed=True).epsilon,
+            "time": _times(test, updates, Budget(known["epsilon"]["proven"], DELTA)),
         }
 
     def render(self, rows: Sequence[Row]) -> list[Artifact]:
@@ -86,6 +96,18 @@ class Rejections(OneByOne):
 EXPERIMENT = Rejections()
 
 
+def _times(test: LossTest, updates: int, budget: Budget) -> dict[str, float]:
+    """Trials of a run that hides nothing, that waits, and that makes a constant number."""
+    usual = updates / test.acceptance(0.0)
+    return {
+        NOT_HIDDEN: usual,
+        DELAY: usual + updates / test.accept_min,
+        CONSTANT: least_cap(test, updates, budget),
+    }
+
+
 def _record(row: Row) -> dict[str, Any]:
     blocks = {f"block_{block}": row["blocks"][str(block)] for block in BLOCKS}
-    return {**row, **row["config"], "proven": row["epsilon"]["proven"], **blocks}
+    time = row["time"]
+    times = {f"{way}_time": time[way] / time[NOT_HIDDEN] for way in (DELAY, CONSTANT)}
+    return {**row, **row["config"], "proven": row["epsilon"]["proven"], **blocks, **times}
