@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import dpsur
+from dpsur.core import sampling
 from dpsur.core.loop import Progress, start, train
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
@@ -17,7 +18,7 @@ from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plan import Budget, Plan
 from dpsur.runs.delays import RandomDelays
-from dpsur.runs.session import Pace
+from dpsur.runs.session import Pace, Session
 from dpsur.runs.verification import verify
 from tests.conftest import blobs, small_model
 from tests.runs.test_checkpoint import StopAt
@@ -129,6 +130,22 @@ def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path, at):
     assert same_weights(resumed, whole)
     trials = [row["trial"] for row in resumed.private.rows if row["kind"] == "trial"]
     assert trials == list(range(1, whole.plan.trials + 1))
+
+
+@pytest.mark.parametrize("room", [200, 10])
+def test_blocks_of_a_session_go_on_to_the_same_end(runs, room, monkeypatch, tmp_path):
+    """As on CUDA: trials in blocks, made again one by one where a batch had no room."""
+    monkeypatch.setattr(Session, "_may_capture", lambda _: True)
+    monkeypatch.setattr(sampling, "padded_size", lambda size, rate: room)
+    with pytest.raises(KeyboardInterrupt):
+        fit(out=tmp_path / "run", observers=[StopAt(40)])
+    run = fit(out=tmp_path / "run", resume=True)
+    assert run.private.ledger == runs["constant"][0].private.ledger
+    trials = [row["trial"] for row in run.private.rows if row["kind"] == "trial"]
+    assert trials == list(range(1, run.plan.trials + 1))
+    pairs = (found.model.state_dict().values() for found in (run, runs["constant"][0]))
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
 def published(folder):
