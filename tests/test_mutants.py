@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core import loop, noise, sampling
+from dpsur.core import loop, noise, noisy_mean, sampling
 from dpsur.core.gate import LossGate, mean_losses
 from dpsur.core.loop import start, train
 from dpsur.core.problem import Problem
@@ -295,7 +295,7 @@ def nan_rejects_always(patch):
 def noise_times(factor):
     def patch_it(patch):
         patch.setattr(
-            noisy_gradient,
+            noisy_mean,
             "add_gaussian",
             lambda total, multiplier, g: noise.add_gaussian(total, factor * multiplier, g),
         )

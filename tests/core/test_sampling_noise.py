@@ -87,6 +87,20 @@ def repeated(total, multiplier, generator):
     return {"a": noisy["a"], "b": noisy["a"]}
 
 
+def test_noise_is_drawn_in_float64_whatever_the_type_of_the_sum():
+    """Draws in float32 have no tail: two uniforms of 24 bits reach sqrt(48 ln 2) = 5.77."""
+    total = ClippedSum({"a": torch.zeros(5000), "b": torch.zeros(40)}, sensitivity=0.5)
+    noisy = add_gaussian(total, 2.0, torch.Generator().manual_seed(3))
+    found = torch.cat([noisy["a"], noisy["b"]])
+    fine, coarse = (
+        torch.randn(5040, generator=torch.Generator().manual_seed(3), dtype=dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert found.dtype == torch.float32
+    assert torch.equal(found, fine.float())
+    assert not torch.equal(found, coarse)
+
+
 @pytest.mark.parametrize("wrong", [scaled(2 / 3), scaled(3 / 2), scaled(0.98), repeated])
 def test_other_noise_is_caught(wrong):
     with pytest.raises(AssertionError):

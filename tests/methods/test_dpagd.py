@@ -10,6 +10,7 @@ import torch
 from scipy import stats
 from torch import nn
 
+from dpsur.core import noisy_mean
 from dpsur.core.choice import noisy_least
 from dpsur.core.loop import make_trial, start, train
 from dpsur.core.noise import add_gaussian
@@ -129,7 +130,7 @@ def what_was_drawn_fits_the_allowance():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive_steps, "steady_batch", spy_batch)
-        patch.setattr(adaptive_steps, "add_gaussian", spy_noise)
+        patch.setattr(noisy_mean, "add_gaussian", spy_noise)
         patch.setattr(adaptive_steps, "noisy_least", spy_choice)
         procedure, plan = bound(replace(METHOD, batch_size=20, step_sizes=3), problem=flat())
         end = train(procedure, plan, start(procedure))
@@ -211,7 +212,7 @@ def candidates_that_accumulate(patch):
 
 
 def unclipped_retry(patch):
-    real, tries = adaptive_steps.clipped_sum, []
+    real, tries = noisy_mean.clipped_sum, []
 
     def wrong(problem, params, examples, bound, **more):
         tries.append(problem)
@@ -219,7 +220,7 @@ def unclipped_retry(patch):
         total = real(problem, params, examples, 1e9 if again else bound, **more)
         return replace(total, sensitivity=bound)
 
-    patch.setattr(adaptive_steps, "clipped_sum", wrong)
+    patch.setattr(noisy_mean, "clipped_sum", wrong)
 
 
 def uncharged_retries(patch):
@@ -367,7 +368,7 @@ def test_it_ends_when_nothing_fits_and_not_before():
 
 def test_without_noise_it_comes_within_a_step_of_the_minimum(monkeypatch):
     monkeypatch.setattr(adaptive_steps, "noisy_least", the_least)
-    monkeypatch.setattr(adaptive_steps, "add_gaussian", lambda total, *_: total.params)
+    monkeypatch.setattr(noisy_mean, "add_gaussian", lambda total, *_: total.params)
     procedure, plan = bound(METHOD, problem=quadratic(centre=0.8))
     end = train(procedure, plan, start(procedure))
     assert float(end.state.params["weight"]) == pytest.approx(0.8, abs=0.25)

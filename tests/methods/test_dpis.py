@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dpsur.core import noisy_mean
 from dpsur.core.gradients import GradientBudget, clipped_norms, clipped_sum, factors
 from dpsur.core.loop import make_trial, start, train
 from dpsur.core.noise import add_gaussian
@@ -171,7 +172,8 @@ def what_was_drawn_fits_the_allowance():
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dpis, "steady_batch", spy_batch)
-            patch.setattr(dpis, "add_gaussian", spy_noise)
+            for module in (dpis, noisy_mean):
+                patch.setattr(module, "add_gaussian", spy_noise)
             method = Dpis(**{**OPTIONS, "norm_noise_multiplier": 8.0, "refresh_every": 2})
             procedure, plan = bound(method, seed=seed, problem=known_gradients(spread=spread))
             end = train(procedure, plan, start(procedure))
@@ -327,7 +329,7 @@ def test_a_gradient_too_small_to_be_scaled_up_adds_nothing():
         total = clipped_sum(problem, {"weight": torch.zeros(3)}, problem.train, CLIP, coins=coins)
         assert float(total.params["weight"].abs().max()) == 0
     drawn = []
-    real = dpis.clipped_sum
+    real = noisy_mean.clipped_sum
 
     def spy(*arguments, coins, **more):
         drawn.append(coins)
@@ -335,7 +337,7 @@ def test_a_gradient_too_small_to_be_scaled_up_adds_nothing():
 
     procedure, state = refreshed(problem, norm_sum=4 * CLIP, batch_size=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dpis, "clipped_sum", spy)
+        patch.setattr(noisy_mean, "clipped_sum", spy)
         for _ in range(200):
             procedure._gradient(state)
     coins = torch.cat(drawn)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dpsur.core.choice import noisy_least
-from dpsur.core.gradients import clipped_sum, draws_randomness
-from dpsur.core.noise import add_gaussian
+from dpsur.core.gradients import draws_randomness
+from dpsur.core.noisy_mean import noisy_mean_gradient
 from dpsur.core.optim import Sgd
 from dpsur.core.problem import Problem
 from dpsur.core.sampling import steady_batch
@@ -132,20 +132,17 @@ class AdaptiveSteps:
         return mixed, total
 
     def _noisy_gradient(self, params: Params, noise_multiplier: float) -> Params:
-        train = self._problem.train
-        batch = steady_batch(train, self._rate, self._streams[BATCH])
+        batch = steady_batch(self._problem.train, self._rate, self._streams[BATCH])
         layers = self._streams.global_randomness(LAYERS) if self._random_layers else nullcontext()
         with layers:
-            total = clipped_sum(
+            return noisy_mean_gradient(
                 self._problem,
                 params,
-                batch.data,
+                batch,
+                SampledGaussian(self._rate, noise_multiplier),
                 self._lengths.max_grad_norm,
-                mask=batch.mask,
-                rows=batch.rows,
+                self._streams[NOISE],
             )
-        noisy = add_gaussian(total, noise_multiplier, self._streams[NOISE])
-        return {name: value / (self._rate * len(train)) for name, value in noisy.items()}
 
     def _choose(self, params: Params, gradient: Params, lengths: Tensor) -> Tensor:
         """The step length whose noisy clipped loss is least, on one fresh sample."""

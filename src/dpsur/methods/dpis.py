@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dpsur import checks
-from dpsur.core.flat import elementwise
-from dpsur.core.gradients import ClippedSum, clipped_norms, clipped_sum
+from dpsur.core.gradients import ClippedSum, clipped_norms
 from dpsur.core.noise import add_gaussian
+from dpsur.core.noisy_mean import noisy_mean_gradient
 from dpsur.core.problem import Problem
 from dpsur.core.sampling import steady_batch
 from dpsur.core.streams import BATCH, COINS, NOISE, STEERING, Streams
@@ -217,8 +217,8 @@ class ImportanceSteps(GradientSteps):
         return SampledGaussian(min(rate, 1.0), float(state.memory["noise_multiplier"]))
 
     def _gradient(self, state: State) -> tuple[Params, Tensor | None]:
-        train, event = self._problem.train, self._update(state)
-        batch = steady_batch(train, event.sample_rate, self._streams[BATCH])
+        event = self._update(state)
+        batch = steady_batch(self._problem.train, event.sample_rate, self._streams[BATCH])
         # In (0, 1]: a draw of zero would keep a gradient that is too small to be scaled up.
         coins = 1 - torch.rand(
             len(batch),
@@ -227,18 +227,16 @@ class ImportanceSteps(GradientSteps):
             dtype=torch.float64,
         )
         with self._layer_randomness():
-            total = clipped_sum(
+            gradient = noisy_mean_gradient(
                 self._problem,
                 state.params,
-                batch.data,
+                batch,
+                event,
                 self._max_grad_norm,
-                mask=batch.mask,
-                rows=batch.rows,
+                self._streams[NOISE],
                 coins=coins,
             )
-        noisy = add_gaussian(total, event.noise_multiplier, self._streams[NOISE])
-        expected_size = event.sample_rate * len(train)
-        return elementwise(lambda value: value / expected_size, noisy), batch.overflow
+        return gradient, batch.overflow
 
 
 def _count(plan: FilteredPlan) -> int:

@@ -2,9 +2,7 @@
 
 from torch import Tensor
 
-from dpsur.core.flat import elementwise
-from dpsur.core.gradients import clipped_sum
-from dpsur.core.noise import add_gaussian
+from dpsur.core.noisy_mean import noisy_mean_gradient
 from dpsur.core.problem import Problem
 from dpsur.core.streams import BATCH, NOISE, Streams
 from dpsur.core.types import Params, State
@@ -36,19 +34,10 @@ class NoisyGradientSteps(GradientSteps):
         return self._noisy_gradient(state.params)
 
     def _noisy_gradient(self, params: Params) -> tuple[Params, Tensor | None]:
-        train = self._problem.train
-        batch = self._draw(train, self._event.sample_rate, self._streams[BATCH])
+        event = self._event
+        batch = self._draw(self._problem.train, event.sample_rate, self._streams[BATCH])
         with self._layer_randomness():
-            total = clipped_sum(
-                self._problem,
-                params,
-                batch.data,
-                self._max_grad_norm,
-                mask=batch.mask,
-                rows=batch.rows,
+            gradient = noisy_mean_gradient(
+                self._problem, params, batch, event, self._max_grad_norm, self._streams[NOISE]
             )
-        noisy = add_gaussian(total, self._event.noise_multiplier, self._streams[NOISE])
-        # The expected size, not the drawn one: the drawn size is private, and dividing by it would
-        # change the sensitivity.
-        expected_size = self._event.sample_rate * len(train)
-        return elementwise(lambda value: value / expected_size, noisy), batch.overflow
+        return gradient, batch.overflow

@@ -1,0 +1,36 @@
+"""The private gradient that every private method here steps along."""
+
+from torch import Generator, Tensor
+
+from dpsur.core.flat import elementwise
+from dpsur.core.gradients import clipped_sum
+from dpsur.core.noise import add_gaussian
+from dpsur.core.problem import Problem
+from dpsur.core.sampling import Batch
+from dpsur.core.types import Params
+from dpsur.privacy.events import SampledGaussian
+
+
+def noisy_mean_gradient(
+    problem: Problem,
+    params: Params,
+    batch: Batch,
+    event: SampledGaussian,
+    max_grad_norm: float,
+    noise: Generator,
+    *,
+    coins: Tensor | None = None,
+) -> Params:
+    """Clip each record's gradient, add them up, add noise, divide by the expected size (L4-8).
+
+    Formal guarantee: if `batch` was drawn from the training records at the event's rate, this is
+    the event. `coins` are those of `clipped_sum`.
+    """
+    total = clipped_sum(
+        problem, params, batch.data, max_grad_norm, mask=batch.mask, rows=batch.rows, coins=coins
+    )
+    noisy = add_gaussian(total, event.noise_multiplier, noise)
+    # The expected size, not the drawn one: the drawn size is private, and dividing by it would
+    # change the sensitivity.
+    expected_size = event.sample_rate * len(problem.train)
+    return elementwise(lambda value: value / expected_size, noisy)
