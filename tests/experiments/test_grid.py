@@ -122,7 +122,12 @@ def test_the_table_averages_over_seeds(no_training, tmp_path):
 def test_tuning_looks_at_held_out_records_only():
     cells = list(tuning.EXPERIMENT.cells(Options()))
     assert all(cell["config"]["hold_out"] > 0 for cell in cells)
-    assert {cell["config"]["arm"] for cell in cells} == {"dpis", "dpagd"}
+    assert {cell["config"]["arm"] for cell in cells} == {
+        "dpis",
+        "dpagd",
+        "best-dpsgd",
+        "best-dpsur",
+    }
     for cell in cells:
         tried = cell["config"]["tried"]
         assert tried.items() <= cell["config"]["options"].items()

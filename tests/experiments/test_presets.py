@@ -7,7 +7,9 @@ from importlib.resources import files
 import pytest
 
 from dpsur.errors import InvalidInputError
-from dpsur.experiments.presets import PRESETS, TEMPERED, preset_named
+from dpsur.experiments.presets import PRESETS, preset_named
+from dpsur.experiments.presets import best as best_presets
+from dpsur.experiments.presets.paper import TEMPERED
 from dpsur.experiments.settings import DATASET_SIZES, DELTA, EPSILONS
 from dpsur.features import FEATURES
 from dpsur.methods import METHODS
@@ -17,6 +19,7 @@ from dpsur.privacy.filtered import FilteredPlan
 from dpsur.privacy.plan import Budget
 from dpsur.runs.preparation import NORMALISATIONS, Preparation
 from dpsur.tasks import TASKS
+from dpsur.tasks.networks import build_network
 
 CELLS = [
     (method, task, epsilon)
@@ -155,7 +158,10 @@ def test_presets_can_be_changed_and_not_spoiled():
         (("paper", "dpsur", "npz:a.npz", 3), "no settings for task npz:a.npz"),
         (("paper", "dpsgd-hf", "imdb", 3), "dpsgd-hf needs images.*imdb holds reviews; choose"),
         (("paper", "sgd", "fmnist", 3), "preset paper has no settings for method sgd"),
-        (("thesis", "dpsur", "fmnist", 3), "unknown preset 'thesis'; choose one of paper"),
+        (("thesis", "dpsur", "fmnist", 3), "unknown preset 'thesis'; choose one of paper, best"),
+        (("best", "dpsur", "imdb", 3), "preset best has no settings for task imdb; it has fmnist"),
+        (("best", "dpis", "mnist", 3), "no settings for method dpis; it has dpsgd, dpsur"),
+        (("best", "dpsur", "mnist", 7), "no settings for epsilon 7"),
     ],
 )
 def test_presets_that_are_not_there(arguments, message):
@@ -164,6 +170,24 @@ def test_presets_that_are_not_there(arguments, message):
 
 
 def test_every_method_has_a_preset():
-    assert PRESETS == ("paper",)
+    assert list(PRESETS) == ["paper", "best"]
     for method in METHODS:
         assert preset_named("paper", method, "mnist", 1).options
+
+
+SIZES = {**DATASET_SIZES, "imdb-words": 25_000}
+
+
+@pytest.mark.parametrize("task", best_presets.MODELS)
+@pytest.mark.parametrize("method", best_presets.METHODS)
+@pytest.mark.parametrize("epsilon", EPSILONS)
+def test_the_best_settings_settle_and_have_a_network(method, task, epsilon, quick_accounting):
+    preset = preset_named("best", method, task, epsilon)
+    network = build_network({**TASKS[task].networks[preset.features], **preset.network})
+    assert sum(value.numel() for value in network.parameters()) > 0
+    setup = Preparation(preset.features, preset.normalisation).setup
+    assert setup == ()
+    built = METHODS[method](**preset.options)
+    found, plan = built.settle(SIZES[task], Budget(epsilon, DELTA), "every-trial", setup)
+    assert found.noise_multiplier > 0
+    assert plan.epsilon() <= epsilon

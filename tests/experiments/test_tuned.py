@@ -1,13 +1,15 @@
 import json
 from pathlib import Path
 
-from dpsur.experiments.tuned import best_settings, tuned_settings
+from dpsur.experiments import tuned
+from dpsur.experiments.tuned import best_settings, tuned_setting, tuned_settings
 
 ROOT = Path(__file__).parents[2]
 
 
-def row(arm, task, tried, accuracy):
-    return {"config": {"arm": arm, "task": task, "tried": tried}, "accuracy": accuracy}
+def row(arm, task, tried, accuracy, epsilon=3):
+    config = {"arm": arm, "task": task, "epsilon": epsilon, "tried": tried}
+    return {"config": config, "accuracy": accuracy}
 
 
 def test_the_best_mean_is_chosen_and_not_the_best_run():
@@ -15,12 +17,21 @@ def test_the_best_mean_is_chosen_and_not_the_best_run():
         row("dpis", "mnist", {"updates": 1}, 0.90),
         row("dpis", "mnist", {"updates": 1}, 0.10),
         row("dpis", "mnist", {"updates": 2}, 0.60),
+        row("dpis", "mnist", {"updates": 1}, 0.50, epsilon=1),
         row("dpagd", "mnist", {"updates": 3}, 0.05),
     ]
     assert best_settings(rows) == {
-        ("dpis", "mnist"): {"updates": 2},
-        ("dpagd", "mnist"): {"updates": 3},
+        ("dpis", "mnist", 3): {"updates": 2},
+        ("dpis", "mnist", 1): {"updates": 1},
+        ("dpagd", "mnist", 3): {"updates": 3},
     }
+
+
+def test_a_budget_that_was_not_tried_takes_the_nearest(monkeypatch):
+    chosen = {("a", "mnist", 1): {"updates": 1}, ("a", "mnist", 3): {"updates": 3}}
+    monkeypatch.setattr(tuned, "tuned_settings", lambda: chosen)
+    assert [tuned_setting("a", "mnist", e)["updates"] for e in (1, 3, 4)] == [1, 3, 3]
+    assert tuned_setting("b", "mnist", 1) == {}
 
 
 def test_presets_are_the_best_of_the_rows():

@@ -8,6 +8,7 @@ from dpsur.tasks import TASKS, task_named
 from dpsur.tasks.datasets import DATA_SETS, load_arrays
 from dpsur.tasks.datasets.status import MISSING, status_of
 from dpsur.tasks.imdb import token_ids
+from dpsur.tasks.imdb_words import FIRST_RANK, LAST_RANK, WORDS, word_vectors
 
 # name -> training and test records, shape of one, classes
 PROMISED = {
@@ -16,16 +17,19 @@ PROMISED = {
     "fmnist": (60_000, 10_000, (1, 28, 28), 10),
     "cifar10": (50_000, 10_000, (3, 32, 32), 10),
     "imdb": (25_000, 25_000, (80,), 2),
+    "imdb-words": (25_000, 25_000, (4951,), 2),
 }
+# Tasks that make other records of the data of another.
+DATA_OF = {name: name for name in DATA_SETS} | {"imdb-words": "imdb"}
 
 
 def with_its_data(name):
-    marks = [pytest.mark.data] if name in DATA_SETS else []
+    marks = [pytest.mark.data] if name in DATA_OF else []
     return pytest.param(name, marks=marks, id=name)
 
 
 def skip_if_absent(name):
-    if name in DATA_SETS and status_of(DATA_SETS[name], None).state == MISSING:
+    if name in DATA_OF and status_of(DATA_SETS[DATA_OF[name]], None).state == MISSING:
         pytest.skip(f"the data of {name} are not in DPSUR_DATA")
 
 
@@ -60,6 +64,9 @@ def test_records_are_as_promised(name):
             assert low == 0
             assert 19_900 < high < 20_000
             assert (part.inputs[:, 0] == 1).all()
+        elif name == "imdb-words":
+            torch.testing.assert_close(part.inputs.norm(dim=1), torch.ones(records))
+            assert low == 0
         else:
             assert part.inputs.dtype == torch.float32
             black, white = (0.0, 1.0) if name != "cifar10" else (-0.485 / 0.229, 0.594 / 0.225)
@@ -115,3 +122,21 @@ def test_token_ids(reviews):
         ids = token_ids(reviews.arrays[f"{part}_tokens"], reviews.arrays[f"{part}_offsets"])
         assert ids.dtype == np.int64
         assert ids.tolist() == [keras_ids(review) for review in reviews.lists[part]]
+
+
+def counted(review):
+    """The vector of one review, a word at a time."""
+    vector = torch.zeros(WORDS)
+    for rank in set(review) & set(range(FIRST_RANK, LAST_RANK + 1)):
+        vector[rank - FIRST_RANK] = np.log(1 + review.count(rank)) * np.log(rank / 20)
+    return vector / max(float(vector.norm()), 1e-12)
+
+
+def test_reviews_become_counts_of_words():
+    edges = [FIRST_RANK - 1, FIRST_RANK, LAST_RANK, LAST_RANK + 1]
+    reviews = [[77, 77, 77, 900, 12], edges, [], [1, 2, 3, 88_000], [4000] * 50 + [60]]
+    lengths = np.array([len(review) for review in reviews])
+    tokens = np.array([rank for review in reviews for rank in review], dtype=np.int32)
+    vectors = word_vectors(tokens, np.concatenate(([0], lengths.cumsum())))
+    torch.testing.assert_close(vectors, torch.stack([counted(review) for review in reviews]))
+    assert [int((vector > 0).sum()) for vector in vectors] == [2, 2, 0, 0, 2]

@@ -56,6 +56,7 @@ class Settings:
     method: str = "dpsur"
     options: dict[str, Any] = field(default_factory=dict)
     preset: str | None = None
+    network: dict[str, Any] = field(default_factory=dict)
     features: str | None = None
     normalisation: str | None = None
     activation: str | None = None
@@ -89,9 +90,8 @@ def new_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
     usual = _usual_options(given, method, task) if preset is None else preset.options
     chosen = {**usual, **method_options(options, method)}
     if preset is not None:
-        network = {"activation": preset.network["activation"]} if preset.network else {}
-        own = {"features": preset.features, "normalisation": preset.normalisation, **network}
-        given = {**own, **given}
+        own = {"features": preset.features, "normalisation": preset.normalisation}
+        given = {**own, **given, "network": dict(preset.network)}
     folder = RunFolder(options.out)
     folder.check_new()
     return Settings(**given, options=chosen), folder
@@ -152,7 +152,7 @@ def task_run(settings: Settings) -> TaskRun:
         accounting=settings.accounting,
         features=settings.features,
         normalisation=settings.normalisation,
-        network={} if settings.activation is None else {"activation": settings.activation},
+        network=_network(settings),
         model=settings.model,
         data_dir=None if settings.data_dir is None else Path(settings.data_dir),
         max_records=settings.max_records,
@@ -163,6 +163,12 @@ def task_run(settings: Settings) -> TaskRun:
         pace=Pace(settings.checkpoint_every, settings.evaluate_every),
         speed=Speed(capture=settings.capture, tf32=settings.tf32, bf16=settings.bf16),
     )
+
+
+def _network(settings: Settings) -> dict[str, Any]:
+    """Changes of the task's network: the preset's, and what was asked for beside it."""
+    asked = {} if settings.activation is None else {"activation": settings.activation}
+    return {**settings.network, **asked}
 
 
 def store_settings(folder: RunFolder, settings: Settings) -> None:

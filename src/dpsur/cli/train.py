@@ -130,8 +130,9 @@ def _add_what(parser: argparse.ArgumentParser, defaults: Settings) -> None:
     what.add_argument("--method", help=f"one of: {', '.join(METHODS)} (default: {defaults.method})")
     what.add_argument(
         "--preset",
-        help=f"one of: {', '.join(PRESETS)}; the paper's settings for the method, the task and "
-        "epsilon 1, 2, 3 or 4; options that are given beside it take precedence",
+        help=f"one of: {', '.join(PRESETS)}; settings for the method, the task and epsilon 1, 2, 3 "
+        "or 4: the paper's, or (dpsgd, dpsur) the best known here; options that are given beside "
+        "it take precedence",
     )
     what.add_argument(
         "--features",

@@ -41,6 +41,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "dpsur.experiments.accuracy",
         "the paper's table of accuracies, and the arms that explain it (an hour of a GPU)",
     ),
+    "best": (
+        "dpsur.experiments.best",
+        "the best accuracies here at a proven epsilon, beside the paper's at its own (GPU minutes)",
+    ),
     "tuning": (
         "dpsur.experiments.tuning",
         "settings that the paper does not give, chosen on held-out records (GPU minutes)",

@@ -1,8 +1,9 @@
 """Settings that the paper does not give, as they were chosen: python -m dpsur.experiments.tuned
 
-DPIS and DPAGD have no published settings. `dpsur reproduce tuning` tries some on held-out training
-records; this module picks the best of each block from those rows and keeps it as data, which the
-presets read. Run it again after the rows have changed.
+DPIS and DPAGD have no published settings, and the arms of the preset `best` are our own.
+`dpsur reproduce tuning` tries some on held-out training records; this module picks the best of each
+block from those rows and keeps it as data, which the presets read. Run it again after the rows have
+changed.
 """
 
 import csv
@@ -17,23 +18,35 @@ FILE = "tuned_settings.csv"
 ROWS = Path("results") / "tuning.jsonl"
 
 
+# An arm, a task and the epsilon at which settings were tried.
+Block = tuple[str, str, int]
+
+
 @cache
-def tuned_settings() -> dict[tuple[str, str], dict[str, Any]]:
-    """The chosen hyper-parameters by method and task."""
+def tuned_settings() -> dict[Block, dict[str, Any]]:
+    """The chosen hyper-parameters by arm, task and epsilon."""
     text = (files("dpsur.experiments") / FILE).read_text()
     return {
-        (row["method"], row["task"]): json.loads(row["settings"])
+        (row["arm"], row["task"], int(row["epsilon"])): json.loads(row["settings"])
         for row in csv.DictReader(text.splitlines())
     }
 
 
-def best_settings(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """The setting with the best mean accuracy of every method and task that has rows."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+def tuned_setting(arm: str, task: str, epsilon: int) -> dict[str, Any]:
+    """What was chosen at this epsilon, else at the nearest that was tried; nothing if none was."""
+    tried = [block for block in tuned_settings() if block[:2] == (arm, task)]
+    if not tried:
+        return {}
+    return dict(tuned_settings()[min(tried, key=lambda block: abs(block[2] - epsilon))])
+
+
+def best_settings(rows: list[dict[str, Any]]) -> dict[Block, dict[str, Any]]:
+    """The setting with the best mean accuracy of every block that has rows."""
+    found: dict[Block, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         config = row["config"]
         setting = json.dumps(config["tried"], sort_keys=True)
-        found[config["arm"], config["task"]][setting].append(row["accuracy"])
+        found[config["arm"], config["task"], config["epsilon"]][setting].append(row["accuracy"])
     return {
         block: json.loads(max(tried, key=lambda one: sum(tried[one]) / len(tried[one])))
         for block, tried in found.items()
@@ -46,9 +59,9 @@ def main() -> None:
     chosen = {**tuned_settings(), **best_settings(rows)}
     with (Path(__file__).parent / FILE).open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["method", "task", "settings"])
-        for (method, task), setting in sorted(chosen.items()):
-            writer.writerow([method, task, json.dumps(setting, sort_keys=True)])
+        writer.writerow(["arm", "task", "epsilon", "settings"])
+        for block, setting in sorted(chosen.items()):
+            writer.writerow([*block, json.dumps(setting, sort_keys=True)])
 
 
 if __name__ == "__main__":

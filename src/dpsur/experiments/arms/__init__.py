@@ -6,14 +6,14 @@ from typing import Any
 
 from dpsur.experiments.arms.controls import KeptMomentum, RandomAcceptance, RandomAcceptanceKept
 from dpsur.experiments.arms.released_code import ReleasedCode
-from dpsur.experiments.presets import PAPER, Preset, preset_named
+from dpsur.experiments.presets import BEST, PAPER, Preset, preset_named
 from dpsur.methods import METHODS, Method
 from dpsur.methods.dpsur import Dpsur
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A method with the preset of the paper, under one accounting.
+    """A method with a preset, by default the paper's, under one accounting.
 
     `preset_of` names the method whose settings are used, `changes` what is different from them.
     Plain DP-SGD on the features of DPSUR is DPSGD-HF, and DPSGD-TS for reviews.
@@ -25,10 +25,11 @@ class Arm:
     preset_of: str
     accounting: str
     changes: tuple[tuple[str, Any], ...] = ()
+    preset_name: str = PAPER
 
     def preset(self, task: str, epsilon: float) -> Preset:
         """Features, network and hyper-parameters."""
-        preset = preset_named(PAPER, self.preset_of, task, epsilon)
+        preset = preset_named(self.preset_name, self.preset_of, task, epsilon)
         return replace(preset, options={**preset.options, **dict(self.changes)})
 
     def build(self, options: Mapping[str, Any]) -> Method:
@@ -70,5 +71,9 @@ HF_PUBLISHED = Arm(
     "dpsgd-hf",
     "published",
 )
+BEST_ARMS = tuple(
+    Arm(f"best-{name}", f"{name}, preset best", METHODS[name], name, "proven", preset_name=BEST)
+    for name in ("dpsgd", "dpsur")
+)
 
-ARMS = {arm.name: arm for arm in (*DPSUR_ARMS, *METHOD_ARMS, HF_PUBLISHED)}
+ARMS = {arm.name: arm for arm in (*DPSUR_ARMS, *METHOD_ARMS, HF_PUBLISHED, *BEST_ARMS)}

@@ -1,25 +1,22 @@
 """The paper's settings for every method and task, as what a run is asked to do."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from dpsur.errors import InvalidInputError
+from dpsur.experiments.presets.base import Preset
 from dpsur.experiments.settings import (
     DATASET_SIZES,
     DELTA,
-    EPSILONS,
     PaperSetting,
     paper_setting,
 )
-from dpsur.experiments.tuned import tuned_settings
+from dpsur.experiments.tuned import tuned_setting
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.calibrate import most_repetitions
 from dpsur.privacy.events import SampledGaussian, Trial
 from dpsur.runs.preparation import GROUP, NONE, PRIVATE
 
-PAPER = "paper"
-PRESETS = (PAPER,)
 SCATTERING = "scattering"
 
 # DPSGD-TS as tuned by its authors at epsilon 3; the noise elsewhere is calibrated to the same
@@ -41,32 +38,14 @@ NONPRIVATE: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Preset:
-    """What a run is asked to do: hyper-parameters, features and changes of the network."""
-
-    options: Mapping[str, Any]
-    features: str
-    normalisation: str = NONE
-    network: Mapping[str, Any] = field(default_factory=dict)
-
-
-def preset_named(name: str, method: str, task: str, epsilon: float) -> Preset:
-    """The preset of a method on a task at a budget, or an error that says which there are."""
-    if name not in PRESETS:
-        raise InvalidInputError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
+def paper_preset(method: str, task: str, epsilon: int) -> Preset:
+    """The paper's settings of a method on a task at a budget."""
     if task not in DATASET_SIZES:
         known = ", ".join(DATASET_SIZES)
-        raise InvalidInputError(f"preset {name} has no settings for task {task}; it has {known}")
-    if epsilon not in EPSILONS:
-        known = ", ".join(str(value) for value in EPSILONS)
-        raise InvalidInputError(
-            f"preset {name} has no settings for epsilon {epsilon:g}; choose one of {known}, or "
-            "leave the preset out"
-        )
+        raise InvalidInputError(f"preset paper has no settings for task {task}; it has {known}")
     if method not in _BUILDERS:
-        raise InvalidInputError(f"preset {name} has no settings for method {method}")
-    return _BUILDERS[method](paper_setting(task, int(epsilon)))
+        raise InvalidInputError(f"preset paper has no settings for method {method}")
+    return _BUILDERS[method](paper_setting(task, epsilon))
 
 
 def _steps(setting: PaperSetting) -> dict[str, Any]:
@@ -140,12 +119,14 @@ def _updates_when_tuned(dataset_size: int, tuned: Mapping[str, float]) -> int:
 
 def _dpis(setting: PaperSetting) -> Preset:
     options = {**_steps(setting), "schedule": "linear", "noise_multiplier": None}
-    options |= tuned_settings()["dpis", setting.dataset]
+    options |= tuned_setting("dpis", setting.dataset, setting.epsilon)
     return _on_features(setting, options)
 
 
 def _dpagd(setting: PaperSetting) -> Preset:
-    return _on_inputs(setting, {**BATCHES, **tuned_settings()["dpagd", setting.dataset]})
+    return _on_inputs(
+        setting, {**BATCHES, **tuned_setting("dpagd", setting.dataset, setting.epsilon)}
+    )
 
 
 def _nonprivate(setting: PaperSetting) -> Preset:
