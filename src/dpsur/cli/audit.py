@@ -189,7 +189,7 @@ def _planter(
 
 def _plot(path: Path, findings: list[Finding]) -> None:
     from dpsur.experiments import style
-    from dpsur.experiments.audit import draw_findings
+    from dpsur.experiments.audit_figure import draw_findings
 
     try:
         with style.common():

@@ -1,7 +1,7 @@
 """What audits find: tiny problems under every accounting, whole trainings, and broken ones."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,19 +12,18 @@ from dpsur.audits.mechanism import EXACT_ONLY, UNITS, audit_exactly, audit_unit
 from dpsur.audits.repeated import PLACES, TINY, audit_repeated
 from dpsur.audits.training import audit_training
 from dpsur.core.streams import INIT, Streams
-from dpsur.experiments import style
+from dpsur.core.types import Examples
 from dpsur.experiments.artifacts import Artifact, Column, Picture, Table, table_page
+from dpsur.experiments.audit_figure import draw_findings
 from dpsur.experiments.base import Cell, OneByOne, Options, Row
 from dpsur.experiments.targets import plain_network
-from dpsur.methods import Dpsgd, Dpsur
+from dpsur.features import compute, features_named
+from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Method
 from dpsur.methods.gated import Gated
 from dpsur.privacy.plan import Budget
 from dpsur.runs.prepare import choose_device
-from dpsur.tasks import task_named
+from dpsur.tasks import Task, task_named
 from dpsur.tasks.networks import build_network
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 REPETITIONS = 100_000
 CONFIDENCE = 0.999
@@ -41,8 +40,9 @@ _PLAIN: dict[str, Any] = {
     "batch_size": 2048,
 }
 _MANY_REJECTIONS = {"val_noise_multiplier": 10.0, "accept_threshold": -30.0}
+_FEW_LENGTHS = {"updates": 60, "batch_size": 2048, "val_batch_size": 256, "step_sizes": 5}
 # name -> method, its settings and the accounting
-TRAININGS: dict[str, tuple[type[Gated], dict[str, Any], str]] = {
+TRAININGS: dict[str, tuple[type[Gated] | type[Dpagd], dict[str, Any], str]] = {
     "dpsgd": (Dpsgd, _PLAIN, "every-trial"),
     "dpsur, coin": (Dpsur, _PLAIN, "proven"),
     "dpsur, loss": (Dpsur, {**_PLAIN, "gate": "loss"}, "proven"),
@@ -52,6 +52,10 @@ TRAININGS: dict[str, tuple[type[Gated], dict[str, Any], str]] = {
         {**_PLAIN, **_MANY_REJECTIONS, "momentum": 0.9, "updates": 20, "batch_size": 1024},
         "proven",
     ),
+    "dpsgd-ts": (DpsgdTs, _PLAIN, "proven"),
+    "dpsgd-hf": (DpsgdHf, _PLAIN, "proven"),
+    "dpis": (Dpis, _PLAIN, "proven"),
+    "dpagd": (Dpagd, _FEW_LENGTHS, "proven"),
 }
 TITLE = "What audits find"
 TEXT = f"""
@@ -187,11 +191,11 @@ def _marked(verdict: str) -> str:
 def _one_run(config: dict[str, Any], options: Options) -> Finding:
     task = task_named(config["task"])
     device = choose_device(options.device or "auto")
-    train, _ = task.load(None)
     kind, _, accounting = TRAININGS[config["training"]]
     method = kind(**{**task.settings.get(kind.name, {}), **config["settings"]})
+    network, train = _as_the_method_sees_it(task, method)
     with Streams(config["seed"], torch.device("cpu")).global_randomness(INIT):
-        model = build_network(plain_network(task))
+        model = build_network(network)
     return audit_training(
         model,
         train,
@@ -208,22 +212,12 @@ def _one_run(config: dict[str, Any], options: Options) -> Finding:
     )
 
 
-def draw_findings(records: Sequence[dict[str, Any]]) -> "Figure":
-    """Claims and bounds, a line each; what lies right of its claim contradicts it."""
-    figure = style.new_figure(style.PAGE, 0.6 + 0.17 * len(records))
-    axes = figure.subplots()
-    for place, record in enumerate(reversed(list(records))):
-        broken = CONTRADICTED in record["verdict"] and "not" not in record["verdict"]
-        colour = style.ORANGE if broken else style.BLUE
-        axes.plot([0, record["lower"]], [place, place], color=colour, linewidth=2.5)
-        axes.plot([record["claimed"]] * 2, [place - 0.35, place + 0.35], color=style.INK)
-        if record["exact"] is not None:
-            axes.plot(record["exact"], place, "o", color=colour, markersize=3)
-    axes.set_yticks(
-        range(len(records)),
-        [f"{r['subject']} ({r['accounting']})" for r in reversed(list(records))],
-        fontsize=6.5,
-    )
-    axes.set(xlabel="ε: bar, lower bound; dot, exact; tick, claimed", xlim=(0, None))
-    axes.set_ylim(-0.8, len(records) - 0.2)
-    return figure
+def _as_the_method_sees_it(task: Task, method: Method) -> tuple[dict[str, Any], Examples]:
+    """The network for a method's features, and the training records as those features."""
+    train, _ = task.load(None)
+    network = plain_network(task)
+    if method.features is not None:
+        network = task.networks[method.features]
+        inputs = compute(features_named(method.features), train.inputs)
+        train = Examples(inputs, train.targets)
+    return {**network, **method.network_changes()}, train
