@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from dpsur.core.gradients import GradientBudget, clipped_sum
+from dpsur.core.gradients.factors import clip_factors
+from dpsur.core.gradients.norms import guarded
 from dpsur.core.gradients.plan import Engine, plan_for
 from dpsur.core.problem import Problem
 from dpsur.core.streams import LAYERS, Streams
@@ -702,3 +704,125 @@ def test_without_the_guard_some_such_record_passes(kind, monkeypatch):
         )
         worst = max(worst, contribution(problem, 0.1))
     assert worst > 1.0
+
+
+# Everything that is a number in float32: smaller ones are zero, larger ones overflow.
+SMALLEST, LARGEST = -44.0, 38.0
+
+
+def scales(count, generator, lowest=SMALLEST, highest=LARGEST):
+    return 10 ** (lowest + (highest - lowest) * torch.rand(count, generator=generator).double())
+
+
+def worst_contribution(name, draws=4):
+    """Largest norm of what a record adds, in units of the bound, over records of any size.
+
+    The loss multiplies outputs by the target: its gradient is of any size as well. In every other
+    draw one weight is trained alone, since a bias hides what underflow does to weights, and sizes
+    of inputs and targets make up for each other, since few products are finite otherwise.
+    """
+    problem, worst = made(name, torch.float32), 0.0
+    for draw in range(draws):
+        generator = torch.Generator().manual_seed(draw)
+        weights = [p for p in problem.model.parameters() if p.dim() > 1]
+        for parameter in problem.model.parameters():
+            alone = weights[draw // 2 % len(weights)]
+            parameter.requires_grad_(draw % 2 == 0 or parameter is alone)
+        size = float(scales(1, generator, -30.0, 10.0)) if draw % 4 > 1 else 1.0
+        params = {n: v * size for n, v in problem.initial_params().items()}
+        bound = float(scales(1, generator, -6.0, 1.0))
+        odd = records_of_any_size(problem, bound, generator, paired=draw % 2 == 1)
+        for row in range(ROWS):
+            only = torch.arange(ROWS) == row
+            total = clipped_sum(odd, params, odd.train, bound, mask=only).params
+            size = float(torch.sqrt(sum(v.double().square().sum() for v in total.values())))
+            assert size < float("inf")
+            worst = max(worst, size / bound)
+    return worst
+
+
+def records_of_any_size(problem, bound, generator, *, paired):
+    inputs = problem.train.inputs
+    outputs = problem.model(inputs).shape
+    of_inputs, of_targets = scales(ROWS, generator), scales(ROWS, generator)
+    if not inputs.dtype.is_floating_point:
+        of_inputs = torch.ones(ROWS)
+    if paired:
+        of_inputs = scales(ROWS, generator, -25.0, -18.0)
+        of_targets = bound * scales(ROWS, generator, -1.0, 6.0) / of_inputs
+    if inputs.dtype.is_floating_point:
+        each = of_inputs.view(-1, *[1] * (inputs.dim() - 1))
+        inputs = (torch.randn(inputs.shape, generator=generator) * each).float()
+    each = of_targets.view(-1, *[1] * (len(outputs) - 1))
+    targets = (torch.randn(outputs, generator=generator) * each).float()
+    return Problem(problem.model, product, Examples(inputs, targets))
+
+
+def product(outputs, targets):
+    return (outputs * targets).sum()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_record_of_any_size_passes_the_clip(name):
+    """Squares of small numbers vanish, their products with large ones do not."""
+    assert worst_contribution(name) <= 1 + 1e-5
+
+
+def vanishing(build, *shape):
+    """A record whose squares vanish, with output gradients large enough to make up for it."""
+    torch.manual_seed(0)
+    inputs = torch.full((1, *shape), 1e-23)
+    model = nn.Sequential(build(), nn.Flatten(), nn.AdaptiveMaxPool1d(4))
+    return Problem(model, product, Examples(inputs, torch.full((1, 4), 1e18)))
+
+
+VANISHING = {
+    "one product": lambda: vanishing(lambda: nn.Linear(4, 4, bias=False), 4),
+    "positions": lambda: vanishing(lambda: nn.Linear(64, 64, bias=False), 3, 64),
+    "patches": lambda: vanishing(lambda: nn.Conv2d(24, 32, 3, bias=False), 24, 4, 4),
+}
+
+
+@pytest.mark.parametrize("name", VANISHING)
+def test_a_record_whose_squares_vanish_does_not_pass_the_clip(name):
+    assert contribution(VANISHING[name](), 1e-6) <= 1e-6 * (1 + 1e-5)
+
+
+def nothing_is_lost(count, dtype):  # noqa: ARG001
+    return 0.0
+
+
+@pytest.mark.parametrize("name", VANISHING)
+def test_norms_that_underflow_let_such_a_record_pass(name, monkeypatch):
+    """The control: nothing is added for what vanished."""
+    monkeypatch.setattr("dpsur.core.gradients.norms.lost_to_underflow", nothing_is_lost)
+    assert contribution(VANISHING[name](), 1e-6) > 1e-5
+
+
+@pytest.mark.parametrize("name", ["linear-no-bias", "linear-wide-sequence", "conv2d-wide"])
+def test_records_of_all_sizes_find_norms_that_underflow(name, monkeypatch):
+    monkeypatch.setattr("dpsur.core.gradients.norms.lost_to_underflow", nothing_is_lost)
+    assert worst_contribution(name, draws=40) > 1 + 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_factors_are_right_for_every_norm(dtype):
+    """Also where bound / norm is next to nothing: rounded there, it could be twice as large."""
+    generator = torch.Generator().manual_seed(0)
+    highest = 38.5 if dtype == torch.float32 else 308.0
+    norms = scales(20_000, generator, 0.0, highest).to(dtype)
+    for bound in (1e-38, 1e-20, 1e-6, 1.0, 10.0):
+        factors = clip_factors(norms, bound, None).values
+        assert float((factors.double() * norms.double()).nan_to_num().max()) <= bound * (1 + 1e-6)
+        plain = torch.where(norms < float("inf"), (bound / norms).clamp(max=1.0), 0.0)
+        if bound == 1e-6 and dtype == torch.float32:  # the control
+            assert float((plain.double() * norms.double()).nan_to_num().max()) > bound * (1 + 1e-2)
+
+
+def test_an_overflow_among_inner_products_stays_one():
+    """It may come out as minus infinity, which is less than any bound on rounding errors."""
+    squares, largest = torch.tensor([-torch.inf, -1.0, 4.0]), torch.tensor([1e18, 1e4, 2.0])
+    safe = guarded(squares, largest, 100)
+    assert safe[0] == torch.inf
+    assert safe[1] >= 1.0
+    assert safe[2] == 4.0

@@ -121,6 +121,7 @@ def _piece_sum(
     find = per_example_gradients if batched else one_at_a_time
     uses = {name: Rows(rows) for name, rows in find(problem, params, piece.batch).items()}
     with precision(tf32=False):
-        norms = whole_norms([use.measure() for use in uses.values()])
+        entries = sum(value.numel() for value in params.values())
+        norms = whole_norms([use.measure() for use in uses.values()], entries)
         factors = clip_factors(norms, max_grad_norm, piece.keep, piece.coins)
         return {name: use.weighted_sum(factors) for name, use in uses.items()}

@@ -51,10 +51,14 @@ def clip_factors(
 ) -> Factors:
     """Factor per example: min(1, bound / norm), and 0 where the norm is not finite.
 
+    It is 0 as well where the norm is so large that the factor would be no normal number: rounding
+    such a one could double it.
     With `coins`, uniform draws in (0, 1], a clipped gradient is rounded at random to the norm 0 or
     the bound, so that its mean stays what it is.
     """
-    usable = norms < torch.inf  # a comparison with NaN is false
+    number = torch.finfo(norms.dtype)
+    most = max_grad_norm / (2 * number.tiny)
+    usable = norms < (most if most < number.max else torch.inf)  # with NaN a comparison is false
     usable = usable if keep is None else usable & keep
     clipped = norms.reciprocal().mul_(max_grad_norm)
     if coins is None:

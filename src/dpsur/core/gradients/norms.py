@@ -3,6 +3,10 @@
 A layer hands in either norms or, where gradients are never formed, inner products. What remains to
 be done for the latter is done for all layers at once: for small networks the number of operations
 counts, not their size.
+
+Norms are never too small. A record is free to choose numbers whose squares vanish in floating point
+and whose products with other numbers do not: every norm has what can be lost that way added to it,
+which leaves ordinary norms as they are, to the last bit.
 """
 
 from collections.abc import Sequence
@@ -19,7 +23,8 @@ CANCELLED = 1e-2
 class InnerNorms:
     """Squared norms of sum_t g_t x_t^T as sums of inner products, one per example.
 
-    `largest` is sum_t |x_t| |g_t|, and `terms` how many products were added up for one entry.
+    `largest` is sum_t |x_t| |g_t|, and `terms` how many products were added up for one entry: the
+    widths of x and g and the number of positions t, together.
     """
 
     squares: Tensor
@@ -28,9 +33,19 @@ class InnerNorms:
 
     @staticmethod
     def of(inner: Tensor, outer: Tensor, terms: int) -> "InnerNorms":
-        """From x_s.x_t and g_s.g_t: |sum_t g_t x_t^T|^2 = sum_st (x_s.x_t)(g_s.g_t)."""
-        sizes = inner.diagonal(dim1=1, dim2=2) * outer.diagonal(dim1=1, dim2=2)
-        return InnerNorms((inner * outer).sum((1, 2)), sizes.sqrt().sum(1), terms)
+        """From x_s.x_t and g_s.g_t: |sum_t g_t x_t^T|^2 = sum_st (x_s.x_t)(g_s.g_t).
+
+        Let d, h be the widths, T the positions and m the smallest normal number. Underflow takes at
+        most d m from x_s.x_t, h m from g_s.g_t and m from their product: from the whole sum at most
+        m (d (sum_t |g_t|)^2 + h (sum_t |x_t|)^2 + T^2), but for terms in m^2. The squares of sums
+        are at most T sum_t |g_t|^2 and T sum_t |x_t|^2, and (d + h) T <= terms^2 / 4. This is added
+        here; m T^2, and what vanishes on the way, is left to `whole_norms`.
+        """
+        squares = (inner * outer).sum((1, 2))
+        inputs, outputs = inner.diagonal(dim1=1, dim2=2), outer.diagonal(dim1=1, dim2=2)
+        lost = lost_to_underflow(terms**2, squares.dtype) ** 2
+        squares.add_((inputs + outputs).sum(1), alpha=lost)
+        return InnerNorms(squares, (inputs * outputs).sqrt_().sum(1), terms)
 
     @staticmethod
     def joined(parts: "Sequence[InnerNorms]") -> "InnerNorms":
@@ -47,8 +62,13 @@ class InnerNorms:
 Measure = Tensor | InnerNorms
 
 
-def whole_norms(measures: Sequence[Measure]) -> Tensor:
-    """Norm of every example's whole gradient, whose disjoint parts were measured."""
+def whole_norms(measures: Sequence[Measure], entries: int) -> Tensor:
+    """Norm of every example's whole gradient, whose disjoint parts were measured.
+
+    `entries` is the number of parameters. What underflow took from the parts, squares of entries in
+    norms and squares of whole positions in inner products, is added once: norms of parts that are
+    each short by some amount are together short by at most the norm of these amounts.
+    """
     norms = [measure for measure in measures if isinstance(measure, Tensor)]
     inner = [measure for measure in measures if isinstance(measure, InnerNorms)]
     parts = torch.stack(norms) if norms else None
@@ -59,7 +79,8 @@ def whole_norms(measures: Sequence[Measure]) -> Tensor:
         parts = roots if parts is None else torch.cat([parts, roots])
     assert parts is not None
     total: Tensor = torch.linalg.vector_norm(parts, dim=0)
-    return total
+    positions = sum(one.terms**2 for one in inner)
+    return total.add_(lost_to_underflow(entries + len(parts) + positions, total.dtype))
 
 
 def guarded(squares: Tensor, largest: Tensor, terms: int) -> Tensor:
@@ -72,11 +93,30 @@ def guarded(squares: Tensor, largest: Tensor, terms: int) -> Tensor:
     """
     whole = largest.square()
     slack = 8 * torch.finfo(squares.dtype).eps * terms**0.5
-    safe = squares.clamp(min=0).add_(whole, alpha=slack)
+    # a negative sum is rounding error too, or an overflow, which has to stay one
+    safe = squares.abs().add_(whole, alpha=slack)
     return torch.where(squares < CANCELLED * whole, safe, squares)
 
 
-def row_norms(rows: Tensor) -> Tensor:
-    """Norm of every row."""
-    norms: Tensor = torch.linalg.vector_norm(rows.reshape(len(rows), -1), dim=1)
+def part_norms(rows: Tensor) -> Tensor:
+    """Norm of every row, for `whole_norms`: what underflow takes from it is added there."""
+    flat = rows.reshape(len(rows), -1)
+    if flat.shape[1] == 1:  # would not be squared, and so not overflow where others do
+        return flat[:, 0].square().sqrt_()
+    norms: Tensor = torch.linalg.vector_norm(flat, dim=1)
     return norms
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """Norm of every row, never too small: safe to multiply by another."""
+    norms = part_norms(rows)
+    return norms.add_(lost_to_underflow(rows[:1].numel(), norms.dtype))
+
+
+def lost_to_underflow(count: int, dtype: torch.dtype) -> float:
+    """The most that the norm of so many numbers can lack because squares vanished.
+
+    A square below the smallest normal number m is rounded, or flushed to zero: either way less than
+    m is lost. The sum of n squares lacks at most n m, and its root at most sqrt(n m).
+    """
+    return float((count * torch.finfo(dtype).tiny) ** 0.5)

@@ -44,4 +44,5 @@ def _norms(problem: Problem, params: Params, batch: Examples, plan: Plan) -> Ten
             pass  # the model treats these records unlike the made-up ones of the plan
     find = one_at_a_time if plan.engine is Engine.ONE_BY_ONE else per_example_gradients
     uses = [Rows(rows) for rows in find(problem, params, batch).values()]
-    return whole_norms([use.measure() for use in uses])
+    entries = sum(value.numel() for value in params.values())
+    return whole_norms([use.measure() for use in uses], entries)

@@ -125,7 +125,7 @@ class Tape:
         """Norm of every example's whole gradient."""
         measures = [use.measure() for name in self.params for use in self._disjoint(name)]
         if measures:
-            return whole_norms(measures)
+            return whole_norms(measures, sum(value.numel() for value in self.params.values()))
         first = next(iter(self.params.values()))
         return torch.zeros(self.examples, device=first.device, dtype=first.dtype)
 

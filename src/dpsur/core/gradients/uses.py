@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpsur.core.gradients.factors import Factors
-from dpsur.core.gradients.norms import InnerNorms, Measure, row_norms
+from dpsur.core.gradients.norms import InnerNorms, Measure, part_norms, row_norms
 
 # Moving one number to memory and back costs about as much as this many multiplications.
 MEMORY_COST = 16
@@ -50,7 +50,7 @@ class Rows(Use):
 
     def measure(self) -> Tensor:
         """Norms without a copy of the rows."""
-        return row_norms(self.rows)
+        return part_norms(self.rows)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One matrix-vector product."""

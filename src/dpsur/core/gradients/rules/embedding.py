@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dpsur.core.gradients.factors import Factors
 from dpsur.core.gradients.layout import NotSupportedError, Slot
-from dpsur.core.gradients.norms import row_norms
+from dpsur.core.gradients.norms import part_norms
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.gradients.uses import Products, Use
 
@@ -30,7 +30,7 @@ class Lookups(Use):
         place = place + torch.arange(examples, device=place.device).unsqueeze(1) * positions
         sums = self.outputs.new_zeros(examples * positions, width)
         sums.index_add_(0, place.flatten(), self.outputs.flatten(0, 1))
-        return row_norms(sums.view(examples, -1))
+        return part_norms(sums.view(examples, -1))
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """Add scaled gradients into an empty table."""

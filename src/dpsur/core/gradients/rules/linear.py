@@ -8,12 +8,16 @@ from torch import Tensor, nn
 from dpsur.core.gradients.layout import Slot
 from dpsur.core.gradients.norms import row_norms
 from dpsur.core.gradients.tape import Tape
-from dpsur.core.gradients.uses import Outer, Output, Products, Rows, Shift, Use
+from dpsur.core.gradients.uses import Outer, Output, Products, Rows, Shift, Use, wide
 
 
 def linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
     """The gradient of the weight is a sum of outer products over positions."""
     return linear_map(tape, input, module.weight, module.bias)
+
+
+def _norms(data: Tensor) -> Tensor:
+    return row_norms(wide(data))
 
 
 def linear_map(
@@ -42,7 +46,7 @@ def linear_map(
         if outputs.shape[1] == 1:
             output = Output(outputs[:, 0])
             if weight_slot is not None:
-                norms = None if known is None else known.look_up("norms", row_norms)
+                norms = None if known is None else known.look_up("norms", _norms)
                 yield weight_slot, Outer(inputs[:, 0], output, norms)
             if bias_slot is not None:
                 yield bias_slot, Shift(output)
