@@ -10,6 +10,7 @@ from dpsur.core.gradients import GradientBudget, clipped_sum
 from dpsur.core.gradients.factors import clip_factors
 from dpsur.core.gradients.norms import guarded
 from dpsur.core.gradients.plan import Engine, plan_for
+from dpsur.core.gradients.tape import Tape
 from dpsur.core.problem import Problem
 from dpsur.core.streams import LAYERS, Streams
 from dpsur.core.types import Examples
@@ -706,6 +707,54 @@ def test_without_the_guard_some_such_record_passes(kind, monkeypatch):
     assert worst > 1.0
 
 
+class Tied(nn.Module):
+    """One small layer called for many positions, whose outputs nearly cancel."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = nn.MultiheadAttention(16, 1) if kind == "overlapping" else nn.Linear(16, 16)
+        self.layer.requires_grad_(False)
+        self.kind = kind
+        weight = self.layer.in_proj_weight if kind == "overlapping" else self.layer.weight
+        weight.requires_grad_()
+
+    def forward(self, x):
+        signs = (-1.0) ** torch.arange(x.shape[1])
+        if self.kind == "several":
+            return sum(sign * self.layer(one) for sign, one in zip(signs, x.unbind(1), strict=True))
+        one, other = x[:, :1], x[:, 1:2]
+        whole = self.layer(one, one, one, need_weights=False)[0]
+        by_thirds = self.layer(other, other * 1.0, other * 1.0, need_weights=False)[0]
+        return (whole - by_thirds).flatten(1)
+
+
+def cancelling(kind, seed):
+    torch.manual_seed(seed)
+    base = 1e6 * torch.randn(1, 8, 1, 16)
+    record = torch.cat([base, base + 1e-1 * torch.randn(1, 8, 1, 16)], 2).flatten(1, 2)
+    return Problem(Tied(kind), lambda out, _: (out * 3.0).sum(), Examples(record, torch.zeros(1)))
+
+
+@pytest.mark.parametrize("kind", ["several", "overlapping"])
+def test_uses_of_one_weight_that_cancel_do_not_pass_the_clip(kind):
+    worst = max(contribution(cancelling(kind, seed), 0.1) for seed in range(20))
+    assert worst <= 0.1 * (1 + 1e-5)
+
+
+def test_sums_that_are_not_the_measured_ones_pass_it(monkeypatch):
+    """The control: every use is added up again, and rounded unlike the norm."""
+    plain = Tape.norms
+
+    def forgetful(tape):
+        uses = dict(tape.uses)
+        norms = plain(tape)
+        tape.uses = uses
+        return norms
+
+    monkeypatch.setattr(Tape, "norms", forgetful)
+    assert max(contribution(cancelling("several", seed), 0.1) for seed in range(20)) > 0.11
+
+
 # Everything that is a number in float32: smaller ones are zero, larger ones overflow.
 SMALLEST, LARGEST = -44.0, 38.0
 
@@ -788,7 +837,7 @@ def test_a_record_whose_squares_vanish_does_not_pass_the_clip(name):
     assert contribution(VANISHING[name](), 1e-6) <= 1e-6 * (1 + 1e-5)
 
 
-def nothing_is_lost(count, dtype):  # noqa: ARG001
+def nothing_is_lost(count, dtype):
     return 0.0
 
 

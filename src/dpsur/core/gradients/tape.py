@@ -152,17 +152,31 @@ class Tape:
         return {slot: uses for slot, uses in self.uses.items() if slot.parameter == name}
 
     def _disjoint(self, name: str) -> list[Use]:
-        """The uses of a parameter such that no two of them touch the same entry."""
+        """The uses of a parameter such that no two of them touch the same entry.
+
+        Gradients that were added up for this are kept and used for the sum too: added up again in
+        another way, those that nearly cancel would be rounded unlike their norm.
+        """
         slots = self._slots(name)
-        if not overlapping([slot.rows for slot in slots]):
-            return [combined(uses) for uses in slots.values()]
+        if overlapping([slot.rows for slot in slots]):
+            merged: dict[Slot, Use] = {Slot(name): self._added_up(name, slots)}
+        else:
+            merged = {slot: combined(uses) for slot, uses in slots.items()}
+        for slot in slots:
+            del self.uses[slot]
+        for slot, use in merged.items():
+            self.uses[slot] = [use] if isinstance(use, Rows) else slots[slot]
+        return list(merged.values())
+
+    def _added_up(self, name: str, slots: dict[Slot, list[Use]]) -> Rows:
+        """Every example's gradient of a parameter."""
         value = self.params[name]
         whole = value.new_zeros(self.examples, *value.shape)
         for slot, uses in slots.items():
             rows = slice(None) if slot.rows is None else slice(*slot.rows)
             for use in uses:
                 whole[:, rows] += use.per_example().view_as(whole[:, rows])
-        return [Rows(whole)]
+        return Rows(whole)
 
 
 def overlapping(ranges: list[tuple[int, int] | None]) -> bool:
