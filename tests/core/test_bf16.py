@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dpsur.core.gate import mean_losses
-from dpsur.core.gradients import clipped_norms, clipped_sum, one_pass
+from dpsur.core.gradients import clipped_norms, clipped_sum, clipping
 from dpsur.core.sampling import Batch
 from tests.core.test_gradient_rules import MODELS, ROWS, gradients, made, norm
 
@@ -41,12 +41,12 @@ def test_no_record_passes_the_clip_bound(name):
 
 def test_norms_in_bfloat16_would_pass_it(monkeypatch):
     """The same assertion, with norms that are not those of what is summed."""
-    exact = one_pass.clip_factors
+    exact = clipping.clip_factors
 
     def coarse(norms, *others):
         return exact(norms.bfloat16().float(), *others)
 
-    monkeypatch.setattr(one_pass, "clip_factors", coarse)
+    monkeypatch.setattr(clipping, "clip_factors", coarse)
     assert max(passes_the_bound(rounded(name)) for name in ("linear", "conv2d")) > ROUNDING
 
 

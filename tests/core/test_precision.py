@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core.gradients import clipped_sum
+from dpsur.core.gradients import clipped_norms, clipped_sum, tape
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.gradients.uses import Rows
 from dpsur.core.precision import precision
@@ -64,6 +64,20 @@ def test_norms_and_sums_are_exact_whatever_the_layers_do(tf32, monkeypatch):
     assert set(layers) == {(tf32, tf32)}  # the control: the setting did reach the layers
     assert len(sums) > 2
     assert set(sums) == {(False, False)}
+
+
+@pytest.mark.parametrize("model", [Seen, Odd])
+def test_so_are_norms_alone(model, monkeypatch):
+    layers, norms = [], []
+    problem = Problem(model(layers), F.cross_entropy, blobs())
+    with precision(tf32=True):
+        clipped_norms(problem, problem.initial_params(), blobs(), 0.1)
+        layers.clear()
+        spy(monkeypatch, tape, "whole_norms", norms)
+        clipped_norms(problem, problem.initial_params(), blobs(), 0.1)
+    assert set(layers) == {(True, True)}
+    assert norms
+    assert set(norms) == {(False, False)}
 
 
 def test_so_they_are_without_a_rule(monkeypatch):

@@ -6,14 +6,11 @@ import torch
 from torch import Tensor
 
 from dpsur.core.gradients.budget import GradientBudget
+from dpsur.core.gradients.engines import tape_of
 from dpsur.core.gradients.factors import clip_factors
-from dpsur.core.gradients.layout import NotSupportedError
-from dpsur.core.gradients.norms import whole_norms
-from dpsur.core.gradients.one_pass import Piece, one_pass_sum
-from dpsur.core.gradients.per_example import one_at_a_time, per_example_gradients
-from dpsur.core.gradients.plan import Engine, Plan, plan_for
+from dpsur.core.gradients.one_pass import Piece
+from dpsur.core.gradients.plan import Plan, plan_for
 from dpsur.core.gradients.stored import KnownInputs
-from dpsur.core.gradients.uses import Rows
 from dpsur.core.precision import precision
 from dpsur.core.problem import Problem
 from dpsur.core.types import Examples, Params
@@ -110,18 +107,15 @@ def _blank(values: Tensor, mask: Tensor) -> Tensor:
 def _piece_sum(
     problem: Problem, params: Params, piece: Piece, max_grad_norm: float, plan: Plan
 ) -> Params:
-    if plan.assignment is not None:
-        try:
-            return one_pass_sum(
-                problem, params, piece, max_grad_norm, plan.assignment, list(plan.layouts)
-            )
-        except NotSupportedError:
-            pass  # the model treats these records unlike the made-up ones of the plan
-    batched = plan.engine is not Engine.ONE_BY_ONE
-    find = per_example_gradients if batched else one_at_a_time
-    uses = {name: Rows(rows) for name, rows in find(problem, params, piece.batch).items()}
-    with precision(tf32=False):
-        entries = sum(value.numel() for value in params.values())
-        norms = whole_norms([use.measure() for use in uses.values()], entries)
-        factors = clip_factors(norms, max_grad_norm, piece.keep, piece.coins)
-        return {name: use.weighted_sum(factors) for name, use in uses.items()}
+    """Sum of clipped per-example gradients.
+
+    Formal guarantee: what is added for an example is, over the reals, its gradient times
+    min(1, max_grad_norm / norm), where norm is that of the same gradient over all parameters; zero
+    if the norm is not finite or the row is not kept. Nothing here waits for the device.
+    """
+    tape = tape_of(problem, params, piece, plan)
+    with torch.no_grad(), precision(tf32=False):
+        factors = clip_factors(tape.norms(), max_grad_norm, piece.keep, piece.coins)
+        # The last layer first: what it kept is given back before larger things are worked on.
+        sums = {name: tape.weighted_sum(name, factors, last=True) for name in reversed(params)}
+        return {name: sums[name] for name in params}

@@ -1,4 +1,4 @@
-"""Clipped sums from one forward and one backward pass."""
+"""What one forward and one backward pass tell about per-example gradients."""
 
 from dataclasses import dataclass
 
@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from dpsur.core.gradients.factors import clip_factors
 from dpsur.core.gradients.layout import Layout
 from dpsur.core.gradients.modules import Assignment, replaced
 from dpsur.core.gradients.stored import KnownInputs
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.gradients.uses import wide
-from dpsur.core.precision import precision
 from dpsur.core.problem import Problem, example_losses, mode
 from dpsur.core.types import Examples, LossFunction, Params
 
@@ -28,28 +26,6 @@ class Piece:
     keep: Tensor | None = None
     known: KnownInputs | None = None
     coins: Tensor | None = None
-
-
-def one_pass_sum(
-    problem: Problem,
-    params: Params,
-    piece: Piece,
-    max_grad_norm: float,
-    assignment: Assignment,
-    layouts: list[Layout | None],
-) -> Params:
-    """Sum of clipped per-example gradients.
-
-    Formal guarantee: what is added for an example is, over the reals, its gradient times
-    min(1, max_grad_norm / norm), where norm is that of the same gradient over all parameters; zero
-    if the norm is not finite or the row is not kept. Nothing here waits for the device.
-    """
-    tape = filled_tape(problem, params, piece, assignment, layouts)
-    with torch.no_grad(), precision(tf32=False):
-        factors = clip_factors(tape.norms(), max_grad_norm, piece.keep, piece.coins)
-        # The last layer first: what it kept is given back before larger things are worked on.
-        sums = {name: tape.weighted_sum(name, factors, last=True) for name in reversed(params)}
-        return {name: sums[name] for name in params}
 
 
 def filled_tape(
