@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from dpsur.core.flat import elementwise
 from dpsur.core.types import Examples, LossFunction, Params
+from dpsur.errors import UnsupportedModelError
 
 EVALUATION_ROWS = 2048
 
@@ -52,7 +53,7 @@ class Problem:
 
     def outputs(self, params: Params, inputs: Tensor) -> Tensor:
         """Model outputs in evaluation mode, in pieces of bounded size."""
-        with torch.no_grad(), mode(self.model, training=False):
+        with torch.no_grad(), mode(self.model, training=False), left_alone(self.model, params):
             pieces = [
                 functional_call(self.model, params, (piece,))
                 for piece in torch.split(inputs, EVALUATION_ROWS)
@@ -93,6 +94,28 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for module in others:
             module.training = not training
+
+
+@contextmanager
+def left_alone(model: nn.Module, params: Params) -> Iterator[None]:
+    """Fail if a model changes the weights that it is lent, or its own, while it is called.
+
+    Such a change would carry private records into the release without noise. Versions of tensors
+    are counted on the host, so nothing waits for the device; what goes through `.data` is not
+    counted, and is looked for before training (`check_model`).
+    """
+    watched = [*params.values(), *model.parameters(), *model.buffers()]
+    versions = [value._version for value in watched]
+    yield
+    now = [value._version for value in watched]
+    if now != versions:
+        names = [f"parameter {name}" for name in (*params, *dict(model.named_parameters()))]
+        names += [f"buffer {name}" for name in dict(model.named_buffers())]
+        changed = next(n for n, *both in zip(names, now, versions, strict=True) if len({*both}) > 1)
+        raise UnsupportedModelError(
+            f"{changed} changes during a forward pass and would carry private records into the "
+            "release; make the forward pass free of side effects"
+        )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dpsur.core.gradients.modules import Assignment, replaced
 from dpsur.core.gradients.stored import KnownInputs
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.gradients.uses import wide
-from dpsur.core.problem import Problem, example_losses, mode
+from dpsur.core.problem import Problem, example_losses, left_alone, mode
 from dpsur.core.types import Examples, LossFunction, Params
 
 
@@ -55,7 +55,8 @@ def taped_outputs(problem: Problem, tape: Tape, inputs: Tensor, assignment: Assi
     weights = {name: value.detach() for name, value in model.named_parameters()} | tape.params
     weights |= {name: broadcast_copies(tape, name) for name in assignment.copied}
     rules = replaced(assignment, model, tape)
-    with mode(model, training=True), rules, problem.training_precision():
+    alone = left_alone(model, tape.params)
+    with mode(model, training=True), alone, rules, problem.training_precision():
         outputs: Tensor = functional_call(model, weights, (inputs,))
     return wide(outputs)
 

@@ -6,7 +6,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpsur.core.gradients.uses import wide
-from dpsur.core.problem import Problem, mode
+from dpsur.core.problem import Problem, left_alone, mode
 from dpsur.core.types import Examples, LossFunction, Params
 
 # torch.func has no batching rule for these; they are differentiated one record at a time.
@@ -40,7 +40,8 @@ def one_at_a_time(problem: Problem, params: Params, batch: Examples) -> Params:
     """One backward pass per record: slow, and right for every model."""
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     rows = []
-    with mode(problem.model, training=True), torch.enable_grad():
+    alone = left_alone(problem.model, params)
+    with mode(problem.model, training=True), alone, torch.enable_grad():
         for input_, target in zip(batch.inputs, batch.targets, strict=True):
             with problem.training_precision():
                 output = functional_call(problem.model, leaves, (input_.unsqueeze(0),))
@@ -61,7 +62,8 @@ def _batched(problem: Problem, loss: LossFunction, params: Params, batch: Exampl
         return loss(wide(output), target.unsqueeze(0)).reshape(())
 
     gradient_of_one = vmap(grad(loss_of_one), in_dims=(None, 0, 0), randomness="different")
-    with mode(problem.model, training=True), sdpa_kernel(SDPBackend.MATH):
+    alone = left_alone(problem.model, params)
+    with mode(problem.model, training=True), alone, sdpa_kernel(SDPBackend.MATH):
         # the only attention kernel with a batching rule
         gradients: Params = gradient_of_one(params, batch.inputs, batch.targets)
     return gradients

@@ -9,6 +9,8 @@ from dpsur.core.types import Examples
 from dpsur.errors import UnsupportedModelError
 
 _TOLERANCE = 1e-3
+# Layers that shorten the rows of their table in place, if they are given a max_norm.
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_model(model: nn.Module, examples: Examples) -> Tensor:
@@ -64,6 +66,11 @@ def _check_known_mixers(model: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"{where} keeps statistics of private records in its buffers; "
                 "set track_running_stats=False"
+            )
+        if getattr(module, "max_norm", None) is not None and isinstance(module, _TABLES):
+            raise UnsupportedModelError(
+                f"{where} shortens the rows of its table that private records name, without noise; "
+                "set max_norm=None, or shorten what it returns (F.normalize of the output)"
             )
 
 

@@ -1,0 +1,108 @@
+"""A forward pass that changes weights or buffers carries private records into the release."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpsur.core.gradients import check_model, clipped_norms, clipped_sum
+from dpsur.core.problem import Problem, left_alone
+from dpsur.core.types import Examples
+from dpsur.errors import UnsupportedModelError
+from tests.conftest import blobs, small_model
+
+SIZE, WORDS = 12, 20
+
+
+class Sentences(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.table, self.head = table, nn.Linear(8, 2)
+
+    def forward(self, words):
+        read = self.table(words)
+        return self.head(read.mean(1) if read.dim() == 3 else read)
+
+
+class Shortening(nn.Module):
+    """The same by hand, so that no name gives it away."""
+
+    def __init__(self, *, large=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WORDS, 8))
+        self.large = large
+
+    def forward(self, words):
+        if not self.large or words.max() > 1:
+            return F.embedding(words, self.weight, max_norm=0.5)
+        return F.embedding(words, self.weight)
+
+
+def sentences():
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(2, WORDS, (SIZE, 6), generator=generator)
+    return Examples(words, torch.randint(0, 2, (SIZE,), generator=generator))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_table_that_shortens_its_rows_is_refused_by_name(kind):
+    model = Sentences(kind(WORDS, 8, max_norm=0.5))
+    with pytest.raises(UnsupportedModelError, match=rf"table \({kind.__name__}\).*max_norm=None"):
+        check_model(model, sentences())
+    check_model(Sentences(nn.Embedding(WORDS, 8)), sentences())
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("use", ["sum", "norms", "losses"])
+def test_weights_that_change_while_training_are_noticed(kind, use):
+    problem = Problem(Sentences(kind(WORDS, 8, max_norm=0.5)), F.cross_entropy, sentences())
+    params = problem.initial_params()
+    uses = {
+        "sum": lambda: clipped_sum(problem, params, problem.train, 0.1),
+        "norms": lambda: clipped_norms(problem, params, problem.train, 0.1),
+        "losses": lambda: problem.losses(params, problem.train),
+    }
+    with pytest.raises(UnsupportedModelError, match=r"parameter table\.weight changes"):
+        uses[use]()
+
+
+def test_a_change_that_only_some_records_make_is_noticed_when_they_come():
+    problem = Problem(Sentences(Shortening(large=True)), F.cross_entropy, sentences())
+    params = problem.initial_params()
+    check_model(problem.model, problem.train)
+    harmless = Examples(torch.ones_like(problem.train.inputs), problem.train.targets)
+    problem.losses(params, harmless)
+    with pytest.raises(UnsupportedModelError, match="changes during a forward pass"):
+        clipped_sum(problem, params, problem.train, 0.1)
+
+
+class Counting(nn.Module):
+    def __init__(self, *, frozen):
+        super().__init__()
+        self.head = nn.Linear(2, 3)
+        if frozen:
+            self.seen = nn.Parameter(torch.zeros(2), requires_grad=False)
+        else:
+            self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.detach().sum(0)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("frozen", "name"), [(True, "parameter seen"), (False, "buffer seen")])
+def test_what_is_not_trained_is_watched_too(frozen, name):
+    problem = Problem(Counting(frozen=frozen), F.cross_entropy, blobs())
+    with pytest.raises(UnsupportedModelError, match=name):
+        clipped_sum(problem, problem.initial_params(), problem.train, 0.1)
+    problem.losses(problem.initial_params(), problem.train)  # it counts in training mode alone
+
+
+def test_a_model_without_side_effects_is_left_in_peace():
+    problem = Problem(small_model(), F.cross_entropy, blobs())
+    params = problem.initial_params()
+    with left_alone(problem.model, params):
+        problem.outputs(params, problem.train.inputs)
+    params["0.weight"].mul_(2.0)  # between passes weights may change: this is how they are trained
+    clipped_sum(problem, params, problem.train, 0.1)
