@@ -1,6 +1,7 @@
 """What is stored about the data: the same sums, within a budget, and never for other values."""
 
 import gc
+from weakref import ref
 
 import pytest
 import torch
@@ -76,25 +77,71 @@ def test_padded_batches_use_the_tables(build):
     expected = clipped(gradients(problem, params, drawn), BOUND)
     total = clipped_sum(problem, params, problem.train, BOUND, mask=batch.mask, rows=batch.rows)
     assert_same(total.params, expected)
-    assert len(stored._tables_of(problem.train.inputs)) > 1
+    assert len(problem.tables) > 2
 
 
 def test_a_table_without_room_is_not_made():
     problem = doubled(problem_of(convolution))
     tight = GradientBudget(bytes=100)
     clipped_sum(problem, problem.initial_params(), problem.train, BOUND, rows=PICKED, budget=tight)
-    tables = stored._tables_of(problem.train.inputs)
-    assert not any(isinstance(table, torch.Tensor) for table in tables.values())
+    assert not any(isinstance(table, torch.Tensor) for table in problem.tables.values())
 
 
-def test_tables_go_with_their_data():
+def test_tables_go_with_their_problem():
     problem = doubled(problem_of(convolution))
     clipped_sum(problem, problem.initial_params(), problem.train, BOUND, rows=PICKED)
-    key = id(problem.train.inputs)
-    assert key in stored._tables
+    tables = [ref(table) for table in problem.tables.values() if isinstance(table, torch.Tensor)]
+    assert tables
     del problem
     gc.collect()
-    assert key not in stored._tables
+    assert not any(table() is not None for table in tables)
+
+
+def largest_contribution(problem):
+    """In units of the bound, over the picked records."""
+    params = problem.initial_params()
+    totals = [
+        clipped_sum(problem, params, problem.train, BOUND, rows=row).params
+        for row in PICKED.split(1)
+    ]
+    sizes = [sum(value.square().sum() for value in total.values()).sqrt() for total in totals]
+    return float(max(sizes)) / BOUND
+
+
+def enlarged(tensor, how):
+    """Write to the data, so that PyTorch counts it or behind its back."""
+    if how == "counted":
+        tensor.mul_(1e3)
+    else:
+        array = tensor.numpy()
+        array *= 1e3
+
+
+@pytest.mark.parametrize("build", [convolution, linear])
+@pytest.mark.parametrize("how", ["counted", "behind its back"])
+def test_data_that_was_changed_between_two_problems_is_measured_again(build, how):
+    problem = doubled(problem_of(build))
+    assert largest_contribution(problem) <= 1 + 1e-9
+    enlarged(problem.train.inputs, how)
+    again = Problem(problem.model, problem.loss, problem.train)
+    assert largest_contribution(again) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("build", [convolution, linear])
+def test_data_that_is_changed_meanwhile_is_measured_again(build):
+    problem = doubled(problem_of(build))
+    assert largest_contribution(problem) <= 1 + 1e-9
+    enlarged(problem.train.inputs, "counted")
+    assert largest_contribution(problem) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("build", [convolution, linear])
+def test_tables_of_other_values_let_records_pass(build):
+    """The control: the tables of a problem before its data was changed."""
+    problem = doubled(problem_of(build))
+    largest_contribution(problem)
+    enlarged(problem.train.inputs, "behind its back")
+    assert largest_contribution(problem) > 2
 
 
 class InPlace(nn.Module):

@@ -1,9 +1,9 @@
 """A model, a loss and the private records, as pure functions of the weights."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,10 @@ class Problem:
     loss: LossFunction
     train: Examples
     bf16: bool = False
+    # What is computed once about the records, for this problem alone: `core/gradients/stored.py`.
+    tables: dict[Hashable, Tensor | int | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def device(self) -> torch.device:

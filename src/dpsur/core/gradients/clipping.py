@@ -91,8 +91,9 @@ def _piece(
         batch, known = examples.part(some), None
     else:
         batch = examples.select(rows[some])
-        ours = examples.inputs is problem.train.inputs
-        known = KnownInputs(examples.inputs, rows[some], batch.inputs, budget) if ours else None
+        known = None
+        if examples.inputs is problem.train.inputs:
+            known = KnownInputs(examples.inputs, rows[some], batch.inputs, problem.tables, budget)
     if keep is not None and not (known is not None and known.finite):
         batch = Examples(_blank(batch.inputs, keep), _blank(batch.targets, keep))
         known = None if known is None else replace(known, inputs=batch.inputs)

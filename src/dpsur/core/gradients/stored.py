@@ -1,12 +1,15 @@
 """What depends on the data alone is computed once.
 
 The input of the first layer is the same in every trial. Inner products between its patches, or the
-norms of its rows, can be stored for a whole data set and looked up for a batch.
+norms of its rows, can be stored for a whole data set and looked up for a batch. Norms that were
+stored for other values would let records pass the clip. So tables belong to one problem: another
+one, over the same memory too, makes its own. They are made anew when the data is known to have been
+written to; writing to it behind PyTorch's back, through an array of NumPy, while a run is under way
+is not noticed.
 """
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -16,25 +19,18 @@ from dpsur.core.gradients.budget import GradientBudget
 # Numbers of the data set that are worked on at once, beside a batch that fills the memory.
 _NUMBERS_AT_ONCE = 2**20
 
-# Tables of a data set, by the identity of its tensor. A table that has no room is None. They go
-# when the data goes: with it on another device they are made anew.
-_tables: dict[int, tuple["ref[Tensor]", dict[Hashable, Tensor | bool | None]]] = {}
-
-
-def _tables_of(data: Tensor) -> dict[Hashable, Tensor | bool | None]:
-    key = id(data)
-    if key not in _tables or _tables[key][0]() is not data:
-        _tables[key] = ref(data, lambda _: _tables.pop(key, None)), {}
-    return _tables[key][1]
+# By name and budget. A table that has no room is None.
+Tables = dict[Hashable, Tensor | int | None]
 
 
 @dataclass(frozen=True)
 class KnownInputs:
-    """Inputs of a batch that are rows of a data set. The data set must not be changed in place."""
+    """Inputs of a batch that are rows of a data set, and the tables of the problem it is for."""
 
     data: Tensor
     rows: Tensor
     inputs: Tensor
+    tables: Tables
     budget: GradientBudget = field(default_factory=GradientBudget)
 
     def __post_init__(self) -> None:
@@ -55,7 +51,7 @@ class KnownInputs:
     @property
     def finite(self) -> bool:
         """Whether no record holds NaN or infinity."""
-        tables = _tables_of(self.data)
+        tables = self._current_tables()
         if "finite" not in tables:
             tables["finite"] = all(bool(piece.isfinite().all()) for piece in self._pieces())
         return bool(tables["finite"])
@@ -66,7 +62,7 @@ class KnownInputs:
         None where a table of the whole set has no room. Only the first call waits for the device,
         so that it must come before a capture.
         """
-        tables = _tables_of(self.data)
+        tables = self._current_tables()
         key = (name, self.budget)
         if key not in tables:
             one = compute(self.data[:1])
@@ -78,6 +74,13 @@ class KnownInputs:
                     torch.cuda.current_stream(self.data.device).synchronize()
         table = tables[key]
         return table.index_select(0, self.rows) if isinstance(table, Tensor) else None
+
+    def _current_tables(self) -> Tables:
+        """The tables, emptied first if the data was written to since they were made."""
+        if self.tables.get("version") != self.data._version:
+            self.tables.clear()
+            self.tables["version"] = self.data._version
+        return self.tables
 
     def _pieces(self) -> tuple[Tensor, ...]:
         return torch.split(self.data, max(1, _NUMBERS_AT_ONCE // max(1, self.data[0].numel())))
