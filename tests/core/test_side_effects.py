@@ -49,7 +49,13 @@ def test_a_table_that_shortens_its_rows_is_refused_by_name(kind):
     model = Sentences(kind(WORDS, 8, max_norm=0.5))
     with pytest.raises(UnsupportedModelError, match=rf"table \({kind.__name__}\).*max_norm=None"):
         check_model(model, sentences())
-    check_model(Sentences(nn.Embedding(WORDS, 8)), sentences())
+    check_model(Sentences(kind(WORDS, 8)), sentences())
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_by_name(kind):
+    with pytest.raises(UnsupportedModelError, match=rf"{kind.__name__}.*sparse=False"):
+        check_model(Sentences(kind(WORDS, 8, sparse=True)), sentences())
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])

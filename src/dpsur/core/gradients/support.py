@@ -63,7 +63,9 @@ def _check_known_mixers(model: nn.Module) -> None:
                 f"{where} keeps statistics of private records in its buffers; "
                 "set track_running_stats=False"
             )
-        if getattr(module, "max_norm", None) is not None and isinstance(module, _TABLES):
+        if isinstance(module, _TABLES) and module.sparse:
+            raise UnsupportedModelError(f"{where} has sparse gradients; set sparse=False")
+        if isinstance(module, _TABLES) and module.max_norm is not None:
             raise UnsupportedModelError(
                 f"{where} shortens the rows of its table that private records name, without noise; "
                 "set max_norm=None, or shorten what it returns (F.normalize of the output)"
