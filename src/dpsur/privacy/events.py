@@ -13,6 +13,11 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 
 
+def precision(noise_multiplier: float) -> float:
+    """1 / noise^2; infinite where that is no floating-point number."""
+    return math.inf if noise_multiplier < 1e-150 else 1 / noise_multiplier**2
+
+
 @dataclass(frozen=True)
 class NonPrivate:
     """Data used without protection. Every accountant charges infinity."""
@@ -133,7 +138,10 @@ class NoisyChoice:
         A ratio x becomes 1 - q + q x. Where x lies in [s, s e^epsilon] and 1 is in between, the
         logarithm of that has its widest range at s = 1.
         """
-        return math.log1p(self.sample_rate * math.expm1(self.choice_epsilon))
+        q, epsilon = self.sample_rate, self.choice_epsilon
+        if epsilon > 700.0:  # where e^epsilon is no floating-point number
+            return epsilon + math.log(q + (1 - q) * math.exp(-epsilon))
+        return math.log1p(q * math.expm1(epsilon))
 
 
 @dataclass(frozen=True)

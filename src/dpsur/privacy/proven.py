@@ -14,6 +14,7 @@ from typing import NamedTuple
 from dpsur import checks
 from dpsur.cache_folder import cache_folder
 from dpsur.errors import InvalidInputError
+from dpsur.privacy import events
 from dpsur.privacy.conversion import epsilon_at
 from dpsur.privacy.events import (
     Event,
@@ -113,7 +114,7 @@ def compose(charges: Sequence[tuple[Event, int]]) -> Composition:
         _check_count(count)
         match event:
             case Gaussian(noise_multiplier=sigma):
-                precision += count / sigma**2
+                precision += count * events.precision(sigma) if count else 0.0
             case NonPrivate() | Trial(update=NonPrivate()):
                 precision += math.inf if count else 0.0
             case Trial(update=SampledGaussian() as update, test=None):

@@ -12,7 +12,15 @@ import numpy as np
 from scipy.special import gammaln, logsumexp
 
 from dpsur.errors import InvalidInputError
-from dpsur.privacy.events import Event, Gaussian, LossTest, NonPrivate, SampledGaussian, Trial
+from dpsur.privacy.events import (
+    Event,
+    Gaussian,
+    LossTest,
+    NonPrivate,
+    SampledGaussian,
+    Trial,
+    precision,
+)
 
 PAPER_ORDERS = tuple(range(2, 65))
 
@@ -20,8 +28,8 @@ PAPER_ORDERS = tuple(range(2, 65))
 @lru_cache(maxsize=4096)
 def sampled_gaussian_rdp(q: float, sigma: float, alpha: int) -> float:
     """Rényi divergence of order alpha of a sampled Gaussian mechanism (paper, eq. for A_alpha)."""
-    if q == 1.0:
-        return alpha / (2 * sigma**2)
+    if q == 1.0 or math.isinf(precision(sigma)):
+        return alpha / 2 * precision(sigma)
     k = np.arange(alpha + 1)
     log_binomial = gammaln(alpha + 1) - gammaln(k + 1) - gammaln(alpha - k + 1)
     log_terms = (
@@ -36,7 +44,7 @@ def event_rdp(event: Event, alpha: int) -> float:
         case NonPrivate():
             return math.inf
         case Gaussian(noise_multiplier=sigma):
-            return alpha / (2 * sigma**2)
+            return alpha / 2 * precision(sigma)
         case SampledGaussian(sample_rate=q, noise_multiplier=sigma):
             return sampled_gaussian_rdp(q, sigma, alpha)
         case LossTest(sample_rate=q, noise_multiplier=sigma):
