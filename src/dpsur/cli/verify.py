@@ -6,8 +6,9 @@ import json
 from dpsur.runs.verification import verify
 
 DESCRIPTION = """\
-Check a release against itself: recompute every epsilon from the parameters in privacy.json, compare
-PRIVACY.md with it, and check that the weights are the stated ones.
+Check a release against itself: recompute every epsilon from the parameters in privacy.json, hold
+its texts, counts, settings and warnings against them, compare PRIVACY.md with it, and check that
+the weights are the stated ones.
 
 This is not a signature. It finds a statement that does not follow from its own parameters, and
 weights that are not the stated ones. It cannot tell whether the run was made as stated.

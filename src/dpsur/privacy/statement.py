@@ -13,58 +13,23 @@ from typing import Any
 from dpsur.privacy.accounting import FIGURES, accounting_named, figures
 from dpsur.privacy.events import Event, Trial, event_from_json, event_to_json
 from dpsur.privacy.filtered import AnyPlan, FilteredPlan
-from dpsur.privacy.hiding import CONSTANT, DELAY, NOT_HIDDEN
+from dpsur.privacy.hiding import NOT_HIDDEN
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plan import Plan
+from dpsur.privacy.plan import Budget, Plan
+from dpsur.privacy.wording import (
+    ADJACENCY,
+    ARITHMETICS,
+    AVERAGE,
+    DEFINITION,
+    LAST,
+    NOT_COVERED,
+    SAMPLER,
+    TUNING,
+    UNIT,
+    side_channels,
+)
 
-FORMAT = "dpsur-privacy/3"
-
-DEFINITION = "(epsilon, delta)-differential privacy in the central model"
-UNIT = "one record of the training set"
-ADJACENCY = "add or remove one record; the number of records N is public"
-SAMPLER = (
-    "Poisson: every record joins a batch independently, with fresh draws for every training batch "
-    "and every test; accounting and implementation use the same rate"
-)
-ARITHMETIC = (
-    "Gradients are clipped, summed and noised in floating point; the proofs are over the real "
-    "numbers. Noise comes from PyTorch's generators, which are not cryptographically secure."
-)
-TF32_OFF = "Products were computed in full float32."
-TF32_ON = (
-    "Products in the layers were computed with inputs rounded to TF32, as asked for; norms, "
-    "clipped sums and noise in full float32."
-)
-BF16_ON = (
-    "Layers and their backward pass were computed in bfloat16, as asked for; every gradient was "
-    "clipped by the norm of the very numbers that were summed, in float32, as was the noise."
-)
-TUNING = (
-    "Hyper-parameters chosen by looking at results on the same private records are not covered by "
-    "epsilon; only this one run is."
-)
-WATCHED = {
-    NOT_HIDDEN: (
-        "The time a run takes, its memory and its power, for whoever can watch the process.",
-        "How many trials were rejected, unless every trial was charged.",
-    ),
-    DELAY: (
-        "The time a run takes, its memory and its power, for whoever can watch the process. Random "
-        "delays after accepted updates blurred that time, which is no guarantee.",
-        "How many trials were rejected.",
-    ),
-    CONSTANT: (
-        "The time single trials take, their memory and their power, for whoever can watch the "
-        "process. How many were made was fixed before the run and tells nothing.",
-    ),
-}
-PRIVATE_FOLDER = (
-    "Checkpoints, metrics and random-stream positions in the private folder of the run."
-)
-NOT_COVERED = (
-    "Preprocessing done before the records reached this library, and the public test set.",
-    "Records that appear more than once, or people with several records.",
-)
+FORMAT = "dpsur-privacy/4"
 
 
 @dataclass(frozen=True)
@@ -138,12 +103,12 @@ def privacy_statement(plan: AnyPlan, ledger: Ledger, facts: RunFacts) -> dict[st
         "mechanism": _mechanism(plan, ledger),
         "accepted_updates": ledger.updates if plan.verdicts_are_public else plan.kept,
         "method": facts.method,
-        "settings": dict(facts.settings),
-        "released": ["the average of the weights" if facts.average else "the last weights"],
+        "settings": _settings(plan, facts.settings),
+        "released": [AVERAGE if facts.average else LAST],
         "random": {"seeded": facts.seeded},
         "arithmetic": _arithmetic(facts),
         "tuning": TUNING,
-        "side_channels": [*WATCHED[facts.hide_rejections], PRIVATE_FOLDER],
+        "side_channels": side_channels(facts.hide_rejections),
         "not_covered": list(NOT_COVERED),
         "warnings": warnings_for(plan, facts.dataset_size, seeded=facts.seeded),
         "versions": dict(facts.versions),
@@ -151,10 +116,16 @@ def privacy_statement(plan: AnyPlan, ledger: Ledger, facts: RunFacts) -> dict[st
 
 
 def _arithmetic(facts: RunFacts) -> str:
-    products = TF32_ON if facts.tf32 else TF32_OFF
-    if not facts.bf16:
-        return f"{ARITHMETIC} {products}"
-    return f"{ARITHMETIC} {BF16_ON} Outside of them: {products}"
+    return ARITHMETICS[2 * facts.bf16 + facts.tf32]
+
+
+def _settings(plan: AnyPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with the counts of the plan, which may have been cut short."""
+    if isinstance(plan, FilteredPlan):
+        return dict(settings)
+    counts = {"updates": plan.length, "trials": plan.trials}
+    kept = {name: n for name, n in counts.items() if settings.get(name) is not None}
+    return {**settings, **kept}
 
 
 def _mechanism(plan: AnyPlan, ledger: Ledger) -> dict[str, Any]:
@@ -184,13 +155,38 @@ def _mechanism(plan: AnyPlan, ledger: Ledger) -> dict[str, Any]:
 
 def warnings_for(plan: AnyPlan, dataset_size: int, *, seeded: bool) -> list[str]:
     """What the user, and whoever reads the statement, must be told."""
-    warnings = plan.budget.warnings(dataset_size)
-    if not accounting_named(plan.accounting).proved:
-        known = epsilons(plan)["proven"]
-        beside = "not computed" if known is None else format_epsilon(known)
+    unproved = not accounting_named(plan.accounting).proved
+    figures = (plan.epsilon(), epsilons(plan)["proven"]) if unproved else (math.nan, None)
+    return _warnings(plan.budget, plan.accounting, figures, dataset_size, seeded=seeded)
+
+
+def stated_warnings(statement: Mapping[str, Any]) -> list[str]:
+    """The warnings that follow from the figures of a statement."""
+    guarantee, budget = statement["guarantee"], statement["budget"]
+    return _warnings(
+        Budget(budget["epsilon"], budget["delta"]),
+        guarantee["accounting"],
+        (guarantee["epsilon"], statement["epsilon"]["proven"]),
+        statement["dataset_size"],
+        seeded=statement["random"]["seeded"],
+    )
+
+
+def _warnings(
+    budget: Budget,
+    accounting: str,
+    figures: tuple[float, float | None],
+    dataset_size: int,
+    *,
+    seeded: bool,
+) -> list[str]:
+    warnings = budget.warnings(dataset_size)
+    claimed, proven = figures
+    if not accounting_named(accounting).proved:
+        beside = "not computed" if proven is None else format_epsilon(proven)
         warnings.append(
-            f"the {plan.accounting} accounting is not proved for selective release: its epsilon "
-            f"{format_epsilon(plan.epsilon())} is a claim of the paper, not a guarantee; "
+            f"the {accounting} accounting is not proved for selective release: its epsilon "
+            f"{format_epsilon(claimed)} is a claim of the paper, not a guarantee; "
             f"proven: {beside}"
         )
     if seeded:

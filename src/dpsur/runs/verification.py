@@ -8,6 +8,7 @@ from typing import Any
 
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.claims import claim_faults
 from dpsur.privacy.events import Trial, event_from_json
 from dpsur.privacy.hiding import least_cap
 from dpsur.privacy.page import render_markdown
@@ -18,6 +19,20 @@ from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, release_folder, sha256
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
 TOLERANCE = 1e-5
+# What reading and recomputing a statement raises where a value is missing or of another kind.
+MALFORMED = (
+    LookupError,
+    TypeError,
+    ValueError,  # with it every refusal of this package
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
+KEYS = {
+    *("format", "guarantee", "budget", "epsilon", "unit", "adjacency", "dataset_size", "sampler"),
+    *("mechanism", "accepted_updates", "method", "settings", "released", "random", "arithmetic"),
+    *("tuning", "side_channels", "not_covered", "warnings", "versions", "weights"),
+}
 
 
 def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | None]]:
@@ -30,12 +45,13 @@ def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | N
     try:
         figures = recomputed_epsilons(statement)
         faults = [
+            *_form_faults(statement),
             *_figure_faults(statement, figures),
-            *_setting_faults(statement),
+            *claim_faults(statement),
             *_weight_faults(folder, statement),
             *_page_faults(folder, statement),
         ]
-    except (KeyError, TypeError, AttributeError, InvalidInputError) as error:
+    except MALFORMED as error:
         return [f"{STATEMENT} cannot be read: {type(error).__name__}: {error}"], {}
     return faults, figures
 
@@ -107,21 +123,12 @@ def _cap_faults(statement: dict[str, Any]) -> list[str]:
     return [f"the cap of {mechanism['trial_cap']} trials is below the {least} that delta needs"]
 
 
-def _setting_faults(statement: dict[str, Any]) -> list[str]:
-    """The sizes that people read must be those that the accountant was given."""
-    update, test = (statement["mechanism"]["trial"][part] for part in ("update", "test"))
-    settings, size = statement["settings"], statement["dataset_size"]
-    if statement["mechanism"]["filter"] is not None:
-        update = None  # its rate follows from released values; every step states its own
-    faults = []
-    for name, event in (("batch_size", update), ("val_batch_size", test)):
-        if event is None or "sample_rate" not in event:
-            continue
-        if not math.isclose(settings[name] / size, event["sample_rate"], rel_tol=1e-9):
-            faults.append(
-                f"{name} {settings[name]} of {size} records is not the sample rate "
-                f"{event['sample_rate']} that was accounted for"
-            )
+def _form_faults(statement: dict[str, Any]) -> list[str]:
+    """Nothing may be left out, and nothing added that the rest would not be held against."""
+    faults = [f"{key} is missing" for key in sorted(KEYS - statement.keys())]
+    faults += [f"{key} is no part of a statement" for key in sorted(statement.keys() - KEYS)]
+    if not isinstance(statement["random"]["seeded"], bool):
+        faults.append("random.seeded is neither true nor false")
     return faults
 
 
@@ -131,7 +138,10 @@ def _weight_faults(folder: Path, statement: dict[str, Any]) -> list[str]:
     except OSError as error:
         return [f"{WEIGHTS} cannot be read: {error.strerror}"]
     stated = statement["weights"]["sha256"]
-    return [] if digest == stated else [f"{WEIGHTS} has the hash {digest}, stated is {stated}"]
+    faults = [] if digest == stated else [f"{WEIGHTS} has the hash {digest}, stated is {stated}"]
+    if statement["weights"]["file"] != WEIGHTS:
+        faults.append(f"weights.file is {statement['weights']['file']!r}, not {WEIGHTS!r}")
+    return faults
 
 
 def _page_faults(folder: Path, statement: dict[str, Any]) -> list[str]:

@@ -1,0 +1,188 @@
+"""What a statement says in words and in settings, held against its own mechanism.
+
+Epsilon is recomputed elsewhere. Here is the rest of what people read: texts that are the same for
+every release, counts and settings that repeat the mechanism, and warnings that follow from both.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from dpsur import checks
+from dpsur.errors import InvalidInputError
+from dpsur.privacy.accounting import KEEP_MOMENTUM, RESTORE, accounting_named
+from dpsur.privacy.events import CoinTest, LossTest, NoisyChoice, SampledGaussian
+from dpsur.privacy.hiding import CONSTANT, DELAY, NOT_HIDDEN
+from dpsur.privacy.statement import stated_warnings
+from dpsur.privacy.wording import (
+    ADJACENCY,
+    ARITHMETICS,
+    AVERAGE,
+    DEFINITION,
+    LAST,
+    NOT_COVERED,
+    SAMPLER,
+    TUNING,
+    UNIT,
+    side_channels,
+)
+
+# Settings that repeat a value of the event they belong to.
+SETTINGS_OF: Final = {
+    SampledGaussian.__name__: {"noise_multiplier": "noise_multiplier"},
+    LossTest.__name__: {
+        "val_noise_multiplier": "noise_multiplier",
+        "accept_threshold": "accept_threshold",
+    },
+    CoinTest.__name__: {"accept_ratio": "accept_ratio"},
+    NoisyChoice.__name__: {"choice_epsilon": "choice_epsilon"},
+}
+GATE_OF: Final = {LossTest.__name__: "loss", CoinTest.__name__: "coin"}
+
+
+def claim_faults(statement: Mapping[str, Any]) -> list[str]:
+    """What a statement claims without ground in its mechanism, each in a sentence."""
+    checks.at_least_one("dataset_size", statement["dataset_size"])
+    _check_form(statement["mechanism"])
+    return [
+        *_text_faults(statement),
+        *_count_faults(statement),
+        *_rate_faults(statement),
+        *_setting_faults(statement),
+        *_warning_faults(statement),
+    ]
+
+
+def _check_form(mechanism: Mapping[str, Any]) -> None:
+    """Refuse a mechanism whose values are of another kind than those that were written."""
+    checks.one_of("mechanism.on_reject", mechanism["on_reject"], (RESTORE, KEEP_MOMENTUM))
+    if not isinstance(mechanism["to_the_cap"], bool):
+        raise InvalidInputError("mechanism.to_the_cap must be true or false")
+    if not isinstance(mechanism["setup"], list):
+        raise InvalidInputError("mechanism.setup must be a list of events")
+    counts = {name: mechanism[name] for name in ("updates", "trials", "trial_cap")}
+    fixed = ("trials",) if mechanism["updates"] is None else ("updates", "trial_cap")
+    for name, count in counts.items():
+        whole = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+        if not (whole if name in fixed else count is None):
+            raise InvalidInputError(f"mechanism.{name} cannot be {count!r} beside {counts}")
+
+
+def _text_faults(statement: Mapping[str, Any]) -> Iterator[str]:
+    guarantee = statement["guarantee"]
+    accounting = accounting_named(guarantee["accounting"])
+    averaged = statement["settings"].get("average_decay") is not None
+    texts = {
+        "guarantee.definition": (guarantee["definition"], (DEFINITION,)),
+        "guarantee.theorem": (guarantee["theorem"], (accounting.theorem,)),
+        "guarantee.assumes": (guarantee["assumes"], (accounting.assumes,)),
+        "unit": (statement["unit"], (UNIT,)),
+        "adjacency": (statement["adjacency"], (ADJACENCY,)),
+        "sampler": (statement["sampler"], (SAMPLER,)),
+        "tuning": (statement["tuning"], (TUNING,)),
+        "arithmetic": (statement["arithmetic"], ARITHMETICS),
+        "released": (statement["released"], ([AVERAGE if averaged else LAST],)),
+        "side_channels": (statement["side_channels"], _watched(statement)),
+        "not_covered": (statement["not_covered"], (list(NOT_COVERED),)),
+    }
+    for name, (stated, allowed) in texts.items():
+        if stated not in allowed:
+            yield f"{name} says {stated!r}, which is not what this library states there"
+
+
+def _watched(statement: Mapping[str, Any]) -> tuple[list[str], ...]:
+    mechanism = statement["mechanism"]
+    if mechanism["to_the_cap"]:
+        return (side_channels(CONSTANT),)
+    if mechanism["updates"] is None or _gate(mechanism) is None:
+        return (side_channels(NOT_HIDDEN),)
+    return (side_channels(NOT_HIDDEN), side_channels(DELAY))
+
+
+def _gate(mechanism: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The test that can reject a candidate; a choice among step lengths cannot."""
+    test: Mapping[str, Any] | None = mechanism["trial"]["test"]
+    return None if test is None or test["kind"] == NoisyChoice.__name__ else test
+
+
+def _count_faults(statement: Mapping[str, Any]) -> Iterator[str]:
+    least, most = _accepted(statement)
+    stated = statement["accepted_updates"]
+    if not (isinstance(stated, int) and least <= stated <= most):
+        meant = f"{least}" if least == most else f"{least} to {most}"
+        yield f"accepted_updates is {stated}, the mechanism makes {meant}"
+
+
+def _accepted(statement: Mapping[str, Any]) -> tuple[int, int]:
+    """The least and the most updates that the mechanism can have accepted."""
+    mechanism = statement["mechanism"]
+    updates, trials = mechanism["updates"], mechanism["trials"]
+    if mechanism["filter"] is None:
+        if updates is not None:
+            return updates, updates
+        return (trials if _gate(mechanism) is None else 0), trials
+    charged = sum(
+        row["charged"] for row in mechanism["filter"]["steps"] if row["step"]["kind"] == "Trial"
+    )
+    if mechanism["trial"]["test"] is None:
+        return charged, charged
+    if updates is not None and _gate(mechanism) is not None:
+        return charged, updates  # the planned number is stated, whatever the filter let pass
+    return 0, charged
+
+
+def _rate_faults(statement: Mapping[str, Any]) -> Iterator[str]:
+    """The sizes that people read must be those that the accountant was given."""
+    mechanism, settings = statement["mechanism"], statement["settings"]
+    size, trial = statement["dataset_size"], mechanism["trial"]
+    # Behind a filter the rate follows from released values; every step states its own.
+    update = None if mechanism["filter"] is not None else trial["update"]
+    for name, event in (("batch_size", update), ("val_batch_size", trial["test"])):
+        if event is None or "sample_rate" not in event:
+            continue
+        if not math.isclose(settings[name] / size, event["sample_rate"], rel_tol=1e-9):
+            yield (
+                f"{name} {settings[name]} of {size} records is not the sample rate "
+                f"{event['sample_rate']} that was accounted for"
+            )
+
+
+def _setting_faults(statement: Mapping[str, Any]) -> Iterator[str]:
+    mechanism, settings = statement["mechanism"], statement["settings"]
+    for name, value in _implied_settings(mechanism).items():
+        if name in settings and settings[name] != value:
+            yield f"settings.{name} is {settings[name]}, the mechanism has {value}"
+    for row in () if mechanism["filter"] is None else mechanism["filter"]["steps"]:
+        step = row["step"]
+        if step["kind"] == "Trial" and step["test"] != mechanism["trial"]["test"]:
+            yield f"a step of the filter has the test {step['test']}, the mechanism another one"
+
+
+def _implied_settings(mechanism: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of settings that the mechanism decides."""
+    update, test = mechanism["trial"]["update"], mechanism["trial"]["test"]
+    gate = _gate(mechanism)
+    found = {"on_reject": mechanism["on_reject"]}
+    found["gate"] = "none" if gate is None else GATE_OF[gate["kind"]]
+    events = [test]
+    if mechanism["filter"] is None:  # which would choose noise and counts on the way
+        events.append(update)
+        found["updates"] = mechanism["updates"]
+        found["trials"] = mechanism["trials"]
+        if gate is None:
+            found["updates"] = mechanism["trials"] or mechanism["updates"]
+            found["trials"] = None
+    for event in events:
+        if event is not None:
+            names = SETTINGS_OF.get(event["kind"], {})
+            found |= {name: event[key] for name, key in names.items()}
+    return found
+
+
+def _warning_faults(statement: Mapping[str, Any]) -> Iterator[str]:
+    due, stated = stated_warnings(statement), statement["warnings"]
+    for warning in due:
+        if warning not in stated:
+            yield f"a warning is missing: {warning}"
+    if len(stated) != len(due):
+        yield f"there are {len(stated)} warnings, {len(due)} are due"
