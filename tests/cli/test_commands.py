@@ -113,6 +113,7 @@ BAD = [
     (["--epsilon", "nan"], "epsilon must be above 0, got nan"),
     (["--epsilon", "three"], "invalid float value: 'three'"),
     (["--delta", "2"], "delta must be in (0, 1), got 2.0"),
+    (["--method", "dpsgd-ts", "--features", "scattering"], "choose --features pixels"),
     (["--learning-rate", "-2"], "learning_rate must be a finite number above 0, got -2.0"),
     (["--learning-rate", "nan"], "learning_rate must be a finite number above 0, got nan"),
     (["--batch-size", "4001"], "batch_size 4001 is larger than the data set of 4000 records"),
@@ -225,3 +226,9 @@ def test_module_entry_point():
         [sys.executable, "-m", "dpsur", "--version"], capture_output=True, text=True, check=True
     )
     assert result.stdout.startswith("dpsur 0.")
+
+
+def test_the_help_says_which_defaults_are_the_tasks(capsys):
+    shown = " ".join(dpsur("train", "--help", capsys=capsys)[1].split())
+    assert "learning rate at the start (default: the task's, else 4.0" in shown
+    assert "momentum (sgd) (default: 0.9)" in shown  # of which no task has one of its own

@@ -163,7 +163,16 @@ def _network(task: Task, features: str, run: TaskRun) -> dict[str, Any]:
             f"task {task.name} has no network for the features {features}, only for {known}; "
             "choose another method or features, or bring a network with --model"
         )
-    return {**task.networks[features], **run.network, **run.method.network_changes()}
+    network, changes = task.networks[features], run.method.network_changes()
+    if not takes(network, changes):
+        suited = [name for name, other in task.networks.items() if takes(other, changes)]
+        remedy = f"choose --features {suited[0]}" if suited else "choose another method"
+        raise InvalidInputError(
+            f"method {run.method.name} sets the {', '.join(changes)} of a network, which "
+            f"{network['name']} (task {task.name}, features {features}) does not have; {remedy}, "
+            "or bring a network with --model"
+        )
+    return {**network, **run.network, **changes}
 
 
 def _origin(task: Task, network: Mapping[str, Any] | None, session: Session) -> Origin:
