@@ -1,5 +1,7 @@
 """Where certified divergences are kept, and that whole numbers are as good as any."""
 
+import os
+
 import pytest
 
 from dpsur.methods import Dpsur
@@ -7,6 +9,7 @@ from dpsur.privacy import proven
 from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial
 from dpsur.privacy.plan import Budget
 from dpsur.privacy.proven import SelectiveUpdate, event_divergence, selective_divergence
+from dpsur.privacy.selective import store
 from dpsur.privacy.selective.divergence import Interval
 from dpsur.privacy.selective.store import Store
 
@@ -49,3 +52,27 @@ def test_a_method_takes_whole_numbers():
     same = Dpsur(noise_multiplier=8.0, accept_ratio=2.0, **options)
     plans = [method.settle(64, Budget(3, 1e-3), "proven")[1] for method in (whole, same)]
     assert plans[0].epsilon() == plans[1].epsilon() <= 3
+
+
+def test_the_longest_unused_files_are_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "MOST_FILES", 20)
+    other = tmp_path / "other.json"
+    other.touch()
+
+    def known(number):
+        return Store((number, 1.0, 0.0, 1.0), tmp_path).get("add") is not None
+
+    def keep(number):
+        before = set(tmp_path.glob("selective-*.json"))
+        one = Store((number, 1.0, 0.0, 1.0), tmp_path)
+        one.put("add", Interval(1.0, 2.0))
+        one.flush()
+        return set(tmp_path.glob("selective-*.json")) - before
+
+    for number in range(20):
+        (path,) = keep(number)
+        os.utime(path, (number + 1, number + 1))  # long ago, one after the other
+    assert known(0)  # which is a use
+    keep(20)
+    assert [number for number in range(21) if known(number)] == [0, *range(4, 21)]
+    assert other.exists()

@@ -23,6 +23,7 @@ COMMANDS = {
     "reproduce": ("dpsur.cli.reproduce", "make the paper's tables and figures"),
     "bench": ("dpsur.cli.bench", "speed and memory, side by side with PyTorch and Opacus"),
     "data": ("dpsur.cli.data", "fetch the public data sets and show which are there"),
+    "cache": ("dpsur.cli.cache", "show or empty what is kept to save time"),
     "tasks": ("dpsur.cli.tasks", "list the tasks that can be trained"),
     "methods": ("dpsur.cli.methods", "list the methods and their hyper-parameters"),
 }

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from dpsur.privacy.selective.divergence import VERSION, Interval
 
+# Files of a few kilobytes each. Beyond this number those that were longest unused go.
+MOST_FILES = 1000
+
 
 class Store:
     """Intervals of one setting by label. `folder=None` keeps them in memory only."""
@@ -42,11 +45,16 @@ class Store:
         )
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self._path.parent, suffix=".tmp")
+            handle, temporary = tempfile.mkstemp(
+                dir=self._path.parent, prefix="selective-", suffix=".tmp"
+            )
             try:
                 with os.fdopen(handle, "w") as file:
                     file.write(text)
+                is_new = not self._path.exists()
                 Path(temporary).replace(self._path)
+                if is_new:
+                    _drop_oldest(self._path.parent)
             except OSError:
                 Path(temporary).unlink(missing_ok=True)
                 raise
@@ -60,12 +68,28 @@ class Store:
             values = data["values"]
             if data["key"] != self._key or data["digest"] != _digest(self._key, values):
                 return {}
+            with contextlib.suppress(OSError):
+                os.utime(self._path)  # in use: the last to be dropped
             known = {
                 k: Interval(float.fromhex(lo), float.fromhex(hi)) for k, (lo, hi) in values.items()
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return {}
         return {k: v for k, v in known.items() if 0.0 <= v.lower <= v.upper}
+
+
+def _drop_oldest(folder: Path) -> None:
+    """Keep the folder within MOST_FILES, with some room so that this is seldom done."""
+    files = list(folder.glob("selective-*.json"))
+    if len(files) <= MOST_FILES:
+        return
+    ages = []
+    for path in files:
+        with contextlib.suppress(OSError):  # another process was faster
+            ages.append((path.stat().st_mtime, path))
+    for _, path in sorted(ages)[: len(ages) - MOST_FILES * 9 // 10]:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _digest(key: list[str], values: object) -> str:
