@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,17 @@ def test_every_room_of_the_house_is_explained():
     source = ROOT / "src" / "dpsur"
     rooms = {p.name for p in source.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert set(re.findall(r"^\| `([a-z]+)/` \|", text, flags=re.MULTILINE)) == rooms
+
+
+def test_the_stated_versions_are_those_of_the_metadata():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = re.search(r"needs\s+Python (\S+) or newer and PyTorch (\S+) or newer", TEXT)
+    assert project["requires-python"] == f">={needs[1]}"
+    assert f"torch>={needs[2]}" in project["dependencies"]
+    tested = re.search(r"tested are Python ([\d., and]+), PyTorch ([\d.]+)\s", TEXT)
+    named = [text.split(" :: ")[-1] for text in project["classifiers"] if "3." in text]
+    assert re.findall(r"3\.\d+", tested[1]) == named
+    assert tested[2] == needs[2]
 
 
 def test_it_is_short():

@@ -16,6 +16,7 @@ COMMANDS = {
     "train": ("dpsur.cli.train", "train a model under a privacy budget"),
     "evaluate": ("dpsur.cli.evaluate", "test a release on its task's public test set"),
     "verify": ("dpsur.cli.verify", "recompute a release's epsilon and check its weights"),
+    "proof": ("dpsur.cli.proof", "the theorem behind epsilon, its proof and its limits"),
     "account": ("dpsur.cli.account", "what a run costs, under each accounting"),
     "calibrate": ("dpsur.cli.calibrate", "noise, updates or test for a budget"),
     "attack": ("dpsur.cli.attack", "membership inference on a target or on a release"),

@@ -23,6 +23,11 @@ Charges = Sequence[tuple[Event, int]]
 RESTORE: Final = "restore"
 KEEP_MOMENTUM: Final = "keep-momentum"
 
+# Where a statement sends its reader, who has the release and not this repository.
+PROOF: Final = (
+    "The page with the proof is part of the Python package dpsur: `dpsur proof` prints it."
+)
+
 # The share of delta that is set aside for a run that hits its cap on trials.
 CAP_SHARE: Final = 1e-3
 
@@ -81,7 +86,16 @@ class Proven(Accounting):
     name = "proven"
     charges = "updates"
     proved = True
-    theorem = "selective release, docs/privacy.md of this package"
+    theorem = (
+        "Let a candidate be a sum of clipped gradients over a Poisson sample with Gaussian noise, "
+        "released only if a test on a fresh Poisson sample accepts it, which it does with a "
+        "probability between a_min and a_max whatever the records are. Then, given the accepted "
+        "updates before it, its Rényi divergence between neighbouring data sets is at most a "
+        "number that depends on the two sample rates, the noise multiplier and a_max / a_min "
+        "alone; the divergences of accepted updates add up, and their sum implies (epsilon, "
+        "delta). Where nothing is selected, sampled Gaussian mechanisms are composed by privacy "
+        f"loss distributions. {PROOF}"
+    )
     assumes = (
         "The number of accepted updates is fixed before training, whatever a rejected trial "
         "touched is restored, and only accepted updates are released. Each is charged the "
@@ -118,7 +132,12 @@ class EveryTrial(Accounting):
     name = "every-trial"
     charges = "trials"
     proved = True
-    theorem = "composition of sampled Gaussian mechanisms by privacy loss distributions"
+    theorem = (
+        "Every noisy gradient and every noisy test is a Poisson-sampled Gaussian mechanism, for "
+        "which a pair of distributions is known that dominates it. Dominating pairs compose "
+        "adaptively, and their privacy loss distributions, discretised upwards, give epsilon at "
+        f"delta. {PROOF}"
+    )
     assumes = (
         "The number of trials is fixed before training and each one is charged its noisy gradient "
         "and its noisy test, accepted or not. Nothing is conditioned on acceptance, so verdicts "
@@ -149,7 +168,10 @@ class Published(Accounting):
     name = "published"
     charges = "updates"
     proved = False
-    theorem = "none for selective release; the paper's theorem on the privacy loss of DPSUR"
+    theorem = (
+        "None for selective release. The paper's theorem on the privacy loss of DPSUR is about "
+        f"another mechanism, and its figure can be exceeded. {PROOF}"
+    )
     assumes = (
         "Only accepted updates are charged, each as one sampled Gaussian for the gradient and one "
         "for the test. The paper does not prove this for the algorithm it runs: conditioning on "
