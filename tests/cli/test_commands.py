@@ -232,3 +232,4 @@ def test_the_help_says_which_defaults_are_the_tasks(capsys):
     shown = " ".join(dpsur("train", "--help", capsys=capsys)[1].split())
     assert "learning rate at the start (default: the task's, else 4.0" in shown
     assert "momentum (sgd) (default: 0.9)" in shown  # of which no task has one of its own
+    assert "(default: the task's, else 4.0)" in dpsur("methods", capsys=capsys)[1]

@@ -2,7 +2,7 @@
 
 import argparse
 
-from dpsur.cli.options import flag
+from dpsur.cli.options import flag, set_by_tasks
 from dpsur.methods import METHODS
 
 
@@ -18,7 +18,8 @@ def run(options: argparse.Namespace) -> int:
     for name, method in METHODS.items():
         print(f"{name}: {method.summary}")
         for field in method.options():
-            default = "" if field.default is None else f" (default: {field.default})"
+            own = "the task's, else " if field.name in set_by_tasks() else ""
+            default = "" if field.default is None else f" (default: {own}{field.default})"
             print(f"  {flag(field.name):<24} {field.metadata['help']}{default}")
         print()
     return 0

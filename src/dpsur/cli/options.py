@@ -102,7 +102,7 @@ def _shown_default(owners: list[str], name: str) -> str:
     if not values:
         return ""
     usual = max(values, key=values.count)
-    own = "the task's, else " if name in _set_by_tasks() else ""
+    own = "the task's, else " if name in set_by_tasks() else ""
     others = [
         f", for {owner} {'left open' if value is None else value}"
         for owner, value in defaults.items()
@@ -111,7 +111,7 @@ def _shown_default(owners: list[str], name: str) -> str:
     return f" (default: {own}{usual}{''.join(others)})"
 
 
-def _set_by_tasks() -> set[str]:
+def set_by_tasks() -> set[str]:
     """Hyper-parameters that tasks have values of their own for."""
     return {
         name for task in TASKS.values() for settings in task.settings.values() for name in settings
