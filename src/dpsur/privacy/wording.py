@@ -10,17 +10,18 @@ SAMPLER = (
     "and every test; accounting and implementation use the same rate"
 )
 ARITHMETIC = (
-    "Gradients are clipped, summed and noised in floating point; the proofs are over the real "
-    "numbers. Noise comes from PyTorch's generators, which are not cryptographically secure."
+    "Gradients are clipped and summed in floating point, and noise is drawn and added in float64; "
+    "the proofs are over the real numbers. Noise comes from PyTorch's generators, which are not "
+    "cryptographically secure."
 )
 TF32_OFF = "Products were computed in full float32."
 TF32_ON = (
-    "Products in the layers were computed with inputs rounded to TF32, as asked for; norms, "
-    "clipped sums and noise in full float32."
+    "Products in the layers were computed with inputs rounded to TF32, as asked for; norms and "
+    "clipped sums in full float32."
 )
 BF16_ON = (
     "Layers and their backward pass were computed in bfloat16, as asked for; every gradient was "
-    "clipped by the norm of the very numbers that were summed, in float32, as was the noise."
+    "clipped by the norm of the very numbers that were summed, in float32."
 )
 ARITHMETICS = tuple(
     f"{ARITHMETIC} {layers}{products}"
