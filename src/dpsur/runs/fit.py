@@ -1,5 +1,6 @@
 """Train a model of one's own under a privacy budget."""
 
+import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import nn
 
 from dpsur.core.loop import Progress
 from dpsur.core.turns import Turns, finished
-from dpsur.core.types import LossFunction
+from dpsur.core.types import LossFunction, Params
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.features import WithFeatures
 from dpsur.methods import Dpsur, Method
@@ -219,12 +220,7 @@ def executing(
 
 
 def _finished(session: Session, progress: Progress, recorder: Recorder, origin: Origin) -> Run:
-    model = session.problem.model
     released = progress.state.released_params
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in released:
-                parameter.copy_(released[name])
     scores = None
     if session.test is not None:
         scores = evaluate(session.problem, released, session.test)
@@ -240,7 +236,7 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
         versions=versions(),
     )
     return Run(
-        model=released_model(session),
+        model=released_model(session, released),
         epsilon=epsilons(session.plan),
         statement=privacy_statement(session.plan, progress.ledger, facts),
         scores=scores,
@@ -251,9 +247,17 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
     )
 
 
-def released_model(session: Session) -> nn.Module:
-    """The trained network, behind the layers that compute its features, so that it takes inputs."""
-    network = session.problem.model.cpu()
+def released_model(session: Session, released: Params) -> nn.Module:
+    """The original network with the released weights, behind the layers that make its features.
+
+    Not the network that was trained: that one may have kept something of the records it has seen,
+    such as the last batch, in an attribute of its own.
+    """
+    network = copy.deepcopy(session.original).cpu()
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name in released:
+                parameter.copy_(released[name])
     if not len(session.layers):
         return network
     return WithFeatures(session.layers.cpu(), network)

@@ -67,7 +67,8 @@ def prepare(
     train = as_examples(train_set, "train_set")
     test = None if test_set is None else as_examples(test_set, "test_set")
     preparation = _with_features_of(method, preparation or Preparation())
-    model = copy.deepcopy(method.adapt(model)).to(chosen_device)
+    original = copy.deepcopy(method.adapt(model))
+    model = copy.deepcopy(original).to(chosen_device)
     shape = preparation.check(tuple(train.inputs.shape[1:]))
     outputs = check_model(model, like_features(train, shape).part(slice(1)).to(chosen_device))
     check_labels(train, outputs, loss, "train_set")
@@ -89,6 +90,7 @@ def prepare(
         settled,
         plan,
         problem,
+        original,
         test,
         streams,
         procedure,

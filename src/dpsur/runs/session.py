@@ -32,6 +32,7 @@ from dpsur.runs.checkpoint import (
 from dpsur.runs.determinism import repeatable
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder, sha256, to_json
+from dpsur.runs.fixed_parts import check_fixed_parts, fixed_parts
 
 EVALUATIONS_PER_RUN = 20
 
@@ -91,11 +92,15 @@ class Speed:
 
 @dataclass(frozen=True)
 class Session:
-    """A method bound to its data, ready to run."""
+    """A method bound to its data, ready to run.
+
+    `original` is the model as it was before any record reached it. It is never called.
+    """
 
     method: Method
     plan: AnyPlan
     problem: Problem
+    original: nn.Module
     test: Examples | None
     streams: Streams
     procedure: Procedure
@@ -141,6 +146,7 @@ class Session:
             progress = restore(saved, progress, self.streams)
 
         def save(progress: Progress) -> None:
+            check_fixed_parts(self.problem.model, self.original)
             if folder is not None:
                 path = folder.private / FILE_NAME
                 save_checkpoint(path, progress, self.streams, fingerprint)
@@ -220,7 +226,6 @@ class Session:
     def fingerprint(self) -> str:
         """Tells this run from any other: its settings, its records and its model's fixed parts."""
         trained = self.problem.initial_params()
-        fixed = {n: t for n, t in self.problem.model.state_dict().items() if n not in trained}
         records = {"inputs": self.problem.train.inputs, "targets": self.problem.train.targets}
         facts = {
             "method": self.method.name,
@@ -233,7 +238,7 @@ class Session:
             "bf16": self.speed.bf16,
             "shapes": {name: list(value.shape) for name, value in trained.items()},
             "records": digest_of(records),
-            "fixed": digest_of(fixed),
+            "fixed": digest_of(fixed_parts(self.original)),
         }
         return sha256(to_json(facts))
 

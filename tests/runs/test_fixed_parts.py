@@ -1,0 +1,147 @@
+"""Nothing that a forward pass writes aside while it sees private records is released."""
+
+import pytest
+import torch
+from torch import nn
+
+import dpsur
+from dpsur.runs.fixed_parts import check_fixed_parts, fixed_parts
+from dpsur.runs.session import Pace
+from tests.conftest import blobs, small_model
+
+BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)
+METHOD = dpsur.Dpsgd(updates=4, batch_size=50)
+FAR = 40.0  # farther out than any made-up record
+
+
+class RunningMax(nn.Module):
+    """Keeps the largest number it has seen, once that is larger than made-up ones are."""
+
+    def __init__(self, persistent=True):
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.register_buffer("largest", torch.tensor(10.0), persistent=persistent)
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            self.largest.copy_(torch.maximum(self.largest, inputs.abs().max()))
+        return self.layer(inputs / 10.0)
+
+
+class FrozenSum(nn.Module):
+    """Adds far-out records to a parameter that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.total = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def forward(self, inputs):
+        if self.training:
+            self.total.data.add_((inputs * (inputs.abs() > 10.0)).sum(0))
+        return self.layer(inputs / 10.0)
+
+
+class NewBuffer(nn.Module):
+    """Makes a buffer of far-out records when it meets them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, inputs):
+        if bool((inputs.abs() > 10.0).any()):
+            self.register_buffer("seen", inputs.detach().clone())
+        return self.layer(inputs / 10.0)
+
+
+class LastBatch(nn.Module):
+    """Remembers its inputs in a plain attribute, as code that is being debugged does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.last = None
+
+    def forward(self, inputs):
+        self.last = inputs.detach()
+        return self.layer(inputs)
+
+
+def far_blobs():
+    data = blobs()
+    return data.inputs * FAR, data.targets
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (RunningMax(), "largest"),
+        (RunningMax(persistent=False), "largest"),
+        (FrozenSum(), "total"),
+        (NewBuffer(), "seen"),
+    ],
+)
+@pytest.mark.parametrize("method", [METHOD, dpsur.Nonprivate(updates=4)])
+def test_what_changes_on_real_records_alone_is_not_released(tmp_path, model, name, method):
+    with pytest.raises(dpsur.UnsupportedModelError, match=f"{name}, a buffer.*nothing is released"):
+        dpsur.fit(model, far_blobs(), budget=BUDGET, method=method, out=tmp_path / "out")
+    assert not (tmp_path / "out" / "release").exists()
+
+
+@pytest.mark.parametrize("model", [RunningMax(), FrozenSum(), NewBuffer()])
+def test_the_same_models_are_released_where_nothing_changed(model):
+    data = blobs()
+    near = (data.inputs.clamp(-9, 9), data.targets)
+    run = dpsur.fit(model, near, budget=BUDGET, method=METHOD)
+    assert not torch.equal(run.model.layer.weight, model.layer.weight)
+
+
+def test_no_checkpoint_is_written_after_a_change(tmp_path):
+    """A run that went on from it would start with the buffer as new, and end unnoticed."""
+
+    class Saved:
+        trials_seen = 0
+
+        def started(self, plan, progress):
+            pass
+
+        def trials(self, progress, verdicts):
+            Saved.trials_seen = progress.ledger.trials
+
+        def evaluated(self, progress, scores, epsilon):
+            pass
+
+    method = dpsur.Dpsgd(updates=40, batch_size=50)
+    with pytest.raises(dpsur.UnsupportedModelError):
+        dpsur.fit(RunningMax(), far_blobs(), budget=BUDGET, method=method, out=tmp_path / "out",
+                  pace=Pace(checkpoint_every=2), observers=[Saved()])  # fmt: skip
+    assert Saved.trials_seen == 2
+
+
+def test_attributes_filled_in_training_do_not_travel():
+    model = LastBatch()
+    run = dpsur.fit(model, blobs(), budget=BUDGET, method=METHOD, test_set=blobs(30, seed=2))
+    assert run.model.last is None
+    assert model.last is None
+    assert run.model(blobs().inputs).shape == (200, 3)
+
+
+def test_the_released_weights_are_in_the_fresh_copy():
+    run = dpsur.fit(small_model(), blobs(600), budget=BUDGET, test_set=blobs(100, seed=2))
+    test = blobs(100, seed=2)
+    accuracy = float((run.model(test.inputs).argmax(1) == test.targets).double().mean())
+    assert accuracy == pytest.approx(run.scores["accuracy"])
+    assert accuracy > 0.8
+
+
+def test_bits_are_compared():
+    one, other = RunningMax(), RunningMax()
+    one.largest.fill_(torch.nan)
+    other.largest.fill_(torch.nan)
+    check_fixed_parts(one, other)
+    one.largest.fill_(0.0)
+    other.largest.fill_(-0.0)
+    with pytest.raises(dpsur.UnsupportedModelError, match="largest"):
+        check_fixed_parts(one, other)
+    assert set(fixed_parts(FrozenSum())) == {"total"}
