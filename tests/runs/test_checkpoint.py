@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch import nn
 
 import dpsur
 from dpsur.runs import files
@@ -40,9 +42,9 @@ class StopAt:
             raise KeyboardInterrupt
 
 
-def fit(out, seed=0, resume=False, observers=(), method=METHOD, data=None, **more):
+def fit(out, seed=0, resume=False, observers=(), method=METHOD, data=None, model=None, **more):
     return dpsur.fit(
-        small_model(),
+        small_model() if model is None else model,
         blobs() if data is None else data,
         budget=BUDGET,
         accounting="every-trial",
@@ -186,3 +188,33 @@ def test_the_checkpoint_is_plain_tensors(tmp_path):
     assert all(isinstance(value, torch.Tensor) for value in tensors.values())
     assert any(name.startswith("stream/") for name in tensors)
     assert any(name.startswith("state/optimizer") for name in tensors)
+
+
+def halved(output, target):
+    return F.cross_entropy(output, target) / 2
+
+
+def doubled(output, target):
+    return F.cross_entropy(output, target) * 2
+
+
+def relu_model():
+    return nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({}, {"loss": doubled}),
+        ({"loss": halved}, {"loss": doubled}),
+        ({"loss": nn.CrossEntropyLoss()}, {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}),
+        ({}, {"model": relu_model()}),
+    ],
+)
+def test_another_loss_or_network_of_the_same_shapes_is_refused(tmp_path, first, second):
+    """Two copies that were resumed so would differ by a sum without noise."""
+    interrupted(tmp_path / "out", seed=None, **first)
+    with pytest.raises(dpsur.CheckpointError, match="loss or records differ.*from two copies"):
+        fit(tmp_path / "out", seed=None, resume=True, **{**first, **second})
+    assert not (tmp_path / "out" / "release").exists()
+    fit(tmp_path / "out", seed=None, resume=True, **first)

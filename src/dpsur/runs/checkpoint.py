@@ -58,8 +58,9 @@ def load_checkpoint(path: Path, fingerprint: str) -> Checkpoint:
     tensors, facts = _read(path)
     if facts["fingerprint"] != fingerprint:
         raise CheckpointError(
-            f"{path} belongs to another run: its settings or its records differ from the ones "
-            "given; resume with the same data, or start a new run in another folder"
+            f"{path} belongs to another run: its settings, model, loss or records differ from the "
+            "ones given; resume with the same, or start a new run in another folder. One run must "
+            "never be resumed from two copies of its folder: they would share their noise"
         )
     try:
         ledger = Ledger.from_json(facts["ledger"])
@@ -105,7 +106,7 @@ def digest_of(tensors: Mapping[str, Tensor], text: str = "") -> str:
     """A digest of named tensors: their names, types, shapes and bytes."""
     total = hashlib.sha256(text.encode())
     for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
+        tensor = tensors[name].detach().cpu().to_dense().contiguous()
         total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()

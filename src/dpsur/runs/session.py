@@ -33,6 +33,7 @@ from dpsur.runs.determinism import repeatable
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder, sha256, to_json
 from dpsur.runs.fixed_parts import check_fixed_parts, fixed_parts
+from dpsur.runs.identity import loss_identity, model_identity
 
 EVALUATIONS_PER_RUN = 20
 
@@ -224,7 +225,7 @@ class Session:
             observer.evaluated(progress, scores, spent)
 
     def fingerprint(self) -> str:
-        """Tells this run from any other: its settings, its records and its model's fixed parts."""
+        """Tells this run from any other: its settings, records, loss, network and fixed parts."""
         trained = self.problem.initial_params()
         records = {"inputs": self.problem.train.inputs, "targets": self.problem.train.targets}
         facts = {
@@ -236,6 +237,8 @@ class Session:
             "device": self.streams.device.type,
             "tf32": self.speed.tf32,
             "bf16": self.speed.bf16,
+            "model": model_identity(self.original),
+            "loss": loss_identity(self.problem.loss),
             "shapes": {name: list(value.shape) for name, value in trained.items()},
             "records": digest_of(records),
             "fixed": digest_of(fixed_parts(self.original)),
