@@ -1,6 +1,7 @@
 """`dpsur train` with presets, features, subsets, limits and networks of one's own."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,8 @@ from dpsur.tasks import TASKS
 from tests.cli.test_commands import dpsur as command
 from tests.conftest import blobs
 
-SHORT = ["--batch-size", "20", "--delta", "1e-3", "--seed", "0", "--device", "cpu", "--quiet"]
+SEED = ["--seed", "0"]
+SHORT = ["--batch-size", "20", "--delta", "1e-3", *SEED, "--device", "cpu", "--quiet"]
 NETWORKS = """
 from torch import nn
 
@@ -129,13 +131,8 @@ def test_a_model_of_ones_own(points, tmp_path, capsys):
     assert dpsur.load(tmp_path / "run", own)(torch.rand(4, 2)).shape == (4, 3)
 
 
-@pytest.mark.parametrize("method", ["dpsgd", "dpis"])
-def test_resume_keeps_what_was_asked_for(method, points, tmp_path, monkeypatch):
-    arguments = [
-        "--method", method, "--updates", "8", "--max-updates", "6", "--max-records", "60",
-        "--model", "own_networks_of_tests:narrow", "--checkpoint-every", "2",
-    ]  # fmt: skip
-    assert train(tmp_path / "whole", *arguments, task=points) == 0
+def cut_off(folder, arguments, task, monkeypatch):
+    """A run that a crash ends after four updates."""
     real = Session._evaluation_is_due
 
     def stop_at_four(self, last, position):
@@ -145,7 +142,33 @@ def test_resume_keeps_what_was_asked_for(method, points, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Session, "_evaluation_is_due", stop_at_four)
-        assert train(tmp_path / "cut", *arguments, task=points) != 0
+        assert train(folder, *arguments, task=task) != 0
+
+
+def test_an_unseeded_run_with_private_statistics_goes_on(pictures, tmp_path, monkeypatch):
+    """The paper's settings of some tasks: statistics are drawn once, and the draws go on."""
+    monkeypatch.setattr(f"{__name__}.SHORT", [word for word in SHORT if word not in SEED])
+    arguments = [
+        "--method", "dpsgd-hf", "--normalisation", "private", "--updates", "6",
+        "--checkpoint-every", "2",
+    ]  # fmt: skip
+    cut_off(tmp_path / "cut", arguments, pictures, monkeypatch)
+    assert config(tmp_path / "cut")["seed"] is None
+    shutil.copytree(tmp_path / "cut", tmp_path / "copy")
+    for name in ("cut", "copy"):
+        assert main(["train", "--resume", str(tmp_path / name), "--quiet"]) == 0
+    assert statement(tmp_path / "cut") == statement(tmp_path / "copy")  # with the weights' hash
+    assert len(statement(tmp_path / "cut")["mechanism"]["setup"]) == 4
+
+
+@pytest.mark.parametrize("method", ["dpsgd", "dpis"])
+def test_resume_keeps_what_was_asked_for(method, points, tmp_path, monkeypatch):
+    arguments = [
+        "--method", method, "--updates", "8", "--max-updates", "6", "--max-records", "60",
+        "--model", "own_networks_of_tests:narrow", "--checkpoint-every", "2",
+    ]  # fmt: skip
+    assert train(tmp_path / "whole", *arguments, task=points) == 0
+    cut_off(tmp_path / "cut", arguments, points, monkeypatch)
     assert not (tmp_path / "cut" / "release").exists()
     assert main(["train", "--resume", str(tmp_path / "cut"), "--quiet"]) == 0
     whole, cut = (statement(tmp_path / name) for name in ("whole", "cut"))

@@ -1,6 +1,7 @@
 """Features and their normalisation: what is computed, what is charged, what is released."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from dpsur.core.types import Examples
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.features import WithFeatures, compute, features_named
 from dpsur.privacy.events import Gaussian
+from dpsur.runs.checkpoint import FILE_NAME, load_statistics
 from dpsur.runs.preparation import BOUND_NOISE, Preparation, like_features, prepare_inputs
+from dpsur.runs.session import Pace
 from dpsur.runs.verification import verify
 from tests.methods.problems import BUDGET, CPU, NOISE, SIZE, linear_on_scattering, tiny_images
 
@@ -228,3 +231,62 @@ def test_a_loss_of_ones_own_on_features():
         loss=lambda out, target: F.mse_loss(out, target, reduction="sum"),
     )
     assert run.model(images.inputs).shape == (SIZE, 1)
+
+
+class StopAt:
+    def __init__(self, trial):
+        self.at = trial
+
+    def started(self, plan, progress):
+        pass
+
+    def evaluated(self, progress, scores, epsilon):
+        pass
+
+    def trials(self, progress, verdicts):
+        if progress.ledger.trials == self.at:
+            raise KeyboardInterrupt
+
+
+def cut_and_copied(folder, copied, **options):
+    with pytest.raises(KeyboardInterrupt):
+        fit(out=folder, seed=None, observers=[StopAt(2)], **options)
+    shutil.copytree(folder, copied)
+
+
+def test_an_unseeded_run_goes_on_with_the_statistics_it_has_released(tmp_path, monkeypatch):
+    options = {"normalisation": "private", "pace": Pace(checkpoint_every=1)}
+    cut_and_copied(tmp_path / "one", tmp_path / "two", **options)
+    monkeypatch.setattr(
+        statistics, "add_gaussian", lambda *_, **__: pytest.fail("drew statistics a second time")
+    )
+    one, two = (
+        fit(out=tmp_path / name, seed=None, resume=True, **options) for name in ("one", "two")
+    )
+    saved = load_statistics(tmp_path / "one" / "private" / FILE_NAME)
+    assert torch.equal(one.model.features[1].mean, saved["mean"].float())
+    assert torch.equal(one.model.features[1].deviation, saved["deviation"].float())
+    for a, b in zip(one.model.state_dict().values(), two.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)  # nothing is drawn anew
+    assert one.private.ledger.setup == CHARGED
+    assert verify(tmp_path / "one")[0] == []
+
+
+@pytest.mark.parametrize(
+    ("started", "resumed", "message"),
+    [
+        ("private", "group", "belongs to another run"),
+        ("group", "private", "released no statistics.*not started with normalisation private"),
+    ],
+)
+def test_another_normalisation_does_not_go_on(tmp_path, started, resumed, message):
+    cut_and_copied(tmp_path / "one", tmp_path / "two", normalisation=started)
+    with pytest.raises(dpsur.CheckpointError, match=message):
+        fit(out=tmp_path / "one", seed=None, resume=True, normalisation=resumed)
+
+
+def test_statistics_of_other_records_do_not_go_on(tmp_path):
+    cut_and_copied(tmp_path / "one", tmp_path / "two", normalisation="private")
+    others = tiny_images(seed=5)
+    with pytest.raises(dpsur.CheckpointError, match="belongs to another run"):
+        fit(out=tmp_path / "one", seed=None, resume=True, normalisation="private", train_set=others)

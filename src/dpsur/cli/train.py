@@ -25,6 +25,7 @@ from dpsur.features import FEATURES
 from dpsur.methods import METHODS
 from dpsur.privacy.accounting import ACCOUNTINGS
 from dpsur.privacy.hiding import NOT_HIDDEN, WAYS_TO_HIDE
+from dpsur.runs.checkpoint import FILE_NAME, load_statistics
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import Run, execute
 from dpsur.runs.preparation import NORMALISATIONS
@@ -197,7 +198,9 @@ def _train(
     options: argparse.Namespace,
     stop_requested: Callable[[], bool],
 ) -> Run:
-    session, origin = prepare_task(task_run(settings))
+    resume = options.resume is not None
+    released = load_statistics(folder.private / FILE_NAME) if resume else None
+    session, origin = prepare_task(task_run(settings), released=released)
     folder.create()
     store_settings(folder, settings)
     quiet = options.quiet or options.json
@@ -205,7 +208,7 @@ def _train(
         return execute(
             session,
             folder=folder,
-            resume=options.resume is not None,
+            resume=resume,
             observers=[bar],
             stop_requested=stop_requested,
             origin=origin,

@@ -26,7 +26,10 @@ from dpsur.runs.files import write_atomically
 
 FORMAT = "dpsur-checkpoint/1"
 FILE_NAME = "checkpoint.safetensors"
-_STATE, _STREAM = "state/", "stream/"
+_STATE, _STREAM, _STATISTICS = "state/", "stream/", "statistics/"
+
+# Statistics of the records that were released, with noise, before the first trial.
+Statistics = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,17 @@ class Checkpoint:
     streams: Mapping[str, Tensor]
 
 
-def save_checkpoint(path: Path, progress: Progress, streams: Streams, fingerprint: str) -> None:
+def save_checkpoint(
+    path: Path,
+    progress: Progress,
+    streams: Streams,
+    fingerprint: str,
+    statistics: Statistics | None = None,
+) -> None:
     """Write a checkpoint; an interruption leaves the previous one in place."""
     tensors = {_STATE + name: value for name, value in flatten(progress.state).items()}
     tensors |= {_STREAM + name: value for name, value in streams.positions().items()}
+    tensors |= {_STATISTICS + name: value for name, value in (statistics or {}).items()}
     tensors = {name: value.detach().cpu().clone() for name, value in tensors.items()}
     facts = {
         "format": FORMAT,
@@ -67,6 +77,15 @@ def load_checkpoint(path: Path, fingerprint: str) -> Checkpoint:
     except (InvalidInputError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: its ledger cannot be read") from error
     return Checkpoint(ledger, _under(_STATE, tensors), _under(_STREAM, tensors))
+
+
+def load_statistics(path: Path) -> Statistics:
+    """The statistics that a run has released already, so that it never draws them a second time.
+
+    Whether they belong to the run at hand is for `load_checkpoint` to tell: inputs that were
+    prepared with others have another fingerprint.
+    """
+    return _under(_STATISTICS, _read(path)[0])
 
 
 def restore(checkpoint: Checkpoint, initial: Progress, streams: Streams) -> Progress:

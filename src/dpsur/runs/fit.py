@@ -24,6 +24,7 @@ from dpsur.privacy.hiding import DELAY, NOT_HIDDEN
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plan import Budget
 from dpsur.privacy.statement import RunFacts, epsilons, privacy_statement, warnings_for
+from dpsur.runs.checkpoint import FILE_NAME, load_statistics
 from dpsur.runs.delays import RandomDelays
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder
@@ -138,6 +139,8 @@ def fit(
     one record of `train_set`, as `Run.statement` says, if the accounting is a proved one.
     """
     folder = None if out is None else RunFolder(out)
+    if folder is None and resume:
+        raise InvalidInputError("resume needs the folder of the run that is to go on: give out")
     if folder is not None and not resume:
         folder.check_new()
     session = prepare(
@@ -154,6 +157,7 @@ def fit(
         device=device,
         pace=pace,
         speed=speed,
+        released=load_statistics(folder.private / FILE_NAME) if folder and resume else None,
     )
     return execute(session, folder=folder, resume=resume, observers=observers)
 

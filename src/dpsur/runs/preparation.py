@@ -11,13 +11,15 @@ from dpsur import checks
 from dpsur.core.statistics import channel_moments, channel_statistics, private_quantile
 from dpsur.core.streams import FEATURES, Streams
 from dpsur.core.types import Examples
-from dpsur.errors import InvalidInputError
+from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.features import ChannelNorm, apply_layers, build_layers, compute, features_named
 from dpsur.privacy.events import Event, Gaussian
+from dpsur.runs.checkpoint import Statistics
 
 NONE, GROUP, PRIVATE = "none", "group", "private"
 NORMALISATIONS = (NONE, GROUP, PRIVATE)
 SCATTERING = "scattering"
+MEAN, DEVIATION = "mean", "deviation"
 # Noise of the histogram that a clip bound is read from. Two of them cost less than a twelfth of
 # what the statistics themselves do at their usual noise of 8.
 BOUND_NOISE = 40.0
@@ -94,14 +96,21 @@ class Prepared:
     test: Examples | None
     layers: nn.Sequential
     descriptions: tuple[Mapping[str, Any], ...]
+    statistics: Statistics
 
 
 def prepare_inputs(
-    preparation: Preparation, train: Examples, test: Examples | None, streams: Streams
+    preparation: Preparation,
+    train: Examples,
+    test: Examples | None,
+    streams: Streams,
+    released: Statistics | None = None,
 ) -> Prepared:
     """Compute features of all records, and normalise them.
 
-    Formal guarantee: the Gaussian mechanisms in `preparation.setup`, nothing else.
+    `released` are the statistics of a run that is resumed: they were drawn, and paid for, when it
+    was started. Formal guarantee: the Gaussian mechanisms in `preparation.setup`, nothing else, and
+    nothing at all where statistics are given.
     """
     descriptions: list[Mapping[str, Any]] = []
     device = streams.device
@@ -111,7 +120,12 @@ def prepare_inputs(
         train = Examples(compute(features, train.inputs, device=device), train.targets)
         if test is not None:
             test = Examples(compute(features, test.inputs, device=device), test.targets)
-    norm = _normalisation(preparation, train.inputs, streams)
+    statistics: Statistics = {}
+    if preparation.kind == PRIVATE and released is None:
+        statistics = _private_statistics(preparation, train.inputs, streams[FEATURES])
+    elif preparation.kind == PRIVATE:
+        statistics = _checked(released)
+    norm = _normalisation(preparation, train.inputs.shape[1], statistics)
     layers = build_layers(descriptions)
     if norm is not None:
         layer, description = norm
@@ -119,7 +133,7 @@ def prepare_inputs(
         test = None if test is None else _apply(layer, test, device)
         layers.append(layer)
         descriptions.append(description)
-    return Prepared(train, test, layers, tuple(descriptions))
+    return Prepared(train, test, layers, tuple(descriptions), statistics)
 
 
 def _apply(layer: nn.Module, examples: Examples, device: torch.device) -> Examples:
@@ -127,23 +141,30 @@ def _apply(layer: nn.Module, examples: Examples, device: torch.device) -> Exampl
     return Examples(inputs, examples.targets)
 
 
+def _checked(released: Statistics | None) -> Statistics:
+    if not released or set(released) != {MEAN, DEVIATION}:
+        raise CheckpointError(
+            "the run that is to be resumed released no statistics of its features: it was not "
+            f"started with normalisation {PRIVATE}; resume it with what it was started with"
+        )
+    return released
+
+
 def _normalisation(
-    preparation: Preparation, inputs: Tensor, streams: Streams
+    preparation: Preparation, channels: int, statistics: Statistics
 ) -> tuple[nn.Module, Mapping[str, Any]] | None:
     if preparation.kind == NONE:
         return None
-    channels = inputs.shape[1]
     if preparation.kind == GROUP:
         description = preparation._group_norm(channels)
         return build_layers([description])[0], description
-    mean, deviation = _private_statistics(preparation, inputs, streams[FEATURES])
-    layer = ChannelNorm(channels, mean.cpu(), deviation.cpu())
+    layer = ChannelNorm(channels, statistics[MEAN], statistics[DEVIATION])
     return layer, {"name": "channel-norm", "channels": channels}
 
 
 def _private_statistics(
     preparation: Preparation, inputs: Tensor, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+) -> Statistics:
     mean_bound, square_bound = (
         private_quantile(
             rows.norm(dim=1),
@@ -163,4 +184,4 @@ def _private_statistics(
         noise_multiplier=preparation.statistics_noise,
         generator=generator,
     )
-    return found.mean, found.deviation
+    return {MEAN: found.mean.cpu(), DEVIATION: found.deviation.cpu()}

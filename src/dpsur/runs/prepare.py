@@ -18,6 +18,7 @@ from dpsur.methods import Method
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.hiding import NOT_HIDDEN, check_way_to_hide, hiding_plan
 from dpsur.privacy.plan import Budget
+from dpsur.runs.checkpoint import Statistics
 from dpsur.runs.data import as_examples, check_labels
 from dpsur.runs.preparation import Preparation, like_features, prepare_inputs
 from dpsur.runs.session import Pace, Session, Speed
@@ -55,11 +56,13 @@ def prepare(
     hide_rejections: str = NOT_HIDDEN,
     pace: Pace | None = None,
     speed: Speed | None = None,
+    released: Statistics | None = None,
 ) -> Session:
     """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
 
     `max_updates` ends the planned run early. What it then spends is less than the budget, except
-    under a filter, which promises its allowance.
+    under a filter, which promises its allowance. `released` are the statistics of a run that is
+    resumed (see `load_statistics`), so that they are drawn once for one run.
     """
     accounting_named(accounting)
     check_way_to_hide(hide_rejections)
@@ -80,7 +83,7 @@ def prepare(
         plan = plan.limited(max_updates)
     plan = hiding_plan(plan, hide_rejections)
     streams = Streams(seed, chosen_device)
-    prepared = prepare_inputs(preparation, train, test, streams)
+    prepared = prepare_inputs(preparation, train, test, streams, released)
     test = None if prepared.test is None else prepared.test.to(chosen_device)
     speed = speed or Speed()
     records = placed(prepared.train, chosen_device, speed.data_bytes)
@@ -98,6 +101,7 @@ def prepare(
         speed,
         prepared.layers,
         prepared.descriptions,
+        prepared.statistics,
         hide_rejections,
     )
 

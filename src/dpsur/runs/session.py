@@ -24,6 +24,7 @@ from dpsur.privacy.hiding import NOT_HIDDEN, duration, elapsed
 from dpsur.privacy.plan import Plan
 from dpsur.runs.checkpoint import (
     FILE_NAME,
+    Statistics,
     digest_of,
     load_checkpoint,
     restore,
@@ -109,6 +110,7 @@ class Session:
     speed: Speed
     layers: nn.Sequential = field(default_factory=nn.Sequential)
     layer_descriptions: tuple[Mapping[str, Any], ...] = ()
+    statistics: Statistics = field(default_factory=dict)
     hide_rejections: str = NOT_HIDDEN
 
     def run(
@@ -150,7 +152,7 @@ class Session:
             check_fixed_parts(self.problem.model, self.original)
             if folder is not None:
                 path = folder.private / FILE_NAME
-                save_checkpoint(path, progress, self.streams, fingerprint)
+                save_checkpoint(path, progress, self.streams, fingerprint, self.statistics)
 
         saved_at = progress.ledger.trials
         evaluated_at = elapsed(self.plan, progress.ledger)

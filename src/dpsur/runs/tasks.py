@@ -17,6 +17,7 @@ from dpsur.features import compute, features_named
 from dpsur.methods import Method
 from dpsur.privacy.hiding import NOT_HIDDEN
 from dpsur.privacy.plan import Budget
+from dpsur.runs.checkpoint import Statistics
 from dpsur.runs.preparation import Preparation
 from dpsur.runs.prepare import choose_device, prepare
 from dpsur.runs.release import Origin
@@ -100,10 +101,13 @@ def features_of(run: TaskRun) -> str:
     return next(suited, task_named(run.task).default_features)
 
 
-def prepare_task(run: TaskRun, records: Records | None = None) -> tuple[Session, Origin]:
+def prepare_task(
+    run: TaskRun, records: Records | None = None, released: Statistics | None = None
+) -> tuple[Session, Origin]:
     """A session for a run on a task, and where its model comes from.
 
-    `records` are loaded unless they are given.
+    `records` are loaded unless they are given. `released` are the statistics of a run that is
+    resumed.
     """
     task, features = task_named(run.task), features_of(run)
     preparation = Preparation(features, run.normalisation)
@@ -131,6 +135,7 @@ def prepare_task(run: TaskRun, records: Records | None = None) -> tuple[Session,
         hide_rejections=run.hide_rejections,
         pace=run.pace,
         speed=run.speed,
+        released=released,
     )
     return session, _origin(task, description, session)
 
