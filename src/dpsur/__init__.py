@@ -25,8 +25,9 @@ from dpsur.errors import (
 if TYPE_CHECKING:
     from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
     from dpsur.privacy.plan import Budget
-    from dpsur.runs.fit import Run, fit
+    from dpsur.runs.fit import fit
     from dpsur.runs.release import load
+    from dpsur.runs.result import Run
 
 _HOMES = {
     "Budget": "dpsur.privacy.plan",
@@ -37,7 +38,7 @@ _HOMES = {
     "DpsgdTs": "dpsur.methods",
     "Dpsur": "dpsur.methods",
     "Nonprivate": "dpsur.methods",
-    "Run": "dpsur.runs.fit",
+    "Run": "dpsur.runs.result",
     "fit": "dpsur.runs.fit",
     "load": "dpsur.runs.release",
 }

@@ -257,3 +257,11 @@ def test_where_private_records_lie_is_not_released(points, tmp_path, capsys):
     assert main(["evaluate", str(tmp_path / "run")]) == 2
     assert "name it with --task" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path / "run"), "--task", points]) == 0
+
+
+@pytest.mark.parametrize("seed", [SEED, []])
+def test_a_seed_is_warned_of(seed, points, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.SHORT", [word for word in SHORT if word not in SEED])
+    assert train(tmp_path / "run", "--method", "dpsgd", "--updates", "2", *seed, task=points) == 0
+    warned = "dpsur: warning: this run was seeded" in capsys.readouterr().err
+    assert warned == bool(seed)

@@ -167,7 +167,14 @@ def test_warns_when_delta_is_above_one_over_n():
 def test_a_proved_run_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        quick_fit()
+        quick_fit(seed=None)
+
+
+def test_a_seeded_run_warns_as_its_statement_does():
+    with pytest.warns(dpsur.PrivacyWarning, match="this run was seeded") as caught:
+        run = quick_fit()
+    assert [str(warning.message) for warning in caught] == run.statement["warnings"]
+    assert caught[0].filename == __file__
 
 
 def test_a_release_holds_nothing_private(tmp_path):

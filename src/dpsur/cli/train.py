@@ -27,8 +27,9 @@ from dpsur.privacy.accounting import ACCOUNTINGS
 from dpsur.privacy.hiding import NOT_HIDDEN, WAYS_TO_HIDE
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
 from dpsur.runs.files import RunFolder
-from dpsur.runs.fit import Run, execute
+from dpsur.runs.fit import execute
 from dpsur.runs.preparation import NORMALISATIONS
+from dpsur.runs.result import Run
 from dpsur.runs.tasks import prepare_task
 from dpsur.tasks import TASKS
 

@@ -11,9 +11,9 @@ import torch
 from dpsur.experiments.arms import ARMS
 from dpsur.methods import Nonprivate
 from dpsur.privacy.plan import Budget
-from dpsur.runs.fit import Run
 from dpsur.runs.preparation import PRIVATE
 from dpsur.runs.prepare import choose_device
+from dpsur.runs.result import Run
 from dpsur.runs.session import Pace, Session, Speed
 from dpsur.runs.tasks import Records, TaskRun, load_records, prepare_task, with_features
 from dpsur.runs.together import run_together

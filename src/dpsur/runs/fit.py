@@ -1,11 +1,9 @@
 """Train a model of one's own under a privacy budget."""
 
-import copy
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,14 +12,11 @@ from torch import nn
 
 from dpsur.core.loop import Progress
 from dpsur.core.turns import Turns, finished
-from dpsur.core.types import LossFunction, Params
+from dpsur.core.types import LossFunction
 from dpsur.errors import InvalidInputError, PrivacyWarning
-from dpsur.features import WithFeatures
 from dpsur.methods import Dpsur, Method
-from dpsur.privacy.accounting import DEFAULT_ACCOUNTING, accounting_named
-from dpsur.privacy.filtered import AnyPlan, FilteredPlan
+from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.hiding import DELAY, NOT_HIDDEN
-from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plan import Budget
 from dpsur.privacy.statement import RunFacts, epsilons, privacy_statement, warnings_for
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
@@ -31,61 +26,10 @@ from dpsur.runs.files import RunFolder
 from dpsur.runs.preparation import Preparation
 from dpsur.runs.prepare import prepare
 from dpsur.runs.recorder import CURVES, Recorder, draw_curves
-from dpsur.runs.release import NO_ORIGIN, Origin, write_release
+from dpsur.runs.release import NO_ORIGIN, Origin, released_model, write_release
+from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Pace, Session, Speed
 from dpsur.versions import versions
-
-
-@dataclass(frozen=True)
-class PrivateDiagnostics:
-    """What happened inside a run. None of it may be published."""
-
-    ledger: Ledger
-    rows: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run.
-
-    `model` has the released weights, `epsilon` the cost under each accounting (None where one does
-    not apply), `statement` what to tell a reviewer, `scores` the result on the public test set.
-    `private` is kept apart: it must not be published.
-    """
-
-    model: nn.Module
-    epsilon: Mapping[str, float | None]
-    statement: Mapping[str, Any]
-    scores: Mapping[str, float] | None
-    method: Method
-    plan: AnyPlan
-    private: PrivateDiagnostics
-    origin: Origin = NO_ORIGIN
-
-    def get_epsilon(self, delta: float) -> float:
-        """Epsilon at another delta, under the accounting of the run.
-
-        Not below the budget's delta where there is a cap on trials, which was chosen for it.
-        """
-        if isinstance(self.plan, FilteredPlan):
-            raise InvalidInputError(
-                f"the privacy filter of this run was made for delta {self.plan.budget.delta:g}; "
-                "plan the run with another delta"
-            )
-        capped = self.plan.updates is not None and self.plan.trial.gate is not None
-        if capped and delta < self.plan.budget.delta:
-            raise InvalidInputError(
-                f"the cap on trials was chosen for delta {self.plan.budget.delta:g} and does not "
-                f"cover {delta:g}; plan the run with the smaller delta"
-            )
-        return accounting_named(self.plan.accounting).spent(self.private.ledger, delta)
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write `release/` into a new folder and return its path. Nothing private is written."""
-        folder = RunFolder(path)
-        folder.check_new()
-        write_release(folder.release, self.model, self.statement, self.origin)
-        return folder.release
 
 
 def fit(
@@ -175,7 +119,8 @@ def execute(
 
     `stop_requested` is asked after every trial; if it says yes, the run saves itself and stops.
     """
-    warn_about(session)
+    for text in objections(session):
+        warnings.warn(text, PrivacyWarning, stacklevel=3)
     with session.arithmetic():
         return finished(
             executing(
@@ -189,10 +134,10 @@ def execute(
         )
 
 
-def warn_about(session: Session) -> None:
-    """Tell the caller's caller what a reviewer would object to."""
-    for text in warnings_for(session.plan, len(session.problem.train), seeded=False):
-        warnings.warn(text, PrivacyWarning, stacklevel=4)
+def objections(session: Session) -> list[str]:
+    """What a reviewer would object to in a run."""
+    size, seeded = len(session.problem.train), session.streams.seeded
+    return warnings_for(session.plan, size, seeded=seeded)
 
 
 def executing(
@@ -240,7 +185,7 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
         versions=versions(),
     )
     return Run(
-        model=released_model(session, released),
+        model=released_model(session.original, session.layers, released),
         epsilon=epsilons(session.plan),
         statement=privacy_statement(session.plan, progress.ledger, facts),
         scores=scores,
@@ -249,19 +194,3 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
         private=PrivateDiagnostics(progress.ledger, tuple(recorder.rows)),
         origin=origin,
     )
-
-
-def released_model(session: Session, released: Params) -> nn.Module:
-    """The original network with the released weights, behind the layers that make its features.
-
-    Not the network that was trained: that one may have kept something of the records it has seen,
-    such as the last batch, in an attribute of its own.
-    """
-    network = copy.deepcopy(session.original).cpu()
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if name in released:
-                parameter.copy_(released[name])
-    if not len(session.layers):
-        return network
-    return WithFeatures(session.layers.cpu(), network)

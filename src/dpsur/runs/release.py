@@ -1,5 +1,6 @@
 """What is published: the weights, how to rebuild the model, and the privacy statement."""
 
+import copy
 import json
 import os
 import shutil
@@ -8,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import nn
 
+from dpsur.core.types import Params
 from dpsur.errors import CheckpointError, InvalidInputError
+from dpsur.features import WithFeatures
 from dpsur.privacy.page import render_markdown
 from dpsur.runs.files import (
     PAGE,
@@ -38,6 +42,22 @@ class Origin:
 
 
 NO_ORIGIN = Origin()
+
+
+def released_model(original: nn.Module, layers: nn.Sequential, released: Params) -> nn.Module:
+    """The original network with the released weights, behind the layers that make its features.
+
+    Not the network that was trained: that one may have kept something of the records it has seen,
+    such as the last batch, in an attribute of its own.
+    """
+    network = copy.deepcopy(original).cpu()
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name in released:
+                parameter.copy_(released[name])
+    if not len(layers):
+        return network
+    return WithFeatures(layers.cpu(), network)
 
 
 def write_release(

@@ -5,14 +5,16 @@ their own, a block of each in turn, and read when it is done. Other runs, and al
 simply come one after the other. Either way every run ends as it would alone.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from dpsur.core.turns import Turns
-from dpsur.errors import InvalidInputError, NothingReleasedError
-from dpsur.runs.fit import Run, executing, warn_about
+from dpsur.errors import InvalidInputError, NothingReleasedError, PrivacyWarning
+from dpsur.runs.fit import executing, objections
+from dpsur.runs.result import Run
 from dpsur.runs.session import Observer, Session
 
 # A run, or why nothing may be released from it: the others are not to suffer from that.
@@ -34,8 +36,8 @@ def run_together(
         raise InvalidInputError(
             f"{len(watching)} groups of observers for {len(sessions)} sessions: give one for each"
         )
-    for session in sessions:
-        warn_about(session)
+    for text in dict.fromkeys(text for session in sessions for text in objections(session)):
+        warnings.warn(text, PrivacyWarning, stacklevel=2)
     runs = [
         _Turn(session, executing(session, observers=seen))
         for session, seen in zip(sessions, watching, strict=True)
