@@ -11,6 +11,7 @@ from dpsur.core.problem import Problem
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.evaluation import evaluate
+from dpsur.runs.files import finite
 from dpsur.runs.prepare import choose_device
 from dpsur.runs.release import read_release
 from dpsur.tasks import task_named
@@ -52,7 +53,8 @@ def run(options: argparse.Namespace) -> int:
     scores = evaluate(problem, problem.initial_params(), test)
     guarantee = statement["guarantee"]
     if options.json:
-        print(json.dumps({"task": task.name, "scores": scores, "guarantee": guarantee}))
+        found = {"task": task.name, "scores": scores, "guarantee": guarantee}
+        print(json.dumps(finite(found), allow_nan=False))
         return 0
     print(f"{task.name}: test accuracy {scores['accuracy']:.2%}, loss {scores['loss']:.4f}")
     print(describe_guarantee(statement))
@@ -62,9 +64,10 @@ def run(options: argparse.Namespace) -> int:
 def describe_guarantee(statement: Mapping[str, Any]) -> str:
     """One line on the privacy of a release, which never sounds better than it is."""
     guarantee = statement["guarantee"]
-    figure = f"epsilon {format_epsilon(guarantee['epsilon'])} at delta {guarantee['delta']:g}"
-    if math.isinf(guarantee["epsilon"]):
+    epsilon = guarantee["epsilon"]
+    if epsilon is None or math.isinf(epsilon):
         return "privacy: none; epsilon is infinite, the records may show in the weights"
+    figure = f"epsilon {format_epsilon(epsilon)} at delta {guarantee['delta']:g}"
     if guarantee["proved"]:
         return f"privacy: {figure}, accounting {guarantee['accounting']} (proved)"
     proven = statement["epsilon"]["proven"]

@@ -26,9 +26,10 @@ from dpsur.methods import METHODS
 from dpsur.privacy.accounting import ACCOUNTINGS
 from dpsur.privacy.hiding import NOT_HIDDEN, WAYS_TO_HIDE
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
-from dpsur.runs.files import RunFolder
+from dpsur.runs.files import RunFolder, finite
 from dpsur.runs.fit import execute
 from dpsur.runs.preparation import NORMALISATIONS
+from dpsur.runs.release import as_published
 from dpsur.runs.result import Run
 from dpsur.runs.tasks import prepare_task
 from dpsur.tasks import TASKS
@@ -237,7 +238,7 @@ def _stop_on_signal() -> Iterator[Callable[[], bool]]:
 
 
 def _print_result(run: Run, folder: RunFolder, *, as_json: bool) -> None:
-    guarantee = dict(run.statement["guarantee"])
+    guarantee = as_published(run.statement)["guarantee"]
     release: Path = folder.release
     if as_json:
         result = {
@@ -246,7 +247,7 @@ def _print_result(run: Run, folder: RunFolder, *, as_json: bool) -> None:
             "epsilon": run.epsilon,
             "release": str(release),
         }
-        print(json.dumps(result))
+        print(json.dumps(finite(result), allow_nan=False))
         return
     if run.scores is not None and "accuracy" in run.scores:
         print(f"test accuracy: {run.scores['accuracy']:.2%} (last iterate, public test set)")

@@ -7,6 +7,9 @@ from typing import Any
 from dpsur.privacy.events import CoinTest, LossTest, NoisyChoice, SampledGaussian
 from dpsur.privacy.statement import format_epsilon
 
+# What a release without privacy has in place of a definition of it.
+NO_GUARANTEE = "none: the training was not private, and there is no guarantee of any kind"
+
 
 def render_markdown(statement: Mapping[str, Any]) -> str:
     """The page that goes beside the weights."""
@@ -23,6 +26,29 @@ def render_markdown(statement: Mapping[str, Any]) -> str:
         "",
         *_table(_mechanism_rows(statement)),
         "",
+        *_assumptions(statement),
+        "## Versions",
+        "",
+        *(f"- {name} {version}" for name, version in statement["versions"].items()),
+        "",
+        "`dpsur verify` recomputes the figures of this page from `privacy.json` and checks that "
+        "the weights are the stated ones. It is not a signature.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _is_private(guarantee: Mapping[str, Any]) -> bool:
+    epsilon = guarantee["epsilon"]
+    return epsilon is not None and not math.isinf(epsilon)
+
+
+def _assumptions(statement: Mapping[str, Any]) -> list[str]:
+    """What a guarantee rests on, and what it leaves out; nothing where there is none."""
+    guarantee = statement["guarantee"]
+    if not _is_private(guarantee):
+        return []
+    return [
         "## What the accounting assumes",
         "",
         guarantee["assumes"],
@@ -37,15 +63,7 @@ def render_markdown(statement: Mapping[str, Any]) -> str:
         f"- {statement['arithmetic']}",
         *(f"- {item}" for item in (*statement["side_channels"], *statement["not_covered"])),
         "",
-        "## Versions",
-        "",
-        *(f"- {name} {version}" for name, version in statement["versions"].items()),
-        "",
-        "`dpsur verify` recomputes the figures of this page from `privacy.json` and checks that "
-        "the weights are the stated ones. It is not a signature.",
-        "",
     ]
-    return "\n".join(lines)
 
 
 def _table(rows: list[tuple[str, str]]) -> list[str]:
@@ -54,6 +72,12 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
 
 def _guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
     guarantee, epsilon, budget = (statement[key] for key in ("guarantee", "epsilon", "budget"))
+    if not _is_private(guarantee):
+        return [
+            ("Privacy", NO_GUARANTEE),
+            ("Records N (public)", str(statement["dataset_size"])),
+            ("Released", ", ".join(statement["released"])),
+        ]
     return [
         ("Definition", guarantee["definition"]),
         ("Unit of privacy", statement["unit"]),
@@ -74,7 +98,7 @@ def _guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _promise(guarantee: Mapping[str, Any]) -> str:
     """The first sentence, which must not sound better than it is."""
-    if math.isinf(guarantee["epsilon"]):
+    if not _is_private(guarantee):
         return "The released weights come **without any privacy**: epsilon is infinite."
     verb = "satisfies" if guarantee["proved"] else "is claimed by the paper (not proved) to satisfy"
     return (

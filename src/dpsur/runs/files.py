@@ -3,9 +3,10 @@
 import fcntl
 import hashlib
 import json
+import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,18 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def finite(values: Any) -> Any:
+    """The same values with null for what JSON has no word for: NaN and the infinities."""
+    if isinstance(values, Mapping):
+        return {key: finite(value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
+
+
 def to_json(values: Any) -> bytes:
     """JSON as it is written to files here."""
-    return (json.dumps(values, indent=2, sort_keys=False, allow_nan=True) + "\n").encode()
+    return (json.dumps(finite(values), indent=2, sort_keys=False, allow_nan=False) + "\n").encode()
 
 
 def release_folder(path: str | os.PathLike[str]) -> Path:

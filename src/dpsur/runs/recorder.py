@@ -10,6 +10,7 @@ from typing import Any
 from dpsur.core.loop import Progress
 from dpsur.core.types import Verdict
 from dpsur.privacy.filtered import AnyPlan
+from dpsur.runs.files import finite
 
 METRICS, CURVES = "metrics.jsonl", "curves.png"
 
@@ -31,7 +32,7 @@ class Recorder:
         self.rows = [row for row in rows if row["trial"] <= progress.ledger.trials]
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in self.rows)
+            file.writelines(_line(row) for row in self.rows)
         self._clock = time.perf_counter()
 
     def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
@@ -72,7 +73,11 @@ class Recorder:
         self.rows.append(row)
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(_line(row))
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(finite(row), allow_nan=False) + "\n"
 
 
 def _parse(line: str) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -18,11 +19,12 @@ from torch import nn
 from dpsur.core.types import Params
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.features import WithFeatures
-from dpsur.privacy.page import render_markdown
+from dpsur.privacy.page import NO_GUARANTEE, render_markdown
 from dpsur.runs.files import (
     PAGE,
     STATEMENT,
     WEIGHTS,
+    finite,
     release_folder,
     sha256,
     to_json,
@@ -72,6 +74,7 @@ def write_release(
         "model": type(model).__name__,
     }
     weights = save_tensors(tensors, {"dpsur": json.dumps(described)})
+    statement = as_published(statement)
     statement = {**statement, "weights": {"file": WEIGHTS, "sha256": sha256(weights)}}
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -85,6 +88,18 @@ def write_release(
         raise InvalidInputError(
             f"the release cannot be written to {folder} ({error.strerror}); choose another folder"
         ) from error
+
+
+def as_published(statement: Mapping[str, Any]) -> dict[str, Any]:
+    """A statement as its file holds it: an infinite epsilon is null, and said to be no guarantee.
+
+    A reader of the file must not find the word "proved" beside an epsilon that is not there.
+    """
+    published: dict[str, Any] = finite(statement)
+    if math.isinf(statement["guarantee"]["epsilon"]):
+        nothing = {"definition": NO_GUARANTEE, "proved": False, "theorem": None, "assumes": None}
+        published["guarantee"] = {**published["guarantee"], **nothing}
+    return published
 
 
 def read_release(

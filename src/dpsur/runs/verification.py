@@ -15,7 +15,7 @@ from dpsur.privacy.page import render_markdown
 from dpsur.privacy.plan import Budget
 from dpsur.privacy.proven import event_divergence
 from dpsur.privacy.statement import FORMAT, recomputed_epsilons
-from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, release_folder, sha256
+from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, release_folder, sha256
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
 TOLERANCE = 1e-5
@@ -43,7 +43,7 @@ def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | N
     folder = release_folder(path)
     statement = _read(folder / STATEMENT)
     try:
-        figures = recomputed_epsilons(statement)
+        figures = finite(recomputed_epsilons(statement))
         faults = [
             *_form_faults(statement),
             *_figure_faults(statement, figures),
@@ -85,7 +85,7 @@ def _figure_faults(statement: dict[str, Any], figures: dict[str, float | None]) 
         faults.append(
             f"the guarantee states epsilon {guarantee['epsilon']}, its parameters give {figure}"
         )
-    if guarantee["proved"] != accounting.proved:
+    if guarantee["proved"] != (accounting.proved and figure is not None):
         faults.append(f"proved is {guarantee['proved']}, but {accounting.name} says otherwise")
     if guarantee["delta"] != budget["delta"]:
         faults.append(f"delta {guarantee['delta']} is not the budget's {budget['delta']}")
