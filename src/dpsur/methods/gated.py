@@ -27,6 +27,7 @@ GATE_HELP = (
 )
 USUAL_TEST_NOISE = 1.0
 USUAL_RATIO = 2.0
+USUAL_LOSS_CLIP = 0.001
 # Shares of epsilon that tests by default may spend alone. Both were chosen on a held-out part of
 # the training digits of mnist-5k: under `proven` the ratio costs more than its tests alone.
 LOSS_TEST_SHARE = 0.5
@@ -54,7 +55,7 @@ class Gated(NoisySteps):
         "noise of the gate loss relative to twice its clip bound (default: 1, or more where the "
         "tests alone would spend over half of the budget)",
     )
-    loss_clip: float = option(0.001, "clip bound of the loss difference, C_v (gate loss)")
+    loss_clip: float = option(USUAL_LOSS_CLIP, "clip bound of the loss difference, C_v (gate loss)")
     accept_threshold: float | None = option(
         None,
         "the gate loss accepts below this many clip bounds, beta (default: 0, which separates "
@@ -120,12 +121,13 @@ class Gated(NoisySteps):
     def _implied_gate(self) -> str | None:
         """The gate that was named, or that the given parameters belong to; None if neither."""
         belong = {
-            "loss": ("val_noise_multiplier", "accept_threshold"),
+            "loss": ("val_noise_multiplier", "accept_threshold", "loss_clip"),
             "coin": ("accept_ratio",),
         }
+        usual = {"loss_clip": USUAL_LOSS_CLIP}  # the others are left open
         implied = self.gate
         for gate, names in belong.items():
-            given = [name for name in names if getattr(self, name) is not None]
+            given = [name for name in names if getattr(self, name) != usual.get(name)]
             if given and implied not in (None, gate):
                 raise InvalidInputError(
                     f"{given[0]} {getattr(self, given[0])} belongs to the gate {gate} and cannot "

@@ -31,10 +31,10 @@ class Budget:
     delta: float
 
     def __post_init__(self) -> None:
+        checks.number("epsilon", self.epsilon)
         if not self.epsilon > 0:
             raise InvalidInputError(f"epsilon must be above 0, got {self.epsilon}")
-        if not 0 < self.delta < 1:
-            raise InvalidInputError(f"delta must be in (0, 1), got {self.delta}")
+        checks.probability("delta", self.delta)
 
     def warnings(self, dataset_size: int) -> list[str]:
         """What a reviewer would object to."""

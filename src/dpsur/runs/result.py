@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.methods import Method
 from dpsur.privacy.accounting import accounting_named
@@ -48,6 +49,7 @@ class Run:
 
         Not below the budget's delta where there is a cap on trials, which was chosen for it.
         """
+        checks.probability("delta", delta)
         if isinstance(self.plan, FilteredPlan):
             raise InvalidInputError(
                 f"the privacy filter of this run was made for delta {self.plan.budget.delta:g}; "
