@@ -1,5 +1,7 @@
 """A model, a loss and the private records, as pure functions of the weights."""
 
+import copy
+import functools
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -78,6 +80,37 @@ def example_losses(loss: LossFunction, outputs: Tensor, targets: Tensor) -> Tens
         return loss(output.unsqueeze(0), target.unsqueeze(0)).reshape(())
 
     return torch.func.vmap(one)(outputs, targets)
+
+
+class WeightedLoss(nn.Module):
+    """A classification loss whose class weights count for every record by itself.
+
+    The mean of such a loss is divided by the weights of its batch. In a batch of one record that is
+    the record's own weight, which would cancel.
+    """
+
+    def __init__(self, unreduced: LossFunction) -> None:
+        super().__init__()
+        self.unreduced = unreduced
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean over what one record is asked, each times the weight of its class."""
+        return self.unreduced(outputs, targets).mean()
+
+
+def weighted_by_record(loss: LossFunction) -> LossFunction:
+    """The same loss, or one that keeps its class weights where they would cancel."""
+    if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        if loss.weight is None or loss.reduction != "mean":
+            return loss
+        unreduced = copy.deepcopy(loss)
+        unreduced.reduction = "none"
+        return WeightedLoss(unreduced)
+    if isinstance(loss, functools.partial) and loss.func in (F.cross_entropy, F.nll_loss):
+        given = loss.keywords
+        if given.get("weight") is not None and given.get("reduction", "mean") == "mean":
+            return WeightedLoss(functools.partial(loss, reduction="none"))
+    return loss
 
 
 @contextmanager
