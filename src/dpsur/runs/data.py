@@ -1,8 +1,10 @@
 """From what a user has to checked tensors."""
 
+import functools
 from collections.abc import Sized
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,14 +16,21 @@ CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss)
 CLASSIFICATION_LOSS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
-def as_examples(data: Any, name: str) -> Examples:
-    """Take a pair of tensors, a map-style data set or ready examples, and check the values."""
+def as_examples(data: Any, name: str, fraction: torch.dtype = torch.float32) -> Examples:
+    """Take a pair of tensors or arrays, a map-style data set or ready examples, and check them.
+
+    Fractions in numpy arrays, which are double by default, become numbers of the type `fraction`.
+    """
     if isinstance(data, Examples):
         examples = data
-    elif isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[0], Tensor):
-        examples = Examples(torch.as_tensor(data[0]), torch.as_tensor(data[1]))
+    elif isinstance(data, (tuple, list)) and len(data) == 2 and _is_array(data[0]):
+        inputs, targets = (_tensor(part, name, fraction) for part in data)
+        for part in (inputs, targets):
+            if not part.dim():
+                raise InvalidInputError(f"{name} must have a row per record, got a single number")
+        examples = Examples(inputs, targets)
     elif hasattr(data, "__getitem__") and isinstance(data, Sized):
-        examples = _stack(data, name)
+        examples = _stack(data, name, fraction)
     else:
         raise InvalidInputError(
             f"{name} must be a pair of tensors or a map-style data set with a length, "
@@ -31,7 +40,23 @@ def as_examples(data: Any, name: str) -> Examples:
     return examples
 
 
-def _stack(data: Any, name: str) -> Examples:
+def _is_array(values: Any) -> bool:
+    return isinstance(values, (Tensor, np.ndarray))
+
+
+def _tensor(values: Any, name: str, fraction: torch.dtype) -> Tensor:
+    try:
+        if isinstance(values, np.ndarray):
+            tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
+            return tensor.to(fraction) if tensor.is_floating_point() else tensor
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"{name} holds what cannot be made a tensor: {error}; convert it to numbers first"
+        ) from error
+
+
+def _stack(data: Any, name: str, fraction: torch.dtype) -> Examples:
     if len(data) == 0:
         raise InvalidInputError(f"{name} is empty; there must be at least one record")
     inputs, targets = [], []
@@ -41,8 +66,8 @@ def _stack(data: Any, name: str) -> Examples:
             raise InvalidInputError(
                 f"{name}[{index}] must be a pair (input, target), got {type(item).__name__}"
             )
-        inputs.append(torch.as_tensor(item[0]))
-        targets.append(torch.as_tensor(item[1]))
+        inputs.append(_tensor(item[0], name, fraction))
+        targets.append(_tensor(item[1], name, fraction))
         if inputs[-1].shape != inputs[0].shape or targets[-1].shape != targets[0].shape:
             raise InvalidInputError(
                 f"{name}[{index}] has an input of shape {tuple(inputs[-1].shape)}, the first "
@@ -65,20 +90,59 @@ def _check_values(examples: Examples, name: str) -> None:
             )
 
 
+def check_alike(test: Examples, train: Examples) -> None:
+    """Refuse test records of another shape or type than those that are trained on."""
+    for part in ("inputs", "targets"):
+        found, wanted = getattr(test, part), getattr(train, part)
+        same_type = found.dtype == wanted.dtype
+        if part == "targets":  # class indices come in several sizes
+            same_type = found.dtype.is_floating_point == wanted.dtype.is_floating_point
+        if found.shape[1:] != wanted.shape[1:] or not same_type:
+            raise InvalidInputError(
+                f"the {part} of a record of test_set have the shape {tuple(found.shape[1:])} and "
+                f"type {found.dtype}, those of train_set {tuple(wanted.shape[1:])} and "
+                f"{wanted.dtype}; prepare both in the same way"
+            )
+
+
 def is_classification(loss: LossFunction) -> bool:
     """Whether the loss takes class indices."""
+    if isinstance(loss, functools.partial):
+        loss = loss.func
     return loss in CLASSIFICATION_LOSSES or isinstance(loss, CLASSIFICATION_LOSS_MODULES)
 
 
+def with_indices(examples: Examples, loss: LossFunction) -> Examples:
+    """The same records with whole numbers as targets in the type that losses of torch take."""
+    kind = examples.targets.dtype
+    counts = not (kind.is_floating_point or kind.is_complex)
+    if not counts or (kind == torch.bool and not is_classification(loss)):
+        return examples
+    return Examples(examples.inputs, examples.targets.long())
+
+
 def check_labels(examples: Examples, outputs: Tensor, loss: LossFunction, name: str) -> None:
-    """Refuse class indices that the model has no output for."""
+    """Refuse labels that do not fit a classification loss, or that the model has no output for."""
     targets = examples.targets
-    if not is_classification(loss) or targets.dtype.is_floating_point:
+    if not is_classification(loss):
         return
     if outputs.dim() < 2:
         raise InvalidInputError(
             f"the model returns outputs of shape {tuple(outputs.shape)}; a classification loss "
             "needs one score per class"
+        )
+    if targets.dtype.is_floating_point and targets.shape[1:] == outputs.shape[1:]:
+        return  # probabilities of the classes
+    if targets.dtype.is_floating_point:
+        raise InvalidInputError(
+            f"the labels of {name} are of type {targets.dtype}; a classification loss needs class "
+            "indices: convert them with .long()"
+        )
+    if targets.shape[1:] != outputs.shape[2:]:
+        raise InvalidInputError(
+            f"a label of {name} has the shape {tuple(targets.shape[1:])}; for outputs of shape "
+            f"{tuple(outputs.shape[1:])} a classification loss needs the shape "
+            f"{tuple(outputs.shape[2:])}: reshape the labels, such as with .squeeze(1)"
         )
     classes = outputs.shape[1]
     low, high = int(targets.min()), int(targets.max())

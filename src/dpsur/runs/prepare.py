@@ -12,16 +12,19 @@ from dpsur.core.gradients import check_model
 from dpsur.core.host_records import placed
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
-from dpsur.core.types import LossFunction
+from dpsur.core.types import Examples, LossFunction
 from dpsur.errors import InvalidInputError
 from dpsur.methods import Method
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.hiding import NOT_HIDDEN, check_way_to_hide, hiding_plan
 from dpsur.privacy.plan import Budget
+from dpsur.runs.arguments import check_arguments
 from dpsur.runs.checkpoint import Statistics
-from dpsur.runs.data import as_examples, check_labels
+from dpsur.runs.data import as_examples, check_alike, check_labels, with_indices
+from dpsur.runs.losses import check_loss, loss_on
 from dpsur.runs.preparation import Preparation, like_features, prepare_inputs
 from dpsur.runs.session import Pace, Session, Speed
+from dpsur.runs.tokens import check_tokens
 
 
 def choose_device(device: str | torch.device) -> torch.device:
@@ -66,17 +69,21 @@ def prepare(
     """
     accounting_named(accounting)
     check_way_to_hide(hide_rejections)
+    check_arguments(model, loss, budget, method, seed)
     chosen_device = choose_device(device)
-    train = as_examples(train_set, "train_set")
-    test = None if test_set is None else as_examples(test_set, "test_set")
+    train, test = _records(train_set, test_set, model, loss)
     preparation = _with_features_of(method, preparation or Preparation())
     original = copy.deepcopy(method.adapt(model))
     model = copy.deepcopy(original).to(chosen_device)
     shape = preparation.check(tuple(train.inputs.shape[1:]))
     outputs = check_model(model, like_features(train, shape).part(slice(1)).to(chosen_device))
-    check_labels(train, outputs, loss, "train_set")
-    if test is not None:
-        check_labels(test, outputs, loss, "test_set")
+    for name, examples in (("train_set", train), ("test_set", test)):
+        if examples is not None:
+            check_labels(examples, outputs, loss, name)
+            if shape == tuple(examples.inputs.shape[1:]):
+                check_tokens(model, examples, name)
+    loss = loss_on(loss, chosen_device)
+    check_loss(loss, outputs, train.targets)
     settled, plan = method.settle(len(train), budget, accounting, preparation.setup)
     if max_updates is not None:
         checks.at_least_one("max_updates", max_updates)
@@ -104,6 +111,19 @@ def prepare(
         prepared.statistics,
         hide_rejections,
     )
+
+
+def _records(
+    train_set: Any, test_set: Any, model: nn.Module, loss: LossFunction
+) -> tuple[Examples, Examples | None]:
+    """Both sets as tensors of the types that model and loss take, alike in shape."""
+    fraction = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
+    train = with_indices(as_examples(train_set, "train_set", fraction), loss)
+    if test_set is None:
+        return train, None
+    test = with_indices(as_examples(test_set, "test_set", fraction), loss)
+    check_alike(test, train)
+    return train, test
 
 
 def _with_features_of(method: Method, preparation: Preparation) -> Preparation:

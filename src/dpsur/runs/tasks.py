@@ -119,7 +119,7 @@ def prepare_task(
         preparation = Preparation(AS_THEY_ARE, preparation.kind)
     preparation.check(tuple(records.train.inputs.shape[1:]))
     with Streams(run.seed, device).global_randomness(INIT):
-        model = _checked(build(), run.model)
+        model = build()
     session = prepare(
         model,
         records.train,
@@ -189,7 +189,7 @@ def _origin(task: Task, network: Mapping[str, Any] | None, session: Session) -> 
     return Origin(name, {"name": "with-features", "features": layers, "network": network})
 
 
-def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callable[[], Any]:
+def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callable[[], nn.Module]:
     if description is not None:
         return lambda: build_network(description)
     assert name is not None
@@ -204,11 +204,17 @@ def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callabl
         ) from error
     if not callable(found):
         raise InvalidInputError(f"model {name} is no function that builds a network")
-    result: Callable[[], Any] = found
-    return result
+    return lambda: _built(found, name)
 
 
-def _checked(model: Any, name: str | None) -> nn.Module:
+def _built(function: Callable[[], Any], name: str) -> nn.Module:
+    try:
+        model = function()
+    except Exception as error:  # whatever a user's own function may raise
+        raise InvalidInputError(
+            f"model {name} cannot be built ({type(error).__name__}: {error}); it must be a "
+            "function without arguments that returns a torch.nn.Module"
+        ) from error
     if isinstance(model, nn.Module):
         return model
     raise InvalidInputError(

@@ -1,0 +1,88 @@
+"""Inputs that number the rows of an embedding: none may be beyond its table.
+
+On a CPU such a number fails in the trial that happens to draw its record, on a card it ends the
+process. Either would come late, and when it comes tells of a draw that is private.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from dpsur.core.problem import EVALUATION_ROWS, mode
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class _BeyondTable(Exception):  # noqa: N818
+    """A number without a row, and the table that it was looked up in."""
+
+
+def check_tokens(model: nn.Module, examples: Examples, name: str) -> None:
+    """Refuse records with a number that an embedding of the model has no row for.
+
+    First with made-up records of the least and largest numbers at each place. Where those do not
+    fit, a real record is looked for: a model may combine its inputs before it looks them up.
+    """
+    inputs, place = examples.inputs, next(model.parameters()).device
+    # Tables that are no modules are looked up unwatched, which a card does not survive.
+    looks_up = place.type == "cpu" or _tables(model)
+    if inputs.dtype not in _WHOLE or not looks_up:
+        return
+    extremes = torch.stack([inputs.amin(0), inputs.amax(0)])
+    if _fault(model, extremes.to(place)) is None:
+        return
+    for piece in torch.split(inputs, EVALUATION_ROWS):
+        fault = _fault(model, piece.to(place))
+        if fault is not None:
+            raise InvalidInputError(
+                f"the inputs of {name} hold {fault}; fix the tokens or enlarge the table"
+            )
+
+
+def _tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
+
+
+def _fault(model: nn.Module, inputs: Tensor) -> str | None:
+    with torch.no_grad(), mode(model, training=False), _watched(model):
+        try:
+            model(inputs)
+        except _BeyondTable as found:
+            return str(found)
+        except IndexError as found:
+            return f"a number that the model cannot look up ({found})"
+    return None
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[None]:
+    """Have every embedding look at its numbers before it looks them up."""
+
+    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
+        table = _tables(model)[name]
+        rows = table.num_embeddings
+
+        def look(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            if not given or not given[0].numel():
+                return
+            low, high = int(given[0].min()), int(given[0].max())
+            if low < 0 or high >= rows:
+                odd = low if low < 0 else high
+                raise _BeyondTable(
+                    f"the number {odd}, but the embedding {name or '(root)'} has {rows} rows "
+                    f"(0 to {rows - 1})"
+                )
+
+        return table.register_forward_pre_hook(look)
+
+    handles = [watch(name) for name in _tables(model)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
