@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from dpsur.runs.fit import fit
     from dpsur.runs.release import load
     from dpsur.runs.result import Run
+    from dpsur.runs.session import Observer, Pace, Speed
+    from dpsur.runs.verification import verify
 
 _HOMES = {
     "Budget": "dpsur.privacy.plan",
@@ -38,10 +40,27 @@ _HOMES = {
     "DpsgdTs": "dpsur.methods",
     "Dpsur": "dpsur.methods",
     "Nonprivate": "dpsur.methods",
+    "Observer": "dpsur.runs.session",
+    "Pace": "dpsur.runs.session",
     "Run": "dpsur.runs.result",
+    "Speed": "dpsur.runs.session",
     "fit": "dpsur.runs.fit",
     "load": "dpsur.runs.release",
+    "verify": "dpsur.runs.verification",
 }
+_ROOMS = (
+    "attacks",
+    "audits",
+    "bench",
+    "cli",
+    "core",
+    "experiments",
+    "features",
+    "methods",
+    "privacy",
+    "runs",
+    "tasks",
+)
 
 __all__ = [
     "Budget",
@@ -58,20 +77,26 @@ __all__ = [
     "InvalidInputError",
     "Nonprivate",
     "NothingReleasedError",
+    "Observer",
+    "Pace",
     "PrivacyWarning",
     "Run",
+    "Speed",
     "UnsupportedModelError",
     "__version__",
     "fit",
     "load",
+    "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"dpsur.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'dpsur' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *_ROOMS]

@@ -43,6 +43,7 @@ def fit(
     accounting: str = DEFAULT_ACCOUNTING,
     features: str | None = None,
     normalisation: str | None = None,
+    max_updates: int | None = None,
     hide_rejections: str = NOT_HIDDEN,
     seed: int | None = None,
     device: str | torch.device = "auto",
@@ -57,9 +58,10 @@ def fit(
     Args:
         model: any module that maps a batch of inputs to a batch of outputs, row by row. It is left
             as it is; `Run.model` is a trained copy.
-        train_set: the private records: a pair of tensors (inputs, targets) or a map-style data set
-            of such pairs.
-        loss: maps (outputs, targets) of a batch to a number; it is applied to each record alone.
+        train_set: the private records: a pair of tensors or arrays (inputs, targets), or a
+            map-style data set of such pairs.
+        loss: maps (outputs, targets) of a batch to a number; it is applied to each record alone, so
+            that class weights of a cross entropy count for each record, without a mean over them.
         budget: the epsilon and delta that may be spent.
         method: `Dpsur()` unless another is given. What it leaves open is chosen to fit.
         test_set: public records to measure on, in the same form.
@@ -68,6 +70,8 @@ def fit(
             must take those, `Run.model` takes images. A method may bring its own (`DpsgdHf`).
         normalisation: of features: "none", "group" (free) or "private" (charged); by default
             "group" for scattering.
+        max_updates: ends the planned run after so many updates, to try things out; noise stays as
+            planned, and less than the budget is spent.
         hide_rejections: "constant" goes on, after the last update, to a number of trials that is
             fixed before the run, so that its duration does not tell how many were rejected;
             "delay" waits a random time after every accepted update, which only blurs it.
@@ -96,6 +100,7 @@ def fit(
         test_set=test_set,
         accounting=accounting,
         preparation=Preparation(features, normalisation),
+        max_updates=max_updates,
         hide_rejections=hide_rejections,
         seed=seed,
         device=device,
