@@ -13,6 +13,7 @@ from dpsur.cli import main
 from dpsur.cli.run_settings import Settings
 from dpsur.core.types import Examples
 from dpsur.methods import METHODS
+from dpsur.runs.fit import execute
 from dpsur.runs.session import Session
 from dpsur.tasks import TASKS
 from tests.cli.test_commands import dpsur as command
@@ -268,3 +269,17 @@ def test_a_seed_is_warned_of(seed, points, tmp_path, capsys, monkeypatch):
     assert train(tmp_path / "run", "--method", "dpsgd", "--updates", "2", *seed, task=points) == 0
     warned = "dpsur: warning: this run was seeded" in capsys.readouterr().err
     assert warned == bool(seed)
+
+
+def test_a_command_says_a_thing_once(points, tmp_path, capsys, monkeypatch):
+    """A command that makes many seeded runs does not warn of every seed."""
+    real = execute
+
+    def twice(session, **more):
+        real(session)
+        return real(session, **more)
+
+    monkeypatch.setattr("dpsur.cli.train.execute", twice)
+    for name in ("one", "two"):
+        assert train(tmp_path / name, "--method", "dpsgd", "--updates", "2", task=points) == 0
+        assert capsys.readouterr().err.count("this run was seeded") == 1

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", PrivacyWarning)
-            warnings.showwarning = _show_warning
+            warnings.showwarning = _ShowOnce()
             return int(options.run(options))
     except InvalidInputError as error:
         print(f"dpsur: error: {error}", file=sys.stderr)
@@ -70,13 +70,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 3
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    del category, filename, lineno, line
-    print(f"dpsur: warning: {message}", file=file or sys.stderr)
+class _ShowOnce:
+    """Prints a warning on one line, and once: a command may make many runs of one kind."""
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+
+    def __call__(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        del category, filename, lineno, line
+        if str(message) not in self._shown:
+            self._shown.add(str(message))
+            print(f"dpsur: warning: {message}", file=file or sys.stderr)
