@@ -141,18 +141,22 @@ def left_alone(model: nn.Module, params: Params) -> Iterator[None]:
     are counted on the host, so nothing waits for the device; what goes through `.data` is not
     counted, and is looked for before training (`check_model`).
     """
-    watched = [*params.values(), *model.parameters(), *model.buffers()]
-    versions = [value._version for value in watched]
+    lent = {f"parameter {name}": value for name, value in params.items()}
+    watched = {**lent, **_own_tensors(model)}
+    versions = {name: value._version for name, value in watched.items()}
     yield
-    now = [value._version for value in watched]
-    if now != versions:
-        names = [f"parameter {name}" for name in (*params, *dict(model.named_parameters()))]
-        names += [f"buffer {name}" for name in dict(model.named_buffers())]
-        changed = next(n for n, *both in zip(names, now, versions, strict=True) if len({*both}) > 1)
-        raise UnsupportedModelError(
-            f"{changed} changes during a forward pass and would carry private records into the "
-            "release; make the forward pass free of side effects"
-        )
+    for name, value in {**lent, **_own_tensors(model)}.items():
+        # a tensor under a new name, or another one under a known name, is a change too
+        if value is not watched.get(name) or value._version != versions[name]:
+            raise UnsupportedModelError(
+                f"{name} changes during a forward pass and would carry private records into the "
+                "release; make the forward pass free of side effects"
+            )
+
+
+def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    parameters = {f"own parameter {name}": value for name, value in model.named_parameters()}
+    return {**parameters, **{f"buffer {name}": value for name, value in model.named_buffers()}}
 
 
 @contextmanager

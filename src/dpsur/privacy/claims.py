@@ -20,6 +20,7 @@ from dpsur.privacy.wording import (
     AVERAGE,
     DEFINITION,
     LAST,
+    NO_GUARANTEE,
     NOT_COVERED,
     SAMPLER,
     TUNING,
@@ -71,11 +72,15 @@ def _check_form(mechanism: Mapping[str, Any]) -> None:
 def _text_faults(statement: Mapping[str, Any]) -> Iterator[str]:
     guarantee = statement["guarantee"]
     accounting = accounting_named(guarantee["accounting"])
+    promise: tuple[str | None, ...] = (DEFINITION, accounting.theorem, accounting.assumes)
+    if guarantee["epsilon"] is None:
+        promise = (NO_GUARANTEE, None, None)
     averaged = statement["settings"].get("average_decay") is not None
     texts = {
-        "guarantee.definition": (guarantee["definition"], (DEFINITION,)),
-        "guarantee.theorem": (guarantee["theorem"], (accounting.theorem,)),
-        "guarantee.assumes": (guarantee["assumes"], (accounting.assumes,)),
+        **{
+            f"guarantee.{name}": (guarantee[name], (text,))
+            for name, text in zip(("definition", "theorem", "assumes"), promise, strict=True)
+        },
         "unit": (statement["unit"], (UNIT,)),
         "adjacency": (statement["adjacency"], (ADJACENCY,)),
         "sampler": (statement["sampler"], (SAMPLER,)),

@@ -6,9 +6,7 @@ from typing import Any
 
 from dpsur.privacy.events import CoinTest, LossTest, NoisyChoice, SampledGaussian
 from dpsur.privacy.statement import format_epsilon
-
-# What a release without privacy has in place of a definition of it.
-NO_GUARANTEE = "none: the training was not private, and there is no guarantee of any kind"
+from dpsur.privacy.wording import NO_GUARANTEE
 
 
 def render_markdown(statement: Mapping[str, Any]) -> str:

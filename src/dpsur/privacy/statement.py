@@ -163,8 +163,9 @@ def warnings_for(plan: AnyPlan, dataset_size: int, *, seeded: bool) -> list[str]
 def stated_warnings(statement: Mapping[str, Any]) -> list[str]:
     """The warnings that follow from the figures of a statement."""
     guarantee, budget = statement["guarantee"], statement["budget"]
+    epsilon = math.inf if budget["epsilon"] is None else budget["epsilon"]
     return _warnings(
-        Budget(budget["epsilon"], budget["delta"]),
+        Budget(epsilon, budget["delta"]),
         guarantee["accounting"],
         (guarantee["epsilon"], statement["epsilon"]["proven"]),
         statement["dataset_size"],

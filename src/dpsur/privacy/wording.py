@@ -3,6 +3,8 @@
 from dpsur.privacy.hiding import CONSTANT, DELAY, NOT_HIDDEN
 
 DEFINITION = "(epsilon, delta)-differential privacy in the central model"
+# what a release without privacy has in its place
+NO_GUARANTEE = "none: the training was not private, and there is no guarantee of any kind"
 UNIT = "one record of the training set"
 ADJACENCY = "add or remove one record; the number of records N is public"
 SAMPLER = (

@@ -19,7 +19,8 @@ from torch import nn
 from dpsur.core.types import Params
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.features import WithFeatures
-from dpsur.privacy.page import NO_GUARANTEE, render_markdown
+from dpsur.privacy.page import render_markdown
+from dpsur.privacy.wording import NO_GUARANTEE
 from dpsur.runs.files import (
     PAGE,
     STATEMENT,
