@@ -14,6 +14,7 @@ import torch
 
 from dpsur.cli import main
 from dpsur.experiments.accuracy import summary
+from dpsur.experiments.best import summary as best_summary
 from dpsur.methods import METHODS
 from dpsur.methods.gated import Gated
 from dpsur.tasks import TASKS
@@ -182,3 +183,11 @@ def test_the_stated_versions_are_those_of_the_metadata():
 
 def test_it_is_short():
     assert len(TEXT.splitlines()) <= 160
+
+
+def test_the_accuracy_on_reviews_is_that_of_the_rows():
+    cell = {"task": "imdb-words", "epsilon": 1, "method": "dpsgd"}
+    (found,) = (one for one in best_summary(rows_of("best")) if cell.items() <= one.items())
+    pattern = r"reach ([\d.]+)% at a proven epsilon of 1, where the paper's DPSUR has ([\d.]+)%"
+    (said,) = re.findall(pattern, " ".join(TEXT.split()))
+    assert said == (f"{found['mean']:.1f}", f"{found['paper']:.1f}")
