@@ -22,11 +22,13 @@ from dpsur.methods import Method
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.filtered import AnyPlan
 from dpsur.privacy.plan import Budget, Plan
+from dpsur.runs.preparation import Preparation
 from dpsur.runs.prepare import prepare
 
 # Guesses on a tenth of the canaries say most about a training of moderate epsilon, guesses on more
 # of them about one that hides little. They share the error, as do the bound and the p-value.
 GUESSED_SHARES = (0.1, 0.4)
+AS_THEY_ARE = "vectors"
 CURVE_DELTAS = (1e-5, 1e-4, 1e-3, 1e-2, 0.1)
 
 
@@ -124,6 +126,7 @@ def audit_training(
         method=method,
         test_set=None,
         accounting=accounting,
+        preparation=Preparation(AS_THEY_ARE),  # canaries were planted among features
         seed=seed,
         device=device,
     )

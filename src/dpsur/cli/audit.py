@@ -18,7 +18,7 @@ from dpsur.cli.options import add_method_options, build_method, method_options
 from dpsur.core.streams import INIT, Streams
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
-from dpsur.experiments.targets import plain_network
+from dpsur.experiments.targets import as_seen_by
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.plan import Budget
@@ -148,9 +148,9 @@ def _training(options: argparse.Namespace) -> Iterator[Finding]:
     chosen = {**task.settings.get(kind.name, {}), **method_options(options, kind)}
     method = build_method(kind.name, chosen)
     device = choose_device(options.device)
-    train, test = task.load(None)
+    network, train, test = as_seen_by(method, task)
     with Streams(options.seed, device).global_randomness(INIT):
-        model = build_network(plain_network(task))
+        model = build_network(network)
     fault = SOUND if options.fault == SOUND.name else FAULTS[options.fault]
     yield audit_training(
         model,

@@ -12,17 +12,15 @@ from dpsur.audits.mechanism import EXACT_ONLY, UNITS, audit_exactly, audit_unit
 from dpsur.audits.repeated import PLACES, TINY, audit_repeated
 from dpsur.audits.training import audit_training
 from dpsur.core.streams import INIT, Streams
-from dpsur.core.types import Examples
 from dpsur.experiments.artifacts import Artifact, Column, Picture, Table, table_page
 from dpsur.experiments.audit_figure import draw_findings
 from dpsur.experiments.base import Cell, OneByOne, Options, Row
-from dpsur.experiments.targets import plain_network
-from dpsur.features import compute, features_named
-from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Method
+from dpsur.experiments.targets import as_seen_by
+from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur
 from dpsur.methods.gated import Gated
 from dpsur.privacy.plan import Budget
 from dpsur.runs.prepare import choose_device
-from dpsur.tasks import Task, task_named
+from dpsur.tasks import task_named
 from dpsur.tasks.networks import build_network
 
 REPETITIONS = 100_000
@@ -193,7 +191,7 @@ def _one_run(config: dict[str, Any], options: Options) -> Finding:
     device = choose_device(options.device or "auto")
     kind, _, accounting = TRAININGS[config["training"]]
     method = kind(**{**task.settings.get(kind.name, {}), **config["settings"]})
-    network, train = _as_the_method_sees_it(task, method)
+    network, train, _ = as_seen_by(method, task)
     with Streams(config["seed"], torch.device("cpu")).global_randomness(INIT):
         model = build_network(network)
     return audit_training(
@@ -210,14 +208,3 @@ def _one_run(config: dict[str, Any], options: Options) -> Finding:
         device=device,
         fault=_fault(config["fault"]),
     )
-
-
-def _as_the_method_sees_it(task: Task, method: Method) -> tuple[dict[str, Any], Examples]:
-    """The network for a method's features, and the training records as those features."""
-    train, _ = task.load(None)
-    network = plain_network(task)
-    if method.features is not None:
-        network = task.networks[method.features]
-        inputs = compute(features_named(method.features), train.inputs)
-        train = Examples(inputs, train.targets)
-    return {**network, **method.network_changes()}, train

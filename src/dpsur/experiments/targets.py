@@ -12,6 +12,8 @@ from dpsur.attacks.models import SeparateModels
 from dpsur.attacks.split import join
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
+from dpsur.features import compute, features_named
+from dpsur.methods import Method
 from dpsur.runs.fit import execute
 from dpsur.runs.tasks import Records, TaskRun, prepare_task, subset
 from dpsur.tasks import Task, task_named
@@ -40,6 +42,21 @@ def plain_features(task: Task) -> str:
 def plain_network(task: Task) -> Mapping[str, Any]:
     """The task's network for inputs as they are."""
     return task.networks[plain_features(task)]
+
+
+def as_seen_by(method: Method, task: Task) -> tuple[dict[str, Any], Examples, Examples | None]:
+    """The network that a method trains on a task, and the records as the features it sees.
+
+    Features are the method's own, or the inputs as they are.
+    """
+    train, test = task.load(None)
+    if method.features is None:
+        return {**plain_network(task), **method.network_changes()}, train, test
+    features = features_named(method.features)
+    train = Examples(compute(features, train.inputs), train.targets)
+    if test is not None:
+        test = Examples(compute(features, test.inputs), test.targets)
+    return {**task.networks[method.features], **method.network_changes()}, train, test
 
 
 def plain_trainer(task: Task, recipe: Recipe, device: torch.device) -> ManyModels:
