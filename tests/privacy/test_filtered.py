@@ -156,9 +156,33 @@ def test_rejections_are_charged_where_trials_are():
     gated = Trial(SampledGaussian(0.1, 2.0), LossTest(0.05, 4.0, 0.0))
     plan = plan_of("every-trial", typical=gated, updates=None, trials=9)
     ledger = Ledger().record(gated, updates=0, trials=3)
-    assert plan.divergence(ledger) == pytest.approx(3 * event_divergence(gated, 6.0))
+    both = event_divergence(gated.update, 6.0) + event_divergence(gated.test, 6.0)
+    assert plan.divergence(ledger) == pytest.approx(3 * both)
     assert plan.verdicts_are_public
     assert not plan.affords(Ledger().record(gated, updates=1, trials=9), gated)
+
+
+def bernoulli_divergence(p, q, order):
+    terms = (p**order * q ** (1 - order), (1 - p) ** order * (1 - q) ** (1 - order))
+    return math.log(sum(terms)) / (order - 1)
+
+
+@pytest.mark.parametrize("rate", [0.1, 1.0])
+def test_a_verdict_that_is_an_output_is_paid_for(rate):
+    """With an update that is all noise, a trial still tells its verdict."""
+    test, order = LossTest(rate, 0.5, 3.0), 8.0
+    trial = Trial(SampledGaussian(1.0, 1e5), test)
+    plan = FilteredPlan(BUDGET, "every-trial", order, 50.0, trial, updates=None)
+    accepts = [(1 - rate) * test.accept_max + rate * p for p in (test.accept_max, test.accept_min)]
+    exact = max(
+        bernoulli_divergence(*accepts, order), bernoulli_divergence(*reversed(accepts), order)
+    )
+    assert exact > 1
+    assert plan.cost(trial) >= exact
+    assert plan.affords(Ledger(), trial)
+    assert not replace(plan, allowance=0.9 * plan.cost(trial)).affords(Ledger(), trial)
+    # what an accepted update alone is charged says nothing of it
+    assert event_divergence(trial, order) < exact
 
 
 def test_the_cap_is_that_of_a_fixed_plan():

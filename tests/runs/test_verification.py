@@ -209,3 +209,11 @@ def test_a_run_cut_short_states_what_it_did(tmp_path, capsys):
     statement = json.loads((tmp_path / "run" / "release" / "privacy.json").read_text())
     assert statement["settings"]["updates"] == statement["accepted_updates"] == 2
     assert verify(tmp_path / "run")[0] == []
+
+
+@pytest.mark.parametrize("count", [-1, -(10**10), 0.5])
+def test_no_step_of_a_filter_is_a_credit(count, faults_after):
+    def credit(statement):
+        statement["mechanism"]["filter"]["steps"][0]["charged"] = count
+
+    assert any("cannot be charged" in fault for fault in faults_after("choice", credit))

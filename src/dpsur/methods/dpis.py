@@ -151,7 +151,7 @@ class ImportanceSteps(GradientSteps):
             )
         price = left / count * (1 - 1e-9)
         hidden = Trial(SampledGaussian(1.0, MOST_NOISE), self._plan.typical.gate)
-        if event_divergence(hidden, self._plan.order) > price:
+        if self._plan.cost(hidden) > price:
             raise BudgetError(
                 "the tests of candidates spend the whole budget; raise epsilon, make fewer "
                 "updates, or weaken the test"

@@ -63,6 +63,10 @@ def _check_form(mechanism: Mapping[str, Any]) -> None:
         raise InvalidInputError("mechanism.setup must be a list of events")
     counts = {name: mechanism[name] for name in ("updates", "trials", "trial_cap")}
     fixed = ("trials",) if mechanism["updates"] is None else ("updates", "trial_cap")
+    for row in () if mechanism["filter"] is None else mechanism["filter"]["steps"]:
+        charged = row["charged"]
+        if not isinstance(charged, int) or isinstance(charged, bool) or charged < 0:
+            raise InvalidInputError(f"a step of the filter cannot be charged {charged!r} times")
     for name, count in counts.items():
         whole = isinstance(count, int) and not isinstance(count, bool) and count >= 1
         if not (whole if name in fixed else count is None):

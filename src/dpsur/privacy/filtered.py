@@ -37,6 +37,17 @@ def check_covers_filters(accounting: str) -> None:
         )
 
 
+def step_divergence(step: Event | Step, order: float, *, selected: bool) -> float:
+    """What one step is charged.
+
+    `selected` charges a trial behind a gate as an update that was accepted, which covers the update
+    alone. Otherwise the verdict is an output too: then it is two mechanisms, one after the other.
+    """
+    if selected or not isinstance(step, Trial) or step.gate is None:
+        return event_divergence(step, order)
+    return event_divergence(step.update, order) + event_divergence(step.gate, order)
+
+
 @dataclass(frozen=True)
 class FilteredPlan:
     """An allowance of Rényi divergence at one order, both fixed before the run.
@@ -81,7 +92,7 @@ class FilteredPlan:
 
         best = RenyiFilter.best_for(
             kept,
-            lambda order: event_divergence(typical, order),
+            lambda order: step_divergence(typical, order, selected=by_updates),
             lambda order: sum(event_divergence(event, order) for event in setup),
         )
         cap = trials
@@ -108,8 +119,7 @@ class FilteredPlan:
         """What is spent of the allowance."""
         setup = sum(event_divergence(event, self.order) for event in ledger.setup)
         return setup + sum(
-            (entry.updates if self._pays_for_updates else entry.trials)
-            * event_divergence(entry.step, self.order)
+            (entry.updates if self._pays_for_updates else entry.trials) * self.cost(entry.step)
             for entry in ledger.entries
         )
 
@@ -122,7 +132,11 @@ class FilteredPlan:
         if ledger.trials >= self.trials:
             return False
         spent = RenyiFilter(self.order, self.allowance, self.divergence(ledger))
-        return spent.affords(event_divergence(step, self.order))
+        return spent.affords(self.cost(step))
+
+    def cost(self, step: Event | Step) -> float:
+        """What a step takes of the allowance."""
+        return step_divergence(step, self.order, selected=self._pays_for_updates)
 
     def completed(self, ledger: Ledger) -> bool:
         """Whether the result may be released: not if a cap came before the planned updates."""
@@ -181,7 +195,7 @@ class FilteredPlan:
         """
 
         def cost(noise: float) -> float:
-            return event_divergence(Trial(SampledGaussian(sample_rate, noise), test), self.order)
+            return self.cost(Trial(SampledGaussian(sample_rate, noise), test))
 
         noise = least_noise(cost, price)
         if noise is None:

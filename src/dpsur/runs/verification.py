@@ -13,8 +13,7 @@ from dpsur.privacy.events import Trial, event_from_json
 from dpsur.privacy.hiding import least_cap
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.plan import Budget
-from dpsur.privacy.proven import event_divergence
-from dpsur.privacy.statement import FORMAT, recomputed_epsilons
+from dpsur.privacy.statement import FORMAT, recomputed_epsilons, stated_filter
 from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, release_folder, sha256
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
@@ -99,13 +98,13 @@ def _filter_faults(statement: dict[str, Any]) -> list[str]:
     mechanism = statement["mechanism"]
     if mechanism["filter"] is None:
         return []
-    order, allowance = mechanism["filter"]["order"], mechanism["filter"]["allowance"]
+    plan = stated_filter(statement)
     charges = [(event, 1) for event in mechanism["setup"]]
     charges += [(row["step"], row["charged"]) for row in mechanism["filter"]["steps"]]
-    spent = sum(count * event_divergence(event_from_json(event), order) for event, count in charges)
-    if spent <= allowance * (1 + TOLERANCE):
+    spent = sum(count * plan.cost(event_from_json(event)) for event, count in charges)
+    if spent <= plan.allowance * (1 + TOLERANCE):
         return []
-    return [f"the steps spend {spent:g} at order {order:g}, the filter allows {allowance:g}"]
+    return [f"the steps spend {spent:g} at order {plan.order:g}, of {plan.allowance:g} allowed"]
 
 
 def _cap_faults(statement: dict[str, Any]) -> list[str]:
