@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from scipy import optimize, stats
 from scipy.special import gammaln, log_ndtr, logsumexp
 
 from dpsur.errors import BudgetError
@@ -104,3 +105,16 @@ def test_small_losses_are_not_rounded_up_to_whole_cells(q, sigma, count):
     assert finer <= found <= 1.02 * finer
     coarse = pld._repeated(pld._distribution(q, sigma, 1e-3), count).get_epsilon_for_delta(DELTA)
     assert coarse > 1.05 * finer
+
+
+def gaussian_delta(epsilon):
+    """Delta of a Gaussian mechanism of noise 1, in closed form."""
+    return stats.norm.cdf(0.5 - epsilon) - math.exp(epsilon) * stats.norm.cdf(-0.5 - epsilon)
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-9, 1e-11, 1e-12, 1e-14])
+def test_a_small_delta_is_not_lost_in_rounding(delta):
+    """Ten thousand Gaussians of noise 100 are one of noise 1."""
+    exact = optimize.brentq(lambda e: gaussian_delta(e) - delta, 0.1, 12, xtol=1e-12)
+    found = pld.composed_epsilon([(SampledGaussian(1.0, 100.0), 10_000)], delta)
+    assert exact * (1 - 1e-9) <= found <= 1.2 * exact

@@ -32,6 +32,9 @@ CELLS_OF_A_STEP = 3
 # Beyond this width dp-accounting runs out of floating-point numbers.
 WIDEST_CELL = 64.0
 LONGEST_STRETCH = 10_000
+# Rounding of the transforms by which dp-accounting composes, per composed part and taken from
+# delta: some hundred times what is seen against closed forms (2e-13 after ten thousand parts).
+ROUNDING = 2.0**-47
 
 
 @lru_cache(maxsize=64)
@@ -129,8 +132,9 @@ def _width(parts: Sequence[tuple[Event, int]]) -> float:
 def composed_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> float:
     """Epsilon at delta of events, each repeated a number of times fixed in advance.
 
-    Formal guarantee: an upper bound whatever the noise. Where it is so small that distributions
-    cannot be computed, it is the bound by Rényi divergences, which is looser, or infinity.
+    Formal guarantee: an upper bound whatever the noise. Where it, or delta, is so small that
+    distributions cannot be computed, it is the bound by Rényi divergences, which is looser, or
+    infinity.
     """
     parts = [(part, count) for event, count in charges if count for part in _parts(event)]
     if not parts:
@@ -140,7 +144,10 @@ def composed_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> floa
     width = _width(parts)
     if width > WIDEST_CELL:
         return proven.composed_epsilon(proven.compose(parts), delta).upper
+    rounding = ROUNDING * sum(count for _, count in parts)
+    if delta <= 2 * rounding:
+        return proven.composed_epsilon(proven.compose(parts), delta).upper
     total, *others = (_composed(part, count, width) for part, count in parts)
     for other in others:
         total = total.compose(other)
-    return float(total.get_epsilon_for_delta(delta))
+    return float(total.get_epsilon_for_delta(delta - rounding))
