@@ -71,3 +71,15 @@ def test_a_class_without_weight_is_not_learned():
     chosen = weighted.model(blobs(90, seed=3).inputs).argmax(1)
     assert (chosen == 2).sum() <= 10
     assert plain.scores["accuracy"] > 0.9
+
+
+def test_a_target_that_the_loss_cannot_take_is_found_before_training():
+    """A run that ended when such a record is drawn would tell that it is there."""
+    x, y = torch.randn(300, 4), torch.rand(300, 1)
+    model = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())
+    options = {"loss": F.binary_cross_entropy, "budget": dpsur.Budget(3.0, 1e-4)}
+    method = dpsur.Dpsgd(updates=2, batch_size=20)
+    assert dpsur.fit(model, (x, y), method=method, **options).model is not None
+    y[-1] = 1.5
+    with pytest.raises(dpsur.InvalidInputError, match="some target of train_set"):
+        dpsur.fit(model, (x, y), method=method, **options)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpsur.core.gradients.one_pass import losses_one_by_one
 from dpsur.core.problem import weighted_by_record
 from dpsur.core.types import LossFunction
 from dpsur.errors import InvalidInputError
@@ -14,6 +15,7 @@ from dpsur.errors import InvalidInputError
 # Targets to try: a loss may be undefined for some of them, such as the logarithm of 0.
 _FRACTIONS = (0.5, 1.0, 0.0)
 _COUNTS = (0, 1)
+ROWS_AT_ONCE = 4096
 
 
 def loss_on(loss: LossFunction, device: torch.device) -> LossFunction:
@@ -38,6 +40,24 @@ def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor) -> None:
             return
         faults.append(fault)
     raise InvalidInputError(faults[0])
+
+
+def check_targets(loss: LossFunction, outputs: Tensor, targets: Tensor, name: str) -> None:
+    """Refuse records with a target that the loss cannot take, before one of them is drawn.
+
+    A run that such a record ended would tell by its end that the record was there.
+    """
+    for piece in torch.split(targets, ROWS_AT_ONCE):
+        guesses = outputs[:1].detach().expand(len(piece), *outputs.shape[1:])
+        try:
+            with torch.no_grad():
+                losses_one_by_one(loss, guesses, piece.to(outputs.device))
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise InvalidInputError(
+                f"the loss cannot be computed for some target of {name}: {reason}; change the loss "
+                "or those targets"
+            ) from error
 
 
 def _fault(loss: LossFunction, output: Tensor, target: Tensor) -> str | None:

@@ -21,7 +21,7 @@ from dpsur.privacy.plan import Budget
 from dpsur.runs.arguments import check_arguments
 from dpsur.runs.checkpoint import Statistics
 from dpsur.runs.data import as_examples, check_alike, check_labels, with_indices
-from dpsur.runs.losses import check_loss, loss_on
+from dpsur.runs.losses import check_loss, check_targets, loss_on
 from dpsur.runs.preparation import Preparation, like_features, prepare_inputs
 from dpsur.runs.session import Pace, Session, Speed
 from dpsur.runs.tokens import check_tokens
@@ -84,6 +84,7 @@ def prepare(
                 check_tokens(model, examples, name)
     loss = loss_on(loss, chosen_device)
     check_loss(loss, outputs, train.targets)
+    check_targets(loss, outputs, train.targets, "train_set")
     settled, plan = method.settle(len(train), budget, accounting, preparation.setup)
     if max_updates is not None:
         checks.at_least_one("max_updates", max_updates)
