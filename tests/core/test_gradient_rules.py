@@ -1,5 +1,7 @@
 """The contract of the fast engine: every rule, in many configurations, against the definition."""
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from dpsur.core.gradients import GradientBudget, clipped_sum
 from dpsur.core.gradients.factors import clip_factors
 from dpsur.core.gradients.norms import guarded
 from dpsur.core.gradients.plan import Engine, plan_for
+from dpsur.core.gradients.rules.embedding import Lookups, added_up
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.problem import Problem
 from dpsur.core.streams import LAYERS, Streams
@@ -753,6 +756,62 @@ def test_sums_that_are_not_the_measured_ones_pass_it(monkeypatch):
 
     monkeypatch.setattr(Tape, "norms", forgetful)
     assert max(contribution(cancelling("several", seed), 0.1) for seed in range(20)) > 0.11
+
+
+class Contrast(nn.Module):
+    """Weighs positions by numbers that sum to zero: those of a repeated token cancel."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 1, bias=False)
+
+    def forward(self, x):
+        weights = torch.tensor([1.0, -1.0, 2.0, -2.0, 4.0, -4.0, 8.0, -8.0])
+        return self.head((self.table(x) * weights.unsqueeze(1)).sum(1))
+
+
+def moved_by_one_token(stored):
+    """How far a record of one token and a huge target moves the sum of others, at bound 1."""
+    torch.manual_seed(0)
+    words = torch.randint(1, 5, (501, 8))
+    words[:, 0] = 0
+    words[-1] = 0
+    targets = torch.full((501, 1), -100.0)
+    targets[-1] = 1e15
+    problem = Problem(Contrast(), F.mse_loss, Examples(words, targets))
+    params = problem.initial_params()
+    if stored:
+        rows = torch.arange(501)
+        parts = [{"examples": problem.train, "rows": some} for some in (rows, rows[:-1])]
+    else:
+        parts = [{"examples": problem.train.part(slice(end))} for end in (501, 500)]
+    more, fewer = (clipped_sum(problem, params, max_grad_norm=1.0, **part).params for part in parts)
+    return float(torch.cat([(more[n] - fewer[n]).flatten() for n in more]).norm())
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_repeated_token_whose_gradients_cancel_does_not_wipe_out_others(stored):
+    assert moved_by_one_token(stored) <= 1 + 1e-3
+
+
+def test_positions_that_are_summed_one_by_one_do(monkeypatch):
+    """The control: the norm of the sum over a token's positions, and the sum of all of them."""
+    single = {}
+
+    def remembering(outputs, places):
+        sums = added_up(outputs, places)
+        single[id(sums)] = outputs, sums
+        return sums
+
+    def one_by_one(self, factors):
+        outputs, _ = single[id(self.outputs)]
+        return plain(Lookups(self.tokens, outputs, self.table_rows), factors)
+
+    plain = Lookups.weighted_sum
+    rule = importlib.import_module("dpsur.core.gradients.rules.embedding")
+    monkeypatch.setattr(rule, "added_up", remembering)
+    monkeypatch.setattr(Lookups, "weighted_sum", one_by_one)
+    assert moved_by_one_token(stored=False) > 10
 
 
 # Everything that is a number in float32: smaller ones are zero, larger ones overflow.

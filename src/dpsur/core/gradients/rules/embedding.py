@@ -16,21 +16,20 @@ from dpsur.core.gradients.uses import Products, Use
 
 @dataclass(frozen=True)
 class Lookups(Use):
-    """Rows of a table read by `tokens` (examples, positions), with gradients of what was read."""
+    """Rows of a table read by `tokens` (examples, positions), with gradients of what was read.
+
+    Those of a token that an example reads several times are added up in one of the positions
+    (`added_up`), so that what is summed is what was measured: positions that cancel have no norm,
+    and added one by one to a table of all examples they would take others' digits away.
+    """
 
     tokens: Tensor
     outputs: Tensor
     table_rows: int
-    places: Tensor | None = None
 
     def measure(self) -> Tensor:
-        """Gradients of the same token add up: each position adds its own to the first such one."""
-        examples, positions, width = self.outputs.shape
-        place = first_places(self.tokens) if self.places is None else self.places
-        place = place + torch.arange(examples, device=place.device).unsqueeze(1) * positions
-        sums = self.outputs.new_zeros(examples * positions, width)
-        sums.index_add_(0, place.flatten(), self.outputs.flatten(0, 1))
-        return part_norms(sums.view(examples, -1))
+        """No two positions touch the same row."""
+        return part_norms(self.outputs)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """Add scaled gradients into an empty table."""
@@ -56,11 +55,21 @@ class Lookups(Use):
 
 
 def first_places(tokens: Tensor) -> Tensor:
-    """A number for every different token of an example; its own in all places where it occurs."""
+    """For every position of an example, the first one that holds the same token."""
     ordered, order = tokens.sort(dim=1, stable=True)
-    new = torch.ones_like(ordered, dtype=torch.bool)
-    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    return torch.empty_like(order).scatter_(1, order, new.cumsum(1) - 1)
+    repeated = torch.zeros_like(ordered, dtype=torch.bool)
+    repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    starts = torch.arange(tokens.shape[1], device=tokens.device).expand_as(order)
+    starts = starts.masked_fill(repeated, 0).cummax(1).values
+    return torch.empty_like(order).scatter_(1, order, order.gather(1, starts))
+
+
+def added_up(outputs: Tensor, places: Tensor) -> Tensor:
+    """Gradients of the same token, added up in its first position; zero in the others."""
+    examples, positions, width = outputs.shape
+    places = places + torch.arange(examples, device=places.device).unsqueeze(1) * positions
+    sums = outputs.new_zeros(examples * positions, width)
+    return sums.index_add_(0, places.flatten(), outputs.flatten(0, 1)).view_as(outputs)
 
 
 def embedding(module: nn.Embedding, tape: Tape, input: Tensor) -> Tensor:
@@ -80,6 +89,7 @@ def embedding(module: nn.Embedding, tape: Tape, input: Tensor) -> Tensor:
         if padding is not None:
             outputs = torch.where((tokens == padding).unsqueeze(-1), 0.0, outputs)
         places = None if known is None else known.look_up("places", first_places)
-        yield slot, Lookups(tokens, outputs, table_rows, places)
+        places = first_places(tokens) if places is None else places
+        yield slot, Lookups(tokens, added_up(outputs, places), table_rows)
 
     return tape.watch(output, record)
