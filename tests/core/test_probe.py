@@ -134,6 +134,19 @@ class Overwrites(Network):
         return super().forward(x.mul_(2.0))
 
 
+class OverwritesLargeOnes(Network):
+    def forward(self, x):
+        return super().forward(x.clamp_(-1e6, 1e6))
+
+
+class NormalisesData(Network):
+    """Through `.data` again, and the second time nothing changes any more."""
+
+    def forward(self, x):
+        x.data.div_(x.data.norm(dim=1, keepdim=True)).mul_(100.0)
+        return super().forward(x)
+
+
 COMPANY, MEMORY = "other company in the batch", "after it has seen others"
 REFUSED = {
     Mixup: COMPANY,
@@ -149,6 +162,8 @@ REFUSED = {
     Remembers: MEMORY,
     WritesData: "parameter seen changes during a forward pass",
     Overwrites: "overwrites its inputs",
+    OverwritesLargeOnes: "overwrites its inputs",
+    NormalisesData: "overwrites its inputs",
 }
 RECORDS = Examples(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64))
 
@@ -178,6 +193,7 @@ WEAKER = {
     "the weights as they are": ({"_PERTURBATION": 0.0}, ClosedGate),
     "one draw": ({"_DRAWS": 1}, Sometimes),
     "not again": ({"_again": lambda *_: None}, Remembers),
+    "inputs that are not compared": ({"same_bits": lambda *_: True}, NormalisesData),
 }
 
 

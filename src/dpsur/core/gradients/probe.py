@@ -107,7 +107,7 @@ def watched(model: nn.Module, inputs: Tensor, params: Params | None = None, seed
 
         return model.get_submodule(name).register_forward_hook(note)
 
-    version = inputs._version
+    version, untouched = inputs._version, inputs.clone()
     handles = [watch(name) for name, _ in model.named_modules()]
     devices = [inputs.device] if inputs.is_cuda else []
     try:
@@ -119,12 +119,19 @@ def watched(model: nn.Module, inputs: Tensor, params: Params | None = None, seed
     finally:
         for handle in handles:
             handle.remove()
-    if inputs._version != version:
+    # writing through `.data` leaves the version as it is, and a clamp may leave the values
+    if inputs._version != version or not same_bits(inputs, untouched):
         raise UnsupportedModelError(
             "the model overwrites its inputs, and would overwrite the data sets it is given; set "
-            "inplace=False in its first layer"
+            "inplace=False in its first layer, or write to a copy"
         )
     return Pass(outputs, seen, drew)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same, NaN included."""
+    flat = one.reshape(-1), other.reshape(-1)
+    return one.dtype == other.dtype and torch.equal(*(each.view(torch.uint8) for each in flat))
 
 
 def _generator_state(inputs: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dpsur.core.gradients.probe import probe, random_rows, watched
+from dpsur.core.gradients.probe import probe, random_rows, same_bits, watched
 from dpsur.core.problem import mode
 from dpsur.core.types import Examples
 from dpsur.errors import UnsupportedModelError
@@ -86,7 +86,7 @@ def _probe(model: nn.Module, inputs: Tensor) -> Tensor:
             f"{inputs.dtype}: {reason}"
         ) from error
     for name, value in _tensors(model):
-        if not _same_bits(value, before[name]):
+        if not same_bits(value, before[name]):
             raise UnsupportedModelError(
                 f"{name} changes during a forward pass and would carry private records into the "
                 "release; make the forward pass free of side effects"
@@ -98,11 +98,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Whatever a release holds: buffers, and parameters whether they are trained or not."""
     yield from ((f"buffer {name}", value) for name, value in model.named_buffers())
     yield from ((f"parameter {name}", value.detach()) for name, value in model.named_parameters())
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    flat = one.reshape(-1), other.reshape(-1)
-    return one.dtype == other.dtype and torch.equal(*(each.view(torch.uint8) for each in flat))
 
 
 def made_up(inputs: Tensor, rows: int) -> Tensor:
