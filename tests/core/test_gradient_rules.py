@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from dpsur.core.gradients import GradientBudget, clipped_sum
+from dpsur.core.gradients import GradientBudget, clipped_sum, comparison
 from dpsur.core.gradients.factors import clip_factors
 from dpsur.core.gradients.norms import guarded
 from dpsur.core.gradients.plan import Engine, plan_for
@@ -812,6 +812,79 @@ def test_positions_that_are_summed_one_by_one_do(monkeypatch):
     monkeypatch.setattr(rule, "added_up", remembering)
     monkeypatch.setattr(Lookups, "weighted_sum", one_by_one)
     assert moved_by_one_token(stored=False) > 10
+
+
+class Hooked(nn.Module):
+    """Changes the gradient of an activation; the forward pass treats every record by itself."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.lift, self.head, self.change = nn.Linear(6, 8), nn.Linear(8, 1), change
+
+    def forward(self, x):
+        hidden = torch.tanh(self.lift(x))
+        if hidden.requires_grad:
+            hidden.register_hook(self.change)
+        return self.head(hidden)
+
+
+def hooked(change):
+    torch.manual_seed(0)
+    targets = torch.full((50, 1), 2.0)
+    targets[-1] = 1e12
+    return Problem(Hooked(change), F.mse_loss, Examples(torch.randn(50, 6) + 1.0, targets))
+
+
+def engine_for(problem):
+    params = problem.initial_params()
+    return plan_for(problem, params, problem.train.inputs, GradientBudget()).engine
+
+
+def moved_by_the_last(problem, bound):
+    """How far the last record moves the sum of the others."""
+    params, train = problem.initial_params(), problem.train
+    more, fewer = (
+        clipped_sum(problem, params, train.part(slice(end)), bound).params
+        for end in (len(train), len(train) - 1)
+    )
+    return norm({name: more[name] - fewer[name] for name in more})
+
+
+MIXED_BACKWARD = {
+    "clipped by the batch": lambda g: g * (50 / g.norm().clamp(min=50)),
+    "clipped by the batch at a high norm": lambda g: g * (1e8 / g.norm().clamp(min=1e8)),
+    "divided by the batch": lambda g: g / g.norm(),
+    "divided by its size": lambda g: g / len(g),
+    "centred": lambda g: g - g.mean(0),
+}
+
+
+@pytest.mark.parametrize("name", MIXED_BACKWARD)
+def test_a_backward_pass_that_mixes_records_is_made_for_each_alone(name):
+    problem = hooked(MIXED_BACKWARD[name])
+    assert engine_for(problem) is not Engine.ONE_PASS
+    assert moved_by_the_last(problem, 0.1) <= 0.1 * (1 + 1e-3)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda g: 2 * g, lambda g: g * (50 / g.norm(dim=1, keepdim=True).clamp(min=50))]
+)
+def test_a_hook_that_treats_records_alone_keeps_the_fast_engine(change):
+    assert engine_for(hooked(change)) is Engine.ONE_PASS
+
+
+def test_gradients_of_one_size_do_not_find_a_high_threshold(monkeypatch):
+    """The control: the fast engine is chosen, and one record moves the sum by more."""
+    monkeypatch.setattr(comparison, "_SIZES", (1.0, 1.0, 1.0))
+    problem = hooked(MIXED_BACKWARD["clipped by the batch at a high norm"])
+    assert engine_for(problem) is Engine.ONE_PASS
+    assert moved_by_the_last(problem, 0.1) > 1
+
+
+def test_rows_in_company_alone_do_not_find_what_depends_on_their_number(monkeypatch):
+    """The control: no row is compared with itself in a batch of one."""
+    monkeypatch.setattr(comparison, "_outputs_alone", lambda *_: None)
+    assert engine_for(hooked(MIXED_BACKWARD["divided by its size"])) is Engine.ONE_PASS
 
 
 # Everything that is a number in float32: smaller ones are zero, larger ones overflow.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.core.gradients.budget import GradientBudget
+from dpsur.core.gradients.comparison import compare
 from dpsur.core.gradients.factors import Factors
 from dpsur.core.gradients.layout import Layout, NotSupportedError
 from dpsur.core.gradients.modules import Assignment, assign
@@ -25,7 +26,6 @@ from dpsur.core.gradients.tape import Tape
 from dpsur.core.problem import Problem
 from dpsur.core.types import Params
 
-_TOLERANCE = 1e-3
 _SIZES = (2, 3)
 
 
@@ -107,7 +107,7 @@ def _verified(
         taped_outputs(problem, tape, rows[size], assignment)
         shapes.append(tape.shapes)
     layouts = _layouts(*shapes)
-    memory = [_check(problem, trial, rows[size], assignment, layouts) for size in _SIZES]
+    memory = [compare(problem, trial, rows[size], assignment, layouts) for size in _SIZES]
     return layouts, memory[1] - memory[0]
 
 
@@ -145,51 +145,3 @@ def _layout(small: torch.Size, large: torch.Size) -> Layout | None:
     if more or small[axis] % _SIZES[0] or small[axis] * _SIZES[1] != large[axis] * _SIZES[0]:
         raise NotSupportedError("an activation mixes examples with other dimensions")
     return Layout(axis, small[axis] // _SIZES[0])
-
-
-def _check(
-    problem: Problem,
-    trial: Params,
-    inputs: Tensor,
-    assignment: Assignment,
-    layouts: list[Layout | None],
-) -> int:
-    """Compare with autograd, row by row; return the bytes that the pass held on to."""
-    leaves = {name: value.clone().requires_grad_() for name, value in trial.items()}
-    tape = Tape(leaves, len(inputs), layouts)
-    held: list[Tensor] = []
-
-    def hold(value: Tensor) -> Tensor:
-        held.append(value)
-        return value
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(hold, lambda value: value):
-        outputs = taped_outputs(problem, tape, inputs, assignment)
-    direction = torch.randn_like(outputs)
-    tape.recording = False
-    expected = [
-        torch.autograd.grad(
-            (outputs[row] * direction[row]).sum(),
-            list(leaves.values()),
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        for row in range(len(inputs))
-    ]
-    tape.recording = True
-    torch.autograd.grad((outputs * direction).sum(), list(leaves.values()), allow_unused=True)
-    norms = tape.norms()
-    for row, gradients in enumerate(expected):
-        only = Factors((torch.arange(len(inputs), device=norms.device) == row).to(norms), None)
-        ours = [tape.weighted_sum(name, only) for name in leaves]
-        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
-        gap = torch.stack(
-            [(one - other).square().sum() for one, other in zip(ours, gradients, strict=True)]
-        ).sum()
-        if not (gap.sqrt() <= _TOLERANCE * norm and (norms[row] - norm).abs() <= _TOLERANCE * norm):
-            raise NotSupportedError("a weight is used in a way that the rules do not see")
-    held += [value for uses in tape.uses.values() for use in uses for value in use.tensors()]
-    return sum(
-        {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in held}.values()
-    )

@@ -113,9 +113,9 @@ def watched(model: nn.Module, inputs: Tensor, params: Params | None = None, seed
     try:
         with torch.random.fork_rng(devices=devices), left_alone(model, params or {}):
             torch.manual_seed(seed)
-            before = _generator_state(inputs)
+            before = generator_state(inputs)
             outputs = functional_call(model, params or {}, (inputs,))
-            drew = not torch.equal(before, _generator_state(inputs))
+            drew = not torch.equal(before, generator_state(inputs))
     finally:
         for handle in handles:
             handle.remove()
@@ -134,7 +134,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(*(each.view(torch.uint8) for each in flat))
 
 
-def _generator_state(inputs: Tensor) -> Tensor:
+def generator_state(inputs: Tensor) -> Tensor:
+    """The state of the generator that layers draw from where the inputs are."""
     if inputs.is_cuda:
         return torch.cuda.get_rng_state(inputs.device)
     return torch.get_rng_state()
