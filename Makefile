@@ -7,13 +7,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-DEMO_OUT ?= $(shell mktemp -d)/dpsur-demo
+# where `make demo` trains; a new temporary folder unless it is given
+DEMO_OUT ?=
 
 .PHONY: demo test lint format clean
 
 demo: $(INSTALLED)
-	$(BIN)/dpsur train --task mnist-5k --epsilon 3 --delta 1e-5 --out $(DEMO_OUT)
-	$(BIN)/dpsur evaluate $(DEMO_OUT)
+	out="$(DEMO_OUT)"; out="$${out:-$$(mktemp -d)/dpsur-demo}"; \
+	$(BIN)/dpsur train --task mnist-5k --epsilon 3 --delta 1e-5 --out "$$out" && \
+	$(BIN)/dpsur evaluate "$$out"
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
