@@ -48,3 +48,20 @@ def small_model(seed: int = 0) -> nn.Module:
 @pytest.fixture
 def problem() -> Problem:
     return Problem(small_model(), F.cross_entropy, blobs())
+
+
+class StopAt:
+    """An observer that breaks a run off, as a crash would."""
+
+    def __init__(self, trial):
+        self.at = trial
+
+    def started(self, plan, progress):
+        pass
+
+    def evaluated(self, progress, scores, epsilon):
+        pass
+
+    def trials(self, progress, verdicts):
+        if progress.ledger.trials == self.at:
+            raise KeyboardInterrupt

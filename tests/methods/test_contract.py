@@ -18,6 +18,7 @@ from dpsur.runs.fit import execute
 from dpsur.runs.prepare import prepare
 from dpsur.runs.session import Pace
 from dpsur.runs.verification import verify
+from tests.conftest import StopAt
 from tests.methods.problems import (
     BUDGET,
     OPTIONS,
@@ -29,7 +30,6 @@ from tests.methods.problems import (
     method_of,
     weights,
 )
-from tests.runs.test_checkpoint import StopAt
 
 ADAPTIVE = ("dpis", "dpagd")
 CASES = [(name, accounting) for name in METHODS for accounting in PROVED]

@@ -12,7 +12,7 @@ import dpsur
 from dpsur.runs import files
 from dpsur.runs.checkpoint import FILE_NAME
 from dpsur.runs.session import Pace
-from tests.conftest import blobs, small_model
+from tests.conftest import StopAt, blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)
 METHOD = dpsur.Dpsur(
@@ -23,23 +23,6 @@ METHOD = dpsur.Dpsur(
     optimizer="adam",
     learning_rate=0.05,
 )
-
-
-class StopAt:
-    """An observer that breaks a run off, as a crash would."""
-
-    def __init__(self, trial):
-        self.at = trial
-
-    def started(self, plan, progress):
-        pass
-
-    def evaluated(self, progress, scores, epsilon):
-        pass
-
-    def trials(self, progress, verdicts):
-        if progress.ledger.trials == self.at:
-            raise KeyboardInterrupt
 
 
 def fit(out, seed=0, resume=False, observers=(), method=METHOD, data=None, model=None, **more):

@@ -20,8 +20,7 @@ from dpsur.privacy.plan import Budget, Plan
 from dpsur.runs.delays import RandomDelays
 from dpsur.runs.session import Pace, Session
 from dpsur.runs.verification import verify
-from tests.conftest import blobs, small_model
-from tests.runs.test_checkpoint import StopAt
+from tests.conftest import StopAt, blobs, small_model
 
 UPDATES = 12
 METHOD = dpsur.Dpsur(

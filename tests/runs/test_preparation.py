@@ -19,6 +19,7 @@ from dpsur.runs.checkpoint import FILE_NAME, load_statistics
 from dpsur.runs.preparation import BOUND_NOISE, Preparation, like_features, prepare_inputs
 from dpsur.runs.session import Pace
 from dpsur.runs.verification import verify
+from tests.conftest import StopAt
 from tests.methods.problems import BUDGET, CPU, NOISE, SIZE, linear_on_scattering, tiny_images
 
 SCATTERING = features_named("scattering")
@@ -231,21 +232,6 @@ def test_a_loss_of_ones_own_on_features():
         loss=lambda out, target: F.mse_loss(out, target, reduction="sum"),
     )
     assert run.model(images.inputs).shape == (SIZE, 1)
-
-
-class StopAt:
-    def __init__(self, trial):
-        self.at = trial
-
-    def started(self, plan, progress):
-        pass
-
-    def evaluated(self, progress, scores, epsilon):
-        pass
-
-    def trials(self, progress, verdicts):
-        if progress.ledger.trials == self.at:
-            raise KeyboardInterrupt
 
 
 def cut_and_copied(folder, copied, **options):

@@ -52,7 +52,9 @@ def check_targets(loss: LossFunction, outputs: Tensor, targets: Tensor, name: st
         try:
             with torch.no_grad():
                 losses_one_by_one(loss, guesses, piece.to(outputs.device))
-        except Exception as error:
+        except torch.OutOfMemoryError:
+            raise  # says nothing of the targets
+        except Exception as error:  # whatever a loss of a user's own may raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InvalidInputError(
                 f"the loss cannot be computed for some target of {name}: {reason}; change the loss "
