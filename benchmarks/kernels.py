@@ -66,7 +66,12 @@ def ways_of(
     if max(geometry.strides) == 1:
         found["per-example gradients"] |= {
             name: lambda way=way: in_pieces(way, inputs, outputs, window, step)
-            for name, way in (("shifts", shifts), ("offsets", offsets), ("offsets inside", inside))
+            for name, way in (
+                ("shifts", shifts),
+                ("offsets", offsets),
+                ("offsets inside", inside),
+                ("runs", runs),
+            )
         }
     if prod(outputs.shape[2:]) <= 64:
         places = prod(outputs.shape[2:])
@@ -168,6 +173,20 @@ def inside(inputs: Tensor, outputs: Tensor, window: Window, rows: Tensor) -> Non
     for entry in range(prod(window.sizes)):
         offset = entry // window.sizes[1] * wide + entry % window.sizes[1]
         torch.bmm(spread.mT, flat[:, offset : offset + reach], out=entries[:, :, entry])
+
+
+def runs(inputs: Tensor, outputs: Tensor, window: Window, rows: Tensor) -> None:
+    """Channels innermost, so that a row of the kernel sees numbers that lie side by side."""
+    _, wide, reach = _room(inputs, outputs, window, 1)
+    flat = window.padded(inputs).movedim(1, -1).contiguous().flatten(1)
+    channels, height = inputs.shape[1], window.sizes[0]
+    run = window.sizes[1] * channels
+    starts = (height - 1) * wide + reach
+    seen = flat.as_strided((len(flat), starts, run), (flat.shape[1], channels, 1)).contiguous()
+    spread = _spread(outputs, wide)[:, :, :reach]
+    kernel_rows = rows.view(*rows.shape[:2], height, run)
+    for row in range(height):
+        torch.bmm(spread, seen[:, row * wide : row * wide + reach], out=kernel_rows[:, :, row])
 
 
 def microseconds(way: Callable[[], Tensor], device: torch.device, calls: int = 10) -> float:

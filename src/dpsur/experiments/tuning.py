@@ -68,7 +68,7 @@ GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
         {
             "batch_size": (4096,),
             "learning_rate": (2.0, 4.0),
-            "updates": (500, 1000),
+            "updates": (1000,),
         },
     ),
     ("dpis", "imdb"): (
