@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpsur.core.gradients.factors import Factors
+from dpsur.core.gradients.rules.fused import fused
 from dpsur.core.gradients.rules.kernels import Geometry, _input_gradient, from_patches
 from dpsur.core.gradients.rules.patches import Window, inner_products, instantiated, patches
 from dpsur.core.graphs import graph_of
@@ -61,6 +62,7 @@ def ways_of(
         },
         "per-example gradients": {
             "patches": lambda: instantiated(inputs, outputs, window, 1),
+            "fused": lambda: fused(inputs, outputs, window),
         },
     }
     if max(geometry.strides) == 1:
@@ -71,6 +73,8 @@ def ways_of(
                 ("offsets", offsets),
                 ("offsets inside", inside),
                 ("runs", runs),
+                ("joined", joined_patches),
+                ("compiled", compiled_patches),
             )
         }
     if prod(outputs.shape[2:]) <= 64:
@@ -189,6 +193,30 @@ def runs(inputs: Tensor, outputs: Tensor, window: Window, rows: Tensor) -> None:
         torch.bmm(spread, seen[:, row * wide : row * wide + reach], out=kernel_rows[:, :, row])
 
 
+def joined_patches(inputs: Tensor, outputs: Tensor, window: Window, rows: Tensor) -> None:
+    """Patches as a concatenation of shifted inputs, with the channels outside."""
+    high, wide = outputs.shape[2:]
+    padded = window.padded(inputs).flatten(0, 1)
+    shifted = [
+        padded[:, i : i + high, j : j + wide]
+        for i in range(window.sizes[0])
+        for j in range(window.sizes[1])
+    ]
+    seen = torch.cat(shifted, 1).view(len(inputs), -1, high * wide)
+    found = torch.bmm(outputs.flatten(2), seen.mT)
+    split = found.view(*rows.shape[:2], inputs.shape[1], prod(window.sizes))
+    rows.copy_(split.transpose(2, 3).flatten(2))
+
+
+def compiled_patches(inputs: Tensor, outputs: Tensor, window: Window, rows: Tensor) -> None:
+    """Patches copied by a kernel that the compiler makes for them."""
+    seen = _compiled(window.padded(inputs), window, inside=True)
+    torch.bmm(outputs.flatten(2), seen.mT, out=rows)
+
+
+_compiled = torch.compile(patches, dynamic=False)
+
+
 def microseconds(way: Callable[[], Tensor], device: torch.device, calls: int = 10) -> float:
     """Time of a captured call."""
     replay = graph_of(lambda: (way(), None)[1], device)
@@ -219,7 +247,7 @@ def measured(layer: tuple[str, int, int, int, int, int, int, int], device: torch
                 gap = float((call() - expected).norm() / expected.norm())
                 time = f"{microseconds(call, device):8.0f}" if device.type == "cuda" else ""
                 texts.append(f"{way} {time}{'' if gap < 1e-4 else f' WRONG BY {gap:.1g}'}")
-            except RuntimeError as error:
+            except (RuntimeError, TypeError) as error:
                 texts.append(f"{way} failed ({str(error).splitlines()[0][:60]})")
         print(f"{name:<19} {result:<22} {'   '.join(texts)}", flush=True)
 

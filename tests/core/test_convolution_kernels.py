@@ -11,6 +11,8 @@ from dpsur.core.gradients import clipped_sum
 from dpsur.core.gradients.budget import GradientBudget
 from dpsur.core.gradients.plan import Engine, plan_for
 from dpsur.core.gradients.rules import kernels, patches
+from dpsur.core.gradients.rules.fused import fused
+from dpsur.core.gradients.rules.patches import Window, instantiated
 from dpsur.core.problem import Problem
 from dpsur.core.types import Examples
 from tests.core.test_gradient_rules import clipped, gradients
@@ -124,3 +126,39 @@ def test_shapes_decide(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     assert kernels.patches_pay(*like(16, 32, 4))
     assert not kernels.patches_pay(*like(128, 128, 8))
+
+
+SAME = Window((3, 3), (1, 1), (1, 1), (1, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("channels", "height", "side", "window"),
+    [
+        (32, 32, 32, SAME),
+        (64, 96, 16, SAME),
+        (32, 64, 14, Window((3, 3), (1, 1), (1, 1), (0, 0))),
+        (32, 32, 40, Window((2, 4), (1, 1), (1, 1), (1, 2))),
+        (32, 32, 16, Window((1, 1), (1, 1), (1, 1), (0, 0))),
+    ],
+)
+def test_the_fused_kernel_gives_the_gradients_that_patches_give(channels, height, side, window):
+    device = torch.device("cuda")
+    inputs = torch.randn(5, channels, side, side, device=device, dtype=torch.float64)
+    sides = [side + 2 * m - n + 1 for n, m in zip(window.sizes, window.margins, strict=True)]
+    outputs = torch.randn(5, height, *sides, device=device, dtype=torch.float64)
+    exact = instantiated(inputs, outputs, window, 1)
+    found = fused(inputs.float(), outputs.float(), window)
+    assert found is not None
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4 * max(sides))
+
+
+def test_there_is_no_fused_kernel_where_it_does_not_fit():
+    inputs, outputs = torch.randn(2, 32, 16, 16), torch.randn(2, 32, 16, 16)
+    assert fused(inputs, outputs, SAME) is None  # on the CPU
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    for narrow in (inputs[:, :31], inputs[:0]):
+        assert fused(narrow.to(device), outputs[: len(narrow)].to(device), SAME) is None
+    strided = Window((3, 3), (2, 2), (1, 1), (1, 1))
+    assert fused(inputs.to(device), outputs[..., :8, :8].to(device), strided) is None
+    assert fused(inputs.to(device).double(), outputs.to(device).double(), SAME) is None
