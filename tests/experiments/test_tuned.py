@@ -2,6 +2,8 @@ import json
 from pathlib import Path
 
 from dpsur.experiments import tuned
+from dpsur.experiments.presets.paper import BATCHES
+from dpsur.experiments.training import TrainingCell
 from dpsur.experiments.tuned import best_settings, tuned_setting, tuned_settings
 
 ROOT = Path(__file__).parents[2]
@@ -38,3 +40,12 @@ def test_presets_are_the_best_of_the_rows():
     lines = (ROOT / "results" / "tuning.jsonl").read_text().splitlines()
     for block, setting in best_settings([json.loads(line) for line in lines]).items():
         assert tuned_settings()[block] == setting, block
+
+
+def test_settings_are_tried_as_if_none_had_been_chosen(monkeypatch):
+    chosen = {("dpagd", "fmnist", 3): {"batch_size": 7, "raise_by": 0.5}}
+    monkeypatch.setattr(tuned, "tuned_settings", lambda: chosen)
+    tried = TrainingCell("fmnist", "dpagd", 3, 0, {"updates": 5}, hold_out=10_000)
+    assert tried.config()["options"] == {**BATCHES, "updates": 5}
+    used = TrainingCell("fmnist", "dpagd", 3, 0)
+    assert used.config()["options"] == {**BATCHES, "batch_size": 7, "raise_by": 0.5}

@@ -49,6 +49,8 @@ class TrainingCell:
         """Everything that the result depends on, as plain values."""
         arm = ARMS[self.arm]
         preset = arm.preset(self.task, self.epsilon)
+        # where settings are tried, what was chosen earlier plays no part
+        chosen = preset.given if self.hold_out else preset.options
         return {
             "task": self.task,
             "arm": self.arm,
@@ -59,7 +61,7 @@ class TrainingCell:
             "features": preset.features,
             "normalisation": preset.normalisation,
             "network": dict(preset.network),
-            "options": {**preset.options, **self.changes},
+            "options": {**chosen, **self.changes},
             "tried": dict(self.changes),
             "hold_out": self.hold_out,
             "tf32": self.task in WITH_TF32,

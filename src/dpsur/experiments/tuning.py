@@ -70,6 +70,11 @@ GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
             "learning_rate": (2.0, 4.0),
             "updates": (1000,),
         },
+        {
+            "batch_size": (8192,),
+            "learning_rate": (4.0,),
+            "updates": (600,),
+        },
     ),
     ("dpis", "imdb"): (
         {
@@ -98,7 +103,7 @@ GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
         {
             "max_grad_norm": (0.1, 1.0),
             "largest_step": (10.0,),
-            "updates": (100, 300),
+            "updates": (100,),
         },
     ),
     ("dpagd", "imdb"): (

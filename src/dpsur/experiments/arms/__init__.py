@@ -1,7 +1,7 @@
 """What is run for a cell of the accuracy table: methods, and arms that explain DPSUR's figures."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dpsur.experiments.arms.controls import KeptMomentum, RandomAcceptance, RandomAcceptanceKept
@@ -30,7 +30,7 @@ class Arm:
     def preset(self, task: str, epsilon: float) -> Preset:
         """Features, network and hyper-parameters."""
         preset = preset_named(self.preset_name, self.preset_of, task, epsilon)
-        return replace(preset, options={**preset.options, **dict(self.changes)})
+        return preset.changed(dict(self.changes))
 
     def build(self, options: Mapping[str, Any]) -> Method:
         """The method with these hyper-parameters."""

@@ -1,7 +1,7 @@
 """What a preset is."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dpsur.runs.preparation import NONE
@@ -9,9 +9,28 @@ from dpsur.runs.preparation import NONE
 
 @dataclass(frozen=True)
 class Preset:
-    """What a run is asked to do: hyper-parameters, features and changes of the network."""
+    """What a run is asked to do: hyper-parameters, features and changes of the network.
 
-    options: Mapping[str, Any]
+    `chosen` are the hyper-parameters among the options that were chosen by trying several, and
+    `given` those that hold where others are tried.
+    """
+
+    given: Mapping[str, Any]
     features: str
     normalisation: str = NONE
     network: Mapping[str, Any] = field(default_factory=dict)
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All hyper-parameters."""
+        return {**self.given, **self.chosen}
+
+    def tuned(self, chosen: Mapping[str, Any]) -> "Preset":
+        """The preset with hyper-parameters that were chosen by trying several."""
+        return replace(self, chosen={**self.chosen, **chosen})
+
+    def changed(self, changes: Mapping[str, Any]) -> "Preset":
+        """The preset with hyper-parameters that hold whatever is chosen."""
+        rest = {name: value for name, value in self.chosen.items() if name not in changes}
+        return replace(self, given={**self.given, **changes}, chosen=rest)

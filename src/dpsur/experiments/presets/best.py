@@ -45,5 +45,5 @@ def best_preset(method: str, task: str, epsilon: int) -> Preset:
         known = ", ".join(METHODS)
         raise InvalidInputError(f"preset best has no settings for method {method}; it has {known}")
     model = MODELS[task]
-    options = {**model.options, **tuned_setting(f"best-{method}", task, epsilon)}
-    return Preset(options, model.features, model.normalisation, model.network)
+    preset = Preset(model.options, model.features, model.normalisation, model.network)
+    return preset.tuned(tuned_setting(f"best-{method}", task, epsilon))

@@ -119,14 +119,13 @@ def _updates_when_tuned(dataset_size: int, tuned: Mapping[str, float]) -> int:
 
 def _dpis(setting: PaperSetting) -> Preset:
     options = {**_steps(setting), "schedule": "linear", "noise_multiplier": None}
-    options |= tuned_setting("dpis", setting.dataset, setting.epsilon)
-    return _on_features(setting, options)
+    chosen = tuned_setting("dpis", setting.dataset, setting.epsilon)
+    return _on_features(setting, options).tuned(chosen)
 
 
 def _dpagd(setting: PaperSetting) -> Preset:
-    return _on_inputs(
-        setting, {**BATCHES, **tuned_setting("dpagd", setting.dataset, setting.epsilon)}
-    )
+    chosen = tuned_setting("dpagd", setting.dataset, setting.epsilon)
+    return _on_inputs(setting, BATCHES).tuned(chosen)
 
 
 def _nonprivate(setting: PaperSetting) -> Preset:
