@@ -72,8 +72,6 @@ def ways_of(
                 ("shifts", shifts),
                 ("offsets", offsets),
                 ("offsets inside", inside),
-                ("runs", runs),
-                ("joined", joined_patches),
                 ("compiled", compiled_patches),
             )
         }
@@ -177,35 +175,6 @@ def inside(inputs: Tensor, outputs: Tensor, window: Window, rows: Tensor) -> Non
     for entry in range(prod(window.sizes)):
         offset = entry // window.sizes[1] * wide + entry % window.sizes[1]
         torch.bmm(spread.mT, flat[:, offset : offset + reach], out=entries[:, :, entry])
-
-
-def runs(inputs: Tensor, outputs: Tensor, window: Window, rows: Tensor) -> None:
-    """Channels innermost, so that a row of the kernel sees numbers that lie side by side."""
-    _, wide, reach = _room(inputs, outputs, window, 1)
-    flat = window.padded(inputs).movedim(1, -1).contiguous().flatten(1)
-    channels, height = inputs.shape[1], window.sizes[0]
-    run = window.sizes[1] * channels
-    starts = (height - 1) * wide + reach
-    seen = flat.as_strided((len(flat), starts, run), (flat.shape[1], channels, 1)).contiguous()
-    spread = _spread(outputs, wide)[:, :, :reach]
-    kernel_rows = rows.view(*rows.shape[:2], height, run)
-    for row in range(height):
-        torch.bmm(spread, seen[:, row * wide : row * wide + reach], out=kernel_rows[:, :, row])
-
-
-def joined_patches(inputs: Tensor, outputs: Tensor, window: Window, rows: Tensor) -> None:
-    """Patches as a concatenation of shifted inputs, with the channels outside."""
-    high, wide = outputs.shape[2:]
-    padded = window.padded(inputs).flatten(0, 1)
-    shifted = [
-        padded[:, i : i + high, j : j + wide]
-        for i in range(window.sizes[0])
-        for j in range(window.sizes[1])
-    ]
-    seen = torch.cat(shifted, 1).view(len(inputs), -1, high * wide)
-    found = torch.bmm(outputs.flatten(2), seen.mT)
-    split = found.view(*rows.shape[:2], inputs.shape[1], prod(window.sizes))
-    rows.copy_(split.transpose(2, 3).flatten(2))
 
 
 def compiled_patches(inputs: Tensor, outputs: Tensor, window: Window, rows: Tensor) -> None:

@@ -75,14 +75,20 @@ extern "C" __global__ void __launch_bounds__(256) per_example(
         }
         __syncthreads();
     }
+    // neighbours in memory are written by neighbouring threads
+    constexpr int entries = KERNEL_HIGH * KERNEL_WIDE;
+    __shared__ float staged[8][32 * entries];
     #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        const long long pair = (example * OUT_CHANNELS + out + 4 * warp + k) * IN_CHANNELS + in;
-        float* row = rows + (pair + lane) * (KERNEL_HIGH * KERNEL_WIDE);
         #pragma unroll
-        for (int a = 0; a < KERNEL_HIGH; ++a)
-            #pragma unroll
-            for (int b = 0; b < KERNEL_WIDE; ++b) row[a * KERNEL_WIDE + b] = sums[k][a][b];
+        for (int e = 0; e < entries; ++e)
+            staged[warp][lane * entries + e] = sums[k][e / KERNEL_WIDE][e % KERNEL_WIDE];
+        __syncwarp();
+        const long long pair = (example * OUT_CHANNELS + out + 4 * warp + k) * IN_CHANNELS + in;
+        #pragma unroll
+        for (int e = 0; e < entries; ++e)
+            rows[pair * entries + e * 32 + lane] = staged[warp][e * 32 + lane];
+        __syncwarp();
     }
 }
 """

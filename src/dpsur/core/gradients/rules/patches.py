@@ -1,5 +1,6 @@
 """The parts of an input that a sliding kernel sees, and what per-example gradients need of them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -122,24 +123,39 @@ def _summed_along(grams: Tensor, window: Window, dimension: int) -> Tensor:
     axes = 1 + dimension, 1 + dimension + len(window.sizes)
     size, stride = window.sizes[dimension], window.strides[dimension]
     dilation, margin = window.dilations[dimension], window.margins[dimension]
-    length = grams.shape[axes[0]]
-    places = (length + 2 * margin - dilation * (size - 1) - 1) // stride + 1
-    shape = list(grams.shape)
-    shape[axes[0]] = shape[axes[1]] = places
-    total = grams.new_zeros(shape)
-    for offset in range(-margin, dilation * size - margin, dilation):
+    places = (grams.shape[axes[0]] + 2 * margin - dilation * (size - 1) - 1) // stride + 1
+    terms = sorted(_terms(grams, window, dimension, places), key=lambda term: -term[1])
+    # a term for all places is what the others are added to, which spares making zeros
+    if terms and terms[0][1] == places:
+        total = terms.pop(0)[2].clone(memory_format=torch.contiguous_format)
+    else:
+        shape = [places if axis in axes else length for axis, length in enumerate(grams.shape)]
+        total = grams.new_zeros(shape)
+    for first, count, part in terms:
+        into = total
+        for axis in axes:
+            into = into.narrow(axis, first, count)
+        into.add_(part)
+    return total
+
+
+def _terms(
+    grams: Tensor, window: Window, dimension: int, places: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """For every entry of the kernel in one dimension: the first place, how many, and the pixels."""
+    axes = 1 + dimension, 1 + dimension + len(window.sizes)
+    stride, dilation = window.strides[dimension], window.dilations[dimension]
+    margin, length = window.margins[dimension], grams.shape[axes[0]]
+    for offset in range(-margin, dilation * window.sizes[dimension] - margin, dilation):
         first = max(0, -(offset // stride))  # the first place whose pixel is not in the margin
         end = min(places, (length - 1 - offset) // stride + 1)
         if first >= end:
             continue
-        into, part = total, grams
+        part = grams
         for axis in axes:
-            into = into.narrow(axis, first, end - first)
-            span = (end - first - 1) * stride + 1
-            part = part.narrow(axis, first * stride + offset, span)
+            part = part.narrow(axis, first * stride + offset, (end - first - 1) * stride + 1)
             part = part[(slice(None),) * axis + (slice(None, None, stride),)]
-        into.add_(part)
-    return total
+        yield first, end - first, part
 
 
 def scratch_rows(inputs: Tensor, window: Window, places: int) -> int:
