@@ -40,7 +40,7 @@ ARROWS = {
 KNOWN_OF_CORE = {
     "tasks": {"dpsur.core.types", "dpsur.core.activations"},
     "features": {"dpsur.core.types"},
-    "attacks": {"dpsur.core.types"},
+    "attacks": {"dpsur.core.types", "dpsur.core.graphs", "dpsur.core.precision"},
 }
 ROWS = "dpsur.experiments.rows"
 

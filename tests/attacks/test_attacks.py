@@ -8,6 +8,7 @@ from torch import nn
 
 from dpsur.attacks.features import last_layer_gradients, log_odds
 from dpsur.attacks.gap import gap_attack
+from dpsur.attacks.inputs import standardised
 from dpsur.attacks.lira import (
     lira_offline,
     lira_online,
@@ -93,12 +94,56 @@ def test_many_at_once_are_trained_as_one_by_one(pool):
         expected = dict(module.named_parameters())
         for name, value in trained.params.items():
             assert torch.allclose(value[index], expected[name], atol=1e-5)
-    assert not torch.allclose(trained.params["0.weight"][0], trained.params["0.weight"][1])
+    assert not torch.allclose(*trained.params["network.0.weight"])
 
 
 def test_models_need_equally_many_records(trainer, pool):
     with pytest.raises(InvalidInputError, match="equally many"):
         trainer(pool, [torch.arange(3), torch.arange(4)], seed=0)
+
+
+def moved(pool: Examples) -> Examples:
+    """The same records in other units, each input in its own."""
+    units = torch.linspace(0.01, 100.0, WIDTH)
+    return Examples(units * pool.inputs + 30 * units, pool.targets)
+
+
+def test_standardised_models_take_raw_inputs(pool):
+    """Units make no difference; without standardising they do."""
+    rows = [torch.arange(100), torch.arange(100, 200)]
+    answers = {}
+    for standardise in (True, False):
+        recipe = Recipe(epochs=5, batch_size=50, learning_rate=0.1, standardise=standardise)
+        trainer = ManyModels(network, F.cross_entropy, recipe)
+        answers[standardise] = []
+        for records in (pool, moved(pool)):
+            models = trainer(records, rows, seed=4)
+            found = models.outputs(records.inputs)
+            assert torch.allclose(found[1], models.module(1)(records.inputs), atol=1e-5)
+            answers[standardise].append(found)
+    assert torch.allclose(*answers[True], atol=0.02)
+    assert not torch.allclose(*answers[False], atol=1.0)
+
+
+def test_words_are_not_standardised():
+    assert standardised(network, torch.arange(6).view(2, 3)) is network
+    inputs = torch.stack([torch.tensor([1.0, 7.0]), torch.tensor([3.0, 7.0])])
+    module = standardised(nn.Identity, inputs)()
+    assert module(inputs).tolist() == [[-1.0, 0.0], [1.0, 0.0]]  # one of the two never differs
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_products_are_rounded_only_where_the_recipe_says_so(pool, tf32):
+    seen = set()
+
+    def loss(outputs, targets):
+        seen.add((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+        return F.cross_entropy(outputs, targets)
+
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    ManyModels(network, loss, Recipe(epochs=1, tf32=tf32))(pool, [torch.arange(9)], seed=0)
+    assert seen == {(tf32, tf32)}
+    assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
 
 
 def test_last_layer_gradients_are_each_records_own(pool):

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from dpsur import checks
+from dpsur.attacks.inputs import standardised
 from dpsur.attacks.models import StackedModels
+from dpsur.attacks.replay import replayed
+from dpsur.core.precision import precision
 from dpsur.core.types import Examples, LossFunction, Params
 from dpsur.errors import InvalidInputError
 
-_WARM_UP_STEPS = 3
+Make = Callable[[], nn.Module]
 _CPU = torch.device("cpu")
 
 
@@ -30,6 +33,11 @@ class Recipe:
     learning_rate: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 5e-4
+    # Images are usually prepared so. The targets then overfit about as much as the paper's do,
+    # which is what the attacks need to have something to find.
+    standardise: bool = True
+    # Nothing is promised of these targets, so products may be rounded where a card has TF32.
+    tf32: bool = True
 
     def __post_init__(self) -> None:
         checks.at_least_one("epochs", self.epochs)
@@ -42,7 +50,7 @@ class Recipe:
 class ManyModels:
     """A trainer of models that `make` builds, `at_once` of them in a group."""
 
-    make: Callable[[], nn.Module]
+    make: Make
     loss: LossFunction
     recipe: Recipe = Recipe()
     device: torch.device = _CPU
@@ -57,18 +65,25 @@ class ManyModels:
                 f"{[len(part) for part in rows]}"
             )
         pool = pool.to(self.device)
-        groups = [
-            self._group(pool, torch.stack(list(rows[start : start + self.at_once])), seed, start)
-            for start in range(0, len(rows), self.at_once)
+        make = standardised(self.make, pool.inputs) if self.recipe.standardise else self.make
+        together = [
+            rows[start : start + self.at_once] for start in range(0, len(rows), self.at_once)
         ]
+        with precision(self.recipe.tf32):
+            groups = [
+                self._group(make, pool, torch.stack(list(part)), seed, index * self.at_once)
+                for index, part in enumerate(together)
+            ]
         params, buffers = (
             {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             for parts in ([g.params for g in groups], [g.buffers for g in groups])
         )
         return StackedModels(groups[0].template, params, buffers)
 
-    def _group(self, pool: Examples, rows: Tensor, seed: int, first: int) -> StackedModels:
-        modules = [self._initial(seed, first + index) for index in range(len(rows))]
+    def _group(
+        self, make: Make, pool: Examples, rows: Tensor, seed: int, first: int
+    ) -> StackedModels:
+        modules = [_initial(make, seed, first + index) for index in range(len(rows))]
         params, buffers = stack_module_state(modules)
         params = {name: value.detach().to(self.device) for name, value in params.items()}
         buffers = {name: value.to(self.device) for name, value in buffers.items()}
@@ -87,13 +102,14 @@ class ManyModels:
                 run()
         return StackedModels(template, params, buffers)
 
-    def _initial(self, seed: int, index: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(hash((seed, index)) % 2**63)
-            return self.make()
-
     def _may_capture(self) -> bool:
         return self.capture and self.device.type == "cuda"
+
+
+def _initial(make: Make, seed: int, index: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(hash((seed, index)) % 2**63)
+        return make()
 
 
 class _Step:
@@ -134,16 +150,4 @@ class _Step:
     def captured(self) -> Callable[[], None]:
         """The step as a CUDA graph. Weights and velocities are as before afterwards."""
         state = [*self._params.values(), *self._velocity.values()]
-        before = [value.clone() for value in state]
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP_STEPS):
-                self()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self()
-        for value, old in zip(state, before, strict=True):
-            value.copy_(old)
-        return graph.replay
+        return replayed(self, state)
