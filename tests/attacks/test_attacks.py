@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dpsur.attacks.classifier import Fitting, fit_committee, seeded
 from dpsur.attacks.features import last_layer_gradients, log_odds
 from dpsur.attacks.gap import gap_attack
 from dpsur.attacks.inputs import standardised
@@ -21,9 +22,9 @@ from dpsur.attacks.many import ManyModels, Recipe
 from dpsur.attacks.metrics import Scores, measure
 from dpsur.attacks.models import SeparateModels
 from dpsur.attacks.rmia import relative_likelihood, rmia_scores, true_probability
-from dpsur.attacks.shadow import shadow_attack
+from dpsur.attacks.shadow import learn_from_shadow, shadow_attack
 from dpsur.attacks.split import as_many, split_pool
-from dpsur.attacks.suite import ATTACKS, attack_target
+from dpsur.attacks.suite import ATTACKS, attack_target, with_white_box
 from dpsur.attacks.white_box import white_box_attack
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
@@ -146,6 +147,39 @@ def test_products_are_rounded_only_where_the_recipe_says_so(pool, tf32):
     assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
 
 
+def test_a_committee_is_trained_by_adam():
+    """Against torch.optim.AdamW on whole batches, with a rate that falls to zero."""
+    generator = torch.Generator().manual_seed(0)
+    members, others = (torch.randn(n, 3, generator=generator) for n in (20, 10))
+    fitting = Fitting(networks=2, epochs=9, batch_size=100, learning_rate=0.05, least_steps=15)
+
+    def make():
+        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+    learned = fit_committee(make, [members], [others], fitting, seed=3)
+    with seeded(3, torch.device("cpu")):
+        networks = [make() for _ in range(2)]
+    labels = torch.cat([torch.ones(20), torch.zeros(10)]).long()
+    for module in networks:
+        optimizer = torch.optim.AdamW(module.parameters(), weight_decay=fitting.weight_decay)
+        for step in range(15):
+            optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 15)
+            optimizer.zero_grad()
+            scores = module(torch.cat([members, others]))
+            F.cross_entropy(scores, labels, weight=torch.tensor([1.5, 0.75])).backward()
+            optimizer.step()
+    answers = torch.stack([module(members) for module in networks]).double()
+    expected = (answers[..., 1] - answers[..., 0]).mean(0)
+    assert torch.allclose(learned.scores([members]), expected, atol=1e-4)
+
+
+def test_the_white_box_attack_guesses_half_and_both_sides_alike(models, split):
+    target = SeparateModels([models.module(0)])
+    sides = split.examples(split.target_train), split.examples(split.target_test)
+    for scores in with_white_box(target, *sides, seed=0).values():
+        assert len(scores.members) == len(scores.others) == len(split.target_test) // 2
+
+
 def test_last_layer_gradients_are_each_records_own(pool):
     module = network()
     examples = pool.select(torch.arange(6))
@@ -174,14 +208,10 @@ def accuracy(scores: Scores):
 
 def shadow(models, split, sides):
     one, two = (SeparateModels([models.module(index)]) for index in (0, 1))
-    return shadow_attack(
-        one,
-        two,
-        shadow_members=split.examples(split.shadow_train),
-        shadow_others=split.examples(split.shadow_test),
-        members=sides[0],
-        others=sides[1],
+    learned = learn_from_shadow(
+        two, split.examples(split.shadow_train), split.examples(split.shadow_test)
     )
+    return shadow_attack(one, learned, *sides)
 
 
 def white_box(models, sides, seed=0):

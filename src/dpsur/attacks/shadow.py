@@ -7,7 +7,7 @@ members differ from answers to others, and applies that to the target's answers.
 import torch
 from torch import Tensor, nn
 
-from dpsur.attacks.classifier import Fitting, fit_classifier, membership_scores, seeded
+from dpsur.attacks.classifier import Committee, Fitting, fit_committee
 from dpsur.attacks.features import posteriors
 from dpsur.attacks.metrics import Scores
 from dpsur.attacks.models import Models
@@ -55,24 +55,18 @@ def shadow_features(models: Models, examples: Examples, index: int = 0) -> tuple
     return ordered.float(), right.float().unsqueeze(1)
 
 
+def learn_from_shadow(
+    shadow: Models, members: Examples, others: Examples, seed: int = 0, fitting: Fitting = FITTING
+) -> Committee:
+    """Learn on the shadow model, whose members are known, what answers to members look like."""
+    known = [shadow_features(shadow, part) for part in (members, others)]
+    classes = known[0][0].shape[1]
+    return fit_committee(lambda: ShadowNetwork(classes), known[0], known[1], fitting, seed)
+
+
 def shadow_attack(
-    target: Models,
-    shadow: Models,
-    *,
-    shadow_members: Examples,
-    shadow_others: Examples,
-    members: Examples,
-    others: Examples,
-    seed: int = 0,
-    fitting: Fitting = FITTING,
+    target: Models, learned: Committee, members: Examples, others: Examples
 ) -> Scores:
-    """Learn on the shadow model, guess about the target's records."""
-    known = [shadow_features(shadow, part) for part in (shadow_members, shadow_others)]
-    with seeded(seed, known[0][0].device):
-        network = ShadowNetwork(known[0][0].shape[1]).to(known[0][0].device)
-    fit_classifier(network, known[0], known[1], fitting, seed)
-    scores = [
-        membership_scores(network, shadow_features(target, part)).numpy()
-        for part in (members, others)
-    ]
+    """Guess about the target's records by what was learned on the shadow model."""
+    scores = [learned.scores(shadow_features(target, part)).numpy() for part in (members, others)]
     return Scores(scores[0], scores[1], 0.0)

@@ -18,13 +18,13 @@ from dpsur.attacks.lira import (
 from dpsur.attacks.metrics import Scores
 from dpsur.attacks.models import Models, SeparateModels, Trainer
 from dpsur.attacks.rmia import relative_likelihood, rmia_scores, true_probability
-from dpsur.attacks.shadow import shadow_attack
+from dpsur.attacks.shadow import learn_from_shadow, shadow_attack
 from dpsur.attacks.split import Split, as_many
 from dpsur.attacks.white_box import white_box_attack
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 
-Guess = Callable[[Examples, Examples, int], Scores]
+Guess = Callable[[Examples, Examples], Scores]
 SHUFFLED = ", shuffled"
 # attack -> what it does
 ATTACKS = {
@@ -74,9 +74,11 @@ def attack_target(
         scores["gap"] = gap_attack(target, *sides)
     if "shadow" in names:
         shadow = SeparateModels([models.module(1)])
-        scores |= _with_control("shadow", partial(_shadow, target, shadow, split), *sides, seed)
+        known = split.examples(split.shadow_train), split.examples(split.shadow_test)
+        learned = learn_from_shadow(shadow, *known, seed)
+        scores |= _with_control("shadow", partial(shadow_attack, target, learned), *sides, seed)
     if "white-box" in names:
-        scores |= with_white_box(target, *sides, seed)
+        scores |= with_white_box(target, split.examples(split.target_train), sides[1], seed)
     if any(name in BY_SHADOWS for name in names):
         found = _by_shadows(split, trainer, target, members, seed, shadow_models)
         scores |= {name: found[name] for name in names if name in found}
@@ -88,8 +90,9 @@ def attack_target(
 def with_white_box(
     target: Models, members: Examples, others: Examples, seed: int
 ) -> dict[str, Scores]:
-    """The white-box attack and its control."""
-    return _with_control("white-box", partial(_white_box, target), members, others, seed)
+    """The white-box attack and its control. Of members there may be more than of others."""
+    attack = partial(_white_box, target, seed=seed)
+    return _with_control("white-box", attack, members, others, seed)
 
 
 def _with_control(
@@ -104,34 +107,15 @@ def _with_control(
     both = Examples(inputs, targets)
     shuffled = both.select(lots[: len(members)]), both.select(lots[len(members) :])
     return {
-        name: attack(members, others, seed),
-        name + SHUFFLED: attack(*shuffled, seed),
+        name: attack(members, others),
+        name + SHUFFLED: attack(*shuffled),
     }
 
 
-def _shadow(
-    target: Models, shadow: Models, split: Split, members: Examples, others: Examples, seed: int
-) -> Scores:
-    return shadow_attack(
-        target,
-        shadow,
-        shadow_members=split.examples(split.shadow_train),
-        shadow_others=split.examples(split.shadow_test),
-        members=members,
-        others=others,
-        seed=seed,
-    )
-
-
 def _white_box(target: Models, members: Examples, others: Examples, seed: int) -> Scores:
-    """The adversary holds one half of the records; the other half is guessed."""
-    known, guessed = (
-        [
-            part.select(torch.arange(start, len(part), 2, device=part.inputs.device))
-            for part in (members, others)
-        ]
-        for start in (0, 1)
-    )
+    """Guess as many members as others, half of the smaller side; the adversary holds the rest."""
+    count = min(len(members), len(others)) // 2
+    guessed, known = zip(*(_parted(part, count, seed) for part in (members, others)), strict=True)
     return white_box_attack(
         target.module(0),
         known_members=known[0],
@@ -140,6 +124,13 @@ def _white_box(target: Models, members: Examples, others: Examples, seed: int) -
         others=guessed[1],
         seed=seed,
     )
+
+
+def _parted(examples: Examples, count: int, seed: int) -> tuple[Examples, Examples]:
+    """So many of the records, drawn at random, and the others."""
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
+    order = order.to(examples.inputs.device)
+    return examples.select(order[:count]), examples.select(order[count:])
 
 
 def _by_shadows(

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpsur.attacks.classifier import Fitting, fit_classifier, membership_scores, seeded
+from dpsur.attacks.classifier import Fitting, fit_committee
 from dpsur.attacks.features import last_layer_gradients
 from dpsur.attacks.metrics import Scores
 from dpsur.core.types import Examples
 
-FITTING = Fitting(epochs=20)
-DROPOUT = 0.2
+FITTING = Fitting(learning_rate=1e-3)
+DROPOUT, FILTERS = 0.2, 16
 
 
 class WhiteBoxNetwork(nn.Module):
@@ -26,13 +26,14 @@ class WhiteBoxNetwork(nn.Module):
         self.answers = _branch(classes)
         self.loss = _branch(1)
         self.label = _branch(classes)
-        # one filter runs along the hidden units and sees all classes at once
+        # A convolution along the hidden units, whose filters span all classes: a product for each
+        # unit, and written as one, which is faster where many networks are trained at once.
         self.gradient = nn.Sequential(
-            nn.Conv2d(1, 16, kernel_size=(classes, 1)),
+            nn.Linear(classes, FILTERS),
             nn.ReLU(),
             nn.Flatten(),
             nn.Dropout(DROPOUT),
-            nn.Linear(16 * hidden, 128),
+            nn.Linear(FILTERS * hidden, 128),
             nn.ReLU(),
             nn.Dropout(DROPOUT),
             nn.Linear(128, 64),
@@ -54,7 +55,7 @@ class WhiteBoxNetwork(nn.Module):
             self.answers(answers),
             self.loss(loss),
             self.label(label),
-            self.gradient(gradient.unsqueeze(1)),
+            self.gradient(gradient.transpose(1, 2)),
         ]
         result: Tensor = self.head(torch.cat(parts, dim=1))
         return result
@@ -96,11 +97,10 @@ def white_box_attack(
     size = known[0][3].flatten(1).norm(dim=1).mean().clamp(min=1e-12)
     for part in known:
         part[3] = part[3] / size
-    with seeded(seed, known[0][0].device):
-        network = WhiteBoxNetwork(*known[0][3].shape[1:]).to(known[0][0].device)
-        fit_classifier(network, known[0], known[1], fitting, seed)
+    shape = known[0][3].shape[1:]
+    learned = fit_committee(lambda: WhiteBoxNetwork(*shape), known[0], known[1], fitting, seed)
     scores = []
     for examples in (members, others):
         *plain, gradients = white_box_features(target, examples)
-        scores.append(membership_scores(network, [*plain, gradients / size]).numpy())
+        scores.append(learned.scores([*plain, gradients / size]).numpy())
     return Scores(scores[0], scores[1], 0.0)
