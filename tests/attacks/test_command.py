@@ -81,9 +81,57 @@ def test_the_table_has_the_papers_values():
     assert data.text.count("\n") == 3
 
 
+def grid(**limits):
+    return list(membership.EXPERIMENT.cells(Options(**limits)))
+
+
 def test_the_grid():
-    cells = list(membership.EXPERIMENT.cells(Options()))
+    cells = grid()
     assert len(cells) == 3 * 2 * (1 + 2 * 4)
     assert len({membership.EXPERIMENT.key(cell) for cell in cells}) == len(cells)
     ratios = [cell for cell in cells if "lira-online" in cell["config"]["attacks"]]
-    assert len(ratios) == 3 * 2 + 2 * 2
+    assert {cell["seed"] for cell in ratios} == {0}
+    assert [
+        (cell["config"]["task"], cell["config"]["method"], cell["config"]["shadow_models"])
+        for cell in ratios
+    ] == [
+        ("fmnist", "nonprivate", 32),
+        ("fmnist", "dpsur", 8),
+        ("fmnist", "dpsgd", 8),
+        ("cifar10", "nonprivate", 8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "count"),
+    [
+        ({"tasks": ("cifar10",)}, 27),
+        ({"arms": ("nonprivate",)}, 6),
+        ({"arms": ("dpsur",), "epsilons": (1, 4)}, 12),
+        ({"epsilons": (4.0,)}, 12),
+        ({"seeds": (5,), "tasks": ("fmnist",), "arms": ("dpsgd", "nonprivate")}, 5),
+    ],
+)
+def test_the_grid_can_be_limited(limits, count):
+    found = grid(**limits)
+    assert len(found) == count
+    for cell in found:
+        assert cell["config"]["task"] in limits.get("tasks", membership.TASKS)
+        assert cell["config"]["method"] in limits.get("arms", ("nonprivate", "dpsur", "dpsgd"))
+        assert cell["config"]["epsilon"] in limits.get("epsilons", (None, 1, 2, 3, 4))
+        assert cell["seed"] in limits.get("seeds", membership.SEEDS)
+
+
+def test_shards_make_every_row_once(monkeypatch):
+    monkeypatch.setattr(membership.Membership, "measure", lambda *_: {})
+    cells = grid()
+    missing = cells[1:]  # a row is there already, which must not shift the shares
+    made = [
+        row
+        for part in range(4)
+        for row in membership.EXPERIMENT.make(missing, Options(shard=(part, 4)))
+    ]
+    keys = [membership.EXPERIMENT.key(row) for row in made]
+    assert sorted(keys) == sorted(membership.EXPERIMENT.key(cell) for cell in missing)
+    first = list(membership.EXPERIMENT.make(cells, Options(shard=(0, 4))))
+    assert [row["config"] for row in first] == [cell["config"] for cell in cells[::4]]

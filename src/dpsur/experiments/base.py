@@ -4,12 +4,13 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from dpsur.experiments.artifacts import Artifact
 
 Cell = Mapping[str, Any]
 Row = dict[str, Any]
+Group = TypeVar("Group")
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,19 @@ class Options:
     tasks: tuple[str, ...] = ()  # that a grid is limited to
     arms: tuple[str, ...] = ()  # likewise
     epsilons: tuple[float, ...] = ()  # likewise
+
+    def ask_for(self, task: str, arm: str, epsilon: float | None) -> bool:
+        """Whether a limited grid has these. What has no epsilon is none of those asked for."""
+        return (
+            (not self.tasks or task in self.tasks)
+            and (not self.arms or arm in self.arms)
+            and (not self.epsilons or epsilon in self.epsilons)
+        )
+
+    def share(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """What this process makes of all groups of cells."""
+        part, parts = self.shard
+        return groups[part::parts]
 
 
 class Experiment(ABC):

@@ -22,11 +22,7 @@ class TrainingGrid(Experiment):
     def cells(self, options: Options) -> Iterator[Cell]:
         """A cell for every run on a task that is asked for."""
         for run in self.runs(options.seeds):
-            if (
-                _asked(run.task, options.tasks)
-                and _asked(run.arm, options.arms)
-                and _asked(run.epsilon, options.epsilons)
-            ):
+            if options.ask_for(run.task, run.arm, run.epsilon):
                 yield {"config": run.config(), "seed": run.seed}
 
     def make(self, cells: Sequence[Cell], options: Options) -> Iterator[Row]:
@@ -41,9 +37,7 @@ class TrainingGrid(Experiment):
         }
         for cell in cells:
             groups[json.dumps(cell["config"])].append(cell)
-        part, parts = options.shard
-        shares = list(groups.values())[part::parts]
-        mine = [group for group in shares if group]
+        mine = [group for group in options.share(list(groups.values())) if group]
         for records in dict.fromkeys(_records_of(group) for group in mine):
             for group in mine:
                 if _records_of(group) == records:
@@ -59,7 +53,3 @@ def _filled(group: Sequence[Cell], device: str | None) -> Iterator[Row]:
     config, seeds = group[0]["config"], [cell["seed"] for cell in group]
     for seed, row in trained_rows(config, seeds, device):
         yield {"config": config, "seed": seed, **row}
-
-
-def _asked(value: str | float, among: tuple[str | float, ...]) -> bool:
-    return not among or value in among

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
 from dpsur.methods import Method
-from dpsur.runs.fit import execute
+from dpsur.runs.result import Run
 from dpsur.runs.tasks import Records, TaskRun, prepare_task, subset
+from dpsur.runs.together import run_together
 from dpsur.tasks import Task, task_named
 from dpsur.tasks.base import PIXELS, TOKENS, VECTORS
 from dpsur.tasks.networks import build_network
 
-# Models that take a step together: as many as still gain speed on one device.
-AT_ONCE = {"cifar10": 4}
+# Models that take a step together: as many as still gain speed on one device. Several networks of
+# large convolutions are slower together than one after another.
+AT_ONCE = {"cifar10": 1}
 USUALLY_AT_ONCE = 16
 
 
@@ -29,6 +32,16 @@ def attacked_pool(task: Task, most: int | None = None) -> Examples:
     """Training and test records of a task together, or so many of them."""
     train, test = task.load(None)
     return subset(train if test is None else join(train, test), most)
+
+
+@lru_cache(maxsize=1)
+def pool_on(device: torch.device, task: str, features: str | None) -> Examples:
+    """All records of a task on a device, with features or without, for the next target as well."""
+    pool = attacked_pool(task_named(task)).to(device)
+    if features is None:
+        return pool
+    found = compute(features_named(features), pool.inputs, device=device, cached=False)
+    return Examples(found, pool.targets)
 
 
 def plain_features(task: Task) -> str:
@@ -68,18 +81,25 @@ def plain_trainer(task: Task, recipe: Recipe, device: torch.device) -> ManyModel
 
 @dataclass(frozen=True)
 class PrivateTrainer:
-    """Trains one model after another as a run on a task would be, each with its own seed."""
+    """Trains models as a run on a task would be, each with its own seed, side by side on a card.
+
+    `featured` says that the pool holds the run's features already, which the models then take.
+    """
 
     run: TaskRun
     device: torch.device
+    featured: bool = False
 
     def __call__(self, pool: Examples, rows: Sequence[Tensor], seed: int) -> SeparateModels:
-        """Train on each set of rows. The models take raw inputs, features or not."""
-        task_named(self.run.task)
-        models = []
+        """Train on each set of rows. Without `featured` the models take raw inputs."""
+        sessions = []
         for index, part in enumerate(rows):
-            records = Records(pool.select(part.to(pool.inputs.device)), None)
+            records = Records(pool.select(part.to(pool.inputs.device)), None, self.featured)
             run = replace(self.run, seed=1000 * seed + index, device=str(self.device))
-            session, origin = prepare_task(run, records)
-            models.append(execute(session, origin=origin).model.to(self.device).eval())
+            sessions.append(prepare_task(run, records)[0])
+        models = []
+        for outcome in run_together(sessions):
+            if not isinstance(outcome, Run):
+                raise outcome
+            models.append(outcome.model.to(self.device).eval())
         return SeparateModels(models)
