@@ -1,15 +1,24 @@
 """`dpsur attack`, targets by name, and the table of the paper's attacks."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dpsur.attacks.metrics import Scores, measure
 from dpsur.cli import main
+from dpsur.core.types import Examples
 from dpsur.experiments import membership
 from dpsur.experiments.base import Options
+from dpsur.experiments.presets import PAPER, preset_named
 from dpsur.experiments.roc import thinned
+from dpsur.experiments.targets import PrivateTrainer, attacked_pool
+from dpsur.features import compute, features_named
+from dpsur.methods import method_named
+from dpsur.privacy.plan import Budget
+from dpsur.runs.tasks import TaskRun
+from dpsur.tasks import task_named
 
 SMALL = ["--max-records", "120", "--epochs", "1", "--device", "cpu"]
 
@@ -59,6 +68,40 @@ def test_a_release(tmp_path, capsys):
 def test_bad_input(options, message, capsys):
     assert main(["attack", *SMALL, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_private_models_of_features_and_of_raw_inputs_agree():
+    """A pool whose features were computed once gives the models that raw records give."""
+    cpu = torch.device("cpu")
+    task = task_named("mnist-5k")
+    pool = attacked_pool(task, 60)
+    features = Examples(
+        compute(features_named("scattering"), pool.inputs, cached=False), pool.targets
+    )
+    method = method_named("dpsgd")(batch_size=10)
+    run = TaskRun(task.name, method, Budget(3.0, 1e-3), "proven", "scattering", max_updates=2)
+    rows = [torch.arange(30), torch.arange(30, 60)]
+    raw = PrivateTrainer(run, cpu)(pool, rows, seed=1)
+    own = PrivateTrainer(run, cpu, featured=True)(features, rows, seed=1)
+    answers = raw.outputs(pool.inputs)
+    assert torch.allclose(own.outputs(features.inputs), answers, atol=1e-4)
+    assert not torch.allclose(answers[0], answers[1], atol=1e-2)
+
+
+@pytest.mark.parametrize("method", ["nonprivate", "dpsgd"])
+def test_a_cell_is_measured(method, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(60, 1, 28, 28, generator=generator)
+    pool = Examples(images, torch.randint(10, (60,), generator=generator))
+    monkeypatch.setattr(membership, "pool_on", lambda *_: pool)
+    cell = grid(tasks=("fmnist",), arms=(method,), seeds=(1,))[-1]
+    if method == "nonprivate":
+        cell["config"]["recipe"]["epochs"] = 1
+    else:
+        preset = replace(preset_named(PAPER, method, "fmnist", 4), options={"batch_size": 4})
+        monkeypatch.setattr(membership, "preset_named", lambda *_: preset)
+    found = membership.EXPERIMENT.measure(cell, Options(device="cpu"))
+    assert set(found["attacks"]) == set(found["roc"]) > set(membership.PLAIN_ATTACKS)
 
 
 def row(task, method, epsilon, value):

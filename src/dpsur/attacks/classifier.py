@@ -38,7 +38,7 @@ class Fitting:
     batch_size: int = 512
     learning_rate: float = 2e-3
     weight_decay: float = 1e-2
-    least_steps: int = 200
+    least_steps: int = 100
     capture: bool = True
 
     def __post_init__(self) -> None:
