@@ -24,7 +24,7 @@ from dpsur.attacks.models import SeparateModels
 from dpsur.attacks.rmia import relative_likelihood, rmia_scores, true_probability
 from dpsur.attacks.shadow import learn_from_shadow, shadow_attack
 from dpsur.attacks.split import as_many, split_pool
-from dpsur.attacks.suite import ATTACKS, attack_target, with_white_box
+from dpsur.attacks.suite import ATTACKS, attack_target
 from dpsur.attacks.white_box import white_box_attack
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
@@ -173,13 +173,6 @@ def test_a_committee_is_trained_by_adam():
     assert torch.allclose(learned.scores([members]), expected, atol=1e-4)
 
 
-def test_the_white_box_attack_guesses_half_and_both_sides_alike(models, split):
-    target = SeparateModels([models.module(0)])
-    sides = split.examples(split.target_train), split.examples(split.target_test)
-    for scores in with_white_box(target, *sides, seed=0).values():
-        assert len(scores.members) == len(scores.others) == len(split.target_test) // 2
-
-
 def test_last_layer_gradients_are_each_records_own(pool):
     module = network()
     examples = pool.select(torch.arange(6))
@@ -307,6 +300,8 @@ def test_all_attacks_at_once(trainer, split):
     found = attack_target(split, trainer, list(ATTACKS), seed=0, shadow_models=6)
     assert set(found.scores) == {*ATTACKS, "shadow, shuffled", "white-box, shuffled"}
     assert found.train_accuracy > 0.95 > found.test_accuracy + 0.2
+    for guessed in (found.scores["white-box"], found.scores["white-box, shuffled"]):
+        assert len(guessed.members) == len(guessed.others) == len(split.target_test) // 2
     for name, scores in found.scores.items():
         area = measure(scores, confidence=1 - FALSE_ALARM).auc
         assert (area.low < 0.5 < area.high) == name.endswith("shuffled"), name

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+from dpsur.attacks.many import Recipe
 from dpsur.attacks.metrics import Scores, measure
 from dpsur.cli import main
 from dpsur.core.types import Examples
@@ -13,7 +15,7 @@ from dpsur.experiments import membership
 from dpsur.experiments.base import Options
 from dpsur.experiments.presets import PAPER, preset_named
 from dpsur.experiments.roc import thinned
-from dpsur.experiments.targets import PrivateTrainer, attacked_pool
+from dpsur.experiments.targets import PrivateTrainer, attacked_pool, plain_trainer
 from dpsur.features import compute, features_named
 from dpsur.methods import method_named
 from dpsur.privacy.plan import Budget
@@ -98,7 +100,7 @@ def test_a_cell_is_measured(method, monkeypatch):
     if method == "nonprivate":
         cell["config"]["recipe"]["epochs"] = 1
     else:
-        preset = replace(preset_named(PAPER, method, "fmnist", 4), options={"batch_size": 4})
+        preset = replace(preset_named(PAPER, method, "fmnist", 4), given={"batch_size": 4})
         monkeypatch.setattr(membership, "preset_named", lambda *_: preset)
     found = membership.EXPERIMENT.measure(cell, Options(device="cpu"))
     assert set(found["attacks"]) == set(found["roc"]) > set(membership.PLAIN_ATTACKS)
@@ -143,6 +145,16 @@ def test_the_grid():
         ("fmnist", "dpsgd", 8),
         ("cifar10", "nonprivate", 8),
     ]
+
+
+@pytest.mark.parametrize("task", membership.TASKS)
+def test_targets_without_privacy_are_the_network_that_dpsgd_trains(task):
+    (cell,) = grid(tasks=(task,), arms=("nonprivate",), seeds=(0,))
+    assert cell["config"]["network"] == preset_named(PAPER, "dpsgd", task, 1).network
+    module = plain_trainer(task_named(task), Recipe(), torch.device("cpu")).make()
+    kinds = {type(part) for part in module.modules()}
+    assert nn.ReLU in kinds
+    assert nn.Tanh not in kinds
 
 
 @pytest.mark.parametrize(

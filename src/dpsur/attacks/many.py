@@ -33,8 +33,8 @@ class Recipe:
     learning_rate: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 5e-4
-    # Images are usually prepared so. The targets then overfit about as much as the paper's do,
-    # which is what the attacks need to have something to find.
+    # Every input to mean 0 and deviation 1, the usual preparation. The targets then overfit about
+    # as much as the paper's do, which is what the attacks need to have something to find.
     standardise: bool = True
     # Nothing is promised of these targets, so products may be rounded where a card has TF32.
     tf32: bool = True

@@ -19,7 +19,7 @@ from dpsur.experiments.base import Cell, OneByOne, Options, Row
 from dpsur.experiments.presets import PAPER, preset_named
 from dpsur.experiments.roc import draw_roc, thinned
 from dpsur.experiments.settings import DELTA, EPSILONS
-from dpsur.experiments.targets import PrivateTrainer, plain_trainer, pool_on
+from dpsur.experiments.targets import PrivateTrainer, plain_trainer, pool_on, target_network
 from dpsur.experiments.training import BLOCK, NEVER, WITH_TF32
 from dpsur.methods import method_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
@@ -48,13 +48,13 @@ a record is a member if it is classified correctly. *shuffled* is the control: t
 records whose membership was drawn by lot. Intervals hold 95% for the sampled records of one seed,
 the widest over the seeds. The paper's value stands beside ours where it has one.
 
-Targets without privacy are the paper's pixel CNNs: 100 epochs of SGD at 0.01, momentum 0.9, weight
-decay 5e-4, batch 128, on inputs that are standardised. Private targets have the paper's settings,
-their length what the budget allows under the proven accounting at the size of the target's part;
-shadow models are trained by the same method. LiRA and RMIA need many more shadow models, and are
-made of the first seed alone: on targets without privacy with 32 models on Fashion-MNIST and 8 on
-CIFAR-10, and on private targets with 8 models on Fashion-MNIST at epsilon 4. All other rows have
-gap, shadow and white-box.
+Targets without privacy are the paper's pixel CNNs, with ReLU as DPSGD's have: 100 epochs of SGD at
+0.01, momentum 0.9, weight decay 5e-4, batch 128, every pixel standardised over all records. Private
+targets have the paper's settings, their length what the budget allows under the proven accounting
+at the size of the target's part; shadow models are trained by the same method. LiRA and RMIA need
+many more shadow models, and are made of the first seed alone: on targets without privacy with 32
+models on Fashion-MNIST and 8 on CIFAR-10, and on private targets with 8 models on Fashion-MNIST at
+epsilon 4. All other rows have gap, shadow and white-box.
 
 An accuracy near one half on a private target says little by itself: a weak attack gives the same.
 What it is worth is seen on the targets without privacy, and in the [audits](audit.md).
@@ -131,7 +131,7 @@ def _config(task: str, method: str, epsilon: int | None, seed: int) -> dict[str,
     config: dict[str, Any] = {"task": task, "method": method, "epsilon": epsilon}
     if epsilon is None:
         models = SHADOW_MODELS[task]
-        config["recipe"] = asdict(Recipe())
+        config |= {"recipe": asdict(Recipe()), "network": target_network(task_named(task))}
     else:
         models = PRIVATE_SHADOW_MODELS.get(task, 0) if epsilon == EPSILONS[-1] else 0
         config |= {"delta": DELTA, "accounting": DEFAULT_ACCOUNTING, "tf32": task in WITH_TF32}

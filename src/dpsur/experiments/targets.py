@@ -20,12 +20,15 @@ from dpsur.runs.tasks import Records, TaskRun, prepare_task, subset
 from dpsur.runs.together import run_together
 from dpsur.tasks import Task, task_named
 from dpsur.tasks.base import PIXELS, TOKENS, VECTORS
-from dpsur.tasks.networks import build_network
+from dpsur.tasks.networks import build_network, takes
 
 # Models that take a step together: as many as still gain speed on one device. Several networks of
 # large convolutions are slower together than one after another.
 AT_ONCE = {"cifar10": 1}
 USUALLY_AT_ONCE = 16
+# As the paper's pixel networks have it where DPSGD trains them: a target without privacy is then
+# what DPSGD would have made without clipping and noise.
+TARGET_NETWORK = {"activation": "relu"}
 
 
 def attacked_pool(task: Task, most: int | None = None) -> Examples:
@@ -72,9 +75,14 @@ def as_seen_by(method: Method, task: Task) -> tuple[dict[str, Any], Examples, Ex
     return {**task.networks[method.features], **method.network_changes()}, train, test
 
 
+def target_network(task: Task) -> dict[str, Any]:
+    """What the network of targets without privacy has other than the task's, where it can."""
+    return TARGET_NETWORK if takes(plain_network(task), TARGET_NETWORK) else {}
+
+
 def plain_trainer(task: Task, recipe: Recipe, device: torch.device) -> ManyModels:
-    """Trains the task's network on its inputs as they are, without privacy."""
-    description = plain_network(task)
+    """Trains the task's network for inputs as they are, without privacy."""
+    description = {**plain_network(task), **target_network(task)}
     at_once = AT_ONCE.get(task.name, USUALLY_AT_ONCE)
     return ManyModels(lambda: build_network(description), task.loss, recipe, device, at_once)
 
