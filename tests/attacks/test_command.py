@@ -143,7 +143,7 @@ def test_the_grid():
         ("fmnist", "nonprivate", 32),
         ("fmnist", "dpsur", 8),
         ("fmnist", "dpsgd", 8),
-        ("cifar10", "nonprivate", 8),
+        ("cifar10", "nonprivate", 4),
     ]
 
 
