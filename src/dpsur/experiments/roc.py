@@ -53,7 +53,10 @@ def _curve(axes: "Axes", index: int, name: str, false: list[float], true: list[f
     colour = COLOURS[index % len(COLOURS)]
     if name == GAP:
         rise = next((i for i, y in enumerate(true) if y > 0), len(true) - 1)
-        axes.plot(false[rise], true[rise], "o", color=colour, label=name, markersize=4)
+        # whole, also on the edge of the panel
+        axes.plot(
+            false[rise], true[rise], "o", color=colour, label=name, markersize=4, clip_on=False
+        )
         return
     dash = DASHES[index // len(COLOURS) % len(DASHES)]
     axes.plot(false, np.maximum(true, LEAST / 10), dash, color=colour, label=name)

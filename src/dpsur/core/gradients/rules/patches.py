@@ -12,7 +12,7 @@ from dpsur.core.gradients.uses import MEMORY_COST
 
 # Patches are copies of the input, kernel-size times as large. They are made for a few examples at a
 # time: on a CPU as many as stay in its cache, elsewhere as many as keep it busy, but no more than
-# the input itself takes, so that a step needs about the memory of a step without privacy.
+# twice what the input takes, so that a step needs about the memory of a step without privacy.
 _NUMBERS_ON_CPU = 2**18
 _LEAST_ELSEWHERE, _MOST_ELSEWHERE = 2**20, 2**26
 # What is kept about a data set is computed once, beside a batch that fills the memory.
@@ -39,7 +39,7 @@ def examples_at_once(inputs: Tensor, numbers: int) -> int:
     """How many examples to work on at a time if each takes so many numbers of scratch memory."""
     limit = _NUMBERS_ON_CPU
     if inputs.device.type != "cpu":
-        limit = min(_MOST_ELSEWHERE, max(_LEAST_ELSEWHERE, inputs.numel()))
+        limit = min(_MOST_ELSEWHERE, max(_LEAST_ELSEWHERE, 2 * inputs.numel()))
     return max(1, limit // numbers)
 
 
