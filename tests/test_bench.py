@@ -359,14 +359,43 @@ def test_unknown_names_are_errors_in_the_library_too():
         next(run.rows(replace(TINY, grid=[("perceptron", 4)])))
 
 
-def shown_in_the_readme(rows):
+def shown_in_the_readme(rows, name):
     text = (ROOT / "benchmarks" / "README.md").read_text()
-    shown = text.split("<!-- results/bench_gpu.jsonl -->\n")[1].split("\n<!-- end -->")[0]
+    shown = text.split(f"<!-- results/{name}.jsonl -->\n")[1].split("\n<!-- end -->")[0]
     return shown == markdown(rows)
 
 
-def test_the_readme_shows_the_rows():
-    rows = read_rows(ROOT / "results" / "bench_gpu.jsonl")
-    assert shown_in_the_readme(rows)
-    slower = [{**row, "time_over_plain": 1.5} for row in rows]
-    assert not shown_in_the_readme(slower)
+@pytest.mark.parametrize("name", ["bench_gpu", "bench_cpu"])
+def test_the_readme_shows_the_rows(name):
+    rows = read_rows(ROOT / "results" / f"{name}.jsonl")
+    assert shown_in_the_readme(rows, name)
+    slower = [{**row, "time_over_plain": 7.5} for row in rows]
+    assert not shown_in_the_readme(slower, name)
+
+
+def ratios(name, arm, figure):
+    rows = read_rows(ROOT / "results" / f"{name}.jsonl")
+    return {(r["network"], r["batch_size"]): r[figure] for r in rows if r["arm"] == arm}
+
+
+def test_what_the_readme_says_in_words_is_what_the_rows_say():
+    text = " ".join((ROOT / "benchmarks" / "README.md").read_text().split())
+    trial = ratios("bench_gpu", "dpsur-captured", "time_over_plain")
+    assert f"it takes {trial['scattering-28', 4096]:.2f} times as long" in text
+    memory = ratios("bench_gpu", "dpsur-captured", "memory_over_plain")
+    assert f"takes {memory['scattering-28', 1024]:.2f} times as much" in text
+    first, second = sorted(read_rows(ROOT / "results" / "timed_run.jsonl"), key=_seconds)
+    assert f"makes {first['trials']:,} trials and takes {_seconds(first):.1f} s" in text
+    assert f"or {_seconds(second):.1f} s with the kernels" in text
+    small = {r["arm"]: r for r in read_rows(ROOT / "results" / "bench_memory_gpu.jsonl")}
+    assert {arm for arm, row in small.items() if row["status"] == "ok"} == {"dpsur-captured"}
+    assert f"{small['dpsur-captured']['peak_memory_bytes'] / 1e9:.2f} GB" in text
+    step = ratios("bench_cpu", "dpsgd", "time_over_plain")
+    images = {cell: ratio for cell, ratio in step.items() if cell[0] != "lstm-imdb"}
+    met = [cell for cell, ratio in images.items() if ratio <= 1.35]
+    assert [cell[1] for cell in sorted(met)].count(1024) == 4
+    assert [cell[1] for cell in sorted(met)].count(256) == 1
+
+
+def _seconds(row):
+    return row["seconds"]

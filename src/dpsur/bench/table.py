@@ -24,7 +24,10 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 OURS = ("dpsgd", "dpsur", "dpsgd-captured", "dpsur-captured")
-HEAD = "| network | batch | ours | ms | x plain | x plain captured | Opacus hooks / ours | memory |"
+HEAD = (
+    "| network | batch | ours | ms | x plain | x plain captured | Opacus hooks / ours "
+    "| Opacus ghost / ours | memory |"
+)
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -32,7 +35,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     cells: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         cells.setdefault((row["network"], row["batch_size"]), {})[row["arm"]] = row
-    lines = [HEAD, "|---|--:|---|--:|--:|--:|--:|--:|"]
+    lines = [HEAD, "|---|--:|---|--:|--:|--:|--:|--:|--:|"]
     for (network, size), arms in cells.items():
         lines += [_line(network, size, arms, arm) for arm in OURS if arm in arms]
     return "\n".join(lines)
@@ -41,15 +44,15 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 def _line(network: str, size: int, arms: Mapping[str, Mapping[str, Any]], arm: str) -> str:
     row = arms[arm]
     if row["status"] != OK:
-        return f"| {network} | {size:,} | {arm} | {row['status']} | | | | |"
+        return f"| {network} | {size:,} | {arm} | {row['status']} | | | | | |"
     captured = _seconds(arms, "plain-captured")
-    opacus = _seconds(arms, "opacus-hooks")
+    opacus = [_seconds(arms, name) for name in ("opacus-hooks", "opacus-ghost")]
     mine = row["step_seconds"]
     figures = [
         f"{1e3 * mine:.2f}",
         _figure(row["time_over_plain"]),
         _figure(None if captured is None else mine / captured),
-        _figure(None if opacus is None else opacus / mine),
+        *(_figure(None if one is None else one / mine) for one in opacus),
         _figure(row["memory_over_plain"]),
     ]
     return f"| {network} | {size:,} | {arm} | {' | '.join(figures)} |"

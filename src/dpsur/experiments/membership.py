@@ -114,7 +114,7 @@ class Membership(OneByOne):
             Column("TPR at FPR 0.1%", "tpr_01", ".4f"),
             Column("seeds", "seeds"),
         ]
-        records = list(_records(rows))
+        records = list(summary(rows))
         # one seed of every task, the first that there is
         open_targets = [row for row in rows if row["config"]["method"] == NONPRIVATE]
         firsts = {
@@ -163,7 +163,8 @@ def _trainer(config: dict[str, Any], device: torch.device) -> Trainer:
     return PrivateTrainer(run, device, featured=True)
 
 
-def _records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+def summary(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """The figures of every attack on every kind of target, over its seeds."""
     known = _paper()
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
