@@ -67,12 +67,12 @@ GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
     ("dpis", "cifar10"): (
         {
             "batch_size": (4096,),
-            "learning_rate": (2.0, 4.0),
+            "learning_rate": (2.0, 4.0, 8.0),
             "updates": (1000,),
         },
         {
             "batch_size": (8192,),
-            "learning_rate": (4.0,),
+            "learning_rate": (4.0, 8.0),
             "updates": (600,),
         },
     ),
