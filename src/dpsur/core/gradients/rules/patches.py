@@ -14,7 +14,7 @@ from dpsur.core.gradients.uses import MEMORY_COST
 # time: on a CPU as many as stay in its cache, elsewhere as many as keep it busy, but no more than
 # twice what the input takes, so that a step needs about the memory of a step without privacy.
 _NUMBERS_ON_CPU = 2**18
-_LEAST_ELSEWHERE, _MOST_ELSEWHERE = 2**20, 2**26
+_LEAST_ELSEWHERE, _MOST_ELSEWHERE = 3 * 2**18, 2**26
 # What is kept about a data set is computed once, beside a batch that fills the memory.
 _NUMBERS_FOR_TABLES = 2**20
 
