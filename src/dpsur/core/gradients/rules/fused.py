@@ -15,6 +15,8 @@ from torch import Tensor
 
 from dpsur.core.gradients.rules.patches import Window
 
+# The kind of device that the kernel is for.
+DEVICE = "cuda"
 # A warp takes 32 input channels, one a thread, and 4 output channels; a block has 8 warps.
 _TILE, _THREADS = 32, 256
 # Maps of which sizes, and kernels of how many entries: sums are kept in registers, rows in shared
@@ -120,7 +122,7 @@ def fused(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
 
 def _suits(inputs: Tensor, outputs: Tensor, window: Window) -> bool:
     """Whether the kernel fits, and pays: by shapes that were measured on an H200."""
-    if inputs.device.type != "cuda" or inputs.dim() != 4 or not 0 < len(inputs) <= _MOST_BLOCKS:
+    if inputs.device.type != DEVICE or inputs.dim() != 4 or not 0 < len(inputs) <= _MOST_BLOCKS:
         return False
     if {inputs.dtype, outputs.dtype} != {torch.float32}:
         return False

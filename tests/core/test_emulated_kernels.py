@@ -1,0 +1,61 @@
+"""The CUDA kernels of this library, run on the CPU: what they compute, not how fast."""
+
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from dpsur.core.gradients.rules.fused import fused
+from dpsur.core.gradients.rules.patches import Window, instantiated
+from tests.core.emulation import Emulated
+
+module = sys.modules["dpsur.core.gradients.rules.fused"]
+FLOATS = ("float*", "float*", "float*")
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch, tmp_path):
+    """Let the kernel be compiled for the CPU, whatever the tensors' device."""
+    sources = []
+
+    def compile_kernel(source, name):
+        sources.append(source)
+        folder = tmp_path / str(len(sources))
+        folder.mkdir()
+        return Emulated(source, name, folder, 256, FLOATS)
+
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(module, "DEVICE", "cpu")
+    module._compiled.cache_clear()
+    yield sources
+    module._compiled.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("channels", "height", "sides", "window"),
+    [
+        (32, 32, (12, 12), Window((3, 3), (1, 1), (1, 1), (1, 1))),
+        (64, 32, (13, 17), Window((2, 4), (1, 1), (1, 1), (0, 2))),
+        (32, 64, (14, 12), Window((1, 1), (1, 1), (1, 1), (0, 0))),
+        (32, 32, (12, 40), Window((3, 2), (1, 1), (1, 1), (2, 3))),
+    ],
+)
+def test_the_fused_kernel_gives_the_gradients_that_patches_give(
+    channels, height, sides, window, on_the_cpu
+):
+    torch.manual_seed(0)
+    inputs = torch.randn(2, channels, *sides)
+    places = [
+        side + 2 * margin - size + 1
+        for side, margin, size in zip(sides, window.margins, window.sizes, strict=True)
+    ]
+    outputs = torch.randn(2, height, *places)
+    found = fused(inputs, outputs, window)
+    assert found is not None
+    assert len(on_the_cpu) == 1
+    exact = instantiated(inputs.double(), outputs.double(), window, 1)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-3)
+    shifted = instantiated(inputs.roll(1, -1).double(), outputs.double(), window, 1)
+    assert not torch.allclose(found.double(), shifted, rtol=1e-4, atol=1e-3)
