@@ -1,5 +1,6 @@
 """The kernels chosen for a card compute what the usual ones do; here they run on the CPU."""
 
+import contextlib
 import sys
 
 import pytest
@@ -11,7 +12,7 @@ from dpsur.core.gradients import clipped_sum
 from dpsur.core.gradients.budget import GradientBudget
 from dpsur.core.gradients.plan import Engine, plan_for
 from dpsur.core.gradients.rules import kernels, patches
-from dpsur.core.gradients.rules.fused import fused
+from dpsur.core.gradients.rules.fused import _compiled, fused
 from dpsur.core.gradients.rules.patches import Window, instantiated
 from dpsur.core.problem import Problem
 from dpsur.core.types import Examples
@@ -151,6 +152,20 @@ def test_the_fused_kernel_gives_the_gradients_that_patches_give(channels, height
     found = fused(inputs.float(), outputs.float(), window)
     assert found is not None
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4 * max(sides))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError, ImportError, AttributeError, TypeError])
+def test_patches_remain_where_the_kernel_cannot_be_compiled(error, monkeypatch):
+    """PyTorch's compiler imports setuptools, looks for a toolkit and loads libraries by name."""
+
+    def refuse(source, name):
+        raise error(name)
+
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", refuse, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    _compiled.cache_clear()
+    assert _compiled((32, 16, 16), (32, 16, 16), SAME, 0) is None
+    _compiled.cache_clear()
 
 
 def test_there_is_no_fused_kernel_where_it_does_not_fit():
