@@ -390,11 +390,19 @@ def test_what_the_readme_says_in_words_is_what_the_rows_say():
     small = {r["arm"]: r for r in read_rows(ROOT / "results" / "bench_memory_gpu.jsonl")}
     assert {arm for arm, row in small.items() if row["status"] == "ok"} == {"dpsur-captured"}
     assert f"{small['dpsur-captured']['peak_memory_bytes'] / 1e9:.2f} GB" in text
+    wide = [
+        ratios("bench_growth_gpu", "dpsur-captured", figure)["cnn-128", 1024]
+        for figure in ("time_over_plain", "time_over_opacus")
+    ]
+    assert f"takes {wide[0]:.2f} times as long as the plain step and {wide[1]:.2f} of the" in text
     step = ratios("bench_cpu", "dpsgd", "time_over_plain")
     images = {cell: ratio for cell, ratio in step.items() if cell[0] != "lstm-imdb"}
     met = [cell for cell, ratio in images.items() if ratio <= 1.35]
     assert [cell[1] for cell in sorted(met)].count(1024) == 4
     assert [cell[1] for cell in sorted(met)].count(256) == 1
+    seconds = ratios("bench_cpu", "dpsgd", "step_seconds")
+    small = [1e3 * seconds[name, 256] for name in ("scattering-28", "pixel-28")]
+    assert f"takes {small[0]:.0f} and {small[1]:.0f} milliseconds there" in text
 
 
 def _seconds(row):
