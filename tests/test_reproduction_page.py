@@ -104,6 +104,10 @@ def range_of_attacks(*, private, names):
     return min(found), max(found)
 
 
+def private_targets():
+    return [r for r in membership_summary(rows_of("membership")) if r["target"] != NONPRIVATE]
+
+
 def better_attacks():
     """Figures of likelihood ratios on the one private target that has them."""
     (row,) = (
@@ -290,6 +294,15 @@ def claims_about_attacks(number):
         rf"RMIA, reaches {number} \({number} to {number}\), and an area under its curve of "
         rf"{number} \({number} to {number}\)",
         shown(".3f", figures),
+    )
+    learned = [
+        extreme(r["test"] for r in private_targets() if r["task"] == task)
+        for task in ("fmnist", "cifar10")
+        for extreme in (min, max)
+    ]
+    yield (
+        rf"classify {number} to {number} correctly on Fashion-MNIST and {number} to {number} on",
+        shown(".3f", learned),
     )
     grid = {MEMBERSHIP.key(cell) for cell in MEMBERSHIP.cells(Options())}
     made = grid & {MEMBERSHIP.key(row) for row in rows_of("membership")}
