@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import cpp_extension
 
 from dpsur.core.gradients import clipped_sum
 from dpsur.core.gradients.budget import GradientBudget
@@ -166,6 +167,24 @@ def test_patches_remain_where_the_kernel_cannot_be_compiled(error, monkeypatch):
     _compiled.cache_clear()
     assert _compiled((32, 16, 16), (32, 16, 16), SAME, 0) is None
     _compiled.cache_clear()
+
+
+@pytest.mark.parametrize("home", [None, "/opt/toolkit"])
+def test_the_kernel_is_compiled_with_and_without_a_toolkit(home, monkeypatch):
+    seen = []
+
+    def compile_kernel(source, name):
+        seen.append(cpp_extension.include_paths("cuda"))  # as PyTorch does
+        return name
+
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", home)
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    _compiled.cache_clear()
+    assert _compiled((32, 16, 16), (32, 16, 16), SAME, 0) == "per_example"
+    _compiled.cache_clear()
+    assert home is None or any(home in path for path in seen[0])
+    assert home == cpp_extension.CUDA_HOME
 
 
 def test_there_is_no_fused_kernel_where_it_does_not_fit():

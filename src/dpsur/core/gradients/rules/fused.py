@@ -6,8 +6,10 @@ that a kernel sees in shared memory, and keeps its sums in registers. The kernel
 is first needed; where that is not possible, patches remain.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ _TILE, _THREADS = 32, 256
 # Maps of which sizes, and kernels of how many entries: sums are kept in registers, rows in shared
 # memory. On smaller maps inner products are cheaper still.
 _LEAST_SIDE, _MOST_SIDE, _MOST_ENTRIES = 12, 64, 9
+# Shared memory that every card has for a block.
+_SHARED_BYTES = 48 * 1024
 # The first dimension of a grid; more examples are taken in turns.
 _MOST_BLOCKS = 2**31 - 1
 _SOURCE = """
@@ -129,9 +133,13 @@ def _suits(inputs: Tensor, outputs: Tensor, window: Window) -> bool:
     if any(stride > 1 for stride in window.strides + window.dilations):
         return False
     sides = outputs.shape[2:]
-    whole = inputs.shape[1] % _TILE == 0 and outputs.shape[1] % _TILE == 0
-    small = window.sizes[0] * window.sizes[1] <= _MOST_ENTRIES
-    return whole and small and min(sides) >= _LEAST_SIDE and max(sides) <= _MOST_SIDE
+    channels = inputs.shape[1], outputs.shape[1]
+    whole = min(channels) > 0 and all(count % _TILE == 0 for count in channels)
+    high, wide = window.sizes
+    small = high * wide <= _MOST_ENTRIES
+    shared = high * (sides[1] + wide - 1) * 33 + sides[1] * 36 + _THREADS * high * wide
+    fits = min(sides) >= _LEAST_SIDE and max(sides) <= _MOST_SIDE and 4 * shared <= _SHARED_BYTES
+    return whole and small and fits
 
 
 @cache
@@ -156,8 +164,21 @@ def _compiled(
     }
     source = "".join(f"#define {name} {value}\n" for name, value in constants.items()) + _SOURCE
     try:
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), _without_toolkit():
             kernel: Callable[..., None] = compile_kernel(source, "per_example")
             return kernel
-    except Exception:  # no compiler, toolkit or setuptools at hand, or another call: patches remain
+    except Exception:  # no compiler or setuptools at hand, or another call: patches remain
         return None
+
+
+@contextmanager
+def _without_toolkit() -> Iterator[None]:
+    """PyTorch asks where the headers of a toolkit lie. None are included: any folder will do."""
+    from torch.utils import cpp_extension
+
+    home = cpp_extension.CUDA_HOME
+    cpp_extension.CUDA_HOME = home or gettempdir()
+    try:
+        yield
+    finally:
+        cpp_extension.CUDA_HOME = home
