@@ -54,6 +54,7 @@ def panels_of(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw rows to a PNG, SVG or PDF file."""
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -82,8 +83,11 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         fontsize="small",
     )
     figure.suptitle(_conditions(rows[0]), fontsize="small")
+    # letters stay letters, and the same rows give the same file
+    metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
     try:
-        figure.savefig(path, dpi=200)
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "dpsur"}):
+            figure.savefig(path, dpi=130, metadata=metadata)
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"cannot draw to {path}: {error}") from error
 
