@@ -26,7 +26,7 @@ _TILE, _THREADS = 32, 256
 _LEAST_SIDE, _MOST_SIDE, _MOST_ENTRIES = 12, 64, 9
 # Shared memory that every card has for a block.
 _SHARED_BYTES = 48 * 1024
-# The first dimension of a grid; more examples are taken in turns.
+# The first dimension of a grid; more examples are left to patches.
 _MOST_BLOCKS = 2**31 - 1
 _SOURCE = """
 extern "C" __global__ void __launch_bounds__(256) per_example(
