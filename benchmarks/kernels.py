@@ -17,6 +17,7 @@ from dpsur.core.gradients.factors import Factors
 from dpsur.core.gradients.rules.fused import fused
 from dpsur.core.gradients.rules.kernels import Geometry, _input_gradient, from_patches
 from dpsur.core.gradients.rules.patches import Window, inner_products, instantiated, patches
+from dpsur.core.gradients.rules.summed import summed
 from dpsur.core.graphs import graph_of
 
 # name, batch, channels, side, output channels, stride, padding, kernel: the paper's networks
@@ -58,6 +59,7 @@ def ways_of(
         "weight gradient": {
             "library": lambda: geometry.backward(outputs, inputs, weight, [False, True, False])[1],
             "patches": lambda: from_patches(inputs, outputs, window, ones, finite=True),
+            "summed": lambda: summed(inputs, outputs, window),
             "long patches": lambda: in_pieces_added(long_patches, inputs, outputs, window, step),
         },
         "per-example gradients": {

@@ -13,8 +13,10 @@ from dpsur.core.gradients import clipped_sum
 from dpsur.core.gradients.budget import GradientBudget
 from dpsur.core.gradients.plan import Engine, plan_for
 from dpsur.core.gradients.rules import kernels, patches
-from dpsur.core.gradients.rules.fused import _compiled, fused
+from dpsur.core.gradients.rules.compiled import compiled
+from dpsur.core.gradients.rules.fused import fused
 from dpsur.core.gradients.rules.patches import Window, instantiated
+from dpsur.core.gradients.rules.summed import summed
 from dpsur.core.problem import Problem
 from dpsur.core.types import Examples
 from tests.core.test_gradient_rules import clipped, gradients
@@ -164,9 +166,9 @@ def test_patches_remain_where_the_kernel_cannot_be_compiled(error, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "_compile_kernel", refuse, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    _compiled.cache_clear()
-    assert _compiled((32, 16, 16), (32, 16, 16), SAME, 0) is None
-    _compiled.cache_clear()
+    compiled.cache_clear()
+    assert compiled("", "kernel", (), 0) is None
+    compiled.cache_clear()
 
 
 @pytest.mark.parametrize("home", [None, "/opt/toolkit"])
@@ -180,9 +182,9 @@ def test_the_kernel_is_compiled_with_and_without_a_toolkit(home, monkeypatch):
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", home)
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    _compiled.cache_clear()
-    assert _compiled((32, 16, 16), (32, 16, 16), SAME, 0) == "per_example"
-    _compiled.cache_clear()
+    compiled.cache_clear()
+    assert compiled("", "kernel", (), 0) == "kernel"
+    compiled.cache_clear()
     assert home is None or any(home in path for path in seen[0])
     assert home == cpp_extension.CUDA_HOME
 
@@ -196,3 +198,26 @@ def test_there_is_no_fused_kernel_where_it_does_not_fit():
     strided = Window((3, 3), (2, 2), (1, 1), (1, 1))
     assert fused(inputs.to(device), outputs[..., :8, :8].to(device), strided) is None
     assert fused(inputs.to(device).double(), outputs.to(device).double(), SAME) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("channels", "height", "sides", "window"),
+    [
+        (81, 16, (7, 7), Window((3, 3), (2, 2), (1, 1), (1, 1))),
+        (81, 32, (7, 7), Window((3, 3), (1, 1), (1, 1), (1, 1))),
+        (50, 16, (6, 9), Window((2, 3), (1, 2), (1, 1), (0, 2))),
+        (100, 16, (4, 4), Window((1, 1), (1, 1), (1, 1), (0, 0))),
+    ],
+)
+@pytest.mark.parametrize("examples", [1, 17, 300])
+def test_the_summing_kernel_gives_the_usual_gradient(channels, height, sides, window, examples):
+    device = torch.device("cuda")
+    inputs = torch.randn(examples, channels, *sides, device=device, dtype=torch.float64)
+    geometry = kernels.Geometry(window.strides, window.margins, (1, 1), 1)
+    weight = torch.randn(height, channels, *window.sizes, device=device, dtype=torch.float64)
+    outputs = torch.randn_like(geometry.apply(inputs, weight, None))
+    exact = geometry.backward(outputs, inputs, weight, [False, True, False])[1]
+    found = summed(inputs.float(), outputs.float(), window)
+    assert found is not None
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-3 * examples**0.5)

@@ -1,17 +1,18 @@
 """The CUDA kernels of this library, run on the CPU: what they compute, not how fast."""
 
-import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
 
+from dpsur.core.gradients.rules import compiled as compiler
 from dpsur.core.gradients.rules.fused import fused
 from dpsur.core.gradients.rules.patches import Window, instantiated
+from dpsur.core.gradients.rules.summed import summed
 from tests.core.emulation import Emulated
 
-module = sys.modules["dpsur.core.gradients.rules.fused"]
 FLOATS = ("float*", "float*", "float*")
+PARAMETERS = {"per_example": FLOATS, "summed": (*FLOATS, "int")}
 
 
 @pytest.fixture
@@ -23,14 +24,14 @@ def on_the_cpu(monkeypatch, tmp_path):
         sources.append(source)
         folder = tmp_path / str(len(sources))
         folder.mkdir()
-        return Emulated(source, name, folder, 256, FLOATS)
+        return Emulated(source, name, folder, 256, PARAMETERS[name])
 
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(module, "DEVICE", "cpu")
-    module._compiled.cache_clear()
+    monkeypatch.setattr(compiler, "DEVICE", "cpu")
+    compiler.compiled.cache_clear()
     yield sources
-    module._compiled.cache_clear()
+    compiler.compiled.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -59,3 +60,29 @@ def test_the_fused_kernel_gives_the_gradients_that_patches_give(
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-3)
     shifted = instantiated(inputs.roll(1, -1).double(), outputs.double(), window, 1)
     assert not torch.allclose(found.double(), shifted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("channels", "height", "sides", "window"),
+    [
+        (81, 16, (7, 7), Window((3, 3), (2, 2), (1, 1), (1, 1))),
+        (50, 32, (6, 9), Window((2, 3), (1, 2), (1, 1), (0, 2))),
+        (100, 16, (4, 3), Window((1, 1), (1, 1), (1, 1), (0, 0))),
+    ],
+)
+def test_the_summing_kernel_gives_the_usual_gradient(channels, height, sides, window, on_the_cpu):
+    torch.manual_seed(0)
+    inputs = torch.randn(33, channels, *sides)
+    places = [
+        (side + 2 * margin - size) // stride + 1
+        for side, margin, size, stride in zip(
+            sides, window.margins, window.sizes, window.strides, strict=True
+        )
+    ]
+    outputs = torch.randn(33, height, *places)
+    found = summed(inputs, outputs, window)
+    assert found is not None
+    assert len(on_the_cpu) == 1
+    exact = instantiated(inputs.double(), outputs.double(), window, 1).sum(0)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-3)
+    assert not torch.allclose(found.double(), exact.roll(1, 1), rtol=1e-4, atol=1e-3)

@@ -23,6 +23,7 @@ from dpsur.core.gradients.rules.patches import (
     patches,
     scratch_rows,
 )
+from dpsur.core.gradients.rules.summed import summed
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.gradients.uses import (
     MEMORY_COST,
@@ -77,11 +78,16 @@ class Sliding(Use):
             return from_patches(
                 self.inputs, self.outputs, self.window, each, finite=self.finite_inputs
             )
+        inputs = self.inputs if self.finite_inputs else each.clean(self.inputs)
+        outputs = each.scale(self.outputs)
+        found = summed(inputs, outputs, self.window)
+        if found is not None:
+            return found
         weight_gradient = _WEIGHT_GRADIENTS[len(self.window.sizes)]
         gradient: Tensor = weight_gradient(  # type: ignore[no-untyped-call]
-            self.inputs if self.finite_inputs else each.clean(self.inputs),
+            inputs,
             self.weight_shape,
-            each.scale(self.outputs),
+            outputs,
             stride=self.window.strides,
             padding=self.window.margins,
             dilation=self.window.dilations,

@@ -6,19 +6,12 @@ that a kernel sees in shared memory, and keeps its sums in registers. The kernel
 is first needed; where that is not possible, patches remain.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
-from tempfile import gettempdir
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from dpsur.core.gradients.rules import compiled as compiler
 from dpsur.core.gradients.rules.patches import Window
 
-# The kind of device that the kernel is for.
-DEVICE = "cuda"
 # A warp takes 32 input channels, one a thread, and 4 output channels; a block has 8 warps.
 _TILE, _THREADS = 32, 256
 # Maps of which sizes, and kernels of how many entries: sums are kept in registers, rows in shared
@@ -107,9 +100,8 @@ def fused(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
     """
     if not _suits(inputs, outputs, window):
         return None
-    kernel = _compiled(
-        tuple(inputs.shape[1:]), tuple(outputs.shape[1:]), window, inputs.device.index
-    )
+    constants = _constants(inputs, outputs, window)
+    kernel = compiler.compiled(_SOURCE, "per_example", constants, inputs.device.index)
     if kernel is None:
         return None
     inputs, outputs = inputs.contiguous(), outputs.contiguous()
@@ -126,7 +118,11 @@ def fused(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
 
 def _suits(inputs: Tensor, outputs: Tensor, window: Window) -> bool:
     """Whether the kernel fits, and pays: by shapes that were measured on an H200."""
-    if inputs.device.type != DEVICE or inputs.dim() != 4 or not 0 < len(inputs) <= _MOST_BLOCKS:
+    if (
+        inputs.device.type != compiler.DEVICE
+        or inputs.dim() != 4
+        or not 0 < len(inputs) <= _MOST_BLOCKS
+    ):
         return False
     if {inputs.dtype, outputs.dtype} != {torch.float32}:
         return False
@@ -142,43 +138,16 @@ def _suits(inputs: Tensor, outputs: Tensor, window: Window) -> bool:
     return whole and small and fits
 
 
-@cache
-def _compiled(
-    of_input: tuple[int, ...], of_output: tuple[int, ...], window: Window, device: int
-) -> Callable[..., None] | None:
-    """The kernel for one shape on one card; None where it cannot be compiled."""
-    compile_kernel: Any = getattr(torch.cuda, "_compile_kernel", None)
-    if compile_kernel is None or torch.version.hip:
-        return None
-    constants = {
-        "IN_CHANNELS": of_input[0],
-        "IN_HIGH": of_input[1],
-        "IN_WIDE": of_input[2],
-        "OUT_CHANNELS": of_output[0],
-        "HIGH": of_output[1],
-        "WIDE": of_output[2],
-        "KERNEL_HIGH": window.sizes[0],
-        "KERNEL_WIDE": window.sizes[1],
-        "TOP": window.margins[0],
-        "LEFT": window.margins[1],
-    }
-    source = "".join(f"#define {name} {value}\n" for name, value in constants.items()) + _SOURCE
-    try:
-        with torch.cuda.device(device), _without_toolkit():
-            kernel: Callable[..., None] = compile_kernel(source, "per_example")
-            return kernel
-    except Exception:  # no compiler or setuptools at hand, or another call: patches remain
-        return None
-
-
-@contextmanager
-def _without_toolkit() -> Iterator[None]:
-    """PyTorch asks where the headers of a toolkit lie. None are included: any folder will do."""
-    from torch.utils import cpp_extension
-
-    home = cpp_extension.CUDA_HOME
-    cpp_extension.CUDA_HOME = home or gettempdir()
-    try:
-        yield
-    finally:
-        cpp_extension.CUDA_HOME = home
+def _constants(inputs: Tensor, outputs: Tensor, window: Window) -> tuple[tuple[str, int], ...]:
+    return (
+        ("IN_CHANNELS", inputs.shape[1]),
+        ("IN_HIGH", inputs.shape[2]),
+        ("IN_WIDE", inputs.shape[3]),
+        ("OUT_CHANNELS", outputs.shape[1]),
+        ("HIGH", outputs.shape[2]),
+        ("WIDE", outputs.shape[3]),
+        ("KERNEL_HIGH", window.sizes[0]),
+        ("KERNEL_WIDE", window.sizes[1]),
+        ("TOP", window.margins[0]),
+        ("LEFT", window.margins[1]),
+    )

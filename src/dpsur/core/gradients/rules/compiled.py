@@ -1,0 +1,43 @@
+"""Kernels of our own for a card, compiled when they are first needed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from tempfile import gettempdir
+from typing import Any
+
+import torch
+
+# The kind of device that the kernels are for.
+DEVICE = "cuda"
+Kernel = Callable[..., None]
+
+
+@cache
+def compiled(
+    source: str, name: str, constants: tuple[tuple[str, int], ...], device: int
+) -> Kernel | None:
+    """The kernel with its constants on one card; None where it cannot be compiled."""
+    compile_kernel: Any = getattr(torch.cuda, "_compile_kernel", None)
+    if compile_kernel is None or torch.version.hip:
+        return None
+    defined = "".join(f"#define {key} {value}\n" for key, value in constants)
+    try:
+        with torch.cuda.device(device), _without_toolkit():
+            kernel: Kernel = compile_kernel(defined + source, name)
+            return kernel
+    except Exception:  # no compiler or setuptools at hand, or another call: other kernels remain
+        return None
+
+
+@contextmanager
+def _without_toolkit() -> Iterator[None]:
+    """PyTorch asks where the headers of a toolkit lie. None are included: any folder will do."""
+    from torch.utils import cpp_extension
+
+    home = cpp_extension.CUDA_HOME
+    cpp_extension.CUDA_HOME = home or gettempdir()
+    try:
+        yield
+    finally:
+        cpp_extension.CUDA_HOME = home
