@@ -72,8 +72,13 @@ GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
         },
         {
             "batch_size": (8192,),
-            "learning_rate": (4.0, 8.0),
+            "learning_rate": (4.0, 8.0, 16.0),
             "updates": (600,),
+        },
+        {
+            "batch_size": (8192,),
+            "learning_rate": (8.0,),
+            "updates": (1000,),
         },
     ),
     ("dpis", "imdb"): (
