@@ -29,6 +29,17 @@ def test_the_best_mean_is_chosen_and_not_the_best_run():
     }
 
 
+def test_rows_at_a_stretched_budget_decide_for_the_budget_itself():
+    plain = row("dpis", "mnist", {"updates": 1}, 0.90)
+    stretched = [row("dpis", "mnist", {"updates": n}, n / 10, epsilon=3.6) for n in (1, 2)]
+    for one in stretched:
+        one["config"]["stretch"] = 1.2
+    assert best_settings([plain, *stretched]) == {("dpis", "mnist", 3): {"updates": 2}}
+    cell = TrainingCell("mnist", "dpis", 3, 0, {"updates": 5}, hold_out=10_000, stretch=1.2)
+    plainly = TrainingCell("mnist", "dpis", 3, 0, {"updates": 5}, hold_out=10_000)
+    assert cell.config() == {**plainly.config(), "epsilon": 3 * 1.2, "stretch": 1.2}
+
+
 def test_a_budget_that_was_not_tried_takes_the_nearest(monkeypatch):
     chosen = {("a", "mnist", 1): {"updates": 1}, ("a", "mnist", 3): {"updates": 3}}
     monkeypatch.setattr(tuned, "tuned_settings", lambda: chosen)

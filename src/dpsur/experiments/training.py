@@ -35,6 +35,7 @@ class TrainingCell:
     """One run: an arm on a task at a budget, with changes of its preset.
 
     `evaluations` asks for a curve of about so many points; without it only the end is measured.
+    `stretch` multiplies the budget and nothing else: the preset stays that of `epsilon`.
     """
 
     task: str
@@ -44,6 +45,7 @@ class TrainingCell:
     changes: Mapping[str, Any] = field(default_factory=dict)
     hold_out: int = 0
     evaluations: int = 0
+    stretch: float = 1  # an int, so that a whole epsilon stays one in the row
 
     def config(self) -> dict[str, Any]:
         """Everything that the result depends on, as plain values."""
@@ -55,7 +57,7 @@ class TrainingCell:
             "task": self.task,
             "arm": self.arm,
             "method": arm.method.name,
-            "epsilon": self.epsilon,
+            "epsilon": self.epsilon * self.stretch,
             "delta": DELTA,
             "accounting": arm.accounting,
             "features": preset.features,
@@ -67,6 +69,7 @@ class TrainingCell:
             "tf32": self.task in WITH_TF32,
             **({"preparation": PREPARATION} if preset.normalisation == PRIVATE else {}),
             **({"evaluations": self.evaluations} if self.evaluations else {}),
+            **({"stretch": self.stretch} if self.stretch != 1 else {}),
         }
 
 

@@ -41,16 +41,26 @@ def tuned_setting(arm: str, task: str, epsilon: int) -> dict[str, Any]:
 
 
 def best_settings(rows: list[dict[str, Any]]) -> dict[Block, dict[str, Any]]:
-    """The setting with the best mean accuracy of every block that has rows."""
+    """The setting with the best mean accuracy of every block that has rows.
+
+    Where some were tried at a budget stretched to the records that were left, only those count.
+    """
+    stretched = {_block(row) for row in rows if "stretch" in row["config"]}
     found: dict[Block, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        config = row["config"]
-        setting = json.dumps(config["tried"], sort_keys=True)
-        found[config["arm"], config["task"], config["epsilon"]][setting].append(row["accuracy"])
+        config, block = row["config"], _block(row)
+        if block not in stretched or "stretch" in config:
+            setting = json.dumps(config["tried"], sort_keys=True)
+            found[block][setting].append(row["accuracy"])
     return {
         block: json.loads(max(tried, key=lambda one: sum(tried[one]) / len(tried[one])))
         for block, tried in found.items()
     }
+
+
+def _block(row: dict[str, Any]) -> Block:
+    config = row["config"]
+    return config["arm"], config["task"], round(config["epsilon"] / config.get("stretch", 1))
 
 
 def main() -> None:
