@@ -57,6 +57,22 @@ def test_a_release(tmp_path, capsys):
     assert main(["attack", "--release", out, "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found["attacks"]) == {"gap", "white-box", "white-box, shuffled"}
+    assert main(["attack", "--release", out, "--attacks", "shadow"]) == 2
+    assert "choose among gap, white-box" in capsys.readouterr().err
+    assert main(["attack", "--release", out, "--attacks", "nope"]) == 2
+    assert "unknown attack 'nope'" in capsys.readouterr().err
+
+
+def test_members_of_a_release_are_the_records_that_it_was_trained_on(tmp_path, capsys):
+    out = str(tmp_path / "run")
+    options = ["--updates", "1", "--batch-size", "8", "--device", "cpu", "--quiet"]
+    options += ["--features", "pixels", "--max-records", "50", "--delta", "1e-3"]
+    assert main(["train", "--method", "dpsgd", "--out", out, *options]) == 0
+    command = ["attack", "--release", out, "--attacks", "gap", "--device", "cpu", "--json"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found["attacks"]) == {"gap"}
+    assert found["attacks"]["gap"]["members"] == 50
 
 
 @pytest.mark.parametrize(
@@ -65,6 +81,7 @@ def test_a_release(tmp_path, capsys):
         (["--attacks", "gap,nope"], "unknown attack 'nope'"),
         (["--learning-rate", "3"], "trained as in the paper"),
         (["--epochs", "0"], "epochs"),
+        (["--seed", "-1"], "seed must be"),
     ],
 )
 def test_bad_input(options, message, capsys):

@@ -62,11 +62,24 @@ def test_one_training(capsys):
         (["--epsilon", "-1"], "epsilon must be above 0"),
         (["--method", "nope"], "unknown method"),
         (["--confidence", "1.5"], "confidence"),
+        (["--count", "0"], "count must be"),
+        (["--fault", "kept-momentum", "--count", "20", "--updates", "1"], "does not have"),
     ],
 )
 def test_bad_input(options, message, capsys):
     assert main(["audit", "--against", "training", "--device", "cpu", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("against", ["mechanism", "broken", "training"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("repetitions", "0"), ("repetitions", "-3"), ("confidence", "0")]
+)
+def test_numbers_that_no_audit_can_be_made_with(against, name, value, capsys):
+    assert main(["audit", "--against", against, f"--{name}", value]) == 2
+    assert f"{name} must be" in capsys.readouterr().err
+    assert main(["audit", "--against", against, "--seed", "-1"]) == 2
+    assert "seed must be" in capsys.readouterr().err
 
 
 def test_the_table_covers_every_fault():

@@ -55,13 +55,18 @@ class Attacked:
         return Attacked(scores, _accuracy(target, members), _accuracy(target, others))
 
 
+def check_attacks(names: Sequence[str]) -> None:
+    """Refuse names that are no attacks."""
+    for name in names:
+        if name not in ATTACKS:
+            raise InvalidInputError(f"unknown attack {name!r}; choose among {', '.join(ATTACKS)}")
+
+
 def attack_target(
     split: Split, trainer: Trainer, names: Sequence[str], seed: int, shadow_models: int = 16
 ) -> Attacked:
     """Train a target and what the attacks need, with one trainer for all, and attack."""
-    for name in names:
-        if name not in ATTACKS:
-            raise InvalidInputError(f"unknown attack {name!r}; choose among {', '.join(ATTACKS)}")
+    check_attacks(names)
     rows = [split.target_train]
     if "shadow" in names:
         rows.append(split.shadow_train)

@@ -46,6 +46,11 @@ class Fault:
             return session
         if not isinstance(session.method, Gated) or not isinstance(session.plan, Plan):
             raise InvalidInputError(f"the faults are not made for the method {session.method.name}")
+        if self.needs_test and session.plan.trial.gate is None:
+            raise InvalidInputError(
+                f"the fault {self.name} is in the test of candidates, which {session.method.name} "
+                "does not have; choose dpsur, or a gate"
+            )
         procedure = self.bind(session.method, session.problem, session.plan, session.streams)
         return replace(session, procedure=procedure)
 

@@ -7,12 +7,19 @@ from typing import Any
 
 import torch
 
+from dpsur import checks
 from dpsur.attacks.gap import gap_attack
 from dpsur.attacks.many import Recipe
 from dpsur.attacks.metrics import Metrics, Scores, measure
 from dpsur.attacks.models import SeparateModels, Trainer
 from dpsur.attacks.split import as_many, split_pool
-from dpsur.attacks.suite import ATTACKS, Attacked, attack_target, with_white_box
+from dpsur.attacks.suite import (
+    ATTACKS,
+    Attacked,
+    attack_target,
+    check_attacks,
+    with_white_box,
+)
 from dpsur.cli.options import add_method_options, build_method, method_options
 from dpsur.errors import InvalidInputError
 from dpsur.experiments.targets import (
@@ -26,7 +33,7 @@ from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.plan import Budget
 from dpsur.runs.prepare import choose_device
 from dpsur.runs.release import read_release
-from dpsur.runs.tasks import TaskRun
+from dpsur.runs.tasks import TaskRun, subset
 from dpsur.tasks import DEFAULT_TASK, task_named
 
 DESCRIPTION = """\
@@ -43,6 +50,8 @@ Of a release the training records are members and the test records are not; only
 which train no model, are made there.
 """
 USUAL = ("gap", "shadow", "white-box")
+WITHOUT_TRAINING = ("gap", "white-box")
+ALL = "all"
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +62,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.usage = "dpsur attack [--task TASK] [--method METHOD] [options]"
     parser.add_argument(
         "--attacks",
-        default=",".join(USUAL),
         metavar="LIST",
-        help=f"names with commas between, or: all (default: {','.join(USUAL)})",
+        help=f"names with commas between, or: all (default: {','.join(USUAL)}; of a release "
+        f"{','.join(WITHOUT_TRAINING)})",
     )
     parser.add_argument("--release", metavar="DIR", help="attack a release instead of a new target")
     parser.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
@@ -83,9 +92,11 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Attack and print how far that came."""
-    names = list(ATTACKS) if options.attacks == "all" else options.attacks.split(",")
+    names = _names(options)
+    checks.non_negative("seed", options.seed)
     device = choose_device(options.device)
-    found = _release(options, device) if options.release else _target(options, names, device)
+    of_release = options.release is not None
+    found = (_release if of_release else _target)(options, names, device)
     metrics = {name: measure(scores) for name, scores in found.scores.items()}
     if options.roc is not None:
         _draw(Path(options.roc), found.scores)
@@ -115,6 +126,24 @@ def _values(found: Attacked, metrics: dict[str, Metrics]) -> dict[str, Any]:
     }
 
 
+def _names(options: argparse.Namespace) -> list[str]:
+    """The attacks that were asked for, all of them possible."""
+    possible = list(ATTACKS if options.release is None else WITHOUT_TRAINING)
+    if options.attacks is None:
+        return [name for name in USUAL if name in possible]
+    if options.attacks == ALL:
+        return possible
+    names: list[str] = options.attacks.split(",")
+    check_attacks(names)
+    for name in names:
+        if name not in possible:
+            raise InvalidInputError(
+                f"the attack {name} trains models, which a release does not say how to do; choose "
+                f"among {', '.join(possible)}, or attack a new target with --task and --method"
+            )
+    return names
+
+
 def _target(options: argparse.Namespace, names: list[str], device: torch.device) -> Attacked:
     task = task_named(options.task)
     kind = method_named(options.method)
@@ -137,19 +166,23 @@ def _target(options: argparse.Namespace, names: list[str], device: torch.device)
     return attack_target(split, trainer, names, options.seed, options.shadow_models)
 
 
-def _release(options: argparse.Namespace, device: torch.device) -> Attacked:
-    model, _, origin = read_release(options.release)
+def _release(options: argparse.Namespace, names: list[str], device: torch.device) -> Attacked:
+    model, statement, origin = read_release(options.release)
     if origin.task is None:
         raise InvalidInputError(f"{options.release} names no task whose records to attack with")
     train, test = task_named(origin.task).load(None)
     if test is None:
         raise InvalidInputError(f"task {origin.task} has no records that are no members")
+    train = subset(train, statement["dataset_size"])  # as `dpsur train --max-records` took them
     count = min(len(train), len(test))
     members = train.select(as_many(torch.arange(len(train)), count, options.seed))
     others = test.select(as_many(torch.arange(len(test)), count, options.seed))
     target = SeparateModels([model.to(device).eval()])
-    scores: dict[str, Scores] = {"gap": gap_attack(target, members, others)}
-    scores |= with_white_box(target, members, others, options.seed)
+    scores: dict[str, Scores] = {}
+    if "gap" in names:
+        scores["gap"] = gap_attack(target, members, others)
+    if "white-box" in names:
+        scores |= with_white_box(target, members, others, options.seed)
     return Attacked.of(target, members, others, scores)
 
 

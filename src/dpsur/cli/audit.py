@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dpsur import checks
 from dpsur.audits.broken import FAULTS, SOUND
 from dpsur.audits.canaries import Planter, gradient_canaries, input_canaries
 from dpsur.audits.finding import CONTRADICTED, Finding
@@ -90,6 +91,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Audit and print what was found."""
+    _check(options)
     audits = {"mechanism": _mechanisms, "broken": _broken, "training": _training}
     findings = []
     for finding in audits[options.against](options):
@@ -102,6 +104,16 @@ def run(options: argparse.Namespace) -> int:
         _plot(Path(options.plot), findings)
     alarms = [f for f in findings if f.verdict == CONTRADICTED and _is_sound(f)]
     return 1 if alarms else 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse numbers that no audit can be made with."""
+    checks.non_negative("seed", options.seed)
+    checks.at_least_one("count", options.count)
+    if options.repetitions is not None:
+        checks.at_least_one("repetitions", options.repetitions)
+    if options.confidence is not None:
+        checks.probability("confidence", options.confidence)
 
 
 def _is_sound(finding: Finding) -> bool:
