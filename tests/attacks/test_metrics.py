@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
-from scipy.stats import binom
+from scipy.stats import binom, norm
 
-from dpsur.attacks.metrics import Scores, area, measure, pooled, proportion, roc_curve
+from dpsur.attacks.metrics import Scores, area, measure, proportion, roc_curve
 from dpsur.errors import InvalidInputError
 from tests.statistics import FALSE_ALARM
 
@@ -20,8 +20,6 @@ def test_area_by_brute_force():
 
 def covered(shift: float, spread: float) -> int:
     """How many of 300 intervals of the area hold the true one for a shift of 1."""
-    from scipy.stats import norm
-
     truth = norm.cdf(1 / np.sqrt(2))
     rng = np.random.default_rng(1)
     hits = 0
@@ -66,6 +64,27 @@ def test_low_rates_count_the_best_others():
     assert found.tpr_at_1_percent.value == pytest.approx(0.10)
 
 
+def test_the_interval_at_a_low_rate_covers():
+    """The threshold is as uncertain as the share above it: with the share's alone it would not."""
+    rate, count, audits = 0.01, 1000, 300
+    truth = norm.sf(norm.isf(rate) - 1)
+    rng = np.random.default_rng(3)
+    held = held_by_the_share = 0
+    for _ in range(audits):
+        scores = Scores(rng.normal(1, 1, count), rng.normal(0, 1, count), 0.0)
+        found = measure(scores).tpr_at_1_percent
+        held += found.low <= truth <= found.high
+        share = proportion(round(found.value * count), count)
+        held_by_the_share += share.low <= truth <= share.high
+    least = binom.ppf(1e-6, audits, 0.95)
+    assert held >= least > held_by_the_share
+
+
+def test_the_interval_at_a_low_rate_of_few_others_says_so():
+    found = measure(Scores(np.ones(50), np.zeros(50), 0.5)).tpr_at_01_percent
+    assert (found.value, found.low, found.high) == (1.0, 0.0, 1.0)
+
+
 def test_unequal_numbers_do_not_flatter():
     """All called members: right on two thirds, and half right on balance."""
     found = measure(Scores(np.ones(200), np.ones(100), 0.5))
@@ -73,13 +92,11 @@ def test_unequal_numbers_do_not_flatter():
     assert found.balanced_accuracy.value == 0.5
 
 
-def test_roc_and_pooling():
+def test_roc():
     scores = Scores(np.array([3.0, 1.0]), np.array([2.0, 0.0]), 1.5)
     false, true = roc_curve(scores)
     assert false.tolist() == [0, 0, 0.5, 0.5, 1]
     assert true.tolist() == [0, 0.5, 0.5, 1, 1]
-    both = pooled([scores, scores])
-    assert both.members.tolist() == [1.5, -0.5, 1.5, -0.5]
     with pytest.raises(InvalidInputError, match="empty"):
         Scores(np.array([]), np.array([1.0]), 0.0)
     with pytest.raises(InvalidInputError, match="NaN"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dpsur.audits.finding import CONTRADICTED, NOT_CONTRADICTED, table
+from dpsur.audits.finding import CONTRADICTED, NOT_CONTRADICTED
 from dpsur.audits.mechanism import UNITS, audit_exactly, audit_unit
 from dpsur.audits.sampler import accepted_updates, draw_trials, in_the_loop
 from dpsur.audits.units import CoinSetting, dead_unit, exact_epsilon, gate_alone, no_selection
@@ -117,9 +117,3 @@ def test_exact_laws_need_no_confidence():
     assert four["published"].verdict == CONTRADICTED
     assert four["proven"].verdict == NOT_CONTRADICTED
     assert exact_epsilon(no_selection(SMALL), "add") < exact_epsilon(dead_unit(SMALL), "add") + 3
-
-
-def test_findings_as_a_table(findings):
-    text = table(finding.row() for finding in findings.values())
-    assert text.count("\n") == len(findings) + 1
-    assert "| mechanism | dead unit, 4 updates | published | 3.17" in text

@@ -1,13 +1,12 @@
 """How well an attack tells members from others, each figure with an interval."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betaincinv, ndtri
+from scipy.special import bdtr, bdtrc, betaincinv, ndtri
 
 from dpsur.errors import InvalidInputError
 
@@ -102,11 +101,24 @@ def _balanced(right: tuple[int, int], sizes: tuple[int, int], confidence: float)
 
 
 def _rate_at(scores: Scores, rate: float, confidence: float) -> Figure:
-    """Share of members above a threshold that at most this share of the others passes."""
-    allowed = math.floor(rate * len(scores.others))
-    highest = np.sort(scores.others)[::-1]
-    threshold = highest[allowed] if allowed < len(highest) else -math.inf
-    return proportion(int((scores.members > threshold).sum()), len(scores.members), confidence)
+    """Share of members above a threshold that at most this share of the others passes.
+
+    Few others decide where the threshold lies, so its place is as uncertain as the share above it.
+    Formal guarantee: each end errs with probability at most half of 1 - confidence, of which one
+    half is the threshold's and one half the share's. The j-th highest of n others is passed by at
+    most the rate, but for the probability that fewer than j of n hits of that rate are made.
+    """
+    members, highest = scores.members, np.sort(scores.others)[::-1]
+    count = len(highest)
+    each = (1 - confidence) / 4
+    ranks = np.arange(count)  # from 0
+    strict = int((bdtr(ranks, count, rate) <= each).sum())  # so many are surely within the rate
+    loose = int((bdtrc(ranks, count, rate) > each).sum())  # so many are not surely beyond it
+    value = float((members > highest[math.floor(rate * count)]).mean())
+    low = int((members > highest[strict - 1]).sum()) if strict > 0 else 0
+    high = int((members >= highest[loose]).sum()) if loose < count else len(members)
+    least, most = (proportion(hits, len(members), 1 - 2 * each) for hits in (low, high))
+    return Figure(value, least.low, most.high)
 
 
 def area(members: Array, others: Array, confidence: float = CONFIDENCE) -> Figure:
@@ -138,12 +150,3 @@ def roc_curve(scores: Scores) -> tuple[Array, Array]:
         for part in (scores.others, scores.members)
     ]
     return rates[0], rates[1]
-
-
-def pooled(parts: Sequence[Scores]) -> Scores:
-    """Scores of several targets as one, each shifted so that its threshold is 0."""
-    return Scores(
-        np.concatenate([part.members - part.threshold for part in parts]),
-        np.concatenate([part.others - part.threshold for part in parts]),
-        0.0,
-    )

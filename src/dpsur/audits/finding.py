@@ -1,10 +1,7 @@
 """What an audit found, held against what is claimed."""
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
-
-from dpsur.privacy.statement import format_epsilon
 
 CONTRADICTED = "contradicted"
 NOT_CONTRADICTED = "not contradicted"
@@ -41,22 +38,3 @@ class Finding:
     def row(self) -> dict[str, Any]:
         """Plain values, for a file of rows."""
         return {**asdict(self), "verdict": self.verdict}
-
-
-HEADER = (
-    "| audit | of | accounting | claimed ε | lower bound | exact | δ | verdict |\n"
-    "|---|---|---|---|---|---|---|---|"
-)
-
-
-def table(rows: Iterable[dict[str, Any]]) -> str:
-    """Rows of findings as a table."""
-    lines = [HEADER]
-    for row in rows:
-        exact = "" if row["exact"] is None else format_epsilon(row["exact"])
-        lines.append(
-            f"| {row['audit']} | {row['subject']} | {row['accounting']} | "
-            f"{format_epsilon(row['claimed'])} | {row['lower']:.2f} at {row['confidence']:.3%}"
-            f" | {exact} | {row['delta']:g} | {row['verdict']} |"
-        )
-    return "\n".join(lines)
