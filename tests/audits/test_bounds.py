@@ -8,6 +8,7 @@ from scipy.stats import binom, norm
 
 from dpsur.audits.bounds import (
     epsilon_lower_bound,
+    largest_bound,
     proportion_lower,
     proportion_upper,
 )
@@ -67,6 +68,8 @@ def test_a_certain_difference_gives_the_most_that_the_runs_allow():
     bound = epsilon_lower_bound(ones, zeros, 1e-5, 0.95)
     most = math.log((0.025 ** (1 / 2000) - 1e-5) / (1 - 0.025 ** (1 / 2000)))
     assert bound.epsilon == pytest.approx(most)
+    assert largest_bound(2000, 1e-5, 0.95) == bound.epsilon
+    assert largest_bound(1, 0.1, 0.95) == 0.0
     assert (bound.likelier, bound.rarer, bound.repetitions) == (2000, 0, 2000)
     assert epsilon_lower_bound(zeros, ones, 1e-5).epsilon == 0.0  # larger scores mean the record
     assert epsilon_lower_bound(ones, ones, 1e-5).epsilon == 0.0

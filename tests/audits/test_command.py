@@ -23,6 +23,7 @@ def test_tiny_problems(small, capsys, tmp_path):
     assert main(["audit", "--repetitions", "500", "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
     assert "mechanism: gate alone (proven)" in printed
+    assert "of at most 3.758 that could be shown" in printed
     assert "not contradicted" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -96,9 +97,10 @@ def test_the_table_covers_every_fault():
         "p_value": None,
         "delta": 0.01,
         "verdict": "contradicted",
+        "details": {},
     }
     page, *_ = EXPERIMENT.render([{"findings": [finding]}])
-    assert "| exact | a unit | published | 1.000 | 2.000 | 100.0% | 2.000 |" in page.text
+    assert "| exact | a unit | published | 1.000 | 2.000 |  | 100.0% | 2.000 |" in page.text
 
 
 @pytest.mark.parametrize("method", ["dpsgd-ts", "dpsgd-hf", "dpis", "dpagd"])

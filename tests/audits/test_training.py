@@ -7,6 +7,7 @@ from torch import nn
 
 from dpsur.audits.broken import FAULTS, SOUND
 from dpsur.audits.canaries import BLOCK, gradient_canaries, input_canaries
+from dpsur.audits.ceilings import ceiling, is_idle
 from dpsur.audits.finding import CONTRADICTED, NOT_CONTRADICTED
 from dpsur.audits.repeated import PLACES, TINY, audit_repeated
 from dpsur.audits.training import audit_training, guess
@@ -89,6 +90,7 @@ def test_a_quarter_of_the_noise_is_contradicted():
     found = audit(plain(), fault=FAULTS["noise-1/4"])
     assert found.claimed == pytest.approx(4.0, abs=1e-3)
     assert found.lower > 4
+    assert found.lower <= ceiling(found.row())
     assert found.verdict == CONTRADICTED
 
 
@@ -170,6 +172,8 @@ def test_kept_momentum_is_caught():
 def test_a_sound_training_is_not(place):
     found = audit_repeated(TINY[place], SOUND, 300, confidence=0.95)
     assert found.verdict == NOT_CONTRADICTED
+    # so few runs cannot reach the claim of the last, and that is said
+    assert is_idle(found.row()) == (place == "two accepted steps")
 
 
 def test_what_is_not_seen_is_said():

@@ -96,6 +96,13 @@ def epsilon_lower_bound(
     return LowerBound(max(0.0, epsilon), delta, confidence, event, likelier, rarer, rest)
 
 
+def largest_bound(repetitions: int, delta: float, confidence: float) -> float:
+    """The bound if all of so many counted runs show the event with the record, and none without."""
+    error = (1 - confidence) / 2
+    found = _epsilon(np.array([repetitions]), np.zeros(1), repetitions, delta, error)
+    return max(0.0, float(found[0]))
+
+
 def _epsilon(likelier: Array, rarer: Array, trials: int, delta: float, error: float) -> Array:
     excess = proportion_lower(likelier, trials, error) - delta
     rare = proportion_upper(rarer, trials, error)

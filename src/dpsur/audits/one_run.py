@@ -133,14 +133,6 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return float(brentq(lambda epsilon: gaussian_delta(mu, epsilon) - delta, 0.0, high))
 
 
-def gaussian_shift(epsilon: float, delta: float) -> float:
-    """The shift mu at which a Gaussian mechanism is (epsilon, delta)-DP and no better."""
-    high = 1.0
-    while gaussian_delta(high, epsilon) < delta:
-        high *= 2
-    return float(brentq(lambda mu: gaussian_delta(mu, epsilon) - delta, 1e-9, high))
-
-
 def epsilon_of_guesses(
     canaries: int, guesses: int, correct: int, delta: float, confidence: float
 ) -> float:

@@ -29,6 +29,7 @@ from dpsur.runs.prepare import prepare
 # of them about one that hides little. They share the error, as do the bound and the p-value.
 GUESSED_SHARES = (0.1, 0.4)
 AS_THEY_ARE = "vectors"
+ONE_RUN = "one run"
 CURVE_DELTAS = (1e-5, 1e-4, 1e-3, 1e-2, 0.1)
 
 
@@ -63,6 +64,11 @@ class OneRun:
     guesses: tuple[Guesses, ...]
 
 
+def each_confidence(confidence: float, tried: int) -> float:
+    """Of each bound, where so many share half of the error; the other half is the p-value's."""
+    return 1 - (1 - confidence) / (2 * tried)
+
+
 def judge_guesses(
     tried: Sequence[Guesses],
     curve: Sequence[tuple[float, float]],
@@ -70,7 +76,7 @@ def judge_guesses(
     confidence: float,
 ) -> OneRun:
     """Bounds and p-value, corrected for the numbers of guesses that were tried."""
-    each = 1 - (1 - confidence) / (2 * len(tried))
+    each = each_confidence(confidence, len(tried))
     counts = [(g.canaries, g.made, g.correct) for g in tried]
     inverse = claimed_curve(curve)
     return OneRun(
@@ -137,7 +143,7 @@ def audit_training(
     points = claimed_points(session.plan)
     found = judge_guesses(tried, points, budget.delta, confidence)
     return Finding(
-        audit="one run",
+        audit=ONE_RUN,
         subject=subject,
         accounting=accounting,
         claimed=points[0][0],

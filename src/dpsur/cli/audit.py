@@ -11,6 +11,7 @@ import torch
 from dpsur import checks
 from dpsur.audits.broken import FAULTS, SOUND
 from dpsur.audits.canaries import Planter, gradient_canaries, input_canaries
+from dpsur.audits.ceilings import ceiling, is_idle
 from dpsur.audits.finding import CONTRADICTED, Finding
 from dpsur.audits.mechanism import audit_mechanisms
 from dpsur.audits.repeated import PLACES, TINY, audit_repeated
@@ -126,6 +127,10 @@ def _text(finding: Finding) -> str:
     figures = f"claimed {format_epsilon(finding.claimed)}, lower bound {finding.lower:.3f}"
     if finding.confidence < 1:
         figures += f" at {finding.confidence:.4g}"
+    row = finding.row()
+    most = ceiling(row)
+    if most is not None:
+        figures += f" (of at most {most:.3f} that could be shown)"
     if finding.exact is not None:
         figures += f", exact {finding.exact:.3f}"
     if finding.p_value is not None:
@@ -134,6 +139,7 @@ def _text(finding: Finding) -> str:
         f"{finding.audit}: {finding.subject} ({finding.accounting})\n"
         f"  epsilon at delta {finding.delta:g}: {figures}\n"
         f"  {finding.verdict}"
+        f"{'; the claim is beyond what so many runs can show' if is_idle(row) else ''}"
     )
 
 

@@ -7,10 +7,11 @@ import torch
 
 from dpsur.audits.broken import FAULTS, SOUND, Fault
 from dpsur.audits.canaries import gradient_canaries
+from dpsur.audits.ceilings import ceiling
 from dpsur.audits.finding import CONTRADICTED, Finding
 from dpsur.audits.mechanism import EXACT_ONLY, UNITS, audit_exactly, audit_unit
 from dpsur.audits.repeated import PLACES, TINY, audit_repeated
-from dpsur.audits.training import audit_training
+from dpsur.audits.training import ONE_RUN, audit_training
 from dpsur.core.streams import INIT, Streams
 from dpsur.experiments.artifacts import Artifact, Column, Picture, Table, table_page
 from dpsur.experiments.audit_figure import draw_findings
@@ -60,7 +61,8 @@ TEXT = f"""
 Each line holds a claim of (ε, δ)-DP against a lower bound on the true ε at the stated confidence. A
 claim is contradicted by a bound above it, by an exact ε above it, or by a p-value below half of the
 error that the confidence leaves; otherwise nothing is proved. The confidence is that of a line, not
-of all lines together.
+of all lines together. *Of at most* is the bound that so many runs or guesses would give if all of
+them spoke for it: where it is below the claim, the bound could not have contradicted that.
 
 *mechanism*: {REPETITIONS:,} runs with and as many without one record, of tiny problems whose law is
 known, drawn by the library's own gate and noise. *exact*: the same law, computed. *repeated*:
@@ -69,7 +71,10 @@ loop, sound and with faults put in on purpose. *one run*: a single training of {
 ε {EPSILON:g} with {CANARIES:,} gradient canaries, each included by a fair coin.
 
 A fault that is not contradicted is one that this audit cannot see, not one that is harmless: a
-stale loss leaves the law of what is released nearly as it is, but the proof no longer holds.
+stale loss leaves the law of what is released nearly as it is, but the proof no longer holds. The
+repeated runs of two accepted steps cannot reach their claim at all, and say of a stale loss only
+that the bound hardly moves. Gradient canaries have weights of their own, which nothing else in a
+model touches: methods that differ in the model alone, as dpsgd and dpsgd-ts, give the same line.
 """
 
 
@@ -100,7 +105,7 @@ class Audit(OneByOne):
             for fault in (SOUND.name, *_visible_faults(name)):
                 yield {
                     "config": {
-                        "audit": "one run",
+                        "audit": ONE_RUN,
                         "task": TASK,
                         "training": name,
                         "settings": settings,
@@ -151,6 +156,7 @@ class Audit(OneByOne):
             Column("accounting", "accounting"),
             Column("claimed ε", "claimed", ".3f"),
             Column("lower bound", "lower", ".3f"),
+            Column("of at most", "most", ".3f"),
             Column("confidence", "confidence", ".1%"),
             Column("exact ε", "exact", ".3f"),
             Column("p-value of the claim", "p_value", ".2g"),
@@ -158,7 +164,7 @@ class Audit(OneByOne):
             Column("verdict", "verdict"),
         ]
         records = [
-            {**finding, "verdict": _marked(finding["verdict"])}
+            {**finding, "verdict": _marked(finding["verdict"]), "most": ceiling(finding)}
             for row in rows
             for finding in row["findings"]
         ]

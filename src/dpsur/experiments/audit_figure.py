@@ -9,9 +9,14 @@ from dpsur.experiments import style
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+LABEL = (
+    "ε: bar, lower bound; dot, exact; tick, claimed\n"
+    "orange: contradicted, by the bound, the exact ε or the p-value"
+)
+
 
 def draw_findings(records: Sequence[dict[str, Any]]) -> "Figure":
-    """Claims and bounds, a line each; what lies right of its claim contradicts it."""
+    """Claims and bounds, a line each; what is contradicted has a colour of its own."""
     figure = style.new_figure(style.PAGE, 0.6 + 0.17 * len(records))
     axes = figure.subplots()
     for place, record in enumerate(reversed(list(records))):
@@ -26,6 +31,6 @@ def draw_findings(records: Sequence[dict[str, Any]]) -> "Figure":
         [f"{r['subject']} ({r['accounting']})" for r in reversed(list(records))],
         fontsize=6.5,
     )
-    axes.set(xlabel="ε: bar, lower bound; dot, exact; tick, claimed", xlim=(0, None))
+    axes.set(xlabel=LABEL, xlim=(0, None))
     axes.set_ylim(-0.8, len(records) - 0.2)
     return figure
