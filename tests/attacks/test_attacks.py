@@ -13,7 +13,6 @@ from dpsur.attacks.inputs import standardised
 from dpsur.attacks.lira import (
     lira_offline,
     lira_online,
-    lira_scores,
     random_parts,
     target_log_odds,
     train_shadows,
@@ -24,7 +23,7 @@ from dpsur.attacks.models import SeparateModels
 from dpsur.attacks.rmia import relative_likelihood, rmia_scores, true_probability
 from dpsur.attacks.shadow import learn_from_shadow, shadow_attack
 from dpsur.attacks.split import as_many, split_pool
-from dpsur.attacks.suite import ATTACKS, attack_target
+from dpsur.attacks.suite import ATTACKS, SHUFFLED, attack_target
 from dpsur.attacks.white_box import white_box_attack
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
@@ -263,12 +262,12 @@ def lira(trainer, pool, split, models):
 
 def test_likelihood_ratios(lira):
     _, shadows, member, odds = lira
-    online = measure(lira_scores(lira_online(odds, shadows), member, online=True))
-    offline = measure(lira_scores(lira_offline(odds, shadows), member, online=False))
+    online = measure(Scores.apart(lira_online(odds, shadows), member, 0.0))
+    offline = measure(Scores.apart(lira_offline(odds, shadows), member))
     assert online.auc.low > 0.75
     assert offline.auc.low > 0.65
     lots = np.random.default_rng(0).permutation(member)
-    shuffled = lira_scores(lira_online(odds, shadows), lots, online=True)
+    shuffled = Scores.apart(lira_online(odds, shadows), lots, 0.0)
     control = measure(shuffled, confidence=1 - FALSE_ALARM)
     assert control.auc.low < 0.5 < control.auc.high
 
@@ -282,7 +281,7 @@ def test_rmia(lira, split, models):
     for online in (True, False):
         ratio = relative_likelihood(target, reference, known, online=online)
         scores = rmia_scores(ratio, ratio)
-        found = measure(Scores.halved(scores[member], scores[~member]))
+        found = measure(Scores.apart(scores, member))
         assert found.auc.low > 0.6
     with pytest.raises(InvalidInputError, match="train more"):
         relative_likelihood(target, reference, torch.ones_like(known), online=False)
@@ -298,13 +297,14 @@ def test_parts_cover_all_records_alike():
 
 def test_all_attacks_at_once(trainer, split):
     found = attack_target(split, trainer, list(ATTACKS), seed=0, shadow_models=6)
-    assert set(found.scores) == {*ATTACKS, "shadow, shuffled", "white-box, shuffled"}
+    controls = {name + SHUFFLED for name in ATTACKS if name != "gap"}
+    assert set(found.scores) == {*ATTACKS, *controls}
     assert found.train_accuracy > 0.95 > found.test_accuracy + 0.2
     for guessed in (found.scores["white-box"], found.scores["white-box, shuffled"]):
         assert len(guessed.members) == len(guessed.others) == len(split.target_test) // 2
     for name, scores in found.scores.items():
         area = measure(scores, confidence=1 - FALSE_ALARM).auc
-        assert (area.low < 0.5 < area.high) == name.endswith("shuffled"), name
+        assert (area.low < 0.5 < area.high) == (name in controls), name
     with pytest.raises(InvalidInputError, match="unknown attack"):
         attack_target(split, trainer, ["nope"], seed=0)
 

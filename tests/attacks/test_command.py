@@ -30,7 +30,7 @@ def test_a_target_without_privacy(capsys, tmp_path):
     options = ["--attacks", "all", "--shadow-models", "3", "--roc", str(picture)]
     assert main(["attack", *SMALL, *options]) == 0
     printed = capsys.readouterr().out
-    for name in ("gap", "shadow, shuffled", "white-box", "lira-online", "rmia-offline"):
+    for name in ("gap", "shadow, shuffled", "white-box", "lira-online", "rmia-offline, shuffled"):
         assert f"\n{name} " in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -141,6 +141,16 @@ def test_the_table_has_the_papers_values():
     assert "| 0.582 |" in page.text
     assert "| 0.503 |" in page.text
     assert data.text.count("\n") == 3
+
+
+def test_a_control_that_only_some_rows_have():
+    rows = [row("fmnist", "nonprivate", None, 0.5), row("fmnist", "nonprivate", None, 0.5)]
+    for part in ("attacks", "roc"):
+        rows[1][part]["shadow, shuffled"] = rows[0][part]["shadow"]
+    found = {record["attack"]: record["seeds"] for record in membership.summary(rows)}
+    assert found == {"shadow": 2, "shadow, shuffled": 1}
+    page, *_ = membership.EXPERIMENT.render(rows)
+    assert page.text.count("| shadow, shuffled |") == 1
 
 
 def grid(**limits):

@@ -10,17 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dpsur.attacks.features import log_odds
-from dpsur.attacks.metrics import Array, Scores
+from dpsur.attacks.metrics import Array, Flags
 from dpsur.attacks.models import Models, Trainer
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 
 SMALLEST_DEVIATION = 1e-3
-Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -81,12 +79,6 @@ def lira_offline(target_odds: Array, shadows: Shadows) -> Array:
     """How many deviations the target is surer of a record than models that do not know it."""
     mean, deviation = _normals(shadows.odds, ~shadows.member)
     return np.asarray((target_odds - mean) / deviation)
-
-
-def lira_scores(scores: Array, is_member: Flags, *, online: bool) -> Scores:
-    """Members and others apart. A likelihood ratio has a natural threshold, an excess has none."""
-    members, others = scores[is_member], scores[~is_member]
-    return Scores(members, others, 0.0) if online else Scores.halved(members, others)
 
 
 def target_log_odds(target: Models, examples: Examples) -> Array:

@@ -11,6 +11,7 @@ from scipy.special import bdtr, bdtrc, betaincinv, ndtri
 from dpsur.errors import InvalidInputError
 
 Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 CONFIDENCE = 0.95
 LOW_RATES = (0.01, 0.001)
 
@@ -46,6 +47,14 @@ class Scores:
         """Guess the upper half to be members, which needs no knowledge but their share."""
         share = len(members) / (len(members) + len(others))
         threshold = float(np.quantile(np.concatenate([members, others]), 1 - share))
+        return Scores(members, others, threshold)
+
+    @staticmethod
+    def apart(scores: Array, is_member: Flags, threshold: float | None = None) -> "Scores":
+        """Of all records, told apart by a flag; without a threshold the upper half is guessed."""
+        members, others = scores[is_member], scores[~is_member]
+        if threshold is None:
+            return Scores.halved(members, others)
         return Scores(members, others, threshold)
 
 

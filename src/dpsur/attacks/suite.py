@@ -11,7 +11,6 @@ from dpsur.attacks.gap import gap_attack
 from dpsur.attacks.lira import (
     lira_offline,
     lira_online,
-    lira_scores,
     target_log_odds,
     train_shadows,
 )
@@ -36,6 +35,8 @@ ATTACKS = {
     "rmia-online": "relative likelihood against a population, few shadow models",
     "rmia-offline": "the same, by shadow models without the record",
 }
+# A likelihood ratio has a natural threshold; the others guess the upper half.
+THRESHOLDS = {"lira-online": 0.0}
 BY_SHADOWS = tuple(name for name in ATTACKS if name.startswith(("lira", "rmia")))
 
 
@@ -86,7 +87,8 @@ def attack_target(
         scores |= with_white_box(target, split.examples(split.target_train), sides[1], seed)
     if any(name in BY_SHADOWS for name in names):
         found = _by_shadows(split, trainer, target, members, seed, shadow_models)
-        scores |= {name: found[name] for name in names if name in found}
+        for name in names:
+            scores |= found.get(name, {})
     return Attacked.of(
         target, split.examples(split.target_train), split.examples(split.target_test), scores
     )
@@ -140,29 +142,30 @@ def _parted(examples: Examples, count: int, seed: int) -> tuple[Examples, Exampl
 
 def _by_shadows(
     split: Split, trainer: Trainer, target: Models, members: Tensor, seed: int, count: int
-) -> dict[str, Scores]:
+) -> dict[str, dict[str, Scores]]:
+    """By attack, its scores and those of its control, all from the same shadow models."""
     candidates = torch.cat([members, split.target_test])
     asked = torch.cat([candidates, split.shadow_test])  # the last are the population of RMIA
     size = len(split.target_train)
     shadows = train_shadows(trainer, split.pool, asked, size, count, seed + 1)
     examples = split.examples(asked)
     odds = target_log_odds(target, examples)
-    is_member = (torch.arange(len(candidates)) < len(members)).numpy()
-    scores = {
-        "lira-online": lira_scores(
-            lira_online(odds, shadows)[: len(candidates)], is_member, online=True
-        ),
-        "lira-offline": lira_scores(
-            lira_offline(odds, shadows)[: len(candidates)], is_member, online=False
-        ),
-    }
+    found = {"lira-online": lira_online(odds, shadows), "lira-offline": lira_offline(odds, shadows)}
     own = true_probability(target.outputs(examples.inputs)[0], examples.targets)
     theirs = true_probability(shadows.outputs, examples.targets)
     for online, name in ((True, "rmia-online"), (False, "rmia-offline")):
         ratio = relative_likelihood(own, theirs, torch.from_numpy(shadows.member), online=online)
-        found = rmia_scores(ratio[: len(candidates)], ratio[len(candidates) :])
-        scores[name] = Scores.halved(found[is_member], found[~is_member])
-    return scores
+        found[name] = rmia_scores(ratio[: len(candidates)], ratio[len(candidates) :])
+    is_member = torch.arange(len(candidates)) < len(members)
+    lots = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
+    sides = {"": is_member.numpy(), SHUFFLED: is_member[lots].numpy()}
+    return {
+        name: {
+            name + control: Scores.apart(values[: len(candidates)], flags, THRESHOLDS.get(name))
+            for control, flags in sides.items()
+        }
+        for name, values in found.items()
+    }
 
 
 def _accuracy(models: Models, examples: Examples) -> float:

@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     print(f"target: accuracy {found.train_accuracy:.2%} on its training records, ", end="")
     print(f"{found.test_accuracy:.2%} on others")
-    print(f"{'attack':<22}{'accuracy':<24}{'AUC':<24}{'TPR at FPR 1%':<24}TPR at FPR 0.1%")
+    print(f"{'attack':<24}{'accuracy':<24}{'AUC':<24}{'TPR at FPR 1%':<24}TPR at FPR 0.1%")
     for name, figures in metrics.items():
         cells = (
             figures.balanced_accuracy,
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
             figures.tpr_at_1_percent,
             figures.tpr_at_01_percent,
         )
-        print(f"{name:<22}" + "".join(f"{cell!s:<24}" for cell in cells).rstrip())
+        print(f"{name:<24}" + "".join(f"{cell!s:<24}" for cell in cells).rstrip())
     print("accuracy: on as many members as others; in brackets, 95% intervals")
     return 0
 
