@@ -163,14 +163,12 @@ def test_the_grid():
     assert len({membership.EXPERIMENT.key(cell) for cell in cells}) == len(cells)
     ratios = [cell for cell in cells if "lira-online" in cell["config"]["attacks"]]
     assert {cell["seed"] for cell in ratios} == {0}
-    assert [
-        (cell["config"]["task"], cell["config"]["method"], cell["config"]["shadow_models"])
-        for cell in ratios
-    ] == [
-        ("fmnist", "nonprivate", 32),
-        ("fmnist", "dpsur", 8),
-        ("fmnist", "dpsgd", 8),
-        ("cifar10", "nonprivate", 4),
+    private = [("dpsur", e) for e in (1, 2, 3, 4)] + [("dpsgd", e) for e in (1, 2, 3, 4)]
+    configs = [cell["config"] for cell in ratios]
+    assert [(c["task"], c["method"], c["epsilon"], c["shadow_models"]) for c in configs] == [
+        (task, *target, models)
+        for task, without, within in (("fmnist", 32, 8), ("cifar10", 4, 4))
+        for target, models in [(("nonprivate", None), without), *((p, within) for p in private)]
     ]
 
 
