@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpsur.core.flat import elementwise
+from dpsur.core.lending import every_module
 from dpsur.core.types import Examples, LossFunction, Params
 from dpsur.errors import UnsupportedModelError
 
@@ -121,7 +122,7 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     would move them into a buffer of their own, and with them the tensors of whoever lent them: the
     places of a captured state, which then no longer receives its updates.
     """
-    modules = list(model.modules())
+    modules = every_module(model)
     others = [module for module in modules if module.training is not training]
     for module in others:
         module.training = training
@@ -155,8 +156,16 @@ def left_alone(model: nn.Module, params: Params) -> Iterator[None]:
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    parameters = {f"own parameter {name}": value for name, value in model.named_parameters()}
-    return {**parameters, **{f"buffer {name}": value for name, value in model.named_buffers()}}
+    found: dict[str, Tensor] = {}
+    for module, name in every_module(model).items():
+        prefix = f"{name}." if name else ""
+        for key, value in module._parameters.items():
+            if value is not None:
+                found[f"own parameter {prefix}{key}"] = value
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                found[f"buffer {prefix}{key}"] = buffer
+    return found
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from dpsur.core.gradients.layout import NotSupportedError
 from dpsur.core.gradients.rules import RULES, kind_of
 from dpsur.core.gradients.tape import Tape
+from dpsur.core.lending import every_module
 from dpsur.core.types import Params
 
 
@@ -22,8 +23,8 @@ from dpsur.core.types import Params
 class Assignment:
     """Which module follows which rule, and which parameters get a copy for every example.
 
-    Modules are named by their places in `model.modules()`: this is kept for as long as the model
-    is, and must not keep it alive. Rules are named by kinds of layers; None is `copying`.
+    Modules are named by their places in `every_module`: this is kept for as long as the model is,
+    and must not keep it alive. Rules are named by kinds of layers; None is `copying`.
     """
 
     forwards: list[tuple[int, type[nn.Module] | None]]
@@ -38,7 +39,7 @@ def assign(model: nn.Module, params: Params, *, broadcast: bool) -> Assignment:
     size one, as position embeddings do: then a copy for every example may fit in their place.
     """
     trained = {id(p): name for name, p in model.named_parameters() if name in params}
-    places = {module: place for place, module in enumerate(model.modules())}
+    places = {module: place for place, module in enumerate(every_module(model))}
     forwards: list[tuple[int, type[nn.Module] | None]] = []
     copied: list[str] = []
     seen: set[nn.Module] = set()
@@ -71,7 +72,7 @@ def _leads_with_one(parameter: Tensor) -> bool:
 @contextmanager
 def replaced(assignment: Assignment, model: nn.Module, tape: Tape) -> Iterator[None]:
     """Replace forward methods and put them back afterwards."""
-    modules = list(model.modules())
+    modules = list(every_module(model))
     changed: list[tuple[dict[str, Any], Any]] = []
     try:
         for place, kind in assignment.forwards:

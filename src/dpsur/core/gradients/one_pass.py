@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from dpsur.core.gradients.layout import Layout
 from dpsur.core.gradients.modules import Assignment, replaced
 from dpsur.core.gradients.stored import KnownInputs
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.gradients.uses import wide
+from dpsur.core.lending import call_with
 from dpsur.core.problem import Problem, example_losses, left_alone, mode
 from dpsur.core.types import Examples, LossFunction, Params
 
@@ -52,12 +52,15 @@ def filled_tape(
 def taped_outputs(problem: Problem, tape: Tape, inputs: Tensor, assignment: Assignment) -> Tensor:
     """Outputs in training mode, with all layers watched and no gradient of a weight prepared."""
     model = problem.model
-    weights = {name: value.detach() for name, value in model.named_parameters()} | tape.params
-    weights |= {name: broadcast_copies(tape, name) for name in assignment.copied}
+    weights = tape.params | {name: broadcast_copies(tape, name) for name in assignment.copied}
+
+    def weight(name: str, own: Tensor) -> Tensor:
+        return weights[name] if name in weights else own.detach()
+
     rules = replaced(assignment, model, tape)
     alone = left_alone(model, tape.params)
     with mode(model, training=True), alone, rules, problem.training_precision():
-        outputs: Tensor = functional_call(model, weights, (inputs,))
+        outputs = call_with(model, weight, inputs)
     return wide(outputs)
 
 

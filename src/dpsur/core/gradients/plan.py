@@ -23,6 +23,7 @@ from dpsur.core.gradients.one_pass import taped_outputs
 from dpsur.core.gradients.per_example import can_be_batched
 from dpsur.core.gradients.support import made_up
 from dpsur.core.gradients.tape import Tape
+from dpsur.core.lending import every_module
 from dpsur.core.problem import Problem
 from dpsur.core.types import Params
 
@@ -63,7 +64,7 @@ def plan_for(problem: Problem, params: Params, inputs: Tensor, budget: GradientB
         inputs.dtype,
         device,
         tuple((name, value.shape, value.dtype) for name, value in params.items()),
-        tuple((type(module), "forward" in vars(module)) for module in problem.model.modules()),
+        tuple((type(module), "forward" in vars(module)) for module in every_module(problem.model)),
     )
     plans = _plans.setdefault(problem.model, {})
     if key not in plans:

@@ -1,0 +1,73 @@
+"""A model is called with other weights and gets its own back."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from dpsur.core.lending import call_with, every_module
+
+
+class Tied(nn.Module):
+    """One weight under two names, one module in two places, a hole and a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False)
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), self.first)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.nothing = None
+        self.register_module("empty", None)
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x):
+        return self.scale * self.second(self.inner(self.first(x))) + self.shift
+
+
+def weights_for(model, factor):
+    return {name: factor * value.detach() for name, value in model.named_parameters()}
+
+
+def test_modules_are_walked_as_pytorch_walks_them():
+    model = Tied()
+    expected = [(name, module) for name, module in model.named_modules()]
+    assert [(name, module) for module, name in every_module(model).items()] == expected
+
+
+def test_it_is_what_functional_call_computes():
+    torch.manual_seed(0)
+    model, inputs = Tied(), torch.randn(4, 3)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    weights, asked = weights_for(model, 1.5), []
+
+    def weight(name, value):
+        asked.append(name)
+        assert value is own[name]
+        return weights[name]
+
+    outputs = call_with(model, weight, inputs)
+    assert asked == list(weights)  # each once, by its first name
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert list(after) == list(own)
+    assert all(after[name] is value for name, value in own.items())
+    assert not torch.equal(outputs, model(inputs))
+    assert torch.equal(outputs, functional_call(copy.deepcopy(model), weights, (inputs,)))
+
+
+def test_weights_come_back_if_the_model_fails():
+    model = Tied()
+    own = dict(model.named_parameters(remove_duplicate=False))
+    weights = weights_for(model, 2.0)
+    with pytest.raises(RuntimeError):
+        call_with(model, lambda name, _: weights[name], torch.randn(4, 5))
+    assert all(value is own[name] for name, value in model.named_parameters(remove_duplicate=False))
+
+
+def test_what_cannot_be_lent_to_is_left_to_functional_call():
+    model = nn.DataParallel(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="DataParallel"):
+        call_with(model, lambda _, value: value.detach(), torch.randn(1, 2))
