@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrize import is_parametrized
 
 from dpsur.core.gradients.layout import NotSupportedError
-from dpsur.core.gradients.rules import RULES, kind_of
+from dpsur.core.gradients.rules import FASTER, RULES, kind_of
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.lending import every_module
 from dpsur.core.types import Params
@@ -32,7 +32,7 @@ class Assignment:
 
 
 def assign(model: nn.Module, params: Params, *, broadcast: bool) -> Assignment:
-    """Choose a rule for every layer that owns trained parameters.
+    """Choose a rule for every layer that owns trained parameters, or that has a faster way.
 
     A module that owns parameters without a rule is differentiated by `torch.func`, with all that is
     inside it. With `broadcast` set it is left alone if its own parameters begin with a dimension of
@@ -45,14 +45,15 @@ def assign(model: nn.Module, params: Params, *, broadcast: bool) -> Assignment:
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
-        if module in seen or not any(id(p) in trained for p in module.parameters()):
+        if module in seen:
             return
         seen.add(module)
-        kind = kind_of(module)
+        trains = any(id(p) in trained for p in module.parameters())
+        kind = kind_of(module, RULES if trains else FASTER)
         own = [p for p in module.parameters(recurse=False) if id(p) in trained]
         if kind is not None:
             forwards.append((places[module], kind))
-        elif is_parametrized(module) or (
+        elif (trains and is_parametrized(module)) or (
             own and not (broadcast and all(map(_leads_with_one, own)))
         ):
             forwards.append((places[module], None))
@@ -77,7 +78,7 @@ def replaced(assignment: Assignment, model: nn.Module, tape: Tape) -> Iterator[N
     try:
         for place, kind in assignment.forwards:
             module = modules[place]
-            forward = copying if kind is None else RULES[kind]
+            forward = copying if kind is None else (FASTER if kind in FASTER else RULES)[kind]
             # set behind the module's back: its own way of setting attributes is slow
             own = vars(module)
             changed.append((own, own.get("forward")))
