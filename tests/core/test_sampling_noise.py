@@ -87,18 +87,70 @@ def repeated(total, multiplier, generator):
     return {"a": noisy["a"], "b": noisy["a"]}
 
 
-def test_noise_is_drawn_in_float64_whatever_the_type_of_the_sum():
-    """Draws in float32 have no tail: two uniforms of 24 bits reach sqrt(48 ln 2) = 5.77."""
-    total = ClippedSum({"a": torch.zeros(5000), "b": torch.zeros(40)}, sensitivity=0.5)
-    noisy = add_gaussian(total, 2.0, torch.Generator().manual_seed(3))
-    found = torch.cat([noisy["a"], noisy["b"]])
-    fine, coarse = (
-        torch.randn(5040, generator=torch.Generator().manual_seed(3), dtype=dtype)
-        for dtype in (torch.float64, torch.float32)
-    )
+def uniform_at_the_end(dtype):
+    """Draws as large as they get for the radius, and no angle."""
+
+    def rand(*shape, **how):
+        draws = torch.zeros(shape, dtype=how["dtype"])
+        draws[0] = 1 - torch.finfo(dtype).eps / 2
+        return draws
+
+    return rand
+
+
+@pytest.mark.parametrize(("dtype", "end"), [(torch.float64, 106), (torch.float32, 48)])
+def test_the_noise_ends_where_the_uniform_draws_do(dtype, end, monkeypatch):
+    """Draws in float32, the control, have no tail: 24 bits reach sqrt(48 ln 2) = 5.77."""
+    monkeypatch.setattr(torch, "rand", uniform_at_the_end(dtype))
+    total = ClippedSum({"a": torch.zeros(10)}, sensitivity=0.5)
+    found = add_gaussian(total, 2.0, torch.Generator())["a"]
+    assert float(found[0]) == pytest.approx(math.sqrt(end * math.log(2)), rel=1e-6)
+    assert (float(found[0]) > 8) is (dtype is torch.float64)
+
+
+def in_float32(total, multiplier, generator):
+    scale = multiplier * total.sensitivity
+    return {
+        name: value + scale * torch.randn(value.shape, generator=generator)
+        for name, value in total.params.items()
+    }
+
+
+@pytest.mark.parametrize(("add", "fine"), [(add_gaussian, True), (in_float32, False)])
+def test_noise_is_drawn_in_float64_whatever_the_type_of_the_sum(add, fine):
+    """Rounded once, after it was scaled: numbers that were drawn in float32 come back as such."""
+    total = ClippedSum({"a": torch.zeros(5000), "b": torch.zeros(41)}, sensitivity=0.5)
+    wide = ClippedSum({name: v.double() for name, v in total.params.items()}, sensitivity=0.5)
+    noisy, exact = (add(one, 2.0, torch.Generator().manual_seed(3)) for one in (total, wide))
+    found, drawn = (torch.cat([one["a"], one["b"]]) for one in (noisy, exact))
     assert found.dtype == torch.float32
-    assert torch.equal(found, fine.float())
-    assert not torch.equal(found, coarse)
+    assert torch.equal(found, drawn.float())
+    assert bool((drawn != drawn.float()).float().mean() > 0.99) is fine
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 7, 40])
+def test_any_number_of_draws(size):
+    total = ClippedSum({"a": torch.zeros(size), "b": torch.zeros(3, 1)}, sensitivity=1.0)
+    noisy = add_gaussian(total, 1.0, torch.Generator().manual_seed(0))
+    assert noisy["a"].shape == (size,)
+    assert noisy["b"].shape == (3, 1)
+    assert len(torch.cat([noisy["a"], noisy["b"][:, 0]]).unique()) == size + 3
+
+
+def largest_correlation(draws):
+    """Between the two draws that are made of one radius and one angle, and their sizes."""
+    first, second = np.split(draws, 2)
+    kinds = (np.positive, np.abs, np.square)
+    return max(abs(np.corrcoef(f(first), g(second))[0, 1]) for f in kinds for g in kinds)
+
+
+def test_both_draws_of_a_pair_are_independent_of_each_other():
+    """They share a radius. A wrong one, the control, would show in the sizes of both."""
+    limit = STANDARD_ERRORS / math.sqrt(100_000)
+    draws = noise_samples(add_gaussian)
+    assert largest_correlation(draws) <= limit
+    radius = np.hypot(*np.split(draws, 2))
+    assert largest_correlation(draws * np.tile(radius, 2)) > limit
 
 
 @pytest.mark.parametrize("wrong", [scaled(2 / 3), scaled(3 / 2), scaled(0.98), repeated])

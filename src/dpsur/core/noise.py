@@ -1,5 +1,7 @@
 """The one place that adds noise to gradients."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,28 @@ def add_gaussian(total: ClippedSum, noise_multiplier: float, generator: torch.Ge
     def noisy(value: Tensor) -> Tensor:
         # Normal draws in float32 end at 5.8 standard deviations, where some records would be told
         # apart for certain. In float64 they end at 8.6, beyond any delta (docs/privacy.md).
-        noise = torch.randn(
-            value.shape, generator=generator, device=value.device, dtype=torch.float64
-        )
+        if value.device.type == "cpu":
+            noise = _normal_draws(value.numel(), generator).view(value.shape)
+        else:
+            noise = torch.randn(
+                value.shape, generator=generator, device=value.device, dtype=torch.float64
+            )
         return noise.mul_(scale).add_(value).to(value.dtype)
 
     return elementwise(noisy, total.params)
+
+
+def _normal_draws(count: int, generator: torch.Generator) -> Tensor:
+    """Standard normal draws in float64, on the host.
+
+    The transform of Box and Muller (1958), as PyTorch uses it on a CPU, where it computes one
+    number at a time. Uniform draws are multiples of 2^-53 below 1: 1 - u is exact and positive.
+    """
+    pairs = (count + 1) // 2
+    uniform = torch.rand(2, pairs, generator=generator, dtype=torch.float64)
+    radius = uniform[0].neg_().log1p_().mul_(-2.0).sqrt_()
+    angle = uniform[1].mul_(2 * math.pi)
+    normal = torch.empty_like(uniform)
+    torch.cos(angle, out=normal[0])
+    torch.sin(angle, out=normal[1])
+    return normal.mul_(radius).view(-1)[:count]
