@@ -182,3 +182,28 @@ def test_a_record_that_is_not_finite_adds_nothing(bad):
     problem.train.inputs[3, 0, 0, 0] = bad
     total = clipped_sum(problem, params, problem.train, BOUND, rows=PICKED[:2])
     assert_same(total.params, good)
+
+
+@pytest.mark.parametrize("build", [convolution, linear, Words])
+@pytest.mark.parametrize("budget", [GradientBudget(), GradientBudget(bytes=2000)])
+def test_batches_of_all_sizes_take_turns_in_one_place(build, budget):
+    problem = doubled(problem_of(build))
+    params = problem.initial_params()
+    generator = torch.Generator().manual_seed(5)
+    sums, places = [], []
+    for size in (9, 3, 10, 30, 1, 31):
+        rows = torch.randint(0, SIZE, (size,), generator=generator)
+        expected = clipped(gradients(problem, params, problem.train.select(rows)), BOUND)
+        total = clipped_sum(problem, params, problem.train, BOUND, rows=rows, budget=budget)
+        sums.append((total.params, expected))
+        places.append(problem.places["inputs"].data_ptr())
+    for ours, expected in sums:  # what an earlier batch gave is left alone by later ones
+        assert_same(ours, expected)
+    assert places[0] == places[1] == places[2]
+
+
+def test_other_examples_are_not_gathered_into_that_place():
+    problem = doubled(problem_of(convolution))
+    others = Examples(problem.train.inputs + 1, problem.train.targets)
+    clipped_sum(problem, problem.initial_params(), others, BOUND, rows=PICKED)
+    assert not problem.places

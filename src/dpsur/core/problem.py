@@ -36,6 +36,8 @@ class Problem:
     tables: dict[Hashable, Tensor | int | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    # Where batches are gathered, one after the other: `core/gradients/clipping.py`.
+    places: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def device(self) -> torch.device:

@@ -90,7 +90,7 @@ def _piece(
     if rows is None:
         batch, known = examples.part(some), None
     else:
-        batch = examples.select(rows[some])
+        batch = _gathered(problem, examples, rows[some])
         known = None
         if examples.inputs is problem.train.inputs:
             known = KnownInputs(examples.inputs, rows[some], batch.inputs, problem.tables, budget)
@@ -98,6 +98,24 @@ def _piece(
         batch = Examples(_blank(batch.inputs, keep), _blank(batch.targets, keep))
         known = None if known is None else replace(known, inputs=batch.inputs)
     return Piece(batch, keep, known)
+
+
+def _gathered(problem: Problem, examples: Examples, rows: Tensor) -> Examples:
+    """Copies of some rows; on a CPU in the memory of the batch before, which is still in its cache.
+
+    Whoever uses the rows is done with them before the next batch is drawn.
+    """
+    data = examples.inputs
+    own = type(examples) is Examples and data is problem.train.inputs
+    if not own or data.device.type != "cpu":
+        return examples.select(rows)
+    place = problem.places.get("inputs")
+    if place is None or len(place) < len(rows):
+        # some room to spare, since the next sample may be larger; it takes no memory until used
+        place = data.new_empty(len(rows) + len(rows) // 8, *data.shape[1:])
+        problem.places["inputs"] = place
+    inputs = torch.index_select(data, 0, rows, out=place[: len(rows)])
+    return Examples(inputs, examples.targets.index_select(0, rows))
 
 
 def _blank(values: Tensor, mask: Tensor) -> Tensor:
