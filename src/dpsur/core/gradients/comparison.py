@@ -59,7 +59,8 @@ def compare(
         _judge(ours, _by_autograd(tape, list(outputs), direction), _TOLERANCE)
         if alone is not None:
             _judge(ours, _by_autograd(tape, alone, direction), _TOLERANCE_ALONE)
-    held += [value for uses in tape.uses.values() for use in uses for value in use.tensors()]
+    found = [use for kept in tape.uses.values() for uses in kept.values() for use in uses]
+    held += [value for use in found for value in use.tensors()]
     return sum(
         {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in held}.values()
     )

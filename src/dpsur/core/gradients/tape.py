@@ -16,6 +16,8 @@ from dpsur.core.gradients.uses import Rows, Use, combined, wide
 from dpsur.core.precision import precision
 from dpsur.core.types import Params
 
+# Some rows of a parameter; None is all of it.
+Range = tuple[int, int] | None
 Record = Callable[[Tensor], Iterable[tuple[Slot, Use]]]
 
 
@@ -32,7 +34,7 @@ class Tape:
     examples: int
     layouts: list[Layout | None] | None = None
     shapes: list[torch.Size] = field(default_factory=list)
-    uses: dict[Slot, list[Use]] = field(default_factory=dict)
+    uses: dict[str, dict[Range, list[Use]]] = field(default_factory=dict)
     leaves: list[Tensor] = field(default_factory=list)
     recording: bool = True
     known: KnownInputs | None = None
@@ -104,7 +106,7 @@ class Tape:
 
     def add(self, slot: Slot, use: Use) -> None:
         """Note a use of a parameter."""
-        self.uses.setdefault(slot, []).append(use)
+        self.uses.setdefault(slot.parameter, {}).setdefault(slot.rows, []).append(use)
 
     def copies(self, name: str) -> Tensor:
         """A parameter with a copy for every example (that takes no memory until its gradient)."""
@@ -135,21 +137,18 @@ class Tape:
         What was kept for it is given back if this is the `last` time that it is asked for.
         """
         total = None
-        for slot, uses in self._slots(name).items():
-            if last:
-                del self.uses[slot]
+        kept = self.uses.get(name, {})
+        for rows in list(kept):
+            uses = kept.pop(rows) if last else kept[rows]
             part = sum(
                 (use.weighted_sum(factors) for use in uses[1:]), uses[0].weighted_sum(factors)
             )
-            if slot.rows is None:
+            if rows is None:
                 total = part.view_as(self.params[name]) if total is None else total + part
             else:
                 total = torch.zeros_like(self.params[name]) if total is None else total
-                total[slice(*slot.rows)] += part
+                total[slice(*rows)] += part
         return torch.zeros_like(self.params[name]) if total is None else total
-
-    def _slots(self, name: str) -> dict[Slot, list[Use]]:
-        return {slot: uses for slot, uses in self.uses.items() if slot.parameter == name}
 
     def _disjoint(self, name: str) -> list[Use]:
         """The uses of a parameter such that no two of them touch the same entry.
@@ -157,29 +156,28 @@ class Tape:
         Gradients that were added up for this are kept and used for the sum too: added up again in
         another way, those that nearly cancel would be rounded unlike their norm.
         """
-        slots = self._slots(name)
-        if overlapping([slot.rows for slot in slots]):
-            merged: dict[Slot, Use] = {Slot(name): self._added_up(name, slots)}
+        kept = self.uses.get(name, {})
+        if overlapping(list(kept)):
+            merged: dict[Range, Use] = {None: self._added_up(name, kept)}
         else:
-            merged = {slot: combined(uses) for slot, uses in slots.items()}
-        for slot in slots:
-            del self.uses[slot]
-        for slot, use in merged.items():
-            self.uses[slot] = [use] if isinstance(use, Rows) else slots[slot]
+            merged = {rows: combined(uses) for rows, uses in kept.items()}
+        self.uses[name] = {
+            rows: [use] if isinstance(use, Rows) else kept[rows] for rows, use in merged.items()
+        }
         return list(merged.values())
 
-    def _added_up(self, name: str, slots: dict[Slot, list[Use]]) -> Rows:
+    def _added_up(self, name: str, kept: dict[Range, list[Use]]) -> Rows:
         """Every example's gradient of a parameter."""
         value = self.params[name]
         whole = value.new_zeros(self.examples, *value.shape)
-        for slot, uses in slots.items():
-            rows = slice(None) if slot.rows is None else slice(*slot.rows)
+        for rows, uses in kept.items():
+            some = slice(None) if rows is None else slice(*rows)
             for use in uses:
-                whole[:, rows] += use.per_example().view_as(whole[:, rows])
+                whole[:, some] += use.per_example().view_as(whole[:, some])
         return Rows(whole)
 
 
-def overlapping(ranges: list[tuple[int, int] | None]) -> bool:
+def overlapping(ranges: list[Range]) -> bool:
     """Whether two ranges of rows meet; None is the whole parameter."""
     if None in ranges:
         return len(ranges) > 1

@@ -7,7 +7,6 @@ from math import prod
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from dpsur.core.gradients.factors import Factors
 from dpsur.core.gradients.layout import NotSupportedError, Slot
@@ -36,7 +35,6 @@ from dpsur.core.gradients.uses import (
 )
 
 _Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
-_WEIGHT_GRADIENTS = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 
 
 @dataclass(frozen=True)
@@ -83,15 +81,11 @@ class Sliding(Use):
         found = summed(inputs, outputs, self.window)
         if found is not None:
             return found
-        weight_gradient = _WEIGHT_GRADIENTS[len(self.window.sizes)]
-        gradient: Tensor = weight_gradient(  # type: ignore[no-untyped-call]
-            inputs,
-            self.weight_shape,
-            outputs,
-            stride=self.window.strides,
-            padding=self.window.margins,
-            dilation=self.window.dilations,
-        )
+        window = self.window
+        geometry = Geometry(window.strides, window.margins, window.dilations, groups=1)
+        weight = inputs.new_empty(self.weight_shape)  # its shape is all that is looked at
+        gradient = geometry.backward(outputs, inputs, weight, [False, True, False])[1]
+        assert gradient is not None
         return gradient
 
     def per_example(self) -> Tensor:

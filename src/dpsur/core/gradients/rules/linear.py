@@ -41,16 +41,18 @@ def linear_map(
     known = tape.known_inputs(x)
 
     def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:
-        outputs = layout.by_example(gradient).reshape(tape.examples, -1, gradient.shape[-1])
-        inputs = layout.by_example(x).reshape(tape.examples, -1, x.shape[-1]).detach()
-        if outputs.shape[1] == 1:
-            output = Output(outputs[:, 0])
+        rows, width = tape.examples, gradient.shape[-1]
+        if gradient.numel() == rows * width:  # one vector per example, wherever they are held
+            output = Output(wide(gradient).reshape(rows, width))
             if weight_slot is not None:
                 norms = None if known is None else known.look_up("norms", _norms)
-                yield weight_slot, Outer(inputs[:, 0], output, norms)
+                inputs = wide(x).detach().reshape(rows, x.shape[-1])
+                yield weight_slot, Outer(inputs, output, norms)
             if bias_slot is not None:
                 yield bias_slot, Shift(output)
             return
+        outputs = layout.by_example(gradient).reshape(rows, -1, width)
+        inputs = layout.by_example(x).reshape(rows, -1, x.shape[-1]).detach()
         if weight_slot is not None:
             yield weight_slot, Products(inputs, outputs).cheapest()
         if bias_slot is not None:

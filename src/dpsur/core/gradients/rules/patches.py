@@ -13,7 +13,7 @@ from dpsur.core.gradients.uses import MEMORY_COST
 # Patches are copies of the input, kernel-size times as large. They are made for a few examples at a
 # time: on a CPU as many as stay in its cache, elsewhere as many as keep it busy, but no more than
 # twice what the input takes, so that a step needs about the memory of a step without privacy.
-_NUMBERS_ON_CPU = 2**18
+_NUMBERS_ON_CPU = 2**19
 _LEAST_ELSEWHERE, _MOST_ELSEWHERE = 3 * 2**18, 2**26
 # What is kept about a data set is computed once, beside a batch that fills the memory.
 _NUMBERS_FOR_TABLES = 2**20
@@ -154,7 +154,8 @@ def _terms(
         part = grams
         for axis in axes:
             part = part.narrow(axis, first * stride + offset, (end - first - 1) * stride + 1)
-            part = part[(slice(None),) * axis + (slice(None, None, stride),)]
+            if stride > 1:
+                part = part[(slice(None),) * axis + (slice(None, None, stride),)]
         yield first, end - first, part
 
 
