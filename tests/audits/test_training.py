@@ -1,15 +1,19 @@
 """One training run with canaries; broken trainings are caught, a sound one is not."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.stats import norm
 from torch import nn
 
 from dpsur.audits.broken import FAULTS, SOUND
 from dpsur.audits.canaries import BLOCK, gradient_canaries, input_canaries
 from dpsur.audits.ceilings import ceiling, is_idle
 from dpsur.audits.finding import CONTRADICTED, NOT_CONTRADICTED
-from dpsur.audits.repeated import PLACES, TINY, audit_repeated
+from dpsur.audits.repeated import DELTA, PLACES, TINY, audit_repeated, outcomes
 from dpsur.audits.training import audit_training, guess
 from dpsur.core.gradients import clipped_sum
 from dpsur.core.problem import Problem
@@ -168,15 +172,55 @@ def test_kept_momentum_is_caught():
     assert sound.lower > 0.5
 
 
-@pytest.mark.parametrize("place", ["one step", "one step on half", "two accepted steps"])
+@pytest.mark.parametrize("place", ["one step", "one step on half"])
 def test_a_sound_training_is_not(place):
     found = audit_repeated(TINY[place], SOUND, 300, confidence=0.95)
     assert found.verdict == NOT_CONTRADICTED
-    # so few runs cannot reach the claim of the last, and that is said
-    assert is_idle(found.row()) == (place == "two accepted steps")
+    assert not is_idle(found.row())
 
 
-def test_what_is_not_seen_is_said():
-    """A stale loss leaves the law of what is released nearly as it is."""
-    found = audit_repeated(TINY["two accepted steps"], FAULTS["stale-loss"], 300, confidence=0.95)
+def test_a_claim_beyond_so_few_runs_is_said_to_be():
+    found = audit_repeated(TINY["one step"], FAULTS["no-noise"], 30, confidence=0.95)
     assert found.verdict == NOT_CONTRADICTED
+    assert is_idle(found.row())
+
+
+def going_out(tiny):
+    """The probability that the second update of the outlier's training goes out, by world.
+
+    A second search from w1 finds a share `back` of candidates better. Without x, and in a sound
+    test with it, these are accepted always, and the others by the coin. With a stale loss the batch
+    that is remembered has x with probability `held`, and then all are accepted alike; if not, a
+    batch with x accepts all.
+    """
+    test = tiny.trial.gate
+    rate, coin = test.sample_rate, 1 / test.accept_ratio
+    first = np.linspace(0, 9, 9001)  # |w1| in units of the noise
+    density = norm.pdf(first) / norm.pdf(first).sum()
+    back = norm.cdf(2 * first) - 0.5
+    out = 1 - back
+    sound = density @ (out * coin / (back + out * coin))
+    mixed = (1 - rate) * coin + rate
+    not_held = density @ (out * mixed / ((1 - rate) * back + out * mixed + rate * back))
+    held = rate / (rate + (1 - rate) * coin)
+    return sound, held * (density @ out) + (1 - held) * not_held
+
+
+def test_a_stale_loss_breaks_its_claim():
+    """By the law of the training, which the loop is held against; a sound test does not have it."""
+    tiny, runs = TINY[PLACES["stale-loss"]], 250
+    sound, stale = going_out(tiny)
+    assert math.log((stale - DELTA) / sound) > 1.3 * tiny.claimed()
+
+    def share(fault, *, present):
+        return (outcomes(tiny, fault, runs, 0, present=present) > 0).mean()
+
+    def off(share, law):
+        return abs(share - law) / math.sqrt(law * (1 - law) / runs)
+
+    fault = FAULTS["stale-loss"]
+    assert off(share(fault, present=True), stale) < 5
+    assert off(share(fault, present=False), sound) < 5
+    checked = share(SOUND, present=True)
+    assert off(checked, sound) < 5
+    assert off(checked, stale) > 5

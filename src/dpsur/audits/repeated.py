@@ -3,6 +3,7 @@
 Here no law is assumed: the score of an outcome is learned from a part of the repetitions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,18 +13,20 @@ from torch import Tensor, nn
 from dpsur.audits.bounds import CHOICE_SHARE, Array, epsilon_lower_bound
 from dpsur.audits.broken import Fault
 from dpsur.audits.finding import Finding
-from dpsur.core.loop import start, train
+from dpsur.audits.units import OneWeight
+from dpsur.core.loop import Progress, start, train
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
-from dpsur.core.types import Examples
+from dpsur.core.types import Examples, Procedure, Verdict
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.methods.gated import Gated
 from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.events import LossTest, SampledGaussian, Trial
+from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.plan import Budget, Plan, trial_cap
 
 DELTA = 0.01
 BINS = 16
+SLIGHT = 1e-9  # a slope that orders losses and moves nothing
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,10 @@ class Tiny:
             _Slope(), lambda outputs, _: outputs.sum(), Examples(slopes, torch.zeros(len(slopes)))
         )
 
+    def told(self, path: Sequence[float]) -> float:
+        """What the auditor looks at, of the weights after each accepted update."""
+        return path[-1]
+
     def method(self, records: int) -> Gated:
         """A method whose weight moves by the noisy sum, if that is divided for so many records."""
         assert isinstance(self.trial.update, SampledGaussian)
@@ -78,6 +85,35 @@ class Tiny:
             schedule="constant",
             max_grad_norm=1.0,
         )
+
+
+class Outlier(Tiny):
+    """A training in which the loss of x, and not its gradient, is what shows.
+
+    No record moves the weight to speak of: candidates are noise. The others would have it near 0,
+    where it starts, so that the first search accepts by coin alone, and the second prefers to go
+    back. The loss of x falls by more than all others can, whatever the first step is. So the batch
+    that accepts it is likelier to hold x than a batch is by itself. Where losses of one batch are
+    compared, this has no consequence. But beside a mean loss with x in it, remembered from that
+    batch, nothing is an improvement, and the second search has no preference.
+    """
+
+    def problem(self, *, present: bool) -> Problem:
+        """The records, with or without x, under losses of which only the order matters."""
+        kinds = torch.zeros(self.others + present, 1, dtype=torch.float64)
+        if present:
+            kinds[-1] = 1.0
+
+        def loss(outputs: Tensor, _: Tensor) -> Tensor:
+            weight, kind = outputs[:, 0], outputs[:, 1]
+            return (SLIGHT * weight.abs() - kind * (weight != 0)).sum()
+
+        return Problem(OneWeight(), loss, Examples(kinds, torch.zeros(len(kinds))))
+
+    def told(self, path: Sequence[float]) -> float:
+        """How far the first update went; with a minus where the second came back."""
+        first, second = abs(path[0]), abs(path[1])
+        return first if second > first else -first
 
 
 class _Slope(nn.Module):
@@ -93,7 +129,8 @@ _ALL = SampledGaussian(1.0, 1.0)
 # Tells hardly anything apart and accepts one in fifteen: its own price is small, and it leaves many
 # rejected gradients.
 _STRICT = LossTest(0.5, 10.0, -30.0)
-_FAIR = LossTest(0.5, 1.0, 0.0)
+# Of x in a batch by itself the probability is 1/64; in one that accepts, where x decides, 1/3.
+_RARELY_LOOKS = CoinTest(1 / 64, 32.0)
 TINY: dict[str, Tiny] = {
     tiny.name: tiny
     for tiny in (
@@ -106,7 +143,13 @@ TINY: dict[str, Tiny] = {
             pull=0.0,
             momentum=0.99,
         ),
-        Tiny("two accepted steps", Trial(_ALL, _FAIR), others=3, pull=0.0, updates=2),
+        Outlier(
+            "two accepted steps, an outlier",
+            Trial(SampledGaussian(1.0, 20.0), _RARELY_LOOKS),
+            others=400,  # so that hardly any batch is empty
+            pull=0.0,
+            updates=2,
+        ),
     )
 }
 # where each fault shows most
@@ -117,22 +160,30 @@ PLACES = {
     "drawn-size": "one step",
     "fixed-batches": "one step on half",
     "kept-momentum": "one accepted step with momentum",
-    "stale-loss": "two accepted steps",
+    "stale-loss": "two accepted steps, an outlier",
 }
 
 
 def outcomes(tiny: Tiny, fault: Fault, repetitions: int, seed: int, *, present: bool) -> Array:
-    """Released weights, one number a repetition."""
+    """What the released weights tell, one number a repetition."""
     problem, plan = tiny.problem(present=present), tiny.plan()
     streams = Streams(seed, torch.device("cpu"), rank=int(present))
     # The size of the data set is public: where it is divided by, that must not tell x.
     records = tiny.others + 1 if fault.own_divisor else len(problem.train)
     procedure = fault.bind(tiny.method(records), problem, plan, streams)
-    weights = [
-        float(train(procedure, plan, start(procedure)).state.params["weight"])
-        for _ in range(repetitions)
-    ]
-    return np.array(weights)
+    return np.array([tiny.told(_path(procedure, plan)) for _ in range(repetitions)])
+
+
+def _path(procedure: Procedure, plan: Plan) -> list[float]:
+    """The weight after each accepted update of one run."""
+    path: list[float] = []
+
+    def note(progress: Progress, verdict: Verdict) -> None:
+        if verdict.accept:
+            path.append(float(progress.state.params["weight"]))
+
+    train(procedure, plan, start(procedure), note)
+    return path
 
 
 def learned_scores(with_x: Array, without: Array) -> tuple[Array, Array]:
