@@ -141,6 +141,21 @@ def test_the_table_has_the_papers_values():
     assert "| 0.582 |" in page.text
     assert "| 0.503 |" in page.text
     assert data.text.count("\n") == 3
+    fields = data.text.splitlines()[0].split(",")
+    assert len(set(fields)) == len(fields) == 19
+    assert "of the first seed" in " ".join(page.text.split())
+
+
+def test_intervals_that_a_row_has_too_narrow_are_not_trusted():
+    attacked = row("fmnist", "dpsur", 3, 0.2)
+    stored = attacked["attacks"]["shadow"]
+    (honest,) = membership.summary([attacked])
+    for name in ("tpr_at_1_percent", "tpr_at_01_percent"):
+        stored[name] = {**stored[name], "low": stored[name]["value"], "high": stored[name]["value"]}
+    (found,) = membership.summary([attacked])
+    assert found == honest
+    assert found["tpr_1_low"] < found["tpr_1"] < found["tpr_1_high"]
+    assert (found["auc_low"], found["auc_high"]) == (stored["auc"]["low"], stored["auc"]["high"])
 
 
 def test_a_control_that_only_some_rows_have():
@@ -150,7 +165,7 @@ def test_a_control_that_only_some_rows_have():
     found = {record["attack"]: record["seeds"] for record in membership.summary(rows)}
     assert found == {"shadow": 2, "shadow, shuffled": 1}
     page, *_ = membership.EXPERIMENT.render(rows)
-    assert page.text.count("| shadow, shuffled |") == 1
+    assert page.text.count("| shadow, shuffled |") == 2  # once in each table
 
 
 def grid(**limits):

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import binom, norm
 
-from dpsur.attacks.metrics import Scores, area, measure, proportion, roc_curve
+from dpsur.attacks.metrics import LOW_RATES, Scores, area, measure, proportion, roc_curve
 from dpsur.errors import InvalidInputError
+from dpsur.experiments.roc import low_rate_interval, thinned
 from tests.statistics import FALSE_ALARM
 
 
@@ -83,6 +84,34 @@ def test_the_interval_at_a_low_rate_covers():
 def test_the_interval_at_a_low_rate_of_few_others_says_so():
     found = measure(Scores(np.ones(50), np.zeros(50), 0.5)).tpr_at_01_percent
     assert (found.value, found.low, found.high) == (1.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("steps", [None, 3, 40])
+@pytest.mark.parametrize("others", [700, 6000])
+@pytest.mark.parametrize("shift", [0.0, 1.5])
+def test_intervals_from_a_thinned_curve_hold_those_of_the_scores(steps, others, shift):
+    """Also where few scores differ, which hides thresholds from the curve."""
+    rng = np.random.default_rng(5)
+    members, rest = rng.normal(shift, 1, 900), rng.normal(0, 1, others)
+    if steps is not None:
+        members, rest = (np.round(part * steps / 4) for part in (members, rest))
+    scores = Scores(members, rest, 0.0)
+    measured = measure(scores)
+    for rate, exact in zip(
+        LOW_RATES, (measured.tpr_at_1_percent, measured.tpr_at_01_percent), strict=True
+    ):
+        low, high = low_rate_interval(thinned(scores), 900, others, rate)
+        assert low <= exact.low
+        assert exact.high <= high
+        if steps is None and others == 6000:
+            assert high - low < 1.5 * (exact.high - exact.low)
+
+
+def test_a_curve_without_hits_below_a_tie_says_little():
+    """As of the gap attack: what is right is above what is wrong, and nothing lies between."""
+    scores = Scores(np.ones(900), (np.arange(1000) < 700).astype(float), 0.5)
+    assert thinned(scores)[1][-20] == 0.0
+    assert low_rate_interval(thinned(scores), 900, 1000, 0.01) == (0.0, 1.0)
 
 
 def test_unequal_numbers_do_not_flatter():

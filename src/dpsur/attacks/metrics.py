@@ -110,24 +110,40 @@ def _balanced(right: tuple[int, int], sizes: tuple[int, int], confidence: float)
 
 
 def _rate_at(scores: Scores, rate: float, confidence: float) -> Figure:
-    """Share of members above a threshold that at most this share of the others passes.
+    """Share of members above a threshold that at most this share of the others passes."""
+    members, highest = scores.members, np.sort(scores.others)[::-1]
+    strict, loose = ranks_around(rate, len(highest), confidence)
+    value = float((members > highest[math.floor(rate * len(highest))]).mean())
+    low = int((members > highest[strict - 1]).sum()) if strict > 0 else 0
+    high = int((members >= highest[loose]).sum()) if loose < len(highest) else len(members)
+    return Figure(value, *share_between(low, high, len(members), confidence))
+
+
+def ranks_around(rate: float, others: int, confidence: float = CONFIDENCE) -> tuple[int, int]:
+    """How many of the highest others are surely within the rate, and how many not surely beyond it.
 
     Few others decide where the threshold lies, so its place is as uncertain as the share above it.
-    Formal guarantee: each end errs with probability at most half of 1 - confidence, of which one
-    half is the threshold's and one half the share's. The j-th highest of n others is passed by at
-    most the rate, but for the probability that fewer than j of n hits of that rate are made.
+    Formal guarantee: each number errs with probability at most a quarter of 1 - confidence. The
+    j-th highest of n others is passed by at most the rate, but for the probability that fewer than
+    j of n hits of that rate are made.
     """
-    members, highest = scores.members, np.sort(scores.others)[::-1]
-    count = len(highest)
     each = (1 - confidence) / 4
-    ranks = np.arange(count)  # from 0
-    strict = int((bdtr(ranks, count, rate) <= each).sum())  # so many are surely within the rate
-    loose = int((bdtrc(ranks, count, rate) > each).sum())  # so many are not surely beyond it
-    value = float((members > highest[math.floor(rate * count)]).mean())
-    low = int((members > highest[strict - 1]).sum()) if strict > 0 else 0
-    high = int((members >= highest[loose]).sum()) if loose < count else len(members)
-    least, most = (proportion(hits, len(members), 1 - 2 * each) for hits in (low, high))
-    return Figure(value, least.low, most.high)
+    ranks = np.arange(others)  # from 0
+    strict = int((bdtr(ranks, others, rate) <= each).sum())
+    loose = int((bdtrc(ranks, others, rate) > each).sum())
+    return strict, loose
+
+
+def share_between(
+    low: int, high: int, members: int, confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """The interval of a share, from the hits at a strict and at a loose threshold.
+
+    Formal guarantee: with thresholds by `ranks_around`, each end errs with probability at most half
+    of 1 - confidence, of which one half is the threshold's and one half the share's.
+    """
+    least, most = (proportion(hits, members, 1 - (1 - confidence) / 2) for hits in (low, high))
+    return least.low, most.high
 
 
 def area(members: Array, others: Array, confidence: float = CONFIDENCE) -> Figure:

@@ -96,17 +96,19 @@ def table_page(
     table: Table,
     picture: Picture | None = None,
     experiment: str | None = None,
+    shown: Sequence[Table] = (),
 ) -> list[Artifact]:
     """A page with its figure and table, the table as CSV beside it, and the figure.
 
-    `experiment` renders it, where the page has a name of its own.
+    `experiment` renders it, where the page has a name of its own. A table that is too wide for a
+    page may be `shown` in parts.
     """
     parts = [f"# {title}"]
     if picture is not None:
         parts.append(f"![{title}](../{FIGURES}/{picture.name}.svg)")
     parts += [
         *(textwrap.fill(paragraph, WIDTH) for paragraph in text.strip().split("\n\n")),
-        table.markdown(),
+        *(part.markdown() for part in shown or (table,)),
         f"Rendered by `dpsur reproduce {experiment or name}` from its rows; the table as data: "
         f"[{name}.csv]({name}.csv).",
     ]

@@ -1,10 +1,7 @@
 """Membership inference on targets with and without privacy: the paper's two tables, and more."""
 
-import csv
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from typing import Any
 
 import torch
@@ -14,8 +11,9 @@ from dpsur.attacks.metrics import measure
 from dpsur.attacks.models import Trainer
 from dpsur.attacks.split import split_pool
 from dpsur.attacks.suite import ATTACKS, attack_target
-from dpsur.experiments.artifacts import Artifact, Column, Picture, Table, table_page
+from dpsur.experiments.artifacts import Artifact, Picture, Table, table_page
 from dpsur.experiments.base import Cell, OneByOne, Options, Row
+from dpsur.experiments.membership_table import ACCURACIES, NONPRIVATE, RATES, summary
 from dpsur.experiments.presets import PAPER, preset_named
 from dpsur.experiments.roc import draw_roc, thinned
 from dpsur.experiments.settings import DELTA, EPSILONS
@@ -31,22 +29,26 @@ from dpsur.tasks import task_named
 
 TASKS = ("fmnist", "cifar10")
 PRIVATE = ("dpsur", "dpsgd")
-NONPRIVATE = "nonprivate"
 SEEDS = (0, 1, 2)
 # Likelihood ratios need many models, which only one seed has: so many without privacy, and so many
 # of every private target, by task.
 SHADOW_MODELS = {"fmnist": 32, "cifar10": 4}
 PRIVATE_SHADOW_MODELS = {"fmnist": 8, "cifar10": 4}
 PLAIN_ATTACKS = ("gap", "shadow", "white-box")
-# names in the paper's table
-PAPER_NAMES = {"shadow": "black-box-shadow", "white-box": "white-box-partial"}
 TITLE = "Membership inference"
 TEXT = f"""
 Balanced accuracy of each attack, on as many members as others, averaged over seeds, each with its
 own random split 2:1:2:1 of training and test records, target and shadow models. *gap* guesses that
 a record is a member if it is classified correctly. *shuffled* is the control: the same attack on
 records whose membership was drawn by lot. Intervals hold 95% for the sampled records of one seed,
-the widest over the seeds. The paper's value stands beside ours where it has one.
+the widest over the seeds. The paper's value stands beside ours where it has one. The ROC curves are
+of the first seed alone; all shuffled controls are drawn alike.
+
+The second table has areas under ROC curves and true positive rates at low false positive rates. The
+intervals of these rates count that the threshold is estimated too, from few others. They are
+derived from the points of the curve that a row holds, and may be wider than those of the scores
+themselves, never narrower. The gap attack has a single threshold, far from these rates: its
+interval there says nothing.
 
 Targets without privacy are the paper's pixel CNNs, with ReLU as DPSGD's have: 100 epochs of SGD at
 0.01, momentum 0.9, weight decay 5e-4, batch 128, every pixel standardised over all records. Private
@@ -55,8 +57,7 @@ at the size of the target's part; shadow models are trained by the same method. 
 many more shadow models, and are made of the first seed alone: on targets without privacy with
 {SHADOW_MODELS["fmnist"]} models on Fashion-MNIST and {SHADOW_MODELS["cifar10"]} on CIFAR-10, on
 private targets with {PRIVATE_SHADOW_MODELS["fmnist"]} and {PRIVATE_SHADOW_MODELS["cifar10"]}. Rows
-that were made before these attacks had shuffled controls lack them. The other seeds have gap,
-shadow and white-box.
+that were made before these attacks had shuffled controls lack them.
 
 An accuracy near one half on a private target says little by itself: a weak attack gives the same.
 What it is worth is seen on the targets without privacy, and in the [audits](audit.md).
@@ -99,22 +100,7 @@ class Membership(OneByOne):
         }
 
     def render(self, rows: Sequence[Row]) -> list[Artifact]:
-        """One table of all targets and attacks, and ROC curves of targets without privacy."""
-        columns = [
-            Column("data", "task"),
-            Column("target", "target"),
-            Column("train accuracy", "train", ".3f"),
-            Column("test accuracy", "test", ".3f"),
-            Column("attack", "attack"),
-            Column("accuracy", "accuracy", ".3f"),
-            Column("from", "low", ".3f"),
-            Column("to", "high", ".3f"),
-            Column("paper", "paper", ".3f"),
-            Column("AUC", "auc", ".3f"),
-            Column("TPR at FPR 1%", "tpr_1", ".4f"),
-            Column("TPR at FPR 0.1%", "tpr_01", ".4f"),
-            Column("seeds", "seeds"),
-        ]
+        """All targets and attacks in two tables, and ROC curves of targets without privacy."""
         records = list(summary(rows))
         # one seed of every task, the first that there is
         open_targets = [row for row in rows if row["config"]["method"] == NONPRIVATE]
@@ -124,7 +110,9 @@ class Membership(OneByOne):
         }
         panels = {f"{task}, without privacy": firsts[task] for task in TASKS if task in firsts}
         picture = Picture(self.name, lambda: draw_roc(panels)) if panels else None
-        return table_page(self.name, TITLE, TEXT, Table(columns, records), picture)
+        whole = Table([*ACCURACIES, *(c for c in RATES if c not in ACCURACIES)], records)
+        parts = (Table(ACCURACIES, records), Table(RATES, records))
+        return table_page(self.name, TITLE, TEXT, whole, picture, shown=parts)
 
 
 EXPERIMENT = Membership()
@@ -162,48 +150,3 @@ def _trainer(config: dict[str, Any], device: torch.device) -> Trainer:
         pace=Pace(checkpoint_every=BLOCK, evaluate_every=NEVER),
     )
     return PrivateTrainer(run, device, featured=True)
-
-
-def summary(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """The figures of every attack on every kind of target, over its seeds."""
-    known = _paper()
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        config = row["config"]
-        key = (config["task"], config["method"], str(config["epsilon"] or ""))
-        groups.setdefault(key, []).append(row)
-    for (task, method, epsilon), mine in groups.items():
-        for attack in dict.fromkeys(name for row in mine for name in row["attacks"]):
-            found = [row["attacks"][attack] for row in mine if attack in row["attacks"]]
-            accuracies = [figures["balanced_accuracy"] for figures in found]
-            yield {
-                "task": task,
-                "target": f"{method}, ε {epsilon}" if epsilon else method,
-                "train": statistics.mean(row["train_accuracy"] for row in mine),
-                "test": statistics.mean(row["test_accuracy"] for row in mine),
-                "attack": attack,
-                "accuracy": statistics.mean(figure["value"] for figure in accuracies),
-                "low": min(figure["low"] for figure in accuracies),
-                "high": max(figure["high"] for figure in accuracies),
-                "paper": known.get((task, PAPER_NAMES.get(attack, ""), method, epsilon)),
-                "auc": _mean(found, "auc"),
-                "tpr_1": _mean(found, "tpr_at_1_percent"),
-                "tpr_01": _mean(found, "tpr_at_01_percent"),
-                "seeds": len(found),
-            }
-
-
-def _mean(found: Sequence[dict[str, Any]], name: str) -> float:
-    return float(statistics.mean(figures[name]["value"] for figures in found))
-
-
-def _paper() -> dict[tuple[str, str, str, str], float]:
-    """The paper's values by data set, attack, target and budget."""
-    text = (files("dpsur.experiments") / "paper_membership.csv").read_text()
-    values = {}
-    for row in csv.DictReader(text.splitlines()):
-        for epsilon in EPSILONS:
-            key = (row["dataset"], row["attack"], row["target"], str(epsilon))
-            values[key] = float(row[f"eps{epsilon}"])
-        values[row["dataset"], row["attack"], NONPRIVATE, ""] = float(row["nonprivate"])
-    return values

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dpsur.attacks.metrics import Scores, roc_curve
+from dpsur.attacks.metrics import (
+    CONFIDENCE,
+    Array,
+    Scores,
+    ranks_around,
+    roc_curve,
+    share_between,
+)
+from dpsur.attacks.suite import SHUFFLED
 from dpsur.experiments import style
 
 if TYPE_CHECKING:
@@ -15,6 +23,7 @@ if TYPE_CHECKING:
 Curve = tuple[list[float], list[float]]
 POINTS = 200
 LEAST = 1e-4
+ROUNDING = 1e-12  # of rates that are fractions
 GAP = "gap"
 COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.INK, style.GREY)
 DASHES = ("-", "--", ":")
@@ -23,23 +32,54 @@ DASHES = ("-", "--", ":")
 def thinned(scores: Scores) -> Curve:
     """A curve in so many points, evenly spaced in the logarithm of the false positive rate."""
     false, true = roc_curve(scores)
-    at = np.geomspace(max(LEAST, 1 / len(scores.others)), 1.0, POINTS)
+    at = _rates(len(scores.others))
     # the highest point that keeps to the rate, never one between two thresholds
-    place = np.searchsorted(false, at * (1 + 1e-12), "right") - 1
+    place = np.searchsorted(false, at * (1 + ROUNDING), "right") - 1
     return [round(float(x), 6) for x in at], [round(float(y), 6) for y in true[place]]
+
+
+def _rates(others: int) -> Array:
+    return np.geomspace(max(LEAST, 1 / others), 1.0, POINTS)
+
+
+def low_rate_interval(
+    curve: Curve, members: int, others: int, rate: float, confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """The interval of the true positive rate at a low false positive rate, from a thinned curve.
+
+    Formal guarantee: it holds the interval that `measure` gives for the scores themselves. The hits
+    of a point are known, and so is the most others that pass its threshold. At the lower end, a
+    point that not more pass than `measure` allows has not more hits. At the upper end, a point that
+    may be passed by as many has no fewer, unless others of equal scores kept its threshold above
+    them; the next point with more hits is then below these.
+    """
+    passed = np.floor(_rates(others) * (1 + ROUNDING) * others)
+    hits = np.rint(np.array(curve[1]) * members).astype(int)
+    strict, loose = ranks_around(rate, others, confidence)
+    within, beyond = hits[passed < strict], hits[passed > loose]
+    more = beyond[beyond > beyond.min(initial=members)]
+    low = int(within.max(initial=0))
+    return share_between(low, int(more.min(initial=members)), members, confidence)
 
 
 def draw_roc(panels: Mapping[str, Mapping[str, Curve]]) -> "Figure":
     """A panel per target, with the line of guessing and one legend for all.
 
-    The gap attack has no curve: its only threshold is a point, which is marked.
+    The gap attack has no curve: its only threshold is a point, which is marked. All shuffled
+    controls look the same, and should lie on the line of guessing.
     """
     figure = style.new_figure(style.COLUMN * (len(panels) + 0.45), style.COLUMN)
     places = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    every = dict.fromkeys(name for curves in panels.values() for name in curves)
+    names = [name for name in every if not name.endswith(SHUFFLED)]
     for axes, (title, curves) in zip(places, panels.items(), strict=True):
-        for name, (false, true) in curves.items():
-            _curve(axes, names.index(name), name, false, true)
+        for name in names:
+            if name in curves:
+                _curve(axes, names.index(name), name, *curves[name])
+        controls = [curve for name, curve in curves.items() if name not in names]
+        for index, (false, true) in enumerate(controls):
+            label = "shuffled" if index == 0 else None
+            axes.plot(false, _on_axes(true), color=style.PALE, linewidth=0.8, zorder=1, label=label)
         axes.plot([LEAST, 1], [LEAST, 1], color=style.PALE, linewidth=1, zorder=0)
         axes.set(xscale="log", yscale="log", xlim=(LEAST, 1), ylim=(LEAST, 1), title=title)
         axes.set_xlabel("false positive rate")
@@ -59,4 +99,9 @@ def _curve(axes: "Axes", index: int, name: str, false: list[float], true: list[f
         )
         return
     dash = DASHES[index // len(COLOURS) % len(DASHES)]
-    axes.plot(false, np.maximum(true, LEAST / 10), dash, color=colour, label=name)
+    axes.plot(false, _on_axes(true), dash, color=colour, label=name)
+
+
+def _on_axes(true: list[float]) -> Array:
+    """Zero has no place on a logarithmic axis, and is drawn below it."""
+    return np.maximum(true, LEAST / 10)
