@@ -201,7 +201,7 @@ def going_out(tiny):
     out = 1 - back
     sound = density @ (out * coin / (back + out * coin))
     mixed = (1 - rate) * coin + rate
-    not_held = density @ (out * mixed / ((1 - rate) * back + out * mixed + rate * back))
+    not_held = density @ (out * mixed / (back + out * mixed))
     held = rate / (rate + (1 - rate) * coin)
     return sound, held * (density @ out) + (1 - held) * not_held
 
@@ -212,15 +212,13 @@ def test_a_stale_loss_breaks_its_claim():
     sound, stale = going_out(tiny)
     assert math.log((stale - DELTA) / sound) > 1.3 * tiny.claimed()
 
-    def share(fault, *, present):
-        return (outcomes(tiny, fault, runs, 0, present=present) > 0).mean()
-
     def off(share, law):
         return abs(share - law) / math.sqrt(law * (1 - law) / runs)
 
-    fault = FAULTS["stale-loss"]
-    assert off(share(fault, present=True), stale) < 5
-    assert off(share(fault, present=False), sound) < 5
-    checked = share(SOUND, present=True)
+    kept, checked = (
+        (outcomes(tiny, fault, runs, 0, present=True) > 0).mean()
+        for fault in (FAULTS["stale-loss"], SOUND)
+    )
+    assert off(kept, stale) < 5
     assert off(checked, sound) < 5
     assert off(checked, stale) > 5
