@@ -147,9 +147,12 @@ def test_bad_confidence():
         )
 
 
-@pytest.mark.parametrize("name", ["no-noise", "noise-1/4", "drawn-size", "fixed-batches"])
-def test_gross_faults_are_caught(name):
-    found = audit_repeated(TINY[PLACES[name]], FAULTS[name], 600, confidence=0.95)
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [("no-noise", 600), ("noise-1/4", 600), ("drawn-size", 2400), ("fixed-batches", 2400)],
+)
+def test_gross_faults_are_caught(name, runs):
+    found = audit_repeated(TINY[PLACES[name]], FAULTS[name], runs, confidence=0.95)
     assert found.verdict == CONTRADICTED
     assert name in found.subject
 
