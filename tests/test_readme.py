@@ -1,7 +1,6 @@
 """The README's commands and code blocks do what they say."""
 
 import csv
-import itertools
 import json
 import re
 import shlex
@@ -146,13 +145,14 @@ def test_what_is_said_of_the_experiments_is_what_rows_say():
 
 def test_what_is_said_of_the_accuracies_is_what_rows_say():
     groups = {(r["task"], r["arm"], r["epsilon"]): r for r in summary(rows_of("accuracy"))}
-    for task, epsilon in itertools.product(("fmnist", "mnist"), (1, 2, 3)):
-        released = groups[task, "released-code", epsilon]
-        printed = groups[task, "published", epsilon]
-        assert released["seeds"] == printed["seeds"] == 5
-        assert abs(released["difference"]) < 0.5
-        assert printed["difference"] < min(0, released["difference"])
-        assert task == "mnist" or -2.75 < printed["difference"] < -0.75
+    released = [r for (_, arm, _), r in groups.items() if arm == "released-code"]
+    near = sum(abs(record["difference"]) <= 0.7 for record in released)
+    assert f"reaches {near} of its 16 figures for DPSUR to 0.7 points" in " ".join(TEXT.split())
+    for (task, arm, _), printed in groups.items():
+        if arm == "published" and task != "imdb":
+            assert printed["seeds"] == 5
+            assert printed["difference"] < 0
+            assert task != "fmnist" or -2.75 < printed["difference"] < -0.75
     # "with it, a coin in place of the test does as well"
     coin, test = groups["fmnist", "random-kept", 1], groups["fmnist", "released-code", 1]
     assert abs(coin["mean"] - test["mean"]) < coin["spread"]
@@ -175,11 +175,11 @@ def test_what_is_said_of_attacks_is_what_rows_say():
     found = {(r["task"], r["target"], r["attack"]): r for r in attacks(rows_of("membership"))}
     for attack in ("shadow", "white-box"):
         assert found["fmnist", "nonprivate", attack]["accuracy"] >= 0.58
-        assert f"{found['cifar10', 'nonprivate', attack]['accuracy']:.2f}" == "0.74"
+        assert f"{found['cifar10', 'nonprivate', attack]['accuracy']:.2f}" == "0.75"
     private = [r for (_, target, attack), r in found.items() if target != "nonprivate"]
     learned = [r for r in private if r["attack"] in ("shadow", "white-box")]
     assert max(record["accuracy"] for record in learned) < 0.51
-    # "where a better one finds a little at epsilon 4"
+    # "where a better one finds a little"
     better = found["fmnist", "dpsur, ε 4", "rmia-online"]
     assert 0.5 < better["low"] < better["accuracy"] < 0.55
 
