@@ -178,11 +178,14 @@ def test_the_grid():
     assert len({membership.EXPERIMENT.key(cell) for cell in cells}) == len(cells)
     ratios = [cell for cell in cells if "lira-online" in cell["config"]["attacks"]]
     assert {cell["seed"] for cell in ratios} == {0}
-    private = [("dpsur", e) for e in (1, 2, 3, 4)] + [("dpsgd", e) for e in (1, 2, 3, 4)]
+    every = [("dpsur", e) for e in (1, 2, 3, 4)] + [("dpsgd", e) for e in (1, 2, 3, 4)]
     configs = [cell["config"] for cell in ratios]
     assert [(c["task"], c["method"], c["epsilon"], c["shadow_models"]) for c in configs] == [
         (task, *target, models)
-        for task, without, within in (("fmnist", 32, 8), ("cifar10", 4, 4))
+        for task, without, within, private in (
+            ("fmnist", 32, 8, every),
+            ("cifar10", 4, 4, [("dpsgd", 1), ("dpsgd", 2)]),
+        )
         for target, models in [(("nonprivate", None), without), *((p, within) for p in private)]
     ]
 
