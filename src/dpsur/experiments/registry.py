@@ -61,6 +61,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "dpsur.experiments.convergence",
         "loss and accuracy against the budget spent (GPU minutes)",
     ),
+    "iterates": (
+        "dpsur.experiments.iterates",
+        "the last iterate and the best on the test set, where the paper is not met (GPU minutes)",
+    ),
     "membership": (
         "dpsur.experiments.membership",
         "the paper's attack tables, and likelihood ratios, over seeds (GPU, an hour)",
