@@ -62,7 +62,8 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         type=_shard,
         default=(0, 1),
         metavar="K/N",
-        help="make part K, from 0 to N - 1, of a grid of runs, so that N processes share it",
+        help="make part K, from 0 to N - 1, of a grid of runs, so that N processes share it; on a "
+        "card each takes an Nth of the memory",
     )
     for limit, kind in (("tasks", str), ("arms", str), ("epsilons", float)):
         parser.add_argument(

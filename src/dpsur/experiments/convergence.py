@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TASK, EPSILON, SEEDS = "fmnist", 3, (0, 1, 2)
 POINTS = 40
 MARKS = (0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
+NEXT_TO = 0.05
 LOOKS = {
     "proven": Look("DPSUR, proven", style.BLUE),
     "published": Look("DPSUR, published (claimed)", style.GREEN, dash="--"),
@@ -93,8 +94,8 @@ def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
         if not curves:
             continue
         low, high = shared_range(curves)
-        # A run ends just below its budget: its last figures stand for the whole of it.
-        inside = [mark for mark in MARKS if low <= mark < high] + [high]
+        # A run ends next to its budget: its last figures stand for the whole of it.
+        inside = [mark for mark in MARKS if low <= mark < high - NEXT_TO] + [high]
         for epsilon in inside:
             values = {
                 name: at_common_epsilons(curves, name, [epsilon])[:, 0].tolist()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from dpsur.experiments.base import Cell, Experiment, Options, Row
+from dpsur.experiments.card import keep_to_share
 from dpsur.experiments.training import TrainingCell, trained_rows
 
 
@@ -30,6 +31,7 @@ class TrainingGrid(Experiment):
 
         Configurations on the same records follow each other, so that those are loaded once.
         """
+        keep_to_share(options)
         # Shares are told by the place in the whole grid: what is missing changes while others
         # fill it.
         groups: dict[str, list[Cell]] = {

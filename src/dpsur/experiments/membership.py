@@ -13,6 +13,7 @@ from dpsur.attacks.split import split_pool
 from dpsur.attacks.suite import ATTACKS, attack_target
 from dpsur.experiments.artifacts import Artifact, Picture, Table, table_page
 from dpsur.experiments.base import Cell, OneByOne, Options, Row
+from dpsur.experiments.card import keep_to_share
 from dpsur.experiments.membership_table import ACCURACIES, NONPRIVATE, RATES, summary
 from dpsur.experiments.presets import PAPER, preset_named
 from dpsur.experiments.roc import draw_roc, thinned
@@ -82,6 +83,7 @@ class Membership(OneByOne):
 
     def make(self, cells: Sequence[Cell], options: Options) -> Iterator[Row]:
         """Fill this process's share, which is told by the place in the whole grid."""
+        keep_to_share(options)
         mine = {self.key(cell) for cell in options.share(list(self.cells(options)))}
         yield from super().make([cell for cell in cells if self.key(cell) in mine], options)
 

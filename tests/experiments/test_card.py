@@ -1,0 +1,21 @@
+"""Processes that share a card keep to their part of its memory."""
+
+import pytest
+import torch
+
+from dpsur.experiments import card
+from dpsur.experiments.base import Options
+
+
+@pytest.mark.parametrize(
+    ("shard", "kind", "expected"),
+    [((1, 4), "cuda", [0.25]), ((0, 1), "cuda", []), ((1, 4), "cpu", [])],
+)
+def test_a_shard_takes_its_share_of_the_memory(monkeypatch, shard, kind, expected):
+    taken = []
+    monkeypatch.setattr(card, "choose_device", lambda _: torch.device(kind))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda part, _device: taken.append(part)
+    )
+    card.keep_to_share(Options(shard=shard))
+    assert taken == expected
