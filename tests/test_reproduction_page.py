@@ -11,6 +11,8 @@ from dpsur.experiments.accuracy_pages import DATA_SETS, agreement
 from dpsur.experiments.arms import DPSUR_ARMS
 from dpsur.experiments.base import Options
 from dpsur.experiments.best import summary as best_summary
+from dpsur.experiments.convergence import LOOKS
+from dpsur.experiments.convergence import records as curve_records
 from dpsur.experiments.membership import EXPERIMENT as MEMBERSHIP
 from dpsur.experiments.membership import NONPRIVATE
 from dpsur.experiments.membership import summary as membership_summary
@@ -252,6 +254,7 @@ def claims():
         ),
     )
     yield from claims_about_attacks(number)
+    yield from claims_about_curves(number)
     yield rf"lie {number} to {number} points", shown(".2f", (min(between), max(between)))
     yield (
         rf"{number} to {number} where it says 1, {number} to {number} for 2, {number} to {number} "
@@ -329,6 +332,34 @@ def claims():
         shown(".2f", [sum(100 * row["accuracy"] for row in first) / len(first)]),
     )
     yield rf"asks for {number} times the noise", shown(".2f", [noise_of_dpis()])
+
+
+def claims_about_curves(number):
+    found = {(r["what"], r["epsilon"]): r for r in curve_records(rows_of("convergence"))}
+    ours, plain = (
+        [record for (what, _), record in found.items() if what == LOOKS[arm].label]
+        for arm in ("proven", "dpsgd-hf")
+    )
+
+    def at(records, epsilon):
+        return next(r["accuracy"] for r in records if r["epsilon"] == epsilon)
+
+    yield (
+        rf"DP-SGD has {number} when {number} is spent and Algorithm 1 has {number}; at {number} it "
+        rf"is {number} against {number}, at the end {number} against {number} \(",
+        (
+            *(f"{at(plain, 1.0):.2f}", "1.0", f"{at(ours, 1.0):.2f}"),
+            *("2.0", f"{at(plain, 2.0):.2f}", f"{at(ours, 2.0):.2f}"),
+            *shown(".2f", (plain[-1]["accuracy"], ours[-1]["accuracy"])),
+        ),
+    )
+    yield (
+        rf"with {number} instead of {number}, and with the lower loss, {number} against {number}",
+        (
+            *shown(".0f", (ours[-1]["updates"], plain[-1]["updates"])),
+            *shown(".3f", (ours[-1]["loss"], plain[-1]["loss"])),
+        ),
+    )
 
 
 def claims_about_attacks(number):
