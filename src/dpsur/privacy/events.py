@@ -160,7 +160,31 @@ class Trial:
         return None if isinstance(self.test, NoisyChoice) else self.test
 
 
-Event = NonPrivate | Gaussian | SampledGaussian | LossTest | CoinTest | NoisyChoice | Trial
+@dataclass(frozen=True)
+class Menu:
+    """One of several sampled Gaussians, chosen by what was released before, then repeated.
+
+    The choices and the repeats are fixed in advance; which choice it is need not be.
+    """
+
+    choices: tuple[SampledGaussian, ...]
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.choices:
+            raise InvalidInputError("a menu needs at least one choice")
+        checks.at_least_one("the repeats of a choice", self.repeats)
+
+    @property
+    def worst(self) -> SampledGaussian:
+        """What no choice exceeds: divergence rises with the rate and falls with the noise."""
+        return SampledGaussian(
+            max(choice.sample_rate for choice in self.choices),
+            min(choice.noise_multiplier for choice in self.choices),
+        )
+
+
+Event = NonPrivate | Gaussian | SampledGaussian | LossTest | CoinTest | NoisyChoice | Trial | Menu
 # What a run does in one go: a trial, or a noisy figure that later trials are steered by.
 Step = Trial | SampledGaussian | Gaussian
 
@@ -175,6 +199,9 @@ def event_to_json(event: Event) -> dict[str, Any]:
     if isinstance(event, Trial):
         test = None if event.test is None else event_to_json(event.test)
         return {"kind": "Trial", "update": event_to_json(event.update), "test": test}
+    if isinstance(event, Menu):
+        choices = [event_to_json(choice) for choice in event.choices]
+        return {"kind": "Menu", "choices": choices, "repeats": event.repeats}
     return {"kind": type(event).__name__, **asdict(event)}
 
 
@@ -192,6 +219,15 @@ def event_from_json(values: Mapping[str, Any]) -> Event:
                 update=event_from_json(update),  # type: ignore[arg-type]
                 test=None if test is None else event_from_json(test),  # type: ignore[arg-type]
             )
+        if kind == "Menu":
+            return Menu(tuple(map(_choice_from_json, fields.pop("choices"))), **fields)
         return _KINDS[kind](**fields)  # type: ignore[no-any-return]
     except (KeyError, TypeError) as error:
         raise InvalidInputError(f"not a privacy event: {dict(values)!r}") from error
+
+
+def _choice_from_json(values: Mapping[str, Any]) -> SampledGaussian:
+    choice = event_from_json(values)
+    if not isinstance(choice, SampledGaussian):
+        raise InvalidInputError(f"a menu offers sampled Gaussians, got {dict(values)!r}")
+    return choice

@@ -20,6 +20,7 @@ from dpsur.privacy.events import (
     Event,
     Gaussian,
     LossTest,
+    Menu,
     NoisyChoice,
     NonPrivate,
     SampledGaussian,
@@ -130,6 +131,8 @@ def compose(charges: Sequence[tuple[Event, int]]) -> Composition:
                 updates.append((SelectiveUpdate.of(q, sigma, test), count))
             case SampledGaussian() | LossTest():
                 updates.append((_unselected(event), count))
+            case Menu():
+                updates.append((_unselected(event.worst), count * event.repeats))
             case _:
                 raise InvalidInputError(f"unknown privacy event: {event!r}")
     return Composition(tuple(updates), precision)
