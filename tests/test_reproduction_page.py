@@ -21,8 +21,8 @@ from dpsur.experiments.registry import EXPERIMENTS
 from dpsur.experiments.settings import DATASET_SIZES
 from dpsur.methods import METHODS
 from dpsur.privacy.events import SampledGaussian
+from dpsur.privacy.filtered import FilteredPlan
 from dpsur.privacy.plan import Budget
-from dpsur.privacy.proven import event_divergence
 from dpsur.runs.preparation import Preparation
 
 ROOT = Path(__file__).parent.parent
@@ -93,18 +93,23 @@ def best_of(task, method, epsilon):
 
 @cache
 def noise_of_dpis():
-    """Noise of an update of DPIS on CIFAR-10 over that of DP-SGD at the same batch and length."""
+    """Noise of DPIS on CIFAR-10 over that of DP-SGD at the same batch and length.
+
+    By a menu, as it is now, and by a filter, as it was in the rows.
+    """
     dpis = preset_named("paper", "dpis", "cifar10", 3)
     setup = Preparation(dpis.features, dpis.normalisation).setup
     batch, updates = dpis.options["batch_size"], dpis.options["updates"]
     size, budget = DATASET_SIZES["cifar10"], Budget(3, 1e-5)
-    steered, plan = METHODS["dpis"](**dpis.options).settle(size, budget, "proven", setup)
-    norms = SampledGaussian(steered.norm_rate(size), steered.norm_noise_multiplier)
-    spent = steered.refreshes(updates) * event_divergence(norms, plan.order)
-    price = (plan.left_after_setup() - spent) / updates
+    _, plan = METHODS["dpis"](**dpis.options).settle(size, budget, "proven", setup)
     plain = METHODS["dpsgd"](batch_size=batch, learning_rate=1.0, updates=updates)
-    settled, _ = plain.settle(size, budget, "proven", setup)
-    return plan.noise_for(batch / size, price, None) / settled.noise_multiplier
+    settled, typical = plain.settle(size, budget, "proven", setup)
+    kept = FilteredPlan.for_budget(budget, "proven", typical.trial, updates=updates, setup=setup)
+    # Releases of the norms take 2% of the allowance.
+    price = (kept.left_after_setup() - 0.02 * kept.allowance) / updates
+    menu = plan.nearest(batch / size).noise_multiplier
+    filtered = kept.noise_for(batch / size, price)
+    return menu / settled.noise_multiplier, filtered / settled.noise_multiplier
 
 
 def released_at_four(task="fmnist"):
@@ -331,7 +336,9 @@ def claims():
         rf"the paper's clip norm it reached {number}",
         shown(".2f", [sum(100 * row["accuracy"] for row in first) / len(first)]),
     )
-    yield rf"asks for {number} times the noise", shown(".2f", [noise_of_dpis()])
+    by_menu, by_filter = noise_of_dpis()
+    yield rf"asked for {number} times the noise", shown(".2f", [by_filter])
+    yield rf"asks for {number} times the noise", shown(".2f", [by_menu])
 
 
 def claims_about_curves(number):

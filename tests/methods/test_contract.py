@@ -32,6 +32,7 @@ from tests.methods.problems import (
 )
 
 ADAPTIVE = ("dpis", "dpagd")
+FILTERED = ("dpagd",)
 CASES = [(name, accounting) for name in METHODS for accounting in PROVED]
 OFTEN = Pace(checkpoint_every=2)
 
@@ -113,9 +114,9 @@ def test_its_release_verifies_and_reads_well(name, accounting, finished):
     page = (folder / "release" / "PRIVACY.md").read_text()
     assert f"`{name}`" in page
     assert "None" not in page
-    if name in ADAPTIVE:
-        assert "Privacy filter" in page
-        assert "1000000" not in page
+    assert ("Privacy filter" in page) == (name in FILTERED)
+    assert ("choices fixed before the run" in page) == (name == "dpis")
+    assert "1000000" not in page
 
 
 @pytest.mark.parametrize(("name", "accounting"), CASES)
@@ -161,7 +162,7 @@ def test_it_can_be_ended_early(name):
     assert run.private.ledger.updates == run.statement["accepted_updates"] == 2
     if name != "nonprivate":
         assert run.plan.epsilon() <= BUDGET.epsilon
-    if name in ADAPTIVE:  # what a filter promises is its allowance
+    if name in FILTERED:  # what a filter promises is its allowance
         assert run.plan.epsilon() == pytest.approx(BUDGET.epsilon)
 
 
@@ -183,7 +184,7 @@ def test_an_adaptive_method_is_not_covered_by_the_paper(name):
         method_of(name, "proven").settle(SIZE, BUDGET, "published")
 
 
-@pytest.mark.parametrize("name", ADAPTIVE)
+@pytest.mark.parametrize("name", FILTERED)
 def test_a_filter_holds_for_its_own_delta_only(name, finished):
     run, _ = finished(name, "proven")
     with pytest.raises(dpsur.InvalidInputError, match="made for delta 0.001; plan the run with"):
@@ -236,16 +237,81 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", [*EDITS, as_it_is], ids=lambda edit: edit.__name__)
-@pytest.mark.parametrize("name", ADAPTIVE)
-def test_an_edited_filter_does_not_verify(name, edit, finished, tmp_path):
-    _, folder = finished(name, "proven")
-    release = tmp_path / "release"
+def verified(folder, edit, where):
+    """The faults of a copy of a release whose statement was edited, page and all."""
+    release = where / "release"
     shutil.copytree(folder / "release", release)
     statement = json.loads((release / "privacy.json").read_text())
     edit(statement)
     (release / "privacy.json").write_text(json.dumps(statement))
     (release / "PRIVACY.md").write_text(render_markdown(statement))
-    faults, _ = verify(release)
+    return verify(release)[0]
+
+
+@pytest.mark.parametrize("edit", [*EDITS, as_it_is], ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("name", FILTERED)
+def test_an_edited_filter_does_not_verify(name, edit, finished, tmp_path):
+    _, folder = finished(name, "proven")
+    faults = verified(folder, edit, tmp_path)
     assert bool(faults) == (edit is not as_it_is)
     assert any(fault.startswith(EDITS.get(edit, "")) for fault in faults or [""])
+
+
+def test_a_menu_holds_for_any_delta(finished):
+    run, _ = finished("dpis", "proven")
+    assert run.get_epsilon(BUDGET.delta) == run.epsilon["proven"]
+    assert run.get_epsilon(1e-2) < run.epsilon["proven"] < run.get_epsilon(1e-5)
+    assert run.epsilon["every_trial"] is run.epsilon["published"] is None
+
+
+def menu_of(statement):
+    return statement["mechanism"]["menu"]
+
+
+def one_more_update(statement):
+    menu_of(statement)["steps"][-1]["charged"] += 1
+
+
+def one_more_release(statement):
+    menu_of(statement)["steps"].append(menu_of(statement)["steps"][0])
+
+
+def updates_with_less_noise(statement):
+    menu_of(statement)["steps"][1]["step"]["update"]["noise_multiplier"] *= 0.9
+
+
+def menu_with_less_noise(statement):
+    for choice in menu_of(statement)["offer"]["choices"]:
+        choice["noise_multiplier"] *= 0.9
+
+
+def steering_with_less_noise(statement):
+    menu_of(statement)["steering"]["noise_multiplier"] *= 0.5
+
+
+def longer_blocks(statement):
+    menu_of(statement)["offer"]["repeats"] = 6
+
+
+def no_menu(statement):
+    statement["mechanism"]["menu"] = None
+
+
+MENU_EDITS = {
+    one_more_update: "the steps are not those of a run by the stated menu",
+    one_more_release: "the steps are not those of a run by the stated menu",
+    updates_with_less_noise: "the steps are not those of a run by the stated menu",
+    menu_with_less_noise: "epsilon.proven is stated as",
+    steering_with_less_noise: "epsilon.proven is stated as",
+    longer_blocks: "epsilon.proven is stated as",
+    smaller_epsilon: "the guarantee states epsilon 1.0",
+    no_menu: "epsilon.proven is stated as",
+}
+
+
+@pytest.mark.parametrize("edit", [*MENU_EDITS, as_it_is], ids=lambda edit: edit.__name__)
+def test_an_edited_menu_does_not_verify(edit, finished, tmp_path):
+    _, folder = finished("dpis", "proven")
+    faults = verified(folder, edit, tmp_path)
+    assert bool(faults) == (edit is not as_it_is)
+    assert any(fault.startswith(MENU_EDITS.get(edit, "")) for fault in faults or [""])

@@ -19,19 +19,25 @@ from dpsur.core.sampling import exact_batch
 from dpsur.core.streams import Streams
 from dpsur.core.types import Examples, State
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.methods import Dpis, dpis
-from dpsur.methods.dpis import ImportanceSteps
-from dpsur.privacy.events import SampledGaussian, Trial
+from dpsur.methods import Dpis, importance_steps
+from dpsur.methods.importance_steps import ImportanceSteps
+from dpsur.privacy import pld
+from dpsur.privacy.events import Menu, SampledGaussian, Trial
 from dpsur.privacy.filtered import FilteredPlan
-from dpsur.privacy.plan import Budget
-from dpsur.privacy.proven import event_divergence
+from dpsur.privacy.menu_plan import MenuPlan
+from dpsur.privacy.plan import Budget, Request, make_plan
 from tests.conftest import blobs, small_model
-from tests.methods.problems import CPU, SIZE, bound
+from tests.methods.problems import BUDGET, CPU, SIZE, bound, settled
 from tests.statistics import STANDARD_ERRORS, assert_standard_deviation
 
 CLIP = 0.7
 STEPS = {"batch_size": 20, "noise_multiplier": 6.0}  # the noise of a typical step
 OPTIONS = {**STEPS, "max_grad_norm": CLIP, "updates": 6, "norm_noise_multiplier": 3.0}
+GATED = {
+    **{name: value for name, value in OPTIONS.items() if name != "updates"},
+    **{"gate": "loss", "val_noise_multiplier": 6.0, "val_batch_size": 4, "trials": 6},
+    "norm_noise_multiplier": 20.0,
+}
 
 
 class Direction(nn.Module):
@@ -107,28 +113,22 @@ class Released(NamedTuple):
     procedure: ImportanceSteps
 
 
-def released_sums(draws: int, problem: Problem, noise: float | None = None):
-    """Releases of the sum of norms from the initial weights, all records looked at.
-
-    `noise` stands in for the noise that is found for the updates, which takes a search.
-    """
-    procedure, plan = bound(Dpis(**OPTIONS), problem=problem)
+def released_sums(draws: int, problem: Problem, **changes):
+    """Releases of the sum of norms from the initial weights, all records looked at."""
+    procedure, plan = bound(Dpis(**{**OPTIONS, **changes}), problem=problem)
     step = procedure.step(procedure.initial_state())
-    with pytest.MonkeyPatch.context() as patch:
-        if noise is not None:
-            patch.setattr(FilteredPlan, "noise_for", lambda *_: noise)
-        for _ in range(draws):
-            progress, _ = make_trial(procedure, plan, start(procedure))
-            assert progress.ledger.entries[0].step == step
-            norm_sum = float(progress.state.memory["norm_sum"])
-            yield Released(norm_sum, step, progress.state, procedure)
+    for _ in range(draws):
+        progress, _ = make_trial(procedure, plan, start(procedure))
+        assert progress.ledger.entries[0].step == step
+        norm_sum = float(progress.state.memory["norm_sum"])
+        yield Released(norm_sum, step, progress.state, procedure)
 
 
 def the_sum_of_norms_has_the_accounted_noise():
     """Its deviation is the noise multiplier of the event times the clip bound."""
     problem = known_gradients(spread=0.9)
     exact = float(clipped_rows(problem).norm(dim=1).sum())
-    found = list(released_sums(400, problem, noise=1.0))
+    found = list(released_sums(400, problem))
     event = found[0].event
     assert event == SampledGaussian(1.0, 3.0)
     errors = np.array([one.norm_sum - exact for one in found])
@@ -140,23 +140,38 @@ def the_sum_of_norms_has_the_accounted_noise():
 
 def every_probability_is_at_most_one():
     """However small the gradients are, the rate b C / K is one, and it is the one that is used."""
-    for one in released_sums(50, known_gradients(spread=1e-3), noise=1.0):
+    for one in released_sums(50, known_gradients(spread=1e-3)):
         rate = OPTIONS["batch_size"] * CLIP / one.norm_sum
         assert 0 < rate <= 1
-        assert one.procedure.step(one.state).update.sample_rate == rate
+        used = one.procedure.step(one.state).update.sample_rate
+        assert used <= 1
+        assert used / 1.05 <= rate <= used * 1.05
 
 
-def an_update_costs_at_most_its_price():
+def an_update_is_on_the_menu():
+    """Whatever sum was released, rate and noise belong together."""
+    for spread in (1e-3, 0.2, 0.5, 0.9, 2.0):
+        for one in released_sums(3, known_gradients(spread=spread)):
+            trial = one.procedure.step(one.state)
+            assert isinstance(trial, Trial)
+            assert trial.update in one.procedure._plan.menu.choices
+
+
+def an_update_behind_a_gate_costs_its_price():
     """Whatever sum was released, the update that follows fits its share of the allowance."""
-    for one in released_sums(3, known_gradients(spread=0.5)):
-        trial = one.procedure.step(one.state)
-        assert isinstance(trial, Trial)
-        cost = event_divergence(trial, one.procedure._plan.order)
-        assert 0.99 * one.procedure._price <= cost <= one.procedure._price
+    problem = known_gradients(spread=0.5)
+    method, plan = settled(Dpis(**GATED), SIZE, "every-trial")
+    procedure = method._proposer(problem, plan, Streams(0, CPU))
+    for _ in range(3):
+        state = procedure.propose(procedure.initial_state(), torch.tensor(0)).state
+        trial = replace(procedure.step(state), test=plan.typical.test)
+        assert 0.99 * procedure._price <= plan.cost(trial) <= procedure._price
 
 
-def what_was_drawn_fits_the_allowance():
+def what_was_drawn_fits_the_budget():
     """Adds up what the run did to the records, as seen from outside, not what it recorded."""
+    method = Dpis(**{**OPTIONS, "norm_noise_multiplier": 8.0, "refresh_every": 2})
+    method, plan = method.settle(SIZE, BUDGET, "proven")
     for seed, spread in enumerate((1e-3, 0.2, 0.5, 0.9, 2.0)):
         done = []
         rates = []
@@ -165,23 +180,30 @@ def what_was_drawn_fits_the_allowance():
             rates.append(rate)
             return exact_batch(examples, rate, generator)
 
-        def spy_noise(total, multiplier, generator, rates=rates, done=done, real=dpis.add_gaussian):
+        real = importance_steps.add_gaussian
+
+        def spy_noise(total, multiplier, generator, rates=rates, done=done, real=real):
             assert total.sensitivity == CLIP
             done.append(SampledGaussian(rates[-1], multiplier))
             return real(total, multiplier, generator)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dpis, "steady_batch", spy_batch)
-            for module in (dpis, noisy_mean):
+            patch.setattr(importance_steps, "steady_batch", spy_batch)
+            for module in (importance_steps, noisy_mean):
                 patch.setattr(module, "add_gaussian", spy_noise)
-            method = Dpis(**{**OPTIONS, "norm_noise_multiplier": 8.0, "refresh_every": 2})
-            procedure, plan = bound(method, seed=seed, problem=known_gradients(spread=spread))
+            problem = known_gradients(spread=spread)
+            procedure = method.bind(problem, plan, Streams(seed, CPU))
             end = train(procedure, plan, start(procedure))
         assert end.ledger.updates == 6
         assert len(done) == len(rates) == 9
-        spent = sum(event_divergence(event, plan.order) for event in done)
-        assert spent <= plan.allowance
-        assert spent == pytest.approx(plan.divergence(end.ledger), rel=1e-9)
+        spent = pld.composed_epsilon([(event, 1) for event in done], BUDGET.delta)
+        assert spent <= BUDGET.epsilon
+        # Had the updates been others of the menu, in blocks of two, it would still fit.
+        norms = [event for event in done if event not in plan.menu.choices]
+        assert len(norms) == 3
+        charges = [(Menu(plan.menu.choices, 2), 3), *((event, 1) for event in norms)]
+        assert pld.composed_epsilon(charges, BUDGET.delta) <= BUDGET.epsilon * (1 + 1e-9)
+        assert plan.spent(end.ledger) == plan.epsilon()
 
 
 # --- mutants ------------------------------------------------------------------------------------
@@ -204,14 +226,14 @@ def unreleased_sum(patch):
             return total.params
         return add_gaussian(total, multiplier, generator)
 
-    patch.setattr(dpis, "add_gaussian", wrong)
+    patch.setattr(importance_steps, "add_gaussian", wrong)
 
 
 def half_the_noise_on_the_sum(patch):
     def wrong(total, multiplier, generator):
         return add_gaussian(total, multiplier * (0.5 if "norms" in total.params else 1), generator)
 
-    patch.setattr(dpis, "add_gaussian", wrong)
+    patch.setattr(importance_steps, "add_gaussian", wrong)
 
 
 def no_floor(patch):
@@ -229,6 +251,24 @@ def no_floor(patch):
 
 def noise_of_the_planned_rate(patch):
     """The noise that suits the rate b / N, although more records join."""
+    real = MenuPlan.nearest
+
+    def wrong(self, rate):
+        return replace(real(self, rate), noise_multiplier=self.menu.choices[0].noise_multiplier)
+
+    patch.setattr(MenuPlan, "nearest", wrong)
+
+
+def exact_rate(patch):
+    """The rate b C / K itself, with the noise of the one on the menu."""
+
+    def wrong(self, norm_sum):
+        return min(self._batch_size * self._max_grad_norm / norm_sum, 1.0)
+
+    patch.setattr(ImportanceSteps, "_rate", wrong)
+
+
+def noise_of_the_planned_rate_behind_a_gate(patch):
     real = FilteredPlan.noise_for
 
     def wrong(self, sample_rate, price, test=None):
@@ -238,20 +278,12 @@ def noise_of_the_planned_rate(patch):
 
 
 def uncharged_sums(patch):
-    patch.setattr(
-        ImportanceSteps,
-        "_price_of_an_update",
-        lambda self, count, refreshes: self._plan.left_after_setup() / count * (1 - 1e-9),
-    )
-    real = FilteredPlan.divergence
-    patch.setattr(
-        FilteredPlan,
-        "divergence",
-        lambda self, ledger: real(
-            self,
-            replace(ledger, entries=tuple(e for e in ledger.entries if isinstance(e.step, Trial))),
-        ),
-    )
+    real = MenuPlan._charges
+
+    def wrong(self, updates):
+        return [part for part in real(self, updates) if part[0] != self.steering]
+
+    patch.setattr(MenuPlan, "_charges", wrong)
 
 
 class Mutant(NamedTuple):
@@ -265,8 +297,10 @@ MUTANTS = [
     Mutant(the_sum_of_norms_has_the_accounted_noise, unreleased_sum),
     Mutant(the_sum_of_norms_has_the_accounted_noise, half_the_noise_on_the_sum),
     Mutant(every_probability_is_at_most_one, no_floor),
-    Mutant(an_update_costs_at_most_its_price, noise_of_the_planned_rate),
-    Mutant(what_was_drawn_fits_the_allowance, uncharged_sums),
+    Mutant(an_update_is_on_the_menu, noise_of_the_planned_rate),
+    Mutant(an_update_is_on_the_menu, exact_rate),
+    Mutant(an_update_behind_a_gate_costs_its_price, noise_of_the_planned_rate_behind_a_gate),
+    Mutant(what_was_drawn_fits_the_budget, uncharged_sums),
 ]
 LAWS = sorted({mutant.law for mutant in MUTANTS}, key=lambda law: law.__name__)
 
@@ -391,9 +425,9 @@ def test_the_norms_are_released_when_due_and_the_rate_follows():
     assert kinds == ["SampledGaussian", "Trial"] * 3
     assert [entry.updates for entry in end.ledger.entries] == [1, 2] * 3
     rates = {entry.step.update.sample_rate for entry in end.ledger.entries[1::2]}
-    assert len(rates) == 3
+    assert len(rates) > 1
     last = float(end.state.memory["norm_sum"])
-    assert end.ledger.entries[-1].step.update.sample_rate == 20 * CLIP / last
+    assert end.ledger.entries[-1].step.update == plan.nearest(20 * CLIP / last)
 
 
 def test_it_is_never_padded():
@@ -401,21 +435,40 @@ def test_it_is_never_padded():
 
 
 def test_steering_takes_its_share_by_default():
-    settled, plan = Dpis(batch_size=20, updates=6, refresh_every=2).settle(
-        SIZE, Budget(3.0, 1e-3), "proven"
-    )
-    event = SampledGaussian(1.0, settled.norm_noise_multiplier)
-    share = 3 * event_divergence(event, plan.order) / plan.allowance
-    assert 0.0199 <= share <= 0.02
-    assert settled.noise_multiplier is None
-    assert settled.norm_batch_size == SIZE
+    method, plan = settled(Dpis(batch_size=20, updates=6, refresh_every=2), SIZE, "proven")
+    assert plan.steering == SampledGaussian(1.0, method.norm_noise_multiplier)
+    without = Dpis(batch_size=20, updates=6, refresh_every=2, norm_noise_multiplier=99.0)
+    _, free = settled(without, SIZE, "proven")
+    # Two hundredths of the divergence, which goes with the inverse square of noise.
+    more = plan.menu.choices[0].noise_multiplier / free.menu.choices[0].noise_multiplier
+    assert 1.005 < more < 1.015
+    assert method.noise_multiplier is None
+    assert method.norm_batch_size == SIZE
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "updates", "epsilon"), [(50_000, 8192, 600, 3.0), (60_000, 2048, 2500, 1.0)]
+)
+def test_the_noise_is_near_that_of_dpsgd(size, batch, updates, epsilon):
+    """At every rate on the menu, the noise that pays for the releases of norms included."""
+    budget = Budget(epsilon, 1e-5)
+    _, plan = Dpis(batch_size=batch, updates=updates).settle(size, budget, "every-trial")
+    assert plan.epsilon() <= epsilon
+    for choice in (plan.menu.choices[0], plan.menu.choices[12]):
+        rate = choice.sample_rate
+        plain = make_plan(
+            Request(lambda noise, rate=rate: Trial(SampledGaussian(rate, noise)), None, updates, 1),
+            budget,
+            "every-trial",
+        ).trial.update
+        assert 1.005 < choice.noise_multiplier / plain.noise_multiplier < 1.02
 
 
 def test_defaults_of_refreshes():
     method = Dpis(batch_size=20, updates=45, norm_noise_multiplier=30.0)
-    settled, _ = method.settle(SIZE, Budget(3.0, 1e-3), "proven")
-    assert settled.refresh_every == 3
-    assert [settled.refreshes(count) for count in (1, 3, 4, 45)] == [1, 1, 2, 15]
+    found, _ = method.settle(SIZE, Budget(3.0, 1e-3), "proven")
+    assert found.refresh_every == 3
+    assert [found.refreshes(count) for count in (1, 3, 4, 45)] == [1, 1, 2, 15]
 
 
 def test_norms_that_spend_everything_are_refused():
@@ -442,14 +495,14 @@ def test_streams_of_a_seed_are_used_apart():
     two, _ = refreshed(known_gradients(), norm_sum=SIZE * CLIP)
     two._streams._generators["coins"] = Streams(1, CPU)["coins"]
     sizes = []
-    real = dpis.steady_batch
+    real = importance_steps.steady_batch
 
     def spy(*arguments):
         sizes.append(real(*arguments))
         return sizes[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dpis, "steady_batch", spy)
+        patch.setattr(importance_steps, "steady_batch", spy)
         first, second = (p._gradient(state)[0]["weight"] for p in (one, two))
     assert torch.equal(sizes[0].rows, sizes[1].rows)
     assert not torch.equal(first, second)

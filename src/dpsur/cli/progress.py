@@ -13,6 +13,7 @@ from dpsur.core.loop import Progress
 from dpsur.core.types import Verdict
 from dpsur.privacy.filtered import AnyPlan, FilteredPlan
 from dpsur.privacy.hiding import duration, elapsed
+from dpsur.privacy.menu_plan import MenuPlan
 from dpsur.privacy.statement import format_epsilon
 
 PRIVATE_WARNING = (
@@ -127,6 +128,10 @@ def _describe(plan: AnyPlan) -> str:
     if isinstance(plan, FilteredPlan):
         length = "as many trials as fit" if plan.updates is None else f"{plan.updates} {unit}"
         return f"{length} under a privacy filter of order {plan.order:.3g}, {plan.accounting}"
+    if isinstance(plan, MenuPlan):
+        first, last = plan.menu.choices[0], plan.menu.choices[-1]
+        noises = f"{first.noise_multiplier:.3f} to {last.noise_multiplier:.3f}"
+        return f"{plan.updates} {unit} at noise multipliers from {noises}, {plan.accounting}"
     noise = getattr(plan.trial.update, "noise_multiplier", 0.0)
     length = f"{plan.length} {unit}"
     if plan.to_the_cap:

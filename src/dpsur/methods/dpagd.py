@@ -12,8 +12,9 @@ from dpsur.errors import InvalidInputError
 from dpsur.methods.adaptive_steps import AdaptiveSteps, Lengths
 from dpsur.methods.base import Method, option, power_of_two_near
 from dpsur.methods.noisy_steps import check_batch_size
+from dpsur.privacy.accounting import check_covers_steering
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Trial
-from dpsur.privacy.filtered import AnyPlan, FilteredPlan, check_covers_filters
+from dpsur.privacy.filtered import AnyPlan, FilteredPlan
 from dpsur.privacy.plan import Budget, Request, make_plan
 
 DEFAULT_UPDATES = 200
@@ -78,7 +79,7 @@ class Dpagd(Method):
         setup: tuple[Event, ...] = (),
     ) -> tuple[Self, AnyPlan]:
         """Fix the filter and the first noise; the noise falls where progress stalls."""
-        check_covers_filters(accounting)
+        check_covers_steering(accounting)
         settled = self._with_defaults(dataset_size)
         assert settled.updates is not None
         rate = settled._rate(dataset_size)

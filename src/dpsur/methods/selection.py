@@ -12,7 +12,7 @@ from dpsur.core.streams import VAL_BATCH, VAL_NOISE, Streams
 from dpsur.core.types import Candidate, Procedure, State, Verdict
 from dpsur.privacy.accounting import KEEP_MOMENTUM
 from dpsur.privacy.events import Event, Step, Trial
-from dpsur.privacy.filtered import AnyPlan
+from dpsur.privacy.filtered import AnyPlan, FilteredPlan
 from dpsur.privacy.plan import Plan
 
 
@@ -27,6 +27,7 @@ class Selective:
         streams: Streams,
         loss_clip: float,
     ) -> None:
+        assert isinstance(plan, Plan | FilteredPlan)  # a menu has no tests
         gate = (plan.trial if isinstance(plan, Plan) else plan.typical).gate
         assert gate is not None
         self.setup: tuple[Event, ...] = plan.setup

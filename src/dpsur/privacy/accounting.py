@@ -208,6 +208,15 @@ def accounting_named(name: str) -> Accounting:
         raise InvalidInputError(f"unknown accounting {name!r}; choose one of {known}") from None
 
 
+def check_covers_steering(name: str) -> None:
+    """Refuse an accounting that proves nothing of parameters chosen on the way."""
+    if not accounting_named(name).proved:
+        raise InvalidInputError(
+            f"a method that steers itself by released values is not covered by the {name} "
+            "accounting; use proven or every-trial"
+        )
+
+
 def figures(
     setup: tuple[Event, ...],
     trial: Trial,

@@ -63,14 +63,20 @@ def _check_form(mechanism: Mapping[str, Any]) -> None:
         raise InvalidInputError("mechanism.setup must be a list of events")
     counts = {name: mechanism[name] for name in ("updates", "trials", "trial_cap")}
     fixed = ("trials",) if mechanism["updates"] is None else ("updates", "trial_cap")
-    for row in () if mechanism["filter"] is None else mechanism["filter"]["steps"]:
+    for row in _stated_steps(mechanism) or ():
         charged = row["charged"]
         if not isinstance(charged, int) or isinstance(charged, bool) or charged < 0:
-            raise InvalidInputError(f"a step of the filter cannot be charged {charged!r} times")
+            raise InvalidInputError(f"a step of the run cannot be charged {charged!r} times")
     for name, count in counts.items():
         whole = isinstance(count, int) and not isinstance(count, bool) and count >= 1
         if not (whole if name in fixed else count is None):
             raise InvalidInputError(f"mechanism.{name} cannot be {count!r} beside {counts}")
+
+
+def _stated_steps(mechanism: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """What a run did that steered itself; None where all was fixed in advance."""
+    steered = mechanism["filter"] or mechanism.get("menu")
+    return None if steered is None else steered["steps"]
 
 
 def _text_faults(statement: Mapping[str, Any]) -> Iterator[str]:
@@ -126,13 +132,12 @@ def _accepted(statement: Mapping[str, Any]) -> tuple[int, int]:
     """The least and the most updates that the mechanism can have accepted."""
     mechanism = statement["mechanism"]
     updates, trials = mechanism["updates"], mechanism["trials"]
-    if mechanism["filter"] is None:
+    steps = _stated_steps(mechanism)
+    if steps is None:
         if updates is not None:
             return updates, updates
         return (trials if _gate(mechanism) is None else 0), trials
-    charged = sum(
-        row["charged"] for row in mechanism["filter"]["steps"] if row["step"]["kind"] == "Trial"
-    )
+    charged = sum(row["charged"] for row in steps if row["step"]["kind"] == "Trial")
     if mechanism["trial"]["test"] is None:
         return charged, charged
     if updates is not None and _gate(mechanism) is not None:
@@ -161,10 +166,10 @@ def _setting_faults(statement: Mapping[str, Any]) -> Iterator[str]:
     for name, value in _implied_settings(mechanism).items():
         if name in settings and settings[name] != value:
             yield f"settings.{name} is {settings[name]}, the mechanism has {value}"
-    for row in () if mechanism["filter"] is None else mechanism["filter"]["steps"]:
+    for row in _stated_steps(mechanism) or ():
         step = row["step"]
         if step["kind"] == "Trial" and step["test"] != mechanism["trial"]["test"]:
-            yield f"a step of the filter has the test {step['test']}, the mechanism another one"
+            yield f"a step of the run has the test {step['test']}, the mechanism another one"
 
 
 def _implied_settings(mechanism: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,8 +179,9 @@ def _implied_settings(mechanism: Mapping[str, Any]) -> dict[str, Any]:
     found = {"on_reject": mechanism["on_reject"]}
     found["gate"] = "none" if gate is None else GATE_OF[gate["kind"]]
     events = [test]
-    if mechanism["filter"] is None:  # which would choose noise and counts on the way
+    if _stated_steps(mechanism) is None:  # else noise was chosen on the way
         events.append(update)
+    if mechanism["filter"] is None:  # which would let counts open
         found["updates"] = mechanism["updates"]
         found["trials"] = mechanism["trials"]
         if gate is None:

@@ -4,7 +4,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.privacy.accounting import CAP_SHARE, RESTORE, accounting_named
+from dpsur.privacy.accounting import (
+    CAP_SHARE,
+    RESTORE,
+    accounting_named,
+    check_covers_steering,
+)
 from dpsur.privacy.calibrate import least_noise
 from dpsur.privacy.conversion import epsilon_at
 from dpsur.privacy.events import (
@@ -19,6 +24,7 @@ from dpsur.privacy.events import (
 )
 from dpsur.privacy.filter import RenyiFilter
 from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.menu_plan import MenuPlan
 from dpsur.privacy.plan import Budget, Plan, trial_cap
 from dpsur.privacy.proven import event_divergence
 
@@ -26,15 +32,6 @@ from dpsur.privacy.proven import event_divergence
 MOST_TRIALS = 1_000_000
 # An open-ended run measures its progress in thousandths of its allowance.
 ALLOWANCE_PARTS = 1000
-
-
-def check_covers_filters(accounting: str) -> None:
-    """Refuse an accounting that proves nothing: a filter adds up what is proved of each step."""
-    if not accounting_named(accounting).proved:
-        raise InvalidInputError(
-            f"a method that steers itself by released values is not covered by the {accounting} "
-            "accounting; use proven or every-trial"
-        )
 
 
 def step_divergence(step: Event | Step, order: float, *, selected: bool) -> float:
@@ -71,7 +68,7 @@ class FilteredPlan:
 
     def __post_init__(self) -> None:
         accounting_named(self.accounting).check(self.typical, self.on_reject)
-        check_covers_filters(self.accounting)
+        check_covers_steering(self.accounting)
         if self._pays_for_updates and self.updates is None:
             raise InvalidInputError("behind a gate the number of updates must be fixed in advance")
 
@@ -245,4 +242,4 @@ class FilteredPlan:
         )
 
 
-AnyPlan = Plan | FilteredPlan
+AnyPlan = Plan | FilteredPlan | MenuPlan

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.fft import irfft, next_fast_len, rfft
 from scipy.signal import lfilter
 from scipy.special import log_ndtr, ndtr
 
@@ -21,8 +22,9 @@ from dpsur.privacy.selective.pair import Direction
 Floats = NDArray[np.float64]
 # Beyond so many standard deviations noise is rounded to an infinite loss (a chance of 1e-23).
 FARTHEST_NOISE = 10.0
-# What one repetition may round up to an infinite loss, as dp-accounting does.
+# The chance that repetitions together round up to an infinite loss, as dp-accounting does.
 CUT_OFF = 1e-15
+TILTS = 2.0 ** np.array([0.0, -0.25, 0.25, -0.5, 0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0, 1.0])
 
 
 class Losses(NamedTuple):
@@ -133,14 +135,35 @@ def _connected(first: int, deltas: Floats, width: float) -> Losses:
 
 
 def _repeated(losses: Losses, count: int) -> Losses:
-    """The losses of so many independent repetitions."""
+    """The losses of so many independent repetitions; their farthest tails count as infinite."""
     if count == 1:
         return losses
-    from dp_accounting.pld.common import self_convolve
-
-    offset, chances = self_convolve(losses.chances, count, CUT_OFF)
+    low, high = _ends(losses.chances, count)
+    length = high - low + 1
+    size = next_fast_len(max(length, len(losses.chances)), real=True)
+    around = irfft(rfft(losses.chances, size) ** count, size)  # in a circle, tails on top
+    chances = np.maximum(np.roll(around, -low)[:length], 0.0)
     infinite = CUT_OFF - math.expm1(count * math.log1p(-min(losses.infinite, 1 - 1e-16)))
-    return Losses(count * losses.first + offset, np.maximum(chances, 0.0), min(infinite, 1.0))
+    return Losses(count * losses.first + low, chances, min(infinite, 1.0))
+
+
+def _ends(chances: Floats, count: int) -> tuple[int, int]:
+    """Cells between which a sum of so many draws lies but for a chance of CUT_OFF.
+
+    By Chernoff's bound, whatever the tilts are; near the first of them it is best for a Gaussian.
+    """
+    cells = np.arange(len(chances))
+    mean = float(chances @ cells)
+    spread = math.sqrt(max(float(chances @ (cells - mean) ** 2), 1e-12))
+    unlikely = -math.log(CUT_OFF / 2)
+    tilts = math.sqrt(2 * unlikely / count) / spread * TILTS
+    with np.errstate(over="ignore", invalid="ignore"):  # a tilt that is too large tells nothing
+        below, above = (
+            np.nanmin((count * np.log(np.exp(tilts[:, None] * side) @ chances) + unlikely) / tilts)
+            for side in (mean - cells, cells - mean)
+        )
+    low, high = count * mean - below, count * mean + above
+    return math.floor(max(low, 0)), math.ceil(min(high, (len(chances) - 1) * count))
 
 
 def _profile(losses: Losses, first: int, last: int, width: float) -> Floats:

@@ -111,6 +111,8 @@ def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("Method", f"`{statement['method']}`"), ("Sampler", statement["sampler"])]
     if mechanism["filter"] is not None:
         rows += _filter_rows(mechanism["filter"])
+    elif mechanism.get("menu") is not None:
+        rows += _menu_rows(mechanism["menu"], settings)
     elif update["kind"] == SampledGaussian.__name__:
         rows.append(
             (
@@ -146,6 +148,31 @@ def _filter_rows(chosen: Mapping[str, Any]) -> list[tuple[str, str]]:
             "Steps",
             f"{count} charged, of {len(chosen['steps'])} kinds, each chosen from released values "
             "only; privacy.json lists them",
+        ),
+    ]
+
+
+def _menu_rows(chosen: Mapping[str, Any], settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What an update could be, and what decided which it was."""
+    choices, steering = chosen["offer"]["choices"], chosen["steering"]
+    ranges = [
+        f"{name} {min(values):.5g} to {max(values):.5g}"
+        for name, values in (
+            ("sample rates", [choice["sample_rate"] for choice in choices]),
+            ("noise multipliers", [choice["noise_multiplier"] for choice in choices]),
+        )
+    ]
+    return [
+        (
+            "Candidate update",
+            f"one of {len(choices)} choices fixed before the run, {', '.join(ranges)}, gradient "
+            f"clip norm {settings['max_grad_norm']:g}; chosen from released values only, and "
+            "charged as if it were the worst of them; privacy.json lists them",
+        ),
+        (
+            "Released to choose by",
+            f"a noisy sum before every {chosen['offer']['repeats']} updates, sample rate "
+            f"{steering['sample_rate']:.5g}, noise multiplier {steering['noise_multiplier']:.5g}",
         ),
     ]
 

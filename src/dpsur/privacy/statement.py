@@ -15,6 +15,7 @@ from dpsur.privacy.events import Event, Trial, event_from_json, event_to_json
 from dpsur.privacy.filtered import AnyPlan, FilteredPlan
 from dpsur.privacy.hiding import NOT_HIDDEN
 from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.menu_plan import MenuPlan
 from dpsur.privacy.plan import Budget, Plan
 from dpsur.privacy.wording import (
     ADJACENCY,
@@ -49,8 +50,8 @@ class RunFacts:
 
 def epsilons(plan: AnyPlan) -> dict[str, float | None]:
     """Epsilon of a completed run under each accounting; None where one does not apply."""
-    if isinstance(plan, FilteredPlan):
-        return _filtered_figures(plan)
+    if not isinstance(plan, Plan):
+        return _own_figure(plan)
     return _figures(
         plan.setup,
         plan.trial,
@@ -60,8 +61,8 @@ def epsilons(plan: AnyPlan) -> dict[str, float | None]:
     )
 
 
-def _filtered_figures(plan: FilteredPlan) -> dict[str, float | None]:
-    """A filter promises its allowance under its own accounting, and nothing under another."""
+def _own_figure(plan: FilteredPlan | MenuPlan) -> dict[str, float | None]:
+    """A run that steered itself has a guarantee under its own accounting, none under another."""
     found: dict[str, float | None] = dict.fromkeys(FIGURES)
     found[plan.accounting.replace("-", "_")] = plan.epsilon()
     return found
@@ -138,7 +139,7 @@ def _mechanism(plan: AnyPlan, ledger: Ledger) -> dict[str, Any]:
         "to_the_cap": plan.to_the_cap,
     }
     if isinstance(plan, Plan):
-        return {"trial": event_to_json(plan.trial), "filter": None, **common}
+        return {"trial": event_to_json(plan.trial), "filter": None, "menu": None, **common}
     # Rates and noise of the steps follow from released values, so they may be told; how many
     # trials were rejected only where they were charged.
     public = plan.verdicts_are_public
@@ -146,9 +147,21 @@ def _mechanism(plan: AnyPlan, ledger: Ledger) -> dict[str, Any]:
         {"step": event_to_json(e.step), "charged": e.trials if public else e.updates}
         for e in ledger.entries
     ]
+    if isinstance(plan, MenuPlan):
+        return {
+            "trial": event_to_json(Trial(plan.menu.choices[0])),
+            "filter": None,
+            "menu": {
+                "offer": event_to_json(plan.menu),
+                "steering": event_to_json(plan.steering),
+                "steps": steps,
+            },
+            **common,
+        }
     return {
         "trial": event_to_json(plan.typical),
         "filter": {"order": plan.order, "allowance": plan.allowance, "steps": steps},
+        "menu": None,
         **common,
     }
 
@@ -205,7 +218,9 @@ def recomputed_epsilons(statement: Mapping[str, Any]) -> dict[str, float | None]
     if not isinstance(trial, Trial):
         raise TypeError(f"a mechanism repeats a Trial, got {mechanism['trial']!r}")
     if mechanism["filter"] is not None:
-        return _filtered_figures(stated_filter(statement))
+        return _own_figure(stated_filter(statement))
+    if mechanism.get("menu") is not None:  # a statement may be older than menus
+        return _own_figure(stated_menu(statement))
     setup = tuple(event_from_json(event) for event in mechanism["setup"])
     delta = statement["guarantee"]["delta"]
     return _figures(setup, trial, delta, mechanism, mechanism["on_reject"])
@@ -226,6 +241,21 @@ def stated_filter(statement: Mapping[str, Any]) -> FilteredPlan:
             "setup": mechanism["setup"],
             "on_reject": mechanism["on_reject"],
             "stop_after": None,
+        }
+    )
+
+
+def stated_menu(statement: Mapping[str, Any]) -> MenuPlan:
+    """The plan of a run whose updates were chosen from a menu, from its statement."""
+    mechanism = statement["mechanism"]
+    return MenuPlan.from_json(
+        {
+            **statement["budget"],
+            "accounting": statement["guarantee"]["accounting"],
+            "menu": mechanism["menu"]["offer"],
+            "steering": mechanism["menu"]["steering"],
+            "updates": mechanism["updates"],
+            "setup": mechanism["setup"],
         }
     )
 

@@ -14,6 +14,7 @@ from dpsur.methods import Method
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.filtered import AnyPlan, FilteredPlan
 from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.menu_plan import MenuPlan
 from dpsur.runs.files import RunFolder
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
 
@@ -55,6 +56,8 @@ class Run:
                 f"the privacy filter of this run was made for delta {self.plan.budget.delta:g}; "
                 "plan the run with another delta"
             )
+        if isinstance(self.plan, MenuPlan):
+            return self.plan.epsilon(delta)
         capped = self.plan.updates is not None and self.plan.trial.gate is not None
         if capped and delta < self.plan.budget.delta:
             raise InvalidInputError(

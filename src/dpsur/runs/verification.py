@@ -11,9 +11,15 @@ from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.claims import claim_faults
 from dpsur.privacy.events import Trial, event_from_json
 from dpsur.privacy.hiding import least_cap
+from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.plan import Budget
-from dpsur.privacy.statement import FORMAT, recomputed_epsilons, stated_filter
+from dpsur.privacy.statement import (
+    FORMAT,
+    recomputed_epsilons,
+    stated_filter,
+    stated_menu,
+)
 from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, release_folder, sha256
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
@@ -90,7 +96,8 @@ def _figure_faults(statement: dict[str, Any], figures: dict[str, float | None]) 
         faults.append(f"delta {guarantee['delta']} is not the budget's {budget['delta']}")
     if figure is not None and figure > budget["epsilon"] * (1 + TOLERANCE):
         faults.append(f"epsilon {figure} is above the budget of {budget['epsilon']}")
-    return [*faults, *_cap_faults(statement), *_filter_faults(statement)]
+    steered = (*_filter_faults(statement), *_menu_faults(statement))
+    return [*faults, *_cap_faults(statement), *steered]
 
 
 def _filter_faults(statement: dict[str, Any]) -> list[str]:
@@ -105,6 +112,20 @@ def _filter_faults(statement: dict[str, Any]) -> list[str]:
     if spent <= plan.allowance * (1 + TOLERANCE):
         return []
     return [f"the steps spend {spent:g} at order {plan.order:g}, of {plan.allowance:g} allowed"]
+
+
+def _menu_faults(statement: dict[str, Any]) -> list[str]:
+    """The steps of a run must be those that its menu offers, as many as were planned."""
+    menu = statement["mechanism"].get("menu")
+    if menu is None:
+        return []
+    rows = [
+        {"step": row["step"], "trials": row["charged"], "updates": row["charged"]}
+        for row in menu["steps"]
+    ]
+    if stated_menu(statement).allows(Ledger.from_json({"setup": [], "entries": rows})):
+        return []
+    return ["the steps are not those of a run by the stated menu"]
 
 
 def _cap_faults(statement: dict[str, Any]) -> list[str]:

@@ -1,0 +1,165 @@
+"""The steps of DPIS: a noisy sum of gradient norms now and then, and updates steered by it."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dpsur.core.gradients import ClippedSum, clipped_norms
+from dpsur.core.noise import add_gaussian
+from dpsur.core.noisy_mean import noisy_mean_gradient
+from dpsur.core.problem import Problem
+from dpsur.core.sampling import steady_batch
+from dpsur.core.streams import BATCH, COINS, NOISE, STEERING, Streams
+from dpsur.core.types import Candidate, Params, State
+from dpsur.errors import BudgetError
+from dpsur.methods.gradient_steps import GradientSteps
+from dpsur.methods.optimization import Optimization
+from dpsur.privacy.calibrate import MOST_NOISE
+from dpsur.privacy.events import SampledGaussian, Step, Trial
+from dpsur.privacy.filtered import AnyPlan, FilteredPlan
+from dpsur.privacy.menu_plan import MenuPlan
+from dpsur.privacy.proven import event_divergence
+
+NORMS_SPEND_ALL = (
+    "the releases of gradient norms spend the whole budget; raise epsilon, refresh_every or "
+    "norm_noise_multiplier"
+)
+
+
+@dataclass(frozen=True)
+class Steering:
+    """What decides the rate of an update: b, C, how K is released and after how many updates."""
+
+    batch_size: int
+    max_grad_norm: float
+    norms: SampledGaussian
+    refresh_every: int
+
+
+class ImportanceSteps(GradientSteps):
+    """DPIS as a procedure: now and then a release of the norms, otherwise an update."""
+
+    def __init__(
+        self,
+        method: Optimization,
+        steering: Steering,
+        problem: Problem,
+        plan: AnyPlan,
+        streams: Streams,
+    ) -> None:
+        super().__init__(method, problem, plan, streams)
+        assert isinstance(plan, MenuPlan | FilteredPlan)
+        self._plan = plan
+        self._norms = steering.norms
+        self._batch_size = steering.batch_size
+        self._max_grad_norm = steering.max_grad_norm
+        self._refresh_every = steering.refresh_every
+        self._price = price_of_an_update(plan, steering) if isinstance(plan, FilteredPlan) else 0.0
+
+    def initial_state(self) -> State:
+        """Nothing is known of the norms yet."""
+        state = super().initial_state()
+        unknown = torch.zeros((), dtype=torch.float64, device=self._problem.device)
+        memory = {
+            "norm_sum": unknown,
+            "noise_multiplier": unknown,
+            "refresh_at": torch.zeros_like(state.updates),
+        }
+        return replace(state, memory=memory)
+
+    def step(self, state: State) -> Step:
+        """A release of the norms where one is due, else an update at the rate they imply."""
+        if self._refresh_is_due(state):
+            return self._norms
+        return Trial(self._update(state))
+
+    def propose(self, state: State, position: Tensor) -> Candidate:
+        """Release the norms, or take one step."""
+        if self._refresh_is_due(state):
+            return Candidate(self._refreshed(state))
+        return super().propose(state, position)
+
+    def padded(self) -> None:
+        """Rates change during the run, and so do the shapes of batches."""
+        return
+
+    def _refresh_is_due(self, state: State) -> bool:
+        assert state.memory is not None
+        return bool(state.updates >= state.memory["refresh_at"])
+
+    def _refreshed(self, state: State) -> State:
+        """Release a noisy sum of clipped gradient norms, and fix the noise that follows from it."""
+        train, bound = self._problem.train, self._max_grad_norm
+        batch = steady_batch(train, self._norms.sample_rate, self._streams[STEERING])
+        with self._layer_randomness():
+            norms = clipped_norms(self._problem, state.params, batch.examples, bound)
+        if batch.mask is not None:
+            norms = torch.where(batch.mask, norms, 0.0)
+        total = ClippedSum({"norms": norms.sum()}, sensitivity=bound)
+        noisy = add_gaussian(total, self._norms.noise_multiplier, self._streams[STEERING])
+        estimate = noisy["norms"] / self._norms.sample_rate
+        # The floor keeps every probability at most 1; the ceiling is what K cannot exceed.
+        norm_sum = estimate.clamp(min=self._batch_size * bound, max=len(train) * bound)
+        noise = self._noise(self._rate(float(norm_sum)))
+        memory = {
+            "norm_sum": norm_sum,
+            "noise_multiplier": torch.full_like(norm_sum, noise),
+            "refresh_at": state.updates + self._refresh_every,
+        }
+        return replace(state, memory=memory)
+
+    def _rate(self, norm_sum: float) -> float:
+        """The rate b C / K, or the nearest that is on the menu."""
+        rate = min(self._batch_size * self._max_grad_norm / norm_sum, 1.0)
+        return self._plan.nearest(rate).sample_rate if isinstance(self._plan, MenuPlan) else rate
+
+    def _noise(self, rate: float) -> float:
+        """The noise on the menu, or behind a gate that of the price of an update."""
+        if isinstance(self._plan, MenuPlan):
+            return self._plan.nearest(rate).noise_multiplier
+        return self._plan.noise_for(rate, self._price, self._plan.typical.gate)
+
+    def _update(self, state: State) -> SampledGaussian:
+        assert state.memory is not None
+        rate = self._rate(float(state.memory["norm_sum"]))
+        return SampledGaussian(rate, float(state.memory["noise_multiplier"]))
+
+    def _gradient(self, state: State) -> tuple[Params, Tensor | None]:
+        event = self._update(state)
+        batch = steady_batch(self._problem.train, event.sample_rate, self._streams[BATCH])
+        # In (0, 1]: a draw of zero would keep a gradient that is too small to be scaled up.
+        coins = 1 - torch.rand(
+            len(batch),
+            generator=self._streams[COINS],
+            device=self._problem.device,
+            dtype=torch.float64,
+        )
+        with self._layer_randomness():
+            gradient = noisy_mean_gradient(
+                self._problem,
+                state.params,
+                batch,
+                event,
+                self._max_grad_norm,
+                self._streams[NOISE],
+                coins=coins,
+            )
+        return gradient, batch.overflow
+
+
+def price_of_an_update(plan: FilteredPlan, steering: Steering) -> float:
+    """What each update, or trial where those are fixed, may take of a filter's allowance."""
+    count = plan.trials if plan.updates is None else plan.updates
+    refreshes = -(-count // steering.refresh_every)
+    left = plan.left_after_setup() - refreshes * event_divergence(steering.norms, plan.order)
+    if left <= 0:
+        raise BudgetError(NORMS_SPEND_ALL)
+    price = left / count * (1 - 1e-9)
+    hidden = Trial(SampledGaussian(1.0, MOST_NOISE), plan.typical.gate)
+    if plan.cost(hidden) > price:
+        raise BudgetError(
+            "the tests of candidates spend the whole budget; raise epsilon, make fewer "
+            "updates, or weaken the test"
+        )
+    return price

@@ -1,0 +1,212 @@
+"""A plan for updates whose rate and noise are chosen from a menu by what was released before."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar
+
+from dpsur import checks
+from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.privacy.accounting import (
+    RESTORE,
+    Accounting,
+    accounting_named,
+    check_covers_steering,
+)
+from dpsur.privacy.calibrate import least_noise
+from dpsur.privacy.events import (
+    Event,
+    Menu,
+    SampledGaussian,
+    Step,
+    Trial,
+    event_from_json,
+    event_to_json,
+)
+from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plan import Budget
+
+
+@dataclass(frozen=True)
+class MenuPlan:
+    """Blocks of equal updates, each after a release that tells which choice of the menu it is.
+
+    One release of `steering`, then `menu.repeats` updates of one choice, and so on until there are
+    `updates`; the last block may be shorter. Only the choices are left open before the run.
+
+    Formal guarantee: whatever the choices are, as long as they follow from what was released, the
+    run satisfies `epsilon()` at the budget's delta under adding or removing one record.
+    """
+
+    budget: Budget
+    accounting: str
+    menu: Menu
+    steering: SampledGaussian
+    updates: int
+    setup: tuple[Event, ...] = ()
+    on_reject: ClassVar[str] = RESTORE
+    to_the_cap: ClassVar[bool] = False  # there are no rejections to hide
+    verdicts_are_public: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_covers_steering(self.accounting)
+        checks.at_least_one("the number of updates", self.updates)
+
+    @staticmethod
+    def for_budget(
+        budget: Budget,
+        accounting: str,
+        menu: Menu,
+        steering: SampledGaussian,
+        *,
+        updates: int,
+        setup: tuple[Event, ...] = (),
+    ) -> "MenuPlan | None":
+        """The plan with all noise on the menu scaled as little as the budget needs; None if never.
+
+        Scaled up or down: a menu is a proposal, of which the ratios are kept.
+        """
+
+        @cache
+        def scaled(scale: float) -> MenuPlan:
+            return MenuPlan(budget, accounting, _scaled(menu, scale), steering, updates, setup)
+
+        @cache
+        def epsilon_of(scale: float) -> float:
+            return scaled(scale).epsilon()
+
+        others = [part for part in scaled(1.0)._charges(updates) if not isinstance(part[0], Menu)]
+        if accounting_named(accounting).epsilon(others, budget.delta) >= budget.epsilon:
+            return None
+        scale = least_noise(epsilon_of, budget.epsilon)
+        return None if scale is None else scaled(scale)
+
+    def affords(self, ledger: Ledger, step: Step) -> bool:
+        """Whether one more step fits. Asked before the step, never after."""
+        if self.completed(ledger):
+            return False
+        due = self._due(ledger)
+        if step not in due:
+            planned = due[0] if len(due) == 1 else f"a choice of the menu of {len(due)}"
+            raise BudgetError(f"{step} was not planned: after {ledger.updates} updates, {planned}")
+        return True
+
+    def _due(self, ledger: Ledger) -> tuple[Step, ...]:
+        """What may come next: a release, a choice of the menu, or the choice that was made."""
+        last = ledger.entries[-1].step if ledger.entries else None
+        if last == self.steering:
+            return tuple(Trial(choice) for choice in self.menu.choices)
+        if last is None or ledger.updates % self.menu.repeats == 0:
+            return (self.steering,)
+        return (last,)
+
+    def allows(self, ledger: Ledger) -> bool:
+        """Whether the steps of a ledger are those of a whole run under this plan."""
+        done = Ledger()
+        try:
+            for entry in ledger.entries:
+                for _ in range(entry.trials):
+                    if not self.affords(done, entry.step):
+                        return False
+                    done = done.record(entry.step, updates=1)
+        except BudgetError:
+            return False
+        return self.completed(done)
+
+    def completed(self, ledger: Ledger) -> bool:
+        """Whether the run did what was planned, so that its result may be released."""
+        return ledger.updates >= self.updates
+
+    def drops(self, ledger: Ledger) -> bool:  # noqa: ARG002
+        """Never: a trial whose outcome is dropped is not made."""
+        return False
+
+    def nearest(self, rate: float) -> SampledGaussian:
+        """The choice whose rate is nearest, by ratio. The rate may come from released values only.
+
+        So the choice does too.
+        """
+        return min(self.menu.choices, key=lambda c: abs(math.log(c.sample_rate / rate)))
+
+    @property
+    def trials(self) -> int:
+        """Every trial is an update."""
+        return self.updates
+
+    @property
+    def length(self) -> int:
+        """What a schedule counts to."""
+        return self.updates
+
+    @property
+    def kept(self) -> int:
+        """Updates of a completed run."""
+        return self.updates
+
+    def position(self, ledger: Ledger) -> int:
+        """How far a run has come on that scale."""
+        return ledger.updates
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """Epsilon of the completed run at the budget's delta, or at another one."""
+        delta = self.budget.delta if delta is None else delta
+        return self._accounting.epsilon(self._charges(self.updates), delta)
+
+    def spent(self, ledger: Ledger) -> float:
+        """Epsilon so far, as a progress figure: a block that has begun counts as a whole."""
+        releases = sum(entry.trials for entry in ledger.entries if entry.step == self.steering)
+        reached = min(self.updates, releases * self.menu.repeats)
+        return self._accounting.epsilon(self._charges(reached), self.budget.delta)
+
+    @property
+    def _accounting(self) -> Accounting:
+        return accounting_named(self.accounting)
+
+    def _charges(self, updates: int) -> list[tuple[Event, int]]:
+        """What so many updates are charged, with the releases before their blocks."""
+        blocks, rest = divmod(updates, self.menu.repeats)
+        shorter = [(replace(self.menu, repeats=rest), 1)] if rest else []
+        return [
+            *((event, 1) for event in self.setup),
+            (self.steering, blocks + len(shorter)),
+            (self.menu, blocks),
+            *shorter,
+        ]
+
+    def limited(self, most: int) -> "MenuPlan":
+        """The same plan, ended after fewer updates."""
+        return replace(self, updates=min(most, self.updates))
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the plan as plain values."""
+        return {
+            "epsilon": self.budget.epsilon,
+            "delta": self.budget.delta,
+            "accounting": self.accounting,
+            "menu": event_to_json(self.menu),
+            "steering": event_to_json(self.steering),
+            "updates": self.updates,
+            "setup": [event_to_json(event) for event in self.setup],
+        }
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> "MenuPlan":
+        """Read what `to_json` wrote."""
+        menu, steering = (event_from_json(values[name]) for name in ("menu", "steering"))
+        if not isinstance(menu, Menu) or not isinstance(steering, SampledGaussian):
+            raise InvalidInputError(
+                f"a plan has a Menu and a SampledGaussian, got {menu!r} and {steering!r}"
+            )
+        return MenuPlan(
+            budget=Budget(values["epsilon"], values["delta"]),
+            accounting=values["accounting"],
+            menu=menu,
+            steering=steering,
+            updates=values["updates"],
+            setup=tuple(event_from_json(event) for event in values["setup"]),
+        )
+
+
+def _scaled(menu: Menu, scale: float) -> Menu:
+    choices = (replace(c, noise_multiplier=scale * c.noise_multiplier) for c in menu.choices)
+    return replace(menu, choices=tuple(choices))
