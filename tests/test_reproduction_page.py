@@ -20,7 +20,6 @@ from dpsur.experiments.presets import preset_named
 from dpsur.experiments.registry import EXPERIMENTS
 from dpsur.experiments.settings import DATASET_SIZES
 from dpsur.methods import METHODS
-from dpsur.privacy.events import SampledGaussian
 from dpsur.privacy.filtered import FilteredPlan
 from dpsur.privacy.plan import Budget
 from dpsur.runs.preparation import Preparation

@@ -294,7 +294,7 @@ def longer_blocks(statement):
 
 
 def no_menu(statement):
-    statement["mechanism"]["menu"] = None
+    del statement["mechanism"]["menu"]
 
 
 MENU_EDITS = {

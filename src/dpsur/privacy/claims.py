@@ -75,7 +75,7 @@ def _check_form(mechanism: Mapping[str, Any]) -> None:
 
 def _stated_steps(mechanism: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     """What a run did that steered itself; None where all was fixed in advance."""
-    steered = mechanism["filter"] or mechanism.get("menu")
+    steered = mechanism["menu"] if "menu" in mechanism else mechanism["filter"]
     return None if steered is None else steered["steps"]
 
 
@@ -181,7 +181,7 @@ def _implied_settings(mechanism: Mapping[str, Any]) -> dict[str, Any]:
     events = [test]
     if _stated_steps(mechanism) is None:  # else noise was chosen on the way
         events.append(update)
-    if mechanism["filter"] is None:  # which would let counts open
+    if mechanism["filter"] is None:  # which leaves counts open
         found["updates"] = mechanism["updates"]
         found["trials"] = mechanism["trials"]
         if gate is None:

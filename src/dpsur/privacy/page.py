@@ -111,7 +111,7 @@ def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("Method", f"`{statement['method']}`"), ("Sampler", statement["sampler"])]
     if mechanism["filter"] is not None:
         rows += _filter_rows(mechanism["filter"])
-    elif mechanism.get("menu") is not None:
+    elif "menu" in mechanism:
         rows += _menu_rows(mechanism["menu"], settings)
     elif update["kind"] == SampledGaussian.__name__:
         rows.append(

@@ -139,7 +139,7 @@ def _mechanism(plan: AnyPlan, ledger: Ledger) -> dict[str, Any]:
         "to_the_cap": plan.to_the_cap,
     }
     if isinstance(plan, Plan):
-        return {"trial": event_to_json(plan.trial), "filter": None, "menu": None, **common}
+        return {"trial": event_to_json(plan.trial), "filter": None, **common}
     # Rates and noise of the steps follow from released values, so they may be told; how many
     # trials were rejected only where they were charged.
     public = plan.verdicts_are_public
@@ -161,7 +161,6 @@ def _mechanism(plan: AnyPlan, ledger: Ledger) -> dict[str, Any]:
     return {
         "trial": event_to_json(plan.typical),
         "filter": {"order": plan.order, "allowance": plan.allowance, "steps": steps},
-        "menu": None,
         **common,
     }
 
@@ -219,7 +218,7 @@ def recomputed_epsilons(statement: Mapping[str, Any]) -> dict[str, float | None]
         raise TypeError(f"a mechanism repeats a Trial, got {mechanism['trial']!r}")
     if mechanism["filter"] is not None:
         return _own_figure(stated_filter(statement))
-    if mechanism.get("menu") is not None:  # a statement may be older than menus
+    if "menu" in mechanism:
         return _own_figure(stated_menu(statement))
     setup = tuple(event_from_json(event) for event in mechanism["setup"])
     delta = statement["guarantee"]["delta"]

@@ -116,12 +116,11 @@ def _filter_faults(statement: dict[str, Any]) -> list[str]:
 
 def _menu_faults(statement: dict[str, Any]) -> list[str]:
     """The steps of a run must be those that its menu offers, as many as were planned."""
-    menu = statement["mechanism"].get("menu")
-    if menu is None:
+    if "menu" not in statement["mechanism"]:
         return []
     rows = [
         {"step": row["step"], "trials": row["charged"], "updates": row["charged"]}
-        for row in menu["steps"]
+        for row in statement["mechanism"]["menu"]["steps"]
     ]
     if stated_menu(statement).allows(Ledger.from_json({"setup": [], "entries": rows})):
         return []
