@@ -198,3 +198,20 @@ def test_events_are_written_and_read():
         Menu(())
     with pytest.raises(InvalidInputError, match="the repeats of a choice"):
         Menu(CHOICES, 0)
+
+
+@pytest.mark.parametrize("count", [2, 7, 60])
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_tails_that_are_cut_off_are_counted(choice, count):
+    """A sum over all cells, without cutting anything off, as numpy's own polynomials have it."""
+    once = menu._once(choice, 0.05, "add")
+    cut = menu._repeated(once, count)
+    whole = np.ones(1)
+    for _ in range(count):
+        whole = np.convolve(whole, once.chances)
+    start = cut.first - count * once.first
+    found = np.zeros_like(whole)
+    found[start : start + len(cut.chances)] = cut.chances
+    assert found == pytest.approx(whole, abs=1e-15)
+    left, right = whole[:start].sum(), whole[start + len(cut.chances) :].sum()
+    assert left + right <= menu.CUT_OFF <= cut.infinite
