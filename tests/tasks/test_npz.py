@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from dpsur.errors import InvalidInputError
+from dpsur.features import compute, features_named
 from dpsur.tasks import task_named
 from dpsur.tasks.networks import build_network
 
@@ -25,6 +26,8 @@ def write(tmp_path, **arrays):
         ((4, 900), "vectors", {"name": "linear", "inputs": 900, "classes": 3}),
         ((4, 9, 8), "pixels", {**CNN, "channels": 1, "height": 9, "width": 8}),
         ((4, 2, 9, 8), "pixels", {**CNN, "channels": 2, "height": 9, "width": 8}),
+        ((4, 3, 9, 3), "pixels", {"name": "mlp", "inputs": 81, "hidden": 32, "classes": 3}),
+        ((4, 5, 5, 3), "pixels", {"name": "mlp", "inputs": 75, "hidden": 32, "classes": 3}),
         ((4, 6, 5), "pixels", {"name": "mlp", "inputs": 30, "hidden": 32, "classes": 3}),
         ((4, 99, 5), "pixels", {"name": "linear", "inputs": 495, "classes": 3}),
     ],
@@ -42,6 +45,26 @@ def test_the_network_follows_the_shape(tmp_path, shape, features, network):
     assert train.targets.dtype == torch.int64
     assert train.targets.tolist() == Y.tolist()
     assert build_network(network)(train.inputs).shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "maps"),
+    [((4, 12, 8), (81, 3, 2)), ((4, 3, 8, 16), (243, 2, 4)), ((4, 9, 8), None), ((4, 2, 2), None)],
+)
+def test_images_have_a_linear_model_on_scattering_features_where_their_size_allows(
+    tmp_path, shape, maps
+):
+    task = task_named(write(tmp_path, x=np.zeros(shape), y=Y))
+    assert task.default_features == "pixels"
+    if maps is None:
+        assert "scattering" not in task.networks
+        return
+    sides = dict(zip(("channels", "height", "width"), maps, strict=True))
+    network = task.networks["scattering"]
+    assert network == {"name": "linear-features", **sides, "classes": 3}
+    inputs = task.load(None)[0].inputs
+    features = compute(features_named("scattering"), inputs, cached=False)
+    assert build_network(network)(features).shape == (4, 3)
 
 
 def test_only_bytes_of_images_are_scaled(tmp_path):
@@ -69,7 +92,7 @@ def test_test_records_are_used(tmp_path):
 def test_the_number_of_classes_can_be_declared(tmp_path):
     x = np.zeros((4, 2))
     assert task_named(write(tmp_path, x=x, y=Y, classes=10)).networks["vectors"]["classes"] == 10
-    for wrong in (2, 2.5, [4, 5]):
+    for wrong in (2, 2.5, [4, 5], 10**9):
         with pytest.raises(InvalidInputError, match="array classes .* at least 3"):
             task_named(write(tmp_path, x=x, y=Y, classes=wrong))
 
@@ -111,6 +134,9 @@ NAN = np.array([[0.0, 1], [0, np.nan], [0, 0], [0, 0]])
         ({"x": X, "y": Y.astype(float)}, "array y .* whole number .* float64"),
         ({"x": X, "y": np.eye(4, dtype=int)}, r"array y .* shape \(4, 4\)"),
         ({"x": X, "y": Y - 1}, "array y .* holds -1"),
+        ({"x": X, "y": Y + 10**9}, "holds 1000000002, which is no class; number the classes 0, 1"),
+        ({"x": X, "y": np.full(4, 2**64 - 1, np.uint64)}, "holds 18446744073709551615, which is"),
+        ({"x": np.zeros((4, 9, 8, 3)), "y": Y}, r"channels .* last; .* save x.transpose\(0, 3, 1"),
         ({"x": np.zeros(4), "y": Y}, r"array x .* shape \(4,\)"),
         ({"x": np.float64(3), "y": Y}, r"array x .* shape \(\)"),
         ({"x": np.zeros((4, 1, 1, 1, 1)), "y": Y}, "array x .* shape"),

@@ -16,7 +16,8 @@ import torch
 
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
-from dpsur.tasks.base import PIXELS, VECTORS, Task
+from dpsur.features import features_named
+from dpsur.tasks.base import PIXELS, SCATTERING, VECTORS, Task
 from dpsur.tasks.datasets.base import Array, Arrays
 from dpsur.tasks.networks.general import LEAST_IMAGE
 
@@ -25,6 +26,10 @@ KNOWN = ("x", "y", "x_test", "y_test", "classes")
 # A hidden layer on wider vectors has more parameters than their noise allows.
 WIDEST_FOR_HIDDEN_LAYER = 256
 HIDDEN = 32
+# Labels above are numbers of something else, such as years or customers.
+MOST_CLASSES = 100_000
+# What a last axis of this length holds is mostly colours.
+COLOURS = (1, 3, 4)
 
 
 def npz_task(name: str) -> Task:
@@ -105,6 +110,11 @@ def _examples(path: Path, arrays: Arrays, x: str, y: str) -> Examples:
         )
     if labels.min() < 0:
         raise InvalidInputError(f"the array {y} of {path} holds {labels.min()}; classes begin at 0")
+    if labels.max() >= MOST_CLASSES:
+        raise InvalidInputError(
+            f"the array {y} of {path} holds {labels.max()}, which is no class; number the classes "
+            "0, 1, 2 and so on, as np.unique(y, return_inverse=True) does"
+        )
     return Examples(inputs, torch.from_numpy(labels.astype(np.int64)))
 
 
@@ -118,6 +128,11 @@ def _inputs(path: Path, array: Array, name: str) -> torch.Tensor:
         raise InvalidInputError(
             f"the array {name} of {path} has the shape {array.shape}; it must be (n, width), "
             "(n, height, width) or (n, channels, height, width)"
+        )
+    if _channels_last(array.shape[1:]):
+        raise InvalidInputError(
+            f"the array {name} of {path} has the shape {array.shape}, in which channels seem to "
+            "come last; they come before height and width: save x.transpose(0, 3, 1, 2)"
         )
     with np.errstate(over="ignore"):
         values = array.astype(np.float32)
@@ -135,14 +150,25 @@ def _inputs(path: Path, array: Array, name: str) -> torch.Tensor:
     return inputs if array.ndim == 4 else inputs.unsqueeze(1)
 
 
+def _channels_last(shape: tuple[int, ...]) -> bool:
+    """Whether a record looks like an image with its colours in the last axis."""
+    if len(shape) != 3 or shape[0] in COLOURS:
+        return False
+    return shape[2] in COLOURS and min(shape[:2]) >= LEAST_IMAGE
+
+
 def _classes(path: Path, arrays: Arrays, highest: int) -> int:
     given = arrays.get("classes")
     if given is None:
         return max(2, highest + 1)
-    if given.size != 1 or given.dtype.kind not in "iu" or int(given.item()) <= max(1, highest):
+    if (
+        given.size != 1
+        or given.dtype.kind not in "iu"
+        or not (max(1, highest) < int(given.item()) <= MOST_CLASSES)
+    ):
         raise InvalidInputError(
             f"the array classes of {path} must be a whole number of at least "
-            f"{max(2, highest + 1)}, got {given.tolist()}"
+            f"{max(2, highest + 1)} and at most {MOST_CLASSES}, got {given.tolist()}"
         )
     return int(given.item())
 
@@ -152,8 +178,27 @@ def _networks(shape: tuple[int, ...], classes: int) -> dict[str, dict[str, Any]]
     if len(shape) == 3 and min(shape[1:]) >= LEAST_IMAGE:
         channels, height, width = shape
         sides = {"channels": channels, "height": height, "width": width}
-        return {features: {"name": "small-cnn", **sides, "classes": classes}}
+        networks = {features: {"name": "small-cnn", **sides, "classes": classes}}
+        return networks | _on_scattering(shape, classes)
     inputs = prod(shape)
     if inputs <= WIDEST_FOR_HIDDEN_LAYER:
         return {features: {"name": "mlp", "inputs": inputs, "hidden": HIDDEN, "classes": classes}}
     return {features: {"name": "linear", "inputs": inputs, "classes": classes}}
+
+
+def _on_scattering(shape: tuple[int, ...], classes: int) -> dict[str, dict[str, Any]]:
+    """A linear model on scattering features, for images of a size that has them."""
+    features = _scattering_shape(shape)
+    if features is None:
+        return {}
+    sides = dict(zip(("channels", "height", "width"), features, strict=True))
+    return {SCATTERING: {"name": "linear-features", **sides, "classes": classes}}
+
+
+# Known by trying it on a blank image, which takes a while for a large one.
+@lru_cache(maxsize=8)
+def _scattering_shape(shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    try:
+        return features_named(SCATTERING).output_shape(shape)
+    except InvalidInputError:
+        return None
