@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from dpsur.cli import main
@@ -159,8 +160,22 @@ def test_cuda_absent(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_and_unwritable_output(tmp_path, capsys):
-    assert "--out DIR is missing" in dpsur("train", capsys=capsys)[2]
+def test_a_run_without_a_folder_gets_a_new_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/mnist-5k-dpsgd", "runs/mnist-5k-dpsgd-2", "runs/mnist-5k-dpsgd-3"):
+        status, out, err = dpsur("train", "--method", "dpsgd", *QUICK, capsys=capsys)
+        assert status == 0
+        assert f"the run goes to {folder}\n" in err
+        assert f"release: {folder}/release " in out
+        assert (tmp_path / folder / "release" / "privacy.json").is_file()
+    np.savez(tmp_path / "secret.npz", x=np.zeros((200, 3)), y=np.arange(200) % 2)
+    options = ["--task", f"npz:{tmp_path}/secret.npz", "--method", "dpsgd", *QUICK, "--quiet"]
+    status, out, err = dpsur("train", *options, capsys=capsys)
+    assert (status, err) == (0, "")
+    assert "release: runs/secret-dpsgd/release " in out
+
+
+def test_unwritable_output(tmp_path, capsys):
     file = tmp_path / "file"
     file.write_text("")
     for path in (file, file / "below"):

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from dpsur.runs.files import RunFolder, to_json, write_atomically
 from dpsur.runs.session import Pace, Speed
 from dpsur.runs.tasks import TaskRun
 from dpsur.tasks import DEFAULT_TASK, Task, task_named
+from dpsur.tasks.npz import PREFIX
 
 CONFIG = "config.json"
+# Where runs go that are given no folder.
+RUNS = "runs"
 
 # Options of a new run that --resume takes from the folder instead.
 SETTINGS = (
@@ -79,8 +83,6 @@ class Settings:
 
 def new_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
     """Settings from the command line, and the new folder, which is checked but not made."""
-    if options.out is None:
-        raise InvalidInputError("--out DIR is missing: name a new folder for the run")
     given = {
         name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None
     }
@@ -92,9 +94,17 @@ def new_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
     if preset is not None:
         own = {"features": preset.features, "normalisation": preset.normalisation}
         given = {**own, **given, "network": dict(preset.network)}
-    folder = RunFolder(options.out)
+    folder = RunFolder(options.out or _free_folder(task.name, method.name))
     folder.check_new()
     return Settings(**given, options=chosen), folder
+
+
+def _free_folder(task: str, method: str) -> Path:
+    """A new folder below `RUNS`, named after what is trained: the first one that is not there."""
+    own = Path(task.removeprefix(PREFIX)).stem if task.startswith(PREFIX) else task
+    first = Path(RUNS) / f"{own}-{method}"
+    others = (first.with_name(f"{own}-{method}-{number}") for number in count(2))
+    return next(path for path in chain([first], others) if not path.exists())
 
 
 def _usual_options(given: dict[str, Any], method: type[Method], task: Task) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from dpsur.cli.evaluate import describe_guarantee
 from dpsur.cli.options import add_method_options
 from dpsur.cli.progress import ProgressBar
 from dpsur.cli.run_settings import (
+    RUNS,
     Settings,
     new_settings,
     store_settings,
@@ -37,8 +38,8 @@ from dpsur.tasks import TASKS
 DESCRIPTION = """\
 Train a model under a privacy budget.
 
-The folder given by --out gets release/ (weights, PRIVACY.md, privacy.json), written only at the end
-and meant to be published, and private/ (checkpoints, metrics, curves), which must stay with you.
+The folder of the run gets release/ (weights, PRIVACY.md, privacy.json), written only at the end and
+meant to be published, and private/ (checkpoints, metrics, curves), which must stay with you.
 An interrupted run goes on with --resume, without spending more than its budget.
 """
 
@@ -46,7 +47,7 @@ An interrupted run goes on with --resume, without spending more than its budget.
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = DESCRIPTION
-    parser.usage = "dpsur train --out DIR [options]\n       dpsur train --resume DIR"
+    parser.usage = "dpsur train [--out DIR] [options]\n       dpsur train --resume DIR"
     defaults = Settings()
     _add_what(parser, defaults)
     privacy = parser.add_argument_group("privacy")
@@ -74,7 +75,11 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         "paper's random waiting after accepted updates, which only blurs it",
     )
     run_group = parser.add_argument_group("run")
-    run_group.add_argument("--out", metavar="DIR", help="new folder for the run")
+    run_group.add_argument(
+        "--out",
+        metavar="DIR",
+        help=f"new folder for the run (default: {RUNS}/TASK-METHOD, numbered where that is taken)",
+    )
     run_group.add_argument("--resume", metavar="DIR", help="go on with the run in this folder")
     run_group.add_argument("--device", help="cpu, cuda or auto (default: auto)")
     run_group.add_argument(
@@ -206,6 +211,8 @@ def _train(
     folder.create()
     store_settings(folder, settings)
     quiet = options.quiet or options.json
+    if not (quiet or resume or options.out):
+        print(f"dpsur: the run goes to {folder.root}", file=sys.stderr)
     with ProgressBar(quiet=quiet, show_private=options.show_private) as bar:
         return execute(
             session,
