@@ -78,8 +78,8 @@ def _check(data_set: DataSet, piece: Piece, found: str) -> None:
             if found == known:
                 raise InvalidInputError(
                     f"{piece.path} holds {name} of {other.name}, not {piece.name} of "
-                    f"{data_set.name}; put the files of {data_set.name} into a subfolder "
-                    f"{data_set.folders[0]}"
+                    f"{data_set.name}; keep their files in subfolders of their own, "
+                    f"{data_set.folders[0]} and {other.folders[0]}"
                 )
     raise DamagedFileError(
         piece.path, f"does not hold the published {piece.name} (its checksum is wrong)"
