@@ -192,7 +192,9 @@ def test_files_of_another_data_set_are_recognised(digits, tmp_path, monkeypatch)
     )
     monkeypatch.setattr(load, "DATA_SETS", {"mnist": digits.data_set, "fmnist": fashion})
     digits.write(tmp_path)
-    with pytest.raises(InvalidInputError, match="train_images of mnist.*own, fashion-mnist and mnist"):
+    with pytest.raises(
+        InvalidInputError, match="train_images of mnist.*own, fashion-mnist and mnist"
+    ):
         load_arrays(fashion, tmp_path)
 
 

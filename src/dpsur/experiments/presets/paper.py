@@ -44,7 +44,8 @@ def paper_preset(method: str, task: str, epsilon: int) -> Preset:
         known = ", ".join(DATASET_SIZES)
         raise InvalidInputError(f"preset paper has no settings for task {task}; it has {known}")
     if method not in _BUILDERS:
-        raise InvalidInputError(f"preset paper has no settings for method {method}")
+        known = ", ".join(_BUILDERS)
+        raise InvalidInputError(f"preset paper has no settings for method {method}; it has {known}")
     return _BUILDERS[method](paper_setting(task, epsilon))
 
 
