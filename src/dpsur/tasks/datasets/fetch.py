@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dpsur.errors import InvalidInputError
 from dpsur.tasks.datasets.base import DamagedFileError, DataSet, Source
-from dpsur.tasks.datasets.download import Report, SourceError, fetch_file, silent
+from dpsur.tasks.datasets.download import Report, SourceError, fetch_file, part_of, silent
 from dpsur.tasks.datasets.files import Found, download_folder, find
 from dpsur.tasks.datasets.load import by_hand, read_found
 
@@ -68,6 +68,10 @@ def _fetched(data_set: DataSet, source: Source, root: Path, report: Report) -> P
         for path in set(home.iterdir()) - before:
             path.unlink()
         raise
+    # What a source began that then broke off, and another one brought in a package.
+    for names in found.form.files:
+        for name in names:
+            part_of(home / name).unlink(missing_ok=True)
     return found.folder
 
 
