@@ -4,11 +4,14 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dpsur.cli import main
+from dpsur.cli.run_settings import UnnamedFolder
+from dpsur.errors import InvalidInputError
 from dpsur.tasks import mnist_5k
 
 QUICK = ["--updates", "4", "--batch-size", "64", "--noise-multiplier", "20"]
@@ -173,6 +176,26 @@ def test_a_run_without_a_folder_gets_a_new_one(tmp_path, capsys, monkeypatch):
     status, out, err = dpsur("train", *options, capsys=capsys)
     assert (status, err) == (0, "")
     assert "release: runs/secret-dpsgd/release " in out
+
+
+def test_runs_that_begin_together_get_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = [UnnamedFolder("mnist", "dpsgd") for _ in range(3)]
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mnist-dpsgd-2").symlink_to("nowhere")
+    for folder in folders:
+        folder.check_new()
+    for folder, name in zip(folders, ("", "-3", "-4"), strict=True):
+        for _ in range(2):
+            folder.create()
+            assert folder.root == Path("runs") / f"mnist-dpsgd{name}"
+        assert folder.private.is_dir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    Path("runs").write_text("")
+    for attempt in ("check_new", "create"):
+        with pytest.raises(InvalidInputError, match="runs/mnist-dpsgd.* --out"):
+            getattr(UnnamedFolder("mnist", "dpsgd"), attempt)()
 
 
 def test_unwritable_output(tmp_path, capsys):

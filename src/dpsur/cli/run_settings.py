@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -94,17 +96,41 @@ def new_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
     if preset is not None:
         own = {"features": preset.features, "normalisation": preset.normalisation}
         given = {**own, **given, "network": dict(preset.network)}
-    folder = RunFolder(options.out or _free_folder(task.name, method.name))
+    folder = RunFolder(options.out) if options.out else UnnamedFolder(task.name, method.name)
     folder.check_new()
     return Settings(**given, options=chosen), folder
 
 
-def _free_folder(task: str, method: str) -> Path:
-    """A new folder below `RUNS`, named after what is trained: the first one that is not there."""
-    own = Path(task.removeprefix(PREFIX)).stem if task.startswith(PREFIX) else task
-    first = Path(RUNS) / f"{own}-{method}"
-    others = (first.with_name(f"{own}-{method}-{number}") for number in count(2))
-    return next(path for path in chain([first], others) if not path.exists())
+class UnnamedFolder(RunFolder):
+    """A folder below `RUNS`, named after what is trained; numbered where that name is taken."""
+
+    def __init__(self, task: str, method: str) -> None:
+        own = Path(task.removeprefix(PREFIX)).stem if task.startswith(PREFIX) else task
+        self._name = f"{own}-{method}"
+        self._ours = False
+        super().__init__(self._free())
+
+    def _free(self) -> Path:
+        names = chain([self._name], (f"{self._name}-{number}" for number in count(2)))
+        return next(path for name in names if not os.path.lexists(path := Path(RUNS) / name))
+
+    def create(self) -> None:
+        """Make the folder, under the next name where another run has taken this one meanwhile."""
+        with suppress(OSError):  # the folder itself says what is wrong
+            Path(RUNS).mkdir(exist_ok=True)
+            while not (self._ours or _made(self.root)):
+                super().__init__(self._free())
+            self._ours = True
+        super().create()
+
+
+def _made(folder: Path) -> bool:
+    """Make a folder, unless it is there."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def _usual_options(given: dict[str, Any], method: type[Method], task: Task) -> Mapping[str, Any]:
