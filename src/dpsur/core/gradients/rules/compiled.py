@@ -7,16 +7,19 @@ from tempfile import gettempdir
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from dpsur.core.gradients.rules.patches import Window
 
 # The kind of device that the kernels are for.
 DEVICE = "cuda"
 Kernel = Callable[..., None]
+# What a kernel is compiled with, by the names that its source has for it.
+Constants = tuple[tuple[str, int], ...]
 
 
 @cache
-def compiled(
-    source: str, name: str, constants: tuple[tuple[str, int], ...], device: int
-) -> Kernel | None:
+def compiled(source: str, name: str, constants: Constants, device: int) -> Kernel | None:
     """The kernel with its constants on one card; None where it cannot be compiled."""
     compile_kernel: Any = getattr(torch.cuda, "_compile_kernel", None)
     if compile_kernel is None or torch.version.hip:
@@ -28,6 +31,24 @@ def compiled(
             return kernel
     except Exception:  # no compiler or setuptools at hand, or another call: other kernels remain
         return None
+
+
+def shapes(inputs: Tensor, outputs: Tensor, window: Window) -> Constants:
+    """The shapes of a convolution in two dimensions, as constants of a kernel."""
+    return (
+        ("IN_CHANNELS", inputs.shape[1]),
+        ("IN_HIGH", inputs.shape[2]),
+        ("IN_WIDE", inputs.shape[3]),
+        ("OUT_CHANNELS", outputs.shape[1]),
+        ("HIGH", outputs.shape[2]),
+        ("WIDE", outputs.shape[3]),
+        ("KERNEL_HIGH", window.sizes[0]),
+        ("KERNEL_WIDE", window.sizes[1]),
+        ("STRIDE_DOWN", window.strides[0]),
+        ("STRIDE_ALONG", window.strides[1]),
+        ("TOP", window.margins[0]),
+        ("LEFT", window.margins[1]),
+    )
 
 
 @contextmanager

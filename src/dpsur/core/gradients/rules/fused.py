@@ -100,7 +100,7 @@ def fused(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
     """
     if not _suits(inputs, outputs, window):
         return None
-    constants = _constants(inputs, outputs, window)
+    constants = compiler.shapes(inputs, outputs, window)
     kernel = compiler.compiled(_SOURCE, "per_example", constants, inputs.device.index)
     if kernel is None:
         return None
@@ -136,18 +136,3 @@ def _suits(inputs: Tensor, outputs: Tensor, window: Window) -> bool:
     shared = high * (sides[1] + wide - 1) * 33 + sides[1] * 36 + _THREADS * high * wide
     fits = min(sides) >= _LEAST_SIDE and max(sides) <= _MOST_SIDE and 4 * shared <= _SHARED_BYTES
     return whole and small and fits
-
-
-def _constants(inputs: Tensor, outputs: Tensor, window: Window) -> tuple[tuple[str, int], ...]:
-    return (
-        ("IN_CHANNELS", inputs.shape[1]),
-        ("IN_HIGH", inputs.shape[2]),
-        ("IN_WIDE", inputs.shape[3]),
-        ("OUT_CHANNELS", outputs.shape[1]),
-        ("HIGH", outputs.shape[2]),
-        ("WIDE", outputs.shape[3]),
-        ("KERNEL_HIGH", window.sizes[0]),
-        ("KERNEL_WIDE", window.sizes[1]),
-        ("TOP", window.margins[0]),
-        ("LEFT", window.margins[1]),
-    )

@@ -95,9 +95,8 @@ def summed(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
     """
     if not _suits(inputs, outputs, window):
         return None
-    kernel = compiler.compiled(
-        _SOURCE, "summed", _constants(inputs, outputs, window), inputs.device.index
-    )
+    constants = compiler.shapes(inputs, outputs, window)
+    kernel = compiler.compiled(_SOURCE, "summed", constants, inputs.device.index)
     if kernel is None:
         return None
     inputs, outputs = inputs.contiguous(), outputs.contiguous()
@@ -129,21 +128,4 @@ def _suits(inputs: Tensor, outputs: Tensor, window: Window) -> bool:
         and height <= _MOST_OUTPUTS
         and 0 < places <= _MOST_PLACES
         and shared <= _MOST_SHARED
-    )
-
-
-def _constants(inputs: Tensor, outputs: Tensor, window: Window) -> tuple[tuple[str, int], ...]:
-    return (
-        ("IN_CHANNELS", inputs.shape[1]),
-        ("IN_HIGH", inputs.shape[2]),
-        ("IN_WIDE", inputs.shape[3]),
-        ("OUT_CHANNELS", outputs.shape[1]),
-        ("HIGH", outputs.shape[2]),
-        ("WIDE", outputs.shape[3]),
-        ("KERNEL_HIGH", window.sizes[0]),
-        ("KERNEL_WIDE", window.sizes[1]),
-        ("STRIDE_DOWN", window.strides[0]),
-        ("STRIDE_ALONG", window.strides[1]),
-        ("TOP", window.margins[0]),
-        ("LEFT", window.margins[1]),
     )
