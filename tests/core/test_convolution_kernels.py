@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import warnings
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from torch.utils import cpp_extension
 
 from dpsur.core.gradients import clipped_sum
 from dpsur.core.gradients.budget import GradientBudget
-from dpsur.core.gradients.plan import Engine, plan_for
+from dpsur.core.gradients.plan import Engine, _hushed, plan_for
 from dpsur.core.gradients.rules import kernels, patches
-from dpsur.core.gradients.rules.compiled import compiled
+from dpsur.core.gradients.rules.compiled import SlowerWarning, _warn_once, compiled
 from dpsur.core.gradients.rules.fused import fused
 from dpsur.core.gradients.rules.patches import Window, instantiated
 from dpsur.core.gradients.rules.summed import summed
@@ -167,8 +168,24 @@ def test_patches_remain_where_the_kernel_cannot_be_compiled(error, monkeypatch):
     monkeypatch.setattr(torch.cuda, "_compile_kernel", refuse, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     compiled.cache_clear()
-    assert compiled("", "kernel", (), 0) is None
+    _warn_once.cache_clear()
+    with pytest.warns(SlowerWarning, match=f"{error.__name__}.*kernel.*same.*slower"):
+        first = compiled("", "kernel", (), 0)
+    second = compiled("", "kernel", (("HIGH", 2),), 0)  # a second warning would be an error
+    assert first is None
+    assert second is None
     compiled.cache_clear()
+
+
+def test_what_is_said_once_is_heard_from_a_trial_of_a_plan_too():
+    def trial():
+        with _hushed():
+            warnings.warn("a trial that failed", UserWarning, stacklevel=1)
+            warnings.warn("slower", SlowerWarning, stacklevel=1)
+
+    with pytest.warns() as said:
+        trial()
+    assert [one.category for one in said] == [SlowerWarning]
 
 
 @pytest.mark.parametrize("home", [None, "/opt/toolkit"])

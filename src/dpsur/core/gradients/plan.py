@@ -7,6 +7,8 @@ inputs and weights: it costs no privacy, and a head of zeros cannot hide a fault
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from weakref import WeakKeyDictionary
@@ -21,6 +23,7 @@ from dpsur.core.gradients.layout import Layout, NotSupportedError
 from dpsur.core.gradients.modules import Assignment, assign
 from dpsur.core.gradients.one_pass import taped_outputs
 from dpsur.core.gradients.per_example import can_be_batched
+from dpsur.core.gradients.rules.compiled import SlowerWarning
 from dpsur.core.gradients.support import made_up
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.lending import every_module
@@ -69,11 +72,21 @@ def plan_for(problem: Problem, params: Params, inputs: Tensor, budget: GradientB
     plans = _plans.setdefault(problem.model, {})
     if key not in plans:
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of trials that may fail
+        with _hushed(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(0)
             plans[key] = _make(problem, params, made_up(inputs, max(_SIZES)).to(device), budget)
     return plans[key]
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Keep warnings of trials that may fail to ourselves, but for what is said only once."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        yield
+    for one in heard:
+        if issubclass(one.category, SlowerWarning):
+            warnings.warn(one.message, stacklevel=4)
 
 
 def _make(problem: Problem, params: Params, inputs: Tensor, budget: GradientBudget) -> Plan:

@@ -1,5 +1,6 @@
 """Kernels of our own for a card, compiled when they are first needed."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,9 +19,13 @@ Kernel = Callable[..., None]
 Constants = tuple[tuple[str, int], ...]
 
 
+class SlowerWarning(UserWarning):
+    """Something is computed in a slower way than it might be, with the same results."""
+
+
 @cache
 def compiled(source: str, name: str, constants: Constants, device: int) -> Kernel | None:
-    """The kernel with its constants on one card; None where it cannot be compiled."""
+    """The kernel with its constants on one card; None, and a warning, if it cannot be compiled."""
     compile_kernel: Any = getattr(torch.cuda, "_compile_kernel", None)
     if compile_kernel is None or torch.version.hip:
         return None
@@ -29,8 +34,20 @@ def compiled(source: str, name: str, constants: Constants, device: int) -> Kerne
         with torch.cuda.device(device), _without_toolkit():
             kernel: Kernel = compile_kernel(defined + source, name)
             return kernel
-    except Exception:  # no compiler or setuptools at hand, or another call: other kernels remain
-        return None
+    except Exception as error:  # no compiler or setuptools at hand, or another call
+        _warn_once(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        return None  # other kernels remain
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    """Say why kernels are missing: once, however many shapes of layers ask for one."""
+    warnings.warn(
+        f"a kernel for convolutions could not be compiled ({reason}); results are the same, but "
+        "steps may be slower",
+        SlowerWarning,
+        stacklevel=3,
+    )
 
 
 def shapes(inputs: Tensor, outputs: Tensor, window: Window) -> Constants:
