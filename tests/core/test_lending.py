@@ -4,10 +4,16 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from dpsur.core.gradients import check_model, clipped_sum
+from dpsur.core.gradients.per_example import one_at_a_time, per_example_gradients
 from dpsur.core.lending import call_with, every_module
+from dpsur.core.pairs import stacked_outputs
+from dpsur.core.problem import Problem
+from dpsur.core.types import Examples
 
 
 class Tied(nn.Module):
@@ -65,6 +71,30 @@ def test_weights_come_back_if_the_model_fails():
     with pytest.raises(RuntimeError):
         call_with(model, lambda name, _: weights[name], torch.randn(4, 5))
     assert all(value is own[name] for name, value in model.named_parameters(remove_duplicate=False))
+
+
+def engine(problem, params):
+    return {
+        "outputs": lambda: problem.outputs(params, problem.train.inputs),
+        "batched": lambda: per_example_gradients(problem, params, problem.train),
+        "one by one": lambda: one_at_a_time(problem, params, problem.train),
+        "planned": lambda: clipped_sum(problem, params, problem.train, 0.1),
+        "checked": lambda: check_model(problem.model, problem.train),
+        "stacked": lambda: stacked_outputs(problem, params, params, problem.train.inputs),
+    }
+
+
+@pytest.mark.parametrize("way", engine(None, None))
+def test_a_module_in_two_places_that_shares_its_weight_gets_it_back(way):
+    torch.manual_seed(0)
+    problem = Problem(Tied(), F.cross_entropy, Examples(torch.randn(4, 3), torch.arange(4) % 3))
+    own = dict(problem.model.named_parameters(remove_duplicate=False))
+    values = {name: value.detach().clone() for name, value in own.items()}
+    trained = {name: value + 1 for name, value in problem.initial_params().items()}
+    engine(problem, trained)[way]()
+    after = dict(problem.model.named_parameters(remove_duplicate=False))
+    assert all(after[name] is value for name, value in own.items())
+    assert all(torch.equal(after[name], value) for name, value in values.items())
 
 
 def test_what_cannot_be_lent_to_is_left_to_functional_call():

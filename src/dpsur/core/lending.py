@@ -1,7 +1,9 @@
 """A model called with other weights than its own.
 
 What `torch.func.functional_call` does, with one walk through the modules instead of several: for a
-small network these take longer than its arithmetic.
+small network these take longer than its arithmetic. And a model always gets its own weights back,
+where `functional_call` leaves some of the lent ones behind: in a module that stands in two places
+and whose weight another module shares.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from dpsur.core.types import Params
 
 # Only functional_call knows what to say to these.
 _OTHERS = (torch.jit.ScriptModule, nn.DataParallel)
@@ -27,6 +31,11 @@ def every_module(model: nn.Module) -> dict[nn.Module, str]:
 
     visit(model, "")
     return found
+
+
+def call_on(model: nn.Module, params: Params, inputs: Tensor) -> Tensor:
+    """Outputs of a model with other values for the parameters that are named."""
+    return call_with(model, lambda name, own: params.get(name, own), inputs)
 
 
 def call_with(model: nn.Module, weight: Callable[[str, Tensor], Tensor], inputs: Tensor) -> Tensor:

@@ -11,10 +11,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpsur.core.gradients.support import made_up
+from dpsur.core.lending import call_on
 from dpsur.core.problem import EVALUATION_ROWS, Problem, example_losses, mode
 from dpsur.core.types import Examples, Params
 
@@ -51,8 +52,7 @@ def stacked_outputs(problem: Problem, one: Params, other: Params, inputs: Tensor
     model = problem.model
 
     def outputs(params: Params, piece: Tensor) -> Tensor:
-        found: Tensor = functional_call(model, params, (piece,))
-        return found
+        return call_on(model, params, piece)
 
     evaluate = vmap(outputs, in_dims=(0, None))
     with torch.no_grad(), mode(model, training=False), sdpa_kernel(SDPBackend.MATH):

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from dpsur.core.flat import elementwise
-from dpsur.core.lending import every_module
+from dpsur.core.lending import call_on, every_module
 from dpsur.core.types import Examples, LossFunction, Params
 from dpsur.errors import UnsupportedModelError
 
@@ -64,8 +63,7 @@ class Problem:
         """Model outputs in evaluation mode, in pieces of bounded size."""
         with torch.no_grad(), mode(self.model, training=False), left_alone(self.model, params):
             pieces = [
-                functional_call(self.model, params, (piece,))
-                for piece in torch.split(inputs, EVALUATION_ROWS)
+                call_on(self.model, params, piece) for piece in torch.split(inputs, EVALUATION_ROWS)
             ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

@@ -6,9 +6,9 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from dpsur import checks
+from dpsur.core.lending import call_on
 from dpsur.core.problem import Problem, example_losses, mode
 from dpsur.core.sampling import Batch
 from dpsur.core.streams import BATCH, Streams
@@ -84,7 +84,7 @@ class PlainSteps(GradientSteps):
             return {name: torch.zeros_like(value) for name, value in params.items()}
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         with torch.enable_grad(), mode(self._problem.model, training=True):
-            outputs = functional_call(self._problem.model, leaves, (batch.examples.inputs,))
+            outputs = call_on(self._problem.model, leaves, batch.examples.inputs)
             losses = example_losses(self._problem.loss, outputs, batch.examples.targets)
             if batch.mask is None:
                 mean = losses.mean()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from dpsur.core.gradients.factors import Factors
 from dpsur.core.gradients.layout import Layout, NotSupportedError
@@ -16,6 +15,7 @@ from dpsur.core.gradients.modules import Assignment
 from dpsur.core.gradients.one_pass import taped_outputs
 from dpsur.core.gradients.probe import generator_state
 from dpsur.core.gradients.tape import Tape
+from dpsur.core.lending import call_on
 from dpsur.core.problem import Problem, left_alone, mode
 from dpsur.core.types import Params
 
@@ -71,7 +71,7 @@ def _outputs_alone(problem: Problem, leaves: Params, inputs: Tensor) -> list[Ten
     model = problem.model
     with torch.enable_grad(), mode(model, training=True), left_alone(model, leaves):
         rows = [row.clone() for row in torch.split(inputs, 1)]
-        return [functional_call(model, leaves, (row,))[0] for row in rows]
+        return [call_on(model, leaves, row)[0] for row in rows]
 
 
 def _directions(outputs: Tensor) -> Iterator[Tensor]:

@@ -2,10 +2,11 @@
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpsur.core.gradients.uses import wide
+from dpsur.core.lending import call_on
 from dpsur.core.problem import Problem, left_alone, mode
 from dpsur.core.types import Examples, LossFunction, Params
 
@@ -44,7 +45,7 @@ def one_at_a_time(problem: Problem, params: Params, batch: Examples) -> Params:
     with mode(problem.model, training=True), alone, torch.enable_grad():
         for input_, target in zip(batch.inputs, batch.targets, strict=True):
             with problem.training_precision():
-                output = functional_call(problem.model, leaves, (input_.unsqueeze(0),))
+                output = call_on(problem.model, leaves, input_.unsqueeze(0))
             loss = problem.loss(wide(output), target.unsqueeze(0)).reshape(())
             rows.append(
                 torch.autograd.grad(
@@ -58,7 +59,7 @@ def one_at_a_time(problem: Problem, params: Params, batch: Examples) -> Params:
 def _batched(problem: Problem, loss: LossFunction, params: Params, batch: Examples) -> Params:
     def loss_of_one(params: Params, input_: Tensor, target: Tensor) -> Tensor:
         with problem.training_precision():
-            output = functional_call(problem.model, params, (input_.unsqueeze(0),))
+            output = call_on(problem.model, params, input_.unsqueeze(0))
         return loss(wide(output), target.unsqueeze(0)).reshape(())
 
     gradient_of_one = vmap(grad(loss_of_one), in_dims=(None, 0, 0), randomness="different")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from dpsur.core.lending import call_on
 from dpsur.core.precision import precision
 from dpsur.core.problem import left_alone, mode
 from dpsur.core.types import Params
@@ -114,7 +114,7 @@ def watched(model: nn.Module, inputs: Tensor, params: Params | None = None, seed
         with torch.random.fork_rng(devices=devices), left_alone(model, params or {}):
             torch.manual_seed(seed)
             before = generator_state(inputs)
-            outputs = functional_call(model, params or {}, (inputs,))
+            outputs = call_on(model, params or {}, inputs)
             drew = not torch.equal(before, generator_state(inputs))
     finally:
         for handle in handles:
