@@ -8,6 +8,7 @@ from torch import Tensor
 from dpsur.core.gradients.budget import GradientBudget
 from dpsur.core.gradients.engines import tape_of
 from dpsur.core.gradients.factors import clip_factors
+from dpsur.core.gradients.gathering import gathered
 from dpsur.core.gradients.one_pass import Piece
 from dpsur.core.gradients.plan import Plan, plan_for
 from dpsur.core.gradients.stored import KnownInputs
@@ -69,7 +70,7 @@ def clipped_sum(
     total: Params = {}
     for start in range(0, size, plan.rows):
         some = slice(start, start + plan.rows)
-        piece = _piece(problem, examples, some, rows, mask, budget)
+        piece = _piece(problem, examples, some, rows, mask, plan, budget)
         if coins is not None:
             piece = replace(piece, coins=coins[some])
         part = _piece_sum(problem, params, piece, max_grad_norm, plan)
@@ -83,6 +84,7 @@ def _piece(
     some: slice,
     rows: Tensor | None,
     mask: Tensor | None,
+    plan: Plan,
     budget: GradientBudget,
 ) -> Piece:
     """Some rows of a batch, with what they hold under the mask replaced."""
@@ -90,7 +92,7 @@ def _piece(
     if rows is None:
         batch, known = examples.part(some), None
     else:
-        batch = _gathered(problem, examples, rows[some])
+        batch = gathered(problem, examples, rows[some], budget, turned=plan.turned)
         known = None
         if examples.inputs is problem.train.inputs:
             known = KnownInputs(examples.inputs, rows[some], batch.inputs, problem.tables, budget)
@@ -98,24 +100,6 @@ def _piece(
         batch = Examples(_blank(batch.inputs, keep), _blank(batch.targets, keep))
         known = None if known is None else replace(known, inputs=batch.inputs)
     return Piece(batch, keep, known)
-
-
-def _gathered(problem: Problem, examples: Examples, rows: Tensor) -> Examples:
-    """Copies of some rows; on a CPU in the memory of the batch before, which is still in its cache.
-
-    Whoever uses the rows is done with them before the next batch is drawn.
-    """
-    data = examples.inputs
-    own = type(examples) is Examples and data is problem.train.inputs
-    if not own or data.device.type != "cpu":
-        return examples.select(rows)
-    place = problem.places.get("inputs")
-    if place is None or len(place) < len(rows):
-        # some room to spare, since the next sample may be larger; it takes no memory until used
-        place = data.new_empty(len(rows) + len(rows) // 8, *data.shape[1:])
-        problem.places["inputs"] = place
-    inputs = torch.index_select(data, 0, rows, out=place[: len(rows)])
-    return Examples(inputs, examples.targets.index_select(0, rows))
 
 
 def _blank(values: Tensor, mask: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dpsur.core.gradients.budget import GradientBudget
 from dpsur.core.gradients.comparison import compare
 from dpsur.core.gradients.factors import Factors
+from dpsur.core.gradients.gathering import turning_pays
 from dpsur.core.gradients.layout import Layout, NotSupportedError
 from dpsur.core.gradients.modules import Assignment, assign
 from dpsur.core.gradients.one_pass import taped_outputs
@@ -45,13 +46,15 @@ class Engine(Enum):
 class Plan:
     """The engine for a model and rows per piece; for one pass the rules of its layers too.
 
-    `layouts` tell where the layers hold the examples.
+    `layouts` tell where the layers hold the examples, and `turned` whether inputs are better
+    gathered with their channels innermost.
     """
 
     engine: Engine
     rows: int
     layouts: tuple[Layout | None, ...] = ()
     assignment: Assignment | None = None
+    turned: bool = False
 
 
 _plans: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
@@ -99,7 +102,8 @@ def _make(problem: Problem, params: Params, inputs: Tensor, budget: GradientBudg
             if problem.bf16:
                 _try_rounded(problem, params, made_up(inputs, _SIZES[0]), assignment, layouts)
             rows = budget.rows(memory, inputs.device)
-            return Plan(Engine.ONE_PASS, rows, tuple(layouts), assignment)
+            turned = turning_pays(problem, params, inputs)
+            return Plan(Engine.ONE_PASS, rows, tuple(layouts), assignment, turned)
         except Exception:
             continue
     numbers = sum(value.numel() for value in params.values())

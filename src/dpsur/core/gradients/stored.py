@@ -51,9 +51,9 @@ class KnownInputs:
     @property
     def finite(self) -> bool:
         """Whether no record holds NaN or infinity."""
-        tables = self._current_tables()
+        tables = _current(self.tables, self.data)
         if "finite" not in tables:
-            tables["finite"] = all(bool(piece.isfinite().all()) for piece in self._pieces())
+            tables["finite"] = all(bool(piece.isfinite().all()) for piece in _pieces(self.data))
         return bool(tables["finite"])
 
     def look_up(self, name: Hashable, compute: Callable[[Tensor], Tensor]) -> Tensor | None:
@@ -62,25 +62,46 @@ class KnownInputs:
         None where a table of the whole set has no room. Only the first call waits for the device,
         so that it must come before a capture.
         """
-        tables = self._current_tables()
-        key = (name, self.budget)
-        if key not in tables:
-            one = compute(self.data[:1])
-            size = one.element_size() * one.numel() * len(self.data)
-            tables[key] = None
-            if self.budget.has_room(size, self.data.device):
-                tables[key] = torch.cat([compute(piece) for piece in self._pieces()])
-                if self.data.is_cuda:  # another stream may be the next to read it
-                    torch.cuda.current_stream(self.data.device).synchronize()
-        table = tables[key]
-        return table.index_select(0, self.rows) if isinstance(table, Tensor) else None
+        table = table_of(self.data, self.tables, self.budget, name, compute)
+        return None if table is None else table.index_select(0, self.rows)
 
-    def _current_tables(self) -> Tables:
-        """The tables, emptied first if the data was written to since they were made."""
-        if self.tables.get("version") != self.data._version:
-            self.tables.clear()
-            self.tables["version"] = self.data._version
-        return self.tables
 
-    def _pieces(self) -> tuple[Tensor, ...]:
-        return torch.split(self.data, max(1, _NUMBERS_AT_ONCE // max(1, self.data[0].numel())))
+def table_of(
+    data: Tensor,
+    tables: Tables,
+    budget: GradientBudget,
+    name: Hashable,
+    compute: Callable[[Tensor], Tensor],
+) -> Tensor | None:
+    """Result of `compute` for a whole data set, kept in `tables`; None where it has no room."""
+    tables, key = _current(tables, data), (name, budget)
+    if key not in tables:
+        one = compute(data[:1])
+        size = one.element_size() * one.numel() * len(data)
+        tables[key] = _filled(data, one, compute) if budget.has_room(size, data.device) else None
+    table = tables[key]
+    return table if isinstance(table, Tensor) else None
+
+
+def _filled(data: Tensor, one: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """A table, a piece of the data after the other."""
+    table = one.new_empty(len(data), *one.shape[1:])
+    start = 0
+    for piece in _pieces(data):
+        table[start : start + len(piece)] = compute(piece)
+        start += len(piece)
+    if data.is_cuda:  # another stream may be the next to read it
+        torch.cuda.current_stream(data.device).synchronize()
+    return table
+
+
+def _current(tables: Tables, data: Tensor) -> Tables:
+    """The tables, emptied first if the data was written to since they were made."""
+    if tables.get("version") != data._version:
+        tables.clear()
+        tables["version"] = data._version
+    return tables
+
+
+def _pieces(data: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(data, max(1, _NUMBERS_AT_ONCE // max(1, data[0].numel())))

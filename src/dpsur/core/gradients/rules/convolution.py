@@ -119,11 +119,14 @@ def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
     margins = tuple(int(margin) for margin in module.padding) if plain else (0,) * dimensions
     geometry = Geometry(strides, margins, dilations, module.groups)
     output = convolved(input if padded is None else padded, module.weight, module.bias, geometry)
+    known = tape.known_inputs(input) if plain else None
+    if known is not None:  # perhaps turned round for this layer, but for no other
+        output = output.contiguous()
     layout = tape.examples_in(output, axis=0)
     weight, bias = tape.slot(module.weight), tape.slot(module.bias)
     shape, groups, fold = tuple(module.weight.shape), module.groups, layout.fold
     window = Window(tuple(module.kernel_size), strides, dilations, margins)
-    known = tape.known_inputs(input) if plain and fold == 1 else None
+    known = known if fold == 1 else None
 
     def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:
         outputs = wide(gradient)
