@@ -16,8 +16,9 @@ from torch import Tensor
 from dpsur.core.gradients.factors import Factors
 from dpsur.core.gradients.rules.fused import fused
 from dpsur.core.gradients.rules.kernels import Geometry, _input_gradient, from_patches
-from dpsur.core.gradients.rules.patches import Window, inner_products, instantiated, patches
+from dpsur.core.gradients.rules.patches import inner_products, instantiated, patches
 from dpsur.core.gradients.rules.summed import summed
+from dpsur.core.gradients.rules.window import Window
 from dpsur.core.graphs import graph_of
 
 # name, batch, channels, side, output channels, stride, padding, kernel: the paper's networks

@@ -16,8 +16,9 @@ from dpsur.core.gradients.plan import Engine, _hushed, plan_for
 from dpsur.core.gradients.rules import kernels, patches
 from dpsur.core.gradients.rules.compiled import SlowerWarning, _warn_once, compiled
 from dpsur.core.gradients.rules.fused import fused
-from dpsur.core.gradients.rules.patches import Window, instantiated
+from dpsur.core.gradients.rules.patches import instantiated
 from dpsur.core.gradients.rules.summed import summed
+from dpsur.core.gradients.rules.window import Window
 from dpsur.core.problem import Problem
 from dpsur.core.types import Examples
 from tests.core.test_gradient_rules import clipped, gradients

@@ -7,8 +7,9 @@ import torch
 
 from dpsur.core.gradients.rules import compiled as compiler
 from dpsur.core.gradients.rules.fused import fused
-from dpsur.core.gradients.rules.patches import Window, instantiated
+from dpsur.core.gradients.rules.patches import instantiated
 from dpsur.core.gradients.rules.summed import summed
+from dpsur.core.gradients.rules.window import Window
 from tests.core.emulation import Emulated
 
 FLOATS = ("float*", "float*", "float*")

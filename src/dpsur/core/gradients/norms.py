@@ -78,9 +78,17 @@ def whole_norms(measures: Sequence[Measure], entries: int) -> Tensor:
         roots = guarded(squares, largest, max(one.terms for one in inner)).sqrt_()
         parts = roots if parts is None else torch.cat([parts, roots])
     assert parts is not None
-    total: Tensor = torch.linalg.vector_norm(parts, dim=0)
+    total = _joined(parts)
     positions = sum(one.terms**2 for one in inner)
     return total.add_(lost_to_underflow(entries + len(parts) + positions, total.dtype))
+
+
+def _joined(parts: Tensor) -> Tensor:
+    """Norms along the first dimension, where `vector_norm` is slow on a CPU."""
+    if parts.device.type == "cpu":
+        return parts.square_().sum(0).sqrt_()
+    norms: Tensor = torch.linalg.vector_norm(parts, dim=0)
+    return norms
 
 
 def guarded(squares: Tensor, largest: Tensor, terms: int) -> Tensor:

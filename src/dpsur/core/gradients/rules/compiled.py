@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpsur.core.gradients.rules.patches import Window
+from dpsur.core.gradients.rules.window import Window
 
 # The kind of device that the kernels are for.
 DEVICE = "cuda"

@@ -14,7 +14,6 @@ from dpsur.core.gradients.norms import InnerNorms, Measure
 from dpsur.core.gradients.rules.fused import fused
 from dpsur.core.gradients.rules.kernels import Geometry, convolved, from_patches, patches_pay
 from dpsur.core.gradients.rules.patches import (
-    Window,
     inner_products,
     inner_products_cost,
     inner_products_of,
@@ -23,6 +22,7 @@ from dpsur.core.gradients.rules.patches import (
     scratch_rows,
 )
 from dpsur.core.gradients.rules.summed import summed
+from dpsur.core.gradients.rules.window import Window
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.gradients.uses import (
     MEMORY_COST,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpsur.core.gradients.rules import compiled as compiler
-from dpsur.core.gradients.rules.patches import Window
+from dpsur.core.gradients.rules.window import Window
 
 # A warp takes 32 input channels, one a thread, and 4 output channels; a block has 8 warps.
 _TILE, _THREADS = 32, 256

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpsur.core.gradients.factors import Factors
-from dpsur.core.gradients.rules.patches import Window, examples_at_once, patches
+from dpsur.core.gradients.rules.patches import examples_at_once, patches
+from dpsur.core.gradients.rules.window import Window
 
 # Devices on which these choices pay.
 PAYS_ON = ("cuda",)

@@ -1,13 +1,13 @@
 """The parts of an input that a sliding kernel sees, and what per-example gradients need of them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from dpsur.core.gradients.rules.shifts import shifting_pays, summed_by_shifts
+from dpsur.core.gradients.rules.window import Window
 from dpsur.core.gradients.uses import MEMORY_COST
 
 # Patches are copies of the input, kernel-size times as large. They are made for a few examples at a
@@ -17,22 +17,6 @@ _NUMBERS_ON_CPU = 2**19
 _LEAST_ELSEWHERE, _MOST_ELSEWHERE = 3 * 2**18, 2**26
 # What is kept about a data set is computed once, beside a batch that fills the memory.
 _NUMBERS_FOR_TABLES = 2**20
-
-
-@dataclass(frozen=True)
-class Window:
-    """A sliding kernel, and the zeros around its input in every dimension."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dilations: tuple[int, ...]
-    margins: tuple[int, ...]
-
-    def padded(self, inputs: Tensor) -> Tensor:
-        """The input with its zeros."""
-        if not any(self.margins):
-            return inputs
-        return F.pad(inputs, [m for margin in reversed(self.margins) for m in (margin, margin)])
 
 
 def examples_at_once(inputs: Tensor, numbers: int) -> int:
@@ -120,6 +104,8 @@ def inner_products(inputs: Tensor, window: Window, places: int) -> Tensor:
 
 def _summed_along(grams: Tensor, window: Window, dimension: int) -> Tensor:
     """Add up inner products of pixels along one dimension of the kernel; margins hold zeros."""
+    if shifting_pays(grams, window, dimension):
+        return summed_by_shifts(grams, window, dimension)
     axes = 1 + dimension, 1 + dimension + len(window.sizes)
     size, stride = window.sizes[dimension], window.strides[dimension]
     dilation, margin = window.dilations[dimension], window.margins[dimension]

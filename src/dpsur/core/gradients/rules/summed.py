@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpsur.core.gradients.rules import compiled as compiler
-from dpsur.core.gradients.rules.patches import Window
+from dpsur.core.gradients.rules.window import Window
 
 _THREADS, _OUTPUTS = 256, 16
 # Rows of kernels over all input channels: a thread each. With few, most threads would idle.

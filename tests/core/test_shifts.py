@@ -1,0 +1,87 @@
+"""Inner products of patches, summed from those of pixels by shifting whole maps."""
+
+import pytest
+import torch
+
+from dpsur.core.gradients.rules import patches as patches_module
+from dpsur.core.gradients.rules.patches import _summed_along, patches
+from dpsur.core.gradients.rules.shifts import shifting_pays
+from dpsur.core.gradients.rules.window import Window
+
+# Sizes of the map, then sizes, dilations and margins of a kernel that keeps them.
+KEEPING = [
+    ((4, 4), (3, 3), (1, 1), (1, 1)),
+    ((5, 3), (3, 1), (1, 1), (1, 0)),
+    ((6, 7), (5, 3), (1, 2), (2, 2)),
+    ((5,), (3,), (2,), (2,)),
+    ((3, 4, 2), (3, 3, 3), (1, 1, 1), (1, 1, 1)),
+]
+
+
+def along_all(inputs, window):
+    sides = inputs.shape[2:]
+    flat = inputs.flatten(2)
+    grams = torch.bmm(flat.mT, flat).view(-1, *sides, *sides)
+    for dimension in range(len(sides)):
+        grams = _summed_along(grams, window, dimension)
+    return grams
+
+
+def directly(inputs, window):
+    seen = patches(window.padded(inputs), window, inside=False)
+    return torch.bmm(seen.mT, seen)
+
+
+@pytest.mark.parametrize(("sides", "sizes", "dilations", "margins"), KEEPING)
+def test_shifted_maps_give_the_inner_products_of_patches(sides, sizes, dilations, margins):
+    torch.manual_seed(0)
+    inputs = torch.randn(3, 2, *sides, dtype=torch.float64)
+    window = Window(sizes, (1,) * len(sizes), dilations, margins)
+    grams = inputs.new_zeros(3, *sides, *sides)
+    assert all(shifting_pays(grams, window, dimension) for dimension in range(len(sides)))
+    expected = directly(inputs, window)
+    torch.testing.assert_close(along_all(inputs, window).view_as(expected), expected)
+
+
+def test_without_the_edges_numbers_come_from_the_other_side(monkeypatch):
+    """The control: shifts that are not stopped at the edges."""
+    monkeypatch.setattr(
+        "dpsur.core.gradients.rules.shifts._inside",
+        lambda sides, dimension, offset, dtype: torch.ones(16**2 - offset * 17 * 4, dtype=dtype),
+    )
+    inputs, window = torch.randn(3, 2, 4, 4), Window((3, 1), (1, 1), (1, 1), (1, 0))
+    found = along_all(inputs, window).view(3, 16, 16)
+    assert not torch.allclose(found, directly(inputs, window), atol=1e-2)
+
+
+def test_an_example_that_is_not_finite_leaves_the_others_alone():
+    inputs, window = torch.randn(3, 2, 4, 4), Window((3, 3), (1, 1), (1, 1), (1, 1))
+    expected = along_all(inputs, window)
+    inputs[1, 0, 2, 3] = torch.inf
+    found = along_all(inputs, window)
+    assert torch.equal(found[::2], expected[::2])
+    assert not found[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        Window((3,), (2,), (1,), (1,)),
+        Window((3,), (1,), (1,), (0,)),
+        Window((2,), (1,), (1,), (1,)),
+        Window((11,), (1,), (1,), (5,)),
+    ],
+    ids=["stride", "no margin", "even", "wider than the map"],
+)
+def test_other_kernels_are_summed_part_by_part(window):
+    inputs = torch.randn(3, 2, 5, dtype=torch.float64)
+    assert not shifting_pays(inputs.new_zeros(3, 5, 5), window, 0)
+    expected = directly(inputs, window)
+    torch.testing.assert_close(along_all(inputs, window).view_as(expected), expected)
+
+
+def test_both_ways_agree_in_single_precision(monkeypatch):
+    inputs, window = torch.randn(8, 16, 4, 4), Window((3, 3), (1, 1), (1, 1), (1, 1))
+    shifted = along_all(inputs, window)
+    monkeypatch.setattr(patches_module, "shifting_pays", lambda *_: False)
+    torch.testing.assert_close(shifted, along_all(inputs, window), rtol=1e-5, atol=1e-4)
