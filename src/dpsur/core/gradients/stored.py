@@ -16,8 +16,9 @@ from torch import Tensor
 
 from dpsur.core.gradients.budget import GradientBudget
 
-# Numbers of the data set that are worked on at once, beside a batch that fills the memory.
-_NUMBERS_AT_ONCE = 2**20
+# Numbers of the data set that are worked on at once, beside a batch that fills the memory. Few, for
+# what they take on the way is part of the peak of a small step.
+_NUMBERS_AT_ONCE = 2**18
 
 # By name and budget. A table that has no room is None.
 Tables = dict[Hashable, Tensor | int | None]
