@@ -9,13 +9,19 @@ from dpsur.experiments.base import Options
 
 @pytest.mark.parametrize(
     ("shard", "kind", "expected"),
-    [((1, 4), "cuda", [0.25]), ((0, 1), "cuda", []), ((1, 4), "cpu", [])],
+    [
+        ((1, 4), "cuda", [(0.25, 3)]),
+        ((0, 2), "cuda:1", [(0.5, 1)]),
+        ((0, 1), "cuda", []),
+        ((1, 4), "cpu", []),
+    ],
 )
 def test_a_shard_takes_its_share_of_the_memory(monkeypatch, shard, kind, expected):
     taken = []
     monkeypatch.setattr(card, "choose_device", lambda _: torch.device(kind))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda part, _device: taken.append(part)
+        torch.cuda, "set_per_process_memory_fraction", lambda *given: taken.append(given)
     )
     card.keep_to_share(Options(shard=shard))
     assert taken == expected

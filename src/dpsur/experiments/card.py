@@ -17,4 +17,6 @@ def keep_to_share(options: Options) -> None:
         return
     device = choose_device(options.device or "auto")
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1 / parts, device)
+        # by its number: "the current card" is not accepted here
+        number = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_per_process_memory_fraction(1 / parts, number)
