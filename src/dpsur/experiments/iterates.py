@@ -21,6 +21,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"learning_rate": 0.005},
     {"schedule": "linear"},
     {"val_batch_size": 256},
+    {"learning_rate": 0.04},
 )
 TITLE = "The last iterate, the best on the test set, and other settings"
 TEXT = f"""
