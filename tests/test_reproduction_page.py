@@ -44,7 +44,7 @@ NOT_FINDINGS = (
     r"CIFAR-10",
     r"NVIDIA H200",
     r"at epsilon (?:1, 2, 3 and 4|1, 2 and 3|1, 3 and 4|2, 3 and 4|2 and 4)",
-    r"(?:[Aa]t|to) (?:a proven )?epsilon (?:of )?\d\b",
+    r"(?:[Aa]t|to|of) (?:a proven )?epsilon (?:of )?\d\b",
     r"at 1 and 4 the two",
     r"beta = -1",
 )
