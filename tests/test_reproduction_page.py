@@ -585,7 +585,7 @@ def test_the_state_of_the_grid_is_that_of_the_rows():
 
 
 def test_what_has_no_rows_is_said_to_have_none():
-    (said,) = re.findall(r"The experiments (.*?) can be run and have no rows yet", PROSE)
+    (said,) = re.findall(r"The experiments? (.*?) can be run and ha(?:ve|s) no rows yet", PROSE)
     named = set(re.findall(r"`([a-z-]+)`", said))
     assert named == {n for n in EXPERIMENTS if n != "schematics" and not rows_of(n)}
 
