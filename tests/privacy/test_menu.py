@@ -215,3 +215,26 @@ def test_tails_that_are_cut_off_are_counted(choice, count):
     assert found == pytest.approx(whole, abs=1e-15)
     left, right = whole[:start].sum(), whole[start + len(cut.chances) :].sum()
     assert left + right <= menu.CUT_OFF <= cut.infinite
+
+
+@pytest.mark.parametrize("repeats", [2, 125])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        SampledGaussian(1e-5, 1.0),
+        SampledGaussian(1e-3, 0.05),
+        SampledGaussian(1e-9, 0.05),
+        SampledGaussian(0.5, 1e16),
+    ],
+    ids=str,
+)
+def test_losses_that_are_rare_or_none(choice, repeats):
+    """Far fewer draws than cells, and cells without any chance: no bound may be lost in between."""
+    once = menu._once(choice, 1e-3, "add")
+    low, high = menu._ends(once.chances, repeats)
+    assert 0 <= low <= high <= repeats * (len(once.chances) - 1)
+    if choice.noise_multiplier == 1.0:  # one draw that counts, hardly ever two
+        assert high - low < 2 * len(once.chances)
+    offer = Menu((choice,), repeats)
+    alone = pld.composed_epsilon([(choice, 3 * repeats)], DELTA)
+    assert pld.composed_epsilon([(offer, 3)], DELTA) == pytest.approx(alone, rel=1e-6, abs=1e-7)

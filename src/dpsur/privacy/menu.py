@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.fft import irfft, next_fast_len, rfft
 from scipy.signal import lfilter
-from scipy.special import log_ndtr, ndtr
+from scipy.special import log_ndtr, logsumexp, ndtr
 
 from dpsur.privacy.events import Menu, SampledGaussian
 from dpsur.privacy.selective.pair import Direction
@@ -25,6 +25,7 @@ FARTHEST_NOISE = 10.0
 # The chance that repetitions together round up to an infinite loss, as dp-accounting does.
 CUT_OFF = 1e-15
 TILTS = 2.0 ** np.array([0.0, -0.25, 0.25, -0.5, 0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0, 1.0])
+RARE_TILTS = 2.0 ** np.arange(1.0, 6.0)
 
 
 class Losses(NamedTuple):
@@ -150,18 +151,21 @@ def _repeated(losses: Losses, count: int) -> Losses:
 def _ends(chances: Floats, count: int) -> tuple[int, int]:
     """Cells between which a sum of so many draws lies but for a chance of CUT_OFF.
 
-    By Chernoff's bound, whatever the tilts are; near the first of them it is best for a Gaussian.
+    By Chernoff's bound, whatever the tilts are; near the first of them it is best for a Gaussian,
+    near the last ones where a few rare draws make up the sum.
     """
     cells = np.arange(len(chances))
     mean = float(chances @ cells)
     spread = math.sqrt(max(float(chances @ (cells - mean) ** 2), 1e-12))
     unlikely = -math.log(CUT_OFF / 2)
-    tilts = math.sqrt(2 * unlikely / count) / spread * TILTS
-    with np.errstate(over="ignore", invalid="ignore"):  # a tilt that is too large tells nothing
-        below, above = (
-            np.nanmin((count * np.log(np.exp(tilts[:, None] * side) @ chances) + unlikely) / tilts)
-            for side in (mean - cells, cells - mean)
-        )
+    usual = math.sqrt(2 * unlikely / count) / spread
+    tilts = np.concatenate((usual * TILTS, RARE_TILTS / len(chances)))
+    with np.errstate(divide="ignore"):
+        logs = np.log(chances)
+    below, above = (
+        min((count * float(logsumexp(tilt * side + logs)) + unlikely) / tilt for tilt in tilts)
+        for side in (mean - cells, cells - mean)
+    )
     low, high = count * mean - below, count * mean + above
     return math.floor(max(low, 0)), math.ceil(min(high, (len(chances) - 1) * count))
 
