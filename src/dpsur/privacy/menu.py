@@ -74,7 +74,9 @@ def _log_rest(epsilons: Floats, q: float) -> tuple[Floats, NDArray[np.bool_]]:
     inside = epsilons > math.log1p(-q)
     small = np.where(inside, np.minimum(epsilons, 1.0), 0.0)
     large = np.maximum(epsilons, 1.0)
-    rest = np.maximum(np.expm1(small) + q, 1e-300)
+    # Each of the two where it does not cancel: beside a rate near 1 the rest is far below it.
+    rest = np.where(small < -math.log(2), np.exp(small) - (1 - q), np.expm1(small) + q)
+    rest = np.maximum(rest, 1e-300)
     return np.where(
         epsilons > 1.0, large + np.log1p((q - 1) * np.exp(-large)), np.log(rest)
     ), inside
@@ -130,7 +132,8 @@ def _connected(first: int, deltas: Floats, width: float) -> Losses:
     steps = np.diff(deltas)
     chances = np.empty_like(deltas)
     chances[0] = 1 - deltas[0] + steps[0] / math.expm1(width)
-    chances[1:-1] = (steps[1:] - steps[:-1] * math.exp(width)) / math.expm1(width)
+    # (next step - step e^width) / (e^width - 1), without the rounding of e^width, which adds up.
+    chances[1:-1] = np.diff(steps) / math.expm1(width) - steps[:-1]
     chances[-1] = steps[-1] / math.expm1(-width)
     return Losses(first, np.maximum(chances, 0.0), float(deltas[-1]))
 
@@ -176,7 +179,8 @@ def _profile(losses: Losses, first: int, last: int, width: float) -> Floats:
     A chance p of a loss in cell j adds p (1 - e^{-(j - i) width}) at cell i. Summed from above by a
     recurrence of positive terms, so that small values are exact to their last digits.
     """
-    above = lfilter([1.0], [1.0, -math.exp(-width)], losses.chances[::-1])
+    falls = math.nextafter(math.exp(-width), 1.0)  # rounded up: its error adds up over the cells
+    above = lfilter([1.0], [1.0, -falls], losses.chances[::-1])
     rises = np.cumsum(-math.expm1(-width) * above[:-1])
     inner = losses.infinite + np.append(0.0, rises)[::-1]
     # Below the least loss the profile is straight, and it ends at the sum of all chances.
