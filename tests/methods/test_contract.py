@@ -293,6 +293,15 @@ def longer_blocks(statement):
     menu_of(statement)["offer"]["repeats"] = 6
 
 
+def a_step_that_was_not_made(statement):
+    row = {**menu_of(statement)["steps"][1], "charged": 0}
+    menu_of(statement)["steps"].append(row)
+
+
+def another_way_to_reject(statement):
+    statement["mechanism"]["on_reject"] = statement["settings"]["on_reject"] = "keep-momentum"
+
+
 def no_menu(statement):
     del statement["mechanism"]["menu"]
 
@@ -304,6 +313,8 @@ MENU_EDITS = {
     menu_with_less_noise: "epsilon.proven is stated as",
     steering_with_less_noise: "epsilon.proven is stated as",
     longer_blocks: "epsilon.proven is stated as",
+    a_step_that_was_not_made: "the steps are not those of a run by the stated menu",
+    another_way_to_reject: "the mechanism says more or something else than its menu",
     smaller_epsilon: "the guarantee states epsilon 1.0",
     no_menu: "epsilon.proven is stated as",
 }

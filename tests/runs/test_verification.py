@@ -82,7 +82,7 @@ def at(path, value):
     def change(statement):
         for name in parents:
             statement = statement[name]
-        assert statement[last] != value
+        assert statement.get(last) != value
         statement[last] = value
 
     return change
@@ -121,6 +121,13 @@ CLAIMS = [
     ("selective", "settings.on_reject", "keep-momentum"),
     ("selective", "settings.batch_size", 10),
     ("choice", "settings.val_batch_size", 10),
+    ("norms", "settings.noise_multiplier", 9.0),
+    ("norms", "settings.norm_noise_multiplier", 1e3),
+    ("norms", "settings.norm_batch_size", 1),
+    ("norms", "settings.refresh_every", 99),
+    ("norms", "mechanism.trial.update.noise_multiplier", 1e3),
+    ("norms", "mechanism.trial_cap", 99),
+    ("norms", "mechanism.menu.note", "certified by nobody"),
     ("selective", "warnings", []),
     ("published", "warnings", []),
     ("selective", "warnings", ["all is well", "indeed"]),

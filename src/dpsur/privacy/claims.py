@@ -151,7 +151,10 @@ def _rate_faults(statement: Mapping[str, Any]) -> Iterator[str]:
     size, trial = statement["dataset_size"], mechanism["trial"]
     # Behind a filter the rate follows from released values; every step states its own.
     update = None if mechanism["filter"] is not None else trial["update"]
-    for name, event in (("batch_size", update), ("val_batch_size", trial["test"])):
+    pairs = [("batch_size", update), ("val_batch_size", trial["test"])]
+    if "menu" in mechanism and "norm_batch_size" in settings:
+        pairs.append(("norm_batch_size", mechanism["menu"]["steering"]))
+    for name, event in pairs:
         if event is None or "sample_rate" not in event:
             continue
         if not math.isclose(settings[name] / size, event["sample_rate"], rel_tol=1e-9):
@@ -187,6 +190,10 @@ def _implied_settings(mechanism: Mapping[str, Any]) -> dict[str, Any]:
         if gate is None:
             found["updates"] = mechanism["trials"] or mechanism["updates"]
             found["trials"] = None
+    if "menu" in mechanism:  # each choice on it has noise of its own
+        found["noise_multiplier"] = None
+        found["norm_noise_multiplier"] = mechanism["menu"]["steering"]["noise_multiplier"]
+        found["refresh_every"] = mechanism["menu"]["offer"]["repeats"]
     for event in events:
         if event is not None:
             names = SETTINGS_OF.get(event["kind"], {})

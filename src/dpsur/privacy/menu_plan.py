@@ -105,6 +105,8 @@ class MenuPlan:
         done = Ledger()
         try:
             for entry in ledger.entries:
+                if not entry.trials:  # no run notes what it did not do
+                    return False
                 for _ in range(entry.trials):
                     if not self.affords(done, entry.step):
                         return False

@@ -101,7 +101,7 @@ def privacy_statement(plan: AnyPlan, ledger: Ledger, facts: RunFacts) -> dict[st
         "adjacency": ADJACENCY,
         "dataset_size": facts.dataset_size,
         "sampler": SAMPLER,
-        "mechanism": _mechanism(plan, ledger),
+        "mechanism": mechanism_of(plan, ledger),
         "accepted_updates": ledger.updates if plan.verdicts_are_public else plan.kept,
         "method": facts.method,
         "settings": _settings(plan, facts.settings),
@@ -129,7 +129,8 @@ def _settings(plan: AnyPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, **kept}
 
 
-def _mechanism(plan: AnyPlan, ledger: Ledger) -> dict[str, Any]:
+def mechanism_of(plan: AnyPlan, ledger: Ledger) -> dict[str, Any]:
+    """What a run was planned to do and did, in the terms an accountant needs."""
     common = {
         "setup": [event_to_json(event) for event in plan.setup],
         "on_reject": plan.on_reject,

@@ -16,6 +16,7 @@ from dpsur.privacy.page import render_markdown
 from dpsur.privacy.plan import Budget
 from dpsur.privacy.statement import (
     FORMAT,
+    mechanism_of,
     recomputed_epsilons,
     stated_filter,
     stated_menu,
@@ -116,15 +117,20 @@ def _filter_faults(statement: dict[str, Any]) -> list[str]:
 
 def _menu_faults(statement: dict[str, Any]) -> list[str]:
     """The steps of a run must be those that its menu offers, as many as were planned."""
-    if "menu" not in statement["mechanism"]:
+    mechanism = statement["mechanism"]
+    if "menu" not in mechanism:
         return []
     rows = [
         {"step": row["step"], "trials": row["charged"], "updates": row["charged"]}
-        for row in statement["mechanism"]["menu"]["steps"]
+        for row in mechanism["menu"]["steps"]
     ]
-    if stated_menu(statement).allows(Ledger.from_json({"setup": [], "entries": rows})):
-        return []
-    return ["the steps are not those of a run by the stated menu"]
+    plan, ledger = stated_menu(statement), Ledger.from_json({"setup": [], "entries": rows})
+    faults = []
+    if not plan.allows(ledger):
+        faults.append("the steps are not those of a run by the stated menu")
+    if mechanism != mechanism_of(plan, ledger):
+        faults.append("the mechanism says more or something else than its menu")
+    return faults
 
 
 def _cap_faults(statement: dict[str, Any]) -> list[str]:
