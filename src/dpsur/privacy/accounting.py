@@ -94,13 +94,15 @@ class Proven(Accounting):
         "number that depends on the two sample rates, the noise multiplier and a_max / a_min "
         "alone; the divergences of accepted updates add up, and their sum implies (epsilon, "
         "delta). Where nothing is selected, sampled Gaussian mechanisms are composed by privacy "
-        f"loss distributions. {PROOF}"
+        "loss distributions; where one is chosen from a menu by what was released before, one pair "
+        f"of distributions dominates every choice. {PROOF}"
     )
     assumes = (
         "The number of accepted updates is fixed before training, whatever a rejected trial "
         "touched is restored, and only accepted updates are released. Each is charged the "
-        "certified upper bound on the Rényi divergence of an update conditioned on acceptance. "
-        "How many trials were rejected, and how long they took, must stay private."
+        "certified upper bound on the Rényi divergence of an update conditioned on acceptance, or, "
+        "where nothing is selected, its privacy loss distribution. How many trials were rejected, "
+        "and how long they took, must stay private."
     )
 
     def epsilon(self, charges: Charges, delta: float) -> float:
@@ -134,7 +136,8 @@ class EveryTrial(Accounting):
     proved = True
     theorem = (
         "Every noisy gradient and every noisy test is a Poisson-sampled Gaussian mechanism, for "
-        "which a pair of distributions is known that dominates it. Dominating pairs compose "
+        "which a pair of distributions is known that dominates it; where one is chosen from a menu "
+        "by what was released before, one pair dominates every choice. Dominating pairs compose "
         "adaptively, and their privacy loss distributions, discretised upwards, give epsilon at "
         f"delta. {PROOF}"
     )
