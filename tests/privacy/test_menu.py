@@ -75,12 +75,35 @@ def no_sequence_costs_more(repeats=3, blocks=3):
         assert fixed <= whole * (1 + 1e-9), chosen
 
 
-@pytest.mark.parametrize("law", [the_profile_covers_every_choice, no_sequence_costs_more])
+def of_two(first, seconds, epsilon, direction):
+    """Delta of two updates, the second the worst of some, given what the first one released."""
+    q, s = first.sample_rate, first.noise_multiplier
+    x = np.linspace(-12 * s, 1 + 12 * s, 20_001)
+    without = norm.pdf(x, 0, s)
+    with_it = (1 - q) * without + q * norm.pdf(x, 1, s)
+    losses = np.log(with_it / without)
+    front, losses = (with_it, losses) if direction == "add" else (without, -losses)
+    rest = [menu.hockey_stick(second, epsilon - losses, direction) for second in seconds]
+    return float(np.trapezoid(front * np.max(rest, axis=0), x))
+
+
+def no_way_to_choose_costs_more():
+    """The second update is chosen by the outcome of the first, in the worst way there is."""
+    whole = menu.dominating(Menu(CHOICES), WIDTH).self_compose(2)
+    for epsilon in (0.02, 0.1, 0.37, 1.0):
+        chosen = max(of_two(c, CHOICES, epsilon, d) for c in CHOICES for d in ("add", "remove"))
+        assert chosen <= whole.get_delta_for_epsilon(epsilon) + ROUNDING, epsilon
+
+
+LAWS = [the_profile_covers_every_choice, no_sequence_costs_more, no_way_to_choose_costs_more]
+
+
+@pytest.mark.parametrize("law", LAWS)
 def test_law_holds(law):
     law()
 
 
-@pytest.mark.parametrize("law", [the_profile_covers_every_choice, no_sequence_costs_more])
+@pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("how", WRONG)
 def test_mutant_is_killed(law, how, monkeypatch):
     monkeypatch.setattr(menu, "_largest", combined(WRONG[how]))
@@ -90,6 +113,14 @@ def test_mutant_is_killed(law, how, monkeypatch):
             law()
     finally:
         menu.dominating.cache_clear()
+
+
+def test_choosing_by_what_was_released_can_cost_more():
+    """Than every sequence that is fixed in advance, so that the worst of those is no bound."""
+    epsilon, pairs = 0.1, itertools.product(CHOICES, CHOICES)
+    fixed = max(of_two(one, (other,), epsilon, "add") for one, other in pairs)
+    chosen = max(of_two(one, CHOICES, epsilon, "add") for one in CHOICES)
+    assert chosen > 1.01 * fixed
 
 
 def test_the_largest_is_what_is_built():
