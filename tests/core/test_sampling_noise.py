@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dpsur.core import sampling
+from dpsur.core import noise, sampling
 from dpsur.core.gradients import ClippedSum
 from dpsur.core.noise import add_gaussian
 from dpsur.core.sampling import exact_batch, padded_batch, padded_size, poisson_sample
@@ -189,3 +189,20 @@ def test_overflow_is_next_to_impossible():
         room = padded_size(size, rate)
         assert stats.binom.sf(room, size, rate) < 2e-6
         assert room < 1.5 * size * rate + 64  # most of the work is not for rows that do not count
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (5, 4), (3, 7)])
+def test_noise_on_the_host_is_the_same_law_piece_by_piece(monkeypatch, shape):
+    """Each piece gets the next draws, and none of them twice."""
+    monkeypatch.setattr(noise, "_AT_ONCE", 8)
+    value = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    total = ClippedSum({"w": value}, sensitivity=0.5)
+    found = noise.add_gaussian(total, 3.0, torch.Generator().manual_seed(1))["w"]
+    source = torch.Generator().manual_seed(1)
+    counts = [len(piece) for piece in value.reshape(-1).split(8)]
+    draws = torch.cat([noise._normal_draws(count, source) for count in counts])
+    assert found.shape == shape
+    assert found.dtype == torch.float32
+    expected = (1.5 * draws + value.reshape(-1)).to(torch.float32)
+    assert torch.equal(found.reshape(-1), expected)
+    assert len(draws.unique()) == len(draws)

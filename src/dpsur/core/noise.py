@@ -9,6 +9,10 @@ from dpsur.core.flat import elementwise
 from dpsur.core.gradients import ClippedSum
 from dpsur.core.types import Params
 
+# Numbers that get their noise at once on the host, where float64 would take twice the room of all
+# parameters, several times over.
+_AT_ONCE = 2**16
+
 
 def add_gaussian(total: ClippedSum, noise_multiplier: float, generator: torch.Generator) -> Params:
     """Gaussian mechanism on a sum of bounded sensitivity (Alg. 1, L7).
@@ -22,14 +26,22 @@ def add_gaussian(total: ClippedSum, noise_multiplier: float, generator: torch.Ge
         # Normal draws in float32 end at 5.8 standard deviations, where some records would be told
         # apart for certain. In float64 they end at 8.6, beyond any delta (docs/privacy.md).
         if value.device.type == "cpu":
-            noise = _normal_draws(value.numel(), generator).view(value.shape)
-        else:
-            noise = torch.randn(
-                value.shape, generator=generator, device=value.device, dtype=torch.float64
-            )
+            return _noisy_on_the_host(value, scale, generator)
+        noise = torch.randn(
+            value.shape, generator=generator, device=value.device, dtype=torch.float64
+        )
         return noise.mul_(scale).add_(value).to(value.dtype)
 
     return elementwise(noisy, total.params)
+
+
+def _noisy_on_the_host(value: Tensor, scale: float, generator: torch.Generator) -> Tensor:
+    """The same sum of value and noise in float64, piece by piece."""
+    exact, found = value.reshape(-1), torch.empty(value.numel(), dtype=value.dtype)
+    pieces, places = torch.split(exact, _AT_ONCE), torch.split(found, _AT_ONCE)
+    for piece, place in zip(pieces, places, strict=True):
+        place.copy_(_normal_draws(len(piece), generator).mul_(scale).add_(piece))
+    return found.view(value.shape)
 
 
 def _normal_draws(count: int, generator: torch.Generator) -> Tensor:
