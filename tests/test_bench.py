@@ -411,11 +411,9 @@ def test_what_the_readme_says_in_words_is_what_the_rows_say():
     many = [ratio for (_, batch), ratio in images.items() if batch == 1024]
     assert f"takes {min(many):.2f} to {max(many):.2f} times as long" in text
     assert f"`scattering-28`: {images['scattering-28', 256]:.2f}" in text
-    memory = ratios("bench_cpu", "dpsgd", "memory_over_plain")
-    most = max(memory, key=memory.__getitem__)
-    assert most == ("lstm-imdb", 256)
-    assert f"the recurrent network has {memory[most]:.2f}" in text
-    assert sum(ratio > 1.5 for ratio in memory.values()) == 1
+    memory = max(ratios("bench_cpu", "dpsgd", "memory_over_plain").values())
+    assert memory <= 1.5
+    assert f"Memory is at most {memory:.2f} times that of the plain step" in text
 
 
 def _seconds(row):
