@@ -79,7 +79,7 @@ def turning_pays(problem: Problem, params: Params, inputs: Tensor) -> bool:
     try:
         turned = inputs.contiguous(memory_format=torch.channels_last)
         found = _outputs(problem, params, turned)
-    except Exception:  # it stays as it is
+    except Exception:  # such a model gets its inputs in the order that they came in
         return False
     return torch.allclose(found, expected, _TOLERANCE, _TOLERANCE)
 
