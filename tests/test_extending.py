@@ -20,7 +20,7 @@ from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 from dpsur.features import features_named
 from dpsur.methods import Dpsgd
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
 from dpsur.runs.fit import fit
 from dpsur.tasks import task_named
 from dpsur.tasks.networks import build_network

@@ -26,8 +26,9 @@ from dpsur.core.types import Examples
 from dpsur.methods import Dpsgd, Dpsur, noisy_gradient, selection
 from dpsur.privacy import pld
 from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
-from dpsur.privacy.plan import Budget, Plan
+from dpsur.privacy.plans import Plan
 from tests.conftest import blobs, small_model
 from tests.statistics import assert_frequency, assert_standard_deviation
 

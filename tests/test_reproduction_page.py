@@ -26,8 +26,8 @@ from dpsur.experiments.robustness import records as rate_records
 from dpsur.experiments.series import series
 from dpsur.experiments.settings import DATASET_SIZES
 from dpsur.methods import METHODS
-from dpsur.privacy.filtered import FilteredPlan
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.plans import FilteredPlan
 from dpsur.runs.preparation import Preparation
 
 ROOT = Path(__file__).parent.parent

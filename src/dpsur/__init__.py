@@ -24,7 +24,7 @@ from dpsur.errors import (
 
 if TYPE_CHECKING:
     from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
-    from dpsur.privacy.plan import Budget
+    from dpsur.privacy.budget import Budget
     from dpsur.runs.fit import fit
     from dpsur.runs.release import load
     from dpsur.runs.result import Run
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dpsur.runs.verification import verify
 
 _HOMES = {
-    "Budget": "dpsur.privacy.plan",
+    "Budget": "dpsur.privacy.budget",
     "Dpagd": "dpsur.methods",
     "Dpis": "dpsur.methods",
     "Dpsgd": "dpsur.methods",

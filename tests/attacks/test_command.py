@@ -18,7 +18,7 @@ from dpsur.experiments.roc import thinned
 from dpsur.experiments.targets import PrivateTrainer, attacked_pool, plain_trainer
 from dpsur.features import compute, features_named
 from dpsur.methods import method_named
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
 from dpsur.runs.tasks import TaskRun
 from dpsur.tasks import task_named
 

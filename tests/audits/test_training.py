@@ -20,7 +20,7 @@ from dpsur.core.problem import Problem
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 from dpsur.methods import Dpsgd, Dpsur
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
 from tests.conftest import blobs, small_model
 
 CANARIES = 2000

@@ -15,8 +15,8 @@ from dpsur.core.streams import Streams
 from dpsur.core.tree import flatten
 from dpsur.core.turns import finished
 from dpsur.methods import Dpsgd, Dpsur
-from dpsur.privacy.hiding import hiding_plan
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.plans.hiding import hiding_plan
 from dpsur.runs.session import Pace, Speed
 from tests.conftest import blobs, small_model
 

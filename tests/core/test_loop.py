@@ -13,8 +13,9 @@ from dpsur.core.types import OptimizerState, State
 from dpsur.errors import NothingReleasedError
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.accounting import KEEP_MOMENTUM, accounting_named
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
-from dpsur.privacy.plan import Budget, Plan
+from dpsur.privacy.plans import Plan
 from tests.conftest import blobs, small_model
 
 CPU = torch.device("cpu")

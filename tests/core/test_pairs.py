@@ -11,7 +11,7 @@ from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
 from dpsur.core.types import Examples
 from dpsur.methods import Dpsur
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
 from tests.conftest import blobs, small_model
 
 CPU = torch.device("cpu")

@@ -19,8 +19,9 @@ from dpsur.experiments.arms import ARMS, HF_PUBLISHED, METHOD_ARMS
 from dpsur.experiments.arms.controls import KeptMomentum, RandomAcceptance, RandomAcceptanceKept
 from dpsur.experiments.arms.released_code import NO_LOSS, ReleasedCode
 from dpsur.methods import METHODS, Dpsur
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial
-from dpsur.privacy.plan import Budget, Plan
+from dpsur.privacy.plans import Plan
 from tests.conftest import blobs, small_model
 from tests.methods.problems import CPU, assert_same
 from tests.statistics import STANDARD_ERRORS, assert_frequency

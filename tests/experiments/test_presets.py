@@ -14,10 +14,9 @@ from dpsur.experiments.settings import DATASET_SIZES, DELTA, EPSILONS
 from dpsur.features import FEATURES
 from dpsur.methods import METHODS
 from dpsur.privacy import pld, rdp
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Menu, NoisyChoice, SampledGaussian, Trial
-from dpsur.privacy.filtered import FilteredPlan
-from dpsur.privacy.menu_plan import MenuPlan
-from dpsur.privacy.plan import Budget, Plan
+from dpsur.privacy.plans import FilteredPlan, MenuPlan, Plan
 from dpsur.runs.preparation import NORMALISATIONS, Preparation
 from dpsur.tasks import TASKS
 from dpsur.tasks.networks import build_network
@@ -67,7 +66,7 @@ def quick_epsilon(charges, delta):
 @pytest.fixture
 def quick_accounting(monkeypatch):
     monkeypatch.setattr(pld, "composed_epsilon", quick_epsilon)
-    monkeypatch.setattr("dpsur.privacy.filtered.event_divergence", quick_divergence)
+    monkeypatch.setattr("dpsur.privacy.plans.filtered.event_divergence", quick_divergence)
 
 
 @pytest.mark.parametrize(("method", "task", "epsilon"), CELLS)

@@ -15,7 +15,7 @@ from dpsur.core.streams import Streams
 from dpsur.core.tree import flatten
 from dpsur.core.types import Examples
 from dpsur.methods import METHODS, Method
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
 from tests.conftest import blobs, small_model
 
 CPU = torch.device("cpu")

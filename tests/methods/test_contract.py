@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 import dpsur
 from dpsur.methods import METHODS
-from dpsur.privacy.filtered import FilteredPlan
 from dpsur.privacy.page import render_markdown
+from dpsur.privacy.plans import FilteredPlan
 from dpsur.runs.checkpoint import FILE_NAME
 from dpsur.runs.files import finite
 from dpsur.runs.fit import execute

@@ -22,7 +22,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.methods import Dpagd, adaptive_steps
 from dpsur.methods.adaptive_steps import AdaptiveSteps
 from dpsur.privacy.events import NoisyChoice, SampledGaussian, Trial
-from dpsur.privacy.filtered import FilteredPlan
+from dpsur.privacy.plans import FilteredPlan
 from dpsur.privacy.proven import event_divergence
 from tests.methods.problems import CPU, SIZE, assert_same, bound
 from tests.statistics import FALSE_ALARM, assert_standard_deviation

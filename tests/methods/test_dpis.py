@@ -20,12 +20,12 @@ from dpsur.core.streams import Streams
 from dpsur.core.types import Examples, State
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.methods import Dpis, importance_steps
-from dpsur.methods.importance_steps import ImportanceSteps
+from dpsur.methods.importance_steps import ImportanceSteps, price_of_an_update
 from dpsur.privacy import pld
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Menu, SampledGaussian, Trial
-from dpsur.privacy.filtered import FilteredPlan
-from dpsur.privacy.menu_plan import MenuPlan
-from dpsur.privacy.plan import Budget, Request, make_plan
+from dpsur.privacy.plans import FilteredPlan, MenuPlan
+from dpsur.privacy.plans.request import Request, make_plan
 from tests.conftest import blobs, small_model
 from tests.methods.problems import BUDGET, CPU, SIZE, bound, settled
 from tests.statistics import STANDARD_ERRORS, assert_standard_deviation
@@ -68,7 +68,12 @@ def refreshed(problem: Problem, norm_sum: float, seed: int = 0, noise: float = 1
     """A procedure in a state in which this sum of norms was released."""
     procedure, _ = bound(Dpis(**{**OPTIONS, **changes}), seed=seed, problem=problem)
     state = procedure.initial_state()
-    values = {"norm_sum": norm_sum, "noise_multiplier": noise}
+    update = procedure._steering.update_at(procedure._steering.batch_size * CLIP / norm_sum)
+    values = {
+        "norm_sum": norm_sum,
+        "sample_rate": update.sample_rate,
+        "noise_multiplier": noise,
+    }
     memory = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
     return procedure, replace(state, memory={**memory, "refresh_at": state.updates + 10})
 
@@ -111,6 +116,7 @@ class Released(NamedTuple):
     event: SampledGaussian
     state: State
     procedure: ImportanceSteps
+    plan: MenuPlan
 
 
 def released_sums(draws: int, problem: Problem, **changes):
@@ -121,7 +127,7 @@ def released_sums(draws: int, problem: Problem, **changes):
         progress, _ = make_trial(procedure, plan, start(procedure))
         assert progress.ledger.entries[0].step == step
         norm_sum = float(progress.state.memory["norm_sum"])
-        yield Released(norm_sum, step, progress.state, procedure)
+        yield Released(norm_sum, step, progress.state, procedure, plan)
 
 
 def the_sum_of_norms_has_the_accounted_noise():
@@ -154,7 +160,7 @@ def an_update_is_on_the_menu():
         for one in released_sums(3, known_gradients(spread=spread)):
             trial = one.procedure.step(one.state)
             assert isinstance(trial, Trial)
-            assert trial.update in one.procedure._plan.menu.choices
+            assert trial.update in one.plan.menu.choices
 
 
 def an_update_behind_a_gate_costs_its_price():
@@ -162,10 +168,11 @@ def an_update_behind_a_gate_costs_its_price():
     problem = known_gradients(spread=0.5)
     method, plan = settled(Dpis(**GATED), SIZE, "every-trial")
     procedure = method._proposer(problem, plan, Streams(0, CPU))
+    price = price_of_an_update(plan, procedure._steering.norms, method.refresh_every)
     for _ in range(3):
         state = procedure.propose(procedure.initial_state(), torch.tensor(0)).state
         trial = replace(procedure.step(state), test=plan.typical.test)
-        assert 0.99 * procedure._price <= plan.cost(trial) <= procedure._price
+        assert 0.99 * price <= plan.cost(trial) <= price
 
 
 def what_was_drawn_fits_the_budget():
@@ -240,11 +247,11 @@ def no_floor(patch):
     real = ImportanceSteps._refreshed
 
     def wrong(self, state):
-        size, self._batch_size = self._batch_size, 1e-6
+        steering, self._steering = self._steering, replace(self._steering, batch_size=1e-6)
         try:
             return real(self, state)
         finally:
-            self._batch_size = size
+            self._steering = steering
 
     patch.setattr(ImportanceSteps, "_refreshed", wrong)
 
@@ -261,11 +268,12 @@ def noise_of_the_planned_rate(patch):
 
 def exact_rate(patch):
     """The rate b C / K itself, with the noise of the one on the menu."""
+    real = MenuPlan.nearest
 
-    def wrong(self, norm_sum):
-        return min(self._batch_size * self._max_grad_norm / norm_sum, 1.0)
+    def wrong(self, rate):
+        return replace(real(self, rate), sample_rate=rate)
 
-    patch.setattr(ImportanceSteps, "_rate", wrong)
+    patch.setattr(MenuPlan, "nearest", wrong)
 
 
 def noise_of_the_planned_rate_behind_a_gate(patch):

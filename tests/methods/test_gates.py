@@ -7,7 +7,7 @@ import dpsur
 from dpsur.core.loop import make_trial, start, train
 from dpsur.methods import selection
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
-from dpsur.privacy.filtered import FilteredPlan
+from dpsur.privacy.plans import FilteredPlan
 from dpsur.runs.verification import verify
 from tests.methods.problems import BUDGET, NOISE, SIZE, STEPS, assert_same, bound, fit
 from tests.methods.test_contract import own_cache_and_no_curves  # noqa: F401

@@ -18,9 +18,10 @@ from dpsur.privacy.accounting import (
     accounting_named,
     figures,
 )
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NonPrivate, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plan import Budget, Request, make_plan
+from dpsur.privacy.plans.request import Request, make_plan
 from dpsur.privacy.rdp import PAPER_ORDERS, epsilon_from_rdp, sampled_gaussian_rdp
 
 DELTA = 1e-5

@@ -7,12 +7,14 @@ import pytest
 
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accounting import CAP_SHARE
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.conversion import epsilon_at
 from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NoisyChoice, SampledGaussian, Trial
 from dpsur.privacy.filter import RenyiFilter
-from dpsur.privacy.filtered import ALLOWANCE_PARTS, MOST_TRIALS, FilteredPlan
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plan import Budget, Plan, trial_cap
+from dpsur.privacy.plans import FilteredPlan, Plan
+from dpsur.privacy.plans.cap import trial_cap
+from dpsur.privacy.plans.filtered import ALLOWANCE_PARTS, MOST_TRIALS
 from dpsur.privacy.proven import event_divergence
 
 BUDGET = Budget(3.0, 1e-5)

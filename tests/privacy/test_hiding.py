@@ -5,11 +5,12 @@ from scipy.stats import binom
 
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import CAP_SHARE
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
-from dpsur.privacy.filtered import FilteredPlan
-from dpsur.privacy.hiding import duration, elapsed, hiding_plan, least_cap
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plan import Budget, Plan, trial_cap
+from dpsur.privacy.plans import FilteredPlan, Plan
+from dpsur.privacy.plans.cap import trial_cap
+from dpsur.privacy.plans.hiding import duration, elapsed, hiding_plan, least_cap
 
 BUDGET = Budget(3.0, 1e-5)
 TRIAL = Trial(SampledGaussian(0.01, 2.0), LossTest(0.01, 1.0, -1.0))

@@ -7,11 +7,11 @@ import pytest
 
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy import pld
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, LossTest, Menu, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.menu_plan import MenuPlan
-from dpsur.privacy.menu_rates import as_costly, best_order, menu_around
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.plans import MenuPlan
+from dpsur.privacy.plans.menu_rates import as_costly, best_order, menu_around
 from dpsur.privacy.rdp import sampled_gaussian_rdp
 
 BUDGET = Budget(3.0, 1e-5)

@@ -9,8 +9,9 @@ from scipy.special import gammaln, log_ndtr, logsumexp
 from dpsur.errors import BudgetError
 from dpsur.privacy import pld, proven, rdp
 from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, NoisyChoice, SampledGaussian, Trial
-from dpsur.privacy.plan import Budget, Request, make_plan
+from dpsur.privacy.plans.request import Request, make_plan
 
 DELTA = 1e-5
 TINY = (0.1, 0.05, 0.01, 1e-3)

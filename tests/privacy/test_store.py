@@ -6,8 +6,8 @@ import pytest
 
 from dpsur.methods import Dpsur
 from dpsur.privacy import proven
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial
-from dpsur.privacy.plan import Budget
 from dpsur.privacy.proven import SelectiveUpdate, event_divergence, selective_divergence
 from dpsur.privacy.selective import store
 from dpsur.privacy.selective.divergence import Interval

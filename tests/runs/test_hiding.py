@@ -14,9 +14,10 @@ from dpsur.core.loop import Progress, start, train
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
 from dpsur.core.types import Verdict
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plan import Budget, Plan
+from dpsur.privacy.plans import Plan
 from dpsur.runs.delays import RandomDelays
 from dpsur.runs.session import Pace, Session
 from dpsur.runs.verification import verify

@@ -9,7 +9,7 @@ from torch import nn
 
 from dpsur.errors import InvalidInputError, NothingReleasedError
 from dpsur.methods import Dpsgd, Dpsur
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
 from dpsur.runs.fit import execute
 from dpsur.runs.prepare import prepare
 from dpsur.runs.session import Pace, Session

@@ -20,7 +20,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.methods.gated import NO_GATE, Gated
 from dpsur.methods.noisy_gradient import NoisyGradientSteps
 from dpsur.methods.selection import Selective
-from dpsur.privacy.plan import Plan
+from dpsur.privacy.plans import Plan
 from dpsur.runs.session import Session
 
 Bind = Callable[[Gated, Problem, Plan, Streams], Procedure]

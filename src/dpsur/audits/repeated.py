@@ -21,8 +21,10 @@ from dpsur.core.types import Examples, Procedure, Verdict
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.methods.gated import Gated
 from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
-from dpsur.privacy.plan import Budget, Plan, trial_cap
+from dpsur.privacy.plans import Plan
+from dpsur.privacy.plans.cap import trial_cap
 
 DELTA = 0.01
 BINS = 16

@@ -19,8 +19,10 @@ from dpsur.core.noise import add_gaussian
 from dpsur.core.streams import Streams
 from dpsur.core.types import Candidate, Procedure, State, Verdict
 from dpsur.methods import Dpsur
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Step
-from dpsur.privacy.plan import Budget, Plan, trial_cap
+from dpsur.privacy.plans import Plan
+from dpsur.privacy.plans.cap import trial_cap
 
 BLOCK = 200_000
 _CLIP = 1.0

@@ -19,10 +19,8 @@ from dpsur.audits.one_run import (
 from dpsur.core.types import Examples, LossFunction
 from dpsur.errors import InvalidInputError
 from dpsur.methods import Method
-from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.filtered import AnyPlan, FilteredPlan
-from dpsur.privacy.menu_plan import MenuPlan
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.plans import AnyPlan
 from dpsur.runs.preparation import Preparation
 from dpsur.runs.prepare import prepare
 
@@ -89,17 +87,10 @@ def judge_guesses(
 
 
 def claimed_points(plan: AnyPlan) -> list[tuple[float, float]]:
-    """What is claimed at several deltas, none below the budget's; a filter has one claim only."""
-    if isinstance(plan, FilteredPlan):
-        return [(plan.budget.epsilon, plan.budget.delta)]
-    accounting = accounting_named(plan.accounting)
-    deltas = {plan.budget.delta, *(d for d in CURVE_DELTAS if d > plan.budget.delta)}
-    if isinstance(plan, MenuPlan):
-        return [(plan.epsilon(delta), delta) for delta in sorted(deltas)]
-    return [
-        (accounting.planned(plan.setup, plan.trial, plan.length, delta), delta)
-        for delta in sorted(deltas)
-    ]
+    """What is claimed at the budget's delta, and at larger ones that the plan covers."""
+    larger = (delta for delta in CURVE_DELTAS if delta > plan.budget.delta)
+    deltas = (plan.budget.delta, *filter(plan.covers, larger))
+    return [(plan.epsilon(delta), delta) for delta in deltas]
 
 
 def audit_training(

@@ -12,8 +12,9 @@ from dpsur.errors import InvalidInputError
 from dpsur.methods.dpsgd import Dpsgd
 from dpsur.methods.dpsur import Dpsur
 from dpsur.methods.gated import Gated
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Test, Trial
-from dpsur.privacy.plan import Budget, Plan
+from dpsur.privacy.plans import Plan
 
 VAL_BATCH_SIZE = 256
 # The paper's gate; what a test costs in time does not depend on these.

@@ -30,7 +30,7 @@ from dpsur.experiments.targets import (
 )
 from dpsur.methods import METHODS, Nonprivate, method_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
 from dpsur.runs.prepare import choose_device
 from dpsur.runs.release import read_release
 from dpsur.runs.tasks import TaskRun, subset

@@ -23,7 +23,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.experiments.targets import as_seen_by
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.prepare import choose_device
 from dpsur.tasks import DEFAULT_TASK, Task, task_named

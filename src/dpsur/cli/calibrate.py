@@ -7,9 +7,11 @@ from dpsur import checks
 from dpsur.cli.account import add_mechanism_options, described_test, rate, setup_events
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.design import design_gate
 from dpsur.privacy.events import SampledGaussian, Trial
-from dpsur.privacy.plan import Budget, Plan, Request, make_plan
+from dpsur.privacy.plans import Plan
+from dpsur.privacy.plans.request import Request, make_plan
 from dpsur.privacy.statement import format_epsilon
 
 DESCRIPTION = """\

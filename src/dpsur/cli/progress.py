@@ -11,9 +11,8 @@ from typing import Any, Self
 
 from dpsur.core.loop import Progress
 from dpsur.core.types import Verdict
-from dpsur.privacy.filtered import AnyPlan, FilteredPlan
-from dpsur.privacy.hiding import duration, elapsed
-from dpsur.privacy.menu_plan import MenuPlan
+from dpsur.privacy.plans import AnyPlan
+from dpsur.privacy.plans.hiding import duration, elapsed
 from dpsur.privacy.statement import format_epsilon
 
 PRIVATE_WARNING = (
@@ -44,7 +43,7 @@ class ProgressBar:
         self._plan = plan
         if self._quiet:
             return
-        self._say(_describe(plan))
+        self._say(plan.in_words())
         if self._show_private:
             self._say(f"warning: {PRIVATE_WARNING}")
         if sys.stderr.isatty():
@@ -101,7 +100,7 @@ class ProgressBar:
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("trials" if plan.to_the_cap else _unit(plan)),
+            TextColumn("trials" if plan.to_the_cap else plan.unit),
             TextColumn("{task.fields[status]}"),
             console=Console(stderr=True),
         )
@@ -115,25 +114,3 @@ class ProgressBar:
             self._bar.console.print(text, highlight=False)
         else:
             print(text, file=sys.stderr, flush=True)
-
-
-def _unit(plan: AnyPlan) -> str:
-    if plan.updates is not None:
-        return "updates"
-    return "thousandths of the allowance" if isinstance(plan, FilteredPlan) else "trials"
-
-
-def _describe(plan: AnyPlan) -> str:
-    unit = _unit(plan)
-    if isinstance(plan, FilteredPlan):
-        length = "as many trials as fit" if plan.updates is None else f"{plan.updates} {unit}"
-        return f"{length} under a privacy filter of order {plan.order:.3g}, {plan.accounting}"
-    if isinstance(plan, MenuPlan):
-        first, last = plan.menu.choices[0], plan.menu.choices[-1]
-        noises = f"{first.noise_multiplier:.3f} to {last.noise_multiplier:.3f}"
-        return f"{plan.updates} {unit} at noise multipliers from {noises}, {plan.accounting}"
-    noise = getattr(plan.trial.update, "noise_multiplier", 0.0)
-    length = f"{plan.length} {unit}"
-    if plan.to_the_cap:
-        length += f" in {plan.trials} trials, whatever is rejected,"
-    return f"{length} at noise multiplier {noise:.3f}, {plan.accounting}"

@@ -16,8 +16,8 @@ from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.experiments.presets import Preset, preset_named
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
-from dpsur.privacy.hiding import NOT_HIDDEN
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.plans.hiding import NOT_HIDDEN
 from dpsur.runs.files import RunFolder, to_json, write_atomically
 from dpsur.runs.session import Pace, Speed
 from dpsur.runs.tasks import TaskRun

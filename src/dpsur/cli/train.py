@@ -25,7 +25,7 @@ from dpsur.experiments.presets import PRESETS
 from dpsur.features import FEATURES
 from dpsur.methods import METHODS
 from dpsur.privacy.accounting import ACCOUNTINGS
-from dpsur.privacy.hiding import NOT_HIDDEN, WAYS_TO_HIDE
+from dpsur.privacy.plans.hiding import NOT_HIDDEN, WAYS_TO_HIDE
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
 from dpsur.runs.files import RunFolder, finite
 from dpsur.runs.fit import execute

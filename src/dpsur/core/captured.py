@@ -21,7 +21,7 @@ from dpsur.core.tree import map_tensors
 from dpsur.core.turns import Turns
 from dpsur.core.types import Procedure, State, Verdict
 from dpsur.errors import UnsupportedModelError
-from dpsur.privacy.plan import Plan
+from dpsur.privacy.plans import Plan
 
 OnBlock = Callable[[Progress, list[Verdict]], None]
 

@@ -10,8 +10,8 @@ from dpsur.core.flat import elementwise
 from dpsur.core.tree import map_tensors
 from dpsur.core.types import Procedure, State, Verdict
 from dpsur.errors import NothingReleasedError
-from dpsur.privacy.filtered import AnyPlan
 from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plans import AnyPlan
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from dpsur.experiments.artifacts import Artifact, Page
 from dpsur.experiments.base import Cell, OneByOne, Options, Row
 from dpsur.experiments.settings import DELTA, PaperSetting, paper_setting, paper_settings
 from dpsur.privacy.accounting import figures
-from dpsur.privacy.plan import Budget, Request, make_plan
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.plans.request import Request, make_plan
 
 TITLE = "# What the paper's settings cost"
 NOTE = """\

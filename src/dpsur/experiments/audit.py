@@ -19,7 +19,7 @@ from dpsur.experiments.base import Cell, OneByOne, Options, Row
 from dpsur.experiments.targets import as_seen_by
 from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur
 from dpsur.methods.gated import Gated
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
 from dpsur.runs.prepare import choose_device
 from dpsur.tasks import task_named
 from dpsur.tasks.networks import build_network

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dpsur.experiments.artifacts import Artifact, Page
 from dpsur.experiments.base import Cell, OneByOne, Options, Row
 from dpsur.methods import Dpsgd, Dpsur, Method
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
 from dpsur.runs.fit import execute
 from dpsur.runs.tasks import TaskRun, prepare_task
 from dpsur.tasks import task_named

@@ -22,7 +22,7 @@ from dpsur.experiments.targets import PrivateTrainer, plain_trainer, pool_on, ta
 from dpsur.experiments.training import BLOCK, NEVER, WITH_TF32
 from dpsur.methods import method_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
 from dpsur.runs.prepare import choose_device
 from dpsur.runs.session import Pace, Speed
 from dpsur.runs.tasks import TaskRun

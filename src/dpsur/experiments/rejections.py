@@ -11,9 +11,9 @@ from dpsur.experiments.accounting import costs, setting_cells, setting_of
 from dpsur.experiments.artifacts import Artifact, Column, Table, table_page
 from dpsur.experiments.base import Cell, OneByOne, Options, Row
 from dpsur.experiments.settings import DELTA
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest
-from dpsur.privacy.hiding import CONSTANT, DELAY, NOT_HIDDEN, least_cap
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.plans.hiding import CONSTANT, DELAY, NOT_HIDDEN, least_cap
 
 BLOCKS = (1, 1000, 10_000)
 RUNS = 200_000

@@ -10,7 +10,7 @@ import torch
 
 from dpsur.experiments.arms import ARMS
 from dpsur.methods import Nonprivate
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
 from dpsur.runs.preparation import PRIVATE
 from dpsur.runs.prepare import choose_device
 from dpsur.runs.result import Run

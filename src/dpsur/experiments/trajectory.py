@@ -17,8 +17,9 @@ from dpsur.experiments.artifacts import Artifact, Column, Picture, Table, table_
 from dpsur.experiments.base import Cell, OneByOne, Options, Row
 from dpsur.experiments.trajectory_figure import draw, excess_losses
 from dpsur.methods import Dpsgd, Dpsur, Method
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import SampledGaussian
-from dpsur.privacy.plan import Budget, Plan
+from dpsur.privacy.plans import Plan
 
 SEEDS = range(20)
 SETTINGS: dict[str, Any] = {

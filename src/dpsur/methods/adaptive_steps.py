@@ -16,7 +16,7 @@ from dpsur.core.sampling import steady_batch
 from dpsur.core.streams import BATCH, LAYERS, NOISE, VAL_BATCH, VAL_NOISE, Streams
 from dpsur.core.types import Candidate, Params, State, Verdict
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Step, Trial
-from dpsur.privacy.filtered import FilteredPlan
+from dpsur.privacy.plans import FilteredPlan
 
 # The largest step is adapted after this many updates, to this multiple of the largest chosen.
 WINDOW, HEADROOM = 10, 1.1

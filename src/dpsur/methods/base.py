@@ -10,9 +10,9 @@ from torch import nn
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
 from dpsur.core.types import Procedure
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event
-from dpsur.privacy.filtered import AnyPlan
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.plans import AnyPlan
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:

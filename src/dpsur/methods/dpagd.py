@@ -13,9 +13,10 @@ from dpsur.methods.adaptive_steps import AdaptiveSteps, Lengths
 from dpsur.methods.base import Method, option, power_of_two_near
 from dpsur.methods.noisy_steps import check_batch_size
 from dpsur.privacy.accounting import check_covers_steering
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Trial
-from dpsur.privacy.filtered import AnyPlan, FilteredPlan
-from dpsur.privacy.plan import Budget, Request, make_plan
+from dpsur.privacy.plans import AnyPlan, FilteredPlan
+from dpsur.privacy.plans.request import Request, make_plan
 
 DEFAULT_UPDATES = 200
 # What the choices of step lengths take of the budget where nothing else is said.

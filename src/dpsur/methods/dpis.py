@@ -14,13 +14,14 @@ from dpsur.methods.importance_steps import (
     NORMS_SPEND_ALL,
     ImportanceSteps,
     Steering,
+    updates_at_a_price,
 )
 from dpsur.privacy.accounting import check_covers_steering
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, SampledGaussian
-from dpsur.privacy.filtered import AnyPlan, FilteredPlan
-from dpsur.privacy.menu_plan import MenuPlan
-from dpsur.privacy.menu_rates import as_costly, best_order, menu_around
-from dpsur.privacy.plan import Budget, Plan, make_plan
+from dpsur.privacy.plans import AnyPlan, FilteredPlan, MenuPlan, Plan
+from dpsur.privacy.plans.menu_rates import as_costly, best_order, menu_around
+from dpsur.privacy.plans.request import make_plan
 
 # What the noisy norms may take of the budget altogether, by Rényi divergence.
 STEERING_SHARE = 0.02
@@ -145,5 +146,14 @@ class Dpis(Gated):
         assert self.refresh_every is not None
         assert self.norm_noise_multiplier is not None
         norms = SampledGaussian(self.norm_rate(len(problem.train)), self.norm_noise_multiplier)
-        steering = Steering(self.batch_size, self.max_grad_norm, norms, self.refresh_every)
+        assert isinstance(plan, MenuPlan | FilteredPlan)
+        steering = Steering(
+            self.batch_size,
+            self.max_grad_norm,
+            norms,
+            self.refresh_every,
+            plan.nearest
+            if isinstance(plan, MenuPlan)
+            else updates_at_a_price(plan, norms, self.refresh_every),
+        )
         return ImportanceSteps(self, steering, problem, plan, streams)

@@ -13,10 +13,11 @@ from dpsur.methods.noisy_gradient import NoisyGradientSteps
 from dpsur.methods.noisy_steps import NoisySteps, check_batch_size
 from dpsur.methods.selection import Selective
 from dpsur.privacy.accounting import KEEP_MOMENTUM, RESTORE, Accounting, accounting_named
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibrate import largest_ratio, least_noise
 from dpsur.privacy.events import CoinTest, LossTest, NonPrivate, Test, Trial
-from dpsur.privacy.filtered import AnyPlan
-from dpsur.privacy.plan import Budget, Plan, Request
+from dpsur.privacy.plans import AnyPlan, Plan
+from dpsur.privacy.plans.request import Request
 
 NO_GATE = "none"
 GATES = ("loss", "coin", NO_GATE)

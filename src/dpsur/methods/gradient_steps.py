@@ -15,7 +15,7 @@ from dpsur.core.streams import LAYERS, Streams
 from dpsur.core.types import Candidate, Params, State, Verdict
 from dpsur.methods.optimization import Optimization
 from dpsur.privacy.events import Event, Step
-from dpsur.privacy.filtered import AnyPlan
+from dpsur.privacy.plans import AnyPlan
 
 
 class GradientSteps(ABC):

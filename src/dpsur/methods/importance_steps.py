@@ -1,5 +1,6 @@
 """The steps of DPIS: a noisy sum of gradient norms now and then, and updates steered by it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,8 +18,7 @@ from dpsur.methods.gradient_steps import GradientSteps
 from dpsur.methods.optimization import Optimization
 from dpsur.privacy.calibrate import MOST_NOISE
 from dpsur.privacy.events import SampledGaussian, Step, Trial
-from dpsur.privacy.filtered import AnyPlan, FilteredPlan
-from dpsur.privacy.menu_plan import MenuPlan
+from dpsur.privacy.plans import AnyPlan, FilteredPlan
 from dpsur.privacy.proven import event_divergence
 
 NORMS_SPEND_ALL = (
@@ -29,12 +29,17 @@ NORMS_SPEND_ALL = (
 
 @dataclass(frozen=True)
 class Steering:
-    """What decides the rate of an update: b, C, how K is released and after how many updates."""
+    """What decides the rate of an update: b, C, how K is released and after how many updates.
+
+    `update_at` gives the update nearest to a rate that the plan allows. It sees released values
+    only, so its noise depends on nothing else.
+    """
 
     batch_size: int
     max_grad_norm: float
     norms: SampledGaussian
     refresh_every: int
+    update_at: Callable[[float], SampledGaussian]
 
 
 class ImportanceSteps(GradientSteps):
@@ -49,13 +54,7 @@ class ImportanceSteps(GradientSteps):
         streams: Streams,
     ) -> None:
         super().__init__(method, problem, plan, streams)
-        assert isinstance(plan, MenuPlan | FilteredPlan)
-        self._plan = plan
-        self._norms = steering.norms
-        self._batch_size = steering.batch_size
-        self._max_grad_norm = steering.max_grad_norm
-        self._refresh_every = steering.refresh_every
-        self._price = price_of_an_update(plan, steering) if isinstance(plan, FilteredPlan) else 0.0
+        self._steering = steering
 
     def initial_state(self) -> State:
         """Nothing is known of the norms yet."""
@@ -63,6 +62,7 @@ class ImportanceSteps(GradientSteps):
         unknown = torch.zeros((), dtype=torch.float64, device=self._problem.device)
         memory = {
             "norm_sum": unknown,
+            "sample_rate": unknown,
             "noise_multiplier": unknown,
             "refresh_at": torch.zeros_like(state.updates),
         }
@@ -71,7 +71,7 @@ class ImportanceSteps(GradientSteps):
     def step(self, state: State) -> Step:
         """A release of the norms where one is due, else an update at the rate they imply."""
         if self._refresh_is_due(state):
-            return self._norms
+            return self._steering.norms
         return Trial(self._update(state))
 
     def propose(self, state: State, position: Tensor) -> Candidate:
@@ -90,40 +90,32 @@ class ImportanceSteps(GradientSteps):
 
     def _refreshed(self, state: State) -> State:
         """Release a noisy sum of clipped gradient norms, and fix the noise that follows from it."""
-        train, bound = self._problem.train, self._max_grad_norm
-        batch = steady_batch(train, self._norms.sample_rate, self._streams[STEERING])
+        train, bound = self._problem.train, self._steering.max_grad_norm
+        release = self._steering.norms
+        batch = steady_batch(train, release.sample_rate, self._streams[STEERING])
         with self._layer_randomness():
             norms = clipped_norms(self._problem, state.params, batch.examples, bound)
         if batch.mask is not None:
             norms = torch.where(batch.mask, norms, 0.0)
         total = ClippedSum({"norms": norms.sum()}, sensitivity=bound)
-        noisy = add_gaussian(total, self._norms.noise_multiplier, self._streams[STEERING])
-        estimate = noisy["norms"] / self._norms.sample_rate
+        noisy = add_gaussian(total, release.noise_multiplier, self._streams[STEERING])
+        estimate = noisy["norms"] / release.sample_rate
         # The floor keeps every probability at most 1; the ceiling is what K cannot exceed.
-        norm_sum = estimate.clamp(min=self._batch_size * bound, max=len(train) * bound)
-        noise = self._noise(self._rate(float(norm_sum)))
+        smallest = self._steering.batch_size * bound
+        norm_sum = estimate.clamp(min=smallest, max=len(train) * bound)
+        update = self._steering.update_at(min(smallest / float(norm_sum), 1.0))
         memory = {
             "norm_sum": norm_sum,
-            "noise_multiplier": torch.full_like(norm_sum, noise),
-            "refresh_at": state.updates + self._refresh_every,
+            "sample_rate": torch.full_like(norm_sum, update.sample_rate),
+            "noise_multiplier": torch.full_like(norm_sum, update.noise_multiplier),
+            "refresh_at": state.updates + self._steering.refresh_every,
         }
         return replace(state, memory=memory)
 
-    def _rate(self, norm_sum: float) -> float:
-        """The rate b C / K, or the nearest that is on the menu."""
-        rate = min(self._batch_size * self._max_grad_norm / norm_sum, 1.0)
-        return self._plan.nearest(rate).sample_rate if isinstance(self._plan, MenuPlan) else rate
-
-    def _noise(self, rate: float) -> float:
-        """The noise on the menu, or behind a gate that of the price of an update."""
-        if isinstance(self._plan, MenuPlan):
-            return self._plan.nearest(rate).noise_multiplier
-        return self._plan.noise_for(rate, self._price, self._plan.typical.gate)
-
     def _update(self, state: State) -> SampledGaussian:
         assert state.memory is not None
-        rate = self._rate(float(state.memory["norm_sum"]))
-        return SampledGaussian(rate, float(state.memory["noise_multiplier"]))
+        rate, noise = state.memory["sample_rate"], state.memory["noise_multiplier"]
+        return SampledGaussian(float(rate), float(noise))
 
     def _gradient(self, state: State) -> tuple[Params, Tensor | None]:
         event = self._update(state)
@@ -141,18 +133,26 @@ class ImportanceSteps(GradientSteps):
                 state.params,
                 batch,
                 event,
-                self._max_grad_norm,
+                self._steering.max_grad_norm,
                 self._streams[NOISE],
                 coins=coins,
             )
         return gradient, batch.overflow
 
 
-def price_of_an_update(plan: FilteredPlan, steering: Steering) -> float:
+def updates_at_a_price(
+    plan: FilteredPlan, norms: SampledGaussian, refresh_every: int
+) -> Callable[[float], SampledGaussian]:
+    """Updates of any rate that cost the same: the noise of one follows from its rate."""
+    price, gate = price_of_an_update(plan, norms, refresh_every), plan.typical.gate
+    return lambda rate: SampledGaussian(rate, plan.noise_for(rate, price, gate))
+
+
+def price_of_an_update(plan: FilteredPlan, norms: SampledGaussian, refresh_every: int) -> float:
     """What each update, or trial where those are fixed, may take of a filter's allowance."""
     count = plan.trials if plan.updates is None else plan.updates
-    refreshes = -(-count // steering.refresh_every)
-    left = plan.left_after_setup() - refreshes * event_divergence(steering.norms, plan.order)
+    refreshes = -(-count // refresh_every)
+    left = plan.left_after_setup() - refreshes * event_divergence(norms, plan.order)
     if left <= 0:
         raise BudgetError(NORMS_SPEND_ALL)
     price = left / count * (1 - 1e-9)

@@ -9,8 +9,7 @@ from dpsur.core.types import Params, State
 from dpsur.methods.gradient_steps import GradientSteps
 from dpsur.methods.noisy_steps import NoisySteps
 from dpsur.privacy.events import SampledGaussian, Step
-from dpsur.privacy.filtered import AnyPlan
-from dpsur.privacy.plan import Plan
+from dpsur.privacy.plans import AnyPlan, Plan
 
 
 class NoisyGradientSteps(GradientSteps):

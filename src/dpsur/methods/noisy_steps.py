@@ -7,9 +7,10 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.methods.base import option, power_of_two_near
 from dpsur.methods.optimization import Optimization
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, SampledGaussian, Trial
-from dpsur.privacy.filtered import AnyPlan
-from dpsur.privacy.plan import Budget, Plan, Request, make_plan
+from dpsur.privacy.plans import AnyPlan, Plan
+from dpsur.privacy.plans.request import Request, make_plan
 
 DEFAULT_EPOCHS = 20
 

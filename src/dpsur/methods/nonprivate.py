@@ -17,9 +17,9 @@ from dpsur.methods.base import option
 from dpsur.methods.gradient_steps import GradientSteps
 from dpsur.methods.noisy_steps import check_batch_size
 from dpsur.methods.optimization import Optimization
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NonPrivate, Step, Trial
-from dpsur.privacy.filtered import AnyPlan
-from dpsur.privacy.plan import Budget, Plan
+from dpsur.privacy.plans import AnyPlan, Plan
 
 DEFAULT_EPOCHS = 20
 DEFAULT_BATCH = 128

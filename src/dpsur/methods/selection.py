@@ -12,8 +12,7 @@ from dpsur.core.streams import VAL_BATCH, VAL_NOISE, Streams
 from dpsur.core.types import Candidate, Procedure, State, Verdict
 from dpsur.privacy.accounting import KEEP_MOMENTUM
 from dpsur.privacy.events import Event, Step, Trial
-from dpsur.privacy.filtered import AnyPlan, FilteredPlan
-from dpsur.privacy.plan import Plan
+from dpsur.privacy.plans import AnyPlan, FilteredPlan, Plan
 
 
 class Selective:

@@ -12,7 +12,7 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import KEEP_MOMENTUM, RESTORE, accounting_named
 from dpsur.privacy.events import CoinTest, LossTest, NoisyChoice, SampledGaussian
-from dpsur.privacy.hiding import CONSTANT, DELAY, NOT_HIDDEN
+from dpsur.privacy.plans.hiding import CONSTANT, DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import stated_warnings
 from dpsur.privacy.wording import (
     ADJACENCY,

@@ -2,9 +2,11 @@
 
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibrate import largest_ratio, least_noise
 from dpsur.privacy.events import CoinTest, Event, LossTest, SampledGaussian, Test, Trial
-from dpsur.privacy.plan import Budget, Plan, Request, make_plan
+from dpsur.privacy.plans import Plan
+from dpsur.privacy.plans.request import Request, make_plan
 
 MOST_RATIO = 100.0
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.conversion import epsilon_at
-from dpsur.privacy.plan import Budget
 
 # Sums of many small charges are rounded; the allowance is shortened by more than they can lose.
 _ROUNDING = 1e-9

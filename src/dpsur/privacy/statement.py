@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpsur.privacy.accounting import FIGURES, accounting_named, figures
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Trial, event_from_json, event_to_json
-from dpsur.privacy.filtered import AnyPlan, FilteredPlan
-from dpsur.privacy.hiding import NOT_HIDDEN
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.menu_plan import MenuPlan
-from dpsur.privacy.plan import Budget, Plan
+from dpsur.privacy.plans import AnyPlan, FilteredPlan, MenuPlan, Plan
+from dpsur.privacy.plans.hiding import NOT_HIDDEN
 from dpsur.privacy.wording import (
     ADJACENCY,
     ARITHMETICS,

@@ -1,6 +1,6 @@
 """The sentences of a privacy statement that are the same for every release of a kind."""
 
-from dpsur.privacy.hiding import CONSTANT, DELAY, NOT_HIDDEN
+from dpsur.privacy.plans.hiding import CONSTANT, DELAY, NOT_HIDDEN
 
 DEFINITION = "(epsilon, delta)-differential privacy in the central model"
 # what a release without privacy has in its place

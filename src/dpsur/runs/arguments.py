@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from dpsur.errors import InvalidInputError, UnsupportedModelError
 from dpsur.methods import METHODS, Method, Nonprivate
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
 
 
 def check_arguments(model: Any, loss: Any, budget: Any, method: Any, seed: Any) -> None:

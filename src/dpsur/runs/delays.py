@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from dpsur.core.loop import Progress
 from dpsur.core.types import Verdict
-from dpsur.privacy.filtered import AnyPlan
-from dpsur.privacy.plan import Plan
+from dpsur.privacy.plans import AnyPlan, Plan
 
 
 class RandomDelays:

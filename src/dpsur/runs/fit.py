@@ -16,8 +16,8 @@ from dpsur.core.types import LossFunction
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import Dpsur, Method
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
-from dpsur.privacy.hiding import DELAY, NOT_HIDDEN
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.plans.hiding import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import RunFacts, epsilons, privacy_statement, warnings_for
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
 from dpsur.runs.delays import RandomDelays

@@ -16,8 +16,8 @@ from dpsur.core.types import Examples, LossFunction
 from dpsur.errors import InvalidInputError
 from dpsur.methods import Method
 from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.hiding import NOT_HIDDEN, check_way_to_hide, hiding_plan
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.plans.hiding import NOT_HIDDEN, check_way_to_hide, hiding_plan
 from dpsur.runs.arguments import check_arguments
 from dpsur.runs.checkpoint import Statistics
 from dpsur.runs.data import as_examples, check_alike, check_labels, with_indices

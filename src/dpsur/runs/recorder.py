@@ -9,7 +9,7 @@ from typing import Any
 
 from dpsur.core.loop import Progress
 from dpsur.core.types import Verdict
-from dpsur.privacy.filtered import AnyPlan
+from dpsur.privacy.plans import AnyPlan
 from dpsur.runs.files import finite
 
 METRICS, CURVES = "metrics.jsonl", "curves.png"

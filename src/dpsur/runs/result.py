@@ -9,12 +9,9 @@ from typing import Any
 from torch import nn
 
 from dpsur import checks
-from dpsur.errors import InvalidInputError
 from dpsur.methods import Method
-from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.filtered import AnyPlan, FilteredPlan
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.menu_plan import MenuPlan
+from dpsur.privacy.plans import AnyPlan
 from dpsur.runs.files import RunFolder
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
 
@@ -48,23 +45,11 @@ class Run:
     def get_epsilon(self, delta: float) -> float:
         """Epsilon at another delta, under the accounting of the run.
 
-        Not below the budget's delta where there is a cap on trials, which was chosen for it.
+        Not below the budget's delta where there is a cap on trials, which was chosen for it, and
+        at no other where there is a privacy filter.
         """
         checks.probability("delta", delta)
-        if isinstance(self.plan, FilteredPlan):
-            raise InvalidInputError(
-                f"the privacy filter of this run was made for delta {self.plan.budget.delta:g}; "
-                "plan the run with another delta"
-            )
-        if isinstance(self.plan, MenuPlan):
-            return self.plan.epsilon(delta)
-        capped = self.plan.updates is not None and self.plan.trial.gate is not None
-        if capped and delta < self.plan.budget.delta:
-            raise InvalidInputError(
-                f"the cap on trials was chosen for delta {self.plan.budget.delta:g} and does not "
-                f"cover {delta:g}; plan the run with the smaller delta"
-            )
-        return accounting_named(self.plan.accounting).spent(self.private.ledger, delta)
+        return self.plan.epsilon(delta)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write `release/` into a new folder and return its path. Nothing private is written."""

@@ -19,9 +19,8 @@ from dpsur.core.types import Examples, Procedure, Verdict
 from dpsur.errors import InterruptedRunError
 from dpsur.methods import Method
 from dpsur.privacy.events import Trial
-from dpsur.privacy.filtered import AnyPlan
-from dpsur.privacy.hiding import NOT_HIDDEN, duration, elapsed
-from dpsur.privacy.plan import Plan
+from dpsur.privacy.plans import AnyPlan, Plan
+from dpsur.privacy.plans.hiding import NOT_HIDDEN, duration, elapsed
 from dpsur.runs.checkpoint import (
     FILE_NAME,
     Statistics,

@@ -15,8 +15,8 @@ from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
 from dpsur.methods import Method
-from dpsur.privacy.hiding import NOT_HIDDEN
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.plans.hiding import NOT_HIDDEN
 from dpsur.runs.checkpoint import Statistics
 from dpsur.runs.preparation import Preparation
 from dpsur.runs.prepare import choose_device, prepare

@@ -8,12 +8,12 @@ from typing import Any
 
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.claims import claim_faults
 from dpsur.privacy.events import Trial, event_from_json
-from dpsur.privacy.hiding import least_cap
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.page import render_markdown
-from dpsur.privacy.plan import Budget
+from dpsur.privacy.plans.hiding import least_cap
 from dpsur.privacy.statement import (
     FORMAT,
     mechanism_of,

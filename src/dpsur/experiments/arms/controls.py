@@ -14,8 +14,7 @@ from dpsur.methods.dpsur import Dpsur
 from dpsur.methods.noisy_gradient import NoisyGradientSteps
 from dpsur.methods.selection import Selective
 from dpsur.privacy.events import Event, LossTest, Step
-from dpsur.privacy.filtered import AnyPlan
-from dpsur.privacy.plan import Plan
+from dpsur.privacy.plans import AnyPlan, Plan
 
 
 @dataclass(frozen=True)

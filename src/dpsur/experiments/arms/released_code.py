@@ -20,9 +20,9 @@ from dpsur.core.types import Candidate, Params, Procedure, State, Verdict
 from dpsur.experiments.settings import STATISTICS_NOISE
 from dpsur.methods.dpsur import Dpsur
 from dpsur.methods.noisy_gradient import NoisyGradientSteps
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Gaussian, LossTest, Step
-from dpsur.privacy.filtered import AnyPlan
-from dpsur.privacy.plan import Budget, Plan
+from dpsur.privacy.plans import AnyPlan, Plan
 
 # The stored loss before there is one.
 NO_LOSS = 1e5

@@ -10,6 +10,7 @@ from dpsur.privacy.accounting import (
     accounting_named,
     check_covers_steering,
 )
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibrate import least_noise
 from dpsur.privacy.conversion import epsilon_at
 from dpsur.privacy.events import (
@@ -24,8 +25,7 @@ from dpsur.privacy.events import (
 )
 from dpsur.privacy.filter import RenyiFilter
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.menu_plan import MenuPlan
-from dpsur.privacy.plan import Budget, Plan, trial_cap
+from dpsur.privacy.plans.cap import trial_cap
 from dpsur.privacy.proven import event_divergence
 
 # Trials after which a run of an adaptive method ends even if its filter would afford more.
@@ -167,11 +167,20 @@ class FilteredPlan:
         """Whether the filter pays for telling which trials were rejected."""
         return not self._pays_for_updates
 
-    def epsilon(self) -> float:
+    def covers(self, delta: float) -> bool:
+        """Whether there is an epsilon at this delta: a filter has one promise only."""
+        return delta == self.budget.delta
+
+    def epsilon(self, delta: float | None = None) -> float:
         """Epsilon of the run, however it goes: a filter's guarantee is its whole allowance."""
-        delta = self.budget.delta
-        delta = delta * (1 - CAP_SHARE) if self._pays_for_updates else delta
-        return epsilon_at(self.order, self.allowance, delta)
+        delta = self.budget.delta if delta is None else delta
+        if not self.covers(delta):
+            raise InvalidInputError(
+                f"the privacy filter of this run was made for delta {self.budget.delta:g}; "
+                "plan the run with another delta"
+            )
+        kept = delta * (1 - CAP_SHARE) if self._pays_for_updates else delta
+        return epsilon_at(self.order, self.allowance, kept)
 
     def spent(self, ledger: Ledger) -> float:
         """Epsilon so far, as a progress figure."""
@@ -201,6 +210,16 @@ class FilteredPlan:
                 "whatever the noise; raise epsilon, make fewer updates or weaken the test"
             )
         return noise
+
+    @property
+    def unit(self) -> str:
+        """What `length` and `position` count."""
+        return "thousandths of the allowance" if self.updates is None else "updates"
+
+    def in_words(self) -> str:
+        """One line for whoever starts the run."""
+        length = "as many trials as fit" if self.updates is None else f"{self.updates} updates"
+        return f"{length} under a privacy filter of order {self.order:.3g}, {self.accounting}"
 
     def limited(self, most: int) -> "FilteredPlan":
         """The same plan, ended after fewer updates. What it promises stays the same."""
@@ -240,6 +259,3 @@ class FilteredPlan:
             on_reject=values["on_reject"],
             stop_after=values["stop_after"],
         )
-
-
-AnyPlan = Plan | FilteredPlan | MenuPlan

@@ -13,6 +13,7 @@ from dpsur.privacy.accounting import (
     accounting_named,
     check_covers_steering,
 )
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibrate import least_noise
 from dpsur.privacy.events import (
     Event,
@@ -24,7 +25,6 @@ from dpsur.privacy.events import (
     event_to_json,
 )
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plan import Budget
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class MenuPlan:
     updates: int
     setup: tuple[Event, ...] = ()
     on_reject: ClassVar[str] = RESTORE
+    unit: ClassVar[str] = "updates"
     to_the_cap: ClassVar[bool] = False  # there are no rejections to hide
     verdicts_are_public: ClassVar[bool] = True
 
@@ -149,6 +150,10 @@ class MenuPlan:
         """How far a run has come on that scale."""
         return ledger.updates
 
+    def covers(self, delta: float) -> bool:  # noqa: ARG002
+        """Whether there is an epsilon at this delta: at each, since nothing was set aside."""
+        return True
+
     def epsilon(self, delta: float | None = None) -> float:
         """Epsilon of the completed run at the budget's delta, or at another one."""
         delta = self.budget.delta if delta is None else delta
@@ -174,6 +179,12 @@ class MenuPlan:
             (self.menu, blocks),
             *shorter,
         ]
+
+    def in_words(self) -> str:
+        """One line for whoever starts the run."""
+        first, last = self.menu.choices[0], self.menu.choices[-1]
+        noises = f"{first.noise_multiplier:.3f} to {last.noise_multiplier:.3f}"
+        return f"{self.updates} updates at noise multipliers from {noises}, {self.accounting}"
 
     def limited(self, most: int) -> "MenuPlan":
         """The same plan, ended after fewer updates."""

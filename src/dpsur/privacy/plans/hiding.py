@@ -11,10 +11,11 @@ from dataclasses import replace
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Test
-from dpsur.privacy.filtered import AnyPlan
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plan import Budget, Plan, late_enough, trial_cap
+from dpsur.privacy.plans import AnyPlan, Plan
+from dpsur.privacy.plans.cap import late_enough, trial_cap
 
 NOT_HIDDEN, DELAY, CONSTANT = "no", "delay", "constant"
 WAYS_TO_HIDE = (NOT_HIDDEN, DELAY, CONSTANT)
