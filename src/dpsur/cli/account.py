@@ -8,7 +8,7 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import figures
 from dpsur.privacy.events import CoinTest, Event, Gaussian, LossTest, SampledGaussian, Test, Trial
-from dpsur.privacy.statement import format_epsilon
+from dpsur.privacy.wording import format_epsilon
 
 DESCRIPTION = """\
 Print epsilon under each accounting.

@@ -24,7 +24,7 @@ from dpsur.experiments.targets import as_seen_by
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.statement import format_epsilon
+from dpsur.privacy.wording import format_epsilon
 from dpsur.runs.prepare import choose_device
 from dpsur.tasks import DEFAULT_TASK, Task, task_named
 from dpsur.tasks.networks import build_network

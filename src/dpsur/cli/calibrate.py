@@ -12,7 +12,7 @@ from dpsur.privacy.design import design_gate
 from dpsur.privacy.events import SampledGaussian, Trial
 from dpsur.privacy.plans import Plan
 from dpsur.privacy.plans.request import Request, make_plan
-from dpsur.privacy.statement import format_epsilon
+from dpsur.privacy.wording import format_epsilon
 
 DESCRIPTION = """\
 Print what to use for a budget.

@@ -9,7 +9,7 @@ from typing import Any
 
 from dpsur.core.problem import Problem
 from dpsur.errors import InvalidInputError
-from dpsur.privacy.statement import format_epsilon
+from dpsur.privacy.wording import format_epsilon
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import finite
 from dpsur.runs.prepare import choose_device

@@ -13,7 +13,7 @@ from dpsur.core.loop import Progress
 from dpsur.core.types import Verdict
 from dpsur.privacy.plans import AnyPlan
 from dpsur.privacy.plans.hiding import duration, elapsed
-from dpsur.privacy.statement import format_epsilon
+from dpsur.privacy.wording import format_epsilon
 
 PRIVATE_WARNING = (
     "rejections, loss differences and timings below depend on private records: do not share them"

@@ -27,6 +27,10 @@ KEEP_MOMENTUM: Final = "keep-momentum"
 PROOF: Final = (
     "The page with the proof is part of the Python package dpsur: `dpsur proof` prints it."
 )
+FREE_CHOICE: Final = (
+    "Where rate and noise are chosen freely by what was released before, a filter of one Rényi "
+    "order, fixed before the run, ends it before the divergences add up to more than its allowance."
+)
 
 # The share of delta that is set aside for a run that hits its cap on trials.
 CAP_SHARE: Final = 1e-3
@@ -95,7 +99,7 @@ class Proven(Accounting):
         "alone; the divergences of accepted updates add up, and their sum implies (epsilon, "
         "delta). Where nothing is selected, sampled Gaussian mechanisms are composed by privacy "
         "loss distributions; where one is chosen from a menu by what was released before, one pair "
-        f"of distributions dominates every choice. {PROOF}"
+        f"of distributions dominates every choice. {FREE_CHOICE} {PROOF}"
     )
     assumes = (
         "The number of accepted updates is fixed before training, whatever a rejected trial "
@@ -139,7 +143,7 @@ class EveryTrial(Accounting):
         "which a pair of distributions is known that dominates it; where one is chosen from a menu "
         "by what was released before, one pair dominates every choice. Dominating pairs compose "
         "adaptively, and their privacy loss distributions, discretised upwards, give epsilon at "
-        f"delta. {PROOF}"
+        f"delta. {FREE_CHOICE} {PROOF}"
     )
     assumes = (
         "The number of trials is fixed before training and each one is charged its noisy gradient "

@@ -30,7 +30,7 @@ from dpsur.privacy.selective.frame import frame, vertices
 from dpsur.privacy.selective.lower import attack
 from dpsur.privacy.selective.pair import Array, Direction, bracket, mesh
 from dpsur.privacy.selective.upper import envelope
-from dpsur.privacy.statement import format_epsilon
+from dpsur.privacy.wording import format_epsilon
 
 Flags = NDArray[np.bool_]
 

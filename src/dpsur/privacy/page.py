@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpsur.privacy.events import CoinTest, LossTest, NoisyChoice, SampledGaussian
-from dpsur.privacy.statement import format_epsilon
-from dpsur.privacy.wording import NO_GUARANTEE
+from dpsur.privacy.wording import NO_GUARANTEE, format_epsilon
 
 
 def render_markdown(statement: Mapping[str, Any]) -> str:

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dpsur.privacy.accounting import FIGURES, accounting_named, figures
+from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import Event, Trial, event_from_json, event_to_json
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import AnyPlan, FilteredPlan, MenuPlan, Plan
+from dpsur.privacy.mechanism import epsilons, mechanism_of
+from dpsur.privacy.plans import AnyPlan, FilteredPlan
 from dpsur.privacy.plans.hiding import NOT_HIDDEN
 from dpsur.privacy.wording import (
     ADJACENCY,
@@ -26,6 +26,7 @@ from dpsur.privacy.wording import (
     SAMPLER,
     TUNING,
     UNIT,
+    format_epsilon,
     side_channels,
 )
 
@@ -45,39 +46,6 @@ class RunFacts:
     bf16: bool
     versions: Mapping[str, str]
     hide_rejections: str = NOT_HIDDEN
-
-
-def epsilons(plan: AnyPlan) -> dict[str, float | None]:
-    """Epsilon of a completed run under each accounting; None where one does not apply."""
-    if not isinstance(plan, Plan):
-        return _own_figure(plan)
-    return _figures(
-        plan.setup,
-        plan.trial,
-        plan.budget.delta,
-        {"updates": plan.updates, "trials": plan.trials if plan.updates is None else None},
-        plan.on_reject,
-    )
-
-
-def _own_figure(plan: FilteredPlan | MenuPlan) -> dict[str, float | None]:
-    """A run that steered itself has a guarantee under its own accounting, none under another."""
-    found: dict[str, float | None] = dict.fromkeys(FIGURES)
-    found[plan.accounting.replace("-", "_")] = plan.epsilon()
-    return found
-
-
-def _figures(
-    setup: tuple[Event, ...],
-    trial: Trial,
-    delta: float,
-    counts: Mapping[str, int | None],
-    on_reject: str,
-) -> dict[str, float | None]:
-    updates, trials = counts["updates"], counts["trials"]
-    if trial.test is None:  # every trial is an update, so both counts are fixed
-        updates = trials = trials if updates is None else updates
-    return figures(setup, trial, delta, updates=updates, trials=trials, on_reject=on_reject)
 
 
 def privacy_statement(plan: AnyPlan, ledger: Ledger, facts: RunFacts) -> dict[str, Any]:
@@ -128,43 +96,6 @@ def _settings(plan: AnyPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, **kept}
 
 
-def mechanism_of(plan: AnyPlan, ledger: Ledger) -> dict[str, Any]:
-    """What a run was planned to do and did, in the terms an accountant needs."""
-    common = {
-        "setup": [event_to_json(event) for event in plan.setup],
-        "on_reject": plan.on_reject,
-        "updates": plan.updates,
-        "trials": plan.trials if plan.updates is None else None,
-        "trial_cap": None if plan.updates is None else plan.trials,
-        "to_the_cap": plan.to_the_cap,
-    }
-    if isinstance(plan, Plan):
-        return {"trial": event_to_json(plan.trial), "filter": None, **common}
-    # Rates and noise of the steps follow from released values, so they may be told; how many
-    # trials were rejected only where they were charged.
-    public = plan.verdicts_are_public
-    steps = [
-        {"step": event_to_json(e.step), "charged": e.trials if public else e.updates}
-        for e in ledger.entries
-    ]
-    if isinstance(plan, MenuPlan):
-        return {
-            "trial": event_to_json(Trial(plan.menu.choices[0])),
-            "filter": None,
-            "menu": {
-                "offer": event_to_json(plan.menu),
-                "steering": event_to_json(plan.steering),
-                "steps": steps,
-            },
-            **common,
-        }
-    return {
-        "trial": event_to_json(plan.typical),
-        "filter": {"order": plan.order, "allowance": plan.allowance, "steps": steps},
-        **common,
-    }
-
-
 def warnings_for(plan: AnyPlan, dataset_size: int, *, seeded: bool) -> list[str]:
     """What the user, and whoever reads the statement, must be told."""
     unproved = not accounting_named(plan.accounting).proved
@@ -208,59 +139,3 @@ def _warnings(
             "the guarantee does not hold against them"
         )
     return warnings
-
-
-def recomputed_epsilons(statement: Mapping[str, Any]) -> dict[str, float | None]:
-    """Epsilon under each accounting from a statement's own parameters."""
-    mechanism = statement["mechanism"]
-    trial = event_from_json(mechanism["trial"])
-    if not isinstance(trial, Trial):
-        raise TypeError(f"a mechanism repeats a Trial, got {mechanism['trial']!r}")
-    if mechanism["filter"] is not None:
-        return _own_figure(stated_filter(statement))
-    if "menu" in mechanism:
-        return _own_figure(stated_menu(statement))
-    setup = tuple(event_from_json(event) for event in mechanism["setup"])
-    delta = statement["guarantee"]["delta"]
-    return _figures(setup, trial, delta, mechanism, mechanism["on_reject"])
-
-
-def stated_filter(statement: Mapping[str, Any]) -> FilteredPlan:
-    """The plan of an adaptive run, from its statement."""
-    mechanism, budget = statement["mechanism"], statement["budget"]
-    cap = mechanism["trials"] if mechanism["updates"] is None else mechanism["trial_cap"]
-    return FilteredPlan.from_json(
-        {
-            **mechanism["filter"],
-            **budget,
-            "accounting": statement["guarantee"]["accounting"],
-            "typical": mechanism["trial"],
-            "updates": mechanism["updates"],
-            "trials": cap,
-            "setup": mechanism["setup"],
-            "on_reject": mechanism["on_reject"],
-            "stop_after": None,
-        }
-    )
-
-
-def stated_menu(statement: Mapping[str, Any]) -> MenuPlan:
-    """The plan of a run whose updates were chosen from a menu, from its statement."""
-    mechanism = statement["mechanism"]
-    return MenuPlan.from_json(
-        {
-            **statement["budget"],
-            "accounting": statement["guarantee"]["accounting"],
-            "menu": mechanism["menu"]["offer"],
-            "steering": mechanism["menu"]["steering"],
-            "updates": mechanism["updates"],
-            "setup": mechanism["setup"],
-        }
-    )
-
-
-def format_epsilon(value: float) -> str:
-    """An epsilon to four decimals, rounded up: a shown figure must not be below the real one."""
-    if not math.isfinite(value):
-        return "infinite"
-    return f"{math.ceil(value * 1e4 - 1e-9) / 1e4:.4f}"

@@ -1,5 +1,7 @@
 """The sentences of a privacy statement that are the same for every release of a kind."""
 
+import math
+
 from dpsur.privacy.plans.hiding import CONSTANT, DELAY, NOT_HIDDEN
 
 DEFINITION = "(epsilon, delta)-differential privacy in the central model"
@@ -62,3 +64,10 @@ NOT_COVERED = (
 def side_channels(hide_rejections: str) -> list[str]:
     """What whoever watches a run, or reads its folder, learns beyond the release."""
     return [*WATCHED[hide_rejections], PRIVATE_FOLDER]
+
+
+def format_epsilon(value: float) -> str:
+    """An epsilon to four decimals, rounded up: a shown figure must not be below the real one."""
+    if not math.isfinite(value):
+        return "infinite"
+    return f"{math.ceil(value * 1e4 - 1e-9) / 1e4:.4f}"

@@ -17,8 +17,9 @@ from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import Dpsur, Method
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
+from dpsur.privacy.mechanism import epsilons
 from dpsur.privacy.plans.hiding import DELAY, NOT_HIDDEN
-from dpsur.privacy.statement import RunFacts, epsilons, privacy_statement, warnings_for
+from dpsur.privacy.statement import RunFacts, privacy_statement, warnings_for
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
 from dpsur.runs.delays import RandomDelays
 from dpsur.runs.evaluation import evaluate

@@ -12,15 +12,15 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.claims import claim_faults
 from dpsur.privacy.events import Trial, event_from_json
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.page import render_markdown
-from dpsur.privacy.plans.hiding import least_cap
-from dpsur.privacy.statement import (
-    FORMAT,
+from dpsur.privacy.mechanism import (
     mechanism_of,
     recomputed_epsilons,
     stated_filter,
     stated_menu,
 )
+from dpsur.privacy.page import render_markdown
+from dpsur.privacy.plans.hiding import least_cap
+from dpsur.privacy.statement import FORMAT
 from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, release_folder, sha256
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
