@@ -663,6 +663,7 @@ def test_what_is_said_in_words_holds():
     elsewhere = [row["config"] for row in ROWS if row["device"] != "NVIDIA H200"]
     controls = {arm.name for arm in DPSUR_ARMS} - set(MAIN_ARMS)
     assert {(c["task"], c["arm"]) for c in elsewhere if c["arm"] not in controls} == {
+        ("imdb", "dpsgd"),
         ("imdb", "dpsgd-ts"),
         ("mnist", "dpsgd"),
         ("mnist", "dpsgd-hf"),
