@@ -7,6 +7,7 @@ card the ways are only compared with each other, on a few examples.
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from math import prod
 
 import torch
@@ -70,7 +71,7 @@ def ways_of(
     }
     if max(geometry.strides) == 1:
         found["per-example gradients"] |= {
-            name: lambda way=way: in_pieces(way, inputs, outputs, window, step)
+            name: partial(in_pieces, way, inputs, outputs, window, step)
             for name, way in (
                 ("shifts", shifts),
                 ("offsets", offsets),
@@ -93,7 +94,7 @@ def _direct(inputs: Tensor, window: Window) -> Tensor:
 
 
 def in_pieces(
-    way: Callable[..., Tensor], inputs: Tensor, outputs: Tensor, window: Window, step: int
+    way: Callable[..., object], inputs: Tensor, outputs: Tensor, window: Window, step: int
 ) -> Tensor:
     """Gradients of all examples, some at a time."""
     width = inputs.shape[1] * prod(window.sizes)
@@ -193,13 +194,16 @@ def microseconds(way: Callable[[], Tensor | None], device: torch.device, calls: 
     """Time of a captured call."""
     replay = graph_of(lambda: (way(), None)[1], device)
     replay()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(2)
+    )
     begin.record()
     for _ in range(calls):
         replay()
     end.record()
     torch.cuda.synchronize(device)
-    return 1e3 * begin.elapsed_time(end) / calls
+    return float(1e3 * begin.elapsed_time(end) / calls)
 
 
 def measured(layer: tuple[str, int, int, int, int, int, int, int], device: torch.device) -> None:
@@ -213,6 +217,7 @@ def measured(layer: tuple[str, int, int, int, int, int, int, int], device: torch
     outputs = torch.randn_like(geometry.apply(inputs, weight, None))
     for result, ways in ways_of(inputs, weight, outputs, geometry, window).items():
         expected = next(iter(ways.values()))()
+        assert expected is not None  # PyTorch's own way is for every shape
         texts = []
         for way, call in ways.items():
             try:

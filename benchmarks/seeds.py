@@ -12,16 +12,18 @@ import torch.nn.functional as F
 
 from dpsur.bench.networks import network_named
 from dpsur.methods import Dpsur
-from dpsur.privacy.plan import Budget
-from dpsur.runs.fit import Run
+from dpsur.privacy.budget import Budget
 from dpsur.runs.prepare import prepare
+from dpsur.runs.result import Run
 from dpsur.runs.session import Session, Speed
 from dpsur.runs.together import run_together
 
 RECORDS, UPDATES = {"cuda": 60_000, "cpu": 3_000}, {"cuda": 300, "cpu": 5}
 
 
-def session(seed: int | None, device: str, data: tuple, capture: bool = True) -> Session:
+def session(
+    seed: int | None, device: str, data: tuple[torch.Tensor, torch.Tensor], capture: bool = True
+) -> Session:
     """A run of DPSUR with the paper's batch sizes."""
     network = network_named("scattering-28")
     return prepare(
