@@ -11,7 +11,7 @@ from scipy import stats
 from torch import nn
 
 from dpsur.core import noisy_mean
-from dpsur.core.choice import changes_of_loss, noisy_least
+from dpsur.core.choice import noisy_least
 from dpsur.core.loop import make_trial, start, train
 from dpsur.core.noise import add_gaussian
 from dpsur.core.problem import Problem
@@ -329,64 +329,6 @@ def test_a_loss_that_is_not_finite_counts_as_the_clip_bound(bad):
     ]
     assert found[0] == found[1]
     assert set(found[0]) == {0, 1}
-
-
-def test_changes_of_loss_are_clipped_and_shifted():
-    losses = torch.tensor([[1.0, 5.0, 0.3], [1.02, 9.0, 0.3], [0.99, 2.0, math.nan]])
-    found = changes_of_loss(losses, 0.05)
-    expected = torch.tensor([[0.05, 0.05, 0.05], [0.07, 0.1, 0.05], [0.04, 0.0, math.nan]])
-    assert torch.allclose(found, expected.double(), atol=1e-6, equal_nan=True)
-    for bad in (0.0, -1.0, math.nan):
-        with pytest.raises(InvalidInputError, match="change_clip"):
-            changes_of_loss(losses, bad)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_record_moves_every_score_by_at_most_twice_the_clip(seed):
-    """The premise of the guarantee: contributions in [0, 2 c], whatever the losses are."""
-    generator = torch.Generator().manual_seed(seed)
-    losses = 10 ** (6 * torch.rand(7, 50, generator=generator) - 3)
-    losses[0, 3], losses[2, 5], losses[4] = math.inf, math.nan, math.inf
-    found = changes_of_loss(losses, 0.1)
-    found = torch.where(found.isfinite(), found, 0.2)
-    assert found.min() >= 0
-    assert found.max() <= 0.2
-
-
-def tall(height: float = 100.0) -> Problem:
-    """Losses that are all above the bound at which a choice clips them."""
-    train = records(torch.ones(SIZE, 1))
-    return Problem(Point(1), lambda out, target: height + (out - target).square().sum(), train)
-
-
-@pytest.mark.parametrize(("change_clip", "told"), [(None, False), (1.0, True)])
-def test_changes_tell_where_losses_are_clipped_alike(change_clip, told):
-    method = replace(METHOD, change_clip=change_clip, choice_epsilon=0.5, updates=1)
-    procedure, _ = bound(method, problem=tall())
-    state = procedure.initial_state()
-    gradient = {"weight": torch.tensor([-1.0])}
-    lengths = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64)
-    chosen = [int(procedure._choose(state.params, gradient, lengths)) for _ in range(40)]
-    assert (set(chosen) <= {2, 3, 4}) is told
-
-
-def test_padded_rows_count_for_nothing(monkeypatch):
-    """A batch that is padded to a fixed size chooses as its real rows alone do."""
-    method = replace(METHOD, change_clip=0.5)
-    seen = []
-    monkeypatch.setattr(adaptive_steps, "noisy_least", lambda losses, *_: seen.append(losses))
-    procedure, _ = bound(method, problem=tall())
-    real = adaptive_steps.steady_batch
-
-    def padded(*arguments):
-        batch = real(*arguments)
-        return replace(batch, mask=torch.arange(len(batch.examples)) < 3)
-
-    monkeypatch.setattr(adaptive_steps, "steady_batch", padded)
-    lengths = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    procedure._choose(procedure.initial_state().params, {"weight": torch.ones(1)}, lengths)
-    assert (seen[0][:, :3] > 0).any()
-    assert (seen[0][:, 3:] == 0).all()
 
 
 def test_an_empty_sample_chooses_at_random():

@@ -6,17 +6,6 @@ from torch import Tensor
 from dpsur import checks
 
 
-def changes_of_loss(losses: Tensor, change_clip: float) -> Tensor:
-    """How the loss of each record changes against the first row, clipped to plus or minus a bound.
-
-    Shifted by the bound, so that all are in [0, 2 * change_clip], as `noisy_least` has them. A
-    record changes by far less than its loss is, so that much less noise hides it.
-    """
-    checks.positive("change_clip", change_clip)
-    losses = losses.double()
-    return (losses - losses[0]).clamp(-change_clip, change_clip) + change_clip
-
-
 def noisy_least(
     losses: Tensor, loss_clip: float, choice_epsilon: float, generator: torch.Generator
 ) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dpsur.core.flat import elementwise
 from dpsur.core.lending import call_on, every_module
+from dpsur.core.pooling import quick_pooling
 from dpsur.core.types import Examples, LossFunction, Params
 from dpsur.errors import UnsupportedModelError
 
@@ -61,7 +62,12 @@ class Problem:
 
     def outputs(self, params: Params, inputs: Tensor) -> Tensor:
         """Model outputs in evaluation mode, in pieces of bounded size."""
-        with torch.no_grad(), mode(self.model, training=False), left_alone(self.model, params):
+        with (
+            torch.no_grad(),
+            mode(self.model, training=False),
+            left_alone(self.model, params),
+            quick_pooling(every_module(self.model)),
+        ):
             pieces = [
                 call_on(self.model, params, piece) for piece in torch.split(inputs, EVALUATION_ROWS)
             ]

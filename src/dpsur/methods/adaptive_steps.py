@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dpsur.core.choice import changes_of_loss, noisy_least
+from dpsur.core.choice import noisy_least
 from dpsur.core.gradients import draws_randomness
 from dpsur.core.noisy_mean import noisy_mean_gradient
 from dpsur.core.optim import Sgd
@@ -29,7 +29,6 @@ class Lengths:
     count: int
     largest: float
     loss_clip: float
-    change_clip: float | None
     max_grad_norm: float
     raise_by: float
 
@@ -158,12 +157,11 @@ class AdaptiveSteps:
             for length in lengths
         )
         losses = torch.stack([self._problem.losses(moved, batch.examples) for moved in candidates])
-        bound, change_clip = self._lengths.loss_clip, self._lengths.change_clip
-        if change_clip is not None:
-            losses, bound = changes_of_loss(losses, change_clip), 2 * change_clip
         if batch.mask is not None:
             losses = torch.where(batch.mask, losses, 0.0)
-        return noisy_least(losses, bound, self._choice.choice_epsilon, self._streams[VAL_NOISE])
+        return noisy_least(
+            losses, self._lengths.loss_clip, self._choice.choice_epsilon, self._streams[VAL_NOISE]
+        )
 
     def _adapted(
         self, memory: Mapping[str, Tensor], chosen: Tensor, updates: Tensor

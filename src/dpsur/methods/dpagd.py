@@ -51,11 +51,6 @@ class Dpagd(Method):
         None, "expected size of a Poisson batch for the choice (default: the training batch's)"
     )
     loss_clip: float = option(3.0, "clip bound of a record's loss in the choice")
-    change_clip: float | None = option(
-        None,
-        "judge lengths by how a record's loss changes, clipped to plus or minus this (default: by "
-        "its loss)",
-    )
     choice_epsilon: float | None = option(
         None, "epsilon of one choice, before sampling (default: choices take 20% of the budget)"
     )
@@ -69,9 +64,8 @@ class Dpagd(Method):
     def __post_init__(self) -> None:
         for name in ("max_grad_norm", "loss_clip", "largest_step", "raise_by"):
             checks.positive(name, getattr(self, name))
-        for name in ("change_clip", "choice_epsilon"):
-            if getattr(self, name) is not None:
-                checks.positive(name, getattr(self, name))
+        if self.choice_epsilon is not None:
+            checks.positive("choice_epsilon", self.choice_epsilon)
         checks.at_least_one_each(self, "step_sizes", "batch_size", "val_batch_size", "updates")
         if self.step_sizes < 2:
             raise InvalidInputError(
@@ -113,7 +107,6 @@ class Dpagd(Method):
             count=self.step_sizes,
             largest=self.largest_step,
             loss_clip=self.loss_clip,
-            change_clip=self.change_clip,
             max_grad_norm=self.max_grad_norm,
             raise_by=self.raise_by,
         )

@@ -1,9 +1,4 @@
-"""The largest value of every window, on a CPU faster than PyTorch's usual way.
-
-On a map whose channels lie one after the other, PyTorch asks for every value whether it is the
-largest so far; processors guess the answers, and guess wrong. Where channels lie innermost many are
-compared at once. So the map is turned for the forward pass. What is computed is the same.
-"""
+"""Max pooling with gradients: the forward pass is that of `core/pooling.py`."""
 
 from typing import Any
 
@@ -12,16 +7,14 @@ from torch import Tensor, nn
 
 from dpsur.core.gradients.rules.patches import examples_at_once
 from dpsur.core.gradients.tape import Tape
-
-# The kind of device, the least channels and the least numbers for which turning a map pays.
-DEVICE, _LEAST_CHANNELS, _LEAST_NUMBERS = "cpu", 4, 2**14
+from dpsur.core.pooling import turned, worth_turning
 
 _Pair = tuple[int, int]
 
 
 def max_pool(module: nn.MaxPool2d, tape: Tape, input: Tensor) -> Any:  # noqa: ARG001
     """What `nn.MaxPool2d` returns."""
-    if module.return_indices or not _pays(input):
+    if module.return_indices or not worth_turning(input):
         return nn.MaxPool2d.forward(module, input)
     stride = module.kernel_size if module.stride is None else module.stride
     settings = (*map(_pair, (module.kernel_size, stride, module.padding, module.dilation)),)
@@ -32,17 +25,6 @@ def _pair(value: int | _Pair) -> _Pair:
     return (value, value) if isinstance(value, int) else value
 
 
-def _pays(input: Tensor) -> bool:
-    return (
-        input.device.type == DEVICE
-        and input.dtype in (torch.float32, torch.float64)
-        and input.dim() == 4
-        and input.shape[1] >= _LEAST_CHANNELS
-        and input.numel() >= _LEAST_NUMBERS
-        and input.is_contiguous()
-    )
-
-
 class _MaxPool(torch.autograd.Function):
     """Forward with the channels innermost, backward as they are: there nothing is guessed.
 
@@ -51,8 +33,7 @@ class _MaxPool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, settings: tuple[Any, ...]) -> Tensor:
-        turned = input.contiguous(memory_format=torch.channels_last)
-        output, places = torch.ops.aten.max_pool2d_with_indices(turned, *settings)
+        output, places = torch.ops.aten.max_pool2d_with_indices(turned(input), *settings)
         few = input.shape[2] * input.shape[3] <= torch.iinfo(torch.int16).max
         ctx.settings = settings
         ctx.save_for_backward(input, places.to(torch.int16) if few else places)
