@@ -29,6 +29,8 @@ MANY_SHORT_STEPS: Mapping[str, Sequence[Any]] = {
     "raise_by": (0.005,),
     "updates": (1500, 3000, 6000),
 }
+# Losses clipped lower need less noise in a choice; they rarely are that large.
+LOSSES_CLIPPED_LOWER = {**MANY_SHORT_STEPS, "updates": (1500,), "loss_clip": (0.5, 1.0)}
 # The larger the clip norm, the more gradients are below it, and the less noise importance sampling
 # needs; the rate makes up for it, so that a step is as long as with a clip norm of 0.1.
 LARGER_CLIP_NORMS: Sequence[Mapping[str, Sequence[Any]]] = tuple(
@@ -110,6 +112,7 @@ GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
     ),
     ("dpagd", "fmnist"): (
         MANY_SHORT_STEPS,
+        LOSSES_CLIPPED_LOWER,
         {
             "max_grad_norm": (0.1, 1.0),
             "largest_step": (10.0, 40.0),
@@ -118,6 +121,7 @@ GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
     ),
     ("dpagd", "mnist"): (
         MANY_SHORT_STEPS,
+        LOSSES_CLIPPED_LOWER,
         {
             "max_grad_norm": (0.1, 1.0),
             "largest_step": (10.0, 40.0),
