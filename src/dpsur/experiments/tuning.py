@@ -30,7 +30,7 @@ MANY_SHORT_STEPS: Mapping[str, Sequence[Any]] = {
     "updates": (1500, 3000, 6000),
 }
 # Losses clipped lower need less noise in a choice; they rarely are that large.
-LOSSES_CLIPPED_LOWER = {**MANY_SHORT_STEPS, "updates": (1500,), "loss_clip": (0.1, 0.2, 0.5, 1.0)}
+LOSSES_CLIPPED_LOWER = {**MANY_SHORT_STEPS, "updates": (1500,), "loss_clip": (0.2, 0.5, 1.0)}
 # The larger the clip norm, the more gradients are below it, and the less noise importance sampling
 # needs; the rate makes up for it, so that a step is as long as with a clip norm of 0.1.
 LARGER_CLIP_NORMS: Sequence[Mapping[str, Sequence[Any]]] = tuple(
