@@ -166,9 +166,10 @@ def first_dpagd():
     return rows
 
 
-def second_dpagd():
-    """Those with the settings after them, which were replaced too."""
-    return [r for r in rows_of("superseded") if "losses were clipped lower" in r["superseded"]]
+def second_dpagd(task):
+    """Rows of DPAGD with the settings that came next, and were replaced too."""
+    replaced = [r for r in rows_of("superseded") if "losses were clipped lower" in r["superseded"]]
+    return [row for row in replaced if row["config"]["task"] == task]
 
 
 def best_dpagd():
@@ -200,7 +201,7 @@ def claims():
     number = r"([-+]?\d+(?:\.\d+)?)"
     dead = audit("dead unit, Fashion-MNIST at ε 3", "published")
     kept = audit("one accepted step with momentum; fault: kept-momentum", "proven")
-    dpagd = [FOUND[task, "dpagd", 3]["difference"] for task in DATA_SETS]
+    dpagd = {task: FOUND[task, "dpagd", 3]["difference"] for task in DATA_SETS}
     between = gaps("published", "released-code")
     yield rf"{number} earlier rows", (str(len(rows_of("superseded"))),)
     yield (
@@ -368,17 +369,19 @@ def claims():
     plain = paper_accuracy()["imdb", "nonprivate", 0]
     yield rf"{number} for that network without privacy", shown(".2f", [plain])
     yield (
-        rf"stays {number} points below the paper on Fashion-MNIST, {number} on MNIST, {number} on "
-        rf"CIFAR-10 and {number} on IMDb",
-        shown(".2f", (-difference for difference in dpagd)),
+        rf"DPAGD is {number} points above the paper on MNIST, and stays {number} below on "
+        rf"Fashion-MNIST, {number} on CIFAR-10 and {number} on IMDb",
+        shown(".2f", (dpagd["mnist"], *(-dpagd[t] for t in DATA_SETS if t != "mnist"))),
     )
     yield (
         rf"took Fashion-MNIST from {number} to {number}, and clipping the losses of a choice to "
-        rf"{number} instead of {number}, so that less noise hides them, to {number}\.",
+        rf"{number} instead of {number}, so that less noise hides them, to {number}; both together "
+        rf"took MNIST from {number} to {number}\.",
         (
-            *shown(".2f", (_mean(first_dpagd()), _mean(second_dpagd()))),
+            *shown(".2f", (_mean(first_dpagd()), _mean(second_dpagd("fmnist")))),
             *shown("g", (best_dpagd()["loss_clip"], Dpagd().loss_clip)),
             *shown(".2f", [FOUND["fmnist", "dpagd", 3]["mean"]]),
+            *shown(".2f", (_mean(second_dpagd("mnist")), FOUND["mnist", "dpagd", 3]["mean"])),
         ),
     )
     yield from claims_about_dpis(number)
@@ -682,6 +685,7 @@ def test_what_is_said_in_words_holds():
     controls = {arm.name for arm in DPSUR_ARMS} - set(MAIN_ARMS)
     assert {(c["task"], c["arm"]) for c in elsewhere if c["arm"] not in controls} == {
         ("fmnist", "dpagd"),
+        ("mnist", "dpagd"),
         ("imdb", "dpsgd"),
         ("imdb", "dpsgd-ts"),
         ("mnist", "dpsgd"),
