@@ -120,6 +120,7 @@ def test_a_cell_is_measured(method, monkeypatch):
         preset = replace(preset_named(PAPER, method, "fmnist", 4), given={"batch_size": 4})
         monkeypatch.setattr(membership, "preset_named", lambda *_: preset)
     found = membership.EXPERIMENT.measure(cell, Options(device="cpu"))
+    assert found["device"] == "cpu"
     assert set(found["attacks"]) == set(found["roc"]) > set(membership.PLAIN_ATTACKS)
 
 

@@ -19,7 +19,7 @@ from dpsur.experiments.presets import PAPER, preset_named
 from dpsur.experiments.roc import draw_roc, thinned
 from dpsur.experiments.settings import DELTA, EPSILONS
 from dpsur.experiments.targets import PrivateTrainer, plain_trainer, pool_on, target_network
-from dpsur.experiments.training import BLOCK, NEVER, WITH_TF32
+from dpsur.experiments.training import BLOCK, NEVER, WITH_TF32, device_name
 from dpsur.methods import method_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
@@ -99,6 +99,7 @@ class Membership(OneByOne):
             "test_accuracy": found.test_accuracy,
             "attacks": {name: measure(s).to_json() for name, s in found.scores.items()},
             "roc": {name: thinned(s) for name, s in found.scores.items()},
+            "device": device_name(device),
         }
 
     def render(self, rows: Sequence[Row]) -> list[Artifact]:
