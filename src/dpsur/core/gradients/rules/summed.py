@@ -1,10 +1,10 @@
-"""The gradient of a convolution on small maps with few outputs, summed over examples, on a card.
+"""The gradient of a convolution on small maps, summed over examples, on a card.
 
-Kernels that are usually chosen for such a gradient are an order of magnitude slower than reading
-its inputs once. Here a block of threads goes through some of the examples, each in shared memory
-while it lasts. A thread has one row of the kernel in one input channel, and keeps the sums for all
-of its entries and sixteen output channels in registers. Blocks are added up at the end, always in
-the same order.
+Kernels that are usually chosen for such a gradient are far slower than its arithmetic. Here a block
+of threads goes through some of the examples, with some channels of each in shared memory while it
+lasts. A thread has one row of the kernel in one input channel, and keeps the sums for all of its
+entries and sixteen output channels in registers. Blocks are added up at the end, always in the same
+order.
 """
 
 from math import prod
@@ -15,36 +15,43 @@ from torch import Tensor
 from dpsur.core.gradients.rules import compiled as compiler
 from dpsur.core.gradients.rules.window import Window
 
-_THREADS, _OUTPUTS = 256, 16
-# Rows of kernels over all input channels: a thread each. With few, most threads would idle.
-_LEAST_ROWS, _MOST_ROWS = 96, _THREADS
-_MOST_ENTRIES_IN_A_ROW, _MOST_OUTPUTS, _MOST_PLACES = 3, 32, 64
+_WARP, _OUTPUTS = 32, 16
+# Between the outputs of one place and the next, in shared memory: fewer meet in one bank.
+_SLOPES_APART = 20
+# Rows of kernels over the input channels of a block: a thread each. With few it has little to do.
+_LEAST_ROWS, _MOST_ROWS = 96, 256
+_MOST_ENTRIES_IN_A_ROW, _MOST_PLACES = 3, 64
+# Outputs of layers for which it pays: few, or many if there are far more inputs.
+_FEW_OUTPUTS, _MANY_OUTPUTS, _MANY_INPUTS = 32, 64, 192
 # Bytes of shared memory for one example.
 _MOST_SHARED = 40_000
 # Blocks: each leaves sums behind, which take memory, and has examples to go through.
 _EXAMPLES_A_BLOCK, _MOST_BLOCKS = 16, 132
 _SOURCE = """
-extern "C" __global__ void __launch_bounds__(256) summed(
+extern "C" __global__ void __launch_bounds__(THREADS, HIGH * WIDE > 16 ? 3 : 2) summed(
     const float* __restrict__ inputs, const float* __restrict__ outputs, float* __restrict__ sums,
     int examples)
 {
-    constexpr int map = IN_HIGH * IN_WIDE, places = HIGH * WIDE;
-    __shared__ float seen[IN_CHANNELS * map];
-    __shared__ __align__(16) float slopes[places][16];
-    const int channel = threadIdx.x % IN_CHANNELS, row = threadIdx.x / IN_CHANNELS;
+    constexpr int map = IN_HIGH * IN_WIDE, places = HIGH * WIDE, rows = places > 16 ? 1 : HIGH;
+    // an odd distance, so that the channels of a warp lie in different banks
+    constexpr int apart = map | 1;
+    __shared__ float seen[TOGETHER * apart];
+    __shared__ __align__(16) float slopes[places][SLOPES_APART];
+    const int channel = threadIdx.x % TOGETHER, row = threadIdx.x / TOGETHER;
     const bool works = row < KERNEL_HIGH;
-    const int out = blockIdx.y * 16;
+    const int out = blockIdx.y * 16, in = blockIdx.z * TOGETHER;
     float mine[16][KERNEL_WIDE] = {};
     for (long long example = blockIdx.x; example < examples; example += gridDim.x) {
-        const float* from = inputs + example * (IN_CHANNELS * map);
-        for (int i = threadIdx.x; i < IN_CHANNELS * map; i += 256) seen[i] = from[i];
+        const float* from = inputs + (example * IN_CHANNELS + in) * map;
+        for (int i = threadIdx.x; i < TOGETHER * map; i += THREADS)
+            seen[i / map * apart + i % map] = from[i];
         const float* slope = outputs + (example * OUT_CHANNELS + out) * places;
-        for (int i = threadIdx.x; i < 16 * places; i += 256)
+        for (int i = threadIdx.x; i < 16 * places; i += THREADS)
             slopes[i % places][i / places] = slope[i];
         __syncthreads();
         if (works) {
-            const float* pixels = seen + channel * map;
-            #pragma unroll
+            const float* pixels = seen + channel * apart;
+            #pragma unroll rows
             for (int y = 0; y < HIGH; ++y) {
                 const int at = y * STRIDE_DOWN + row - TOP;
                 if (at < 0 || at >= IN_HIGH) continue;
@@ -82,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(256) summed(
     for (int o = 0; o < 16; ++o)
         #pragma unroll
         for (int b = 0; b < KERNEL_WIDE; ++b)
-            into[(((out + o) * IN_CHANNELS + channel) * KERNEL_HIGH + row) * KERNEL_WIDE + b] =
-                mine[o][b];
+            into[(((out + o) * IN_CHANNELS + in + channel) * KERNEL_HIGH + row) * KERNEL_WIDE
+                + b] = mine[o][b];
 }
 """
 
@@ -95,7 +102,10 @@ def summed(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
     """
     if not _suits(inputs, outputs, window):
         return None
+    together = _channels_together(inputs, outputs, window)
+    threads = -(-together * window.sizes[0] // _WARP) * _WARP
     constants = compiler.shapes(inputs, outputs, window)
+    constants += (("TOGETHER", together), ("THREADS", threads), ("SLOPES_APART", _SLOPES_APART))
     kernel = compiler.compiled(_SOURCE, "summed", constants, inputs.device.index)
     if kernel is None:
         return None
@@ -105,8 +115,8 @@ def summed(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
     sums = inputs.new_empty(blocks, height, channels, *window.sizes)
     with torch.cuda.device(inputs.device):
         kernel(
-            grid=(blocks, height // _OUTPUTS, 1),
-            block=(_THREADS, 1, 1),
+            grid=(blocks, height // _OUTPUTS, channels // together),
+            block=(threads, 1, 1),
             args=[inputs, outputs, sums, examples],
         )
     return sums.sum(0)
@@ -118,14 +128,23 @@ def _suits(inputs: Tensor, outputs: Tensor, window: Window) -> bool:
         return False
     if {inputs.dtype, outputs.dtype} != {torch.float32} or max(window.dilations) > 1:
         return False
-    rows, height = inputs.shape[1] * window.sizes[0], outputs.shape[1]
-    places = prod(outputs.shape[2:])
-    shared = 4 * (inputs[0].numel() + _OUTPUTS * places)
+    channels, height = inputs.shape[1], outputs.shape[1]
+    most = _MANY_OUTPUTS if channels >= _MANY_INPUTS else _FEW_OUTPUTS
     return (
-        _LEAST_ROWS <= rows <= _MOST_ROWS
-        and window.sizes[1] <= _MOST_ENTRIES_IN_A_ROW
+        window.sizes[1] <= _MOST_ENTRIES_IN_A_ROW
         and height % _OUTPUTS == 0
-        and height <= _MOST_OUTPUTS
-        and 0 < places <= _MOST_PLACES
-        and shared <= _MOST_SHARED
+        and height <= most
+        and 0 < prod(outputs.shape[2:]) <= _MOST_PLACES
+        and _channels_together(inputs, outputs, window) * window.sizes[0] >= _LEAST_ROWS
     )
+
+
+def _channels_together(inputs: Tensor, outputs: Tensor, window: Window) -> int:
+    """Input channels of one block: as many as fit, in equal parts; 0 where one is too large."""
+    channels, side = inputs.shape[1], prod(inputs.shape[2:])
+    slopes = _SLOPES_APART * prod(outputs.shape[2:])
+    for together in (channels // parts for parts in range(1, channels + 1) if not channels % parts):
+        shared = 4 * (together * (side | 1) + slopes)
+        if together * window.sizes[0] <= _MOST_ROWS and shared <= _MOST_SHARED:
+            return together
+    return 0
