@@ -228,6 +228,7 @@ def test_there_is_no_fused_kernel_where_it_does_not_fit():
         (100, 16, (4, 4), Window((1, 1), (1, 1), (1, 1), (0, 0))),
         (243, 64, (8, 8), SAME),  # in three parts
         (200, 48, (5, 8), Window((3, 2), (1, 1), (1, 1), (1, 1))),
+        (128, 128, (8, 8), SAME),
     ],
 )
 @pytest.mark.parametrize("examples", [1, 17, 300])

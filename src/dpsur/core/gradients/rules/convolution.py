@@ -21,7 +21,7 @@ from dpsur.core.gradients.rules.patches import (
     patches,
     scratch_rows,
 )
-from dpsur.core.gradients.rules.summed import summed
+from dpsur.core.gradients.rules.summed import summed, summing_pays
 from dpsur.core.gradients.rules.window import Window
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.gradients.uses import (
@@ -72,21 +72,24 @@ class Sliding(Use):
         if self.fold > 1:
             keep = None if factors.keep is None else factors.keep.repeat_interleave(self.fold)
             each = Factors(factors.values.repeat_interleave(self.fold), keep)
+        window, finite = self.window, self.finite_inputs
+        if summing_pays(self.inputs, self.outputs, window):
+            found = summed(*self._scaled(each), window)
+            if found is not None:
+                return found
         if patches_pay(self.inputs, self.outputs):
-            return from_patches(
-                self.inputs, self.outputs, self.window, each, finite=self.finite_inputs
-            )
-        inputs = self.inputs if self.finite_inputs else each.clean(self.inputs)
-        outputs = each.scale(self.outputs)
-        found = summed(inputs, outputs, self.window)
-        if found is not None:
-            return found
-        window = self.window
+            return from_patches(self.inputs, self.outputs, window, each, finite=finite)
+        inputs, outputs = self._scaled(each)
         geometry = Geometry(window.strides, window.margins, window.dilations, groups=1)
         weight = inputs.new_empty(self.weight_shape)  # its shape is all that is looked at
         gradient = geometry.backward(outputs, inputs, weight, [False, True, False])[1]
         assert gradient is not None
         return gradient
+
+    def _scaled(self, factors: Factors) -> tuple[Tensor, Tensor]:
+        """Inputs, without those of dropped examples, and output gradients times their factors."""
+        inputs = self.inputs if self.finite_inputs else factors.clean(self.inputs)
+        return inputs, factors.scale(self.outputs)
 
     def per_example(self) -> Tensor:
         """Patches times output gradients, for a kernel that is used several times."""

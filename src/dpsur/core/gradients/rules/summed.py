@@ -21,8 +21,8 @@ _SLOPES_APART = 20
 # Rows of kernels over the input channels of a block: a thread each. With few it has little to do.
 _LEAST_ROWS, _MOST_ROWS = 96, 256
 _MOST_ENTRIES_IN_A_ROW, _MOST_PLACES = 3, 64
-# Outputs of layers for which it pays: few, or many if there are far more inputs.
-_FEW_OUTPUTS, _MANY_OUTPUTS, _MANY_INPUTS = 32, 64, 192
+# Outputs of layers for which it pays: few, or more if inputs are many.
+_FEW_OUTPUTS, _MANY_OUTPUTS, _MANY_INPUTS = 32, 128, 128
 # Bytes of shared memory for one example.
 _MOST_SHARED = 40_000
 # Blocks: each leaves sums behind, which take memory, and has examples to go through.
@@ -100,7 +100,7 @@ def summed(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
 
     None stands for shapes, devices and versions for which there is no such kernel.
     """
-    if not _suits(inputs, outputs, window):
+    if not summing_pays(inputs, outputs, window):
         return None
     together = _channels_together(inputs, outputs, window)
     threads = -(-together * window.sizes[0] // _WARP) * _WARP
@@ -122,7 +122,7 @@ def summed(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
     return sums.sum(0)
 
 
-def _suits(inputs: Tensor, outputs: Tensor, window: Window) -> bool:
+def summing_pays(inputs: Tensor, outputs: Tensor, window: Window) -> bool:
     """Whether the kernel fits, and pays: by shapes that were measured on an H200."""
     if inputs.device.type != compiler.DEVICE or inputs.dim() != 4 or not 0 < len(inputs) < 2**31:
         return False
