@@ -9,7 +9,6 @@ from torch.func import functional_call
 import dpsur
 from dpsur.core import captured, sampling
 from dpsur.core.gradients import draws_randomness
-from dpsur.core.graphs import beside, graph_of, rejoin
 from dpsur.core.loop import goes_on, make_trial, start, train
 from dpsur.core.problem import Problem, mode
 from dpsur.core.streams import Streams
@@ -49,52 +48,6 @@ def test_padded_trials_are_the_exact_ones(method):
         assert bool(verdict.accept) == bool(same.accept)
         for name, value in flatten(one.state).items():
             torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-5, atol=1e-6)
-
-
-def test_a_test_that_is_begun_early_is_the_same_test():
-    """And it does not hold on to the records of its batch while gradients are taken."""
-    method = Dpsur(updates=6, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5)
-    (early, _), (late, _) = bound(method), bound(method)
-    early, late = early.padded(), late.padded()
-    late._begins_early = False
-    state = early.initial_state()
-    for _ in range(5):
-        position = torch.tensor(0)
-        one, two = early.propose(state, position), late.propose(state, position)
-        assert one.test.before is not None
-        assert "examples" not in vars(one.test.batch)
-        found, expected = early.judge(state, one), late.judge(state, two)
-        assert bool(found.accept) == bool(expected.accept)
-        for name, value in expected.private.items():
-            assert torch.equal(found.private[name], value)
-
-
-@pytest.mark.gpu
-def test_work_beside_other_work_is_done_when_it_is_rejoined():
-    device = torch.device("cuda")
-    numbers = torch.rand(2**22, device=device)
-    found = torch.zeros((), device=device)
-
-    def step():
-        with beside(device):
-            slow = numbers
-            for _ in range(50):
-                slow = slow.sin()
-            total = slow.sum()
-        other = numbers.cos().sum()
-        rejoin(device)
-        found.copy_(total + other)
-
-    step()
-    expected = found.clone()
-    replay = graph_of(step, device)
-    for _ in range(20):
-        numbers.copy_(torch.rand_like(numbers))
-        step()
-        expected.copy_(found)
-        found.zero_()
-        replay()
-        assert torch.equal(found, expected)
 
 
 def test_random_layers_are_seen_and_not_padded():

@@ -59,8 +59,8 @@ class CapturedOwnStep:
         self._trials = CapturedTrials(padded, step.plan, step.progress, step.streams, block=1)
 
     def __call__(self) -> None:
-        """Replay the trial, as in the middle of a block."""
-        self._trials.replay()
+        """Replay the trial."""
+        self._trials.run(1)
 
     def clipped_sum(self) -> Params:
         """The sum of clipped gradients."""

@@ -69,11 +69,7 @@ class CapturedTrials:
         """Replay a block of trials."""
         self._first.copy_(self._counts.trials)
         for _ in range(count):
-            self.replay()
-
-    def replay(self) -> None:
-        """Make one more trial of the block."""
-        self._replay()
+            self._replay()
 
     def read(self) -> tuple[int, int, bool]:
         """Trials, updates and whether a batch had no room: the one wait per block."""

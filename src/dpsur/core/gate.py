@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dpsur import checks
-from dpsur.core.pairs import one_evaluation_pays, stacked_losses
+from dpsur.core.pairs import pair_losses
 from dpsur.core.problem import Problem
 from dpsur.core.sampling import Batch
 from dpsur.core.types import Params
@@ -88,12 +88,11 @@ def mean_losses(
     if len(batch) == 0:
         nothing = torch.zeros((), dtype=torch.float64, device=problem.device)
         return nothing, nothing
-    if one_evaluation_pays(problem, current, batch.examples.inputs):
-        losses = stacked_losses(problem, candidate, current, batch.examples)
-        after, before = batch.mean(losses.double()).unbind()
+    losses = pair_losses(problem, candidate, current, batch.examples).double()
+    if batch.mask is None:
+        after, before = losses.mean(1).unbind()
         return after, before
-    after, before = (
-        batch.mean(problem.losses(params, batch.examples).double())
-        for params in (candidate, current)
-    )
+    # Replaced, not multiplied: a loss that is not finite outside the sample must not matter.
+    sums = losses.masked_fill(~batch.mask, 0.0).sum(1)
+    after, before = (sums / batch.mask.sum().clamp(min=1)).unbind()
     return after, before

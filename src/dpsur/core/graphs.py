@@ -1,15 +1,12 @@
 """Functions captured as CUDA graphs: all their kernels are launched at once."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 import torch
 
 WARM_UP_CALLS = 3
 # One stream per device for whatever is captured while the default stream is the current one.
 _streams: dict[int, torch.cuda.Stream] = {}
-# For every stream on which something was begun beside its own work, the one that it was begun on.
-_companions: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 def graph_of(
@@ -50,33 +47,3 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     if current.device_index not in _streams:
         _streams[current.device_index] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[current.device_index]
-
-
-@contextmanager
-def beside(device: torch.device) -> Iterator[None]:
-    """Do what stands inside beside what follows. On CUDA it fills what that leaves free.
-
-    What it makes may be used after `rejoin`, and what it reads must not change until then. Captured
-    work has to be rejoined before the capture ends.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    companion = _companion(device)
-    companion.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(companion):
-        yield
-
-
-def rejoin(device: torch.device) -> None:
-    """Let what follows wait for what was begun beside it."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_companion(device))
-
-
-def _companion(device: torch.device) -> torch.cuda.Stream:
-    """The same one for a stream every time: each takes scratch memory for matrix products."""
-    current = torch.cuda.current_stream(device)
-    if current not in _companions:
-        _companions[current] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _companions[current]

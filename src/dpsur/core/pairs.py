@@ -26,14 +26,12 @@ _TOLERANCE = 1e-4
 _agrees: WeakKeyDictionary[nn.Module, dict[object, bool]] = WeakKeyDictionary()
 
 
-def one_evaluation_pays(problem: Problem, params: Params, inputs: Tensor) -> bool:
-    """Whether both sets of weights are better evaluated at once, and give the same so."""
-    return stacking_pays(problem, inputs) and can_be_stacked(problem, params, inputs)
-
-
-def stacked_losses(problem: Problem, one: Params, other: Params, examples: Examples) -> Tensor:
+def pair_losses(problem: Problem, one: Params, other: Params, examples: Examples) -> Tensor:
     """Losses of every record by itself, in evaluation mode: a row for each set of weights."""
-    outputs = stacked_outputs(problem, one, other, examples.inputs)
+    inputs = examples.inputs
+    if not (stacking_pays(problem, inputs) and can_be_stacked(problem, one, inputs)):
+        return torch.stack([problem.losses(params, examples) for params in (one, other)])
+    outputs = stacked_outputs(problem, one, other, inputs)
     losses = example_losses(
         problem.loss,
         outputs.flatten(0, 1),

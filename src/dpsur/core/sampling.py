@@ -36,28 +36,7 @@ class Batch:
     @cached_property
     def examples(self) -> Examples:
         """The rows themselves, gathered when they are first asked for."""
-        return self.gathered()
-
-    def gathered(self) -> Examples:
-        """The rows themselves, in a copy that nothing else holds on to."""
         return self.data.part(slice(None)) if self.rows is None else self.data.select(self.rows)
-
-    def mean(self, values: Tensor) -> Tensor:
-        """Means over the drawn rows of what is given for all rows, in the last dimension."""
-        if self.mask is None:
-            return values.mean(-1)
-        # Replaced, not multiplied: a value that is not finite outside the sample must not matter.
-        return values.masked_fill(self._padding, 0.0).sum(-1) / self._drawn
-
-    @cached_property
-    def _padding(self) -> Tensor:
-        assert self.mask is not None
-        return ~self.mask
-
-    @cached_property
-    def _drawn(self) -> Tensor:
-        assert self.mask is not None
-        return self.mask.sum().clamp(min=1)
 
 
 Draw = Callable[[Examples, float, torch.Generator], Batch]

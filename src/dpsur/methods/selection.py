@@ -1,35 +1,18 @@
 """Selective update: any procedure behind a gate."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
 from dpsur.core.gate import make_gate, mean_losses
-from dpsur.core.graphs import beside, rejoin
-from dpsur.core.pairs import one_evaluation_pays
 from dpsur.core.problem import Problem
-from dpsur.core.sampling import Batch, Draw, padded_batch, steady_batch
+from dpsur.core.sampling import Draw, padded_batch, steady_batch
 from dpsur.core.streams import VAL_BATCH, VAL_NOISE, Streams
-from dpsur.core.types import Candidate, Examples, Params, Procedure, State, Verdict
+from dpsur.core.types import Candidate, Procedure, State, Verdict
 from dpsur.privacy.accounting import KEEP_MOMENTUM
 from dpsur.privacy.events import Event, Step, Trial
 from dpsur.privacy.plans import AnyPlan, FilteredPlan, Plan
-
-
-@dataclass(frozen=True)
-class BegunTest:
-    """What of a test does not wait for the candidate: its batch, the loss before if known."""
-
-    batch: Batch
-    before: Tensor | None
-
-
-@dataclass(frozen=True)
-class CandidateInTest(Candidate):
-    """A candidate whose test was begun while it was made."""
-
-    test: BegunTest | None = None
 
 
 class Selective:
@@ -53,7 +36,6 @@ class Selective:
         self._test = gate
         self._gate = make_gate(gate, loss_clip)
         self._draw: Draw = steady_batch
-        self._begins_early = False
         self._keeps_momentum = plan.on_reject == KEEP_MOMENTUM
 
     def step(self, state: State) -> Step:
@@ -67,45 +49,19 @@ class Selective:
 
     def propose(self, state: State, position: Tensor) -> Candidate:
         """Draw the proposer's candidate (Alg. 1, L3-8)."""
-        if not self._begins_early:
-            return self._proposer.propose(state, position)
-        device = self._problem.device
-        with beside(device):
-            test = self._begin_test(state)
-        candidate = self._proposer.propose(state, position)
-        rejoin(device)
-        return CandidateInTest(candidate.state, candidate.overflow, test)
+        return self._proposer.propose(state, position)
 
     def judge(self, state: State, candidate: Candidate) -> Verdict:
         """Compare both models on one fresh batch, with noise (Alg. 1, L9-14)."""
         if not isinstance(self.step(state), Trial):
             return self._proposer.judge(state, candidate)  # a figure to steer by, not an update
-        begun = candidate.test if isinstance(candidate, CandidateInTest) else None
-        batch = self._test_batch() if begun is None else begun.batch
-        proposed = candidate.state.params
-        if begun is None or begun.before is None:
-            after, before = mean_losses(self._problem, proposed, state.params, batch)
-        else:
-            after, before = self._loss(proposed, batch, batch.examples), begun.before
+        train = self._problem.train
+        batch = self._draw(train, self._test.sample_rate, self._streams[VAL_BATCH])
+        after, before = mean_losses(self._problem, candidate.state.params, state.params, batch)
         difference = after - before
         accept = self._gate.decide(difference, self._streams[VAL_NOISE])
         private = {"loss": after, "loss_difference": difference}
         return Verdict(accept, private, batch.overflow)
-
-    def _test_batch(self) -> Batch:
-        """Fresh records for a test (Alg. 1, L9)."""
-        return self._draw(self._problem.train, self._test.sample_rate, self._streams[VAL_BATCH])
-
-    def _begin_test(self, state: State) -> BegunTest:
-        """Draw the batch, and take the loss before on a copy of it that is given back at once."""
-        batch = self._test_batch()
-        examples = batch.gathered()
-        if one_evaluation_pays(self._problem, state.params, examples.inputs):
-            return BegunTest(batch, None)
-        return BegunTest(batch, self._loss(state.params, batch, examples))
-
-    def _loss(self, params: Params, batch: Batch, examples: Examples) -> Tensor:
-        return batch.mean(self._problem.losses(params, examples).double())
 
     def padded(self) -> "Selective | None":
         """The same gate on padded batches, if what it judges can be padded too."""
@@ -114,7 +70,6 @@ class Selective:
             return None
         copied = copy.copy(self)
         copied._proposer, copied._draw = proposer, padded_batch
-        copied._begins_early = True  # a padded batch is never empty
         return copied
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:
