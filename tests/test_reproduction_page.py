@@ -208,10 +208,10 @@ def claims():
         rf"comes to {number}, {number}, {number} and {number} points of",
         shown("+.2f", (r["difference"] for r in released)),
     )
-    three, four = (", ".join([number] * (n - 1)) + f" and {number}" for n in (3, 4))
+    four = ", ".join([number] * 3) + f" and {number}"
     for pattern, task, budgets in (
         (rf"on MNIST to {four},", "mnist", BUDGETS),
-        (rf"on CIFAR-10 at epsilon 1, 2 and 3 to {three},", "cifar10", (1, 2, 3)),
+        (rf"on CIFAR-10 to {four},", "cifar10", BUDGETS),
         (rf"and on IMDb to {four}\.", "imdb", BUDGETS),
     ):
         found = [FOUND[task, "released-code", e]["difference"] for e in budgets]
@@ -242,8 +242,8 @@ def claims():
         shown(".2f", (-FOUND["mnist", "published", e]["difference"] for e in BUDGETS)),
     )
     yield (
-        rf"{three} on CIFAR-10, at epsilon 1, 3 and 4",
-        shown(".2f", (-FOUND["cifar10", "published", e]["difference"] for e in (1, 3, 4))),
+        rf"{four} on CIFAR-10\. On IMDb,",
+        shown(".2f", (-FOUND["cifar10", "published", e]["difference"] for e in BUDGETS)),
     )
     kept_all = FOUND["fmnist", "kept-momentum", 1]
     yield (
@@ -262,6 +262,11 @@ def claims():
         rf"has {number} points less at 1 and {number} more at 3",
         shown(".2f", (paid[0], -paid[1])),
     )
+    photographs = [
+        FOUND["cifar10", "dpsgd-hf", e]["mean"] - FOUND["cifar10", "every-trial", e]["mean"]
+        for e in (1, 3)
+    ]
+    yield rf"on CIFAR-10 it has {number} and {number} more", shown(".2f", photographs)
     # "the larger part of the published gain"
     assert 2 * paid[0] < kept_all["mean"] - FOUND["fmnist", "dpsgd-hf", 1]["mean"]
     digits = [[FOUND["mnist", arm, e] for e in BUDGETS] for arm in ("proven", "dpsgd-hf")]
@@ -277,6 +282,19 @@ def claims():
             (FOUND["fmnist", arm, 3]["mean"] for arm in ("kept-momentum", "random-kept", "random")),
         ),
     )
+    by_momentum = ("kept-momentum", "random-kept", "published", "random")
+    for pattern, task, epsilon in (
+        (rf"it is {number} and {number} with the momentum, {number} and {number}", "cifar10", 3),
+        (rf"it is {number} and {number} with it, {number} and {number} without", "imdb", 1),
+    ):
+        yield pattern, shown(".2f", (FOUND[task, arm, epsilon]["mean"] for arm in by_momentum))
+    for pattern, task, arm in (
+        (rf"On CIFAR-10 it is {four} against {four},", "cifar10", "dpsgd-hf"),
+        (rf"on IMDb {four} against {four}: behind at all four", "imdb", "dpsgd"),
+    ):
+        both = [[FOUND[task, name, e]["mean"] for e in BUDGETS] for name in ("proven", arm)]
+        yield pattern, shown(".2f", both[0] + both[1])
+        assert all(one < other for one, other in zip(*both, strict=True))
     yield from claims_about_attacks(number)
     yield from claims_about_curves(number)
     yield from claims_about_reviews(number)
@@ -320,8 +338,18 @@ def claims():
         shown(".2f", (min(photographs), max(photographs))),
     )
     yield (
-        rf"On CIFAR-10 at epsilon 1 it stays {number} below",
-        shown(".2f", [-FOUND["cifar10", "dpsgd-ts", 1]["difference"]]),
+        rf"On CIFAR-10 it stays {number} below at epsilon 1, and is {number} above at epsilon 2",
+        shown(
+            ".2f",
+            (
+                -FOUND["cifar10", "dpsgd-ts", 1]["difference"],
+                FOUND["cifar10", "dpsgd-ts", 2]["difference"],
+            ),
+        ),
+    )
+    yield (
+        rf"the last of twenty epochs is {number} below it",
+        shown(".2f", [-FOUND["imdb", "nonprivate", None]["difference"]]),
     )
     reviews = [
         r["difference"]
@@ -391,35 +419,43 @@ def earlier_dpis(word):
     """The mean accuracy of DPIS on CIFAR-10 in rows that were set aside for a reason."""
     rows = [r for r in rows_of("superseded") if word in r["superseded"]]
     rows = [r for r in rows if r["experiment"] == "accuracy" and r["config"]["task"] == "cifar10"]
-    rows = [r for r in rows if r["config"]["options"]["updates"] == 600]
+    rows = [r for r in rows if r["config"]["options"]["updates"] != 1000]
     assert {(r["config"]["arm"], r["config"]["epsilon"]) for r in rows} == {("dpis", 3)}
     assert [row["seed"] for row in rows] == [0, 1, 2]
     return sum(100 * row["accuracy"] for row in rows) / len(rows)
 
 
 def claims_about_dpis(number):
-    reasons = ("before larger clip norms", "a filter of one", "before longer runs")
+    plain, dpis = (FOUND["cifar10", arm, 3] for arm in ("dpsgd-hf", "dpis"))
+    gap = plain["mean"] - dpis["mean"]
+    assert 0 < gap < plain["spread"]  # "less than the spread of DP-SGD"
+    yield rf"On CIFAR-10 it is {number} behind", shown(".2f", [gap])
+    reasons = ("larger clip norms", "a filter of one", "before longer runs", "before averages")
     earlier = [earlier_dpis(reason) for reason in reasons]
-    assert max(earlier) < FOUND["cifar10", "dpsgd-hf", 3]["mean"]  # "it was behind"
+    assert max(earlier) < plain["mean"]  # "it was behind"
     yield (
-        rf"{number} with the paper's clip norm, {number} with a larger one, and {number} with that",
-        shown(".2f", earlier),
+        rf"{number} with the paper's clip norm, {number} with a larger one, {number} with that and "
+        rf"less noise, {number} with more and shorter steps, and {number} with an average",
+        shown(".2f", [*earlier, dpis["mean"]]),
     )
     by_menu, by_filter = noise_of_dpis()
     yield rf"asked for {number} times the noise", shown(".2f", [by_filter])
     yield rf"asks for {number} times the noise", shown(".2f", [by_menu])
-    tried = [r for r in rows_of("tuning") if "stretch" in r["config"]]
-    best = max(tried, key=lambda row: row["accuracy"])
-    (before,) = (r for r in tried if _steps(r) == (600, 0.4))
+    assert "average_decay" in tuned_setting("dpis", "cifar10", 3)  # "the best on held-out records"
     yield (
-        rf"shorter steps, {number} of them, have since been the best on held-out records, by "
-        rf"{number} points",
-        (str(_steps(best)[0]), f"{100 * (best['accuracy'] - before['accuracy']):.2f}"),
+        rf"it has {number} on CIFAR-10, where DP-SGD has {number}, and {number} on MNIST, where "
+        rf"DP-SGD has {number}",
+        shown(
+            ".2f",
+            (
+                FOUND[task, arm, 1]["mean"]
+                for task in ("cifar10", "mnist")
+                for arm in ("dpis", "dpsgd-hf")
+            ),
+        ),
     )
-
-
-def _steps(row):
-    return row["config"]["options"]["updates"], row["config"]["options"]["learning_rate"]
+    for task, arm in (("fmnist", "dpsgd-hf"), ("imdb", "dpsgd")):  # "ahead at all four"
+        assert all(FOUND[task, "dpis", e]["mean"] > FOUND[task, arm, e]["mean"] for e in BUDGETS)
 
 
 def claims_about_reviews(number):
@@ -627,28 +663,27 @@ def test_the_comparison_at_a_proven_epsilon_is_that_of_the_rows():
 def test_the_controls_are_those_of_the_rows():
     arms = ("released-code", "kept-momentum", "random-kept", "published", "random")
     lines = [line for line in TABLE if "| kept |" in line or "| restored |" in line]
-    found = {task: [FOUND[task, arm, 1] for arm in arms] for task in ("fmnist", "mnist")}
-    figures = [f"{_plain(a)} | {_plain(b)} |" for a, b in zip(*found.values(), strict=True)]
+    found = {task: [FOUND[task, arm, 1] for arm in arms] for task in ("fmnist", "mnist", "cifar10")}
+    figures = [" | ".join(map(_plain, line)) + " |" for line in zip(*found.values(), strict=True)]
     assert [line.split(" | ", 3)[-1] for line in lines] == figures
-    for records in found.values():
+    for task, records in found.items():
         means = [record["mean"] for record in records]
         spread = max(record["spread"] for record in records)
         kept, restored = means[:3], means[3:]
-        # "the accuracy is that of the paper even if by lot", "no better than the lot"
-        assert max(kept) - min(kept) < spread
-        assert restored[0] < restored[1] + spread
+        assert restored[0] < restored[1] + spread  # "no better than the lot, on any of the three"
         assert min(kept) - max(restored) > spread
-        assert abs(records[2]["difference"]) < 0.7
+        if task != "cifar10":  # "that of the paper even if acceptance is drawn by lot"
+            assert max(kept) - min(kept) < spread
+            assert abs(records[2]["difference"]) < 0.7
 
 
 def test_dpis_stands_beside_dpsgd():
     lines = []
     for task, name in DATA_SETS.items():
         plain = FOUND[task, "dpsgd" if task == "imdb" else "dpsgd-hf", 3]
-        dpis, paper = FOUND.get((task, "dpis", 3)), paper_accuracy()[task, "dpis", 3]
-        ours = "no rows" if dpis is None else _plain(dpis)
-        lines.append(f"| {name} | {ours} | {_plain(plain)} | {paper:.2f} |")
-        assert dpis is None or dpis["mean"] > plain["mean"]
+        dpis, paper = FOUND[task, "dpis", 3], paper_accuracy()[task, "dpis", 3]
+        lines.append(f"| {name} | {_plain(dpis)} | {_plain(plain)} | {paper:.2f} |")
+        assert dpis["mean"] > plain["mean"] or task == "cifar10"
     assert [line for line in TABLE if line in lines] == lines
     assert {arm: r["seeds"] for (_, arm, _), r in FOUND.items() if arm == "dpis"} == {"dpis": 3}
     rows = first_dpagd()
@@ -699,7 +734,7 @@ def test_what_is_said_in_words_holds():
     assert min(behind[:3]) > 0.2
     assert abs(behind[3]) < FOUND["mnist", "dpsgd-hf", 4]["spread"]
     on_cpu = [row["device"] == "cpu" for row in ROWS if row["config"]["arm"] in controls]
-    assert 0.5 < sum(on_cpu) / len(on_cpu) < 1
+    assert 0.2 < sum(on_cpu) / len(on_cpu) < 0.5  # "a part of the controls"
     # "as close as their seeds"
     for budget in BUDGETS:
         pair = [FOUND["imdb", arm, budget] for arm in ("published", "released-code")]
