@@ -8,7 +8,7 @@ from scipy.stats import binom, norm
 
 from dpsur.attacks.metrics import LOW_RATES, Scores, area, measure, proportion, roc_curve
 from dpsur.errors import InvalidInputError
-from dpsur.experiments.roc import low_rate_interval, thinned
+from dpsur.experiments.roc import curve_of, hits_of, low_rate_interval
 from tests.statistics import FALSE_ALARM
 
 
@@ -100,7 +100,7 @@ def test_intervals_from_a_thinned_curve_hold_those_of_the_scores(steps, others, 
     for rate, exact in zip(
         LOW_RATES, (measured.tpr_at_1_percent, measured.tpr_at_01_percent), strict=True
     ):
-        low, high = low_rate_interval(thinned(scores), 900, others, rate)
+        low, high = low_rate_interval(hits_of(scores), 900, others, rate)
         assert low <= exact.low
         assert exact.high <= high
         if steps is None and others == 6000:
@@ -110,8 +110,10 @@ def test_intervals_from_a_thinned_curve_hold_those_of_the_scores(steps, others, 
 def test_a_curve_without_hits_below_a_tie_says_little():
     """As of the gap attack: what is right is above what is wrong, and nothing lies between."""
     scores = Scores(np.ones(900), (np.arange(1000) < 700).astype(float), 0.5)
-    assert thinned(scores)[1][-20] == 0.0
-    assert low_rate_interval(thinned(scores), 900, 1000, 0.01) == (0.0, 1.0)
+    hits = hits_of(scores)
+    assert hits[-20] == 0
+    assert curve_of(hits, 900, 1000)[1][-1] == 1.0
+    assert low_rate_interval(hits_of(scores), 900, 1000, 0.01) == (0.0, 1.0)
 
 
 def test_unequal_numbers_do_not_flatter():

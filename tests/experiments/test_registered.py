@@ -72,3 +72,9 @@ def test_figures_are_small_and_made_of_lines_and_letters():
 def test_an_unknown_name():
     with pytest.raises(InvalidInputError, match="unknown experiment 'nothing'; choose one of"):
         experiment_named("nothing")
+
+
+def test_what_is_committed_of_all_results_stays_small():
+    places = (ROOT / "results", ROOT / "docs" / "tables", ROOT / "docs" / "figures")
+    files = [file for place in places for file in place.iterdir()]
+    assert sum(file.stat().st_size for file in files) < 4_000_000

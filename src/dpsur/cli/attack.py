@@ -188,9 +188,12 @@ def _release(options: argparse.Namespace, names: list[str], device: torch.device
 
 def _draw(path: Path, scores: dict[str, Scores]) -> None:
     from dpsur.experiments import style
-    from dpsur.experiments.roc import draw_roc, thinned
+    from dpsur.experiments.roc import curve_of, draw_roc, hits_of
 
-    curves = {name: thinned(part) for name, part in scores.items()}
+    curves = {
+        name: curve_of(hits_of(part), len(part.members), len(part.others))
+        for name, part in scores.items()
+    }
     try:
         with style.common():
             draw_roc({"": curves}).savefig(path, dpi=200)

@@ -16,7 +16,7 @@ from dpsur.experiments.base import Cell, OneByOne, Options, Row
 from dpsur.experiments.card import keep_to_share
 from dpsur.experiments.membership_table import ACCURACIES, NONPRIVATE, RATES, summary
 from dpsur.experiments.presets import PAPER, preset_named
-from dpsur.experiments.roc import draw_roc, thinned
+from dpsur.experiments.roc import Curve, curve_of, draw_roc, hits_of
 from dpsur.experiments.settings import DELTA, EPSILONS
 from dpsur.experiments.targets import PrivateTrainer, plain_trainer, pool_on, target_network
 from dpsur.experiments.training import BLOCK, NEVER, WITH_TF32, device_name
@@ -98,7 +98,7 @@ class Membership(OneByOne):
             "train_accuracy": found.train_accuracy,
             "test_accuracy": found.test_accuracy,
             "attacks": {name: measure(s).to_json() for name, s in found.scores.items()},
-            "roc": {name: thinned(s) for name, s in found.scores.items()},
+            "hits": {name: hits_of(s) for name, s in found.scores.items()},
             "device": device_name(device),
         }
 
@@ -108,7 +108,7 @@ class Membership(OneByOne):
         # one seed of every task, the first that there is
         open_targets = [row for row in rows if row["config"]["method"] == NONPRIVATE]
         firsts = {
-            row["config"]["task"]: row["roc"]
+            row["config"]["task"]: _curves(row)
             for row in sorted(open_targets, key=lambda row: row["seed"], reverse=True)
         }
         panels = {f"{task}, without privacy": firsts[task] for task in TASKS if task in firsts}
@@ -119,6 +119,11 @@ class Membership(OneByOne):
 
 
 EXPERIMENT = Membership()
+
+
+def _curves(row: Row) -> dict[str, Curve]:
+    sizes = {name: (found["members"], found["others"]) for name, found in row["attacks"].items()}
+    return {name: curve_of(hits, *sizes[name]) for name, hits in row["hits"].items()}
 
 
 def _config(task: str, method: str, epsilon: int | None, seed: int) -> dict[str, Any]:

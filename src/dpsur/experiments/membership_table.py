@@ -9,7 +9,7 @@ from typing import Any
 from dpsur.attacks.metrics import LOW_RATES, Figure
 from dpsur.experiments.artifacts import Column
 from dpsur.experiments.base import Row
-from dpsur.experiments.roc import Curve, low_rate_interval
+from dpsur.experiments.roc import low_rate_interval
 from dpsur.experiments.settings import EPSILONS
 
 NONPRIVATE = "nonprivate"
@@ -54,7 +54,7 @@ def summary(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     for (task, method, epsilon), mine in groups.items():
         for attack in dict.fromkeys(name for row in mine for name in row["attacks"]):
             found = [row["attacks"][attack] for row in mine if attack in row["attacks"]]
-            curves = [row["roc"][attack] for row in mine if attack in row["attacks"]]
+            hits = [row["hits"][attack] for row in mine if attack in row["attacks"]]
             yield {
                 "task": task,
                 "target": f"{method}, ε {epsilon}" if epsilon else method,
@@ -64,21 +64,21 @@ def summary(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
                 **_over_seeds("accuracy", "", [_stored(f, "balanced_accuracy") for f in found]),
                 "paper": known.get((task, PAPER_NAMES.get(attack, ""), method, epsilon)),
                 **_over_seeds("auc", "auc_", [_stored(f, "auc") for f in found]),
-                **_low_rates(found, curves),
+                **_low_rates(found, hits),
                 "seeds": len(found),
             }
 
 
-def _low_rates(found: Sequence[dict[str, Any]], curves: Sequence[Curve]) -> dict[str, float]:
-    """Rates as they were stored, their intervals by what the curves hold.
+def _low_rates(found: Sequence[dict[str, Any]], hits: Sequence[list[int]]) -> dict[str, float]:
+    """Rates as they were stored, their intervals by points of the curves.
 
     Stored intervals of rows that were made before these counted the threshold are too narrow.
     """
     records: dict[str, float] = {}
     for name, field, rate in zip(("tpr_1", "tpr_01"), RATE_FIELDS, LOW_RATES, strict=True):
         figures = []
-        for stored, curve in zip(found, curves, strict=True):
-            ends = low_rate_interval(curve, stored["members"], stored["others"], rate)
+        for stored, counts in zip(found, hits, strict=True):
+            ends = low_rate_interval(counts, stored["members"], stored["others"], rate)
             figures.append(Figure(stored[field]["value"], *ends))
         records |= _over_seeds(name, f"{name}_", figures)
     return records

@@ -1,6 +1,6 @@
 """ROC curves of attacks on logarithmic axes, where the few that are found for certain show."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,13 +29,17 @@ COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.INK, style.GREY)
 DASHES = ("-", "--", ":")
 
 
-def thinned(scores: Scores) -> Curve:
-    """A curve in so many points, evenly spaced in the logarithm of the false positive rate."""
+def hits_of(scores: Scores) -> list[int]:
+    """How many members are found at so many false positive rates: all that a row has to hold."""
     false, true = roc_curve(scores)
-    at = _rates(len(scores.others))
     # the highest point that keeps to the rate, never one between two thresholds
-    place = np.searchsorted(false, at * (1 + ROUNDING), "right") - 1
-    return [round(float(x), 6) for x in at], [round(float(y), 6) for y in true[place]]
+    place = np.searchsorted(false, _rates(len(scores.others)) * (1 + ROUNDING), "right") - 1
+    return [round(float(y) * len(scores.members)) for y in true[place]]
+
+
+def curve_of(hits: Sequence[int], members: int, others: int) -> Curve:
+    """A curve in so many points, evenly spaced in the logarithm of the false positive rate."""
+    return [float(x) for x in _rates(others)], [found / members for found in hits]
 
 
 def _rates(others: int) -> Array:
@@ -43,9 +47,9 @@ def _rates(others: int) -> Array:
 
 
 def low_rate_interval(
-    curve: Curve, members: int, others: int, rate: float, confidence: float = CONFIDENCE
+    hits: Sequence[int], members: int, others: int, rate: float, confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """The interval of the true positive rate at a low false positive rate, from a thinned curve.
+    """The interval of the true positive rate at a low false positive rate, from points of a curve.
 
     Formal guarantee: it holds the interval that `measure` gives for the scores themselves. The hits
     of a point are known, and so is the most others that pass its threshold. At the lower end, a
@@ -54,9 +58,9 @@ def low_rate_interval(
     them; the next point with more hits is then below these.
     """
     passed = np.floor(_rates(others) * (1 + ROUNDING) * others)
-    hits = np.rint(np.array(curve[1]) * members).astype(int)
+    counted = np.array(hits)
     strict, loose = ranks_around(rate, others, confidence)
-    within, beyond = hits[passed < strict], hits[passed > loose]
+    within, beyond = counted[passed < strict], counted[passed > loose]
     more = beyond[beyond > beyond.min(initial=members)]
     low = int(within.max(initial=0))
     return share_between(low, int(more.min(initial=members)), members, confidence)
