@@ -459,7 +459,8 @@ def claims_about_dpis(number):
 
 
 def claims_about_reviews(number):
-    found = {(r["epsilon"], r["changed"]): r for r in iterate_records(rows_of("iterates"))}
+    records = [r for r in iterate_records(rows_of("iterates")) if r["task"] == "imdb"]
+    found = {(r["epsilon"], r["changed"]): r for r in records}
     plain = [found[epsilon, ""] for epsilon in (2, 4)]
     yield (
         rf"other rounding errors, come to {number} and {number} at epsilon 2 and 4",

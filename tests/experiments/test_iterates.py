@@ -24,26 +24,31 @@ def test_the_grid_has_every_budget_and_one_change_at_a_time():
     cells = [cell["config"] for cell in EXPERIMENT.cells(Options())]
     assert {config["arm"] for config in cells} == {"released-code"}
     unchanged = [config for config in cells if not config["tried"]]
-    assert sorted(config["epsilon"] for config in unchanged) == sorted(5 * [1, 2, 3, 4])
+    places = [(config["task"], config["epsilon"]) for config in unchanged]
+    assert sorted(places) == sorted(5 * list(iterates.CELLS))
     for config in cells:
         assert len(config["tried"]) <= 1
         assert config["evaluations"] == iterates.LOOKS
     changed = [config for config in cells if config["tried"]]
-    assert len(changed) == len(iterates.VARIED) * len(iterates.CHANGES) * 3
+    assert len(changed) == 3 * sum(map(len, iterates.CELLS.values()))
     for config in changed:  # a change that is the preset's own value would explain nothing
-        same = next(c for c in unchanged if c["epsilon"] == config["epsilon"])
+        place = config["task"], config["epsilon"]
+        same = next(c for c in unchanged if (c["task"], c["epsilon"]) == place)
         assert config["options"] != same["options"]
 
 
 def test_the_best_on_the_test_set_stands_beside_the_last_iterate():
     records = iterates.records(rows())
-    assert len(records) == 4 + len(iterates.VARIED) * len(iterates.CHANGES)
+    assert len(records) == sum(1 + len(changes) for changes in iterates.CELLS.values())
     for record in records:
         assert record["last"] == pytest.approx(70)
         assert record["best"] == pytest.approx(72)
         assert record["at"] == pytest.approx(0.5)
         assert record["best_difference"] - record["last_difference"] == pytest.approx(2)
     assert [r["changed"] for r in records if r["epsilon"] == 1] == [""]
+    reached = {(r["task"], r["epsilon"]): r["reached"] for r in records}
+    assert reached["imdb", 2] == pytest.approx(0.5)  # 71.02, between 60 and 72
+    assert reached["imdb", 4] is None  # 74.14
 
 
 def test_a_part_of_the_rows_is_rendered(tmp_path):
