@@ -17,7 +17,7 @@ from dpsur.core.gradients.rules import kernels, patches
 from dpsur.core.gradients.rules.compiled import SlowerWarning, _warn_once, compiled
 from dpsur.core.gradients.rules.fused import fused
 from dpsur.core.gradients.rules.patches import instantiated
-from dpsur.core.gradients.rules.summed import summed
+from dpsur.core.gradients.rules.summed import blocks_for, summed
 from dpsur.core.gradients.rules.window import Window
 from dpsur.core.problem import Problem
 from dpsur.core.types import Examples
@@ -216,6 +216,14 @@ def test_there_is_no_fused_kernel_where_it_does_not_fit():
     strided = Window((3, 3), (2, 2), (1, 1), (1, 1))
     assert fused(inputs.to(device), outputs[..., :8, :8].to(device), strided) is None
     assert fused(inputs.to(device).double(), outputs.to(device).double(), SAME) is None
+
+
+def test_what_blocks_leave_behind_takes_no_more_than_the_inputs():
+    small = torch.empty(8192, 243, 8, 8, device="meta")
+    assert blocks_for(small, 64 * 243 * 9) == 132
+    wide = torch.empty(256, 2048, 4, 4, device="meta")
+    assert blocks_for(wide, 128 * 2048 * 9) == 3
+    assert blocks_for(wide[:1], 128 * 2048 * 9) == 1
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ _MOST_ENTRIES_IN_A_ROW, _MOST_PLACES = 3, 64
 _FEW_OUTPUTS, _MANY_OUTPUTS, _MANY_INPUTS = 32, 128, 128
 # Bytes of shared memory for one example.
 _MOST_SHARED = 40_000
-# Blocks: each leaves sums behind, which take memory, and has examples to go through.
+# Blocks: each has examples to go through, and leaves sums behind.
 _EXAMPLES_A_BLOCK, _MOST_BLOCKS = 16, 132
 _SOURCE = """
 extern "C" __global__ void __launch_bounds__(THREADS, HIGH * WIDE > 16 ? 3 : 2) summed(
@@ -111,7 +111,7 @@ def summed(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
         return None
     inputs, outputs = inputs.contiguous(), outputs.contiguous()
     examples, channels, height = len(inputs), inputs.shape[1], outputs.shape[1]
-    blocks = max(1, min(_MOST_BLOCKS, examples // _EXAMPLES_A_BLOCK))
+    blocks = blocks_for(inputs, height * channels * prod(window.sizes))
     sums = inputs.new_empty(blocks, height, channels, *window.sizes)
     with torch.cuda.device(inputs.device):
         kernel(
@@ -120,6 +120,12 @@ def summed(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
             args=[inputs, outputs, sums, examples],
         )
     return sums.sum(0)
+
+
+def blocks_for(inputs: Tensor, entries: int) -> int:
+    """How many blocks share the examples: what they leave takes no more memory than the inputs."""
+    most = min(_MOST_BLOCKS, len(inputs) // _EXAMPLES_A_BLOCK, inputs.numel() // entries)
+    return max(1, most)
 
 
 def summing_pays(inputs: Tensor, outputs: Tensor, window: Window) -> bool:
