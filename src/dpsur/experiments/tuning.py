@@ -31,6 +31,8 @@ MANY_SHORT_STEPS: Mapping[str, Sequence[Any]] = {
 }
 # Losses clipped lower need less noise in a choice; they rarely are that large.
 LOSSES_CLIPPED_LOWER = {**MANY_SHORT_STEPS, "updates": (1500,), "loss_clip": (0.2, 0.5, 1.0)}
+# Lengths do not shrink towards the end of a run, so that its last weights are noisy: averages of them.
+AVERAGED = {**LOSSES_CLIPPED_LOWER, "loss_clip": (0.5,), "average_decay": (0.99, 0.997)}
 # The larger the clip norm, the more gradients are below it, and the less noise importance sampling
 # needs; the rate makes up for it, so that a step is as long as with a clip norm of 0.1.
 LARGER_CLIP_NORMS: Sequence[Mapping[str, Sequence[Any]]] = tuple(
@@ -113,6 +115,7 @@ GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
     ("dpagd", "fmnist"): (
         MANY_SHORT_STEPS,
         LOSSES_CLIPPED_LOWER,
+        AVERAGED,
         {
             "max_grad_norm": (0.1, 1.0),
             "largest_step": (10.0, 40.0),
@@ -122,6 +125,7 @@ GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
     ("dpagd", "mnist"): (
         MANY_SHORT_STEPS,
         LOSSES_CLIPPED_LOWER,
+        AVERAGED,
         {
             "max_grad_norm": (0.1, 1.0),
             "largest_step": (10.0, 40.0),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dpsur.core.averaging import WeightAverage
 from dpsur.core.choice import noisy_least
 from dpsur.core.gradients import draws_randomness
 from dpsur.core.noisy_mean import noisy_mean_gradient
@@ -37,7 +38,12 @@ class AdaptiveSteps:
     """DPAGD as a procedure. All it remembers is released, and so may steer what comes next."""
 
     def __init__(
-        self, lengths: Lengths, problem: Problem, plan: FilteredPlan, streams: Streams
+        self,
+        lengths: Lengths,
+        problem: Problem,
+        plan: FilteredPlan,
+        streams: Streams,
+        average: WeightAverage | None = None,
     ) -> None:
         assert isinstance(plan.typical.update, SampledGaussian)
         assert isinstance(plan.typical.test, NoisyChoice)
@@ -49,6 +55,7 @@ class AdaptiveSteps:
         self._first_precision = plan.typical.update.noise_multiplier**-2
         self._choice = plan.typical.test
         self._optimizer = Sgd(momentum=0.0)
+        self._average = average
         self._random_layers = draws_randomness(problem.model, problem.train)
 
     def initial_state(self) -> State:
@@ -65,7 +72,8 @@ class AdaptiveSteps:
             **{f"gradient/{name}": torch.zeros_like(value) for name, value in params.items()},
         }
         updates = torch.zeros((), dtype=torch.int64, device=self._problem.device)
-        return State(params, self._optimizer.init(params), updates, memory=memory)
+        average = None if self._average is None else params
+        return State(params, self._optimizer.init(params), updates, average, memory)
 
     def step(self, state: State) -> Step:
         """A noisy gradient of the precision that is still wanted, and a choice."""
@@ -87,7 +95,10 @@ class AdaptiveSteps:
             "chosen": chosen,
             **{f"gradient/{name}": value for name, value in gradient.items()},
         }
-        return Candidate(State(params, optimizer, state.updates + 1, memory=after))
+        average, updates = None, state.updates + 1
+        if self._average is not None and state.average is not None:
+            average = self._average(state.average, params, updates)
+        return Candidate(State(params, optimizer, updates, average, after))
 
     def judge(self, state: State, candidate: Candidate) -> Verdict:  # noqa: ARG002
         """Keep every step that has a length."""

@@ -12,6 +12,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.methods.adaptive_steps import AdaptiveSteps, Lengths
 from dpsur.methods.base import Method, option, power_of_two_near
 from dpsur.methods.noisy_steps import check_batch_size
+from dpsur.methods.optimization import AVERAGE_HELP, make_average
 from dpsur.privacy.accounting import check_covers_steering
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Trial
@@ -34,7 +35,8 @@ class Dpagd(Method):
     the choice is made again. Every trial is charged, whatever was chosen.
 
     Ours are: Poisson samples for gradients and choices, both charged as sampled mechanisms; a fresh
-    sample for a retry, so that its charge stands alone; and the privacy filter.
+    sample for a retry, so that its charge stands alone; the privacy filter; and an average of the
+    weights, where one is asked for: lengths do not shrink towards the end.
 
     Formal guarantee of one trial: a sampled Gaussian for the gradient and a sampled exponential
     mechanism for the choice; the filter composes them (docs/privacy.md).
@@ -60,12 +62,14 @@ class Dpagd(Method):
     updates: int | None = option(
         None, f"updates that the first noise is chosen for (default: {DEFAULT_UPDATES})"
     )
+    average_decay: float | None = option(None, AVERAGE_HELP)
 
     def __post_init__(self) -> None:
         for name in ("max_grad_norm", "loss_clip", "largest_step", "raise_by"):
             checks.positive(name, getattr(self, name))
         if self.choice_epsilon is not None:
             checks.positive("choice_epsilon", self.choice_epsilon)
+        make_average(self.average_decay)
         checks.at_least_one_each(self, "step_sizes", "batch_size", "val_batch_size", "updates")
         if self.step_sizes < 2:
             raise InvalidInputError(
@@ -110,7 +114,7 @@ class Dpagd(Method):
             max_grad_norm=self.max_grad_norm,
             raise_by=self.raise_by,
         )
-        return AdaptiveSteps(lengths, problem, plan, streams)
+        return AdaptiveSteps(lengths, problem, plan, streams, make_average(self.average_decay))
 
     def _with_defaults(self, dataset_size: int) -> Self:
         chosen = self.batch_size or min(power_of_two_near(8 * dataset_size**0.5), dataset_size)

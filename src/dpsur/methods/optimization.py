@@ -8,6 +8,13 @@ from dpsur.core.optim import Adam, Optimizer, Sgd
 from dpsur.core.schedules import SHAPES, Schedule
 from dpsur.methods.base import Method, option
 
+AVERAGE_HELP = "release an exponential average of the weights with this decay instead of the last"
+
+
+def make_average(decay: float | None) -> WeightAverage | None:
+    """The average that is released in place of the last weights, if any."""
+    return None if decay is None else WeightAverage(decay)
+
 
 @dataclass(frozen=True)
 class Optimization(Method):
@@ -20,9 +27,7 @@ class Optimization(Method):
     adam_beta1: float = option(0.9, "decay of the mean (adam)")
     adam_beta2: float = option(0.999, "decay of the mean square (adam)")
     adam_eps: float = option(1e-7, "added to the root of the mean square (adam)")
-    average_decay: float | None = option(
-        None, "release an exponential average of the weights with this decay instead of the last"
-    )
+    average_decay: float | None = option(None, AVERAGE_HELP)
 
     def __post_init__(self) -> None:
         self.make_optimizer()
@@ -42,4 +47,4 @@ class Optimization(Method):
 
     def make_average(self) -> WeightAverage | None:
         """The average that is released in place of the last weights, if any."""
-        return None if self.average_decay is None else WeightAverage(self.average_decay)
+        return make_average(self.average_decay)
