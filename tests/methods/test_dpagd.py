@@ -374,6 +374,20 @@ def test_without_noise_it_comes_within_a_step_of_the_minimum(monkeypatch):
     assert float(end.state.params["weight"]) == pytest.approx(0.8, abs=0.25)
 
 
+def test_an_average_follows_updates_and_rests_where_nothing_is_chosen():
+    procedure, plan = bound(replace(METHOD, average_decay=0.5), problem=quadratic())
+    before = start(procedure)
+    assert_same(before.state.released_params, before.state.params)
+    first, nothing, second = trials(procedure, plan, [2, 0, 1], before)
+    weights = [float(p.state.params["weight"]) for p in (before, first, second)]
+    # the decay warms up: 2/11 at the first update, 3/12 at the second
+    expected = weights[1] + 2 / 11 * (weights[0] - weights[1])
+    assert float(first.state.average["weight"]) == pytest.approx(expected, rel=1e-5)
+    assert_same(nothing.state.average, first.state.average)
+    expected = weights[2] + 3 / 12 * (expected - weights[2])
+    assert float(second.state.released_params["weight"]) == pytest.approx(expected, rel=1e-5)
+
+
 def test_it_is_never_padded():
     assert bound(METHOD)[0].padded() is None
 
@@ -413,6 +427,7 @@ def test_the_price_is_shared_as_stated():
         ({"loss_clip": -1.0}, "loss_clip must be a finite number above 0"),
         ({"choice_epsilon": 0.0}, "choice_epsilon must be a finite number above 0"),
         ({"val_batch_size": 0}, "val_batch_size must be a whole number"),
+        ({"average_decay": 1.5}, "average_decay must be"),
     ],
 )
 def test_bad_options(options, message):

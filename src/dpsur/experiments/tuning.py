@@ -31,7 +31,7 @@ MANY_SHORT_STEPS: Mapping[str, Sequence[Any]] = {
 }
 # Losses clipped lower need less noise in a choice; they rarely are that large.
 LOSSES_CLIPPED_LOWER = {**MANY_SHORT_STEPS, "updates": (1500,), "loss_clip": (0.2, 0.5, 1.0)}
-# Lengths do not shrink towards the end of a run, so that its last weights are noisy: averages of them.
+# Lengths do not shrink towards the end of a run, which leaves the last weights noisy.
 AVERAGED = {**LOSSES_CLIPPED_LOWER, "loss_clip": (0.5,), "average_decay": (0.99, 0.997)}
 # The larger the clip norm, the more gradients are below it, and the less noise importance sampling
 # needs; the rate makes up for it, so that a step is as long as with a clip norm of 0.1.
