@@ -412,7 +412,25 @@ def claims():
             *shown(".2f", (_mean(second_dpagd("mnist")), FOUND["mnist", "dpagd", 3]["mean"])),
         ),
     )
+    yield (
+        rf"did not help on held-out records \({number} and {number} against {number} without\)",
+        shown(".2f", averaged_dpagd()),
+    )
     yield from claims_about_dpis(number)
+
+
+def averaged_dpagd():
+    """Accuracies on held-out records with two averages of weights, and without."""
+    rows = [r for r in rows_of("tuning") if r["config"]["arm"] == "dpagd"]
+    rows = [r for r in rows if r["config"]["task"] == "fmnist"]
+    found = {json.dumps(r["config"]["tried"]): 100 * r["accuracy"] for r in rows}
+    wanted = [{**best_dpagd(), "average_decay": decay} for decay in (0.99, 0.997)]
+    return [
+        found[key]
+        for setting in (*wanted, best_dpagd())
+        for key in found
+        if json.loads(key) == setting
+    ]
 
 
 def earlier_dpis(word):
