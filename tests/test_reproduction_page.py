@@ -416,7 +416,19 @@ def claims():
         rf"did not help on held-out records \({number} and {number} against {number} without\)",
         shown(".2f", averaged_dpagd()),
     )
+    yield from claims_about_budgets_of_dpagd(number)
     yield from claims_about_dpis(number)
+
+
+def claims_about_budgets_of_dpagd(number):
+    found = fmnist("dpagd")
+    yield (
+        rf"it is {number}, {number}, {number} and {number} at epsilon 1, 2, 3 and 4, where the "
+        rf"paper rises from {number} to {number}",
+        shown(".2f", [*(r["mean"] for r in found), found[0]["paper"], found[-1]["paper"]]),
+    )
+    means = [record["mean"] for record in found]  # "the budget makes no difference"
+    assert max(means) - min(means) < max(record["spread"] for record in found)
 
 
 def averaged_dpagd():
