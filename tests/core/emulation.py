@@ -17,7 +17,7 @@ static thread_local Place threadIdx;
 static Place blockIdx, gridDim;
 static std::barrier<>* meeting;
 #define __global__
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 #define __restrict__
 #define __shared__ static
 #define __align__(n) __attribute__((aligned(n)))

@@ -1,5 +1,6 @@
 """The CUDA kernels of this library, run on the CPU: what they compute, not how fast."""
 
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -25,7 +26,8 @@ def on_the_cpu(monkeypatch, tmp_path):
         sources.append(source)
         folder = tmp_path / str(len(sources))
         folder.mkdir()
-        return Emulated(source, name, folder, 256, PARAMETERS[name])
+        said = re.search(r"#define THREADS (\d+)", source)
+        return Emulated(source, name, folder, int(said[1]) if said else 256, PARAMETERS[name])
 
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
@@ -69,6 +71,7 @@ def test_the_fused_kernel_gives_the_gradients_that_patches_give(
         (81, 16, (7, 7), Window((3, 3), (2, 2), (1, 1), (1, 1))),
         (50, 32, (6, 9), Window((2, 3), (1, 2), (1, 1), (0, 2))),
         (100, 16, (4, 3), Window((1, 1), (1, 1), (1, 1), (0, 0))),
+        (158, 48, (5, 5), Window((3, 3), (1, 1), (1, 1), (1, 1))),  # in two parts, by rows
     ],
 )
 def test_the_summing_kernel_gives_the_usual_gradient(channels, height, sides, window, on_the_cpu):
