@@ -10,6 +10,13 @@ from dpsur.core.flat import elementwise
 from dpsur.core.types import Params
 
 
+def followed(
+    rule: "WeightAverage | None", average: Params | None, params: Params, updates: Tensor
+) -> Params | None:
+    """The average after one more update; None where none is kept."""
+    return None if rule is None or average is None else rule(average, params, updates)
+
+
 @dataclass(frozen=True)
 class WeightAverage:
     """Average with a decay that warms up, so that the initial weights are soon forgotten."""

@@ -57,6 +57,16 @@ ON_PHOTOGRAPHS: Mapping[str, Sequence[Any]] = {
     "updates": (600, 1200),
     "learning_rate": (2.0, 4.0, 8.0),
 }
+ADAPTIVE_ON_PIXELS: Sequence[Mapping[str, Sequence[Any]]] = (
+    MANY_SHORT_STEPS,
+    LOSSES_CLIPPED_LOWER,
+    AVERAGED,
+    {
+        "max_grad_norm": (0.1, 1.0),
+        "largest_step": (10.0, 40.0),
+        "updates": (100, 300),
+    },
+)
 GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
     ("dpis", "fmnist"): (
         {
@@ -103,26 +113,8 @@ GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
             "updates": (200, 400),
         },
     ),
-    ("dpagd", "fmnist"): (
-        MANY_SHORT_STEPS,
-        LOSSES_CLIPPED_LOWER,
-        AVERAGED,
-        {
-            "max_grad_norm": (0.1, 1.0),
-            "largest_step": (10.0, 40.0),
-            "updates": (100, 300),
-        },
-    ),
-    ("dpagd", "mnist"): (
-        MANY_SHORT_STEPS,
-        LOSSES_CLIPPED_LOWER,
-        AVERAGED,
-        {
-            "max_grad_norm": (0.1, 1.0),
-            "largest_step": (10.0, 40.0),
-            "updates": (100, 300),
-        },
-    ),
+    ("dpagd", "fmnist"): ADAPTIVE_ON_PIXELS,
+    ("dpagd", "mnist"): ADAPTIVE_ON_PIXELS,
     ("dpagd", "cifar10"): (
         {
             "max_grad_norm": (0.1, 1.0),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dpsur.core.averaging import WeightAverage
+from dpsur.core.averaging import WeightAverage, followed
 from dpsur.core.choice import noisy_least
 from dpsur.core.gradients import draws_randomness
 from dpsur.core.noisy_mean import noisy_mean_gradient
@@ -95,9 +95,8 @@ class AdaptiveSteps:
             "chosen": chosen,
             **{f"gradient/{name}": value for name, value in gradient.items()},
         }
-        average, updates = None, state.updates + 1
-        if self._average is not None and state.average is not None:
-            average = self._average(state.average, params, updates)
+        updates = state.updates + 1
+        average = followed(self._average, state.average, params, updates)
         return Candidate(State(params, optimizer, updates, average, after))
 
     def judge(self, state: State, candidate: Candidate) -> Verdict:  # noqa: ARG002

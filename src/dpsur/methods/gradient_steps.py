@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from dpsur.core.averaging import followed
 from dpsur.core.gradients import draws_randomness
 from dpsur.core.problem import Problem
 from dpsur.core.sampling import Draw, padded_batch, steady_batch
@@ -58,9 +59,7 @@ class GradientSteps(ABC):
             state.params, gradient, state.optimizer, self._schedule(position)
         )
         updates = state.updates + 1
-        average = None
-        if self._average is not None and state.average is not None:
-            average = self._average(state.average, params, updates)
+        average = followed(self._average, state.average, params, updates)
         return Candidate(State(params, optimizer, updates, average, state.memory), overflow)
 
     def judge(self, state: State, candidate: Candidate) -> Verdict:  # noqa: ARG002
