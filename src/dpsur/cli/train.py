@@ -257,6 +257,7 @@ def _print_result(run: Run, folder: RunFolder, *, as_json: bool) -> None:
         print(json.dumps(finite(result), allow_nan=False))
         return
     if run.scores is not None and "accuracy" in run.scores:
-        print(f"test accuracy: {run.scores['accuracy']:.2%} (last iterate, public test set)")
+        (released,) = run.statement["released"]
+        print(f"test accuracy: {run.scores['accuracy']:.2%} ({released}, public test set)")
     print(describe_guarantee(run.statement))
     print(f"release: {release} (to publish); private: {folder.private} (keep)")

@@ -96,7 +96,8 @@ def trained_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Run a configuration with several seeds at once and note what came of each.
 
-    Accuracy is that of the last iterate. A run that may release nothing has no row.
+    Accuracy is that of what is released, the last iterate unless an average is asked for. A run
+    that may release nothing has no row.
     """
     records = _records(config["task"], config["features"], config["hold_out"], device)
     sessions = [_session(config, seed, device, records) for seed in seeds]
