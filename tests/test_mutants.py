@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core import loop, noise, noisy_mean, sampling
+from dpsur.core import gate, loop, noise, noisy_mean, sampling
 from dpsur.core.gate import LossGate, mean_losses
 from dpsur.core.loop import start, train
 from dpsur.core.problem import Problem
@@ -216,7 +216,7 @@ def stale_loss(patch):
         stored["loss"] = after
         return after, before
 
-    patch.setattr(selection, "mean_losses", compare)
+    patch.setattr(gate, "mean_losses", compare)
 
 
 def losses_on_two_batches(patch):
@@ -228,7 +228,7 @@ def losses_on_two_batches(patch):
         _, before = mean_losses(problem, candidate, current, two)
         return after, before
 
-    patch.setattr(selection, "mean_losses", compare)
+    patch.setattr(gate, "mean_losses", compare)
 
 
 def divided_by(patch, size_of):

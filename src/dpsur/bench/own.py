@@ -20,6 +20,8 @@ VAL_BATCH_SIZE = 256
 # The paper's gate; what a test costs in time does not depend on these.
 VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD = 1.3, -1.0
 ENDLESS = 10**9
+# Trials between two looks at a captured run; what is noted of later ones falls on the last line.
+BLOCK = 100
 
 
 class OwnStep:
@@ -56,11 +58,11 @@ class CapturedOwnStep:
         padded = step.procedure.padded()
         if padded is None:
             raise InvalidInputError("layers that draw random numbers are not captured")
-        self._trials = CapturedTrials(padded, step.plan, step.progress, step.streams, block=1)
+        self._trials = CapturedTrials(padded, step.plan, step.progress, step.streams, block=BLOCK)
 
     def __call__(self) -> None:
-        """Replay the trial."""
-        self._trials.run(1)
+        """Replay the trial, as one of a block."""
+        self._trials.replay()
 
     def clipped_sum(self) -> Params:
         """The sum of clipped gradients."""

@@ -61,15 +61,15 @@ class CapturedTrials:
         self._names: tuple[str, ...] = ()
         self._rows = torch.zeros(block, 0, device=device, dtype=torch.float64)
         self._first = torch.tensor(ledger.trials, device=device)
-        self._replay: Callable[[], None] = self._trial
+        self.replay: Callable[[], None] = self._trial  # one trial, within a block
         if device.type == "cuda":
-            self._replay = self._captured()
+            self.replay = self._captured()
 
     def run(self, count: int) -> None:
         """Replay a block of trials."""
         self._first.copy_(self._counts.trials)
         for _ in range(count):
-            self._replay()
+            self.replay()
 
     def read(self) -> tuple[int, int, bool]:
         """Trials, updates and whether a batch had no room: the one wait per block."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dpsur import checks
-from dpsur.core.pairs import pair_losses
+from dpsur.core.pairs import evaluated_at_once, pair_losses
 from dpsur.core.problem import Problem
 from dpsur.core.sampling import Batch
 from dpsur.core.types import Params
@@ -88,11 +88,29 @@ def mean_losses(
     if len(batch) == 0:
         nothing = torch.zeros((), dtype=torch.float64, device=problem.device)
         return nothing, nothing
-    losses = pair_losses(problem, candidate, current, batch.examples).double()
-    if batch.mask is None:
-        after, before = losses.mean(1).unbind()
-        return after, before
-    # Replaced, not multiplied: a loss that is not finite outside the sample must not matter.
-    sums = losses.masked_fill(~batch.mask, 0.0).sum(1)
-    after, before = (sums / batch.mask.sum().clamp(min=1)).unbind()
+    after, before = batch.mean(pair_losses(problem, candidate, current, batch.examples)).unbind()
     return after, before
+
+
+@dataclass(frozen=True)
+class BegunTest:
+    """What of a test does not need the candidate: its batch and, where known, the loss before."""
+
+    batch: Batch
+    before: Tensor | None = None
+
+    def losses(self, problem: Problem, candidate: Params, current: Params) -> tuple[Tensor, Tensor]:
+        """The same two means as `mean_losses`."""
+        if self.before is None:
+            return mean_losses(problem, candidate, current, self.batch)
+        return self.batch.mean(problem.losses(candidate, self.batch.examples)), self.before
+
+
+def begin_test(problem: Problem, current: Params, batch: Batch) -> BegunTest:
+    """Evaluate the current model, unless it costs less to evaluate both models at once.
+
+    The batch must have rows, as padded ones do.
+    """
+    if evaluated_at_once(problem, current, batch.examples.inputs):
+        return BegunTest(batch)
+    return BegunTest(batch, batch.mean(problem.losses(current, batch.examples)))

@@ -1,12 +1,20 @@
-"""Functions captured as CUDA graphs: all their kernels are launched at once."""
+"""Functions captured as CUDA graphs: all their kernels are launched at once.
+
+What two functions do beside each other becomes two branches of the graph.
+"""
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 
 WARM_UP_CALLS = 3
 # One stream per device for whatever is captured while the default stream is the current one.
 _streams: dict[int, torch.cuda.Stream] = {}
+# For every stream that work is begun beside, the one that this work goes to.
+_companions: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+One = TypeVar("One")
+Other = TypeVar("Other")
 
 
 def graph_of(
@@ -47,3 +55,35 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     if current.device_index not in _streams:
         _streams[current.device_index] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[current.device_index]
+
+
+def side_by_side(
+    device: torch.device, one: Callable[[], One], other: Callable[[], Other]
+) -> tuple[One, Other]:
+    """Call two functions that do not need each other; on CUDA they run at the same time.
+
+    `one` should be the smaller: its kernels fill the gaps between those of `other`.
+    """
+    if device.type != "cuda":
+        return one(), other()
+    current, companion = torch.cuda.current_stream(device), _companion(device)
+    # What `one` leaves to be freed is taken again only by work of the companion, and that waits
+    # here for all that came before it. So no memory has to be watched across the two streams.
+    companion.wait_stream(current)
+    with torch.cuda.stream(companion):
+        first = one()
+    second = other()
+    current.wait_stream(companion)
+    return first, second
+
+
+def _companion(device: torch.device) -> torch.cuda.Stream:
+    """The stream beside the current one. It has priority: the other one has more to do.
+
+    Streams are lent from one store for each priority, in turn. So a companion is never the stream
+    of another graph, whose scratch memory it would share.
+    """
+    current = torch.cuda.current_stream(device)
+    if current not in _companions:
+        _companions[current] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return _companions[current]

@@ -29,7 +29,7 @@ _agrees: WeakKeyDictionary[nn.Module, dict[object, bool]] = WeakKeyDictionary()
 def pair_losses(problem: Problem, one: Params, other: Params, examples: Examples) -> Tensor:
     """Losses of every record by itself, in evaluation mode: a row for each set of weights."""
     inputs = examples.inputs
-    if not (stacking_pays(problem, inputs) and can_be_stacked(problem, one, inputs)):
+    if not evaluated_at_once(problem, one, inputs):
         return torch.stack([problem.losses(params, examples) for params in (one, other)])
     outputs = stacked_outputs(problem, one, other, inputs)
     losses = example_losses(
@@ -38,6 +38,11 @@ def pair_losses(problem: Problem, one: Params, other: Params, examples: Examples
         torch.cat([examples.targets, examples.targets]),
     )
     return losses.view(2, -1)
+
+
+def evaluated_at_once(problem: Problem, params: Params, inputs: Tensor) -> bool:
+    """Whether two sets of weights get one evaluation."""
+    return stacking_pays(problem, inputs) and can_be_stacked(problem, params, inputs)
 
 
 def stacking_pays(problem: Problem, inputs: Tensor) -> bool:

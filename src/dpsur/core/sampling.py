@@ -38,6 +38,14 @@ class Batch:
         """The rows themselves, gathered when they are first asked for."""
         return self.data.part(slice(None)) if self.rows is None else self.data.select(self.rows)
 
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean in float64 over the rows that were drawn, which are the last dimension."""
+        values = values.double()
+        if self.mask is None:
+            return values.mean(-1)
+        # Replaced, not multiplied: what is not finite outside the sample must not matter.
+        return values.masked_fill(~self.mask, 0.0).sum(-1) / self.mask.sum().clamp(min=1)
+
 
 Draw = Callable[[Examples, float, torch.Generator], Batch]
 

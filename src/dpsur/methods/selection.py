@@ -1,18 +1,26 @@
 """Selective update: any procedure behind a gate."""
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from dpsur.core.gate import make_gate, mean_losses
+from dpsur.core.gate import BegunTest, begin_test, make_gate
+from dpsur.core.graphs import side_by_side
 from dpsur.core.problem import Problem
-from dpsur.core.sampling import Draw, padded_batch, steady_batch
+from dpsur.core.sampling import Batch, Draw, padded_batch, steady_batch
 from dpsur.core.streams import VAL_BATCH, VAL_NOISE, Streams
 from dpsur.core.types import Candidate, Procedure, State, Verdict
 from dpsur.privacy.accounting import KEEP_MOMENTUM
 from dpsur.privacy.events import Event, Step, Trial
 from dpsur.privacy.plans import AnyPlan, FilteredPlan, Plan
+
+
+@dataclass(frozen=True)
+class _AwaitedCandidate(Candidate):
+    """A candidate whose test was begun while it was drawn."""
+
+    test: BegunTest = field(kw_only=True)
 
 
 class Selective:
@@ -36,6 +44,7 @@ class Selective:
         self._test = gate
         self._gate = make_gate(gate, loss_clip)
         self._draw: Draw = steady_batch
+        self._begins_early = False
         self._keeps_momentum = plan.on_reject == KEEP_MOMENTUM
 
     def step(self, state: State) -> Step:
@@ -49,27 +58,43 @@ class Selective:
 
     def propose(self, state: State, position: Tensor) -> Candidate:
         """Draw the proposer's candidate (Alg. 1, L3-8)."""
-        return self._proposer.propose(state, position)
+        if not (self._begins_early and isinstance(self.step(state), Trial)):
+            return self._proposer.propose(state, position)
+        test, candidate = side_by_side(
+            self._problem.device,
+            lambda: begin_test(self._problem, state.params, self._fresh_batch()),
+            lambda: self._proposer.propose(state, position),
+        )
+        return _AwaitedCandidate(candidate.state, candidate.overflow, test=test)
 
     def judge(self, state: State, candidate: Candidate) -> Verdict:
         """Compare both models on one fresh batch, with noise (Alg. 1, L9-14)."""
         if not isinstance(self.step(state), Trial):
             return self._proposer.judge(state, candidate)  # a figure to steer by, not an update
-        train = self._problem.train
-        batch = self._draw(train, self._test.sample_rate, self._streams[VAL_BATCH])
-        after, before = mean_losses(self._problem, candidate.state.params, state.params, batch)
+        if isinstance(candidate, _AwaitedCandidate):
+            test = candidate.test
+        else:
+            test = BegunTest(self._fresh_batch())
+        after, before = test.losses(self._problem, candidate.state.params, state.params)
         difference = after - before
         accept = self._gate.decide(difference, self._streams[VAL_NOISE])
         private = {"loss": after, "loss_difference": difference}
-        return Verdict(accept, private, batch.overflow)
+        return Verdict(accept, private, test.batch.overflow)
+
+    def _fresh_batch(self) -> Batch:
+        return self._draw(self._problem.train, self._test.sample_rate, self._streams[VAL_BATCH])
 
     def padded(self) -> "Selective | None":
-        """The same gate on padded batches, if what it judges can be padded too."""
+        """The same gate on padded batches, if what it judges can be padded too.
+
+        Nothing waits for the host then, and a test can begin while its candidate is drawn.
+        """
         proposer = self._proposer.padded()
         if proposer is None:
             return None
         copied = copy.copy(self)
         copied._proposer, copied._draw = proposer, padded_batch
+        copied._begins_early = True
         return copied
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:
