@@ -121,12 +121,27 @@ GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
             "largest_step": (10.0,),
             "updates": (100,),
         },
+        {**LOSSES_CLIPPED_LOWER, "loss_clip": (0.5, 1.0, 2.5)},
+        {
+            **LOSSES_CLIPPED_LOWER,
+            "batch_size": (4096,),
+            "val_batch_size": (1024,),
+            "updates": (500,),
+            "loss_clip": (1.0,),
+        },
     ),
     ("dpagd", "imdb"): (
         {
             "max_grad_norm": (0.1, 1.0),
             "largest_step": (40.0,),
             "updates": (50, 150),
+        },
+        # losses of two classes begin at 0.7, so that lower bounds would hide them all
+        {
+            **LOSSES_CLIPPED_LOWER,
+            "largest_step": (20.0,),
+            "updates": (500,),
+            "loss_clip": (0.7, 1.0),
         },
     ),
     ("best-dpsgd", "imdb-words"): (ON_WORDS,),
