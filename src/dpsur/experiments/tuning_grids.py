@@ -121,14 +121,7 @@ GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
             "largest_step": (10.0,),
             "updates": (100,),
         },
-        {**LOSSES_CLIPPED_LOWER, "loss_clip": (0.5, 1.0, 2.5)},
-        {
-            **LOSSES_CLIPPED_LOWER,
-            "batch_size": (4096,),
-            "val_batch_size": (1024,),
-            "updates": (500,),
-            "loss_clip": (1.0,),
-        },
+        {**LOSSES_CLIPPED_LOWER, "updates": (1000,), "loss_clip": (1.0, 2.5)},
     ),
     ("dpagd", "imdb"): (
         {
