@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from dpsur.core.gate import CoinGate, LossGate, make_gate, mean_losses
+from dpsur.core import gate
+from dpsur.core.gate import CoinGate, LossGate, begin_test, make_gate, mean_losses
 from dpsur.core.sampling import Batch
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.events import CoinTest, LossTest
@@ -123,3 +124,32 @@ def test_padding_does_not_change_the_mean_losses(problem):
     nobody = Batch(padded, torch.zeros(8, dtype=torch.bool))
     after, before = mean_losses(problem, other, params, nobody)
     assert float(after - before) == 0.0
+
+
+def test_a_test_that_was_begun_early_finds_the_same_losses(problem):
+    params = problem.initial_params()
+    other = {name: value + 0.1 for name, value in params.items()}
+    rows = torch.arange(8)
+    for batch in (
+        Batch(problem.train, rows=rows[:5]),
+        Batch(problem.train, mask=rows < 5, rows=rows.clamp(max=4)),
+    ):
+        begun = begin_test(problem, params, batch)
+        assert begun.before is not None
+        assert begun.losses(problem, other, params) == mean_losses(problem, other, params, batch)
+
+
+def test_a_test_that_was_begun_early_holds_no_rows(problem):
+    begun = begin_test(
+        problem, problem.initial_params(), Batch(problem.train, rows=torch.arange(5))
+    )
+    assert "examples" not in vars(begun.batch)  # they would lie beside the gradients
+
+
+def test_where_both_models_are_evaluated_at_once_neither_is_early(problem, monkeypatch):
+    monkeypatch.setattr(gate, "evaluated_at_once", lambda *_: True)
+    params = problem.initial_params()
+    batch = Batch(problem.train, rows=torch.arange(5))
+    begun = begin_test(problem, params, batch)
+    assert begun.before is None
+    assert begun.losses(problem, params, params) == mean_losses(problem, params, params, batch)

@@ -1,7 +1,7 @@
 """The paper's test of a candidate: a clipped, noisy loss difference against a threshold."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -109,8 +109,9 @@ class BegunTest:
 def begin_test(problem: Problem, current: Params, batch: Batch) -> BegunTest:
     """Evaluate the current model, unless it costs less to evaluate both models at once.
 
-    The batch must have rows, as padded ones do.
+    The batch must have rows, as padded ones do. They are gathered for this, and again for the
+    candidate: otherwise they would take memory beside the gradients.
     """
-    if evaluated_at_once(problem, current, batch.examples.inputs):
+    if evaluated_at_once(problem, current, batch.data.inputs):
         return BegunTest(batch)
-    return BegunTest(batch, batch.mean(problem.losses(current, batch.examples)))
+    return BegunTest(batch, batch.mean(problem.losses(current, replace(batch).examples)))

@@ -1,0 +1,70 @@
+"""Two pieces of work beside each other: on the CPU in turn, on CUDA at the same time."""
+
+import pytest
+import torch
+
+from dpsur.core.graphs import graph_of, side_by_side
+from dpsur.methods import Dpsur
+from tests.core.test_captured import bound
+
+CPU = torch.device("cpu")
+
+
+def test_on_a_cpu_one_comes_after_the_other():
+    order = []
+
+    def one():
+        order.append("one")
+        return 1
+
+    def other():
+        order.append("other")
+        return 2
+
+    assert side_by_side(CPU, one, other) == (1, 2)
+    assert order == ["one", "other"]
+
+
+def test_captured_trials_begin_their_tests_early_and_others_do_not():
+    procedure, _ = bound(Dpsur(updates=6, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5))
+    state, nowhere = procedure.initial_state(), torch.tensor(0)
+    assert not hasattr(procedure.propose(state, nowhere), "test")
+    test = procedure.padded().propose(state, nowhere).test
+    assert test.before is not None
+    assert test.batch.mask is not None
+
+
+@pytest.mark.gpu
+def test_what_runs_at_the_same_time_is_joined_before_it_is_used():
+    device = torch.device("cuda")
+    values, sums = torch.zeros(2**20, device=device), torch.zeros(3, device=device)
+
+    def slow():
+        found = values
+        for _ in range(200):
+            found = found + 1
+        return found
+
+    def both():
+        values.add_(1)
+        one, other = side_by_side(device, slow, lambda: values * 2)
+        sums.copy_(torch.stack([values[0], one.mean(), other.mean()]))
+        values.copy_(one)  # which the companion of the next replay must wait for
+
+    both()
+    assert sums.tolist() == [1, 201, 2]
+    replay = graph_of(both, device, before_capture=lambda: values.zero_())
+    for _ in range(3):
+        replay()
+    assert sums.tolist() == [403, 603, 806]
+
+
+@pytest.mark.gpu
+def test_streams_have_companions_of_their_own():
+    device = torch.device("cuda")
+    streams = [torch.cuda.Stream(device) for _ in range(3)]
+    seen = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            side_by_side(device, lambda: seen.append(torch.cuda.current_stream()), lambda: None)
+    assert len({*streams, *seen}) == 6
