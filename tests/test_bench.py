@@ -383,21 +383,23 @@ def test_what_the_readme_says_in_words_is_what_the_rows_say():
     trial = ratios("bench_gpu", "dpsur-captured", "time_over_plain")
     photographs = {cell: ratio for cell, ratio in trial.items() if cell[0].endswith("-cifar")}
     small = {cell: ratio for cell, ratio in trial.items() if cell[0].endswith("-28")}
-    over = [("scattering-28", 4096), ("pixel-28", 1024)]
-    assert [cell for cell, ratio in small.items() if ratio > 1.0] == over  # "but for two cells"
-    assert f"a trial takes {trial[over[0]]:.2f} and {trial[over[1]]:.2f} times as long" in text
-    slower = ratios("bench_gpu_slower_host", "dpsur-captured", "time_over_plain")
-    assert f"a trial {slower[over[0]]:.2f} and {slower[over[1]]:.2f} of that" in text
+    assert max(small.values()) <= 1.0  # "The times are all met"
+    assert max(photographs.values()) <= 1.3
+    memory = ratios("bench_gpu", "dpsur-captured", "memory_over_plain")
+    most = memory.pop(("scattering-28", 1024))  # "met but for one cell"
+    assert max(memory.values()) <= 1.5 < most
+    assert f"takes {most:.2f} times that of the plain step" in text
+    hosted = [("scattering-28", 4096), ("pixel-28", 1024)]
     for name, arm, said in (
-        ("bench_gpu", "plain", "here it takes {:.2f} and {:.2f} ms"),
-        ("bench_gpu_slower_host", "plain", "it took {:.2f} and {:.2f} ms"),
-        ("bench_gpu", "dpsur-captured", "{:.2f} and {:.2f} ms here"),
-        ("bench_gpu_slower_host", "dpsur-captured", "here, {:.2f} and {:.2f} there"),
+        ("bench_gpu", "plain", "it takes {:.2f} and {:.2f} ms here"),
+        ("bench_gpu_faster_host", "plain", "it took {:.2f} and {:.2f} ms ("),
+        ("bench_gpu_faster_host", "dpsur-captured", "A trial took {:.2f} and {:.2f} ms there"),
+        ("bench_gpu", "dpsur-captured", "takes {:.2f} and {:.2f} ms here. So"),
     ):
         times = ratios(name, arm, "step_seconds")
-        assert said.format(*(1e3 * times[cell] for cell in over)) in text
-    assert max(photographs.values()) <= 1.3
-    assert max(ratios("bench_gpu", "dpsur-captured", "memory_over_plain").values()) <= 1.5
+        assert said.format(*(1e3 * times[cell] for cell in hosted)) in text
+    beyond = ratios("bench_gpu_faster_host", "dpsur-captured", "time_over_plain")
+    assert all(1.0 < beyond[cell] < 1.05 for cell in hosted)  # "a little more"
     steps, plain = (
         ratios("bench_gpu", arm, "step_seconds") for arm in ("dpsur-captured", "plain-captured")
     )

@@ -133,6 +133,13 @@ def test_the_stated_speed_is_that_of_the_rows():
         times = cells[network, int(batch)]
         arms = ("dpsgd-captured", "dpsur-captured", "opacus-hooks")
         assert figures == " | ".join(f"{times[arm]:.1f}" for arm in arms)
+    faster = [r["time_over_plain"] for r in rows_of("bench_gpu_faster_host") if _small_trial(r)]
+    first, second, third = (f"{ratio:.1f}" for ratio in faster)
+    assert f"with a faster one a trial took {first}, {second} and {third}." in TEXT
+
+
+def _small_trial(row):
+    return row["arm"] == "dpsur-captured" and row["network"].endswith("-28")
 
 
 def test_what_is_said_of_the_experiments_is_what_rows_say():

@@ -161,7 +161,13 @@ def _value_records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
                     "what": ARMS[arm].label,
                     "paper": stated.get(point.value),
                     **vars(point),
+                    "spread": _spread(point),
                 }
+
+
+def _spread(point: Point) -> float | None:
+    """One seed tells of none."""
+    return point.spread if point.seeds > 1 else None
 
 
 def claim_records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -183,7 +189,7 @@ def claim_records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
                     "what": ARMS[arm].label,
                     "least": min((p.mean for p in inside), default=None),
                     "most": top.mean if top else None,
-                    "spread": top.spread if top else None,
+                    "spread": _spread(top) if top else None,
                     "elsewhere": other.mean if other else None,
                     "elsewhere_at": other.value if other else None,
                 }
