@@ -62,13 +62,13 @@ def test_a_run_keeps_its_curve(monkeypatch, tmp_path, arm):
     records = Examples(torch.rand(60, 1, 28, 28, generator=generator), torch.arange(60) % 10)
     small = replace(TASKS["fmnist"], load=lambda _: (records, records.select(torch.arange(20))))
     monkeypatch.setitem(TASKS, "fmnist", small)
-    training._records.cache_clear()
+    training.loaded_records.cache_clear()
     changes = {"batch_size": 10, "noise_multiplier": 20.0, "updates": 6}
     if arm != "dpsgd-hf":
         changes |= {"val_batch_size": 10, "val_noise_multiplier": 20.0}
     cell = training.TrainingCell("fmnist", arm, 3, 0, changes, evaluations=3)
     row = dict(training.trained_rows(cell.config(), [0], "cpu"))[0]
-    training._records.cache_clear()
+    training.loaded_records.cache_clear()
     found = row["curve"]
     assert found.keys() == set(training.CURVE)
     extra = [7] if arm == "released-code" else []  # it goes one update too far

@@ -140,11 +140,11 @@ def test_a_row_is_what_a_run_gives(monkeypatch, tmp_path):
     records = Examples(torch.rand(60, 1, 28, 28, generator=generator), torch.arange(60) % 10)
     small = replace(TASKS["fmnist"], load=lambda _: (records, records.select(torch.arange(20))))
     monkeypatch.setitem(TASKS, "fmnist", small)
-    training._records.cache_clear()
+    training.loaded_records.cache_clear()
     changes = {"batch_size": 20, "noise_multiplier": 20.0, "updates": 2}
     cell = training.TrainingCell("fmnist", "dpsgd-hf", 3, 0, changes, hold_out=20)
     rows = dict(training.trained_rows(cell.config(), [0, 1], "cpu"))
-    training._records.cache_clear()
+    training.loaded_records.cache_clear()
     assert rows.keys() == {0, 1}
     for row in rows.values():
         assert row["updates"] == row["trials"] == 2

@@ -99,7 +99,7 @@ def trained_rows(
     Accuracy is that of what is released, the last iterate unless an average is asked for. A run
     that may release nothing has no row.
     """
-    records = _records(config["task"], config["features"], config["hold_out"], device)
+    records = loaded_records(config["task"], config["features"], config["hold_out"], device)
     sessions = [_session(config, seed, device, records) for seed in seeds]
     started = time.perf_counter()
     outcomes = run_together(sessions)
@@ -140,7 +140,7 @@ def _row(session: Session, run: Run, seconds: float, together: int) -> dict[str,
 
 
 @lru_cache(maxsize=1)
-def _records(task: str, features: str, hold_out: int, device: str | None) -> Records:
+def loaded_records(task: str, features: str, hold_out: int, device: str | None) -> Records:
     """Records with their features, kept on the device for the next run on the same task."""
     chosen = choose_device(device or "auto")
     run = TaskRun(

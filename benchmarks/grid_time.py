@@ -1,0 +1,119 @@
+"""How long grids of runs take, one run at a time: python benchmarks/grid_time.py OUT [TASK ...]
+
+Rows of results are made over several sittings by processes that share a card, so the seconds that
+they state do not add up to anything. Here one run of every kind (records, method and batch) is
+begun alone, its start and some of its trials are timed, and the figures are multiplied by the runs
+and the trials that the rows of that kind count. A row for each kind is appended to OUT, and the sum
+is printed. Reading records, computing their features and evaluating at the end are left out.
+"""
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dpsur.core.loop import Progress
+from dpsur.core.types import Verdict
+from dpsur.experiments.rows import provenance, read_rows
+from dpsur.experiments.training import device_name, loaded_records, task_run
+from dpsur.privacy.plans import AnyPlan
+from dpsur.runs.fit import execute
+from dpsur.runs.tasks import prepare_task
+
+RESULTS = Path(__file__).parent.parent / "results"
+GRIDS = ("accuracy", "ablation", "robustness", "convergence", "iterates", "best")
+# Trials of one kind that are timed, or seconds after which there are enough.
+MOST_TRIALS, MOST_SECONDS = 200, 2.0
+Row = dict[str, Any]
+
+
+class EnoughError(Exception):
+    """Ends a run that has told what was asked."""
+
+
+class Clock:
+    """Times the start of a run, up to the first trials that are reported, and those after it."""
+
+    def __init__(self) -> None:
+        self.trials_timed = 0
+        self.seconds_to_start = self.seconds = 0.0
+        self._since = time.perf_counter()
+
+    def started(self, plan: AnyPlan, progress: Progress) -> None:
+        """Nothing was made yet."""
+
+    def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:  # noqa: ARG002
+        """A block of trials is done, or a single one."""
+        now = time.perf_counter()
+        if not self.seconds_to_start:
+            self.seconds_to_start, self._since = now - self._since, now
+            return
+        self.trials_timed += len(verdicts)
+        self.seconds = now - self._since
+        if self.trials_timed >= MOST_TRIALS or self.seconds > MOST_SECONDS:
+            raise EnoughError
+
+    def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
+        """A run that came to its end before there were enough trials."""
+
+
+def kind_of(config: Row) -> tuple[Any, ...]:
+    """What the time of a trial depends on, by and large, the records first."""
+    size = config["options"].get("batch_size")
+    return config["task"], config["features"], config["method"], config["tf32"], size
+
+
+def kinds(tasks: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows of all grids by their kind, those on the same records next to each other."""
+    found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in (row for name in GRIDS for row in read_rows(RESULTS / f"{name}.jsonl")):
+        if (not tasks or row["config"]["task"] in tasks) and "copied_from" not in row:
+            found[kind_of(row["config"])].append(row)
+    return dict(sorted(found.items(), key=lambda item: tuple(map(str, item[0]))))
+
+
+def timed(rows: Sequence[Row], device: str) -> Row:
+    """What all of these runs would take one after the other, from a part of the first."""
+    config = {**rows[0]["config"], "hold_out": 0}
+    records = loaded_records(config["task"], config["features"], 0, device)
+    clock = Clock()
+    session = prepare_task(task_run(config, 0, device), records)[0]
+    with suppress(EnoughError):
+        execute(session, observers=[clock])
+    a_trial = clock.seconds / max(1, clock.trials_timed)
+    made = sum(row["trials"] for row in rows)
+    return {
+        "experiment": "grid-time",
+        "config": config,
+        "device": device_name(session.streams.device),
+        "seconds_to_start": round(clock.seconds_to_start, 3),
+        "seconds_a_trial": a_trial,
+        "trials_timed": clock.trials_timed,
+        "runs": len(rows),
+        "trials": made,
+        "seconds": round(len(rows) * clock.seconds_to_start + made * a_trial, 1),
+        **provenance(),
+    }
+
+
+def main() -> None:
+    """Time every kind, append its row, and print the sum."""
+    out, tasks = Path(sys.argv[1]), sys.argv[2:]
+    total = 0.0
+    for kind, rows in kinds(tasks).items():
+        row = timed(rows, "auto")
+        total += row["seconds"]
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(
+            *kind, f"{1e3 * row['seconds_a_trial']:.2f} ms a trial, {row['seconds']:.0f} s in all"
+        )
+    print(f"{total / 60:.1f} minutes")
+
+
+if __name__ == "__main__":
+    main()
