@@ -298,6 +298,10 @@ def claims():
         assert all(one < other for one, other in zip(*both, strict=True))
     yield from claims_about_attacks(number)
     yield from claims_about_curves(number)
+    grids = ("accuracy", "ablation", "robustness", "convergence", "iterates", "best")
+    made = [r for name in grids for r in rows_of(name) if "copied_from" not in r]
+    minutes = sum(row["seconds"] for row in made if row["device"] != "cpu") / 60
+    yield rf"state {number} minutes in all", shown(".0f", [minutes])
     yield from claims_about_reviews(number)
     yield from claims_about_single_settings(number)
     yield from claims_about_rates(number)
