@@ -405,6 +405,12 @@ def test_what_the_readme_says_in_words_is_what_the_rows_say():
     )
     beside = [steps[cell] / plain[cell] for cell in small]
     assert f"costs {min(beside):.2f} to {max(beside):.2f} times as much" in text
+    words = ("lstm-imdb", 1024)
+    assert f"{steps[words] / plain[words]:.2f} times on `lstm-imdb`, and less" in text
+    assert (
+        f"took {beyond[words]:.2f} times as long as the eager plain step, here {trial[words]:.2f}."
+        in text
+    )
     assert all(steps[cell] < plain[cell] for cell in photographs)
     first, second = sorted(read_rows(ROOT / "results" / "timed_run.jsonl"), key=_seconds)
     assert f"makes {first['trials']:,} trials and takes {_seconds(first):.1f} s" in text

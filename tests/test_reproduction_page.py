@@ -267,7 +267,18 @@ def claims():
         FOUND["cifar10", "dpsgd-hf", e]["mean"] - FOUND["cifar10", "every-trial", e]["mean"]
         for e in (1, 3)
     ]
-    yield rf"on CIFAR-10 it has {number} and {number} more", shown(".2f", photographs)
+    yield rf"on CIFAR-10 it has {number} and {number} more,", shown(".2f", photographs)
+    reviews, digits = (
+        [FOUND[task, plain, e]["mean"] - FOUND[task, "every-trial", e]["mean"] for e in (1, 3)]
+        for task, plain in (("imdb", "dpsgd"), ("mnist", "dpsgd-hf"))
+    )
+    wanted = {"task": "imdb", "arm": "every-trial", "epsilon": 3}
+    fallen = [100 * r["accuracy"] for r in ROWS if wanted.items() <= r["config"].items()]
+    yield (
+        rf"on IMDb {number} and {number} \(one seed of the selective arm falls to {number} "
+        rf"there\), and on MNIST {number} more and {number} less",
+        shown(".2f", [*reviews, min(fallen), digits[0], -digits[1]]),
+    )
     # "the larger part of the published gain"
     assert 2 * paid[0] < kept_all["mean"] - FOUND["fmnist", "dpsgd-hf", 1]["mean"]
     digits = [[FOUND["mnist", arm, e] for e in BUDGETS] for arm in ("proven", "dpsgd-hf")]
@@ -376,7 +387,15 @@ def claims():
         rf"Fashion-MNIST at epsilon 2, 3 and 4, and {number} below",
         shown(".2f", (max(pixels), min(coloured), max(coloured), max(tempered[1:]), tempered[0])),
     )
+    assert all(FOUND[task, "dpagd", 1]["difference"] > -0.005 for task in DATA_SETS)
     without = FOUND["cifar10", "nonprivate", None]
+    claimed = FOUND["cifar10", "released-code", 4]
+    assert claimed["mean"] > without["mean"]
+    assert claimed["paper"] > without["paper"]
+    yield (
+        rf"the released code has {number} at its claimed epsilon of 4",
+        shown(".2f", [claimed["mean"]]),
+    )
     yield (
         rf"Without privacy CIFAR-10 has {number}, the paper {number}\.",
         shown(".2f", (without["mean"], without["paper"])),
@@ -410,8 +429,8 @@ def claims():
     plain = paper_accuracy()["imdb", "nonprivate", 0]
     yield rf"{number} for that network without privacy", shown(".2f", [plain])
     yield (
-        rf"DPAGD is {number} points above the paper on MNIST, and stays {number} below on "
-        rf"Fashion-MNIST, {number} on CIFAR-10 and {number} on IMDb",
+        rf"At epsilon 3 DPAGD is {number} points above the paper on MNIST, and stays {number} "
+        rf"below on Fashion-MNIST, {number} on CIFAR-10 and {number} on IMDb",
         shown(".2f", (dpagd["mnist"], *(-dpagd[t] for t in DATA_SETS if t != "mnist"))),
     )
     yield (
@@ -454,11 +473,12 @@ def claims_about_budgets_of_dpagd(number):
     reviews = [FOUND["imdb", "dpagd", e] for e in BUDGETS]
     yield (
         rf"Many short steps took CIFAR-10 from {number} to {number} and IMDb from {number} to "
-        rf"{number}, and there",
+        rf"{number}, and a larger",
         shown(".2f", changed),
     )
     yield (
-        rf"{number} at epsilon 1 on CIFAR-10, and {number}, {number}, {number} and {number} on I",
+        rf"CIFAR-10 has {number} at epsilon 1 \(none of the others but epsilon 3 has rows\), and "
+        rf"IMDb {number}, {number}, {number} and {number} at all four",
         shown(".2f", [FOUND["cifar10", "dpagd", 1]["mean"], *(r["mean"] for r in reviews)]),
     )
     assert FOUND["cifar10", "dpagd", 1]["mean"] > FOUND["cifar10", "dpagd", 3]["mean"]
@@ -491,6 +511,15 @@ def earlier_dpis(word):
     return sum(100 * row["accuracy"] for row in rows) / len(rows)
 
 
+def longer_dpis(batch):
+    """Rows of DPIS on CIFAR-10 with 1,000 updates, which were set aside."""
+    rows = [r for r in rows_of("superseded") if r["config"]["arm"] == "dpis"]
+    rows = [r for r in rows if (r["config"]["task"], r["config"]["epsilon"]) == ("cifar10", 3)]
+    wanted = {"batch_size": batch, "updates": 1000}
+    rows = [r for r in rows if wanted.items() <= r["config"]["options"].items()]
+    return [r for r in rows if "floored" not in r["superseded"]]  # of a fault that was mended
+
+
 def claims_about_dpis(number):
     plain, dpis = (FOUND["cifar10", arm, 3] for arm in ("dpsgd-hf", "dpis"))
     gap = plain["mean"] - dpis["mean"]
@@ -498,11 +527,13 @@ def claims_about_dpis(number):
     yield rf"On CIFAR-10 it is {number} behind", shown(".2f", [gap])
     reasons = ("larger clip norms", "a filter of one", "before longer runs", "before averages")
     earlier = [earlier_dpis(reason) for reason in reasons]
-    assert max(earlier) < plain["mean"]  # "it was behind"
+    longer = [_mean(longer_dpis(batch)) for batch in (4096, 8192)]
+    assert max(earlier + longer) < plain["mean"]  # "it was behind with every setting"
     yield (
         rf"{number} with the paper's clip norm, {number} with a larger one, {number} with that and "
-        rf"less noise, {number} with more and shorter steps, and {number} with an average",
-        shown(".2f", [*earlier, dpis["mean"]]),
+        rf"less noise, {number} and {number} with 1,000 updates of either, {number} with more and "
+        rf"shorter steps, and {number} with an average",
+        shown(".2f", [*earlier[:3], *longer, earlier[3], dpis["mean"]]),
     )
     by_menu, by_filter = noise_of_dpis()
     yield rf"asked for {number} times the noise", shown(".2f", [by_filter])
@@ -538,7 +569,19 @@ def claims_about_reviews(number):
         rf"other rounding errors, come to {number} and {number} at epsilon 2 and 4",
         shown(".2f", (record["last"] for record in plain)),
     )
-    assert min(100 * row["accuracy"] for row in rows_of("iterates") if _as_printed(row)) > 68
+    assert min(100 * row["accuracy"] for row in rows_of("iterates") if _as_printed(row, 4)) > 68
+    yield (
+        rf"one now falls to {number}, and the mean to {number} below the paper",
+        shown(
+            ".2f",
+            (
+                min(100 * row["accuracy"] for row in rows_of("iterates") if _as_printed(row, 3)),
+                -found[3, ""]["last_difference"],
+            ),
+        ),
+    )
+    assert FOUND["imdb", "released-code", 3]["difference"] > -0.7  # "is counted as met"
+    yield r"is met to 0\.7\.", ("is met to 0.7.",)
     doubled = [found[epsilon, "learning_rate 0.04"] for epsilon in (4, 2)]
     gains = [twice["last"] - once["last"] for twice, once in zip(doubled, plain[::-1], strict=True)]
     yield (
@@ -550,7 +593,7 @@ def claims_about_reviews(number):
         shown(".2f", (gains[1], doubled[1]["last_difference"])),
     )
     yield (
-        rf"these figures would be {number} and {number}\.",
+        rf"the figures at epsilon 2 and 4 would be {number} and {number}\.",
         shown(".2f", (record["best"] for record in plain)),
     )
     yield (
@@ -619,9 +662,15 @@ def claims_about_single_settings(number):
     )
     for said, size in (("1024 is found", 1024), ("32 is worse than one of 256 is not found", 32)):
         yield (
-            rf"batch of {said} \({number} and {number}\)",
+            rf"batch of {said} \({number} for Algorithm 1, {number} for the released code\)",
             shown(".2f", (ablated(arm, val_batch_size=size) for arm in ARMS_SHOWN)),
         )
+    faster = ablated("released-code", learning_rate=7.0)
+    assert faster > preset
+    yield (
+        rf"a learning rate of 4 is the best for the released code, which has {number} with 7",
+        shown(".2f", [faster]),
+    )
     steady = [
         ablated("published", **c) for c in ({}, *({"val_noise_multiplier": v} for v in (0.8, 1.3)))
     ]
@@ -634,8 +683,9 @@ def claims_about_single_settings(number):
     )
 
 
-def _as_printed(row):
-    return not row["config"]["tried"] and row["config"]["epsilon"] in (2, 4)
+def _as_printed(row, epsilon):
+    config = row["config"]
+    return not config["tried"] and (config["task"], config["epsilon"]) == ("imdb", epsilon)
 
 
 def claims_about_rates(number):
