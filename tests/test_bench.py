@@ -434,6 +434,17 @@ def test_what_the_readme_says_in_words_is_what_the_rows_say():
     memory = max(ratios("bench_cpu", "dpsgd", "memory_over_plain").values())
     assert memory <= 1.5
     assert f"Memory is at most {memory:.2f} times that of the plain step" in text
+    trials = ratios("bench_cpu", "dpsur", "time_over_plain")
+    few = [
+        ratio
+        for (network, batch), ratio in trials.items()
+        if batch == 256 and network != "lstm-imdb"
+    ]
+    held = max(ratios("bench_cpu", "dpsur", "memory_over_plain").values())
+    assert f"{min(few):.2f} to {max(few):.2f} times, with up to {held:.2f} times its memory" in text
+    for arm in ("opacus-hooks", "opacus-ghost"):  # "takes less time than a step of Opacus"
+        theirs = ratios("bench_cpu", arm, "time_over_plain")
+        assert all(ratio < theirs[cell] for cell, ratio in trials.items())
 
 
 def _seconds(row):
