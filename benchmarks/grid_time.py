@@ -39,7 +39,7 @@ class Clock:
     """Times the start of a run, up to the first trials that are reported, and those after it."""
 
     def __init__(self) -> None:
-        self.trials_timed = 0
+        self.trials_at_first = self.trials_timed = 0
         self.seconds_to_start = self.seconds = 0.0
         self._since = time.perf_counter()
 
@@ -51,6 +51,7 @@ class Clock:
         now = time.perf_counter()
         if not self.seconds_to_start:
             self.seconds_to_start, self._since = now - self._since, now
+            self.trials_at_first = len(verdicts)
             return
         self.trials_timed += len(verdicts)
         self.seconds = now - self._since
@@ -58,7 +59,7 @@ class Clock:
             raise EnoughError
 
     def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
-        """A run that came to its end before there were enough trials."""
+        """Looks at the test set are not asked for."""
 
 
 def kind_of(config: Row) -> tuple[Any, ...]:
@@ -78,14 +79,15 @@ def kinds(tasks: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
 
 def timed(rows: Sequence[Row], device: str) -> Row:
     """What all of these runs would take one after the other, from a part of the first."""
-    config = {**rows[0]["config"], "hold_out": 0}
-    records = loaded_records(config["task"], config["features"], 0, device)
+    config = rows[0]["config"]
+    records = loaded_records(config["task"], config["features"], config["hold_out"], device)
     clock = Clock()
     session = prepare_task(task_run(config, 0, device), records)[0]
     with suppress(EnoughError):
         execute(session, observers=[clock])
     a_trial = clock.seconds / max(1, clock.trials_timed)
     made = sum(row["trials"] for row in rows)
+    others = max(0, made - len(rows) * clock.trials_at_first)  # than those of the start
     return {
         "experiment": "grid-time",
         "config": config,
@@ -95,7 +97,7 @@ def timed(rows: Sequence[Row], device: str) -> Row:
         "trials_timed": clock.trials_timed,
         "runs": len(rows),
         "trials": made,
-        "seconds": round(len(rows) * clock.seconds_to_start + made * a_trial, 1),
+        "seconds": round(len(rows) * clock.seconds_to_start + others * a_trial, 1),
         **provenance(),
     }
 

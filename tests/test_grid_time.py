@@ -59,5 +59,5 @@ def test_what_a_part_of_a_run_took_is_multiplied_by_what_the_rows_count(grid_tim
         [{"config": config, "trials": 100}, {"config": config, "trials": 50}], "cpu"
     )
     assert found["trials_timed"] == 10  # it did not run to its end
-    # a tick to start; then ten trials, a tick each
-    assert found["seconds"] == 2 * 1 + 150 * 1
+    # a tick for the start with its first trial; then ten trials, a tick each
+    assert found["seconds"] == 2 * 1 + (150 - 2) * 1

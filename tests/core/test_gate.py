@@ -153,3 +153,12 @@ def test_where_both_models_are_evaluated_at_once_neither_is_early(problem, monke
     begun = begin_test(problem, params, batch)
     assert begun.before is None
     assert begun.losses(problem, params, params) == mean_losses(problem, params, params, batch)
+
+
+def test_the_mean_of_a_batch_is_over_the_drawn_rows_alone(problem):
+    values = torch.tensor([[1.0, 2.0, math.nan], [3.0, 5.0, math.inf]], dtype=torch.float64)
+    rows, mask = torch.arange(3), torch.tensor([True, True, False])
+    assert Batch(problem.train, mask=mask, rows=rows).mean(values).tolist() == [1.5, 4.0]
+    assert Batch(problem.train, mask=mask & False, rows=rows).mean(values).tolist() == [0.0, 0.0]
+    assert Batch(problem.train, rows=rows[:2]).mean(values[:, :2]).tolist() == [1.5, 4.0]
+    assert Batch(problem.train, rows=rows[:0]).mean(values[:, :0]).tolist() == [0.0, 0.0]

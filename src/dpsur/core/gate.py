@@ -88,7 +88,8 @@ def mean_losses(
     if len(batch) == 0:
         nothing = torch.zeros((), dtype=torch.float64, device=problem.device)
         return nothing, nothing
-    after, before = batch.mean(pair_losses(problem, candidate, current, batch.examples)).unbind()
+    losses = pair_losses(problem, candidate, current, batch.examples)
+    after, before = batch.mean(losses.double()).unbind()
     return after, before
 
 
@@ -103,7 +104,8 @@ class BegunTest:
         """The same two means as `mean_losses`."""
         if self.before is None:
             return mean_losses(problem, candidate, current, self.batch)
-        return self.batch.mean(problem.losses(candidate, self.batch.examples)), self.before
+        after = problem.losses(candidate, self.batch.examples)
+        return self.batch.mean(after.double()), self.before
 
 
 def begin_test(problem: Problem, current: Params, batch: Batch) -> BegunTest:
@@ -114,4 +116,5 @@ def begin_test(problem: Problem, current: Params, batch: Batch) -> BegunTest:
     """
     if evaluated_at_once(problem, current, batch.data.inputs):
         return BegunTest(batch)
-    return BegunTest(batch, batch.mean(problem.losses(current, replace(batch).examples)))
+    before = problem.losses(current, replace(batch).examples)
+    return BegunTest(batch, batch.mean(before.double()))

@@ -39,10 +39,9 @@ class Batch:
         return self.data.part(slice(None)) if self.rows is None else self.data.select(self.rows)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean in float64 over the rows that were drawn, which are the last dimension."""
-        values = values.double()
+        """Mean over the rows that were drawn, which are the last dimension; zero where none was."""
         if self.mask is None:
-            return values.mean(-1)
+            return values.sum(-1) / max(1, len(self))
         # Replaced, not multiplied: what is not finite outside the sample must not matter.
         return values.masked_fill(~self.mask, 0.0).sum(-1) / self.mask.sum().clamp(min=1)
 

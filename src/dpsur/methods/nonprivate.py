@@ -86,11 +86,7 @@ class PlainSteps(GradientSteps):
         with torch.enable_grad(), mode(self._problem.model, training=True):
             outputs = call_on(self._problem.model, leaves, batch.examples.inputs)
             losses = example_losses(self._problem.loss, outputs, batch.examples.targets)
-            if batch.mask is None:
-                mean = losses.mean()
-            else:
-                mean = torch.where(batch.mask, losses, 0.0).sum() / batch.mask.sum().clamp(min=1)
             gradients = torch.autograd.grad(
-                mean, list(leaves.values()), allow_unused=True, materialize_grads=True
+                batch.mean(losses), list(leaves.values()), allow_unused=True, materialize_grads=True
             )
         return dict(zip(leaves, gradients, strict=True))

@@ -57,8 +57,8 @@ class Selective:
         return self._proposer.initial_state()
 
     def propose(self, state: State, position: Tensor) -> Candidate:
-        """Draw the proposer's candidate (Alg. 1, L3-8)."""
-        if not (self._begins_early and isinstance(self.step(state), Trial)):
+        """Draw the proposer's candidate (Alg. 1, L3-8), and begin its test where that can be."""
+        if not self._begins_early:
             return self._proposer.propose(state, position)
         test, candidate = side_by_side(
             self._problem.device,
@@ -87,7 +87,8 @@ class Selective:
     def padded(self) -> "Selective | None":
         """The same gate on padded batches, if what it judges can be padded too.
 
-        Nothing waits for the host then, and a test can begin while its candidate is drawn.
+        Nothing waits for the host then, and a test can begin while its candidate is drawn. Every
+        step is an update, since what steers by figures of its own is not padded.
         """
         proposer = self._proposer.padded()
         if proposer is None:

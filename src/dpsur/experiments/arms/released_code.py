@@ -102,9 +102,8 @@ class FaultySelection:
         """A step, and its loss on a fresh batch."""
         candidate = self._steps.propose(state, position)
         batch = self._draw(self._problem.train, self._test.sample_rate, self._streams[VAL_BATCH])
-        losses = self._problem.losses(candidate.state.params, batch.examples).double()
-        mask = torch.ones_like(losses, dtype=torch.bool) if batch.mask is None else batch.mask
-        loss = torch.where(mask, losses, 0.0).sum() / mask.sum().clamp(min=1)
+        losses = self._problem.losses(candidate.state.params, batch.examples)
+        loss = batch.mean(losses.double())
         tested = replace(candidate.state, memory={"stored_loss": loss})
         overflows = [o for o in (candidate.overflow, batch.overflow) if o is not None]
         overflow = torch.stack(overflows).any() if overflows else None
