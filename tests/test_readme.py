@@ -140,7 +140,7 @@ def test_the_stated_speed_is_that_of_the_rows():
         for r in rows_of("bench_gpu_faster_host")
         if (r["network"], r["arm"]) == ("lstm-imdb", "dpsur-captured")
     )
-    said = f"with a faster one a trial took {first}, {second} and {third}, and {reviews:.1f} on `l"
+    said = f"early, took {first}, {second} and {third}, and {reviews:.1f} on `l"
     assert said in " ".join(TEXT.split())
 
 
