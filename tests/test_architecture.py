@@ -42,7 +42,7 @@ KNOWN_OF_CORE = {
     "features": {"dpsur.core.types"},
     "attacks": {"dpsur.core.types", "dpsur.core.graphs", "dpsur.core.precision"},
 }
-ROWS = "dpsur.experiments.rows"
+ROWS_AND_STYLE = ("dpsur.experiments.rows", "dpsur.experiments.style")
 
 
 def imported(path: Path) -> set[str]:
@@ -86,11 +86,11 @@ def test_some_rooms_know_little_of_the_core(room):
                 assert name in KNOWN_OF_CORE[room], f"{path} imports {name}"
 
 
-def test_the_benchmark_knows_only_the_rows_of_the_experiments():
+def test_the_benchmark_knows_only_rows_and_style_of_the_experiments():
     for path in modules("bench"):
         for name in imported(path):
             if name.startswith("dpsur.experiments"):
-                assert name.startswith(ROWS), f"{path} imports {name}"
+                assert name.startswith(ROWS_AND_STYLE), f"{path} imports {name}"
 
 
 def test_every_room_is_on_the_map():

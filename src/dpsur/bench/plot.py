@@ -9,8 +9,9 @@ from dpsur.bench.arms import ARMS
 from dpsur.bench.networks import NETWORKS
 from dpsur.bench.outcome import OK, OUT_OF_MEMORY
 from dpsur.errors import InvalidInputError
+from dpsur.experiments.style import write_png
 
-COLUMNS = 4
+COLUMNS, PNG_DPI = 4, 130
 # Colours that colour-blind readers can tell apart (Okabe and Ito); ours stand out.
 STYLES: Mapping[str, Mapping[str, Any]] = {
     "plain": {"color": "black", "marker": "o", "linestyle": "-"},
@@ -54,7 +55,6 @@ def panels_of(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw rows to a PNG, SVG or PDF file."""
-    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -83,13 +83,22 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         fontsize="small",
     )
     figure.suptitle(_conditions(rows[0]), fontsize="small")
-    # letters stay letters, and the same rows give the same file
-    metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
     try:
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "dpsur"}):
-            figure.savefig(path, dpi=130, metadata=metadata)
+        _write(figure, path)
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"cannot draw to {path}: {error}") from error
+
+
+def _write(figure: Any, path: Path) -> None:
+    from matplotlib import rc_context
+
+    suffix = path.suffix.lower()
+    if suffix == ".png":
+        write_png(figure, path, PNG_DPI)
+        return
+    # letters stay letters, and the same rows give the same file
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "dpsur"}):
+        figure.savefig(path, metadata={"Date": None} if suffix == ".svg" else None)
 
 
 def _draw_panel(axes: Any, panel: Panel, entries: dict[str, Any]) -> None:

@@ -101,7 +101,7 @@ def save(draw: Callable[[], "Figure"], stem: Path) -> list[Path]:
     with common():
         figure = draw()
         svg.write_text(_svg(figure))
-        _write_png(figure, png)
+        write_png(figure, png)
     return [svg, png]
 
 
@@ -113,11 +113,11 @@ def _svg(figure: "Figure") -> str:
     return re.sub(rf"'?{FONT}'?", FONT_STACK, shortened)
 
 
-def _write_png(figure: "Figure", path: Path) -> None:
+def write_png(figure: "Figure", path: Path, dpi: int = PNG_DPI) -> None:
     """Write a PNG of 256 colours, which is plenty for lines and letters."""
     from PIL import Image
 
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=PNG_DPI)
+    figure.savefig(picture, format="png", dpi=dpi)
     with Image.open(picture) as full:
         full.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
