@@ -13,21 +13,24 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dpsur.core.loop import Progress
 from dpsur.core.types import Verdict
 from dpsur.experiments.rows import provenance, read_rows
-from dpsur.experiments.training import device_name, loaded_records, task_run
+from dpsur.experiments.training import NEVER, device_name, loaded_records, task_run
 from dpsur.privacy.plans import AnyPlan
 from dpsur.runs.fit import execute
+from dpsur.runs.session import Pace
 from dpsur.runs.tasks import prepare_task
 
 RESULTS = Path(__file__).parent.parent / "results"
 GRIDS = ("accuracy", "ablation", "robustness", "convergence", "iterates", "best")
-# Trials of one kind that are timed, or seconds after which there are enough.
-MOST_TRIALS, MOST_SECONDS = 200, 2.0
+# Trials between two looks at the clock; those of one kind that are timed, or seconds after which
+# there are enough.
+BLOCK, MOST_TRIALS, MOST_SECONDS = 25, 200, 1.0
 Row = dict[str, Any]
 
 
@@ -83,8 +86,9 @@ def timed(rows: Sequence[Row], device: str) -> Row:
     records = loaded_records(config["task"], config["features"], config["hold_out"], device)
     clock = Clock()
     session = prepare_task(task_run(config, 0, device), records)[0]
+    pace = Pace(checkpoint_every=BLOCK, evaluate_every=NEVER)
     with suppress(EnoughError):
-        execute(session, observers=[clock])
+        execute(replace(session, pace=pace), observers=[clock])
     a_trial = clock.seconds / max(1, clock.trials_timed)
     made = sum(row["trials"] for row in rows)
     others = max(0, made - len(rows) * clock.trials_at_first)  # than those of the start
