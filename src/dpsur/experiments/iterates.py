@@ -21,11 +21,8 @@ ON_REVIEWS: tuple[Change, ...] = (
     {"val_batch_size": 256},
     {"learning_rate": 0.04},
 )
-ON_PHOTOGRAPHS: tuple[Change, ...] = (
-    {"learning_rate": 2.0},
-    {"schedule": "linear"},
-    {"val_noise_multiplier": 1.3},
-)
+# What the ablation at epsilon 3 says costs most.
+ON_PHOTOGRAPHS: tuple[Change, ...] = ({"learning_rate": 2.0},)
 # Cells that are looked at, and where the released code does not meet the paper's figure, what is
 # changed there, one at a time.
 CELLS: dict[tuple[str, int], tuple[Change, ...]] = {
