@@ -383,6 +383,8 @@ def test_what_the_readme_says_in_words_is_what_the_rows_say():
     trial = ratios("bench_gpu", "dpsur-captured", "time_over_plain")
     photographs = {cell: ratio for cell, ratio in trial.items() if cell[0].endswith("-cifar")}
     small = {cell: ratio for cell, ratio in trial.items() if cell[0].endswith("-28")}
+    small_cells = list(small)
+    trials_beside_opacus = ("bench_gpu", "dpsur-captured", "time_over_opacus")
     assert max(small.values()) <= 1.0  # "All of that is met here"
     assert max(photographs.values()) <= 1.3
     most = max(ratios("bench_gpu", "dpsur-captured", "memory_over_plain").values())
@@ -422,6 +424,15 @@ def test_what_the_readme_says_in_words_is_what_the_rows_say():
         for figure in ("time_over_plain", "time_over_opacus")
     ]
     assert f"takes {wide[0]:.2f} times as long as the plain step and {wide[1]:.2f} of the" in text
+    grown = ratios("bench_growth_gpu", "dpsur-captured", "memory_over_plain")
+    above = {cell: f"{ratio:.2f}" for cell, ratio in grown.items() if ratio > 1.5}
+    assert above == {("cnn-128", 1024): "1.97", ("scattering-28", 256): "2.01"}
+    assert "1.97 times that of the plain step on `cnn-128`, and 2.01 times on `scat" in text
+    faster = {cell: 1 / ratio for cell, ratio in ratios(*trials_beside_opacus).items()}
+    assert min(faster[cell] for cell in small_cells) >= 2.5
+    assert min(faster[cell] for cell in photographs) >= 1.8
+    assert faster[words] >= 5
+    assert trial[words] <= 3
     step = ratios("bench_cpu", "dpsgd", "time_over_plain")
     images = {cell: ratio for cell, ratio in step.items() if cell[0] != "lstm-imdb"}
     missed = [cell for cell, ratio in images.items() if ratio > 1.35]

@@ -134,13 +134,13 @@ def test_the_stated_speed_is_that_of_the_rows():
         arms = ("dpsgd-captured", "dpsur-captured", "opacus-hooks")
         assert figures == " | ".join(f"{times[arm]:.1f}" for arm in arms)
     faster = [r["time_over_plain"] for r in rows_of("bench_gpu_faster_host") if _small_trial(r)]
-    first, second, third = (f"{ratio:.1f}" for ratio in faster)
+    first, second, third = (f"{ratio:.2f}" for ratio in faster)
     (reviews,) = (
         r["time_over_plain"]
         for r in rows_of("bench_gpu_faster_host")
         if (r["network"], r["arm"]) == ("lstm-imdb", "dpsur-captured")
     )
-    said = f"early, took {first}, {second} and {third}, and {reviews:.1f} on `l"
+    said = f"early, took {first}, {second} and {third}, and {reviews:.2f} on `l"
     assert said in " ".join(TEXT.split())
 
 
@@ -170,9 +170,16 @@ def test_what_is_said_of_the_accuracies_is_what_rows_say():
     # "with it, a coin in place of the test does as well"
     coin, test = groups["fmnist", "random-kept", 1], groups["fmnist", "released-code", 1]
     assert abs(coin["mean"] - test["mean"]) < coin["spread"]
-    # "plain DP-SGD does at least as well as Algorithm 1"
-    plain = {epsilon: groups["fmnist", "dpsgd-hf", epsilon]["mean"] for epsilon in (1, 2, 3, 4)}
-    assert all(plain[e] >= groups["fmnist", "proven", e]["mean"] for e in plain)
+    as_printed = [r for (_, arm, _), r in groups.items() if arm == "published"]
+    met = sum(abs(record["difference"]) <= 0.7 for record in as_printed)
+    assert f"Algorithm 1 as printed meets {met}," in " ".join(TEXT.split())
+    ahead = [
+        groups[task, "dpsgd" if task == "imdb" else "dpsgd-hf", epsilon]["mean"] > record["mean"]
+        for (task, arm, epsilon), record in groups.items()
+        if arm == "proven"
+    ]
+    said = f"is ahead of Algorithm 1 in {sum(ahead)} of {len(ahead)} cells"
+    assert said in " ".join(TEXT.split())
 
 
 def test_what_is_said_of_learning_rates_is_what_rows_say():
@@ -181,8 +188,6 @@ def test_what_is_said_of_learning_rates_is_what_rows_say():
         found = {r["what"]: r for r in records if r["epsilon"] == epsilon}
         plain, selective = found["DP-SGD, constant rate"], found["selective, every trial charged"]
         assert plain["best"] >= max(selective["best"], found["selective, proven"]["best"])
-        assert selective["at"] > plain["at"]
-        assert selective["fold"] <= plain["fold"]
 
 
 def test_the_short_table_is_the_rendered_one():

@@ -24,8 +24,9 @@ reports for DPSUR, at an epsilon that is not proved: of the paper's epsilon 3, t
 to 4.3. MNIST and Fashion-MNIST are a linear model on scattering features, CIFAR-10 is the paper's
 network on the same, reviews are a linear model on counts of words (`imdb-words`; the paper trains a
 recurrent network on their first 80 words). Batch, number of updates and learning rate of reviews
-were chosen on held-out training records, which epsilon does not cover; on Fashion-MNIST one setting
-was tried at each of two budgets ([tuning](tuning.md)). What has no rows here has not been tuned.
+and of MNIST were chosen on held-out training records, at epsilon 1 and 3, which epsilon does not
+cover; on Fashion-MNIST one setting, known from earlier measurements, was tried at each of the two
+([tuning](tuning.md)). What has no rows here has not been tuned.
 *dpsgd* is plain DP-SGD, *dpsur* adds the test of every candidate (gate coin) and pays for it.
 """
 COLUMNS = (
