@@ -4,7 +4,7 @@ Rows of results are made over several sittings by processes that share a card, s
 they state do not add up to anything. Here one run of every kind (records, method and batch) is
 begun alone, its start and some of its trials are timed, and the figures are multiplied by the runs
 and the trials that the rows of that kind count. A row for each kind is appended to OUT, and the sum
-is printed. Reading records, computing their features and evaluating at the end are left out.
+is printed. Reading records, computing their features and all evaluations are left out.
 """
 
 import json
@@ -89,7 +89,8 @@ def timed(rows: Sequence[Row], device: str) -> Row:
     pace = Pace(checkpoint_every=BLOCK, evaluate_every=NEVER)
     with suppress(EnoughError):
         execute(replace(session, pace=pace), observers=[clock])
-    a_trial = clock.seconds / max(1, clock.trials_timed)
+    assert clock.trials_timed, f"no trial was timed of {config}"
+    a_trial = clock.seconds / clock.trials_timed
     made = sum(row["trials"] for row in rows)
     others = max(0, made - len(rows) * clock.trials_at_first)  # than those of the start
     return {

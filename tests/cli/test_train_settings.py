@@ -204,6 +204,7 @@ BAD = [
     (["--method", "dpis", "--accounting", "published"], "is not covered by the published"),
     (["--method", "dpagd", "--accounting", "published"], "is not covered by the published"),
     (["--method", "dpsgd", "--val-batch-size", "5"], "has no meaning without a test of candidates"),
+    (["--method", "dpsgd", "--on-reject", "keep-momentum"], "no meaning where nothing is rejected"),
 ]
 
 

@@ -93,6 +93,48 @@ def test_blocks_of_trials_are_the_single_trials(block, optimizer, on_reject):
         torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("block", [4, 100])
+def test_verdicts_without_figures_of_their_own_are_all_kept(block):
+    padded, plan = bound(Dpsgd(updates=6, noise_multiplier=20.0, batch_size=20))
+    verdicts = []
+    finished(
+        captured.train(
+            padded.padded(),
+            plan,
+            start(padded),
+            padded._streams,
+            lambda *_: pytest.fail("no batch overflows"),
+            lambda _, made: verdicts.extend(made),
+            block,
+        )
+    )
+    assert [bool(v.accept) for v in verdicts] == [True] * 6
+    assert all(v.private == {} for v in verdicts)
+
+
+def test_parameters_without_numbers_and_of_two_types_are_captured():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.none = nn.Parameter(torch.zeros(0))
+            self.first = nn.Linear(2, 4)
+            self.last = nn.Linear(4, 3).double()
+
+        def forward(self, x):
+            return self.last(self.first(x).double()).float()
+
+    method = Dpsgd(updates=3, noise_multiplier=20.0, batch_size=20)
+    problem = Problem(Mixed(), F.cross_entropy, blobs())
+    settled, plan = method.settle(200, BUDGET, "proven")
+    padded = settled.bind(problem, plan, Streams(0, CPU)).padded()
+    before = start(padded)
+    trials = captured.CapturedTrials(padded, plan, before, padded._streams, 3)
+    trials.run(3)
+    after = trials.state().params
+    moved = {n: not torch.equal(v, after[n]) for n, v in before.state.params.items() if v.numel()}
+    assert all(moved.values())
+
+
 def test_a_block_without_room_is_made_again_exactly(monkeypatch):
     method = Dpsur(updates=8, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5)
     single, plan = bound(method)

@@ -224,6 +224,16 @@ def test_the_networks_of_the_paper_are_accepted(build, shape):
     assert len(check_model(build(), Examples(torch.zeros(1, *shape), torch.zeros(1)))) == 64
 
 
+class AlwaysDropping(nn.Linear):
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.2))
+
+
+def test_a_model_that_draws_in_evaluation_mode_is_refused():
+    with pytest.raises(UnsupportedModelError, match="draws random numbers in evaluation mode"):
+        check_model(AlwaysDropping(3, 2), Examples(torch.zeros(1, 3), torch.zeros(1)))
+
+
 class TimeFirst(nn.Module):
     """As many times as there are records: they must not be taken for records."""
 

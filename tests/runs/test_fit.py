@@ -10,7 +10,9 @@ from torch.utils.data import TensorDataset
 
 import dpsur
 from dpsur.core.types import Examples
+from dpsur.runs import fit
 from dpsur.runs.release import read_release
+from dpsur.runs.session import Pace
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)
@@ -222,6 +224,26 @@ def test_an_existing_folder_is_not_overwritten(tmp_path):
     run.save(tmp_path / "out")
     with pytest.raises(dpsur.InvalidInputError, match="not empty"):
         run.save(tmp_path / "out")
+
+
+def test_a_folder_in_which_another_run_has_begun_is_left_alone(tmp_path, monkeypatch):
+    prepare = fit.prepare
+
+    def slowly(*args, **settings):
+        monkeypatch.setattr(fit, "prepare", prepare)
+        quick_fit(out=tmp_path / "out", seed=1)
+        return prepare(*args, **settings)
+
+    monkeypatch.setattr(fit, "prepare", slowly)
+    with pytest.raises(dpsur.InvalidInputError, match="another run has begun in the folder"):
+        quick_fit(out=tmp_path / "out")
+    read_release(tmp_path / "out" / "release", small_model())
+
+
+@pytest.mark.parametrize("name", ["checkpoint_every", "evaluate_every"])
+def test_a_pace_without_steps_is_refused(name):
+    with pytest.raises(dpsur.InvalidInputError, match=f"{name} must be .* got 0"):
+        Pace(**{name: 0})
 
 
 def nan_row():

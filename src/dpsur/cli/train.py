@@ -234,7 +234,7 @@ def _stop_on_signal() -> Iterator[Callable[[], bool]]:
         del frame
         asked = True
         signal.signal(number, signal.default_int_handler)
-        print("\ndpsur: stopping after this trial...", file=sys.stderr)
+        print("\ndpsur: stopping after this trial, or block of captured trials...", file=sys.stderr)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpsur.core.flat import elementwise, joined
+from dpsur.core.flat import elementwise
 from dpsur.core.graphs import graph_of
-from dpsur.core.loop import Progress, goes_on, keep
+from dpsur.core.loop import Progress, check_completed, goes_on, keep
 from dpsur.core.streams import Streams
 from dpsur.core.tree import map_tensors
 from dpsur.core.turns import Turns
@@ -52,6 +52,7 @@ class CapturedTrials:
         self._procedure, self._plan, self._streams = procedure, plan, streams
         device = progress.state.updates.device
         self._state = _copy(progress.state)
+        self._places = self._places_now()
         ledger = progress.ledger
         self._counts = _Counts(
             torch.tensor(ledger.trials, device=device),
@@ -85,16 +86,15 @@ class CapturedTrials:
         return _copy(self._state)
 
     def _check_places(self) -> None:
-        """A model that moves the weights it is lent would make updates go nowhere, without a word.
-
-        The parameters of a state lie side by side, so that they are written to as one vector.
-        """
-        params = self._state.params
-        if joined(params).data_ptr() != next(iter(params.values())).data_ptr():
+        """Refuse a model that moves the weights it is lent: updates would go nowhere."""
+        if self._places_now() != self._places:
             raise UnsupportedModelError(
                 "the model moves its weights in memory when it is called, which captured trials "
                 "cannot follow; run with Speed(capture=False) or --no-capture"
             )
+
+    def _places_now(self) -> list[int]:
+        return [value.data_ptr() for value in self._state.params.values()]
 
     def verdicts(self, count: int) -> list[Verdict]:
         """The verdicts of the block's trials, on the host."""
@@ -144,7 +144,7 @@ class CapturedTrials:
 
     def _note(self, accept: Tensor, verdict: Verdict) -> None:
         row = torch.stack([accept.double(), *(v.double() for v in verdict.private.values())])
-        if not self._names:
+        if self._rows.shape[1] != len(row):  # the first trial, before it is captured
             self._names = tuple(verdict.private)
             self._rows = torch.zeros(
                 len(self._rows), len(row), device=row.device, dtype=torch.float64
@@ -207,4 +207,5 @@ def train(
         verdicts = trials.verdicts(made - progress.ledger.trials)
         progress = Progress(trials.state(), ledger)
         on_block(progress, verdicts)
+    check_completed(plan, progress)
     return progress

@@ -29,6 +29,7 @@ def elementwise(function: Callable[..., Tensor], first: Params, *others: Params)
 def joined(params: Params, order: Params | None = None) -> Tensor:
     """One vector of all parameters, in the order of `order`: a view where they lie side by side."""
     values = list(params.values() if order is None else map(params.__getitem__, order))
+    values = [value for value in values if value.numel()] or values  # nothing has no place
     first = values[0]
     place, size = first.data_ptr(), first.element_size()
     for value in values:

@@ -70,10 +70,12 @@ def side_by_side(
     # What `one` leaves to be freed is taken again only by work of the companion, and that waits
     # here for all that came before it. So no memory has to be watched across the two streams.
     companion.wait_stream(current)
-    with torch.cuda.stream(companion):
-        first = one()
-    second = other()
-    current.wait_stream(companion)
+    try:
+        with torch.cuda.stream(companion):
+            first = one()
+        second = other()
+    finally:  # a capture that ends with its companion still out would hide the error behind it
+        current.wait_stream(companion)
     return first, second
 
 

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dpsur.core.gradients.support import made_up
 from dpsur.core.lending import call_on
 from dpsur.core.problem import EVALUATION_ROWS, Problem, example_losses, mode
+from dpsur.core.streams import seeded_globally
 from dpsur.core.types import Examples, Params
 
 # Where one evaluation of both costs less than two, and for which layers with weights.
@@ -70,10 +71,8 @@ def can_be_stacked(problem: Problem, params: Params, inputs: Tensor) -> bool:
     known = _agrees.setdefault(problem.model, {})
     key = (tuple(inputs.shape[1:]), inputs.dtype, inputs.device)
     if key not in known:
-        devices = [inputs.device] if inputs.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        with seeded_globally(0, inputs.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a trial that may fail
-            torch.manual_seed(0)
             known[key] = _tried(problem, params, made_up(inputs, 3))
     return known[key]
 

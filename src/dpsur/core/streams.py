@@ -85,10 +85,22 @@ class Streams:
         seed = torch.randint(
             2**62, (), generator=self[purpose], device=self.device, dtype=torch.int64
         ).item()
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(int(seed))
+        with seeded_globally(int(seed), self.device):
             yield
+
+
+@contextmanager
+def seeded_globally(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's global generators of the host and of a device, and put them back afterwards.
+
+    `torch.manual_seed` would seed those of all other devices too, and leave them so.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
 def _entropy(seed: int | None, purpose: str, rank: int) -> bytes:

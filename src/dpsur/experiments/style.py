@@ -108,8 +108,11 @@ def save(draw: Callable[[], "Figure"], stem: Path) -> list[Path]:
 def _svg(figure: "Figure") -> str:
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    # A hundredth of a point is finer than any printer, and half the size of the file.
-    shortened = re.sub(r"(\d\.\d\d)\d+", r"\1", text.getvalue())
+    # A hundredth of a point is finer than any printer, and half the size of the file. What stands
+    # between the tags is text for people, and stays as it is.
+    shortened = re.sub(
+        r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text.getvalue()
+    )
     return re.sub(rf"'?{FONT}'?", FONT_STACK, shortened)
 
 

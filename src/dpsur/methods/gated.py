@@ -97,6 +97,11 @@ class Gated(NoisySteps):
                     f"{name} {getattr(self, name)} has no meaning without a test of candidates; "
                     "leave it out, or choose a gate"
                 )
+        if self.gate == NO_GATE and self.on_reject != RESTORE:
+            raise InvalidInputError(
+                f"on_reject {self.on_reject} has no meaning where nothing is rejected; leave it "
+                "out, or choose a gate"
+            )
 
     def bind(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
         """Tie the method to its data."""

@@ -18,7 +18,7 @@ def repeatable(device: torch.device, seeded: bool) -> Iterator[None]:
     if not seeded or device.type != "cuda":
         yield
         return
-    # cuBLAS reads this when it is first used.
+    # cuBLAS reads this when it is first used, so that it is not put back.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

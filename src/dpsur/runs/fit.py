@@ -123,7 +123,8 @@ def execute(
 ) -> Run:
     """Run a prepared session and, where there is a folder, write its release at the end.
 
-    `stop_requested` is asked after every trial; if it says yes, the run saves itself and stops.
+    `stop_requested` is asked after every trial, or block of captured trials; if it says yes, the
+    run saves itself and stops.
     """
     for text in objections(session):
         warnings.warn(text, PrivacyWarning, stacklevel=3)
@@ -164,6 +165,10 @@ def executing(
         return _finished(session, progress, recorder, origin)
     folder.create()
     with folder.lock():
+        if not resume and (folder.finished or (folder.private / FILE_NAME).exists()):
+            raise InvalidInputError(
+                f"another run has begun in the folder {folder.root} meanwhile; choose another one"
+            )
         recorder = Recorder(folder.private)
         watching = [recorder, *observers]
         progress = yield from session.turns(watching, folder, resume, stop_requested)

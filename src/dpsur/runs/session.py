@@ -36,6 +36,8 @@ from dpsur.runs.fixed_parts import check_fixed_parts, fixed_parts
 from dpsur.runs.identity import loss_identity, model_identity
 
 EVALUATIONS_PER_RUN = 20
+# Captured trials between two looks at them. The last block goes on beyond the end of the plan.
+LONGEST_BLOCK = 100
 
 OnTrials = Callable[[Progress, Sequence[Verdict]], None]
 
@@ -61,10 +63,16 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class Pace:
-    """How often things happen that cannot change the result."""
+    """How often things happen that cannot change the result: in trials, and in updates.
+
+    Captured trials are made in blocks, and what is due comes when a block is done.
+    """
 
     checkpoint_every: int = 25
     evaluate_every: int | None = None
+
+    def __post_init__(self) -> None:
+        checks.at_least_one_each(self, "checkpoint_every", "evaluate_every")
 
 
 @dataclass(frozen=True)
@@ -201,9 +209,8 @@ class Session:
             self.streams,
             exactly,
             on_trials,
-            block=self.pace.checkpoint_every,
+            block=min(self.pace.checkpoint_every, LONGEST_BLOCK),
         )
-        loop.check_completed(self.plan, progress)
         return progress
 
     def _may_capture(self) -> bool:

@@ -14,6 +14,7 @@ from dpsur.core.gradients.budget import GradientBudget
 from dpsur.core.gradients.stored import table_of
 from dpsur.core.lending import call_on
 from dpsur.core.problem import Problem, left_alone, mode
+from dpsur.core.streams import seeded_globally
 from dpsur.core.types import Examples, Params
 
 # Turning pays for at least so many channels, and for layers whose outputs are smaller than their
@@ -86,6 +87,6 @@ def turning_pays(problem: Problem, params: Params, inputs: Tensor) -> bool:
 
 def _outputs(problem: Problem, params: Params, inputs: Tensor) -> Tensor:
     model = problem.model
-    torch.manual_seed(0)  # layers that draw draw the same
-    with torch.no_grad(), mode(model, training=True), left_alone(model, params):
+    same_draws = seeded_globally(0, inputs.device)
+    with torch.no_grad(), mode(model, training=True), left_alone(model, params), same_draws:
         return call_on(model, params, inputs)

@@ -29,6 +29,7 @@ from dpsur.core.gradients.support import made_up
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.lending import every_module
 from dpsur.core.problem import Problem
+from dpsur.core.streams import seeded_globally
 from dpsur.core.types import Params
 
 _SIZES = (2, 3)
@@ -74,9 +75,7 @@ def plan_for(problem: Problem, params: Params, inputs: Tensor, budget: GradientB
     )
     plans = _plans.setdefault(problem.model, {})
     if key not in plans:
-        devices = [device] if device.type == "cuda" else []
-        with _hushed(), torch.random.fork_rng(devices=devices):
-            torch.manual_seed(0)
+        with _hushed(), seeded_globally(0, device):
             plans[key] = _make(problem, params, made_up(inputs, max(_SIZES)).to(device), budget)
     return plans[key]
 

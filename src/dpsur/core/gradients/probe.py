@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dpsur.core.lending import call_on
 from dpsur.core.precision import precision
 from dpsur.core.problem import left_alone, mode
+from dpsur.core.streams import seeded_globally
 from dpsur.core.types import Params
 from dpsur.errors import UnsupportedModelError
 
@@ -51,6 +52,12 @@ def probe(model: nn.Module, inputs: Tensor) -> Tensor:
         for training in (True, False):
             with mode(model, training=training):
                 first = watched(model, some)
+                if first.drew and not training:
+                    raise UnsupportedModelError(
+                        "the model draws random numbers in evaluation mode, so that candidates "
+                        "would be tested by chance; draw only where `self.training` is set (for "
+                        "F.dropout: training=self.training)"
+                    )
                 outputs = _one_row_each(first.outputs, count)
                 for rows in (some, alike(inputs, count)):
                     if first.drew:
@@ -109,10 +116,8 @@ def watched(model: nn.Module, inputs: Tensor, params: Params | None = None, seed
 
     version, untouched = inputs._version, inputs.clone()
     handles = [watch(name) for name, _ in model.named_modules()]
-    devices = [inputs.device] if inputs.is_cuda else []
     try:
-        with torch.random.fork_rng(devices=devices), left_alone(model, params or {}):
-            torch.manual_seed(seed)
+        with seeded_globally(seed, inputs.device), left_alone(model, params or {}):
             before = generator_state(inputs)
             outputs = call_on(model, params or {}, inputs)
             drew = not torch.equal(before, generator_state(inputs))
@@ -135,10 +140,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def generator_state(inputs: Tensor) -> Tensor:
-    """The state of the generator that layers draw from where the inputs are."""
+    """The states of the generators that a model can draw from: the host's, and the inputs'."""
+    states = [torch.get_rng_state()]
     if inputs.is_cuda:
-        return torch.cuda.get_rng_state(inputs.device)
-    return torch.get_rng_state()
+        states.append(torch.cuda.get_rng_state(inputs.device))
+    return torch.cat(states)
 
 
 def _moved(weights: Params) -> Params:
