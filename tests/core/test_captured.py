@@ -61,6 +61,15 @@ def test_random_layers_are_seen_and_not_padded():
     assert settled.bind(problem, plan, Streams(0, CPU)).padded() is None
 
 
+def in_blocks(procedure, plan, block, on_block):
+    def overflowed(*_):
+        pytest.fail("no batch overflows")
+
+    padded, streams = procedure.padded(), procedure._streams
+    trials = captured.train(padded, plan, start(procedure), streams, overflowed, on_block, block)
+    return finished(trials)
+
+
 @pytest.mark.parametrize("on_reject", ["restore", "keep-momentum"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("block", [1, 7, 100])
@@ -75,20 +84,10 @@ def test_blocks_of_trials_are_the_single_trials(block, optimizer, on_reject):
     (single, plan), (padded, _) = (bound(method, accounting=accounting) for _ in range(2))
     one = train(single, plan, start(single))
     blocks = []
-    two = finished(
-        captured.train(
-            padded.padded(),
-            plan,
-            start(padded),
-            padded._streams,
-            lambda *_: pytest.fail("no batch overflows"),
-            lambda progress, verdicts: blocks.append((progress.ledger.trials, verdicts)),
-            block,
-        )
-    )
+    two = in_blocks(padded, plan, block, lambda _, verdicts: blocks.append(verdicts))
     assert two.ledger == one.ledger
-    assert sum(len(verdicts) for _, verdicts in blocks) == one.ledger.trials
-    assert sum(bool(v.accept) for _, verdicts in blocks for v in verdicts) == one.ledger.updates
+    assert sum(len(verdicts) for verdicts in blocks) == one.ledger.trials
+    assert sum(bool(v.accept) for verdicts in blocks for v in verdicts) == one.ledger.updates
     for name, value in flatten(one.state).items():
         torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-6)
 
@@ -97,17 +96,7 @@ def test_blocks_of_trials_are_the_single_trials(block, optimizer, on_reject):
 def test_verdicts_without_figures_of_their_own_are_all_kept(block):
     padded, plan = bound(Dpsgd(updates=6, noise_multiplier=20.0, batch_size=20))
     verdicts = []
-    finished(
-        captured.train(
-            padded.padded(),
-            plan,
-            start(padded),
-            padded._streams,
-            lambda *_: pytest.fail("no batch overflows"),
-            lambda _, made: verdicts.extend(made),
-            block,
-        )
-    )
+    in_blocks(padded, plan, block, lambda _, made: verdicts.extend(made))
     assert [bool(v.accept) for v in verdicts] == [True] * 6
     assert all(v.private == {} for v in verdicts)
 

@@ -49,7 +49,7 @@ def test_rows_are_appended_with_their_origin(tmp_path):
     for row in rows:
         assert row["experiment"] == "squares"
         assert row["seed"] == 0
-        assert {"commit", "versions"} <= row.keys()
+        assert {"commit", "versions", "made_at"} <= row.keys()
 
 
 def test_an_interrupted_experiment_goes_on_where_it_stopped(tmp_path):

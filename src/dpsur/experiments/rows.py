@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ from dpsur.versions import versions
 
 
 def provenance() -> dict[str, Any]:
-    """The commit and the versions that a row was made with."""
-    return {"commit": _commit(), "versions": versions()}
+    """The commit and the versions that a row was made with, and when.
+
+    From the times of its rows it can be told how long a grid took.
+    """
+    made_at = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"commit": _commit(), "versions": versions(), "made_at": made_at}
 
 
 def _commit() -> str | None:
