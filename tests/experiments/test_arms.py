@@ -18,6 +18,7 @@ from dpsur.core.types import Examples
 from dpsur.experiments.arms import ARMS, HF_PUBLISHED, METHOD_ARMS
 from dpsur.experiments.arms.controls import KeptMomentum, RandomAcceptance, RandomAcceptanceKept
 from dpsur.experiments.arms.released_code import NO_LOSS, ReleasedCode
+from dpsur.experiments.arms.single_faults import FirstRejectionsKept, OtherDivisor, StaleLoss
 from dpsur.methods import METHODS, Dpsur
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial
@@ -31,7 +32,8 @@ BUDGET = Budget(3.0, 1e-3)
 SIZE = 60
 TEST = {"gate": "loss", "val_batch_size": 10, "val_noise_multiplier": 6.0, "accept_threshold": -1.0}
 OPTIONS = {"batch_size": 20, "learning_rate": 0.5, "noise_multiplier": 6.0, **TEST}
-OWN = (ReleasedCode, RandomAcceptance, RandomAcceptanceKept, KeptMomentum)
+FAULTS = (StaleLoss, OtherDivisor, FirstRejectionsKept)
+OWN = (ReleasedCode, RandomAcceptance, RandomAcceptanceKept, KeptMomentum, *FAULTS)
 
 
 def plan_for(threshold, trials=30, updates=6, noise=1.5):
@@ -68,29 +70,33 @@ def test_momentum_is_kept_across_rejections():
         assert (size > 0) == kept
 
 
-def test_rejected_weights_stay_until_the_first_acceptance():
+@pytest.mark.parametrize(
+    ("method", "momentum"), [(ReleasedCode, True), (FirstRejectionsKept, False)]
+)
+def test_rejected_weights_stay_until_the_first_acceptance(method, momentum):
     plan = plan_for(-math.inf)
-    procedure = bound(ReleasedCode(), plan)
+    procedure = bound(method(), plan)
     before = procedure.initial_state()
     (progress, _), *_ = steps(procedure, plan, 1)
     assert not torch.equal(progress.state.params["0.weight"], before.params["0.weight"])
     assert int(progress.state.updates) == progress.ledger.updates == 0
-    # After an acceptance a rejected trial restores the weights, though not the momentum.
+    # After an acceptance a rejected trial restores the weights, if not the momentum.
     accepted = replace(progress.state, updates=torch.tensor(1))
     candidate = procedure.propose(accepted, torch.tensor(1))
     after = procedure.after_rejection(accepted, candidate)
     assert_same(after.params, accepted.params)
-    assert_same(after.optimizer, candidate.state.optimizer)
+    assert_same(after.optimizer, (candidate.state if momentum else accepted).optimizer)
     restored = bound(Dpsur(), plan)
     (progress, _), *_ = steps(restored, plan, 1)
     assert_same(progress.state, restored.initial_state())
 
 
-def test_a_candidate_is_compared_with_a_stale_loss():
+@pytest.mark.parametrize("method", [ReleasedCode, StaleLoss])
+def test_a_candidate_is_compared_with_a_stale_loss(method):
     """The loss that is stored is the last accepted candidate's, on its own batch."""
     plan = plan_for(0.0, trials=200)
     stored, seen = NO_LOSS, []
-    for progress, verdict in steps(bound(ReleasedCode(), plan), plan, 12):
+    for progress, verdict in steps(bound(method(), plan), plan, 12):
         loss = float(verdict.private["loss"])
         assert float(verdict.private["loss_difference"]) == pytest.approx(loss - stored)
         if bool(verdict.accept):
@@ -101,29 +107,37 @@ def test_a_candidate_is_compared_with_a_stale_loss():
     assert False in seen
     # A candidate that is the model itself still has a difference, which Algorithm 1 has not.
     still = plan_for(0.0, trials=20)
-    for method in (ReleasedCode(learning_rate=1e-30), Dpsur(learning_rate=1e-30)):
-        verdicts = [verdict for _, verdict in steps(bound(method, still), still, 4)]
+    for kind in (method, Dpsur):
+        verdicts = [v for _, v in steps(bound(kind(learning_rate=1e-30), still), still, 4)]
         found = [float(verdict.private["loss_difference"]) for verdict in verdicts]
-        assert any(value != 0.0 for value in found) == isinstance(method, ReleasedCode)
+        assert any(value != 0.0 for value in found) == (kind is method)
 
 
-def test_sums_are_divided_by_the_size_of_another_draw():
+def test_a_stale_loss_is_all_that_its_arm_keeps():
+    plan = plan_for(-math.inf)
+    procedure = bound(StaleLoss(), plan)
+    (progress, _), *_ = steps(procedure, plan, 1)
+    assert_same(progress.state, procedure.initial_state())
+
+
+@pytest.mark.parametrize("faulty_kind", [ReleasedCode, OtherDivisor])
+def test_sums_are_divided_by_the_size_of_another_draw(faulty_kind):
     """Each step is a whole number of records over another such number."""
     data = Examples(torch.ones(100, 1), torch.zeros(100))
     problem = Problem(Ones(), lambda out, _: -out.sum(), data)
     plan = Plan(BUDGET, "published", Trial(SampledGaussian(0.1, 1e-9), LossTest(0.1, 1.0, 0.0)), 99)
     ratios = {}
-    for method in (ReleasedCode, Dpsur):
+    for method in (faulty_kind, Dpsur):
         options = {"learning_rate": 1.0, "momentum": 0.0, "schedule": "constant"}
         procedure = bound(method(**options, max_grad_norm=1.0), plan, problem=problem)
         inner = procedure._steps if method is ReleasedCode else procedure._proposer
         state = procedure.initial_state()
         ratios[method] = np.array([-float(inner._gradient(state)[0]["weight"]) for _ in range(60)])
-    own, faulty = ratios[Dpsur] * 10, ratios[ReleasedCode] * 10
+    own, faulty = ratios[Dpsur] * 10, ratios[faulty_kind] * 10
     assert np.allclose(own, own.round(), atol=1e-3)
     assert not np.allclose(faulty, faulty.round(), atol=1e-3)
     # The other size is a whole number as well, and has nothing to do with the drawn one.
-    other = own / ratios[ReleasedCode]
+    other = own / ratios[faulty_kind]
     assert np.allclose(other, other.round(), atol=1e-2)
     assert abs(np.corrcoef(own, other)[0, 1]) < STANDARD_ERRORS / math.sqrt(60)
     assert len(set(other.round())) > 4
@@ -173,7 +187,13 @@ def test_random_acceptance_has_its_rate_whatever_the_losses(method):
 
 @pytest.mark.parametrize(
     ("method", "kept"),
-    [(RandomAcceptance, False), (RandomAcceptanceKept, True), (KeptMomentum, True), (Dpsur, False)],
+    [
+        (RandomAcceptance, False),
+        (RandomAcceptanceKept, True),
+        (KeptMomentum, True),
+        (OtherDivisor, False),
+        (Dpsur, False),
+    ],
 )
 def test_what_a_control_keeps_of_a_rejected_trial(method, kept):
     plan = plan_for(-math.inf)
@@ -236,6 +256,10 @@ def test_arms_have_names_of_their_own_and_presets():
         assert arm.name == name
         built = arm.build(arm.preset("fmnist", 3).options)
         assert isinstance(built, arm.method)
+    assert {name for name, arm in ARMS.items() if not arm.sound} == {
+        "released-code", "kept-momentum", "random", "random-kept",
+        "stale-loss", "other-divisor", "first-rejections",
+    }  # fmt: skip
     assert ARMS["every-trial"].preset("fmnist", 3).options["on_reject"] == "keep-momentum"
     assert {arm.accounting for arm in METHOD_ARMS} == {"proven"}
     assert HF_PUBLISHED.accounting == "published"

@@ -107,7 +107,8 @@ def trained_rows(
     for seed, session, run in zip(seeds, sessions, outcomes, strict=True):
         if isinstance(run, Run):
             curve = {"curve": curve_of(run)} if "evaluations" in config else {}
-            yield seed, {**_row(session, run, seconds, len(seeds)), **curve}
+            made = _row(config["arm"], session, run, seconds, len(seeds))
+            yield seed, {**made, **curve}
 
 
 def _session(config: Mapping[str, Any], seed: int, device: str | None, records: Records) -> Session:
@@ -124,7 +125,13 @@ def curve_of(run: Run) -> dict[str, list[float]]:
     return {name: [round(row[name], 6) for row in found] for name in CURVE}
 
 
-def _row(session: Session, run: Run, seconds: float, together: int) -> dict[str, Any]:
+def _figures(arm: str, run: Run) -> dict[str, float | None]:
+    """Epsilon under each accounting; of what is no method, the claim that it is run for alone."""
+    kept = set(run.epsilon) if ARMS[arm].sound else {ARMS[arm].accounting}
+    return {name: figure if name in kept else None for name, figure in run.epsilon.items()}
+
+
+def _row(arm: str, session: Session, run: Run, seconds: float, together: int) -> dict[str, Any]:
     ledger = run.private.ledger
     assert run.scores is not None
     return {
@@ -132,7 +139,7 @@ def _row(session: Session, run: Run, seconds: float, together: int) -> dict[str,
         "loss": run.scores["loss"],
         "updates": ledger.updates,
         "trials": ledger.trials,
-        "epsilon": dict(run.epsilon),
+        "epsilon": _figures(arm, run),
         "seconds": round(seconds, 2),
         "together": together,
         "device": device_name(session.streams.device),

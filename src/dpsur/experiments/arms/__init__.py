@@ -6,6 +6,7 @@ from typing import Any
 
 from dpsur.experiments.arms.controls import KeptMomentum, RandomAcceptance, RandomAcceptanceKept
 from dpsur.experiments.arms.released_code import ReleasedCode
+from dpsur.experiments.arms.single_faults import FirstRejectionsKept, OtherDivisor, StaleLoss
 from dpsur.experiments.presets import BEST, PAPER, Preset, preset_named
 from dpsur.methods import METHODS, Method
 from dpsur.methods.dpsur import Dpsur
@@ -31,6 +32,11 @@ class Arm:
         """Features, network and hyper-parameters."""
         preset = preset_named(self.preset_name, self.preset_of, task, epsilon)
         return preset.changed(dict(self.changes))
+
+    @property
+    def sound(self) -> bool:
+        """Whether it is a method, whose accountings hold; controls and faulty ones are not."""
+        return self.method in METHODS.values()
 
     def build(self, options: Mapping[str, Any]) -> Method:
         """The method with these hyper-parameters."""
@@ -63,6 +69,18 @@ DPSUR_ARMS = (
         "published",
     ),
 )
+# Faults of the released code, but for the momentum, which is a control.
+FAULT_ARMS = (
+    Arm("stale-loss", "compared with a stale loss", StaleLoss, "dpsur", "published"),
+    Arm("other-divisor", "divided by another batch's size", OtherDivisor, "dpsur", "published"),
+    Arm(
+        "first-rejections",
+        "rejected updates kept until one is accepted",
+        FirstRejectionsKept,
+        "dpsur",
+        "published",
+    ),
+)
 # DPSGD-HF by the accounting of the paper, whose number of updates is a reference point.
 HF_PUBLISHED = Arm(
     "dpsgd-hf-published",
@@ -76,4 +94,4 @@ BEST_ARMS = tuple(
     for name in ("dpsgd", "dpsur")
 )
 
-ARMS = {arm.name: arm for arm in (*DPSUR_ARMS, *METHOD_ARMS, HF_PUBLISHED, *BEST_ARMS)}
+ARMS = {arm.name: arm for arm in (*DPSUR_ARMS, *FAULT_ARMS, *METHOD_ARMS, HF_PUBLISHED, *BEST_ARMS)}

@@ -6,7 +6,7 @@ and the one that its plan carries is the paper's claim.
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -76,15 +76,15 @@ class FaultyGradient(NoisyGradientSteps):
 class FaultySelection:
     """Selection that compares with a stale loss and keeps what rejected trials left behind."""
 
-    def __init__(
-        self, method: ReleasedCode, problem: Problem, plan: Plan, streams: Streams
-    ) -> None:
+    gradients: ClassVar[type[NoisyGradientSteps]] = FaultyGradient
+
+    def __init__(self, method: Dpsur, problem: Problem, plan: Plan, streams: Streams) -> None:
         assert isinstance(plan.trial.test, LossTest)
         self.setup: tuple[Event, ...] = plan.setup
         self._trial = plan.trial
         self._test = plan.trial.test
         self._gate = make_gate(plan.trial.test, method.loss_clip)
-        self._steps: NoisyGradientSteps = FaultyGradient(method, problem, plan, streams)
+        self._steps = self.gradients(method, problem, plan, streams)
         self._problem, self._streams = problem, streams
         self._draw: Draw = exact_batch
 
@@ -129,8 +129,13 @@ class FaultySelection:
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:
         """The momentum of the rejected step; its weights too, until one was accepted."""
-        first = state.updates == 0
-        params = map_tensors(
-            lambda new, old: torch.where(first, new, old), candidate.state.params, state.params
-        )
+        params = weights_until_accepted(state, candidate)
         return replace(state, params=params, optimizer=candidate.state.optimizer)
+
+
+def weights_until_accepted(state: State, candidate: Candidate) -> Params:
+    """Those of a rejected candidate where nothing was accepted before it, else the old ones."""
+    first = state.updates == 0
+    return map_tensors(
+        lambda new, old: torch.where(first, new, old), candidate.state.params, state.params
+    )
