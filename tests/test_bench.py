@@ -451,7 +451,9 @@ def test_what_the_readme_says_in_words_is_what_the_rows_say():
         if batch == 256 and network != "lstm-imdb"
     ]
     held = max(ratios("bench_cpu", "dpsur", "memory_over_plain").values())
-    assert f"{min(few):.2f} to {max(few):.2f} times, with up to {held:.2f} times its memory" in text
+    assert f"makes it {min(few):.2f} to {max(few):.2f} times as long as the plain step" in text
+    assert f"with up to {held:.2f} times its memory: more than the 1.5" in text
+    assert held > 1.5
     for arm in ("opacus-hooks", "opacus-ghost"):  # "takes less time than a step of Opacus"
         theirs = ratios("bench_cpu", arm, "time_over_plain")
         assert all(ratio < theirs[cell] for cell, ratio in trials.items())
@@ -467,11 +469,8 @@ def test_the_table_of_other_arms_shows_the_rows():
     for (network, batch), cell in cells.items():
         shown = [f"{cell[arm]['time_over_plain']:.2f}" if arm in cell else "-" for arm in arms]
         assert f"| {network} | {batch} | {' | '.join(shown)} |" in text
-    here = {row["arm"]: row["step_seconds"] for row in cells["scattering-28", 256].values()}
-    above = [ratios("bench_cpu", arm, "step_seconds") for arm in ("plain", "dpsgd")]
-    plain, ours = (before["scattering-28", 256] for before in above)
-    # "the plain step was faster than in the one above, and ours by less"
-    assert plain / here["plain"] > ours / here["dpsgd"] > 1
+    again = cells["scattering-28", 256]["dpsgd"]["time_over_plain"]
+    assert f"and 1.45 to {again:.2f}. Memory" in " ".join(text.split())  # of earlier runs
     assert max(row["cores_used_by_others"] for row in rows) < 0.1
 
 
