@@ -14,7 +14,7 @@ from dpsur.core.problem import Problem, mode
 from dpsur.core.streams import Streams
 from dpsur.core.tree import flatten
 from dpsur.core.turns import finished
-from dpsur.methods import Dpsgd, Dpsur
+from dpsur.methods import Dpagd, Dpsgd, Dpsur
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.hiding import hiding_plan
 from dpsur.runs.session import Pace, Speed
@@ -22,6 +22,7 @@ from tests.conftest import blobs, small_model
 
 CPU = torch.device("cpu")
 BUDGET = Budget(3.0, 1e-4)
+ADAPTIVE = Dpagd(batch_size=20, val_batch_size=20, updates=10, step_sizes=3, raise_by=0.5)
 
 
 def bound(method, seed=0, size=200, accounting="proven"):
@@ -35,6 +36,7 @@ def bound(method, seed=0, size=200, accounting="proven"):
     [
         Dpsgd(updates=6, noise_multiplier=20.0, batch_size=20),
         Dpsur(updates=6, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5),
+        ADAPTIVE,
     ],
 )
 def test_padded_trials_are_the_exact_ones(method):
@@ -118,7 +120,7 @@ def test_parameters_without_numbers_and_of_two_types_are_captured():
     padded = settled.bind(problem, plan, Streams(0, CPU)).padded()
     before = start(padded)
     trials = captured.CapturedTrials(padded, plan, before, padded._streams, 3)
-    trials.run(3)
+    trials.run(3, before.ledger)
     after = trials.state().params
     moved = {n: not torch.equal(v, after[n]) for n, v in before.state.params.items() if v.numel()}
     assert all(moved.values())
@@ -146,6 +148,40 @@ def test_a_block_without_room_is_made_again_exactly(monkeypatch):
     )
     assert again
     assert two.ledger == one.ledger
+    for name, value in flatten(one.state).items():
+        torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("room", [200, 20])
+def test_steps_that_differ_are_asked_for_one_by_one(room, monkeypatch):
+    """Whatever block is asked for: what a retry costs is known only after the trial before it."""
+    single, plan = bound(ADAPTIVE)
+    one = train(single, plan, start(single))
+    assert len(one.ledger.entries) > 2  # there were retries
+    monkeypatch.setattr(sampling, "padded_size", lambda size, rate: room)
+    exact, _ = bound(ADAPTIVE)
+    padded, again, positions = exact.padded(), [], []
+    propose = padded.propose
+
+    def told(state, position):
+        positions.append(int(position))
+        return propose(state, position)
+
+    def exactly(progress, count):
+        again.append(count)
+        return make_trial(exact, plan, progress)[0]
+
+    def on_block(progress, verdicts):
+        assert len(verdicts) == 1
+
+    monkeypatch.setattr(padded, "propose", told)
+    trials = captured.train(padded, plan, start(exact), exact._streams, exactly, on_block, 100)
+    two = finished(trials)
+    assert two.ledger == one.ledger
+    assert again == ([] if room == 200 else [1] * len(again))
+    assert bool(again) == (room == 20)
+    assert positions == sorted(positions)
+    assert positions[0] == 0 < positions[-1] < plan.length
     for name, value in flatten(one.state).items():
         torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-6)
 
@@ -225,6 +261,17 @@ def test_captured_training_on_cuda(optimizer):
     for name, value in replayed.model.state_dict().items():
         assert torch.equal(value, again.model.state_dict()[name])
     assert eager.private.ledger.updates == 30
+
+
+@pytest.mark.gpu
+def test_captured_steps_that_differ():
+    """The noise changes with every retry; a captured trial reads it where it lies."""
+    eager, replayed, again = (fit(capture, ADAPTIVE) for capture in (False, True, True))
+    assert len(replayed.private.ledger.entries) > 2
+    assert replayed.private.ledger == again.private.ledger == eager.private.ledger
+    for name, value in replayed.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name])
+        torch.testing.assert_close(value, eager.model.state_dict()[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.gpu

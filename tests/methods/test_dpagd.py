@@ -92,7 +92,9 @@ def candidates_start_from_the_same_weights():
     lengths = torch.tensor([0.0, 0.25, 0.5, 1.0, 2.0], dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive_steps, "noisy_least", the_least)
-        assert int(procedure._choose(weights, gradient, lengths)) == 3  # length 1 hits the centre
+        sample = exact_batch(procedure._problem.train, 1.0, torch.Generator())
+        # length 1 hits the centre
+        assert int(procedure._choose(weights, gradient, lengths, sample)) == 3
 
 
 def one_record_moves_a_gradient_by_at_most_the_bound():
@@ -114,6 +116,7 @@ def one_record_moves_a_gradient_by_at_most_the_bound():
 def what_was_drawn_fits_the_allowance():
     """Adds up what the run did to the records, as seen from outside, not what it recorded."""
     rates, done = [], []
+    gradient_rate, choice_rate = 20 / SIZE, 1.0
 
     def spy_batch(examples, rate, generator):
         rates.append(rate)
@@ -121,11 +124,11 @@ def what_was_drawn_fits_the_allowance():
 
     def spy_noise(total, multiplier, generator):
         assert total.sensitivity == CLIP
-        done.append(SampledGaussian(rates[-1], multiplier))
+        done.append(SampledGaussian(gradient_rate, float(multiplier)))
         return add_gaussian(total, multiplier, generator)
 
     def spy_choice(losses, loss_clip, choice_epsilon, generator):
-        done.append(NoisyChoice(rates[-1], choice_epsilon))
+        done.append(NoisyChoice(choice_rate, choice_epsilon))
         return noisy_least(losses, loss_clip, choice_epsilon, generator)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -136,6 +139,7 @@ def what_was_drawn_fits_the_allowance():
         end = train(procedure, plan, start(procedure))
     assert 0 < end.ledger.updates < end.ledger.trials
     assert len(done) == 2 * end.ledger.trials
+    assert rates == [gradient_rate, choice_rate] * end.ledger.trials
     spent = sum(event_divergence(event, plan.order) for event in done)
     assert spent <= plan.allowance, f"spent {spent:.3f} of {plan.allowance:.3f}"
     assert spent == pytest.approx(plan.divergence(end.ledger), rel=1e-9)
@@ -198,14 +202,11 @@ def choice_pvalue(choice_epsilon: float, count: int = 8000) -> float:
 
 
 def candidates_that_accumulate(patch):
-    def wrong(self, params, gradient, lengths):
-        batch = exact_batch(
-            self._problem.train, self._choice.sample_rate, self._streams["val-batch"]
-        )
+    def wrong(self, params, gradient, lengths, sample):
         losses, moved = [], params
         for length in lengths:
             moved = {n: v - length.to(v.dtype) * gradient[n] for n, v in moved.items()}
-            losses.append(self._problem.losses(moved, batch.examples))
+            losses.append(self._problem.losses(moved, sample.examples))
         return adaptive_steps.noisy_least(torch.stack(losses), 3.0, 1.0, None)
 
     patch.setattr(AdaptiveSteps, "_choose", wrong)
@@ -237,16 +238,16 @@ def difference_charged_and_all_of_it_taken(patch):
     """A retry draws a gradient of the whole precision, and is charged for what was added."""
     real = AdaptiveSteps._noisy_gradient
 
-    def wrong(self, params, noise_multiplier):
-        return real(self, params, min(noise_multiplier, self._first_precision**-0.5))
+    def wrong(self, params, batch, noise_multiplier):
+        return real(self, params, batch, noise_multiplier.clamp(max=self._first_precision**-0.5))
 
     patch.setattr(AdaptiveSteps, "_noisy_gradient", wrong)
 
 
 def plain_average(patch):
-    def wrong(self, state, memory):
+    def wrong(self, state, memory, batch):
         fresh_precision = self._fresh_precision(memory)
-        fresh = self._noisy_gradient(state.params, float(fresh_precision) ** -0.5)
+        fresh = self._noisy_gradient(state.params, batch, fresh_precision**-0.5)
         share = 1.0 if float(memory["retry"]) == 0 else 0.5
         mixed = {
             name: share * value + (1 - share) * memory[f"gradient/{name}"]
@@ -347,7 +348,10 @@ def test_a_retry_states_and_draws_the_difference():
     procedure, plan = bound(METHOD, problem=flat())
     first = procedure.step(procedure.initial_state())
     assert isinstance(first, Trial)
-    assert first == plan.typical
+    assert first.test == plan.typical.test
+    planned = plan.typical.update
+    assert first.update.sample_rate == planned.sample_rate
+    assert first.update.noise_multiplier == pytest.approx(planned.noise_multiplier, rel=1e-14)
     (after,) = trials(procedure, plan, [0])
     retry = procedure.step(after.state)
     gained = retry.update.noise_multiplier**-2
@@ -388,10 +392,6 @@ def test_an_average_follows_updates_and_rests_where_nothing_is_chosen():
     assert float(second.state.released_params["weight"]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_it_is_never_padded():
-    assert bound(METHOD)[0].padded() is None
-
-
 def test_layers_that_draw_have_a_stream_of_their_own():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 3))
     inputs = torch.randn(SIZE, 2, generator=torch.Generator().manual_seed(0))
@@ -401,6 +401,7 @@ def test_layers_that_draw_have_a_stream_of_their_own():
     before = streams["layers"].get_state()
     settled, plan = METHOD.settle(SIZE, bound(METHOD)[1].budget, "proven")
     procedure = settled.bind(problem, plan, streams)
+    assert procedure.padded() is None  # a replay would repeat their draws
     state = torch.get_rng_state()
     list(trials(procedure, plan, [1]))
     assert torch.equal(state, torch.get_rng_state())

@@ -5,6 +5,7 @@ sampling, clipping, noise, update, both losses and the choice between accepting 
 on the device, and the host reads the counts once per block of trials. A counter on the device masks
 acceptance once the plan is done, so that the replays left in a block change nothing and exactly the
 planned updates are kept. Replays that a plan makes to be dropped are masked alike, but counted.
+Steps that differ in cost, and have to be asked for one by one, are blocks of a single trial.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from dpsur.core.tree import map_tensors
 from dpsur.core.turns import Turns
 from dpsur.core.types import Procedure, State, Verdict
 from dpsur.errors import UnsupportedModelError
-from dpsur.privacy.plans import Plan
+from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plans import FilteredPlan, Plan
 
 OnBlock = Callable[[Progress, list[Verdict]], None]
 
@@ -44,7 +46,7 @@ class CapturedTrials:
     def __init__(
         self,
         procedure: Procedure,
-        plan: Plan,
+        plan: Plan | FilteredPlan,
         progress: Progress,
         streams: Streams,
         block: int,
@@ -62,13 +64,19 @@ class CapturedTrials:
         self._names: tuple[str, ...] = ()
         self._rows = torch.zeros(block, 0, device=device, dtype=torch.float64)
         self._first = torch.tensor(ledger.trials, device=device)
+        # Where schedules stand, if that does not follow from the counts.
+        self._position: Tensor | None = None
+        if isinstance(plan, FilteredPlan):
+            self._position = torch.tensor(plan.position(ledger), device=device)
         self.replay: Callable[[], None] = self._trial  # one trial, within a block
         if device.type == "cuda":
             self.replay = self._captured()
 
-    def run(self, count: int) -> None:
-        """Replay a block of trials."""
+    def run(self, count: int, ledger: Ledger) -> None:
+        """Replay a block of trials, after those in the ledger."""
         self._first.copy_(self._counts.trials)
+        if self._position is not None:
+            self._position.fill_(self._plan.position(ledger))
         for _ in range(count):
             self.replay()
 
@@ -126,6 +134,7 @@ class CapturedTrials:
         if self._plan.updates is not None:
             active = room & (counts.updates < self._plan.updates)
             position = counts.updates
+        position = position if self._position is None else self._position
         counted = room if self._plan.to_the_cap else active
         candidate = self._procedure.propose(state, position)  # Alg. 1, L3-8
         verdict = self._procedure.judge(state, candidate)  # L9-14
@@ -174,7 +183,7 @@ def _copy(state: State) -> State:
 
 def train(
     procedure: Procedure,
-    plan: Plan,
+    plan: Plan | FilteredPlan,
     progress: Progress,
     streams: Streams,
     fall_back: Callable[[Progress, int], Progress],
@@ -187,11 +196,13 @@ def train(
     given progress with exact batches: it is used for a block in which a padded batch had no room,
     so that no record is ever left out.
     """
+    if isinstance(plan, FilteredPlan):
+        block = 1  # what the next step costs depends on what this one released
     trials = CapturedTrials(procedure, plan, progress, streams, block)
     while goes_on(procedure, plan, progress):
         count = min(block, plan.trials - progress.ledger.trials)
         positions = {name: p.clone() for name, p in streams.positions().items()}
-        trials.run(count)
+        trials.run(count, progress.ledger)
         yield
         made, kept, overflow = trials.read()
         if overflow:

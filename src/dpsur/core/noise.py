@@ -14,7 +14,9 @@ from dpsur.core.types import Params
 _AT_ONCE = 2**16
 
 
-def add_gaussian(total: ClippedSum, noise_multiplier: float, generator: torch.Generator) -> Params:
+def add_gaussian(
+    total: ClippedSum, noise_multiplier: float | Tensor, generator: torch.Generator
+) -> Params:
     """Gaussian mechanism on a sum of bounded sensitivity (Alg. 1, L7).
 
     Formal guarantee: with Poisson sampling at rate q, a sampled Gaussian mechanism of rate q and
@@ -35,7 +37,7 @@ def add_gaussian(total: ClippedSum, noise_multiplier: float, generator: torch.Ge
     return elementwise(noisy, total.params)
 
 
-def _noisy_on_the_host(value: Tensor, scale: float, generator: torch.Generator) -> Tensor:
+def _noisy_on_the_host(value: Tensor, scale: float | Tensor, generator: torch.Generator) -> Tensor:
     """The same sum of value and noise in float64, piece by piece."""
     exact, found = value.reshape(-1), torch.empty(value.numel(), dtype=value.dtype)
     pieces, places = torch.split(exact, _AT_ONCE), torch.split(found, _AT_ONCE)

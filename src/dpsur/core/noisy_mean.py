@@ -8,14 +8,14 @@ from dpsur.core.noise import add_gaussian
 from dpsur.core.problem import Problem
 from dpsur.core.sampling import Batch
 from dpsur.core.types import Params
-from dpsur.privacy.events import SampledGaussian
 
 
 def noisy_mean_gradient(
     problem: Problem,
     params: Params,
     batch: Batch,
-    event: SampledGaussian,
+    sample_rate: float,
+    noise_multiplier: float | Tensor,
     max_grad_norm: float,
     noise: Generator,
     *,
@@ -23,14 +23,15 @@ def noisy_mean_gradient(
 ) -> Params:
     """Clip each record's gradient, add them up, add noise, divide by the expected size (L4-8).
 
-    Formal guarantee: if `batch` was drawn from the training records at the event's rate, this is
-    the event. `coins` are those of `clipped_sum`.
+    Formal guarantee: if `batch` was drawn from the training records at this rate, this is a sampled
+    Gaussian mechanism of the rate and the noise multiplier, which may be a number on the device.
+    `coins` are those of `clipped_sum`.
     """
     total = clipped_sum(
         problem, params, batch.data, max_grad_norm, mask=batch.mask, rows=batch.rows, coins=coins
     )
-    noisy = add_gaussian(total, event.noise_multiplier, noise)
+    noisy = add_gaussian(total, noise_multiplier, noise)
     # The expected size, not the drawn one: the drawn size is private, and dividing by it would
     # change the sensitivity.
-    expected_size = event.sample_rate * len(problem.train)
+    expected_size = sample_rate * len(problem.train)
     return elementwise(lambda value: value / expected_size, noisy)

@@ -1,19 +1,22 @@
 """DPAGD as a procedure: a better gradient where none helps, and a step length chosen privately."""
 
+import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from dpsur.core.averaging import WeightAverage, followed
 from dpsur.core.choice import noisy_least
+from dpsur.core.flat import elementwise
 from dpsur.core.gradients import draws_randomness
 from dpsur.core.noisy_mean import noisy_mean_gradient
 from dpsur.core.optim import Sgd
 from dpsur.core.problem import Problem
-from dpsur.core.sampling import steady_batch
+from dpsur.core.sampling import Batch, Draw, padded_batch, steady_batch
 from dpsur.core.streams import BATCH, LAYERS, NOISE, VAL_BATCH, VAL_NOISE, Streams
 from dpsur.core.types import Candidate, Params, State, Verdict
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Step, Trial
@@ -56,6 +59,7 @@ class AdaptiveSteps:
         self._choice = plan.typical.test
         self._optimizer = Sgd(momentum=0.0)
         self._average = average
+        self._draw: Draw = steady_batch
         self._random_layers = draws_randomness(problem.model, problem.train)
 
     def initial_state(self) -> State:
@@ -77,16 +81,20 @@ class AdaptiveSteps:
 
     def step(self, state: State) -> Step:
         """A noisy gradient of the precision that is still wanted, and a choice."""
-        noise = float(self._fresh_precision(_memory(state))) ** -0.5
+        noise = float(self._fresh_noise(_memory(state)))
         return Trial(SampledGaussian(self._rate, noise), self._choice)
 
     def propose(self, state: State, position: Tensor) -> Candidate:  # noqa: ARG002
         """Improve the gradient, choose a step length, and take the step."""
-        memory = _memory(state)
-        gradient, precision = self._improved_gradient(state, memory)
-        lengths = torch.linspace(0, 1, self._lengths.count, dtype=torch.float64)
-        lengths = lengths.to(self._problem.device) * memory["largest_step"]
-        chosen = lengths[self._choose(state.params, gradient, lengths)]
+        memory, train = _memory(state), self._problem.train
+        batch = self._draw(train, self._rate, self._streams[BATCH])
+        gradient, precision = self._improved_gradient(state, memory, batch)
+        shares = torch.linspace(
+            0, 1, self._lengths.count, dtype=torch.float64, device=self._problem.device
+        )
+        lengths = shares * memory["largest_step"]
+        sample = self._draw(train, self._choice.sample_rate, self._streams[VAL_BATCH])
+        chosen = torch.take(lengths, self._choose(state.params, gradient, lengths, sample))
         params, optimizer = self._optimizer.step(state.params, gradient, state.optimizer, chosen)
         after = {
             **self._adapted(memory, chosen, state.updates + 1),
@@ -97,16 +105,21 @@ class AdaptiveSteps:
         }
         updates = state.updates + 1
         average = followed(self._average, state.average, params, updates)
-        return Candidate(State(params, optimizer, updates, average, after))
+        overflow = _either(batch.overflow, sample.overflow)
+        return Candidate(State(params, optimizer, updates, average, after), overflow)
 
     def judge(self, state: State, candidate: Candidate) -> Verdict:  # noqa: ARG002
         """Keep every step that has a length."""
         chosen = _memory(candidate.state)["chosen"]
         return Verdict(chosen > 0, {"step_length": chosen})
 
-    def padded(self) -> None:
-        """Noise changes during the run, which a captured trial cannot follow."""
-        return
+    def padded(self) -> Self | None:
+        """The same on padded batches; not for layers that draw random numbers."""
+        if self._random_layers:
+            return None
+        copied = copy.copy(self)
+        copied._draw = padded_batch
+        return copied
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:
         """The same weights, the better gradient, and more precision wanted of it."""
@@ -125,50 +138,53 @@ class AdaptiveSteps:
         held = memory["precision"] * memory["retry"]
         return memory["wanted_precision"] - held
 
+    def _fresh_noise(self, memory: Mapping[str, Tensor]) -> Tensor:
+        """The noise multiplier of the next gradient, which stays on the device."""
+        return self._fresh_precision(memory).rsqrt()
+
     def _improved_gradient(
-        self, state: State, memory: Mapping[str, Tensor]
+        self, state: State, memory: Mapping[str, Tensor], batch: Batch
     ) -> tuple[Params, Tensor]:
         """A fresh noisy gradient, averaged with the one at hand where this is a retry."""
+        fresh = self._noisy_gradient(state.params, batch, self._fresh_noise(memory))
         fresh_precision = self._fresh_precision(memory)
-        fresh = self._noisy_gradient(state.params, float(fresh_precision) ** -0.5)
-        held = memory["precision"] * memory["retry"]
-        total = held + fresh_precision
+        total = memory["precision"] * memory["retry"] + fresh_precision
         share = fresh_precision / total
-        mixed = {
-            name: share.to(value.dtype) * value
-            + (1 - share).to(value.dtype) * memory[f"gradient/{name}"]
-            for name, value in fresh.items()
-        }
+        mixed = elementwise(
+            lambda new, old: share.to(new.dtype) * new + (1 - share).to(new.dtype) * old,
+            fresh,
+            {name: memory[f"gradient/{name}"] for name in fresh},
+        )
         return mixed, total
 
-    def _noisy_gradient(self, params: Params, noise_multiplier: float) -> Params:
-        batch = steady_batch(self._problem.train, self._rate, self._streams[BATCH])
+    def _noisy_gradient(self, params: Params, batch: Batch, noise_multiplier: Tensor) -> Params:
         layers = self._streams.global_randomness(LAYERS) if self._random_layers else nullcontext()
         with layers:
             return noisy_mean_gradient(
                 self._problem,
                 params,
                 batch,
-                SampledGaussian(self._rate, noise_multiplier),
+                self._rate,
+                noise_multiplier,
                 self._lengths.max_grad_norm,
                 self._streams[NOISE],
             )
 
-    def _choose(self, params: Params, gradient: Params, lengths: Tensor) -> Tensor:
-        """The step length whose noisy clipped loss is least, on one fresh sample."""
-        batch = steady_batch(
-            self._problem.train, self._choice.sample_rate, self._streams[VAL_BATCH]
+    def _choose(self, params: Params, gradient: Params, lengths: Tensor, sample: Batch) -> Tensor:
+        """Which step length has the least noisy clipped loss on a fresh sample."""
+
+        def moved(length: Tensor) -> Params:
+            return elementwise(
+                lambda value, by: torch.addcmul(value, by, length.to(value.dtype), value=-1),
+                params,
+                gradient,
+            )
+
+        losses = torch.stack(
+            [self._problem.losses(moved(length), sample.examples) for length in lengths.unbind()]
         )
-        candidates = (
-            {
-                name: value - length.to(value.dtype) * gradient[name]
-                for name, value in params.items()
-            }
-            for length in lengths
-        )
-        losses = torch.stack([self._problem.losses(moved, batch.examples) for moved in candidates])
-        if batch.mask is not None:
-            losses = torch.where(batch.mask, losses, 0.0)
+        if sample.mask is not None:
+            losses = torch.where(sample.mask, losses, 0.0)
         return noisy_least(
             losses, self._lengths.loss_clip, self._choice.choice_epsilon, self._streams[VAL_NOISE]
         )
@@ -184,6 +200,13 @@ class AdaptiveSteps:
             "largest_step": torch.where(due, HEADROOM * seen, memory["largest_step"]),
             "largest_chosen": torch.where(due, torch.zeros_like(seen), seen),
         }
+
+
+def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Whether one of two batches had no room; None where both have room for any."""
+    if one is None or other is None:
+        return one if other is None else other
+    return one | other
 
 
 def _memory(state: State) -> Mapping[str, Tensor]:

@@ -37,6 +37,12 @@ class NoisyGradientSteps(GradientSteps):
         batch = self._draw(self._problem.train, event.sample_rate, self._streams[BATCH])
         with self._layer_randomness():
             gradient = noisy_mean_gradient(
-                self._problem, params, batch, event, self._max_grad_norm, self._streams[NOISE]
+                self._problem,
+                params,
+                batch,
+                event.sample_rate,
+                event.noise_multiplier,
+                self._max_grad_norm,
+                self._streams[NOISE],
             )
         return gradient, batch.overflow
