@@ -97,7 +97,7 @@ class Membership(OneByOne):
         return {
             "train_accuracy": found.train_accuracy,
             "test_accuracy": found.test_accuracy,
-            "attacks": {name: measure(s).to_json() for name, s in found.scores.items()},
+            "attacks": {name: _rounded(measure(s).to_json()) for name, s in found.scores.items()},
             "hits": {name: hits_of(s) for name, s in found.scores.items()},
             "device": device_name(device),
         }
@@ -119,6 +119,16 @@ class Membership(OneByOne):
 
 
 EXPERIMENT = Membership()
+
+
+def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
+    """Figures in millionths: of some ten thousand records, more would tell nothing."""
+    return {
+        name: {part: round(value, 6) for part, value in figure.items()}
+        if isinstance(figure, dict)
+        else figure
+        for name, figure in figures.items()
+    }
 
 
 def _curves(row: Row) -> dict[str, Curve]:
