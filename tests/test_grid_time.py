@@ -1,6 +1,7 @@
 """The script that estimates how long the grids take."""
 
-import importlib.util
+import importlib
+import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,17 +19,20 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def grid_time():
-    spec = importlib.util.spec_from_file_location("grid_time", ROOT / "benchmarks/grid_time.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def grid_time(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("grid_time")
+
+
+@pytest.fixture
+def grid_part(grid_time):
+    return importlib.import_module("grid_part")
 
 
 def test_every_run_that_was_made_is_of_one_kind(grid_time):
     rows = [row for name in grid_time.GRIDS for row in read_rows(ROOT / f"results/{name}.jsonl")]
     copies = [row for row in rows if "copied_from" in row]
-    kinds = grid_time.kinds([])
+    kinds = grid_time.kinds()
     assert sum(map(len, kinds.values())) == len(rows) - len(copies)
     assert copies
     assert {kind[0] for kind in grid_time.kinds(["imdb"])} == {"imdb"}
@@ -47,6 +51,7 @@ def test_what_a_part_of_a_run_took_is_multiplied_by_what_the_rows_count(grid_tim
         device="cpu",
         seed=0,
     )
+    monkeypatch.setattr(grid_time, "WARM_UP", 3)
     monkeypatch.setattr(grid_time, "MOST_TRIALS", 10)
     monkeypatch.setattr(grid_time, "MOST_SECONDS", 100.0)
     monkeypatch.setattr(grid_time, "loaded_records", lambda *_: None)
@@ -59,5 +64,43 @@ def test_what_a_part_of_a_run_took_is_multiplied_by_what_the_rows_count(grid_tim
         [{"config": config, "trials": 100}, {"config": config, "trials": 50}], "cpu"
     )
     assert found["trials_timed"] == 10  # it did not run to its end
-    # a tick for the start with its first trial; then ten trials, a tick each
-    assert found["seconds"] == 2 * 1 + (150 - 2) * 1
+    # three ticks for the start with its first three trials; then ten trials, a tick each
+    assert found["seconds"] == 2 * 3 + (150 - 2 * 3) * 1
+    assert found["config"] == {
+        "task": "fmnist", "features": "pixels", "method": "dpsgd", "tf32": False, "batch_size": 2048
+    }  # fmt: skip
+
+
+def test_parts_make_up_the_grid_and_are_taken_from_both_ends(grid_time, grid_part):
+    everything = grid_part.groups([])
+    assert sum(map(len, everything)) == sum(map(len, grid_time.kinds().values()))
+    for rows in everything:
+        assert len({row["seed"] for row in rows}) == len(rows)
+        assert all(row["config"] == rows[0]["config"] for row in rows)
+    one, two = (multiprocessing.Value("i", 0) for _ in range(2))
+    ends = [0, 1, 1, 0, 1, 0, 1]
+    found = [grid_part._next(end, 5, [one, two]) for end in ends]
+    assert found == [0, 4, 3, 1, 2, None, None]
+
+
+def test_records_with_most_work_come_first(grid_part):
+    def group(task, trials):
+        return [{"config": TrainingCell(task, "dpsgd", 3, 0).config(), "trials": trials}]
+
+    a, b, c = group("fmnist", 50), group("mnist", 100), group("fmnist", 90)
+    known = {"seconds_to_start": 2.0, "seconds_a_trial": 0.5}
+    times = {grid_part.kind_of(rows[0]["config"]): known for rows in (a, b)}
+    assert grid_part.in_turn([b, a, c], times) == [c, a, b]
+    assert grid_part.seconds_alone([*a, *c], times) == 2 * 2 + 140 * 0.5
+
+
+def test_the_whole_follows_from_a_part_and_records_are_loaded_once(grid_part):
+    config = TrainingCell("fmnist", "dpsgd", 3, 0).config()
+    everything = [[{"config": config, "trials": 100}] for _ in range(8)]
+    times = {grid_part.kind_of(config): {"seconds_to_start": 1.0, "seconds_a_trial": 0.1}}
+    found = [{"loading": 6.0, "moved": [1.0]}, {"loading": 0.0, "moved": [-2.0, 0.5]}]
+    row = grid_part.summary(everything, everything[:2], found, times, 13.0, jobs=2)
+    assert row["share"] == 0.25
+    assert row["seconds_loading"] == 3.0  # a process is held up for so long
+    assert row["minutes_of_all"] == pytest.approx((3 + 10 * 4) / 60)
+    assert row["points_moved"] == [-2.0, 0.5, 1.0]

@@ -29,7 +29,9 @@ class TrainingGrid(Experiment):
     def make(self, cells: Sequence[Cell], options: Options) -> Iterator[Row]:
         """Run this process's share, seeds of one configuration together.
 
-        Configurations on the same records follow each other, so that those are loaded once.
+        Configurations on the same records follow each other, so that those are loaded once. Every
+        other process begins with the last records: large networks fill a card and small ones wait
+        for it, so that both at once take less than one after the other.
         """
         keep_to_share(options)
         # Shares are told by the place in the whole grid: what is missing changes while others
@@ -40,7 +42,8 @@ class TrainingGrid(Experiment):
         for cell in cells:
             groups[json.dumps(cell["config"])].append(cell)
         mine = [group for group in options.share(list(groups.values())) if group]
-        for records in dict.fromkeys(_records_of(group) for group in mine):
+        in_order = list(dict.fromkeys(_records_of(group) for group in mine))
+        for records in in_order[::-1] if options.shard[0] % 2 else in_order:
             for group in mine:
                 if _records_of(group) == records:
                     yield from _filled(group, options.device)
