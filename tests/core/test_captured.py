@@ -267,7 +267,7 @@ def test_captured_training_on_cuda(optimizer):
 def test_captured_steps_that_differ():
     """The noise changes with every retry; a captured trial reads it where it lies."""
     eager, replayed, again = (fit(capture, ADAPTIVE) for capture in (False, True, True))
-    assert len(replayed.private.ledger.entries) > 2
+    assert len(replayed.private.ledger.entries) > 1  # there was a retry
     assert replayed.private.ledger == again.private.ledger == eager.private.ledger
     for name, value in replayed.model.state_dict().items():
         assert torch.equal(value, again.model.state_dict()[name])

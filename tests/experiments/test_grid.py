@@ -156,3 +156,32 @@ def test_a_row_is_what_a_run_gives(monkeypatch, tmp_path):
     assert json.loads(json.dumps(config)) == config
     with pytest.raises(InvalidInputError):
         training.task_run({**config, "options": {"batch_size": 0}}, 0, "cpu")
+
+
+def test_seeds_that_have_no_room_together_are_made_in_parts(monkeypatch):
+    tried = []
+
+    def made(config, seeds, device):
+        tried.append(list(seeds))
+        return None if len(seeds) > 2 else [(seed, {"accuracy": 0.5}) for seed in seeds]
+
+    monkeypatch.setattr(training, "_made_together", made)
+    rows = list(training.trained_rows({}, [3, 1, 4, 0, 5], "cpu"))
+    assert tried == [[3, 1, 4, 0, 5], [3, 1], [4, 0, 5], [4], [0, 5]]
+    assert [seed for seed, _ in rows] == [3, 1, 4, 0, 5]
+
+
+@pytest.mark.parametrize("seeds", [[0, 1], [0]])
+def test_one_run_without_room_is_an_error(seeds, monkeypatch):
+    def full(sessions):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(training, "loaded_records", lambda *_: None)
+    monkeypatch.setattr(training, "_session", lambda *_: None)
+    monkeypatch.setattr(training, "run_together", full)
+    config = training.TrainingCell("fmnist", "dpsgd", 3, 0).config()
+    if len(seeds) > 1:
+        assert training._made_together(config, seeds, "cpu") is None
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            training._made_together(config, seeds, "cpu")

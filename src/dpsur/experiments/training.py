@@ -1,5 +1,6 @@
 """Rows of trained runs: what every experiment that trains on a task has in common."""
 
+import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -94,21 +95,44 @@ def task_run(config: Mapping[str, Any], seed: int, device: str | None) -> TaskRu
 def trained_rows(
     config: Mapping[str, Any], seeds: Sequence[int], device: str | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Run a configuration with several seeds at once and note what came of each.
+    """Run a configuration with several seeds at once, as many as fit, and note what came of each.
 
     Accuracy is that of what is released, the last iterate unless an average is asked for. A run
     that may release nothing has no row.
     """
+    found = _made_together(config, seeds, device)
+    if found is not None:
+        yield from found
+        return
+    # Records normalised with noise of its own, and tables about them, every seed has to itself.
+    gc.collect()
+    torch.cuda.empty_cache()
+    half = len(seeds) // 2
+    for some in (seeds[:half], seeds[half:]):
+        yield from trained_rows(config, some, device)
+
+
+def _made_together(
+    config: Mapping[str, Any], seeds: Sequence[int], device: str | None
+) -> list[tuple[int, dict[str, Any]]] | None:
+    """What came of the seeds at once, or None if a card has no room for several."""
     records = loaded_records(config["task"], config["features"], config["hold_out"], device)
-    sessions = [_session(config, seed, device, records) for seed in seeds]
-    started = time.perf_counter()
-    outcomes = run_together(sessions)
+    try:
+        sessions = [_session(config, seed, device, records) for seed in seeds]
+        started = time.perf_counter()
+        outcomes = run_together(sessions)
+    except torch.OutOfMemoryError:
+        if len(seeds) == 1:
+            raise
+        return None
     seconds = (time.perf_counter() - started) / len(seeds)
+    found = []
     for seed, session, run in zip(seeds, sessions, outcomes, strict=True):
         if isinstance(run, Run):
             curve = {"curve": curve_of(run)} if "evaluations" in config else {}
             made = _row(config["arm"], session, run, seconds, len(seeds))
-            yield seed, {**made, **curve}
+            found.append((seed, {**made, **curve}))
+    return found
 
 
 def _session(config: Mapping[str, Any], seed: int, device: str | None, records: Records) -> Session:

@@ -12,6 +12,7 @@ from dpsur.experiments.settings import DATASET_SIZES
 from dpsur.experiments.training import TrainingCell, mean_and_spread
 from dpsur.experiments.tuning_grids import (
     BEST_EPSILONS,
+    BEST_ON_PHOTOGRAPHS,
     GRIDS,
     HELD_OUT,
     SHORTER_STEPS,
@@ -62,7 +63,8 @@ class Tuning(TrainingGrid):
             for epsilon, changes, seed in itertools.product(epsilons, settings, seeds or (0,)):
                 yield TrainingCell(task, arm, epsilon, seed, changes, HELD_OUT[task])
         at_three = {(*place, EPSILON): tried for place, tried in STRETCHED.items()}
-        for (arm, task, epsilon), tried in {**at_three, **SHORTER_STEPS}.items():
+        by_budget = {**at_three, **SHORTER_STEPS, **BEST_ON_PHOTOGRAPHS}
+        for (arm, task, epsilon), tried in by_budget.items():
             held, size = HELD_OUT[task], DATASET_SIZES[task]
             stretch = size / (size - held)
             for changes, seed in itertools.product(tried, seeds or (0,)):
