@@ -201,16 +201,10 @@ SHORTER_STEPS: Mapping[tuple[str, str, int], Sequence[Mapping[str, Any]]] = {
 }
 # The more the noise, the shorter the path that pays: fewer updates, or shorter ones.
 ON_PHOTOGRAPHS: Mapping[int, Sequence[tuple[int, int, float]]] = {  # batch, updates, learning rate
-    1: (
-        (8192, 300, 4.0), (8192, 600, 2.0), (8192, 600, 4.0),
-        (16384, 300, 4.0), (16384, 300, 8.0), (16384, 600, 4.0),
-    ),
-    2: ((8192, 1200, 2.0), (8192, 1200, 4.0), (16384, 600, 4.0), (16384, 1200, 4.0)),
-    3: (
-        (8192, 600, 4.0), (8192, 1200, 2.0), (8192, 1200, 4.0),
-        (16384, 600, 4.0), (16384, 600, 8.0), (16384, 1200, 4.0),
-    ),
-}  # fmt: skip
+    1: ((8192, 300, 4.0), (8192, 600, 2.0), (8192, 600, 4.0)),
+    2: ((8192, 1200, 2.0), (8192, 1200, 4.0)),
+    3: ((8192, 600, 4.0), (8192, 1200, 2.0), (8192, 1200, 4.0)),
+}
 AVERAGED_ON_PHOTOGRAPHS: Mapping[int, Sequence[tuple[int, int, float]]] = {
     1: ((8192, 600, 2.0),),
     2: ((8192, 1200, 2.0),),
