@@ -14,7 +14,7 @@ from dpsur.core.types import Examples
 from dpsur.experiments import membership
 from dpsur.experiments.base import Options
 from dpsur.experiments.presets import PAPER, preset_named
-from dpsur.experiments.roc import hits_of
+from dpsur.experiments.roc import gains_of, hits_of
 from dpsur.experiments.targets import PrivateTrainer, attacked_pool, plain_trainer
 from dpsur.features import compute, features_named
 from dpsur.methods import method_named
@@ -121,7 +121,7 @@ def test_a_cell_is_measured(method, monkeypatch):
         monkeypatch.setattr(membership, "preset_named", lambda *_: preset)
     found = membership.EXPERIMENT.measure(cell, Options(device="cpu"))
     assert found["device"] == "cpu"
-    assert set(found["attacks"]) == set(found["hits"]) > set(membership.PLAIN_ATTACKS)
+    assert set(found["attacks"]) == set(found["gains"]) > set(membership.PLAIN_ATTACKS)
 
 
 def row(task, method, epsilon, value):
@@ -132,7 +132,7 @@ def row(task, method, epsilon, value):
         "train_accuracy": 0.9,
         "test_accuracy": 0.8,
         "attacks": {"shadow": measure(scores).to_json()},
-        "hits": {"shadow": hits_of(scores)},
+        "gains": {"shadow": gains_of(hits_of(scores))},
     }
 
 
@@ -161,7 +161,7 @@ def test_intervals_that_a_row_has_too_narrow_are_not_trusted():
 
 def test_a_control_that_only_some_rows_have():
     rows = [row("fmnist", "nonprivate", None, 0.5), row("fmnist", "nonprivate", None, 0.5)]
-    for part in ("attacks", "hits"):
+    for part in ("attacks", "gains"):
         rows[1][part]["shadow, shuffled"] = rows[0][part]["shadow"]
     found = {record["attack"]: record["seeds"] for record in membership.summary(rows)}
     assert found == {"shadow": 2, "shadow, shuffled": 1}

@@ -8,7 +8,7 @@ from scipy.stats import binom, norm
 
 from dpsur.attacks.metrics import LOW_RATES, Scores, area, measure, proportion, roc_curve
 from dpsur.errors import InvalidInputError
-from dpsur.experiments.roc import curve_of, hits_of, low_rate_interval
+from dpsur.experiments.roc import curve_of, gains_of, hits_from, hits_of, low_rate_interval
 from tests.statistics import FALSE_ALARM
 
 
@@ -111,6 +111,8 @@ def test_a_curve_without_hits_below_a_tie_says_little():
     """As of the gap attack: what is right is above what is wrong, and nothing lies between."""
     scores = Scores(np.ones(900), (np.arange(1000) < 700).astype(float), 0.5)
     hits = hits_of(scores)
+    assert hits_from(gains_of(hits)) == hits
+    assert sum(gains_of(hits)) == hits[-1]
     assert hits[-20] == 0
     assert curve_of(hits, 900, 1000)[1][-1] == 1.0
     assert low_rate_interval(hits_of(scores), 900, 1000, 0.01) == (0.0, 1.0)

@@ -16,7 +16,7 @@ from dpsur.experiments.base import Cell, OneByOne, Options, Row
 from dpsur.experiments.card import keep_to_share
 from dpsur.experiments.membership_table import ACCURACIES, NONPRIVATE, RATES, summary
 from dpsur.experiments.presets import PAPER, preset_named
-from dpsur.experiments.roc import Curve, curve_of, draw_roc, hits_of
+from dpsur.experiments.roc import Curve, curve_of, draw_roc, gains_of, hits_from, hits_of
 from dpsur.experiments.settings import DELTA, EPSILONS
 from dpsur.experiments.targets import PrivateTrainer, plain_trainer, pool_on, target_network
 from dpsur.experiments.training import BLOCK, NEVER, WITH_TF32, device_name
@@ -98,7 +98,7 @@ class Membership(OneByOne):
             "train_accuracy": found.train_accuracy,
             "test_accuracy": found.test_accuracy,
             "attacks": {name: _rounded(measure(s).to_json()) for name, s in found.scores.items()},
-            "hits": {name: hits_of(s) for name, s in found.scores.items()},
+            "gains": {name: gains_of(hits_of(s)) for name, s in found.scores.items()},
             "device": device_name(device),
         }
 
@@ -133,7 +133,7 @@ def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
 
 def _curves(row: Row) -> dict[str, Curve]:
     sizes = {name: (found["members"], found["others"]) for name, found in row["attacks"].items()}
-    return {name: curve_of(hits, *sizes[name]) for name, hits in row["hits"].items()}
+    return {name: curve_of(hits_from(gains), *sizes[name]) for name, gains in row["gains"].items()}
 
 
 def _config(task: str, method: str, epsilon: int | None, seed: int) -> dict[str, Any]:

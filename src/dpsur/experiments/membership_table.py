@@ -9,7 +9,7 @@ from typing import Any
 from dpsur.attacks.metrics import LOW_RATES, Figure
 from dpsur.experiments.artifacts import Column
 from dpsur.experiments.base import Row
-from dpsur.experiments.roc import low_rate_interval
+from dpsur.experiments.roc import hits_from, low_rate_interval
 from dpsur.experiments.settings import EPSILONS
 
 NONPRIVATE = "nonprivate"
@@ -54,7 +54,7 @@ def summary(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     for (task, method, epsilon), mine in groups.items():
         for attack in dict.fromkeys(name for row in mine for name in row["attacks"]):
             found = [row["attacks"][attack] for row in mine if attack in row["attacks"]]
-            hits = [row["hits"][attack] for row in mine if attack in row["attacks"]]
+            hits = [hits_from(row["gains"][attack]) for row in mine if attack in row["attacks"]]
             yield {
                 "task": task,
                 "target": f"{method}, ε {epsilon}" if epsilon else method,

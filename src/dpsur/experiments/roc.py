@@ -1,6 +1,7 @@
 """ROC curves of attacks on logarithmic axes, where the few that are found for certain show."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,11 +31,21 @@ DASHES = ("-", "--", ":")
 
 
 def hits_of(scores: Scores) -> list[int]:
-    """How many members are found at so many false positive rates: all that a row has to hold."""
+    """How many members are found at so many false positive rates: all that a curve needs."""
     false, true = roc_curve(scores)
     # the highest point that keeps to the rate, never one between two thresholds
     place = np.searchsorted(false, _rates(len(scores.others)) * (1 + ROUNDING), "right") - 1
     return [round(float(y) * len(scores.members)) for y in true[place]]
+
+
+def gains_of(hits: Sequence[int]) -> list[int]:
+    """How many more are found at a rate than at the one before: shorter numbers for a row."""
+    return [here - before for before, here in pairwise([0, *hits])]
+
+
+def hits_from(gains: Sequence[int]) -> list[int]:
+    """What `gains_of` was given."""
+    return list(accumulate(gains))
 
 
 def curve_of(hits: Sequence[int], members: int, others: int) -> Curve:
