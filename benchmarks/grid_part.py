@@ -39,7 +39,10 @@ def groups(tasks: Sequence[str]) -> list[list[Row]]:
 
 def seconds_alone(rows: Sequence[Row], times: Times) -> float:
     """What runs would take one by one."""
-    known = times[kind_of(rows[0]["config"])]
+    kind = kind_of(rows[0]["config"])
+    if kind not in times:
+        sys.exit(f"GRID_TIME has no row of {kind}: make it with grid_time.py first")
+    known = times[kind]
     made = sum(row["trials"] for row in rows)
     return float(len(rows) * known["seconds_to_start"] + made * known["seconds_a_trial"])
 

@@ -92,6 +92,8 @@ def test_records_with_most_work_come_first(grid_part):
     times = {grid_part.kind_of(rows[0]["config"]): known for rows in (a, b)}
     assert grid_part.in_turn([b, a, c], times) == [c, a, b]
     assert grid_part.seconds_alone([*a, *c], times) == 2 * 2 + 140 * 0.5
+    with pytest.raises(SystemExit, match="make it with grid_time.py first"):
+        grid_part.seconds_alone(a, {})
 
 
 def test_the_whole_follows_from_a_part_and_records_are_loaded_once(grid_part):

@@ -1,18 +1,25 @@
 """Grids of trained runs: shares, limits, tables and the rows that real runs make."""
 
+import argparse
 import json
+import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dpsur.cli import jobs
+from dpsur.cli import reproduce as cli_reproduce
 from dpsur.core.types import Examples
-from dpsur.errors import InvalidInputError
+from dpsur.errors import DpsurError, InvalidInputError
 from dpsur.experiments import accuracy, grid, training, tuning
 from dpsur.experiments.base import Options
+from dpsur.experiments.registry import experiment_named
 from dpsur.experiments.runner import fill
 from dpsur.tasks import TASKS
 from tests.experiments.test_command import reproduce
+from tests.experiments.test_registered import RESULTS
 
 LIMITS = ("--tasks", "fmnist", "--arms", "published", "dpsgd-hf", "--epsilons", "1", "3")
 ASKED = Options(tasks=("fmnist",), arms=("published", "dpsgd-hf"), epsilons=(1, 3))
@@ -76,6 +83,78 @@ def test_a_shard_that_goes_on_keeps_to_its_share(no_training, tmp_path):
     (resumed / "accuracy.jsonl").write_text(lines[0] + "\n")
     assert fill(accuracy.EXPERIMENT, resumed, options) == len(lines) - 1
     assert set(keys(resumed / "accuracy.jsonl")) == set(keys(whole / "accuracy.jsonl"))
+
+
+def test_processes_of_a_machine_share_a_grid(tmp_path, capfd):
+    """They are started and end well; there is nothing left to make, so that they take seconds."""
+    (tmp_path / "results").mkdir()
+    shutil.copy(RESULTS / "convergence.jsonl", tmp_path / "results")
+    status, out, err = reproduce("convergence", "--jobs", "2", folder=tmp_path, capsys=capfd)
+    assert (status, err) == (0, "")
+    assert out.count("convergence: 12 rows, 0 of them new") == 3  # two parts and the whole
+    assert (tmp_path / "docs" / "tables" / "convergence.md").exists()
+
+
+def test_every_process_gets_a_part_of_the_same_command(monkeypatch, tmp_path, capsys):
+    asked = []
+    monkeypatch.setattr(jobs.subprocess, "Popen", lambda command, env: started(command, env, asked))
+    limits = (*LIMITS, "--seeds", "0-1", "--device", "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    status, _, err = reproduce("accuracy", "--jobs", "3", *limits, folder=tmp_path, capsys=capsys)
+    assert status == 2  # no process made a row, and there is nothing to render
+    assert "rows of accuracy are missing" in err
+    commands, environments = zip(*asked, strict=True)
+    assert [command[-1] for command in commands] == ["0/3", "1/3", "2/3"]
+    assert all(environment["OMP_NUM_THREADS"] == "7" for environment in environments)
+    for command in commands:
+        options = parsed(command[3:])
+        assert options.names == ["accuracy"]
+        assert options.rows_only
+        assert options.results == str(tmp_path / "results")
+        assert (options.seeds, options.device) == ((0, 1), "cpu")
+        assert (options.tasks, options.epsilons) == (["fmnist"], [1.0, 3.0])
+        assert options.arms == ["published", "dpsgd-hf"]
+    asked.clear()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(jobs.os, "cpu_count", lambda: 16)
+    with pytest.raises(DpsurError, match="1 of 3 processes failed"):
+        jobs.run_parts(["fail"], 3)
+    assert {environment["OMP_NUM_THREADS"] for _, environment in asked} == {"5"}
+
+
+def started(command, env, asked):
+    """A process that has ended; one part of the command `fail` with an error."""
+    asked.append((command, env))
+    status = int("fail" in command and command[-1] == "1/3")
+    return SimpleNamespace(wait=lambda: status, terminate=lambda: None)
+
+
+def parsed(arguments):
+    parser = argparse.ArgumentParser()
+    cli_reproduce.set_up(parser)
+    assert arguments[0] == "reproduce"
+    return parser.parse_args(arguments[1:])
+
+
+def test_an_experiment_that_is_not_shared_is_made_by_the_first_process(tmp_path):
+    experiment = experiment_named("gate-density")
+    assert fill(experiment, tmp_path, Options(shard=(1, 2))) == 0
+    assert not (tmp_path / "gate-density.jsonl").exists()
+    assert fill(experiment, tmp_path, Options(shard=(0, 2))) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--jobs", "2", "--shard", "0/2"), "give one of them"),
+        (("--rows-only", "--render-only"), "--rows-only renders nothing"),
+        (("--jobs", "0"), "is not a whole number from 1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(given, message, tmp_path, capsys):
+    status, _, err = reproduce("accuracy", *given, folder=tmp_path, capsys=capsys)
+    assert status == 2
+    assert message in err
 
 
 @pytest.mark.parametrize("text", ["2/2", "a/b", "1", "-1/3", "0/0"])
@@ -185,3 +264,14 @@ def test_one_run_without_room_is_an_error(seeds, monkeypatch):
     else:
         with pytest.raises(torch.OutOfMemoryError):
             training._made_together(config, seeds, "cpu")
+
+
+def test_every_other_process_begins_with_the_last_records(no_training, tmp_path):
+    options = Options(tasks=("fmnist", "mnist", "cifar10"), arms=("published",))
+    orders = []
+    for part in range(3):
+        folder = tmp_path / str(part)
+        fill(accuracy.EXPERIMENT, folder, replace(options, shard=(part, 3)))
+        lines = (folder / "accuracy.jsonl").read_text().splitlines()
+        orders.append(list(dict.fromkeys(json.loads(line)["config"]["task"] for line in lines)))
+    assert orders[0] == orders[2] == orders[1][::-1] == ["fmnist", "mnist", "cifar10"]

@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+from dpsur.cli.jobs import run_parts
 from dpsur.errors import InvalidInputError
 from dpsur.experiments.base import Experiment, Options
 from dpsur.experiments.registry import EXPERIMENTS, experiment_named
@@ -17,9 +18,12 @@ A row is a line of results/NAME.jsonl. Rows that are there are kept and only mis
 ones are made, so that an interrupted experiment goes on where it stopped; delete lines
 to have them made anew. Tables go to tables/ in the folder --out, figures to figures/.
 """
+WHOLE = (0, 1)  # the one part of a grid that is not shared
+LIMITS = {"tasks": str, "arms": str, "epsilons": float}
 EXAMPLES = """\
   dpsur reproduce acceptance gate-density truncation trajectory     under a minute
   dpsur reproduce all --render-only                                 draw from rows
+  dpsur reproduce accuracy --jobs 4       four processes on one card, or on a host with many cores
 """
 
 
@@ -57,15 +61,23 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "cpu", "cuda"),
         help="where to train, if the experiment trains (default: the experiment's own)",
     )
+    parser.add_argument("--rows-only", action="store_true", help="make rows, and render nothing")
+    parser.add_argument(
+        "--jobs",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="make a grid of runs with N processes at once; small networks do not fill a card",
+    )
     parser.add_argument(
         "--shard",
         type=_shard,
-        default=(0, 1),
+        default=WHOLE,
         metavar="K/N",
-        help="make part K, from 0 to N - 1, of a grid of runs, so that N processes share it; on a "
-        "card each takes an Nth of the memory",
+        help="make part K, from 0 to N - 1, of a grid of runs, so that N processes share it, on "
+        "several machines too; on a card each takes an Nth of the memory",
     )
-    for limit, kind in (("tasks", str), ("arms", str), ("epsilons", float)):
+    for limit, kind in LIMITS.items():
         parser.add_argument(
             f"--{limit}",
             nargs="+",
@@ -84,6 +96,10 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if not options.names:
         raise InvalidInputError("name an experiment, or all (see: dpsur reproduce --list)")
+    if options.jobs > 1 and options.shard != WHOLE:
+        raise InvalidInputError("--jobs makes all parts of a grid, --shard one: give one of them")
+    if options.rows_only and options.render_only:
+        raise InvalidInputError("--rows-only renders nothing and --render-only makes no row")
     names = EXPERIMENTS if "all" in options.names else dict.fromkeys(options.names)
     for experiment in [experiment_named(name) for name in names]:  # all names before any work
         if "all" in options.names and options.render_only and _has_no_rows(experiment, options):
@@ -114,13 +130,33 @@ def _reproduce(experiment: Experiment, options: argparse.Namespace) -> None:
         seconds = time.monotonic() - started
         print(f"{experiment.name}: row {count} of {total}, {seconds:.0f} s", file=sys.stderr)
 
-    made = 0 if options.render_only else fill(experiment, results, asked, tell)
-    filled = look_up(experiment, rows_file(experiment, results), asked)
-    written = render(experiment, filled, out)
+    path = rows_file(experiment, results)
+    known = len(look_up(experiment, path, asked).rows)
+    if not options.render_only:
+        if options.jobs > 1 and experiment.shared:
+            run_parts(_part_of(experiment, options), options.jobs)
+        else:
+            fill(experiment, results, asked, tell)
+    filled = look_up(experiment, path, asked)
+    written = [] if options.rows_only else render(experiment, filled, out)
+    made = len(filled.rows) - known
     missing = f", {len(filled.missing)} cells without one" if filled.missing else ""
     print(f"{experiment.name}: {len(filled.rows)} rows, {made} of them new{missing}")
     for path in written:
         print(f"  {path}")
+
+
+def _part_of(experiment: Experiment, options: argparse.Namespace) -> list[str]:
+    """The command that makes rows of one experiment, less the part that a process is to make."""
+    given = ["reproduce", experiment.name, "--rows-only", "--results", options.results]
+    if options.seeds is not None:
+        given += ["--seeds", ",".join(map(str, options.seeds))]
+    if options.device is not None:
+        given += ["--device", options.device]
+    for limit in LIMITS:
+        chosen = getattr(options, limit)
+        given += [f"--{limit}", *map(str, chosen)] if chosen else []
+    return given
 
 
 def _listing() -> str:
@@ -140,6 +176,13 @@ def _seeds(text: str) -> tuple[int, ...]:
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of seeds such as 0-4 or 1,3")
     return tuple(dict.fromkeys(found))
+
+
+def _count(text: str) -> int:
+    """Read a whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -44,12 +44,13 @@ class Experiment(ABC):
     `identity` names the fields that a cell has and that its row repeats. They are the key of a row:
     a cell whose key is among the rows is not measured again. What a row's figures depend on belongs
     into these fields, or a changed setting would keep the old rows. `partial` says that a part of
-    the rows is worth rendering.
+    the rows is worth rendering, `shared` that several processes can each make a part.
     """
 
     name: ClassVar[str]
     identity: ClassVar[tuple[str, ...]] = ("config",)
     partial: ClassVar[bool] = False
+    shared: ClassVar[bool] = False
 
     @abstractmethod
     def cells(self, options: Options) -> Iterable[Cell]:

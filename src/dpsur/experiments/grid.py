@@ -15,6 +15,7 @@ class TrainingGrid(Experiment):
 
     identity = ("config", "seed")
     partial = True
+    shared = True
 
     @abstractmethod
     def runs(self, seeds: tuple[int, ...] | None) -> Iterable[TrainingCell]:

@@ -71,6 +71,7 @@ class Membership(OneByOne):
     name = "membership"
     identity = ("config", "seed")
     partial = True
+    shared = True
 
     def cells(self, options: Options) -> Iterator[Cell]:
         """Task by task, targets without privacy first; these have no epsilon to be asked for."""

@@ -39,7 +39,7 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
     ),
     "accuracy": (
         "dpsur.experiments.accuracy",
-        "the paper's table of accuracies, and the arms that explain it (an hour of a GPU)",
+        "the paper's table of accuracies, and the arms that explain it (GPU, an hour)",
     ),
     "best": (
         "dpsur.experiments.best",
@@ -51,11 +51,11 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
     ),
     "ablation": (
         "dpsur.experiments.ablation",
-        "one hyper-parameter of DPSUR at a time, on CIFAR-10 (GPU, an hour)",
+        "one hyper-parameter of DPSUR at a time, on CIFAR-10 (GPU, half an hour)",
     ),
     "robustness": (
         "dpsur.experiments.robustness",
-        "accuracy against the learning rate, selective and plain (GPU, half an hour)",
+        "accuracy against the learning rate, selective and plain (GPU minutes)",
     ),
     "convergence": (
         "dpsur.experiments.convergence",

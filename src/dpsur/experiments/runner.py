@@ -36,7 +36,12 @@ def look_up(experiment: Experiment, path: Path, options: Options) -> Filled:
 def fill(
     experiment: Experiment, results: Path, options: Options, on_row: OnRow = lambda *_: None
 ) -> int:
-    """Measure the cells that have no row, append each row as it is made, and count the rows."""
+    """Measure the cells that have no row, append each row as it is made, and count the rows.
+
+    Where processes cannot share an experiment, the first of them makes all of it.
+    """
+    if options.shard[0] and not experiment.shared:
+        return 0
     path = rows_file(experiment, results)
     path.parent.mkdir(parents=True, exist_ok=True)
     _drop_torn_line(path)
