@@ -2,16 +2,20 @@
 
     python benchmarks/grid_part.py GRID_TIME OUT [--part K/N] [--jobs J] [--tasks TASK ...]
 
-Configurations that have rows, each with all of its seeds, are put in a fixed order, and every Nth
-is run as `dpsur reproduce` runs it, by J processes from both ends. What all would take follows from
-what this part took and from its share of the work, by the seconds that single runs take alone: the
-rows of `grid_time.py` in GRID_TIME. Loading records is timed by itself and counted once: it takes
-as long for a part as for the whole. One row is appended to OUT. It also says how far accuracies are
-from those of the rows; nothing is added to the results.
+Configurations that have rows, each with all of its seeds, are put in a fixed order. Every Nth is
+run again by J processes, which take them from both ends of one list. (Those of `dpsur reproduce
+--jobs` divide a grid beforehand and wait for each other at its end, which takes somewhat longer.)
+What all would take follows from what this part took and from its share of the work, by the seconds
+that single runs take alone: the rows of `grid_time.py` in GRID_TIME. Loading records is timed by
+itself and counted once: it takes as long for a part as for the whole. Starting processes, and
+waiting for the last, are counted as work, which makes the estimate larger. One row is appended to
+OUT. It also says how far accuracies are from those of the rows; nothing is added to the results.
 """
 
 import argparse
 import json
+import os
+import queue
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +31,7 @@ from dpsur.experiments.training import device_name, loaded_records, trained_rows
 from dpsur.runs.prepare import choose_device
 
 Times = dict[tuple[Any, ...], Row]
+PATIENCE = 5.0  # seconds between two looks at whether all processes are alive
 
 
 def groups(tasks: Sequence[str]) -> list[list[Row]]:
@@ -43,8 +48,10 @@ def seconds_alone(rows: Sequence[Row], times: Times) -> float:
     if kind not in times:
         sys.exit(f"GRID_TIME has no row of {kind}: make it with grid_time.py first")
     known = times[kind]
+    # what a run takes beside its trials, some of which are a part of its start
+    beside = (known["seconds"] - known["trials"] * known["seconds_a_trial"]) / known["runs"]
     made = sum(row["trials"] for row in rows)
-    return float(len(rows) * known["seconds_to_start"] + made * known["seconds_a_trial"])
+    return float(len(rows) * beside + made * known["seconds_a_trial"])
 
 
 def in_turn(part: list[list[Row]], times: Times) -> list[list[Row]]:
@@ -121,12 +128,23 @@ def side_by_side(part: Sequence[list[Row]], jobs: int) -> Iterator[Row]:
     for worker in workers:
         worker.start()
     for _ in part:
-        one = done.get()
-        if isinstance(one, str):
-            sys.exit(f"a process failed: {one}")
-        yield one
+        yield _answer(done, workers)
     for worker in workers:
         worker.join()
+
+
+def _answer(done: Any, workers: Sequence[Any]) -> Row:
+    """What a process says next; none is waited for that has died."""
+    while True:
+        try:
+            one = done.get(timeout=PATIENCE)
+        except queue.Empty:
+            if any(worker.exitcode for worker in workers):
+                sys.exit("a process was killed")
+        else:
+            if isinstance(one, str):
+                sys.exit(f"a process failed: {one}")
+            return dict(one)
 
 
 def main() -> None:
@@ -141,6 +159,7 @@ def main() -> None:
     first, step = map(int, given.part.split("/"))
     times = {tuple(row["config"][n] for n in KIND): row for row in read_rows(given.grid_time)}
     everything = groups(given.tasks)
+    in_turn(everything, times)  # every kind has been timed, or nothing is begun
     part = in_turn(everything[first::step], times)
     begun, found = time.perf_counter(), []
     for number, one in enumerate(side_by_side(part, given.jobs), start=1):
@@ -153,7 +172,13 @@ def main() -> None:
             flush=True,
         )
     row = summary(everything, part, found, times, time.perf_counter() - begun, given.jobs)
-    row = {"experiment": "grid-part", "config": {"part": given.part, "jobs": given.jobs}, **row}
+    row = {
+        "experiment": "grid-part",
+        "config": {"part": given.part, "jobs": given.jobs},
+        # which lets kernels of several processes run at the same time
+        "multi_process_service": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,
+        **row,
+    }
     with given.out.open("a") as file:
         file.write(json.dumps({**row, **provenance()}) + "\n")
     print(f"{row['minutes_of_all']:.1f} minutes for all, by a share of {row['share']:.3f}")

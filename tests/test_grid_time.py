@@ -88,7 +88,7 @@ def test_records_with_most_work_come_first(grid_part):
         return [{"config": TrainingCell(task, "dpsgd", 3, 0).config(), "trials": trials}]
 
     a, b, c = group("fmnist", 50), group("mnist", 100), group("fmnist", 90)
-    known = {"seconds_to_start": 2.0, "seconds_a_trial": 0.5}
+    known = {"seconds": 70.0, "runs": 10, "trials": 100, "seconds_a_trial": 0.5}
     times = {grid_part.kind_of(rows[0]["config"]): known for rows in (a, b)}
     assert grid_part.in_turn([b, a, c], times) == [c, a, b]
     assert grid_part.seconds_alone([*a, *c], times) == 2 * 2 + 140 * 0.5
@@ -99,7 +99,8 @@ def test_records_with_most_work_come_first(grid_part):
 def test_the_whole_follows_from_a_part_and_records_are_loaded_once(grid_part):
     config = TrainingCell("fmnist", "dpsgd", 3, 0).config()
     everything = [[{"config": config, "trials": 100}] for _ in range(8)]
-    times = {grid_part.kind_of(config): {"seconds_to_start": 1.0, "seconds_a_trial": 0.1}}
+    known = {"seconds": 88.0, "runs": 8, "trials": 800, "seconds_a_trial": 0.1}
+    times = {grid_part.kind_of(config): known}
     found = [{"loading": 6.0, "moved": [1.0]}, {"loading": 0.0, "moved": [-2.0, 0.5]}]
     row = grid_part.summary(everything, everything[:2], found, times, 13.0, jobs=2)
     assert row["share"] == 0.25

@@ -245,15 +245,21 @@ def test_seeds_that_have_no_room_together_are_made_in_parts(monkeypatch):
         return None if len(seeds) > 2 else [(seed, {"accuracy": 0.5}) for seed in seeds]
 
     monkeypatch.setattr(training, "_made_together", made)
+    monkeypatch.setattr(training.torch.cuda, "synchronize", lambda: None)
     rows = list(training.trained_rows({}, [3, 1, 4, 0, 5], "cpu"))
     assert tried == [[3, 1, 4, 0, 5], [3, 1], [4, 0, 5], [4], [0, 5]]
     assert [seed for seed, _ in rows] == [3, 1, 4, 0, 5]
 
 
+@pytest.mark.parametrize("capturing", [True, False])
 @pytest.mark.parametrize("seeds", [[0, 1], [0]])
-def test_one_run_without_room_is_an_error(seeds, monkeypatch):
+def test_one_run_without_room_is_an_error(seeds, capturing, monkeypatch):
     def full(sessions):
-        raise torch.OutOfMemoryError
+        try:
+            raise torch.OutOfMemoryError
+        finally:
+            if capturing:
+                raise RuntimeError("a capture ended with an error")
 
     monkeypatch.setattr(training, "loaded_records", lambda *_: None)
     monkeypatch.setattr(training, "_session", lambda *_: None)
@@ -262,8 +268,20 @@ def test_one_run_without_room_is_an_error(seeds, monkeypatch):
     if len(seeds) > 1:
         assert training._made_together(config, seeds, "cpu") is None
     else:
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(RuntimeError):
             training._made_together(config, seeds, "cpu")
+
+
+def test_an_error_of_another_kind_is_not_hidden(monkeypatch):
+    def broken(sessions):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(training, "loaded_records", lambda *_: None)
+    monkeypatch.setattr(training, "_session", lambda *_: None)
+    monkeypatch.setattr(training, "run_together", broken)
+    config = training.TrainingCell("fmnist", "dpsgd", 3, 0).config()
+    with pytest.raises(RuntimeError, match="something else"):
+        training._made_together(config, [0, 1], "cpu")
 
 
 def test_every_other_process_begins_with_the_last_records(no_training, tmp_path):

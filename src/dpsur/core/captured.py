@@ -196,7 +196,7 @@ def train(
     given progress with exact batches: it is used for a block in which a padded batch had no room,
     so that no record is ever left out.
     """
-    if isinstance(plan, FilteredPlan):
+    if not isinstance(plan, Plan):
         block = 1  # what the next step costs depends on what this one released
     trials = CapturedTrials(procedure, plan, progress, streams, block)
     while goes_on(procedure, plan, progress):

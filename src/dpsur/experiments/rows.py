@@ -10,6 +10,8 @@ from typing import Any
 
 from dpsur.versions import versions
 
+SOURCE = str(Path(__file__).parent.parent)
+
 
 def provenance() -> dict[str, Any]:
     """The commit and the versions that a row was made with, and when.
@@ -21,18 +23,25 @@ def provenance() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """What DPSUR_COMMIT says, for a copy without its history; else the commit of the source."""
+    """What DPSUR_COMMIT says, for a copy without its history; else the commit of the source.
+
+    It ends in `-changed` where the source is no longer what was committed.
+    """
     stated = os.environ.get("DPSUR_COMMIT")
     if stated:
         return stated
-    folder = Path(__file__).parent
     try:
-        head = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True
-        )
-        return head.stdout.strip()
+        head = _git("rev-parse", "HEAD").strip()
+        return f"{head}-changed" if _git("status", "--porcelain", "--", SOURCE) else head
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _git(*arguments: str) -> str:
+    found = subprocess.run(
+        ["git", *arguments], cwd=SOURCE, capture_output=True, text=True, check=True
+    )
+    return found.stdout
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

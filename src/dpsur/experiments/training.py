@@ -104,7 +104,8 @@ def trained_rows(
     if found is not None:
         yield from found
         return
-    # Records normalised with noise of its own, and tables about them, every seed has to itself.
+    # Every seed has its own copy of the records, normalised with its own noise: halve them.
+    torch.cuda.synchronize()  # what other seeds have begun is not over
     gc.collect()
     torch.cuda.empty_cache()
     half = len(seeds) // 2
@@ -121,8 +122,8 @@ def _made_together(
         sessions = [_session(config, seed, device, records) for seed in seeds]
         started = time.perf_counter()
         outcomes = run_together(sessions)
-    except torch.OutOfMemoryError:
-        if len(seeds) == 1:
+    except RuntimeError as error:
+        if len(seeds) == 1 or not _is_of_memory(error):
             raise
         return None
     seconds = (time.perf_counter() - started) / len(seeds)
@@ -133,6 +134,13 @@ def _made_together(
             made = _row(config["arm"], session, run, seconds, len(seeds))
             found.append((seed, {**made, **curve}))
     return found
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    """Whether a card was full, perhaps while a graph was captured, whose end is an error too."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _session(config: Mapping[str, Any], seed: int, device: str | None, records: Records) -> Session:

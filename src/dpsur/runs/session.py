@@ -19,7 +19,7 @@ from dpsur.core.types import Examples, Procedure, Verdict
 from dpsur.errors import InterruptedRunError
 from dpsur.methods import Method
 from dpsur.privacy.events import Trial
-from dpsur.privacy.plans import AnyPlan, MenuPlan
+from dpsur.privacy.plans import AnyPlan, FilteredPlan, Plan
 from dpsur.privacy.plans.hiding import NOT_HIDDEN, duration, elapsed
 from dpsur.runs.checkpoint import (
     FILE_NAME,
@@ -190,7 +190,7 @@ class Session:
     def _train(self, progress: Progress, on_trials: OnTrials) -> Turns[Progress]:
         """Captured where the device and the procedure allow it, else trial by trial."""
         padded = self.procedure.padded() if self._may_capture() else None
-        if padded is None or isinstance(self.plan, MenuPlan):
+        if padded is None or not isinstance(self.plan, (Plan, FilteredPlan)):
             return loop.train(
                 self.procedure, self.plan, progress, lambda p, v: on_trials(p, _verdicts(p, v))
             )
