@@ -3,13 +3,13 @@
     python benchmarks/grid_part.py GRID_TIME OUT [--part K/N] [--jobs J] [--tasks TASK ...]
 
 Configurations that have rows, each with all of its seeds, are put in a fixed order. Every Nth is
-run again by J processes, which take them from both ends of one list. (Those of `dpsur reproduce
---jobs` divide a grid beforehand and wait for each other at its end, which takes somewhat longer.)
-What all would take follows from what this part took and from its share of the work, by the seconds
-that single runs take alone: the rows of `grid_time.py` in GRID_TIME. Loading records is timed by
-itself and counted once: it takes as long for a part as for the whole. Starting processes, and
-waiting for the last, are counted as work, which makes the estimate larger. One row is appended to
-OUT. It also says how far accuracies are from those of the rows; nothing is added to the results.
+run again by J processes, which take them from both ends of one list, as those of `dpsur reproduce
+--jobs` do by and large. What all would take follows from what this part took and from its share of
+the work, by the seconds that single runs take alone: the rows of `grid_time.py` in GRID_TIME.
+Loading records is timed by itself and counted once: it takes as long for a part as for the whole.
+Starting processes, and waiting for the last, are counted as work, which makes the estimate larger.
+One row is appended to OUT. It also says how far accuracies are from those of the rows; nothing is
+added to the results.
 """
 
 import argparse

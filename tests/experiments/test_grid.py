@@ -91,7 +91,7 @@ def test_processes_of_a_machine_share_a_grid(tmp_path, capfd):
     shutil.copy(RESULTS / "convergence.jsonl", tmp_path / "results")
     status, out, err = reproduce("convergence", "--jobs", "2", folder=tmp_path, capsys=capfd)
     assert (status, err) == (0, "")
-    assert out.count("convergence: 12 rows, 0 of them new") == 3  # two parts and the whole
+    assert out.count("convergence: 12 rows, 0 of them new") == 3  # two processes and the whole
     assert (tmp_path / "docs" / "tables" / "convergence.md").exists()
 
 
@@ -106,6 +106,7 @@ def test_every_process_gets_a_part_of_the_same_command(monkeypatch, tmp_path, ca
     commands, environments = zip(*asked, strict=True)
     assert [command[-1] for command in commands] == ["0/3", "1/3", "2/3"]
     assert all(environment["OMP_NUM_THREADS"] == "7" for environment in environments)
+    assert len({command[-3] for command in commands}) == 1  # all note their claims in one folder
     for command in commands:
         options = parsed(command[3:])
         assert options.names == ["accuracy"]
@@ -120,6 +121,23 @@ def test_every_process_gets_a_part_of_the_same_command(monkeypatch, tmp_path, ca
     with pytest.raises(DpsurError, match="1 of 3 processes failed"):
         jobs.run_parts(["fail"], 3)
     assert {environment["OMP_NUM_THREADS"] for _, environment in asked} == {"5"}
+
+
+def test_processes_take_what_no_other_has_begun(no_training, tmp_path):
+    """However many rows one makes before the other starts, each is made once."""
+    claims = tmp_path / "claims"
+    claims.mkdir()
+    one, two = (replace(ASKED, shard=(part, 2), claims=claims) for part in range(2))
+    wanted = [accuracy.EXPERIMENT.key(cell) for cell in accuracy.EXPERIMENT.cells(ASKED)]
+    cells = list(accuracy.EXPERIMENT.cells(ASKED))
+    first = accuracy.EXPERIMENT.make(cells, one)
+    begun = [next(first)]
+    others = list(accuracy.EXPERIMENT.make(cells, two))
+    rest = list(first)
+    assert len(others) > len(begun) + len(rest)  # who is done first takes more
+    made = [accuracy.EXPERIMENT.key(row) for row in (*begun, *rest, *others)]
+    assert len(made) == len(wanted)
+    assert set(made) == set(wanted)
 
 
 def started(command, env, asked):

@@ -199,7 +199,7 @@ def test_the_best_settings_settle_and_have_a_network(method, task, epsilon, quic
     network = build_network({**TASKS[task].networks[preset.features], **preset.network})
     assert sum(value.numel() for value in network.parameters()) > 0
     setup = Preparation(preset.features, preset.normalisation).setup
-    assert setup == ()
+    assert bool(setup) == (task == "cifar10")  # noisy statistics there, which are charged
     built = METHODS[method](**preset.options)
     accounting = "published" if method == "dpsur" else "every-trial"  # quick ones
     found, plan = built.settle(SIZES[task], Budget(epsilon, DELTA), accounting, setup)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from tempfile import TemporaryDirectory
 
 from dpsur.errors import DpsurError
 
@@ -11,21 +12,23 @@ THREADS = "OMP_NUM_THREADS"
 
 
 def run_parts(arguments: Sequence[str], jobs: int) -> None:
-    """Run `dpsur ARGUMENTS --shard K/JOBS` for every K at once, and wait for all of them.
+    """Run `dpsur ARGUMENTS --shard K/JOBS --claims DIR` for every K, and wait for all of them.
 
-    Whatever ends this process ends the others: none is left behind.
+    In the folder they note what they have begun, so that who is done first takes more. Whatever
+    ends this process ends the others: none is left behind.
     """
     command = [sys.executable, "-m", "dpsur", *arguments]
     parts: list[subprocess.Popen[bytes]] = []
-    try:
-        for part in range(jobs):
-            shard = ["--shard", f"{part}/{jobs}"]
-            parts.append(subprocess.Popen([*command, *shard], env=_shared(os.environ, jobs)))
-        failed = [part for part, process in enumerate(parts) if process.wait()]
-    finally:
-        for process in parts:
-            process.terminate()
-            process.wait()
+    with TemporaryDirectory() as claims:
+        try:
+            for part in range(jobs):
+                own = ["--claims", claims, "--shard", f"{part}/{jobs}"]
+                parts.append(subprocess.Popen([*command, *own], env=_shared(os.environ, jobs)))
+            failed = [part for part, process in enumerate(parts) if process.wait()]
+        finally:
+            for process in parts:
+                process.terminate()
+                process.wait()
     if failed:
         raise DpsurError(
             f"{len(failed)} of {jobs} processes failed, for reasons printed above; rows that were "

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from dpsur.cli.jobs import run_parts
@@ -23,7 +24,7 @@ LIMITS = {"tasks": str, "arms": str, "epsilons": float}
 EXAMPLES = """\
   dpsur reproduce acceptance gate-density truncation trajectory     under a minute
   dpsur reproduce all --render-only                                 draw from rows
-  dpsur reproduce accuracy --jobs 4       four processes on one card, or on a host with many cores
+  dpsur reproduce accuracy ablation --jobs 4                        four at once on one card
 """
 
 
@@ -77,6 +78,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help="make part K, from 0 to N - 1, of a grid of runs, so that N processes share it, on "
         "several machines too; on a card each takes an Nth of the memory",
     )
+    parser.add_argument(
+        "--claims", type=Path, help=argparse.SUPPRESS
+    )  # between processes of --jobs
     for limit, kind in LIMITS.items():
         parser.add_argument(
             f"--{limit}",
@@ -101,12 +105,25 @@ def run(options: argparse.Namespace) -> int:
     if options.rows_only and options.render_only:
         raise InvalidInputError("--rows-only renders nothing and --render-only makes no row")
     names = EXPERIMENTS if "all" in options.names else dict.fromkeys(options.names)
-    for experiment in [experiment_named(name) for name in names]:  # all names before any work
+    experiments = [experiment_named(name) for name in names]  # all names before any work
+    if options.claims is not None and options.shard[0] % 2:
+        experiments.reverse()  # as with records: what is small beside what is large
+    known = {experiment.name: _rows_of(experiment, options) for experiment in experiments}
+    shared = [experiment.name for experiment in experiments if experiment.shared]
+    if options.jobs > 1 and shared and not options.render_only:
+        run_parts(_part_of(shared, options), options.jobs)
+    for experiment in experiments:
         if "all" in options.names and options.render_only and _has_no_rows(experiment, options):
             print(f"{experiment.name}: no rows yet")
             continue
-        _reproduce(experiment, options)
+        _reproduce(experiment, options, known[experiment.name])
     return 0
+
+
+def _rows_of(experiment: Experiment, options: argparse.Namespace) -> int:
+    """How many rows there are of what is asked for."""
+    path = rows_file(experiment, Path(options.results))
+    return len(look_up(experiment, path, _asked(options)).rows)
 
 
 def _has_no_rows(experiment: Experiment, options: argparse.Namespace) -> bool:
@@ -114,30 +131,29 @@ def _has_no_rows(experiment: Experiment, options: argparse.Namespace) -> bool:
     return bool(filled.missing) and not filled.rows
 
 
-def _reproduce(experiment: Experiment, options: argparse.Namespace) -> None:
-    started = time.monotonic()
-    results, out = Path(options.results), Path(options.out)
-    asked = Options(
+def _asked(options: argparse.Namespace) -> Options:
+    return Options(
         seeds=options.seeds,
         device=options.device,
         shard=options.shard,
         tasks=tuple(options.tasks),
         arms=tuple(options.arms),
         epsilons=tuple(options.epsilons),
+        claims=options.claims,
     )
+
+
+def _reproduce(experiment: Experiment, options: argparse.Namespace, known: int) -> None:
+    started = time.monotonic()
+    results, out, asked = Path(options.results), Path(options.out), _asked(options)
 
     def tell(count: int, total: int) -> None:
         seconds = time.monotonic() - started
         print(f"{experiment.name}: row {count} of {total}, {seconds:.0f} s", file=sys.stderr)
 
-    path = rows_file(experiment, results)
-    known = len(look_up(experiment, path, asked).rows)
-    if not options.render_only:
-        if options.jobs > 1 and experiment.shared:
-            run_parts(_part_of(experiment, options), options.jobs)
-        else:
-            fill(experiment, results, asked, tell)
-    filled = look_up(experiment, path, asked)
+    if not options.render_only and not (options.jobs > 1 and experiment.shared):
+        fill(experiment, results, asked, tell)
+    filled = look_up(experiment, rows_file(experiment, results), asked)
     written = [] if options.rows_only else render(experiment, filled, out)
     made = len(filled.rows) - known
     missing = f", {len(filled.missing)} cells without one" if filled.missing else ""
@@ -146,9 +162,9 @@ def _reproduce(experiment: Experiment, options: argparse.Namespace) -> None:
         print(f"  {path}")
 
 
-def _part_of(experiment: Experiment, options: argparse.Namespace) -> list[str]:
-    """The command that makes rows of one experiment, less the part that a process is to make."""
-    given = ["reproduce", experiment.name, "--rows-only", "--results", options.results]
+def _part_of(names: Sequence[str], options: argparse.Namespace) -> list[str]:
+    """The command that makes rows of these experiments, less the part that is a process's own."""
+    given = ["reproduce", *names, "--rows-only", "--results", options.results]
     if options.seeds is not None:
         given += ["--seeds", ",".join(map(str, options.seeds))]
     if options.device is not None:

@@ -1,9 +1,11 @@
 """What an experiment is: cells of a grid, rows that fill them, and pages rendered from rows."""
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from dpsur.experiments.artifacts import Artifact
@@ -23,6 +25,7 @@ class Options:
     tasks: tuple[str, ...] = ()  # that a grid is limited to
     arms: tuple[str, ...] = ()  # likewise
     epsilons: tuple[float, ...] = ()  # likewise
+    claims: Path | None = None  # where processes note what they have begun, to share a grid evenly
 
     def ask_for(self, task: str, arm: str, epsilon: float | None) -> bool:
         """Whether a limited grid has these. What has no epsilon is none of those asked for."""
@@ -33,9 +36,19 @@ class Options:
         )
 
     def share(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """What this process makes of all groups of cells."""
-        part, parts = self.shard
+        """What this process makes of all groups of cells, or may make where they are claimed."""
+        part, parts = (0, 1) if self.claims else self.shard
         return groups[part::parts]
+
+    def takes(self, group: str) -> bool:
+        """Whether a group of this name is for this process: it has claimed it before the others."""
+        if self.claims is None:
+            return True
+        try:
+            (self.claims / hashlib.sha256(group.encode()).hexdigest()).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
 
 class Experiment(ABC):

@@ -46,7 +46,8 @@ class TrainingGrid(Experiment):
         in_order = list(dict.fromkeys(_records_of(group) for group in mine))
         for records in in_order[::-1] if options.shard[0] % 2 else in_order:
             for group in mine:
-                if _records_of(group) == records:
+                name = f"{self.name} {json.dumps(group[0]['config'])}"
+                if _records_of(group) == records and options.takes(name):
                     yield from _filled(group, options.device)
 
 

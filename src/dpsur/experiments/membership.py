@@ -86,7 +86,10 @@ class Membership(OneByOne):
         """Fill this process's share, which is told by the place in the whole grid."""
         keep_to_share(options)
         mine = {self.key(cell) for cell in options.share(list(self.cells(options)))}
-        yield from super().make([cell for cell in cells if self.key(cell) in mine], options)
+        for cell in cells:
+            key = self.key(cell)
+            if key in mine and options.takes(f"{self.name} {key}"):
+                yield from super().make([cell], options)
 
     def measure(self, cell: Cell, options: Options) -> Row:
         """Train one target and attack it."""
