@@ -91,7 +91,7 @@ def test_processes_of_a_machine_share_a_grid(tmp_path, capfd):
     shutil.copy(RESULTS / "convergence.jsonl", tmp_path / "results")
     status, out, err = reproduce("convergence", "--jobs", "2", folder=tmp_path, capsys=capfd)
     assert (status, err) == (0, "")
-    assert out.count("convergence: 12 rows, 0 of them new") == 3  # two processes and the whole
+    assert out.count("convergence: 12 rows, 0 of them new") == 1
     assert (tmp_path / "docs" / "tables" / "convergence.md").exists()
 
 
