@@ -19,7 +19,7 @@ from dpsur.core.sampling import exact_batch
 from dpsur.core.streams import Streams
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
-from dpsur.methods import Dpagd, adaptive_steps
+from dpsur.methods import Dpagd, adaptive_steps, draws
 from dpsur.methods.adaptive_steps import AdaptiveSteps
 from dpsur.privacy.events import NoisyChoice, SampledGaussian, Trial
 from dpsur.privacy.plans import FilteredPlan
@@ -132,7 +132,7 @@ def what_was_drawn_fits_the_allowance():
         return noisy_least(losses, loss_clip, choice_epsilon, generator)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adaptive_steps, "steady_batch", spy_batch)
+        patch.setattr(draws, "steady_batch", spy_batch)
         patch.setattr(noisy_mean, "add_gaussian", spy_noise)
         patch.setattr(adaptive_steps, "noisy_least", spy_choice)
         procedure, plan = bound(replace(METHOD, batch_size=20, step_sizes=3), problem=flat())

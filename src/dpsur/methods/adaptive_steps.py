@@ -1,10 +1,7 @@
 """DPAGD as a procedure: a better gradient where none helps, and a step length chosen privately."""
 
-import copy
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,13 +9,13 @@ from torch import Tensor
 from dpsur.core.averaging import WeightAverage, followed
 from dpsur.core.choice import noisy_least
 from dpsur.core.flat import elementwise
-from dpsur.core.gradients import draws_randomness
 from dpsur.core.noisy_mean import noisy_mean_gradient
 from dpsur.core.optim import Sgd
 from dpsur.core.problem import Problem
-from dpsur.core.sampling import Batch, Draw, padded_batch, steady_batch
-from dpsur.core.streams import BATCH, LAYERS, NOISE, VAL_BATCH, VAL_NOISE, Streams
+from dpsur.core.sampling import Batch
+from dpsur.core.streams import BATCH, NOISE, VAL_BATCH, VAL_NOISE, Streams
 from dpsur.core.types import Candidate, Params, State, Verdict
+from dpsur.methods.draws import Draws
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Step, Trial
 from dpsur.privacy.plans import FilteredPlan
 
@@ -37,7 +34,7 @@ class Lengths:
     raise_by: float
 
 
-class AdaptiveSteps:
+class AdaptiveSteps(Draws):
     """DPAGD as a procedure. All it remembers is released, and so may steer what comes next."""
 
     def __init__(
@@ -50,17 +47,14 @@ class AdaptiveSteps:
     ) -> None:
         assert isinstance(plan.typical.update, SampledGaussian)
         assert isinstance(plan.typical.test, NoisyChoice)
+        super().__init__(problem, streams)
         self.setup: tuple[Event, ...] = plan.setup
         self._lengths = lengths
-        self._problem = problem
-        self._streams = streams
         self._rate = plan.typical.update.sample_rate
         self._first_precision = plan.typical.update.noise_multiplier**-2
         self._choice = plan.typical.test
         self._optimizer = Sgd(momentum=0.0)
         self._average = average
-        self._draw: Draw = steady_batch
-        self._random_layers = draws_randomness(problem.model, problem.train)
 
     def initial_state(self) -> State:
         """No gradient yet, and the steps and precision that were settled."""
@@ -113,14 +107,6 @@ class AdaptiveSteps:
         chosen = _memory(candidate.state)["chosen"]
         return Verdict(chosen > 0, {"step_length": chosen})
 
-    def padded(self) -> Self | None:
-        """The same on padded batches; not for layers that draw random numbers."""
-        if self._random_layers:
-            return None
-        copied = copy.copy(self)
-        copied._draw = padded_batch
-        return copied
-
     def after_rejection(self, state: State, candidate: Candidate) -> State:
         """The same weights, the better gradient, and more precision wanted of it."""
         tried = _memory(candidate.state)
@@ -158,8 +144,7 @@ class AdaptiveSteps:
         return mixed, total
 
     def _noisy_gradient(self, params: Params, batch: Batch, noise_multiplier: Tensor) -> Params:
-        layers = self._streams.global_randomness(LAYERS) if self._random_layers else nullcontext()
-        with layers:
+        with self._layer_randomness():
             return noisy_mean_gradient(
                 self._problem,
                 params,

@@ -1,35 +1,28 @@
 """Updates along a gradient, every one of them kept: what gradient methods have in common."""
 
-import copy
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from dpsur.core.averaging import followed
-from dpsur.core.gradients import draws_randomness
 from dpsur.core.problem import Problem
-from dpsur.core.sampling import Draw, padded_batch, steady_batch
-from dpsur.core.streams import LAYERS, Streams
+from dpsur.core.streams import Streams
 from dpsur.core.types import Candidate, Params, State, Verdict
+from dpsur.methods.draws import Draws
 from dpsur.methods.optimization import Optimization
 from dpsur.privacy.events import Event, Step
 from dpsur.privacy.plans import AnyPlan
 
 
-class GradientSteps(ABC):
+class GradientSteps(Draws, ABC):
     """A procedure whose candidate is one optimizer step along a gradient, always kept."""
 
     def __init__(
         self, method: Optimization, problem: Problem, plan: AnyPlan, streams: Streams
     ) -> None:
+        super().__init__(problem, streams)
         self.setup: tuple[Event, ...] = plan.setup
-        self._problem = problem
-        self._streams = streams
-        self._draw: Draw = steady_batch
-        self._random_layers = draws_randomness(problem.model, problem.train)
         self._optimizer = method.make_optimizer()
         self._schedule = method.make_schedule(plan.length)
         self._average = method.make_average()
@@ -66,20 +59,6 @@ class GradientSteps(ABC):
         """Keep every candidate."""
         return Verdict(torch.ones((), dtype=torch.bool, device=self._problem.device))
 
-    def padded(self) -> Self | None:
-        """The same steps on padded batches; not for layers that draw random numbers."""
-        if self._random_layers:
-            return None
-        copied = copy.copy(self)
-        copied._draw = padded_batch
-        return copied
-
     def after_rejection(self, state: State, candidate: Candidate) -> State:  # noqa: ARG002
         """Nothing is ever rejected."""
         return state
-
-    def _layer_randomness(self) -> AbstractContextManager[None]:
-        """Where layers such as dropout get their draws from."""
-        if not self._random_layers:
-            return nullcontext()
-        return self._streams.global_randomness(LAYERS)

@@ -88,7 +88,7 @@ class Selective:
         """The same gate on padded batches, if what it judges can be padded too.
 
         Nothing waits for the host then, and a test can begin while its candidate is drawn. Every
-        step is an update: whose steps are of several kinds (DPIS), is not padded.
+        step is an update: a proposer with steps of several kinds (DPIS) is not padded.
         """
         proposer = self._proposer.padded()
         if proposer is None:
