@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from dpsur.cli import main
-from dpsur.experiments.accuracy import summary
-from dpsur.experiments.best import summary as best_summary
-from dpsur.experiments.membership import summary as attacks
-from dpsur.experiments.robustness import records as rate_records
 from dpsur.methods import METHODS
 from dpsur.methods.gated import Gated
 from dpsur.tasks import TASKS
+from reproduction.experiments.accuracy import summary
+from reproduction.experiments.best import summary as best_summary
+from reproduction.experiments.membership import summary as attacks
+from reproduction.experiments.robustness import records as rate_records
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()

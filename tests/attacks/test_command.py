@@ -9,18 +9,18 @@ from torch import nn
 
 from dpsur.attacks.many import Recipe
 from dpsur.attacks.metrics import Scores, measure
+from dpsur.attacks.roc import gains_of, hits_of
+from dpsur.attacks.targets import PrivateTrainer, attacked_pool, plain_trainer
 from dpsur.cli import main
 from dpsur.core.types import Examples
-from dpsur.experiments import membership
-from dpsur.experiments.base import Options
-from dpsur.experiments.presets import PAPER, preset_named
-from dpsur.experiments.roc import gains_of, hits_of
-from dpsur.experiments.targets import PrivateTrainer, attacked_pool, plain_trainer
 from dpsur.features import compute, features_named
 from dpsur.methods import method_named
+from dpsur.presets import PAPER, preset_named
 from dpsur.privacy.budget import Budget
 from dpsur.runs.tasks import TaskRun
 from dpsur.tasks import task_named
+from reproduction.base import Options
+from reproduction.experiments import membership
 
 SMALL = ["--max-records", "120", "--epochs", "1", "--device", "cpu"]
 

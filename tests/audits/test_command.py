@@ -5,10 +5,10 @@ import json
 import pytest
 
 from dpsur.audits import mechanism, repeated
-from dpsur.audits.broken import FAULTS
+from dpsur.audits.negative_controls import FAULTS
 from dpsur.cli import main
-from dpsur.experiments.audit import EXPERIMENT
-from dpsur.experiments.base import Options
+from reproduction.base import Options
+from reproduction.experiments.audit import EXPERIMENT
 
 
 @pytest.fixture
