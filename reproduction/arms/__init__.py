@@ -8,8 +8,12 @@ from dpsur.methods import METHODS, Method
 from dpsur.methods.dpsur import Dpsur
 from dpsur.presets import BEST, PAPER, Preset, preset_named
 from reproduction.arms.controls import KeptMomentum, RandomAcceptance, RandomAcceptanceKept
-from reproduction.arms.released_code import ReleasedCode
-from reproduction.arms.single_faults import FirstRejectionsKept, OtherDivisor, StaleLoss
+from reproduction.arms.released_code import (
+    FirstRejectionsKept,
+    OtherDivisor,
+    ReleasedCode,
+    StaleLoss,
+)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """The authors' code as it runs, to reproduce the published figures and to explain them.
 
-An experiment, not a method: it cannot be named for training. No epsilon is known to hold for it,
-and the one that its plan carries is the paper's claim.
+`ReleasedCode` has all of its faults, the other classes one at a time in Algorithm 1 as it is
+printed. Experiments, not methods: they cannot be named for training. No epsilon is known to hold
+for any of them, and the one that their plans carry is the paper's claim. The fault that matters
+most, momentum that keeps rejected gradients, is among the controls.
 """
 
 import copy
@@ -19,6 +21,7 @@ from dpsur.core.tree import map_tensors
 from dpsur.core.types import Candidate, Params, Procedure, State, Verdict
 from dpsur.methods.dpsur import Dpsur
 from dpsur.methods.noisy_gradient import NoisyGradientSteps
+from dpsur.methods.selection import Selective
 from dpsur.presets.settings import STATISTICS_NOISE
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Gaussian, LossTest, Step
@@ -139,3 +142,58 @@ def weights_until_accepted(state: State, candidate: Candidate) -> Params:
     return map_tensors(
         lambda new, old: torch.where(first, new, old), candidate.state.params, state.params
     )
+
+
+@dataclass(frozen=True)
+class StaleLoss(Dpsur):
+    """A candidate's loss is compared with that of an earlier model on an earlier batch."""
+
+    name = "stale-loss"
+    summary = "Algorithm 1, compared with a stale loss (experiments only)"
+
+    def bind(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
+        """Tie the fault to its data."""
+        assert isinstance(plan, Plan)
+        return StaleSelection(self, problem, plan, streams)
+
+
+@dataclass(frozen=True)
+class OtherDivisor(Dpsur):
+    """The noisy sum is divided by the size of another draw of the batch."""
+
+    name = "other-divisor"
+    summary = "Algorithm 1, sums divided by another batch's size (experiments only)"
+
+    def _proposer(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
+        return FaultyGradient(self, problem, plan, streams)
+
+
+@dataclass(frozen=True)
+class FirstRejectionsKept(Dpsur):
+    """Until the first acceptance a rejected update is not undone."""
+
+    name = "first-rejections-kept"
+    summary = "Algorithm 1, rejected updates kept until one is accepted (experiments only)"
+
+    def bind(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
+        """Tie the fault to its data."""
+        steps = self._proposer(problem, plan, streams)
+        return KeepsFirstRejections(steps, problem, plan, streams, self.loss_clip)
+
+
+class StaleSelection(FaultySelection):
+    """The stale comparison alone: gradients and what a rejection leaves behind are as printed."""
+
+    gradients: ClassVar[type[NoisyGradientSteps]] = NoisyGradientSteps
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:  # noqa: ARG002
+        """The state as it was."""
+        return state
+
+
+class KeepsFirstRejections(Selective):
+    """Selection whose first rejections change the weights."""
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:
+        """The weights of the rejected step, until one was accepted."""
+        return replace(state, params=weights_until_accepted(state, candidate))

@@ -74,40 +74,6 @@ class Panel:
     claims: Sequence[Claim]
 
 
-def draw_panels(panels: Sequence[Panel]) -> "Figure":
-    """All panels in a row, on one scale of accuracies."""
-    figure = style.new_figure(style.PAGE, 2.35)
-    places = list(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0])
-    for letter, axes, panel in zip("abcde", places, panels, strict=True):
-        for arm, points in panel.lines.items():
-            draw(axes, points, LOOKS[arm])
-        for claim in panel.claims:
-            _mark(axes, claim)
-        axes.set(xscale=panel.scale, xlabel=panel.symbol)
-        axes.set_xticks(panel.ticks, [f"{tick:g}" for tick in panel.ticks])
-        axes.minorticks_off()
-        style.label_panel(axes, letter)
-    places[0].set_ylabel("test accuracy, %")
-    legend_below(places, 4)
-    return figure
-
-
-def _mark(axes: "Axes", claim: Claim) -> None:
-    alone = claim.low == claim.high
-    if claim.accuracy is None:
-        if claim.praises and alone:
-            axes.axvline(claim.low, color=style.PALE, linewidth=4, zorder=0, label=PRAISED)
-        elif claim.praises:
-            axes.axvspan(claim.low, claim.high, color=style.SHADE, zorder=0)
-    elif alone:
-        axes.plot(
-            claim.low, claim.accuracy, "D", color=style.INK, mfc="none", ms=4, ls="", label=STATED
-        )
-    else:
-        ends = (claim.low, claim.high)
-        axes.plot(ends, (claim.accuracy,) * 2, color=style.INK, linewidth=0.8, linestyle=":")
-
-
 FACTORS = (
     Factor("learning_rate", r"$\eta$", (1.0, 2.0, 4.0, 7.0)),
     Factor("val_noise_multiplier", r"$\sigma_v$", (0.8, 1.1, 1.3)),
@@ -266,3 +232,37 @@ def claim_records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
                     "elsewhere": other.mean if other else None,
                     "elsewhere_at": other.value if other else None,
                 }
+
+
+def draw_panels(panels: Sequence[Panel]) -> "Figure":
+    """All panels in a row, on one scale of accuracies."""
+    figure = style.new_figure(style.PAGE, 2.35)
+    places = list(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0])
+    for letter, axes, panel in zip("abcde", places, panels, strict=True):
+        for arm, points in panel.lines.items():
+            draw(axes, points, LOOKS[arm])
+        for claim in panel.claims:
+            _mark(axes, claim)
+        axes.set(xscale=panel.scale, xlabel=panel.symbol)
+        axes.set_xticks(panel.ticks, [f"{tick:g}" for tick in panel.ticks])
+        axes.minorticks_off()
+        style.label_panel(axes, letter)
+    places[0].set_ylabel("test accuracy, %")
+    legend_below(places, 4)
+    return figure
+
+
+def _mark(axes: "Axes", claim: Claim) -> None:
+    alone = claim.low == claim.high
+    if claim.accuracy is None:
+        if claim.praises and alone:
+            axes.axvline(claim.low, color=style.PALE, linewidth=4, zorder=0, label=PRAISED)
+        elif claim.praises:
+            axes.axvspan(claim.low, claim.high, color=style.SHADE, zorder=0)
+    elif alone:
+        axes.plot(
+            claim.low, claim.accuracy, "D", color=style.INK, mfc="none", ms=4, ls="", label=STATED
+        )
+    else:
+        ends = (claim.low, claim.high)
+        axes.plot(ends, (claim.accuracy,) * 2, color=style.INK, linewidth=0.8, linestyle=":")

@@ -39,7 +39,7 @@ from reproduction.grid import limit_gpu_share
 from reproduction.training import BLOCK, NEVER, WITH_TF32, device_name
 
 TASKS = ("fmnist", "cifar10")
-PRIVATE = ("dpsur", "dpsgd")
+NONPRIVATE, PRIVATE = "nonprivate", ("dpsur", "dpsgd")
 SEEDS = (0, 1, 2)
 # Likelihood ratios need many models, which only one seed has: so many without privacy, and so many
 # of each private target, by task.
@@ -73,9 +73,6 @@ that were made before these attacks had shuffled controls lack them.
 An accuracy near one half on a private target says little by itself: a weak attack gives the same.
 What it is worth is seen on the targets without privacy, and in the [audits](audit.md).
 """
-
-
-NONPRIVATE = "nonprivate"
 RATE_FIELDS = ("tpr_at_1_percent", "tpr_at_01_percent")
 # names in the paper's table
 PAPER_NAMES = {"shadow": "black-box-shadow", "white-box": "white-box-partial"}
@@ -104,72 +101,6 @@ RATES = (
     Column("from", "tpr_01_low", ".4f"),
     Column("to", "tpr_01_high", ".4f"),
 )
-
-
-def summary(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """The figures of every attack on every kind of target, over its seeds."""
-    known = _paper()
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        config = row["config"]
-        key = (config["task"], config["method"], str(config["epsilon"] or ""))
-        groups.setdefault(key, []).append(row)
-    for (task, method, epsilon), mine in groups.items():
-        for attack in dict.fromkeys(name for row in mine for name in row["attacks"]):
-            found = [row["attacks"][attack] for row in mine if attack in row["attacks"]]
-            hits = [hits_from(row["gains"][attack]) for row in mine if attack in row["attacks"]]
-            yield {
-                "task": task,
-                "target": f"{method}, ε {epsilon}" if epsilon else method,
-                "train": statistics.mean(row["train_accuracy"] for row in mine),
-                "test": statistics.mean(row["test_accuracy"] for row in mine),
-                "attack": attack,
-                **_over_seeds("accuracy", "", [_stored(f, "balanced_accuracy") for f in found]),
-                "paper": known.get((task, PAPER_NAMES.get(attack, ""), method, epsilon)),
-                **_over_seeds("auc", "auc_", [_stored(f, "auc") for f in found]),
-                **_low_rates(found, hits),
-                "seeds": len(found),
-            }
-
-
-def _low_rates(found: Sequence[dict[str, Any]], hits: Sequence[list[int]]) -> dict[str, float]:
-    """Rates as they were stored, their intervals by points of the curves.
-
-    Stored intervals of rows that were made before these counted the threshold are too narrow.
-    """
-    records: dict[str, float] = {}
-    for name, field, rate in zip(("tpr_1", "tpr_01"), RATE_FIELDS, LOW_RATES, strict=True):
-        figures = []
-        for stored, counts in zip(found, hits, strict=True):
-            ends = low_rate_interval(counts, stored["members"], stored["others"], rate)
-            figures.append(Figure(stored[field]["value"], *ends))
-        records |= _over_seeds(name, f"{name}_", figures)
-    return records
-
-
-def _stored(figures: dict[str, Any], name: str) -> Figure:
-    return Figure(**figures[name])
-
-
-def _over_seeds(name: str, prefix: str, figures: Sequence[Figure]) -> dict[str, float]:
-    """The mean, and the widest interval."""
-    return {
-        name: float(statistics.mean(figure.value for figure in figures)),
-        f"{prefix}low": min(figure.low for figure in figures),
-        f"{prefix}high": max(figure.high for figure in figures),
-    }
-
-
-def _paper() -> dict[tuple[str, str, str, str], float]:
-    """The paper's values by data set, attack, target and budget."""
-    text = (files("reproduction.experiments") / "paper_membership.csv").read_text()
-    values = {}
-    for row in csv.DictReader(text.splitlines()):
-        for epsilon in EPSILONS:
-            key = (row["dataset"], row["attack"], row["target"], str(epsilon))
-            values[key] = float(row[f"eps{epsilon}"])
-        values[row["dataset"], row["attack"], NONPRIVATE, ""] = float(row["nonprivate"])
-    return values
 
 
 class Membership(OneByOne):
@@ -279,3 +210,65 @@ def _trainer(config: dict[str, Any], device: torch.device) -> Trainer:
         pace=Pace(checkpoint_every=BLOCK, evaluate_every=NEVER),
     )
     return PrivateTrainer(run, device, featured=True)
+
+
+def summary(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """The figures of every attack on every kind of target, over its seeds."""
+    known = _paper()
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        config = row["config"]
+        key = (config["task"], config["method"], str(config["epsilon"] or ""))
+        groups.setdefault(key, []).append(row)
+    for (task, method, epsilon), mine in groups.items():
+        for attack in dict.fromkeys(name for row in mine for name in row["attacks"]):
+            found = [row["attacks"][attack] for row in mine if attack in row["attacks"]]
+            hits = [hits_from(row["gains"][attack]) for row in mine if attack in row["attacks"]]
+            yield {
+                "task": task,
+                "target": f"{method}, ε {epsilon}" if epsilon else method,
+                "train": statistics.mean(row["train_accuracy"] for row in mine),
+                "test": statistics.mean(row["test_accuracy"] for row in mine),
+                "attack": attack,
+                **_over_seeds("accuracy", "", [Figure(**f["balanced_accuracy"]) for f in found]),
+                "paper": known.get((task, PAPER_NAMES.get(attack, ""), method, epsilon)),
+                **_over_seeds("auc", "auc_", [Figure(**f["auc"]) for f in found]),
+                **_low_rates(found, hits),
+                "seeds": len(found),
+            }
+
+
+def _low_rates(found: Sequence[dict[str, Any]], hits: Sequence[list[int]]) -> dict[str, float]:
+    """Rates as they were stored, their intervals by points of the curves.
+
+    Stored intervals of rows that were made before these counted the threshold are too narrow.
+    """
+    records: dict[str, float] = {}
+    for name, field, rate in zip(("tpr_1", "tpr_01"), RATE_FIELDS, LOW_RATES, strict=True):
+        figures = []
+        for stored, counts in zip(found, hits, strict=True):
+            ends = low_rate_interval(counts, stored["members"], stored["others"], rate)
+            figures.append(Figure(stored[field]["value"], *ends))
+        records |= _over_seeds(name, f"{name}_", figures)
+    return records
+
+
+def _over_seeds(name: str, prefix: str, figures: Sequence[Figure]) -> dict[str, float]:
+    """The mean, and the widest interval."""
+    return {
+        name: float(statistics.mean(figure.value for figure in figures)),
+        f"{prefix}low": min(figure.low for figure in figures),
+        f"{prefix}high": max(figure.high for figure in figures),
+    }
+
+
+def _paper() -> dict[tuple[str, str, str, str], float]:
+    """The paper's values by data set, attack, target and budget."""
+    text = (files("reproduction.experiments") / "paper_membership.csv").read_text()
+    values = {}
+    for row in csv.DictReader(text.splitlines()):
+        for epsilon in EPSILONS:
+            key = (row["dataset"], row["attack"], row["target"], str(epsilon))
+            values[key] = float(row[f"eps{epsilon}"])
+        values[row["dataset"], row["attack"], NONPRIVATE, ""] = float(row["nonprivate"])
+    return values

@@ -21,8 +21,13 @@ from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial
 from dpsur.privacy.plans import Plan
 from reproduction.arms import ARMS, HF_PUBLISHED, METHOD_ARMS
 from reproduction.arms.controls import KeptMomentum, RandomAcceptance, RandomAcceptanceKept
-from reproduction.arms.released_code import NO_LOSS, ReleasedCode
-from reproduction.arms.single_faults import FirstRejectionsKept, OtherDivisor, StaleLoss
+from reproduction.arms.released_code import (
+    NO_LOSS,
+    FirstRejectionsKept,
+    OtherDivisor,
+    ReleasedCode,
+    StaleLoss,
+)
 from tests.conftest import blobs, small_model
 from tests.methods.problems import CPU, assert_same
 from tests.statistics import STANDARD_ERRORS, assert_frequency
