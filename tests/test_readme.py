@@ -230,7 +230,7 @@ def test_the_map_of_the_paper_names_what_there_is():
     for row in re.findall(r"^\| (?!-)(.*) \|$", text, flags=re.MULTILINE):
         cells = row.split(" | ")
         for path in re.findall(r"`([a-z_/0-9]+(?:\.py|\.csv|/))`", " ".join(cells[2:])):
-            roots = (ROOT / "src" / "dpsur", ROOT / "tests")
+            roots = (ROOT / "src" / "dpsur", ROOT / "tests", ROOT)
             assert any((root / path).exists() for root in roots), path
 
 

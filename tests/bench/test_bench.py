@@ -107,7 +107,7 @@ def test_memory_is_measured_in_a_process_that_finds_the_model(tmp_path, monkeypa
         (("--model", "no.such:make"), "cannot find --model no.such:make"),
         (("--model", "tests.bench.test_bench:nothing"), "cannot find --model"),
         (("--model", "tests.bench.test_bench:not_a_function"), "got int"),
-        (("--model", "tests.bench.test_bench:make_wrong"), "three values"),
+        (("--model", "tests.bench.test_bench:make_wrong"), "returns (model, inputs, labels)"),
         (("--model", "tests.bench.test_bench:make_short"), "asked for a batch of 1 and made 2"),
         (("--arms", "magic"), "unknown arm 'magic'"),
         (("--batch-size", "0"), "batch size must be"),

@@ -17,7 +17,7 @@ from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 
 NETWORKS = "dpsur.bench.user_model:model_named"
-FORM = "a function of the batch size that returns a model, inputs and class labels"
+FORM = "a function of the batch size that returns (model, inputs, labels)"
 SMALL = 2  # a batch of no importance, where only the model is needed
 
 
@@ -49,7 +49,7 @@ class UserModel:
             case (nn.Module() as model, Tensor() as inputs, Tensor() as targets):
                 pass
             case _:
-                raise InvalidInputError(f"--model {self.name} must be {FORM}, three values")
+                raise InvalidInputError(f"--model {self.name} must be {FORM}")
         if not len(inputs) == len(targets) == size:
             raise InvalidInputError(
                 f"--model {self.name} was asked for a batch of {size} and made {len(inputs)} "

@@ -20,8 +20,8 @@ ON_REQUEST = ("vmap", "loop")
 DESCRIPTION = f"""\
 Measure one training step of your model: time, peak memory, samples per second. All arms get the
 same batch, thread count and precision, and take turns; compare the ratios of one run, not times
-across runs. The model is made by {FORM};
-the loss is cross-entropy.
+across runs. The model comes from {FORM}.
+The loss is cross-entropy.
 
   dpsur bench --model mymodule:make --batch-size 256
   dpsur bench --model mymodule:make --batch-size 256 1024 --arms plain dpsgd opacus-ghost
