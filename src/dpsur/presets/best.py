@@ -1,7 +1,7 @@
 """The best settings known here at a proven epsilon: simple models on good features, large batches.
 
-Batch, number of updates and learning rate were tried on held-out training records (`dpsur reproduce
-tuning`), on Fashion-MNIST one setting only; the noise follows from the budget.
+Batch, number of updates and learning rate were tried on held-out training records (docs/tables/
+tuning.md), on Fashion-MNIST one setting only; the noise follows from the budget.
 """
 
 from collections.abc import Mapping
