@@ -1,6 +1,7 @@
 # Two commands for a fresh machine (Python 3.11 or newer, nothing else):
 #   make demo   train a private model on embedded digits and test it
 #   make test   lint, type check, tests
+# and `make reproduce` renders the paper's tables and figures from the stored rows.
 # Each does its own set-up in .venv.
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 # where `make demo` trains; a new temporary folder unless it is given
 DEMO_OUT ?=
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format reproduce clean
 
 demo: $(INSTALLED)
 	out="$(DEMO_OUT)"; out="$${out:-$$(mktemp -d)/dpsur-demo}"; \
@@ -28,6 +29,12 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# All tables and figures, from the rows in results/.
+reproduce: $(INSTALLED)
+	$(BIN)/python -m reproduction all --render-only
+	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.svg
+	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.png
 
 # torch first and alone: a later range in pyproject.toml then finds it satisfied.
 $(INSTALLED): pyproject.toml constraints.txt

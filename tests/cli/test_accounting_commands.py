@@ -1,9 +1,7 @@
-"""`dpsur account`, `calibrate`, `verify` and `reproduce` as a person meets them."""
+"""`dpsur account`, `calibrate` and `verify` as a person meets them."""
 
 import json
-import math
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -208,29 +206,3 @@ def test_verify_of_nothing(tmp_path, capsys):
 
 def test_its_help_says_that_it_is_no_signature(capsys):
     assert "not a signature" in dpsur("verify", "--help", capsys=capsys)[1]
-
-
-def test_the_accounting_table_is_rendered_from_its_rows(tmp_path, capsys):
-    """The committed page is what the committed rows give, and the rows are what the code gives."""
-    root = Path(__file__).parent.parent.parent
-    status, _, _ = dpsur(
-        "reproduce",
-        "accounting",
-        "--results",
-        str(tmp_path),
-        "--out",
-        str(tmp_path),
-        capsys=capsys,
-    )
-    assert status == 0
-    page = (tmp_path / "accounting_table.md").read_text()
-    assert page == (root / "docs" / "accounting_table.md").read_text()
-    fresh, kept = (
-        [json.loads(line) for line in (folder / "accounting.jsonl").read_text().splitlines()]
-        for folder in (tmp_path, root / "results")
-    )
-    assert len(fresh) == len(kept) == 16
-    for new, old in zip(fresh, kept, strict=True):
-        assert new["config"] == old["config"]
-        for key, value in new["epsilon"].items():
-            assert math.isclose(value, old["epsilon"][key], rel_tol=1e-4)

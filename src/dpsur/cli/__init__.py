@@ -1,5 +1,6 @@
 """The command `dpsur`."""
 
+import argparse
 import sys
 import warnings
 from collections.abc import Sequence
@@ -21,14 +22,14 @@ COMMANDS = {
     "calibrate": ("dpsur.cli.calibrate", "noise, updates or test for a budget"),
     "attack": ("dpsur.cli.attack", "membership inference on a target or on a release"),
     "audit": ("dpsur.cli.audit", "lower bounds on epsilon, to hold against what is claimed"),
-    "reproduce": ("dpsur.cli.reproduce", "make the paper's tables and figures"),
-    "bench": ("dpsur.cli.bench", "speed and memory, side by side with PyTorch and Opacus"),
+    "bench": ("dpsur.cli.bench", "time and memory of a step of your model, beside its peers"),
     "data": ("dpsur.cli.data", "fetch the public data sets and show which are there"),
     "cache": ("dpsur.cli.cache", "show or empty what is kept to save time"),
     "tasks": ("dpsur.cli.tasks", "list the tasks that can be trained"),
     "methods": ("dpsur.cli.methods", "list the methods and their hyper-parameters"),
 }
 
+MOVED = "`dpsur reproduce` has moved: run `python -m reproduction` in a checkout of the repository"
 DESCRIPTION = """\
 Differentially private training with selective update and release.
 
@@ -50,30 +51,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=summary)
         if given[:1] == [name]:
             import_module(module).set_up(command)
-    options = parser.parse_args(given)
+    if given[:1] == ["reproduce"]:
+        print(f"dpsur: error: {MOVED}", file=sys.stderr)
+        return 2
+    return run_command(parser.parse_args(given), "dpsur")
+
+
+def run_command(options: argparse.Namespace, program: str) -> int:
+    """Run a parsed command. Errors and warnings are one line each, headed by the program's name."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", PrivacyWarning)
-            warnings.showwarning = _ShowOnce()
+            warnings.showwarning = _ShowOnce(program)
             return int(options.run(options))
     except InvalidInputError as error:
-        print(f"dpsur: error: {error}", file=sys.stderr)
+        print(f"{program}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("dpsur: stopped", file=sys.stderr)
+        print(f"{program}: stopped", file=sys.stderr)
         return 130
     except InterruptedRunError as error:
-        print(f"dpsur: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 130
     except DpsurError as error:
-        print(f"dpsur: error: {error}", file=sys.stderr)
+        print(f"{program}: error: {error}", file=sys.stderr)
         return 3
 
 
 class _ShowOnce:
     """Prints a warning on one line, and once: a command may make many runs of one kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str) -> None:
+        self._program = program
         self._shown: set[str] = set()
 
     def __call__(
@@ -88,4 +97,4 @@ class _ShowOnce:
         del category, filename, lineno, line
         if str(message) not in self._shown:
             self._shown.add(str(message))
-            print(f"dpsur: warning: {message}", file=file or sys.stderr)
+            print(f"{self._program}: warning: {message}", file=file or sys.stderr)

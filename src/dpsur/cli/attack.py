@@ -20,14 +20,14 @@ from dpsur.attacks.suite import (
     check_attacks,
     with_white_box,
 )
-from dpsur.cli.options import add_method_options, build_method, method_options
-from dpsur.errors import InvalidInputError
-from dpsur.experiments.targets import (
+from dpsur.attacks.targets import (
     PrivateTrainer,
     attacked_pool,
     plain_features,
     plain_trainer,
 )
+from dpsur.cli.options import add_method_options, build_method, method_options
+from dpsur.errors import InvalidInputError
 from dpsur.methods import METHODS, Nonprivate, method_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
@@ -187,8 +187,8 @@ def _release(options: argparse.Namespace, names: list[str], device: torch.device
 
 
 def _draw(path: Path, scores: dict[str, Scores]) -> None:
-    from dpsur.experiments import style
-    from dpsur.experiments.roc import curve_of, draw_roc, hits_of
+    from dpsur import figure_style as style
+    from dpsur.attacks.roc import curve_of, draw_roc, hits_of
 
     curves = {
         name: curve_of(hits_of(part), len(part.members), len(part.others))

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from dpsur import checks
-from dpsur.audits.broken import FAULTS, SOUND
+from dpsur.attacks.targets import as_seen_by
 from dpsur.audits.canaries import Planter, gradient_canaries, input_canaries
 from dpsur.audits.ceilings import ceiling, is_idle
 from dpsur.audits.finding import CONTRADICTED, Finding
 from dpsur.audits.mechanism import audit_mechanisms
+from dpsur.audits.negative_controls import FAULTS, SOUND
 from dpsur.audits.repeated import PLACES, TINY, audit_repeated
 from dpsur.audits.training import audit_training
 from dpsur.cli.options import add_method_options, build_method, method_options
 from dpsur.core.streams import INIT, Streams
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
-from dpsur.experiments.targets import as_seen_by
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
@@ -206,8 +206,8 @@ def _planter(
 
 
 def _plot(path: Path, findings: list[Finding]) -> None:
-    from dpsur.experiments import style
-    from dpsur.experiments.audit_figure import draw_findings
+    from dpsur import figure_style as style
+    from dpsur.audits.figure import draw_findings
 
     try:
         with style.common():

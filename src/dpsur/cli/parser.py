@@ -1,11 +1,13 @@
 """Argument parsing with one-line errors."""
 
 import argparse
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with exit status 2."""
+    """A parser whose errors are one line, headed by the program's name, with exit status 2."""
+
+    program: ClassVar[str] = "dpsur"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -14,4 +16,4 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and where to look."""
-        self.exit(2, f"dpsur: error: {message} (see: {self.prog} --help)\n")
+        self.exit(2, f"{self.program}: error: {message} (see: {self.prog} --help)\n")

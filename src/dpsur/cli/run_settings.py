@@ -13,8 +13,8 @@ from typing import Any
 from dpsur import checks
 from dpsur.cli.options import build_method, flag, method_options
 from dpsur.errors import CheckpointError, InvalidInputError
-from dpsur.experiments.presets import Preset, preset_named
 from dpsur.methods import METHODS, Method, method_named
+from dpsur.presets import Preset, preset_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.hiding import NOT_HIDDEN

@@ -21,9 +21,9 @@ from dpsur.cli.run_settings import (
     task_run,
 )
 from dpsur.errors import InterruptedRunError, InvalidInputError
-from dpsur.experiments.presets import PRESETS
 from dpsur.features import FEATURES
 from dpsur.methods import METHODS
+from dpsur.presets import PRESETS
 from dpsur.privacy.accounting import ACCOUNTINGS
 from dpsur.privacy.plans.hiding import NOT_HIDDEN, WAYS_TO_HIDE
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
