@@ -17,6 +17,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.methods import Method
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
+from dpsur.privacy.noise_tail import MOST_WEIGHTS
 from dpsur.privacy.plans.hiding import NOT_HIDDEN, check_way_to_hide, hiding_plan
 from dpsur.runs.arguments import check_arguments
 from dpsur.runs.checkpoint import Statistics
@@ -85,6 +86,7 @@ def prepare(
     loss = loss_on(loss, chosen_device)
     check_loss(loss, outputs, train.targets)
     check_targets(loss, outputs, train.targets, "train_set")
+    _check_size(model)
     settled, plan = method.settle(len(train), budget, accounting, preparation.setup)
     if max_updates is not None:
         checks.at_least_one("max_updates", max_updates)
@@ -112,6 +114,16 @@ def prepare(
         prepared.statistics,
         hide_rejections,
     )
+
+
+def _check_size(model: nn.Module) -> None:
+    """Refuse a network with more weights than the bound on noise tails holds for."""
+    count = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    if count > MOST_WEIGHTS:
+        raise InvalidInputError(
+            f"the model has {count} trainable weights, and guarantees are computed for at most "
+            f"{MOST_WEIGHTS}; freeze some of them with requires_grad_(False)"
+        )
 
 
 def _records(

@@ -76,10 +76,18 @@ class MenuPlan:
         def epsilon_of(scale: float) -> float:
             return scaled(scale).epsilon()
 
+        @cache
+        def ideal_epsilon_of(scale: float) -> float:
+            plan = scaled(scale)
+            return plan._accounting.ideal_epsilon(plan._charges(updates), budget.delta)
+
         others = [part for part in scaled(1.0)._charges(updates) if not isinstance(part[0], Menu)]
         if accounting_named(accounting).epsilon(others, budget.delta) >= budget.epsilon:
             return None
-        scale = least_noise(epsilon_of, budget.epsilon)
+        # The tail of the noise seldom matters, and then the noise does not depend on its bound.
+        scale = least_noise(ideal_epsilon_of, budget.epsilon)
+        if scale is not None and epsilon_of(scale) > budget.epsilon:
+            scale = least_noise(epsilon_of, budget.epsilon)
         return None if scale is None else scaled(scale)
 
     def affords(self, ledger: Ledger, step: Step) -> bool:
