@@ -114,5 +114,7 @@ def test_a_cap_that_is_hit_for_sure_has_no_proven_figure():
 
 
 def test_a_cap_that_a_proven_plan_chose_costs_nothing_more():
-    plan = Plan(Budget(5.0, 1e-5), "proven", PAPER, least_cap(PAPER.gate, 100, Budget(5.0, 1e-5)), 100)
+    plan = Plan(
+        Budget(5.0, 1e-5), "proven", PAPER, least_cap(PAPER.gate, 100, Budget(5.0, 1e-5)), 100
+    )
     assert mechanism.epsilons(plan)["proven"] == plan.epsilon()

@@ -180,7 +180,9 @@ def request(noise, count, test=None):
 @pytest.mark.parametrize("name", ACCOUNTINGS)
 def test_a_plan_is_refused_by_name(name):
     for count in (None, 10):
-        with pytest.raises(BudgetError, match=r"0\.25 is too small for delta 1e-09.*raise the noise"):
+        with pytest.raises(
+            BudgetError, match=r"0\.25 is too small for delta 1e-09.*raise the noise"
+        ):
             make_plan(request(0.25, count), Budget(200.0, 1e-9), name)
     make_plan(request(0.25, 1), Budget(200.0, 1e-5), name)
 

@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import TextIO
 
 from dpsur._version import __version__
@@ -51,6 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given[:1] == [name]:
             import_module(module).set_up(command)
     options = parser.parse_args(given)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, TextIOWrapper
+        ):  # a letter that a locale has not must not end a command
+            stream.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", PrivacyWarning)

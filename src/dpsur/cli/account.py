@@ -19,6 +19,7 @@ from dpsur.privacy.events import (
 )
 from dpsur.privacy.noise_tail import tail_refusal
 from dpsur.privacy.wording import format_epsilon
+from dpsur.status import status
 
 DESCRIPTION = """\
 Print epsilon under each accounting.
@@ -142,7 +143,8 @@ def run(options: argparse.Namespace) -> int:
         if None not in (updates, trials) and updates != trials:
             raise InvalidInputError("without a test every trial is an update; give one of the two")
         updates = trials = updates or trials
-    found = figures(setup, trial, options.delta, updates=updates, trials=trials)
+    with status("computing epsilon under each accounting"):
+        found = figures(setup, trial, options.delta, updates=updates, trials=trials)
     _say_why_infinite(setup, trial, options.delta, updates or trials or 1)
     if options.plot is not None:
         _plot(Path(options.plot), setup, trial, options.delta, updates, trials)
@@ -155,9 +157,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _say_why_infinite(
-    setup: tuple[Event, ...], trial: Trial, delta: float, count: int
-) -> None:
+def _say_why_infinite(setup: tuple[Event, ...], trial: Trial, delta: float, count: int) -> None:
     """Tell of noise whose missing tail alone spends delta, so that figures are infinite."""
     assert isinstance(trial.update, SampledGaussian)
     tail = accounting_named("proven").noise_tail(planned_charges(setup, trial, count))

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from dpsur.runs.verification import CHECKED, NOT_CHECKED, verify
+from dpsur.status import status
 
 
 def _listed(items: Sequence[str]) -> str:
@@ -37,7 +38,8 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what was found; status 1 if anything is wrong."""
-    faults, epsilon = verify(options.folder)
+    with status("computing every epsilon again, and planning the run again"):
+        faults, epsilon = verify(options.folder)
     if options.json:
         lists = {"checked": CHECKED, "not_checked": NOT_CHECKED}
         print(json.dumps({"ok": not faults, "faults": faults, "epsilon": epsilon, **lists}))

@@ -56,7 +56,7 @@ class PaperSetting:
 
 def paper_settings() -> list[PaperSetting]:
     """All sixteen, in the order of the table."""
-    text = (files("dpsur.experiments") / "paper_settings.csv").read_text()
+    text = (files("dpsur.experiments") / "paper_settings.csv").read_text(encoding="utf-8")
     return [
         PaperSetting(
             dataset=row["dataset"],

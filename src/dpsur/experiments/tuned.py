@@ -25,7 +25,7 @@ Block = tuple[str, str, int]
 @cache
 def tuned_settings() -> dict[Block, dict[str, Any]]:
     """The chosen hyper-parameters by arm, task and epsilon."""
-    text = (files("dpsur.experiments") / FILE).read_text()
+    text = (files("dpsur.experiments") / FILE).read_text(encoding="utf-8")
     return {
         (row["arm"], row["task"], int(row["epsilon"])): json.loads(row["settings"])
         for row in csv.DictReader(text.splitlines())
@@ -65,9 +65,9 @@ def _block(row: dict[str, Any]) -> Block:
 
 def main() -> None:
     """Write the best settings of the rows into the data of this package."""
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
     chosen = {**tuned_settings(), **best_settings(rows)}
-    with (Path(__file__).parent / FILE).open("w", newline="") as file:
+    with (Path(__file__).parent / FILE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["arm", "task", "epsilon", "settings"])
         for block, setting in sorted(chosen.items()):

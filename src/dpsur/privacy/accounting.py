@@ -150,9 +150,7 @@ class Proven(Accounting):
             share *= 2
         return proven.EpsilonBounds(math.inf, math.inf, "add", math.nan)
 
-    def _ideal_bounds(
-        self, charges: Charges, delta: float, share: float
-    ) -> proven.EpsilonBounds:
+    def _ideal_bounds(self, charges: Charges, delta: float, share: float) -> proven.EpsilonBounds:
         if not any(n and isinstance(e, Trial) and e.test is not None for e, n in charges):
             plain = pld.composed_epsilon(charges, delta)
             return proven.EpsilonBounds(plain, plain, "add", math.nan)

@@ -185,8 +185,22 @@ def _step_faults(statement: Mapping[str, Any]) -> Iterator[str]:
             rate = step["update"]["sample_rate"]
             if rate != mechanism["trial"]["update"]["sample_rate"]:
                 yield f"a step of the run has the sample rate {rate}, the mechanism another one"
+    if norms is not None:
+        yield from _release_faults(statement, steps)
     if norms is None and (not steps or steps[0]["step"] != mechanism["trial"]):
         yield "the first step of the run is not the one that was planned"
+
+
+def _release_faults(statement: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> Iterator[str]:
+    """Norms are released at the start and after every so many accepted updates."""
+    accepted = statement["accepted_updates"]
+    if statement["mechanism"]["updates"] is not None:  # which is stated as planned
+        accepted = sum(row["charged"] for row in steps if row["step"]["kind"] == "Trial")
+    releases = sum(row["charged"] for row in steps if row["step"]["kind"] != "Trial")
+    every = statement["settings"]["refresh_every"]
+    due = (max(1, -(-accepted // every)), accepted // every + 1)
+    if not steps or steps[0]["step"]["kind"] == "Trial" or releases not in due:
+        yield f"norms were released {releases} times, {due[0]} are due at refresh_every {every}"
 
 
 def _setting_faults(statement: Mapping[str, Any]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from dpsur.runs.losses import check_loss, check_targets, loss_on
 from dpsur.runs.preparation import Preparation, like_features, prepare_inputs
 from dpsur.runs.session import Pace, Session, Speed
 from dpsur.runs.tokens import check_tokens
+from dpsur.status import status
 
 
 def choose_device(device: str | torch.device) -> torch.device:
@@ -87,7 +88,10 @@ def prepare(
     check_loss(loss, outputs, train.targets)
     check_targets(loss, outputs, train.targets, "train_set")
     _check_size(model)
-    settled, plan = method.settle(len(train), budget, accounting, preparation.setup)
+    with status(
+        f"planning {method.name} for epsilon {budget.epsilon:g}: choosing noise and length"
+    ):
+        settled, plan = method.settle(len(train), budget, accounting, preparation.setup)
     if max_updates is not None:
         checks.at_least_one("max_updates", max_updates)
         plan = plan.limited(max_updates)

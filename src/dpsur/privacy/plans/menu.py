@@ -14,7 +14,7 @@ from dpsur.privacy.accounting import (
     check_covers_steering,
 )
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibrate import least_noise
+from dpsur.privacy.calibrate import least_noise, noise_at_least
 from dpsur.privacy.events import (
     Event,
     Menu,
@@ -85,9 +85,8 @@ class MenuPlan:
         if accounting_named(accounting).epsilon(others, budget.delta) >= budget.epsilon:
             return None
         # The tail of the noise seldom matters, and then the noise does not depend on its bound.
-        scale = least_noise(ideal_epsilon_of, budget.epsilon)
-        if scale is not None and epsilon_of(scale) > budget.epsilon:
-            scale = least_noise(epsilon_of, budget.epsilon)
+        ideal = least_noise(ideal_epsilon_of, budget.epsilon)
+        scale = noise_at_least(epsilon_of, budget.epsilon, ideal)
         return None if scale is None else scaled(scale)
 
     def affords(self, ledger: Ledger, step: Step) -> bool:

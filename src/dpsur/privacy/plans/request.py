@@ -7,7 +7,7 @@ from dpsur import checks
 from dpsur.errors import BudgetError
 from dpsur.privacy.accounting import RESTORE, Accounting, accounting_named, planned_charges
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibrate import least_noise, most_repetitions
+from dpsur.privacy.calibrate import least_noise, most_repetitions, noise_at_least
 from dpsur.privacy.events import Event, NonPrivate, Trial
 from dpsur.privacy.noise_tail import tail_refusal
 from dpsur.privacy.plans.cap import trial_cap
@@ -110,9 +110,8 @@ def _calibrated_noise(
         return accounting.ideal_epsilon(charges, budget.delta)
 
     # The tail of the noise seldom matters, and then the noise does not depend on its bound.
-    noise = least_noise(ideal_epsilon_of, budget.epsilon)
-    if noise is not None and epsilon_of(noise) > budget.epsilon:
-        noise = least_noise(epsilon_of, budget.epsilon)
+    ideal = least_noise(ideal_epsilon_of, budget.epsilon)
+    noise = noise_at_least(epsilon_of, budget.epsilon, ideal)
     if noise is None:
         raise BudgetError(
             f"epsilon {budget.epsilon:g} is too small for {count} updates, whatever the noise: "
