@@ -23,7 +23,7 @@ def silenced(quiet: bool = True) -> Iterator[None]:
 
 @contextmanager
 def status(text: str) -> Iterator[None]:
-    """Show on stderr what takes long: live on a terminal, elsewhere one line if it takes a while."""
+    """Show on stderr what takes long: live on a terminal, elsewhere one line after a second."""
     if _quiet.get() or sys.stderr is None or sys.stderr.closed:
         yield
         return

@@ -53,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             import_module(module).set_up(command)
     options = parser.parse_args(given)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, TextIOWrapper
-        ):  # a letter that a locale has not must not end a command
+        if isinstance(stream, TextIOWrapper):  # no letter that a locale lacks ends a command
             stream.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():

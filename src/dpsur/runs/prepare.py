@@ -88,9 +88,7 @@ def prepare(
     check_loss(loss, outputs, train.targets)
     check_targets(loss, outputs, train.targets, "train_set")
     _check_size(model)
-    with status(
-        f"planning {method.name} for epsilon {budget.epsilon:g}: choosing noise and length"
-    ):
+    with status(f"choosing noise and length of a {method.name} run, epsilon {budget.epsilon:g}"):
         settled, plan = method.settle(len(train), budget, accounting, preparation.setup)
     if max_updates is not None:
         checks.at_least_one("max_updates", max_updates)

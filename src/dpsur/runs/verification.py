@@ -83,7 +83,7 @@ CHECKED: Final = (
     "PRIVACY.md says what privacy.json says, and the weights have the stated hash",
 )
 NOT_CHECKED: Final = (
-    "that the run was made as stated, or on records that were counted right: this is not a signature",
+    "that the run was made as stated, on records that were counted right: this is not a signature",
     "the number of records and the batch sizes where all of them are changed in proportion",
     "settings that no guarantee depends on: learning rates, schedules, momentum, weight decay, "
     "clip norms, step lengths, the decay of an average",
