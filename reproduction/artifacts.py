@@ -37,7 +37,7 @@ class Page:
         """Write the text."""
         target = folder / self.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(self.text)
+        target.write_text(self.text, encoding="utf-8")
         return [target]
 
 

@@ -48,7 +48,7 @@ def _git(*arguments: str) -> str:
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows, one JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")
             file.flush()
@@ -56,4 +56,6 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read rows back."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]

@@ -52,7 +52,7 @@ def fill(
         line = json.dumps({"experiment": experiment.name, **row, **provenance()})
         # Otherwise the row would not be found next time, and be made again for ever.
         assert experiment.key(json.loads(line)) in awaited, f"this row fills no cell: {line}"
-        with path.open("a") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         on_row(count, len(missing))
     return count

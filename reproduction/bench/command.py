@@ -253,7 +253,7 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     names = (
-        [line for line in info.read_text().splitlines() if "model name" in line]
+        [line for line in info.read_text(encoding="utf-8").splitlines() if "model name" in line]
         if info.exists()
         else []
     )

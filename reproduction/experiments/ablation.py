@@ -157,7 +157,7 @@ EXPERIMENT = Ablation()
 
 def paper_claims(parameter: str) -> list[Claim]:
     """What the paper's text says of a hyper-parameter."""
-    text = (files("reproduction.experiments") / "paper_ablation.csv").read_text()
+    text = (files("reproduction.experiments") / "paper_ablation.csv").read_text(encoding="utf-8")
     return [
         Claim(
             float(row["low"]),

@@ -98,7 +98,7 @@ def _seeds(task: str, arm: str, epsilon: float, seeds: Sequence[int]) -> Iterato
 
 def paper_accuracy() -> dict[tuple[str, str, int], float]:
     """The paper's figures by data set, method and epsilon; epsilon 0 is the non-private column."""
-    text = (files("reproduction.experiments") / "paper_accuracy.csv").read_text()
+    text = (files("reproduction.experiments") / "paper_accuracy.csv").read_text(encoding="utf-8")
     found: dict[tuple[str, str, int], float] = {}
     for row in csv.DictReader(text.splitlines()):
         for epsilon in EPSILONS:

@@ -264,7 +264,7 @@ def _over_seeds(name: str, prefix: str, figures: Sequence[Figure]) -> dict[str, 
 
 def _paper() -> dict[tuple[str, str, str, str], float]:
     """The paper's values by data set, attack, target and budget."""
-    text = (files("reproduction.experiments") / "paper_membership.csv").read_text()
+    text = (files("reproduction.experiments") / "paper_membership.csv").read_text(encoding="utf-8")
     values = {}
     for row in csv.DictReader(text.splitlines()):
         for epsilon in EPSILONS:

@@ -150,7 +150,7 @@ def _block(row: dict[str, Any]) -> Block:
 
 def main() -> None:
     """Write the best settings of the rows into the data of the presets."""
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
     chosen = {**tuned_settings(), **best_settings(rows)}
     with (PRESETS / TUNED).open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

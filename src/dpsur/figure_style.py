@@ -100,7 +100,7 @@ def save(draw: Callable[[], "Figure"], stem: Path) -> list[Path]:
     svg, png = stem.with_name(stem.name + ".svg"), stem.with_name(stem.name + ".png")
     with common():
         figure = draw()
-        svg.write_text(_svg(figure))
+        svg.write_text(_svg(figure), encoding="utf-8")
         write_png(figure, png)
     return [svg, png]
 

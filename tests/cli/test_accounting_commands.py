@@ -5,7 +5,10 @@ import shutil
 
 import pytest
 
-from dpsur.cli import main
+from dpsur.cli import account, main
+from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.events import CoinTest, Gaussian, SampledGaussian, Trial
+from dpsur.runs.preparation import Preparation
 from tests.cli.test_commands import dpsur
 
 FMNIST = ["--dataset-size", "60000", "--batch-size", "2048", "--val-batch-size", "256",
@@ -48,6 +51,27 @@ def test_account_of_a_coin_and_of_statistics(capsys):
     )
     assert plain["published"] is None
     assert with_statistics["proven"] > plain["proven"]
+
+
+def statistics_cost_what_a_run_is_charged(capsys):
+    """`account` charges feature statistics as a run with private normalisation does."""
+    common = [*FMNIST, "--noise-multiplier", "2.15", "--accept-ratio", "2"]
+    arguments = [*common, "--updates", "100", "--feature-statistics", "2", "--json"]
+    found = json.loads(dpsur("account", *arguments, capsys=capsys)[1])
+    setup = Preparation("scattering", "private", statistics_noise=2.0).setup
+    assert len(setup) == 4
+    trial = Trial(SampledGaussian(2048 / 60000, 2.15), CoinTest(256 / 60000, 2.0))
+    planned = accounting_named("proven").planned(setup, trial, 100, 1e-5)
+    assert found["proven"] == planned
+    fewer = accounting_named("proven").planned(setup[2:], trial, 100, 1e-5)
+    assert fewer < planned
+
+
+def test_statistics_cost_what_a_run_is_charged(capsys, monkeypatch):
+    statistics_cost_what_a_run_is_charged(capsys)
+    monkeypatch.setattr(account, "feature_statistics", lambda noise: (Gaussian(noise),) * 2)
+    with pytest.raises(AssertionError):
+        statistics_cost_what_a_run_is_charged(capsys)
 
 
 def test_account_without_a_test(capsys):

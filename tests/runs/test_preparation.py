@@ -16,14 +16,14 @@ from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.features import WithFeatures, compute, features_named
 from dpsur.privacy.events import Gaussian
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
-from dpsur.runs.preparation import BOUND_NOISE, Preparation, like_features, prepare_inputs
+from dpsur.runs.preparation import Preparation, like_features, prepare_inputs
 from dpsur.runs.session import Pace
 from dpsur.runs.verification import verify
 from tests.conftest import StopAt
 from tests.methods.problems import BUDGET, CPU, NOISE, SIZE, linear_on_scattering, tiny_images
 
 SCATTERING = features_named("scattering")
-CHARGED = (Gaussian(BOUND_NOISE), Gaussian(BOUND_NOISE), Gaussian(8.0), Gaussian(8.0))
+CHARGED = (Gaussian(40.0), Gaussian(40.0), Gaussian(8.0), Gaussian(8.0))
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_groups_of_channels_are_normalised_record_by_record():
 
 
 def test_private_statistics_normalise_channels(monkeypatch):
-    monkeypatch.setattr("dpsur.runs.preparation.BOUND_NOISE", 1e-3)
+    monkeypatch.setattr("dpsur.privacy.events.CLIP_BOUND_NOISE", 1e-3)
     quiet = Preparation("scattering", "private", statistics_noise=1e-6)
     train = tiny_images(61)  # an odd number has one median, whatever the noise
     found = prepared(quiet, train=train)

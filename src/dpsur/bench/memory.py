@@ -109,7 +109,9 @@ def _start_counting(device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
     if _CLEAR.exists():
-        _CLEAR.write_text("5")  # resets the high-water mark to what is resident now
+        _CLEAR.write_text(
+            "5", encoding="utf-8"
+        )  # resets the high-water mark to what is resident now
     return _highest(device)
 
 
@@ -124,7 +126,7 @@ def _highest(device: torch.device) -> int:
 
 
 def _kilobytes(path: Path, key: str) -> int:
-    lines = (line.split() for line in path.read_text().splitlines())
+    lines = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
     return next(int(words[1]) for words in lines if words and words[0] == f"{key}:")
 
 

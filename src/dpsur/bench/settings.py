@@ -101,7 +101,10 @@ class CpuContention:
     def _read() -> tuple[float, float] | None:
         if not _STAT.exists():
             return None
-        ticks = [int(word) for word in _STAT.read_text().splitlines()[0].split()[1 : _FIELDS + 1]]
+        ticks = [
+            int(word)
+            for word in _STAT.read_text(encoding="utf-8").splitlines()[0].split()[1 : _FIELDS + 1]
+        ]
         busy = sum(ticks) - sum(ticks[place] for place in _IDLE)
         own = os.times()
         seconds = busy / os.sysconf("SC_CLK_TCK")

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import TextIO
 
 from dpsur._version import __version__
@@ -59,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(options: argparse.Namespace, program: str) -> int:
     """Run a parsed command. Errors and warnings are one line each, headed by the program's name."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # no letter that a locale lacks ends a command
+            stream.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", PrivacyWarning)

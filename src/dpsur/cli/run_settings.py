@@ -166,7 +166,7 @@ def stored_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
         )
     path = folder.private / CONFIG
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
         return Settings(**values), folder
     except FileNotFoundError:
         raise InvalidInputError(

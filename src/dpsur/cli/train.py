@@ -33,6 +33,7 @@ from dpsur.runs.preparation import NORMALISATIONS
 from dpsur.runs.release import as_published
 from dpsur.runs.result import Run
 from dpsur.runs.tasks import prepare_task
+from dpsur.status import silenced
 from dpsur.tasks import TASKS
 
 DESCRIPTION = """\
@@ -207,7 +208,8 @@ def _train(
 ) -> Run:
     resume = options.resume is not None
     released = load_statistics(folder.private / FILE_NAME) if resume else None
-    session, origin = prepare_task(task_run(settings), released=released)
+    with silenced(options.quiet or options.json):
+        session, origin = prepare_task(task_run(settings), released=released)
     folder.create()
     store_settings(folder, settings)
     quiet = options.quiet or options.json

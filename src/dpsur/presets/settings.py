@@ -62,7 +62,7 @@ class PaperSetting:
 
 def paper_settings() -> list[PaperSetting]:
     """All sixteen, in the order of the table."""
-    text = (files("dpsur.presets") / "paper_settings.csv").read_text()
+    text = (files("dpsur.presets") / "paper_settings.csv").read_text(encoding="utf-8")
     return [
         PaperSetting(
             dataset=row["dataset"],
@@ -92,7 +92,7 @@ def paper_setting(dataset: str, epsilon: int) -> PaperSetting:
 @cache
 def tuned_settings() -> dict[Block, dict[str, Any]]:
     """The chosen hyper-parameters by arm, task and epsilon."""
-    text = (files("dpsur.presets") / TUNED).read_text()
+    text = (files("dpsur.presets") / TUNED).read_text(encoding="utf-8")
     return {
         (row["arm"], row["task"], int(row["epsilon"])): json.loads(row["settings"])
         for row in csv.DictReader(text.splitlines())

@@ -6,6 +6,7 @@ every release, counts and settings that repeat the mechanism, and warnings that 
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 from dpsur import checks
@@ -49,6 +50,7 @@ def claim_faults(statement: Mapping[str, Any]) -> list[str]:
         *_text_faults(statement),
         *_count_faults(statement),
         *_rate_faults(statement),
+        *_step_faults(statement),
         *_setting_faults(statement),
         *_warning_faults(statement),
     ]
@@ -162,6 +164,43 @@ def _rate_faults(statement: Mapping[str, Any]) -> Iterator[str]:
                 f"{name} {settings[name]} of {size} records is not the sample rate "
                 f"{event['sample_rate']} that was accounted for"
             )
+
+
+def _step_faults(statement: Mapping[str, Any]) -> Iterator[str]:
+    """Behind a filter, updates have the stated rate, and noisy norms their own rate and noise."""
+    mechanism, settings = statement["mechanism"], statement["settings"]
+    if mechanism["filter"] is None:
+        return
+    size, steps = statement["dataset_size"], mechanism["filter"]["steps"]
+    norms = None
+    if "norm_batch_size" in settings:
+        rate = min(1.0, settings["norm_batch_size"] / size)
+        norms = asdict(SampledGaussian(rate, settings["norm_noise_multiplier"]))
+    for row in steps:
+        step = dict(row["step"])
+        kind = step.pop("kind")
+        if kind != "Trial" and step != norms:
+            yield f"a step of the run is {row['step']}, which its settings do not have"
+        if kind == "Trial" and norms is None:
+            rate = step["update"]["sample_rate"]
+            if rate != mechanism["trial"]["update"]["sample_rate"]:
+                yield f"a step of the run has the sample rate {rate}, the mechanism another one"
+    if norms is not None:
+        yield from _release_faults(statement, steps)
+    if norms is None and (not steps or steps[0]["step"] != mechanism["trial"]):
+        yield "the first step of the run is not the one that was planned"
+
+
+def _release_faults(statement: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> Iterator[str]:
+    """Norms are released at the start and after every so many accepted updates."""
+    accepted = statement["accepted_updates"]
+    if statement["mechanism"]["updates"] is not None:  # which is stated as planned
+        accepted = sum(row["charged"] for row in steps if row["step"]["kind"] == "Trial")
+    releases = sum(row["charged"] for row in steps if row["step"]["kind"] != "Trial")
+    every = statement["settings"]["refresh_every"]
+    due = (max(1, -(-accepted // every)), accepted // every + 1)
+    if not steps or steps[0]["step"]["kind"] == "Trial" or releases not in due:
+        yield f"norms were released {releases} times, {due[0]} are due at refresh_every {every}"
 
 
 def _setting_faults(statement: Mapping[str, Any]) -> Iterator[str]:

@@ -108,7 +108,7 @@ class RunFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keep a second process from continuing the same run at the same time."""
-        with (self.private / "lock").open("w") as file:
+        with (self.private / "lock").open("w", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -27,11 +27,11 @@ class Recorder:
         """Forget rows of trials after the checkpoint: those trials are made again."""
         if self._path is None:
             return
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         rows = [row for row in map(_parse, lines) if row is not None]
         self.rows = [row for row in rows if row["trial"] <= progress.ledger.trials]
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.writelines(_line(row) for row in self.rows)
         self._clock = time.perf_counter()
 
@@ -72,7 +72,7 @@ class Recorder:
     def _add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
         if self._path is not None:
-            with self._path.open("a") as file:
+            with self._path.open("a", encoding="utf-8") as file:
                 file.write(_line(row))
 
 

@@ -124,7 +124,7 @@ def read_release(
         tensors = load_tensors(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         described = json.loads(header["__metadata__"]["dpsur"])
-        statement: dict[str, Any] = json.loads(statement_file.read_text())
+        statement: dict[str, Any] = json.loads(statement_file.read_text(encoding="utf-8"))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} holds a damaged release: {error}") from error
     if described.get("format") != FORMAT:

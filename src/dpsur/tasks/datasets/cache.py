@@ -33,7 +33,7 @@ class Cache:
     def of_files(self, paths: Sequence[Path]) -> Arrays | None:
         """The copy that was decoded from these files as they are now."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads(self._note(paths).read_text())
+            note = json.loads(self._note(paths).read_text(encoding="utf-8"))
             return self._open(self.folder / note["content"])
         return None
 
@@ -64,7 +64,7 @@ class Cache:
 
     def _open(self, folder: Path) -> Arrays | None:
         try:
-            digests = json.loads((folder / DIGESTS).read_text())
+            digests = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
             # Copy on write: tensors can share the pages, and nothing reaches the file.
             arrays = {
                 name: np.load(folder / f"{name}.npy", mmap_mode="c", allow_pickle=False)
