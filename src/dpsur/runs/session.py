@@ -32,7 +32,7 @@ from dpsur.runs.checkpoint import (
 from dpsur.runs.determinism import repeatable
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder, sha256, to_json
-from dpsur.runs.fixed_parts import check_fixed_parts, fixed_parts
+from dpsur.runs.fixed_parts import Unchanged, check_fixed_parts, fixed_parts
 from dpsur.runs.identity import loss_identity, model_identity
 
 EVALUATIONS_PER_RUN = 20
@@ -155,8 +155,11 @@ class Session:
             saved = load_checkpoint(folder.private / FILE_NAME, fingerprint)
             progress = restore(saved, progress, self.streams)
 
+        unchanged = Unchanged(self.problem.model, self.problem.loss)
+
         def save(progress: Progress) -> None:
             check_fixed_parts(self.problem.model, self.original)
+            unchanged.check()
             if folder is not None:
                 path = folder.private / FILE_NAME
                 save_checkpoint(path, progress, self.streams, fingerprint, self.statistics)
