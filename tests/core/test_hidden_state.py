@@ -228,9 +228,7 @@ def test_a_loss_with_memory_is_refused_before_training(build, monkeypatch):
         "dpsur.runs.session.Session.turns", lambda *_, **__: pytest.fail("a trial was made")
     )
     with pytest.raises(InvalidInputError, match=f"loss.*{LOSSES[build]}") as caught:
-        dpsur.fit(
-            small_model(), (X, Y), loss=build(), budget=BUDGET, method=dpsur.Dpsgd(updates=2)
-        )
+        dpsur.fit(small_model(), (X, Y), loss=build(), budget=BUDGET, method=dpsur.Dpsgd(updates=2))
     assert "\n" not in str(caught.value)
 
 
@@ -244,7 +242,8 @@ def drawn():
 
 
 @pytest.mark.parametrize(
-    "build", [nn.CrossEntropyLoss, weighted, drawn, lambda: nn.CrossEntropyLoss(label_smoothing=0.1)]
+    "build",
+    [nn.CrossEntropyLoss, weighted, drawn, lambda: nn.CrossEntropyLoss(label_smoothing=0.1)],
 )
 def test_a_loss_without_memory_is_accepted(build):
     check_loss(build(), small_model()(X[:2]), Y)

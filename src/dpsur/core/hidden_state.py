@@ -126,9 +126,18 @@ def changes(what: str, subject: object, name: str) -> str:
 
 
 def constants(subject: object) -> set[float]:
-    """Numbers that a model holds or that stand in its code."""
+    """Numbers that a model of a user holds or that stand in its code, not the sizes of layers."""
     found: set[float] = set()
-    for value in snapshot(subject, weights=False).values():
+    modules = subject.named_modules() if isinstance(subject, nn.Module) else ()
+    sizes = {
+        f"{place}.{key}" if place else key
+        for place, module in modules
+        if _trusted(type(module).__module__)
+        for key in vars(module)
+    }
+    for (name, _), value in snapshot(subject, weights=False).items():
+        if name in sizes:
+            continue
         if isinstance(value, _Constants):
             found.update(value)
         elif isinstance(value, (int, float)):
@@ -252,8 +261,10 @@ def _of_function(name: str, function: FunctionType) -> Inside:
             continue
         if held is not function:
             # a class that `super()` needs, or the object itself, under its own name
-            yield from [(name, held)] if variable in ("__class__", "self") else _of_names(
-                name, {variable: held}
+            yield from (
+                [(name, held)]
+                if variable in ("__class__", "self")
+                else _of_names(name, {variable: held})
             )
     defaults = function.__defaults__ or ()
     arguments = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
@@ -302,5 +313,5 @@ def _same(one: Any, other: Any) -> bool:
         both = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
         return torch.equal(*both)
     if isinstance(one, np.ndarray):
-        return one.shape == other.shape and one.tobytes() == other.tobytes()
+        return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
     return bool(one == other) or (one != one and other != other)

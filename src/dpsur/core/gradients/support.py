@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dpsur.core.gradients.padding import probe_padding
 from dpsur.core.gradients.probe import probe, random_rows, same_bits, watched
 from dpsur.core.hidden_state import refuse_memory
 from dpsur.core.problem import mode
@@ -83,6 +84,7 @@ def _probe(model: nn.Module, inputs: Tensor) -> Tensor:
     try:
         refuse_memory("model", model, partial(_call, inputs), UnsupportedModelError, weights=False)
         outputs = probe(model, inputs)
+        probe_padding(model, inputs)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         if isinstance(error, UnsupportedModelError):
             raise
