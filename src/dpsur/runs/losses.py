@@ -12,7 +12,7 @@ from dpsur.core.hidden_state import refuse_memory
 from dpsur.core.problem import weighted_by_record
 from dpsur.core.streams import seeded_globally
 from dpsur.core.types import LossFunction
-from dpsur.errors import InvalidInputError
+from dpsur.errors import InvalidInputError, from_custom_code
 
 # Targets to try: a loss may be undefined for some of them, such as the logarithm of 0.
 _FRACTIONS = (0.5, 1.0, 0.0)
@@ -36,7 +36,7 @@ def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor) -> None:
     passes that works for one of several made-up targets.
     """
     values = _FRACTIONS if targets.dtype.is_floating_point else _COUNTS
-    faults = []
+    faults: list[str | Exception] = []
     for value in values:
         target = torch.full_like(targets[:1], value, device=outputs.device)
         fault = _fault(loss, outputs[:1], target)
@@ -44,6 +44,8 @@ def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor) -> None:
             _check_memory(loss, outputs.detach(), target)
             return
         faults.append(fault)
+    if isinstance(faults[0], Exception):
+        raise faults[0]
     raise InvalidInputError(faults[0])
 
 
@@ -99,8 +101,8 @@ def check_targets(loss: LossFunction, outputs: Tensor, targets: Tensor, name: st
             ) from error
 
 
-def _fault(loss: LossFunction, output: Tensor, target: Tensor) -> str | None:
-    """What is wrong with the loss of one record, if anything."""
+def _fault(loss: LossFunction, output: Tensor, target: Tensor) -> str | Exception | None:
+    """What is wrong with the loss of one record, if anything. A user's own error stays as it is."""
     about = (
         f"for one record, with outputs of shape {tuple(output.shape)} and targets of shape "
         f"{tuple(target.shape)} and type {target.dtype}"
@@ -111,6 +113,9 @@ def _fault(loss: LossFunction, output: Tensor, target: Tensor) -> str | None:
             warnings.simplefilter("ignore")  # training gives the same warnings
             found: Any = loss(leaf * 1, target)
     except Exception as error:
+        if from_custom_code(error):
+            error.add_note(f"dpsur: raised when the loss was tried on made-up values {about}")
+            return error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"the loss cannot be computed {about}: {reason}; change the loss or the targets"
     if not isinstance(found, Tensor):

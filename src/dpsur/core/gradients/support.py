@@ -13,7 +13,7 @@ from dpsur.core.gradients.probe import probe, random_rows, same_bits, watched
 from dpsur.core.hidden_state import refuse_memory
 from dpsur.core.problem import mode
 from dpsur.core.types import Examples
-from dpsur.errors import UnsupportedModelError
+from dpsur.errors import UnsupportedModelError, from_custom_code
 
 # Layers that shorten the rows of their table in place, if they are given a max_norm.
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -88,11 +88,12 @@ def _probe(model: nn.Module, inputs: Tensor) -> Tensor:
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         if isinstance(error, UnsupportedModelError):
             raise
-        reason = str(error).strip().splitlines()[0]
-        raise UnsupportedModelError(
-            f"the model cannot take inputs of shape {(2, *inputs.shape[1:])} and type "
-            f"{inputs.dtype}: {reason}"
-        ) from error
+        about = f"inputs of shape {(2, *inputs.shape[1:])} and type {inputs.dtype}"
+        if from_custom_code(error):  # which its author knows best how to read
+            error.add_note(f"dpsur: raised when the model was tried on made-up {about}")
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedModelError(f"the model cannot take {about}: {reason}") from error
     for name, value in _tensors(model):
         if not same_bits(value, before[name]):
             raise UnsupportedModelError(
