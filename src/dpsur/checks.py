@@ -117,9 +117,8 @@ class NamedArguments:
         return f"{type(self).__name__}({', '.join(given)})"
 
 
-@functools.cache
 def _parameters(kind: type) -> Mapping[str, inspect.Parameter]:
-    parameters = dict(inspect.signature(kind.__init__).parameters)
+    parameters = dict(inspect.signature(kind.__init__).parameters)  # type: ignore[misc]
     parameters.pop("self")
     return parameters
 
