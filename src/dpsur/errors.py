@@ -1,5 +1,10 @@
 """What can go wrong, in words a user can act on."""
 
+import sys
+
+# An error from anywhere else comes from a model, a loss or a data set of the user.
+_PACKAGES = {"dpsur", "torch", "numpy", *sys.stdlib_module_names}
+
 
 class DpsurError(Exception):
     """Any error that this package raises on purpose."""
@@ -7,6 +12,10 @@ class DpsurError(Exception):
 
 class InvalidInputError(DpsurError, ValueError):
     """A value that cannot be used; the message names it and the remedy."""
+
+
+class ArgumentError(InvalidInputError, TypeError):
+    """An argument that a function does not have, or needs and was not given."""
 
 
 class BudgetError(InvalidInputError):
@@ -31,3 +40,14 @@ class PrivacyWarning(UserWarning):
 
 class InterruptedRunError(DpsurError):
     """The run was stopped at a trial boundary, after writing a checkpoint."""
+
+
+def from_custom_code(error: BaseException) -> bool:
+    """Whether an error passed through code that belongs neither to this package nor to torch."""
+    trace = error.__traceback__
+    while trace is not None:
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in _PACKAGES:
+            return True
+        trace = trace.tb_next
+    return False

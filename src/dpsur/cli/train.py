@@ -26,6 +26,7 @@ from dpsur.methods import METHODS
 from dpsur.presets import PRESETS
 from dpsur.privacy.accounting import ACCOUNTINGS
 from dpsur.privacy.plans.hiding import NOT_HIDDEN, WAYS_TO_HIDE
+from dpsur.runs.arguments import check_single_process
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
 from dpsur.runs.files import RunFolder, finite
 from dpsur.runs.fit import execute
@@ -180,6 +181,7 @@ def _add_what(parser: argparse.ArgumentParser, defaults: Settings) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Start or resume a run and print its result."""
+    check_single_process()
     if options.resume is not None:
         settings, folder = stored_settings(options)
     else:

@@ -3,13 +3,14 @@
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dpsur import checks
 from dpsur.core.loop import Progress
 from dpsur.core.turns import Turns, finished
 from dpsur.core.types import LossFunction
@@ -20,6 +21,7 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.mechanism import epsilons
 from dpsur.privacy.plans.hiding import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import RunFacts, privacy_statement, warnings_for
+from dpsur.runs.arguments import check_options, check_single_process
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
 from dpsur.runs.delays import RandomDelays
 from dpsur.runs.evaluation import evaluate
@@ -28,11 +30,12 @@ from dpsur.runs.preparation import Preparation
 from dpsur.runs.prepare import prepare
 from dpsur.runs.recorder import CURVES, Recorder, draw_curves
 from dpsur.runs.release import NO_ORIGIN, Origin, released_model, write_release
-from dpsur.runs.result import PrivateDiagnostics, Run
+from dpsur.runs.result import PrivateDiagnostics, Run, Statement
 from dpsur.runs.session import Observer, Pace, Session, Speed
 from dpsur.versions import versions
 
 
+@checks.arguments
 def fit(
     model: nn.Module,
     train_set: Any,
@@ -58,9 +61,10 @@ def fit(
 
     Args:
         model: any module that maps a batch of inputs to a batch of outputs, row by row. It is left
-            as it is; `Run.model` is a trained copy.
-        train_set: the private records: a pair of tensors or arrays (inputs, targets), or a
-            map-style data set of such pairs.
+            as it is; `Run.model` is a trained copy, in evaluation mode.
+        train_set: the private records: a pair (inputs, targets) of tensors, arrays or lists, or a
+            map-style data set of such pairs. A data set is read once: one that augments its records
+            at random is refused.
         loss: maps (outputs, targets) of a batch to a number; it is applied to each record alone, so
             that class weights of a cross entropy count for each record, without a mean over them.
         budget: the epsilon and delta that may be spent.
@@ -87,6 +91,8 @@ def fit(
     Formal guarantee: `Run.model` is (epsilon, delta)-differentially private for adding or removing
     one record of `train_set`, as `Run.statement` says, if the accounting is a proved one.
     """
+    check_single_process()
+    check_options(pace, speed, observers, out)
     folder = None if out is None else RunFolder(out)
     if folder is None and resume:
         raise InvalidInputError("resume needs the folder of the run that is to go on: give out")
@@ -176,7 +182,7 @@ def executing(
         draw_curves(recorder.rows, folder.private / CURVES)
         if not folder.finished:
             write_release(folder.release, run.model, run.statement, origin)
-    return run
+    return replace(run, saved=folder.release)
 
 
 def _finished(session: Session, progress: Progress, recorder: Recorder, origin: Origin) -> Run:
@@ -198,10 +204,11 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
     return Run(
         model=released_model(session.original, session.layers, released),
         epsilon=epsilons(session.plan),
-        statement=privacy_statement(session.plan, progress.ledger, facts),
+        statement=Statement(privacy_statement(session.plan, progress.ledger, facts)),
         scores=scores,
         method=session.method,
         plan=session.plan,
         private=PrivateDiagnostics(progress.ledger, tuple(recorder.rows)),
         origin=origin,
+        engine=session.engine(),
     )

@@ -35,7 +35,7 @@ def choose_device(device: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise InvalidInputError(f"unknown device {device!r}; use cpu, cuda or auto") from None
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError(

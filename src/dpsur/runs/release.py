@@ -50,6 +50,8 @@ NO_ORIGIN = Origin()
 def released_model(original: nn.Module, layers: nn.Sequential, released: Params) -> nn.Module:
     """The original network with the released weights, behind the layers that make its features.
 
+    In evaluation mode: a user who predicts with it must not meet dropout.
+
     Not the network that was trained: that one may have kept something of the records it has seen,
     such as the last batch, in an attribute of its own.
     """
@@ -59,8 +61,8 @@ def released_model(original: nn.Module, layers: nn.Sequential, released: Params)
             if name in released:
                 parameter.copy_(released[name])
     if not len(layers):
-        return network
-    return WithFeatures(layers.cpu(), network)
+        return network.eval()
+    return WithFeatures(layers.cpu(), network).eval()
 
 
 def write_release(
@@ -146,5 +148,5 @@ def read_release(
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
-    """Load the model of a release; pass a model of your own that the weights belong to."""
-    return read_release(path, model)[0]
+    """Load the model of a release, in evaluation mode; pass a custom model to load into."""
+    return read_release(path, model)[0].eval()
