@@ -2,6 +2,10 @@
 
 import sys
 
-from dpsur.cli import main
+try:
+    from dpsur.cli import main
 
-sys.exit(main())
+    status = main()
+except KeyboardInterrupt:  # before the command could take care of it
+    status = 130
+sys.exit(status)

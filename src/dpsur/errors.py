@@ -1,5 +1,7 @@
 """What can go wrong, in words a user can act on."""
 
+import os
+
 
 class DpsurError(Exception):
     """Any error that this package raises on purpose."""
@@ -21,6 +23,10 @@ class CheckpointError(InvalidInputError):
     """A checkpoint or release that is damaged, or belongs to another run."""
 
 
+class FileError(DpsurError, OSError):
+    """A file or folder that cannot be read or written; the message names it and the cause."""
+
+
 class NothingReleasedError(DpsurError):
     """The run used up its trials before its updates; its result must not be published."""
 
@@ -29,5 +35,24 @@ class PrivacyWarning(UserWarning):
     """Something about a guarantee that the user should know."""
 
 
+class DiagnosticsWarning(UserWarning):
+    """A private record of a run, such as its curves, is incomplete. The release is not affected."""
+
+
 class InterruptedRunError(DpsurError):
     """The run was stopped at a trial boundary, after writing a checkpoint."""
+
+
+def cause_of(error: OSError) -> str:
+    """Why the operating system refused, without the path."""
+    return error.strerror or str(error) or type(error).__name__
+
+
+def describe_os_error(error: OSError) -> str:
+    """An error of the operating system on one line: the path, where it is known, and the cause."""
+    if isinstance(error, FileError):
+        return str(error)
+    if error.filename is None or isinstance(error.filename, int):
+        return f"a file cannot be read or written ({cause_of(error)})"
+    name = os.fsdecode(error.filename)
+    return f"{name if name.isprintable() else repr(name)}: {cause_of(error)}"

@@ -1,5 +1,7 @@
 """The command `dpsur`."""
 
+import argparse
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -7,8 +9,17 @@ from importlib import import_module
 from typing import TextIO
 
 from dpsur._version import __version__
+from dpsur.cli.console import standard_streams
 from dpsur.cli.parser import Parser
-from dpsur.errors import DpsurError, InterruptedRunError, InvalidInputError, PrivacyWarning
+from dpsur.cli.signals import interrupts_exit_at_once
+from dpsur.errors import (
+    DpsurError,
+    FileError,
+    InterruptedRunError,
+    InvalidInputError,
+    PrivacyWarning,
+    describe_os_error,
+)
 
 # name -> module and what it does, in the order of the help. Only the module of the command that is
 # run is imported, so that accounting does not wait for torch.
@@ -34,40 +45,63 @@ Differentially private training with selective update and release.
 
   dpsur train --out run          train on embedded digits at epsilon 3
   dpsur evaluate run             test what was released
-  dpsur train --resume run       go on after an interruption
+  dpsur train --resume run       resume after an interruption
   dpsur verify run               recompute its epsilon and check its weights
   dpsur data fetch mnist         download a public data set, for --task mnist
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 2 for bad input, 3 where nothing is released."""
-    parser = Parser(prog="dpsur", description=DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"dpsur {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary)
-        if given[:1] == [name]:
-            import_module(module).set_up(command)
-    options = parser.parse_args(given)
+    """Run one command and return its exit status.
+
+    2 for bad input and for files that cannot be read or written, 3 where nothing is released, 130
+    for an interruption.
+    """
     try:
+        with standard_streams():
+            return _run(sys.argv[1:] if arguments is None else list(arguments))
+    except FileError as error:  # of standard output, which is flushed last
+        with standard_streams():
+            return _report(f"error: {error}", 2)
+    finally:
+        if arguments is None:  # the process ends: Ctrl-C has nothing left to stop
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _run(given: list[str]) -> int:
+    try:
+        with interrupts_exit_at_once():
+            options = _parse(given)
         with warnings.catch_warnings():
             warnings.simplefilter("always", PrivacyWarning)
             warnings.showwarning = _ShowOnce()
             return int(options.run(options))
     except InvalidInputError as error:
-        print(f"dpsur: error: {error}", file=sys.stderr)
-        return 2
+        return _report(f"error: {error}", 2)
+    except OSError as error:
+        return _report(f"error: {describe_os_error(error)}", 2)
     except KeyboardInterrupt:
-        print("dpsur: stopped", file=sys.stderr)
-        return 130
+        return _report("stopped", 130)
     except InterruptedRunError as error:
-        print(f"dpsur: {error}", file=sys.stderr)
-        return 130
+        return _report(str(error), 130)
     except DpsurError as error:
-        print(f"dpsur: error: {error}", file=sys.stderr)
-        return 3
+        return _report(f"error: {error}", 3)
+
+
+def _report(text: str, status: int) -> int:
+    print(f"dpsur: {text}", file=sys.stderr)
+    return status
+
+
+def _parse(given: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="dpsur", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"dpsur {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if given[:1] == [name]:
+            import_module(module).set_up(command)
+    return parser.parse_args(given)
 
 
 class _ShowOnce:
