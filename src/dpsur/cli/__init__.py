@@ -13,6 +13,7 @@ from dpsur.cli.console import standard_streams
 from dpsur.cli.parser import Parser
 from dpsur.cli.signals import interrupts_exit_at_once
 from dpsur.errors import (
+    DiagnosticsWarning,
     DpsurError,
     FileError,
     InterruptedRunError,
@@ -73,7 +74,8 @@ def _run(given: list[str]) -> int:
         with interrupts_exit_at_once():
             options = _parse(given)
         with warnings.catch_warnings():
-            warnings.simplefilter("always", PrivacyWarning)
+            for kind in (PrivacyWarning, DiagnosticsWarning):  # also under `python -W error`
+                warnings.simplefilter("always", kind)
             warnings.showwarning = _ShowOnce()
             return int(options.run(options))
     except InvalidInputError as error:
