@@ -1,6 +1,5 @@
 """The command `dpsur`."""
 
-import argparse
 import signal
 import sys
 import warnings
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: list[str]) -> int:
     try:
         with interrupts_exit_at_once():
-            options = _parse(given)
+            options = build_parser(given).parse_args(given)
         with warnings.catch_warnings():
             for kind in (PrivacyWarning, DiagnosticsWarning):  # also under `python -W error`
                 warnings.simplefilter("always", kind)
@@ -95,7 +94,8 @@ def _report(text: str, status: int) -> int:
     return status
 
 
-def _parse(given: list[str]) -> argparse.Namespace:
+def build_parser(given: Sequence[str]) -> Parser:
+    """The parser of the command line, with the options of the command that is given."""
     parser = Parser(prog="dpsur", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"dpsur {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -103,7 +103,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
         command = commands.add_parser(name, help=summary)
         if given[:1] == [name]:
             import_module(module).set_up(command)
-    return parser.parse_args(given)
+    return parser
 
 
 class _ShowOnce:
