@@ -248,6 +248,13 @@ def test_a_reader_that_leaves_is_no_error():
     assert done.stderr == ""
 
 
+def test_letters_that_the_terminal_does_not_have():
+    done = shell("PYTHONIOENCODING=ascii DPSUR proof")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    assert len(done.stdout) > 10_000
+
+
 def test_a_full_disk_behind_standard_output():
     done = shell("DPSUR proof > /dev/full")
     assert done.returncode == 2

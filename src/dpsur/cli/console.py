@@ -63,6 +63,8 @@ class _Stream:
         """Write, as far as someone reads."""
         try:
             return self._stream.write(text)
+        except UnicodeEncodeError as error:  # the C locale: question marks for other letters
+            return self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
         except (OSError, ValueError) as error:
             self._failed(error)
             return len(text)
@@ -75,8 +77,6 @@ class _Stream:
             self._failed(error)
 
     def _failed(self, error: OSError | ValueError) -> None:
-        if isinstance(error, UnicodeError):
-            raise error
         self._discard()
         gone = isinstance(error, (BrokenPipeError, ValueError))  # ValueError: closed in the process
         if self._name is not None and isinstance(error, OSError) and not gone:
