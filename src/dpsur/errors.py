@@ -1,5 +1,6 @@
 """What can go wrong, in words a user can act on."""
 
+import os
 import sys
 
 # An error from anywhere else comes from a model, a loss or a data set of the user.
@@ -30,12 +31,20 @@ class CheckpointError(InvalidInputError):
     """A checkpoint or release that is damaged, or belongs to another run."""
 
 
+class FileError(DpsurError, OSError):
+    """A file or folder that cannot be read or written; the message names it and the cause."""
+
+
 class NothingReleasedError(DpsurError):
     """The run used up its trials before its updates; its result must not be published."""
 
 
 class PrivacyWarning(UserWarning):
     """Something about a guarantee that the user should know."""
+
+
+class DiagnosticsWarning(UserWarning):
+    """A private record of a run, such as its curves, is incomplete. The release is not affected."""
 
 
 class InterruptedRunError(DpsurError):
@@ -51,3 +60,18 @@ def from_custom_code(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+def cause_of(error: OSError) -> str:
+    """Why the operating system refused, without the path."""
+    return error.strerror or str(error) or type(error).__name__
+
+
+def describe_os_error(error: OSError) -> str:
+    """An error of the operating system on one line: the path, where it is known, and the cause."""
+    if isinstance(error, FileError):
+        return str(error)
+    if error.filename is None or isinstance(error.filename, int):
+        return f"a file cannot be read or written ({cause_of(error)})"
+    name = os.fsdecode(error.filename)
+    return f"{name if name.isprintable() else repr(name)}: {cause_of(error)}"

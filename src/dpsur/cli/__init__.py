@@ -1,16 +1,26 @@
 """The command `dpsur`."""
 
-import argparse
+import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from typing import TextIO
 
 from dpsur._version import __version__
+from dpsur.cli.console import standard_streams
 from dpsur.cli.parser import Parser
-from dpsur.errors import DpsurError, InterruptedRunError, InvalidInputError, PrivacyWarning
+from dpsur.cli.signals import interrupts_exit_at_once
+from dpsur.errors import (
+    DiagnosticsWarning,
+    DpsurError,
+    FileError,
+    InterruptedRunError,
+    InvalidInputError,
+    PrivacyWarning,
+    describe_os_error,
+)
 
 # name -> module and what it does, in the order of the help. Only the module of the command that is
 # run is imported, so that accounting does not wait for torch.
@@ -36,50 +46,80 @@ Differentially private training with selective update and release.
 
   dpsur train --out run          train on embedded digits at epsilon 3
   dpsur evaluate run             test what was released
-  dpsur train --resume run       go on after an interruption
+  dpsur train --resume run       resume after an interruption
   dpsur verify run               recompute its epsilon and check its weights
   dpsur data fetch mnist         download a public data set, for --task mnist
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 2 for bad input, 3 where nothing is released."""
-    parser = Parser(prog="dpsur", description=DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"dpsur {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary)
-        if given[:1] == [name]:
-            import_module(module).set_up(command)
-    if given[:1] == ["reproduce"]:
-        print(f"dpsur: error: {MOVED}", file=sys.stderr)
-        return 2
-    return run_command(parser.parse_args(given), "dpsur")
+    """Run one command and return its exit status.
+
+    2 for bad input and for files that cannot be read or written, 3 where nothing is released, 130
+    for an interruption.
+    """
+    return run_command(build_parser, "dpsur", arguments)
 
 
-def run_command(options: argparse.Namespace, program: str) -> int:
-    """Run a parsed command. Errors and warnings are one line each, headed by the program's name."""
+def run_command(
+    parser_for: Callable[[Sequence[str]], Parser],
+    program: str,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Parse and run a command. Errors and warnings are one line each, headed by its name."""
+    try:
+        with standard_streams():
+            given = sys.argv[1:] if arguments is None else list(arguments)
+            return _run(parser_for, program, given)
+    except FileError as error:  # of standard output, which is flushed last
+        with standard_streams():
+            return _report(program, f"error: {error}", 2)
+    finally:
+        if arguments is None:  # the process ends: Ctrl-C has nothing left to stop
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _run(parser_for: Callable[[Sequence[str]], Parser], program: str, given: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # no letter that a locale lacks ends a command
             stream.reconfigure(errors="backslashreplace")
     try:
+        with interrupts_exit_at_once():
+            options = parser_for(given).parse_args(given)
         with warnings.catch_warnings():
-            warnings.simplefilter("always", PrivacyWarning)
+            for kind in (PrivacyWarning, DiagnosticsWarning):  # also under `python -W error`
+                warnings.simplefilter("always", kind)
             warnings.showwarning = _ShowOnce(program)
             return int(options.run(options))
     except InvalidInputError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        return 2
+        return _report(program, f"error: {error}", 2)
+    except OSError as error:
+        return _report(program, f"error: {describe_os_error(error)}", 2)
     except KeyboardInterrupt:
-        print(f"{program}: stopped", file=sys.stderr)
-        return 130
+        return _report(program, "stopped", 130)
     except InterruptedRunError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 130
+        return _report(program, str(error), 130)
     except DpsurError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        return 3
+        return _report(program, f"error: {error}", 3)
+
+
+def _report(program: str, text: str, status: int) -> int:
+    print(f"{program}: {text}", file=sys.stderr)
+    return status
+
+
+def build_parser(given: Sequence[str]) -> Parser:
+    """The parser of the command line, with the options of the command that is given."""
+    if given[:1] == ["reproduce"]:
+        raise InvalidInputError(MOVED)
+    parser = Parser(prog="dpsur", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"dpsur {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if given[:1] == [name]:
+            import_module(module).set_up(command)
+    return parser
 
 
 class _ShowOnce:

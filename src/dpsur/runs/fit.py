@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,13 +22,13 @@ from dpsur.privacy.mechanism import epsilons
 from dpsur.privacy.plans.hiding import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import RunFacts, privacy_statement, warnings_for
 from dpsur.runs.arguments import check_options, check_single_process
-from dpsur.runs.checkpoint import FILE_NAME, load_statistics
+from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.delays import RandomDelays
 from dpsur.runs.evaluation import evaluate
-from dpsur.runs.files import RunFolder
+from dpsur.runs.files import CURVES, RunFolder, to_json, write_atomically
 from dpsur.runs.preparation import Preparation
 from dpsur.runs.prepare import prepare
-from dpsur.runs.recorder import CURVES, Recorder, draw_curves
+from dpsur.runs.recorder import Recorder, draw_curves
 from dpsur.runs.release import NO_ORIGIN, Origin, released_model, write_release
 from dpsur.runs.result import PrivateDiagnostics, Run, Statement
 from dpsur.runs.session import Observer, Pace, Session, Speed
@@ -113,7 +113,7 @@ def fit(
         device=device,
         pace=pace,
         speed=speed,
-        released=load_statistics(folder.private / FILE_NAME) if folder and resume else None,
+        released=load_statistics(folder.checkpoint) if folder and resume else None,
     )
     return execute(session, folder=folder, resume=resume, observers=observers)
 
@@ -126,11 +126,13 @@ def execute(
     observers: Sequence[Observer] = (),
     stop_requested: Callable[[], bool] = lambda: False,
     origin: Origin = NO_ORIGIN,
+    config: Mapping[str, Any] | None = None,
 ) -> Run:
     """Run a prepared session and, where there is a folder, write its release at the end.
 
     `stop_requested` is asked after every trial, or block of captured trials; if it says yes, the
-    run saves itself and stops.
+    run saves itself and stops. `config` is stored with a new run, for the command line to
+    resume it with.
     """
     for text in objections(session):
         warnings.warn(text, PrivacyWarning, stacklevel=3)
@@ -143,6 +145,7 @@ def execute(
                 observers=observers,
                 stop_requested=stop_requested,
                 origin=origin,
+                config=config,
             )
         )
 
@@ -161,6 +164,7 @@ def executing(
     observers: Sequence[Observer] = (),
     stop_requested: Callable[[], bool] = lambda: False,
     origin: Origin = NO_ORIGIN,
+    config: Mapping[str, Any] | None = None,
 ) -> Turns[Run]:
     """What `execute` does, in turns: see `Session.turns`."""
     waiting = [RandomDelays()] if session.hide_rejections == DELAY else []
@@ -171,17 +175,20 @@ def executing(
         return _finished(session, progress, recorder, origin)
     folder.create()
     with folder.lock():
-        if not resume and (folder.finished or (folder.private / FILE_NAME).exists()):
+        if not resume and not folder.unstarted:
             raise InvalidInputError(
                 f"another run has begun in the folder {folder.root} meanwhile; choose another one"
             )
+        folder.clean()
+        folder.check_release_is_free()
+        if config is not None and not resume:
+            write_atomically(folder.config, to_json(config), mode=0o600)
         recorder = Recorder(folder.private)
         watching = [recorder, *observers]
         progress = yield from session.turns(watching, folder, resume, stop_requested)
         run = _finished(session, progress, recorder, origin)
+        write_release(folder.release, run.model, run.statement, origin)
         draw_curves(recorder.rows, folder.private / CURVES)
-        if not folder.finished:
-            write_release(folder.release, run.model, run.statement, origin)
     return replace(run, saved=folder.release)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from dpsur.core.types import Params
-from dpsur.errors import CheckpointError, InvalidInputError
+from dpsur.errors import CheckpointError, FileError, InvalidInputError, describe_os_error
 from dpsur.features import WithFeatures
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.wording import NO_GUARANTEE
@@ -26,8 +26,11 @@ from dpsur.runs.files import (
     STATEMENT,
     WEIGHTS,
     finite,
+    holds_release,
+    partial_release,
     release_folder,
     sha256,
+    sync_folder,
     to_json,
     write_atomically,
 )
@@ -68,7 +71,7 @@ def released_model(original: nn.Module, layers: nn.Sequential, released: Params)
 def write_release(
     folder: Path, model: nn.Module, statement: Mapping[str, Any], origin: Origin
 ) -> None:
-    """Write a release folder, whole or not at all."""
+    """Write a release folder, whole or not at all; the same release is not written twice."""
     tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
     described = {
         "format": FORMAT,
@@ -79,17 +82,21 @@ def write_release(
     weights = save_tensors(tensors, {"dpsur": json.dumps(described)})
     statement = as_published(statement)
     statement = {**statement, "weights": {"file": WEIGHTS, "sha256": sha256(weights)}}
-    partial = folder.with_name(f".{folder.name}.partial")
+    if holds_release(folder) and (folder / WEIGHTS).read_bytes() == weights:
+        return
+    partial = partial_release(folder)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         write_atomically(partial / WEIGHTS, weights)
         write_atomically(partial / STATEMENT, to_json(statement))
         write_atomically(partial / PAGE, render_markdown(statement).encode())
-        partial.rename(folder)
+        partial.rename(folder)  # takes the place of an empty folder, but of nothing else
+        sync_folder(folder.parent)
     except OSError as error:
-        raise InvalidInputError(
-            f"the release cannot be written to {folder} ({error.strerror}); choose another folder"
+        raise FileError(
+            f"the release cannot be written to {folder} ({describe_os_error(error)}); make room "
+            "for it there, or choose another folder"
         ) from error
 
 

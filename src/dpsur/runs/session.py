@@ -23,7 +23,8 @@ from dpsur.privacy.events import Trial
 from dpsur.privacy.plans import AnyPlan, FilteredPlan, Plan
 from dpsur.privacy.plans.hiding import NOT_HIDDEN, duration, elapsed
 from dpsur.runs.checkpoint import (
-    FILE_NAME,
+    FIXED_PARTS,
+    Fingerprint,
     Statistics,
     digest_of,
     load_checkpoint,
@@ -159,10 +160,10 @@ class Session:
 
         Every turn has to be taken with the `arithmetic` of the run, and on the same stream.
         """
-        fingerprint = "" if folder is None else self.fingerprint()
+        fingerprint = Fingerprint("", {}) if folder is None else self.fingerprint()
         progress = loop.start(self.procedure)
         if folder is not None and resume:
-            saved = load_checkpoint(folder.private / FILE_NAME, fingerprint)
+            saved = load_checkpoint(folder.checkpoint, fingerprint)
             progress = restore(saved, progress, self.streams)
 
         log_choice(self.engine())
@@ -172,7 +173,7 @@ class Session:
             check_fixed_parts(self.problem.model, self.original)
             unchanged.check()
             if folder is not None:
-                path = folder.private / FILE_NAME
+                path = folder.checkpoint
                 save_checkpoint(path, progress, self.streams, fingerprint, self.statistics)
 
         saved_at = progress.ledger.trials
@@ -246,11 +247,11 @@ class Session:
         for observer in observers:
             observer.evaluated(progress, scores, spent)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self) -> Fingerprint:
         """Tells this run from any other: its settings, records, loss, network and fixed parts."""
         trained = self.problem.initial_params()
         records = {"inputs": self.problem.train.inputs, "targets": self.problem.train.targets}
-        facts = {
+        facts: dict[str, Any] = {
             "method": self.method.name,
             "settings": asdict(self.method),
             "plan": self.plan.to_json(),
@@ -265,7 +266,15 @@ class Session:
             "records": digest_of(records),
             "fixed": digest_of(fixed_parts(self.original)),
         }
-        return sha256(to_json(facts))
+        return Fingerprint(
+            sha256(to_json(facts)),
+            {
+                FIXED_PARTS: facts["fixed"],
+                "network": facts["model"],
+                "loss": facts["loss"],
+                "records": facts["records"],
+            },
+        )
 
 
 def _verdicts(progress: Progress, verdict: Verdict) -> list[Verdict]:

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from dpsur import checks
-from dpsur.core.streams import INIT, Streams
+from dpsur.core.streams import INIT, Streams, seeded_globally
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
@@ -37,7 +38,9 @@ class TaskRun:
 
     `hold_out` training records are kept back and tested on instead of the test set, for choosing
     hyper-parameters. `network` changes arguments of the task's network; `model` names a function of
-    a user's own, `module:function`, that builds the network instead.
+    a user's own, `module:function`, that builds the network instead. `network_seed` fixes the
+    initial weights of an unseeded run, so that the same network can be built when it is resumed; it
+    has no part in sampling or noise.
     """
 
     task: str
@@ -54,6 +57,7 @@ class TaskRun:
     max_updates: int | None = None
     hide_rejections: str = NOT_HIDDEN
     seed: int | None = None
+    network_seed: int | None = None
     device: str = "auto"
     pace: Pace = field(default_factory=Pace)
     speed: Speed = field(default_factory=Speed)
@@ -118,7 +122,7 @@ def prepare_task(
     if records.featured:
         preparation = Preparation(AS_THEY_ARE, preparation.kind)
     preparation.check(tuple(records.train.inputs.shape[1:]))
-    with Streams(run.seed, device).global_randomness(INIT):
+    with _initialisation(run, device):
         model = build()
     session = prepare(
         model,
@@ -138,6 +142,13 @@ def prepare_task(
         released=released,
     )
     return session, _origin(task, description, session)
+
+
+def _initialisation(run: TaskRun, device: torch.device) -> AbstractContextManager[None]:
+    """Where the initial weights are drawn from."""
+    if run.seed is None and run.network_seed is not None:
+        return seeded_globally(run.network_seed, device)
+    return Streams(run.seed, device).global_randomness(INIT)
 
 
 def subset(train: Examples, most: int | None) -> Examples:
