@@ -42,15 +42,8 @@ Differentially private training with selective update and release.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 2 for bad input, 3 where nothing is released."""
-    parser = Parser(prog="dpsur", description=DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"dpsur {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     given = sys.argv[1:] if arguments is None else list(arguments)
-    for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary)
-        if given[:1] == [name]:
-            import_module(module).set_up(command)
-    options = parser.parse_args(given)
+    options = build_parser(given).parse_args(given)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", PrivacyWarning)
@@ -68,6 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DpsurError as error:
         print(f"dpsur: error: {error}", file=sys.stderr)
         return 3
+
+
+def build_parser(given: Sequence[str]) -> Parser:
+    """The parser of the command line, with the options of the command that is given."""
+    parser = Parser(prog="dpsur", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"dpsur {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if given[:1] == [name]:
+            import_module(module).set_up(command)
+    return parser
 
 
 class _ShowOnce:

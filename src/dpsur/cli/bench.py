@@ -15,6 +15,7 @@ from dpsur.bench.networks import NETWORKS, network_named
 from dpsur.bench.run import rows
 from dpsur.bench.settings import Settings
 from dpsur.bench.table import line, markdown
+from dpsur.cli.parser import whole_number
 from dpsur.errors import InvalidInputError
 from dpsur.experiments.rows import read_rows, write_rows
 
@@ -153,8 +154,8 @@ def _pairs(text: str, sizes: Sequence[int]) -> list[tuple[str, int]]:
     name, *own = text.split(":")
     network_named(name)
     try:
-        chosen = [int(size) for size in own] if own else list(sizes)
-    except ValueError:
+        chosen = [whole_number(size) for size in own] if own else list(sizes)
+    except (ValueError, argparse.ArgumentTypeError):
         raise InvalidInputError(
             f"batch sizes of a network are whole numbers after a colon, got {text!r}"
         ) from None
