@@ -172,7 +172,16 @@ def test_a_run_without_a_folder_gets_a_new_one(tmp_path, capsys, monkeypatch):
         assert f"release: {folder}/release " in out
         assert (tmp_path / folder / "release" / "privacy.json").is_file()
     np.savez(tmp_path / "secret.npz", x=np.zeros((200, 3)), y=np.arange(200) % 2)
-    options = ["--task", f"npz:{tmp_path}/secret.npz", "--method", "dpsgd", *QUICK, "--quiet"]
+    options = [
+        "--task",
+        f"npz:{tmp_path}/secret.npz",
+        "--classes",
+        "2",
+        "--method",
+        "dpsgd",
+        *QUICK,
+        "--quiet",
+    ]
     status, out, err = dpsur("train", *options, capsys=capsys)
     assert (status, err) == (0, "")
     assert "release: runs/secret-dpsgd/release " in out

@@ -36,8 +36,7 @@ DIRECTIONS: tuple[Direction, ...] = ("add", "remove")
 COARSE_ORDERS = tuple(1.0 + 0.02 * 1.55**k for k in range(24))
 _GOLDEN = 0.5 * (math.sqrt(5.0) - 1.0)
 _ORDER_TOLERANCE = 0.05  # in log(order - 1), around a minimum that is flat
-# Beyond it, rounding the ratio to a grid would overflow. Such a test costs any budget anyway.
-LARGEST_RATIO = 1e100
+LARGEST_RATIO = 1e100  # of acceptance probabilities: rounding larger ones would overflow
 
 
 class SelectiveUpdate(NamedTuple):
