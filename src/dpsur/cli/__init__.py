@@ -8,6 +8,7 @@ from typing import TextIO
 
 from dpsur._version import __version__
 from dpsur.cli.parser import Parser
+from dpsur.cli.private_log import logged_privately
 from dpsur.errors import DpsurError, InterruptedRunError, InvalidInputError, PrivacyWarning
 
 # name -> module and what it does, in the order of the help. Only the module of the command that is
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.showwarning = _ShowOnce()
             return int(options.run(options))
     except InvalidInputError as error:
-        print(f"dpsur: error: {error}", file=sys.stderr)
+        print(f"dpsur: error: {error}{logged_privately(error, given)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("dpsur: stopped", file=sys.stderr)
