@@ -1,6 +1,5 @@
 """Check a release against its own statement."""
 
-import json
 import math
 import os
 from pathlib import Path
@@ -21,7 +20,7 @@ from dpsur.privacy.mechanism import (
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.plans.hiding import least_cap
 from dpsur.privacy.statement import FORMAT
-from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, release_folder, sha256
+from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, from_json, release_folder, sha256
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
 TOLERANCE = 1e-5
@@ -35,7 +34,17 @@ MALFORMED = (
     AssertionError,
 )
 KEYS = {
-    *("format", "guarantee", "budget", "epsilon", "unit", "adjacency", "dataset_size", "sampler"),
+    *(
+        "format",
+        "guarantee",
+        "budget",
+        "epsilon",
+        "unit",
+        "adjacency",
+        "dataset_size",
+        "public",
+        "sampler",
+    ),
     *("mechanism", "accepted_updates", "method", "settings", "released", "random", "arithmetic"),
     *("tuning", "side_channels", "not_covered", "warnings", "versions", "weights"),
 }
@@ -64,7 +73,7 @@ def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | N
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        statement = json.loads(path.read_text())
+        statement = from_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"{path} is not a privacy statement: {error}") from error
     if not isinstance(statement, dict) or statement.get("format") != FORMAT:
