@@ -144,10 +144,22 @@ def test_fortran_order_and_compression_are_read(tmp_path):
     assert train.targets.tolist() == Y.tolist()
 
 
+def refused_in_one_line(read):
+    """Whether a file was refused; whatever else is raised fails the test."""
+    try:
+        read()
+    except InvalidInputError as error:
+        message = str(error)
+    else:
+        return False
+    assert len(message.splitlines()) == 1
+    return True
+
+
 def test_mutated_files_are_refused_or_read(tmp_path):
     """Bytes changed, cut off or repeated: one line, or arrays that can be trained on."""
     rng = np.random.default_rng(0)
-    path = tmp_path / "own.npz"
+    path, refusals = tmp_path / "own.npz", 0
     for whole in (npz_bytes(), zipped(x=npy_of(X))):
         for _ in range(500):
             content, place = bytearray(whole), int(rng.integers(1, len(whole)))
@@ -161,12 +173,8 @@ def test_mutated_files_are_refused_or_read(tmp_path):
                 case 3:
                     content[place:place] = content[max(0, place - 30) : place]
             path.write_bytes(content)
-            try:
-                train, _ = task_named(f"npz:{path}").load(None)
-            except InvalidInputError as error:
-                assert len(str(error).splitlines()) == 1
-            else:
-                assert len(train) == len(train.targets)
+            refusals += refused_in_one_line(lambda: task_named(f"npz:{path}"))
+    assert 500 < refusals <= 1000
 
 
 def tar_bytes(*members):
@@ -272,7 +280,7 @@ BATCHES = {
     "lists": EMPTY_LIST * DEEP + APPEND * (DEEP - 1) + STOP,
     "dicts": (EMPTY_DICT + b"\x8c\x01a") * DEEP + NONE + SETITEM * DEEP + STOP,
     "list in itself": EMPTY_LIST + b"q\x00" + b"h\x00" + APPEND + STOP,
-    "list in a list in itself": EMPTY_LIST + b"q\x00" + EMPTY_LIST + b"h\x00" + APPEND + APPEND + STOP,
+    "list around itself": EMPTY_LIST + b"q\x00" + EMPTY_LIST + b"h\x00" + APPEND * 2 + STOP,
     "number as a key": EMPTY_DICT + b"K\x01" + NONE + SETITEM + STOP,
     "list as a key": EMPTY_DICT + EMPTY_LIST + NONE + SETITEM + STOP,
     "long text": b"\x8d" + (2**62).to_bytes(8, "little") + STOP,
@@ -343,7 +351,7 @@ def test_mutated_batches_are_refused_or_read(photographs, tmp_path):
         contents[name] = pickle.dumps(batch, protocol=4)
         (tmp_path / name).write_bytes(contents[name])
     load_arrays(photographs.data_set, tmp_path)
-    path = tmp_path / "data_batch_1"
+    path, refusals = tmp_path / "data_batch_1", 0
     whole = contents["data_batch_1"]
     for _ in range(200):
         content = bytearray(whole)
@@ -353,11 +361,8 @@ def test_mutated_batches_are_refused_or_read(photographs, tmp_path):
         )
         content[place] = int(rng.integers(256))
         path.write_bytes(content)
-        try:
-            load_arrays(photographs.data_set, tmp_path)
-        except InvalidInputError as error:
-            assert "data_batch_1" in str(error)
-            assert len(str(error).splitlines()) == 1
+        refusals += refused_in_one_line(lambda: load_arrays(photographs.data_set, tmp_path))
+    assert refusals > 150
 
 
 def test_reviews_are_read_by_their_names_only(tmp_path):

@@ -33,9 +33,9 @@ class Scattering2d(nn.Module):
         checks.at_least_one("width", width)
         if scales > _MOST_SCALES or height * width * angles > _LARGEST_FILTERS:
             raise InvalidInputError(
-                f"scattering of {height}x{width} pixels, {scales} scales and {angles} angles is too "
-                f"large; there are up to {_MOST_SCALES} scales, and up to {_LARGEST_FILTERS} pixels "
-                "times angles"
+                f"scattering of {height}x{width}, {scales} scales and {angles} angles is "
+                f"too large; there are up to {_MOST_SCALES} scales, and up to {_LARGEST_FILTERS} "
+                "pixels times angles"
             )
         step = 1 << scales
         for name, size in (("height", height), ("width", width)):
