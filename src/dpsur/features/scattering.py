@@ -28,9 +28,9 @@ class Scattering2d(nn.Module):
 
     def __init__(self, height: int, width: int, scales: int = 2, angles: int = 8) -> None:
         super().__init__()
-        for name, value in (("scales", scales), ("angles", angles), ("height", height)):
+        sizes = {"height": height, "width": width, "scales": scales, "angles": angles}
+        for name, value in sizes.items():
             checks.at_least_one(name, value)
-        checks.at_least_one("width", width)
         if scales > _MOST_SCALES or height * width * angles > _LARGEST_FILTERS:
             raise InvalidInputError(
                 f"scattering of {height}x{width}, {scales} scales and {angles} angles is "
