@@ -260,7 +260,7 @@ def nan_row():
         ({"train_set": (torch.zeros(3, 2), torch.zeros(2).long())}, "3 inputs but 2 targets"),
         (
             {"train_set": (torch.zeros(3, 2), torch.tensor([0, 1, 3]))},
-            "0 to 3, but the model has 3",
+            "it has 3 outputs, for the labels 0 to 2",
         ),
         (
             {"train_set": (torch.zeros(3, 2), torch.tensor([0, -1, 2]))},
