@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dpsur.cli import run_command
-from dpsur.cli.parser import Parser
+from dpsur.cli.parser import Parser, shown, whole_number
 from dpsur.errors import DpsurError, InvalidInputError
 from reproduction.base import Experiment, Options
 from reproduction.registry import EXPERIMENTS, experiment_named
@@ -27,6 +27,7 @@ PROGRAM = "reproduction"
 ROOT = Path(__file__).parent.parent
 THREADS = "OMP_NUM_THREADS"
 WHOLE = (0, 1)  # the one part of a grid that is not shared
+MOST_SEEDS, MOST_JOBS = 10_000, 1_000
 LIMITS = {"tasks": str, "arms": str, "epsilons": float}
 EXAMPLES = """\
   python -m reproduction acceptance gate-density truncation trajectory     under a minute
@@ -46,14 +47,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, as `dpsur` does: 2 for bad input."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["bench"]:
-        from reproduction.bench import command
+        return run_command(_bench_parser, PROGRAM, given[1:])
+    return run_command(_parser, PROGRAM, given)
 
-        parser = ReproductionParser(prog=f"python -m {PROGRAM} bench")
-        command.set_up(parser)
-        return run_command(parser.parse_args(given[1:]), PROGRAM)
+
+def _bench_parser(given: Sequence[str]) -> Parser:
+    del given
+    from reproduction.bench import command
+
+    parser = ReproductionParser(prog=f"python -m {PROGRAM} bench")
+    command.set_up(parser)
+    return parser
+
+
+def _parser(given: Sequence[str]) -> Parser:
+    del given
     parser = ReproductionParser(prog=f"python -m {PROGRAM}")
     set_up(parser)
-    return run_command(parser.parse_args(given), PROGRAM)
+    return parser
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
@@ -245,30 +256,43 @@ def _listing() -> str:
     return "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in EXPERIMENTS.items())
 
 
-def _seeds(text: str) -> tuple[int, ...]:
+def _seeds(value: str) -> tuple[int, ...]:
     """Read a list of seeds and ranges of seeds."""
     found: list[int] = []
     try:
-        for part in text.split(","):
+        for part in value.split(","):
             first, _, last = part.partition("-")
-            found += range(int(first), int(last or first) + 1)
+            start, stop = whole_number(first), whole_number(last or first) + 1
+            if stop - start > MOST_SEEDS - len(found):
+                raise argparse.ArgumentTypeError(
+                    f"{shown(value)} names more than {MOST_SEEDS} seeds"
+                )
+            found += range(start, stop)
     except ValueError:
         found = []
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of seeds such as 0-4 or 1,3")
+        raise argparse.ArgumentTypeError(
+            f"{shown(value)} is not a list of seeds such as 0-4 or 1,3"
+        )
     return tuple(dict.fromkeys(found))
 
 
-def _count(text: str) -> int:
-    """Read a whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
+def _count(value: str) -> int:
+    """Read a number of processes."""
+    if not value.isdecimal() or not 1 <= whole_number(value) <= MOST_JOBS:
+        raise argparse.ArgumentTypeError(
+            f"{shown(value)} is not a whole number from 1 to {MOST_JOBS}"
+        )
+    return int(value)
 
 
-def _shard(text: str) -> tuple[int, int]:
+def _shard(value: str) -> tuple[int, int]:
     """Read `K/N`, with 0 <= K < N."""
-    first, _, second = text.partition("/")
-    if not (first.isdecimal() and second.isdecimal() and int(first) < int(second)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a part K/N with K from 0 to N - 1")
+    first, _, second = value.partition("/")
+    if not (first.isdecimal() and second.isdecimal()) or not (
+        whole_number(first) < whole_number(second) <= MOST_JOBS
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{shown(value)} is not a part K/N with K from 0 to N - 1 and N up to {MOST_JOBS}"
+        )
     return int(first), int(second)

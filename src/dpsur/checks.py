@@ -14,11 +14,18 @@ T = TypeVar("T")
 
 
 def number(name: str, value: Any) -> None:
-    """Refuse what is no number at all, such as a word or None."""
+    """Refuse what is no number at all, such as a word or None, or beyond what a float holds."""
     if not hasattr(value, "__float__"):
         raise InvalidInputError(
             f"{name} must be a number, got {value!r} ({type(value).__name__}); write it as a number"
         )
+    try:
+        float(value)
+    except OverflowError:
+        raise InvalidInputError(
+            f"{name} must be a number below 1e308, got a whole number of about "
+            f"{int(value).bit_length() * 0.30103:.0f} digits"
+        ) from None
 
 
 def positive(name: str, value: float) -> None:

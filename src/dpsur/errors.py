@@ -12,7 +12,17 @@ class DpsurError(Exception):
 
 
 class InvalidInputError(DpsurError, ValueError):
-    """A value that cannot be used; the message names it and the remedy."""
+    """A value that cannot be used; the message names it and the remedy.
+
+    `private` is what the message must not quote: values of private records. It is no part of the
+    text or of a traceback. The command writes it to a log that only its user can read.
+    """
+
+    def __init__(self, message: str, *, private: str | None = None) -> None:
+        super().__init__(message)
+        self.private = private
+        if private is not None:
+            self.add_note("The attribute `private` of this error says more. Do not share it.")
 
 
 class ArgumentError(InvalidInputError, TypeError):

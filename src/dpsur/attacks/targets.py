@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpsur import checks
 from dpsur.attacks.many import ManyModels, Recipe
 from dpsur.attacks.models import SeparateModels
 from dpsur.attacks.split import join
@@ -16,7 +17,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
 from dpsur.methods import Method
 from dpsur.runs.result import Run
-from dpsur.runs.tasks import Records, TaskRun, prepare_task, subset
+from dpsur.runs.tasks import Records, TaskRun, prepare_task
 from dpsur.runs.together import run_together
 from dpsur.tasks import Task, task_named
 from dpsur.tasks.base import PIXELS, TOKENS, VECTORS
@@ -26,15 +27,21 @@ from dpsur.tasks.networks import build_network, takes
 # large convolutions are slower together than one after another.
 AT_ONCE = {"cifar10": 1}
 USUALLY_AT_ONCE = 16
+POOL_SEED = 2024
 # As the paper's pixel networks have it where DPSGD trains them: a target without privacy is then
 # what DPSGD would have made without clipping and noise.
 TARGET_NETWORK = {"activation": "relu"}
 
 
 def attacked_pool(task: Task, most: int | None = None) -> Examples:
-    """Training and test records of a task together, or so many of them."""
+    """Training and test records of a task together, or so many of them, drawn once for all."""
     train, test = task.load(None)
-    return subset(train if test is None else join(train, test), most)
+    pool = train if test is None else join(train, test)
+    if most is None:
+        return pool
+    checks.at_least_one("max_records", most)
+    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(POOL_SEED))
+    return pool.select(order[:most]) if most < len(pool) else pool
 
 
 @lru_cache(maxsize=1)

@@ -11,6 +11,7 @@ from typing import TextIO
 from dpsur._version import __version__
 from dpsur.cli.console import standard_streams
 from dpsur.cli.parser import Parser
+from dpsur.cli.private_log import logged_privately
 from dpsur.cli.signals import interrupts_exit_at_once
 from dpsur.errors import (
     DiagnosticsWarning,
@@ -92,7 +93,7 @@ def _run(parser_for: Callable[[Sequence[str]], Parser], program: str, given: lis
             warnings.showwarning = _ShowOnce(program)
             return int(options.run(options))
     except InvalidInputError as error:
-        return _report(program, f"error: {error}", 2)
+        return _report(program, f"error: {error}{logged_privately(error, given)}", 2)
     except OSError as error:
         return _report(program, f"error: {describe_os_error(error)}", 2)
     except KeyboardInterrupt:

@@ -65,6 +65,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw claims and bounds (PNG, SVG or PDF)")
     one = parser.add_argument_group("one training (--against training)")
     one.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
+    one.add_argument("--classes", type=int, metavar="K", help="number of classes of npz:FILE")
     one.add_argument("--method", default="dpsgd", help=f"one of: {', '.join(METHODS)}")
     one.add_argument("--epsilon", type=float, default=4.0, help="claimed (default: 4)")
     one.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")
@@ -162,7 +163,7 @@ def _broken(options: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _training(options: argparse.Namespace) -> Iterator[Finding]:
-    task, kind = task_named(options.task), method_named(options.method)
+    task, kind = task_named(options.task, options.classes), method_named(options.method)
     chosen = {**task.settings.get(kind.name, {}), **method_options(options, kind)}
     method = build_method(kind.name, chosen)
     device = choose_device(options.device)

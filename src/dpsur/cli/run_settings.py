@@ -39,7 +39,8 @@ SETTINGS = (
     "activation",
     "model",
     "data_dir",
-    "max_records",
+    "classes",
+    "keep_fraction",
     "max_updates",
     "epsilon",
     "delta",
@@ -72,7 +73,8 @@ class Settings:
     activation: str | None = None
     model: str | None = None
     data_dir: str | None = None
-    max_records: int | None = None
+    classes: int | None = None
+    keep_fraction: float | None = None
     max_updates: int | None = None
     epsilon: float = 3.0
     delta: float = 1e-5
@@ -94,7 +96,7 @@ def new_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
         name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None
     }
     method = method_named(given.get("method", Settings.method))
-    task = task_named(given.get("task", Settings.task))
+    task = task_named(given.get("task", Settings.task), given.get("classes"))
     preset = _preset(given, method.name, task.name)
     usual = _usual_options(given, method, task) if preset is None else preset.options
     chosen = {**usual, **method_options(options, method)}
@@ -251,7 +253,8 @@ def task_run(settings: Settings) -> TaskRun:
         network=_network(settings),
         model=settings.model,
         data_dir=None if settings.data_dir is None else Path(settings.data_dir),
-        max_records=settings.max_records,
+        classes=settings.classes,
+        keep_fraction=settings.keep_fraction,
         max_updates=settings.max_updates,
         hide_rejections=settings.hide_rejections,
         seed=settings.seed,

@@ -163,10 +163,18 @@ def _add_what(parser: argparse.ArgumentParser, defaults: Settings) -> None:
         help="folder of the data (default: $DPSUR_DATA, or the downloads in the cache)",
     )
     what.add_argument(
-        "--max-records",
+        "--classes",
         type=int,
-        metavar="N",
-        help="train on a subset of so many records; epsilon is that of the subset",
+        metavar="K",
+        help="number of classes of npz:FILE, which becomes public (default: the array classes of "
+        "the file)",
+    )
+    what.add_argument(
+        "--keep-fraction",
+        type=float,
+        metavar="F",
+        help="train on about this fraction of the records, each kept or left out by a draw of its "
+        "own; the fraction is public, and epsilon is that of the records that are kept",
     )
     what.add_argument(
         "--max-updates",

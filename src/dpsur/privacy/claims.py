@@ -48,6 +48,7 @@ def claim_faults(statement: Mapping[str, Any]) -> list[str]:
     _check_form(statement["mechanism"])
     return [
         *_text_faults(statement),
+        *_public_faults(statement["public"]),
         *_count_faults(statement),
         *_rate_faults(statement),
         *_step_faults(statement),
@@ -105,6 +106,17 @@ def _text_faults(statement: Mapping[str, Any]) -> Iterator[str]:
     for name, (stated, allowed) in texts.items():
         if stated not in allowed:
             yield f"{name} says {stated!r}, which is not what this library states there"
+
+
+def _public_faults(public: Mapping[str, Any]) -> Iterator[str]:
+    """Only what can be declared, in the form in which a run takes it."""
+    for name in sorted(public.keys() - {"classes", "keep_fraction"}):
+        yield f"public.{name} is nothing that a user declares"
+    classes, fraction = public.get("classes", 2), public.get("keep_fraction", 1.0)
+    if not isinstance(classes, int) or isinstance(classes, bool) or classes < 2:
+        yield f"public.classes is {classes!r}, which is no number of classes"
+    if not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+        yield f"public.keep_fraction is {fraction!r}, which is no fraction of the records"
 
 
 def _watched(statement: Mapping[str, Any]) -> tuple[list[str], ...]:

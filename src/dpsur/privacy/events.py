@@ -14,8 +14,10 @@ from dpsur.errors import InvalidInputError
 
 
 def precision(noise_multiplier: float) -> float:
-    """1 / noise^2; infinite where that is no floating-point number."""
-    return math.inf if noise_multiplier < 1e-150 else 1 / noise_multiplier**2
+    """1 / noise^2, rounded up to a floating-point number where it is none: never too low."""
+    if noise_multiplier < 1e-150:
+        return math.inf
+    return 1 / min(noise_multiplier, 1e150) ** 2
 
 
 @dataclass(frozen=True)

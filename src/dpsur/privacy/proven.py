@@ -39,6 +39,7 @@ COARSE_ORDERS = tuple(1.0 + 0.02 * 1.55**k for k in range(24))
 _last_place: dict[Direction, int] = {}
 _GOLDEN = 0.5 * (math.sqrt(5.0) - 1.0)
 _ORDER_TOLERANCE = 0.05  # in log(order - 1), around a minimum that is flat
+LARGEST_RATIO = 1e100  # of acceptance probabilities: rounding larger ones would overflow
 
 
 class SelectiveUpdate(NamedTuple):
@@ -64,6 +65,10 @@ class SelectiveUpdate(NamedTuple):
         ratio = test.accept_max / test.accept_min * (1.0 + 4e-16)
         if test.accept_max == test.accept_min:
             ratio = 1.0
+        if not ratio < LARGEST_RATIO:
+            raise InvalidInputError(
+                f"the acceptance ratio of {test} must be below {LARGEST_RATIO:g}"
+            )
         # On a grid, so that tests that are equal but for rounding share their stored results.
         ratio = 1.0 + math.ceil((ratio - 1.0) * 1e12) / 1e12
         return SelectiveUpdate(sample_rate, noise_multiplier, test.sample_rate, ratio)

@@ -92,8 +92,10 @@ def _tensor(values: Any, name: str, fraction: torch.dtype) -> Tensor:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
-            f"{name} holds what cannot be made a tensor: {error}; convert it to numbers first"
-        ) from error
+            f"{name} holds what cannot be made a tensor ({type(error).__name__}); convert it to "
+            "numbers first",
+            private=str(error),
+        ) from None  # its words may quote a record
 
 
 def _stack(data: Any, name: str, fraction: torch.dtype) -> Examples:
@@ -104,15 +106,19 @@ def _stack(data: Any, name: str, fraction: torch.dtype) -> Examples:
         item = data[index]
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise InvalidInputError(
-                f"{name}[{index}] must be a pair (input, target), got {type(item).__name__}"
+                f"a record of {name} is no pair (input, target); return a pair for every record",
+                private=f"{name}[{index}] is of type {type(item).__name__}",
             )
         one, other = (_tensor(part, name, fraction) for part in item)
         inputs.append(one)
         targets.append(other)
         if inputs[-1].shape != inputs[0].shape or targets[-1].shape != targets[0].shape:
             raise InvalidInputError(
-                f"{name}[{index}] has an input of shape {tuple(inputs[-1].shape)}, the first "
-                f"record {tuple(inputs[0].shape)}; pad or crop the records to one shape"
+                f"the records of {name} have inputs or targets of several shapes; pad or crop them "
+                "to one shape",
+                private=f"{name}[{index}] has an input of shape {tuple(inputs[-1].shape)} and a "
+                f"target of shape {tuple(targets[-1].shape)}, the first record "
+                f"{tuple(inputs[0].shape)} and {tuple(targets[0].shape)}",
             )
     _check_steady(data, inputs, targets, name, fraction)
     return Examples(torch.stack(inputs), torch.stack(targets))
@@ -149,12 +155,10 @@ def _check_values(examples: Examples, name: str) -> None:
         raise InvalidInputError(f"{name} is empty; there must be at least one record")
     for part, values in (("inputs", examples.inputs), ("targets", examples.targets)):
         if values.dtype.is_floating_point and not values.isfinite().all():
-            bad = (
-                int((~values.isfinite()).flatten(1).any(1).nonzero()[0]) if values.dim() > 1 else 0
-            )
+            bad = (~values.isfinite()).reshape(len(values), -1).any(1).nonzero().flatten()
             raise InvalidInputError(
-                f"the {part} of {name} hold NaN or infinity (first at record {bad}); "
-                "clean or impute them first"
+                f"the {part} of {name} hold NaN or infinity; clean or impute them first",
+                private=f"{len(bad)} records of {name}, first number {int(bad[0])}",
             )
 
 
@@ -216,6 +220,7 @@ def check_labels(examples: Examples, outputs: Tensor, loss: LossFunction, name: 
     low, high = int(targets.min()), int(targets.max())
     if low < 0 or high >= classes:
         raise InvalidInputError(
-            f"the labels of {name} run from {low} to {high}, but the model has {classes} outputs "
-            f"(labels 0 to {classes - 1}); fix the labels or widen the model"
+            f"{name} holds a label that the model has no output for: it has {classes} outputs, for "
+            f"the labels 0 to {classes - 1}; fix the labels or widen the model",
+            private=f"the labels of {name} run from {low} to {high}",
         )

@@ -16,6 +16,9 @@ from typing import Any
 from dpsur.errors import FileError, InvalidInputError, cause_of, describe_os_error
 
 RELEASE, PRIVATE = "release", "private"
+# Far beyond every file that is written here.
+LARGEST_JSON, DEEPEST_JSON = 2**27, 32
+TOO_DEEP = "values that are nested too deep"
 WEIGHTS, STATEMENT, PAGE = "model.safetensors", "privacy.json", "PRIVACY.md"
 CHECKPOINT, CONFIG, LOCK = "checkpoint.safetensors", "config.json", "lock"
 METRICS, CURVES = "metrics.jsonl", "curves.png"
@@ -66,6 +69,27 @@ def finite(values: Any) -> Any:
 def to_json(values: Any) -> bytes:
     """JSON as it is written to files here."""
     return (json.dumps(finite(values), indent=2, sort_keys=False, allow_nan=False) + "\n").encode()
+
+
+def from_json(content: bytes) -> Any:
+    """Values of a JSON file that may come from anywhere; ValueError where it is not plain JSON."""
+    if len(content) > LARGEST_JSON:
+        raise ValueError(f"more than {LARGEST_JSON} bytes of JSON")
+    try:
+        values = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    level = [values] if isinstance(values, (dict, list)) else []
+    for _ in range(DEEPEST_JSON):
+        if not level:
+            return values
+        inner = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [one for part in inner for one in part if isinstance(one, (dict, list))]
+    raise ValueError(TOO_DEEP)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"the word {name}, which is not JSON")
 
 
 def release_folder(path: str | os.PathLike[str]) -> Path:

@@ -207,6 +207,7 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
         bf16=session.speed.bf16,
         hide_rejections=session.hide_rejections,
         versions=versions(),
+        public=origin.public,
     )
     return Run(
         model=released_model(session.original, session.layers, released),

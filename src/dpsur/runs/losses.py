@@ -1,6 +1,7 @@
 """The loss of a run, tried on made-up records before a real one is looked at."""
 
 import copy
+import traceback
 import warnings
 from typing import Any
 
@@ -94,11 +95,11 @@ def check_targets(loss: LossFunction, outputs: Tensor, targets: Tensor, name: st
         except torch.OutOfMemoryError:
             raise  # says nothing of the targets
         except Exception as error:  # whatever a loss of a user's own may raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InvalidInputError(
-                f"the loss cannot be computed for some target of {name}: {reason}; change the loss "
-                "or those targets"
-            ) from error
+                f"the loss cannot be computed for some target of {name} ({type(error).__name__}); "
+                "change the loss or those targets",
+                private="".join(traceback.format_exception(error)),
+            ) from None  # its words may quote a target
 
 
 def _fault(loss: LossFunction, output: Tensor, target: Tensor) -> str | Exception | None:

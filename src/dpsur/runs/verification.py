@@ -28,7 +28,7 @@ from dpsur.privacy.page import render_markdown
 from dpsur.privacy.plans import AnyPlan, FilteredPlan, MenuPlan
 from dpsur.privacy.plans.hiding import CONSTANT, hiding_plan, least_cap
 from dpsur.privacy.statement import FORMAT
-from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, release_folder, sha256
+from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, from_json, release_folder, sha256
 from dpsur.versions import versions
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
@@ -45,7 +45,17 @@ MALFORMED = (
     AssertionError,
 )
 KEYS = {
-    *("format", "guarantee", "budget", "epsilon", "unit", "adjacency", "dataset_size", "sampler"),
+    *(
+        "format",
+        "guarantee",
+        "budget",
+        "epsilon",
+        "unit",
+        "adjacency",
+        "dataset_size",
+        "public",
+        "sampler",
+    ),
     *("mechanism", "accepted_updates", "method", "settings", "released", "random", "arithmetic"),
     *("tuning", "side_channels", "not_covered", "warnings", "versions", "weights"),
 }
@@ -121,11 +131,9 @@ def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | N
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        statement = json.loads(
-            path.read_text(encoding="utf-8"),
-            object_pairs_hook=_without_repeats,
-            parse_constant=_no_number,
-        )
+        content = path.read_bytes()
+        from_json(content)  # refuses what is too large or nested too deeply
+        statement = json.loads(content.decode(), object_pairs_hook=_without_repeats)
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not a privacy statement: {error}") from error
     if not isinstance(statement, dict) or statement.get("format") != FORMAT:
@@ -141,10 +149,6 @@ def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         repeated = next(name for name in names if names.count(name) > 1)
         raise InvalidInputError(f"the key {repeated!r} is given twice")
     return found
-
-
-def _no_number(name: str) -> None:
-    raise InvalidInputError(f"{name} is no number in JSON")
 
 
 def _same(one: float | None, other: float | None) -> bool:
