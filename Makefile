@@ -1,6 +1,7 @@
 # Two commands for a fresh machine (Python 3.11 or newer, nothing else):
 #   make demo   train a private model on embedded digits and test it
 #   make test   lint, type check, tests
+# A third one takes a quarter of an hour: make soak looks for what dpsur does not survive.
 # Each does its own set-up in .venv.
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 # where `make demo` trains; a new temporary folder unless it is given
 DEMO_OUT ?=
 
-.PHONY: demo test lint format clean
+.PHONY: demo test soak lint format clean
 
 demo: $(INSTALLED)
 	out="$(DEMO_OUT)"; out="$${out:-$$(mktemp -d)/dpsur-demo}"; \
@@ -19,6 +20,10 @@ demo: $(INSTALLED)
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
+
+# Damaged inputs, deaths and kills; docs/reliability.md shows what came of it.
+soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.robustness
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
