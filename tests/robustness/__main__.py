@@ -47,19 +47,22 @@ class Amount:
     cases: dict[str, int]
     every: int
     kills: int
+    interruptions: tuple[int, int]
     streams: Sequence[str]
     releases: tuple[str, ...] = tuple(cases.RELEASES)
 
 
 LONG = Amount(
-    cases={"statement": 1500, "release": 1000, "run folder": 700, "records": 700,
-           "data sets": 500, "caches": 100, "options": 500},
-    every=1, kills=100, streams=("proof", "error", "verify", "evaluate", "train"),
+    cases={"statement": 1400, "release": 900, "run folder": 600, "records": 600,
+           "data sets": 400, "caches": 100, "options": 1000},
+    every=1, kills=100, interruptions=(40, 12),
+    streams=("proof", "error", "verify", "evaluate", "train"),
 )  # fmt: skip
 SHORT = Amount(
     cases={"statement": 40, "release": 30, "run folder": 15, "records": 15, "data sets": 20,
            "caches": 4, "options": 15},
-    every=25, kills=3, streams=("proof",), releases=("coin", "plain", "statistics"),
+    every=25, kills=3, interruptions=(2, 1), streams=("proof",),
+    releases=("coin", "plain", "statistics"),
 )  # fmt: skip
 
 
@@ -148,6 +151,21 @@ class Soak:
         kills = sum(ending.kills for ending in endings)
         self._count("kills", "SIGKILL at random moments", started, endings, kills=kills)
 
+    def interruptions(self, count: int, processes: int) -> None:
+        """Ctrl-C at random moments of a run, and of a process from its very start."""
+        started = time.perf_counter()
+        duration = crashes.timed_run(self.site)
+        endings = in_parallel(
+            self.jobs,
+            range(count + processes),
+            lambda n: (
+                crashes.interrupted_run(self.site, Random(f"{self.seed} stop {n}"), n, duration)
+                if n < count
+                else crashes.interrupted_process(self.site, Random(f"{self.seed} stop {n}"), n)
+            ),
+        )
+        self._count("interruptions", "Ctrl-C at random moments", started, endings)
+
     def streams(self, names: Sequence[str]) -> None:
         """Streams that are closed, broken or full, another locale, no home folder."""
         started = time.perf_counter()
@@ -223,6 +241,7 @@ def soak(amount: Amount, seed: int, jobs: int) -> list[Row]:
         run.deaths(amount.every)
         run.errors(amount.every)
         run.kills(amount.kills)
+        run.interruptions(*amount.interruptions)
         run.streams(amount.streams)
     about = {
         "section": "soak",
@@ -278,14 +297,17 @@ def render(rows: Sequence[Row]) -> str:
     titles = {
         "crash points": "death at an operation on files",
         "failing operations": "an error at an operation on files",
-        "kills": "runs",
+        "kills": "",
+        "interruptions": "",
         "streams": "streams, locale, home folder",
     }
     for section, title in titles.items():
         for row in of(section):
             name = f"{title}: {row['name']}"
             if section == "kills":
-                name = f"{row['kills']} SIGKILLs at random moments"
+                name = f"{row['kills']} SIGKILLs at random moments of runs"
+            elif section == "interruptions":
+                name = row["name"]
             figures = (f"{row[key]:,}" for key in ("cases", "continued", "anew", "failed"))
             lines.append(f"| {name} | {' | '.join(figures)} |")
     (controls,) = of("controls")

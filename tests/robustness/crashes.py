@@ -63,6 +63,12 @@ def difference(run: Path, site: Site) -> str | None:
             return f"another release/{name}"
     if _last_checkpoint(run) != _last_checkpoint(site.whole):
         return "another ledger or state at the end"
+    left = [path.name for path in (*run.iterdir(), *(run / "private").iterdir())]
+    if hidden := sorted(name for name in left if name.startswith(".")):
+        return f"temporary files are left: {', '.join(hidden)}"
+    for path in (run / "private").iterdir():
+        if path.stat().st_mode & 0o077:
+            return f"others may read {path.name}"
     return None
 
 
@@ -78,8 +84,9 @@ def recover(run: Path, site: Site) -> tuple[Fault | None, bool]:
 
     The one that does not must say which one does, as a command that can be pasted.
     """
-    if (run / "release").is_dir() and difference(run, site) is None:
-        return None, True
+    if (run / "release" / RELEASED[0]).is_file():
+        text = difference(run, site)
+        return None if text is None else Fault(WRONG, f"finished: {text}"), True
     resumed = command("train", "--resume", str(run), "--quiet", cwd=site.root)
     if resumed.status == 0:
         text = difference(run, site)
@@ -232,6 +239,40 @@ def killed_run(site: Site, rng: Random, number: int, duration: float) -> Ending:
     return Ending(what, fault, continued or resumed, kills)
 
 
+def interrupted_run(site: Site, rng: Random, number: int, duration: float) -> Ending:
+    """Ctrl-C at a random moment: it stops and says how to resume, or is done already."""
+    run = site.fresh(f"interrupted-{os.getpid()}") / "run with spaces"
+    delay = rng.uniform(0.05, duration)  # later than the fork itself
+    what = f"run {number}, Ctrl-C after {delay:.3f} s"
+    outcome = command(*new_run(site, run), cwd=site.root, timeout=delay)
+    if (fault := fault_of(outcome)) is not None:
+        return Ending(what, fault)
+    if outcome.status not in {0, 130}:
+        return Ending(what, Fault(UNCLEAR, f"status {outcome.status}: {outcome.stderr}"))
+    fault, continued = recover(run, site)
+    return Ending(what, fault, continued, kills=int(outcome.status == 130))
+
+
+def interrupted_process(site: Site, rng: Random, number: int) -> Ending:
+    """Ctrl-C while a real process imports or sets up: no traceback through this package."""
+    run = site.fresh(f"interrupted-{os.getpid()}") / "run with spaces"
+    delay = rng.uniform(0, 3.0)
+    what = f"process {number}, Ctrl-C after {delay:.3f} s"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dpsur", *new_run(site, run)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=site.root, env=_environment(),
+    )  # fmt: skip
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(delay)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    stderr = err.decode("utf-8", "replace")
+    if TRACEBACK in stderr and "/dpsur/" in stderr:  # not one of the interpreter's own start
+        return Ending(what, Fault(TRACE, stderr[-600:]))
+    fault, continued = recover(run, site)
+    return Ending(what, fault, continued, kills=int(process.returncode != 0))
+
+
 def timed_run(site: Site) -> float:
     """How long an undisturbed run takes."""
     run = site.fresh("timed") / "run"
@@ -279,10 +320,14 @@ def with_stream(name: str, stream: str, site: Site) -> Ending:
     return Ending(ending, None, continued=True)
 
 
+def _environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG"))}
+    package = str(Path(dpsur.cli.__file__).parents[2])  # this very package, wherever it is run
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": package}
+
+
 def _with_stream(arguments: list[str], stream: str, cwd: Path) -> Outcome:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG"))}
-    environment["OMP_NUM_THREADS"] = "1"
-    environment["PYTHONPATH"] = str(Path(dpsur.cli.__file__).parents[2])  # this very package
+    environment = _environment()
     redirections = {
         "stdout closed": ">&-",
         "stderr closed": "2>&-",

@@ -16,7 +16,7 @@ from tests.robustness.__main__ import PAGE, ROOT, ROWS, SHORT, read_rows, render
 from tests.robustness.cases import FAMILIES
 from tests.robustness.harness import FAILURES, Outcome, fault_of
 
-SECTIONS = ("controls", "crash points", "failing operations", "kills", "streams")
+SECTIONS = ("controls", "crash points", "failing operations", "kills", "interruptions", "streams")
 
 
 @pytest.fixture(scope="module")
