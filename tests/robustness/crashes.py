@@ -63,13 +63,17 @@ def difference(run: Path, site: Site) -> str | None:
             return f"another release/{name}"
     if _last_checkpoint(run) != _last_checkpoint(site.whole):
         return "another ledger or state at the end"
-    left = [path.name for path in (*run.iterdir(), *(run / "private").iterdir())]
-    if hidden := sorted(name for name in left if name.startswith(".")):
-        return f"temporary files are left: {', '.join(hidden)}"
     for path in (run / "private").iterdir():
         if path.stat().st_mode & 0o077:
             return f"others may read {path.name}"
     return None
+
+
+def _leftovers(run: Path) -> str | None:
+    """What a resumed run should have cleared."""
+    names = [path.name for path in (*run.iterdir(), *(run / "private").iterdir())]
+    hidden = sorted(name for name in names if name.startswith("."))
+    return f"temporary files are left: {', '.join(hidden)}" if hidden else None
 
 
 def _last_checkpoint(run: Path) -> tuple[object, bytes]:
@@ -89,7 +93,7 @@ def recover(run: Path, site: Site) -> tuple[Fault | None, bool]:
         return None if text is None else Fault(WRONG, f"finished: {text}"), True
     resumed = command("train", "--resume", str(run), "--quiet", cwd=site.root)
     if resumed.status == 0:
-        text = difference(run, site)
+        text = difference(run, site) or _leftovers(run)
         return None if text is None else Fault(WRONG, f"resumed: {text}"), True
     if (fault := fault_of(resumed)) is not None:
         return fault, False
@@ -98,15 +102,13 @@ def recover(run: Path, site: Site) -> tuple[Fault | None, bool]:
         return fault, False
     if anew.status != 0:
         return Fault(DEAD_END, f"resume: {resumed.error}; anew: {anew.error}"), False
-    if (text := difference(run, site)) is not None:
+    if (text := difference(run, site) or _leftovers(run)) is not None:
         return Fault(WRONG, f"begun anew: {text}"), False
-    named = re.search(r"dpsur train (--out|--resume) \S+", resumed.error)
-    if named is None:
-        return Fault(DEAD_END, f"it names no command to begin anew with: {resumed.error}"), False
-    with suppress(ValueError):
-        if Path(shlex.split(named[0])[-1]) == run:
+    named = re.search(r"dpsur train .*--out .*", resumed.error)
+    with suppress(ValueError):  # a quote that is not closed
+        if named is not None and str(run) in shlex.split(named[0].rstrip(".;,")):
             return None, False
-    return Fault(DEAD_END, f"its command does not name the folder: {resumed.error}"), False
+    return Fault(DEAD_END, f"it names no command to begin anew with: {resumed.error}"), False
 
 
 def _operations(site: Site, *arguments: str, run: Path, reads: bool) -> list[tuple[str, str]]:
