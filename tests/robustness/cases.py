@@ -508,7 +508,9 @@ def data_case(site: Site, rng: Random, folder: Path) -> Report:
     name = stand_ins.write(form, data)
     file = rng.choice(sorted(data.iterdir()))
     kind = rng.random()
-    if kind < 0.35 and file.suffix == ".gz":
+    if kind < 0.25 and form.endswith(".tar"):
+        what = _odd_tar(file, rng)
+    elif kind < 0.5 and file.suffix == ".gz":
         what = _mutate_inside(file, rng)
     elif kind < 0.5 and form == "python":
         what = _odd_pickle(file, rng)
@@ -554,6 +556,28 @@ def _mutate_inside(path: Path, rng: Random) -> str:
     changed, what = mutate_bytes(gzip.decompress(path.read_bytes()), rng)
     path.write_bytes(gzip.compress(changed, mtime=0))
     return f"inside {path.name}: {what}"
+
+
+def _odd_tar(path: Path, rng: Random) -> str:
+    """Replace a member by something that is no file, or claims to be a large one."""
+    with tarfile.open(path) as archive:
+        files = {m.name: archive.extractfile(m).read() for m in archive}  # type: ignore[union-attr]
+    odd, kind = rng.choice(list(files)), rng.choice(["link", "hard link", "folder", "pipe", "size"])
+    types = {"link": tarfile.SYMTYPE, "hard link": tarfile.LNKTYPE, "folder": tarfile.DIRTYPE,
+             "pipe": tarfile.FIFOTYPE, "size": tarfile.REGTYPE}  # fmt: skip
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            if name == odd:
+                member.type = types[kind]
+                member.linkname = rng.choice(["nowhere", name, "/etc/passwd", "../../x", ""])
+                member.size = 2**50 if kind == "size" else 0
+                archive.fileobj.write(member.tobuf())  # type: ignore[union-attr]
+                archive.offset += tarfile.BLOCKSIZE
+            else:
+                archive.addfile(member, io.BytesIO(content))
+    return f"{path.name}: {odd} is a {kind}"
 
 
 def _odd_pickle(path: Path, rng: Random) -> str:
