@@ -53,8 +53,8 @@ class Amount:
 
 
 LONG = Amount(
-    cases={"statement": 1400, "release": 900, "run folder": 600, "records": 600,
-           "data sets": 400, "caches": 100, "options": 1000},
+    cases={"statement": 1500, "release": 1150, "run folder": 450, "records": 450,
+           "data sets": 700, "caches": 50, "options": 700},
     every=1, kills=100, interruptions=(40, 12),
     streams=("proof", "error", "verify", "evaluate", "train"),
 )  # fmt: skip
