@@ -56,7 +56,7 @@ LONG = Amount(
     cases={"statement": 1500, "release": 1150, "run folder": 450, "records": 450,
            "data sets": 700, "caches": 50, "options": 700},
     every=1, kills=100, interruptions=(40, 12),
-    streams=("proof", "error", "verify", "evaluate", "train"),
+    streams=("proof", "error", "train"),
 )  # fmt: skip
 SHORT = Amount(
     cases={"statement": 40, "release": 30, "run folder": 15, "records": 15, "data sets": 20,

@@ -292,13 +292,10 @@ STREAMS = ("stdout closed", "stderr closed", "both closed", "reader of stdout go
 
 def stream_commands(site: Site, run: Path) -> dict[str, tuple[str, ...]]:
     """A command of each kind: short, with an error, and a training with progress."""
-    task = f"npz:{site.data['vectors']}"
     training = tuple(argument for argument in new_run(site, run) if argument != "--quiet")
     return {
         "proof": ("proof",),
         "error": ("verify", "nowhere"),
-        "verify": ("verify", str(site.whole)),
-        "evaluate": ("evaluate", str(site.whole), "--task", task),
         "train": training,
     }
 
