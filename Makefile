@@ -1,7 +1,8 @@
 # Two commands for a fresh machine (Python 3.11 or newer, nothing else):
 #   make demo   train a private model on embedded digits and test it
 #   make test   lint, type check, tests
-# and `make reproduce` renders the paper's tables and figures from the stored rows.
+# Two more: make reproduce renders the paper's tables and figures from the stored rows, and
+# make soak spends a quarter of an hour on looking for what dpsur does not survive.
 # Each does its own set-up in .venv.
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 # where `make demo` trains; a new temporary folder unless it is given
 DEMO_OUT ?=
 
-.PHONY: demo test lint format reproduce clean
+.PHONY: demo test soak lint format reproduce clean
 
 demo: $(INSTALLED)
 	out="$(DEMO_OUT)"; out="$${out:-$$(mktemp -d)/dpsur-demo}"; \
@@ -20,6 +21,10 @@ demo: $(INSTALLED)
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
+
+# Damaged inputs, deaths and kills; docs/reliability.md shows what came of it.
+soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.robustness
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
