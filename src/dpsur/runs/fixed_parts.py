@@ -7,7 +7,8 @@ gradients and into the release.
 import torch
 from torch import Tensor, nn
 
-from dpsur.core.hidden_state import Snapshot, changes, difference, snapshot
+from dpsur.core.hidden_state import changes
+from dpsur.core.snapshots import Snapshot, difference, snapshot
 from dpsur.core.types import LossFunction
 from dpsur.errors import UnsupportedModelError
 

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dpsur.core.gradients.probe import judge, moved, random_rows, watched
-from dpsur.core.hidden_state import constants
 from dpsur.core.lending import every_module
 from dpsur.core.precision import precision
 from dpsur.core.problem import mode
+from dpsur.core.snapshots import constants
 from dpsur.core.types import Params
 from dpsur.errors import UnsupportedModelError
 
