@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.features import WithFeatures
@@ -272,6 +272,11 @@ def _plan_faults(statement: dict[str, Any]) -> list[str]:
         ]
     kind, mechanism = METHODS[name], statement["mechanism"]
     faults = _key_faults("settings.", settings, {field.name for field in fields(kind)})
+    faults = faults or [
+        f"settings.{field.name} is {settings[field.name]!r}, which is of another type"
+        for field in fields(kind)
+        if not _is_of(settings[field.name], field.type)
+    ]
     if faults:
         return faults
     try:
@@ -304,6 +309,16 @@ def _plan_faults(statement: dict[str, Any]) -> list[str]:
         if not _near(mechanism[key], value)
     ]
     return faults
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a plain value can be that of a setting; a whole number is a fraction too."""
+    if isinstance(kind, str):  # the annotation of a custom method that was never evaluated
+        return True
+    kinds = get_args(kind) or (kind,)
+    if isinstance(value, bool):
+        return bool in kinds
+    return type(value) in kinds or (type(value) is int and float in kinds)
 
 
 def _planned(method: Method, statement: dict[str, Any]) -> tuple[Method, AnyPlan]:
