@@ -205,7 +205,7 @@ def damages(statement):
 
 
 # Settings that may be anything valid, None among it.
-OPEN = {"average_decay", "weight_decay", "momentum", "max_grad_norm", "learning_rate"}
+OPEN = {"average_decay", "adam_beta1", "adam_beta2", "adam_eps", "momentum"}
 
 
 @pytest.mark.parametrize("kind", ["selective", "choice", "norms"])

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.features import WithFeatures
@@ -16,6 +16,7 @@ from dpsur.privacy.accounting import FIGURES, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.claims import claim_faults
 from dpsur.privacy.events import Gaussian, Trial, event_from_json, feature_statistics
+from dpsur.privacy.filter import RenyiFilter
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.mechanism import (
     mechanism_of,
@@ -275,6 +276,11 @@ def _plan_faults(statement: dict[str, Any]) -> list[str]:
         ]
     kind, mechanism = METHODS[name], statement["mechanism"]
     faults = _key_faults("settings.", settings, {field.name for field in fields(kind)})
+    faults = faults or [
+        f"settings.{field.name} is {settings[field.name]!r}, which is of another type"
+        for field in fields(kind)
+        if not _is_of(settings[field.name], field.type)
+    ]
     if faults:
         return faults
     try:
@@ -293,13 +299,30 @@ def _plan_faults(statement: dict[str, Any]) -> list[str]:
     if isinstance(plan, MenuPlan):
         return [*faults, *_offer_faults(mechanism, expected)]
     if isinstance(plan, FilteredPlan) and mechanism["filter"] is not None:
-        expected["filter"]["steps"] = mechanism["filter"]["steps"]
+        stated = mechanism["filter"]
+        expected["filter"]["steps"] = stated["steps"]
+        if settings.get("noise_multiplier", 0.0) is None:
+            # It may have been given for a typical update, which decided the order.
+            noise = mechanism["trial"]["update"]["noise_multiplier"]
+            expected["trial"]["update"]["noise_multiplier"] = noise
+            allowed = RenyiFilter.for_budget(plan.kept_budget, stated["order"]).allowance
+            expected["filter"] |= {"order": stated["order"], "allowance": allowed}
     faults += [
         f"mechanism.{key} is {mechanism[key]!r}, a run with these settings has {value!r} there"
         for key, value in expected.items()
         if not _near(mechanism[key], value)
     ]
     return faults
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a plain value can be that of a setting; a whole number is a fraction too."""
+    if isinstance(kind, str):  # the annotation of a custom method that was never evaluated
+        return True
+    kinds = get_args(kind) or (kind,)
+    if isinstance(value, bool):
+        return bool in kinds
+    return type(value) in kinds or (type(value) is int and float in kinds)
 
 
 def _planned(method: Method, statement: dict[str, Any]) -> tuple[Method, AnyPlan]:
@@ -326,18 +349,16 @@ def _near(one: Any, other: Any) -> bool:
 
 
 def _offer_faults(mechanism: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """A menu offers the rates of its settings, and no less noise than they need.
+    """A menu offers the rates of its settings. Their noise is held against epsilon alone.
 
-    A run that was cut short has more: its menu was made for all of its updates.
+    It was chosen for a typical update and for all updates of a run that may have been cut short.
     """
     if "menu" not in mechanism:
         return ["a run with these settings has a menu of updates, the mechanism has none"]
     stated, due = (values["menu"]["offer"]["choices"] for values in (mechanism, expected))
     pairs = zip(stated, due, strict=False)
     alike = len(stated) == len(due) and all(
-        _near(one["sample_rate"], other["sample_rate"])
-        and one["noise_multiplier"] >= other["noise_multiplier"] * (1 - SEARCHED)
-        for one, other in pairs
+        _near(one["sample_rate"], other["sample_rate"]) for one, other in pairs
     )
     same = _near(mechanism["menu"]["steering"], expected["menu"]["steering"])
     return [] if alike and same else ["the menu is not that of a run with these settings"]

@@ -144,6 +144,12 @@ class FilteredPlan:
         return noise_tail(charges, verdicts_charged=not self._pays_for_updates)
 
     @property
+    def kept_budget(self) -> Budget:
+        """The budget without what is set aside: what the allowance is made for."""
+        kept = _kept(self.budget.delta, capped=self._pays_for_updates)
+        return Budget(self.budget.epsilon, kept)
+
+    @property
     def tail_allowance(self) -> float:
         """What it may take."""
         return TAIL_SHARE * self.budget.delta
