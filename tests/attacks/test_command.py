@@ -58,13 +58,15 @@ def test_a_release(tmp_path, capsys):
 def test_members_of_a_release_are_the_records_that_it_was_trained_on(tmp_path, capsys):
     out = str(tmp_path / "run")
     options = ["--updates", "1", "--batch-size", "8", "--device", "cpu", "--quiet"]
-    options += ["--features", "pixels", "--max-records", "50", "--delta", "1e-3"]
+    options += ["--features", "pixels", "--keep-fraction", "0.02", "--delta", "1e-3"]
     assert main(["train", "--method", "dpsgd", "--out", out, *options]) == 0
     command = ["attack", "--release", out, "--attacks", "gap", "--device", "cpu", "--json"]
     assert main(command) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found["attacks"]) == {"gap"}
-    assert found["attacks"]["gap"]["members"] == 50
+    statement = json.loads((tmp_path / "run" / "release" / "privacy.json").read_text())
+    assert 40 < statement["dataset_size"] < 130
+    assert found["attacks"]["gap"]["members"] == statement["dataset_size"]
 
 
 @pytest.mark.parametrize(
