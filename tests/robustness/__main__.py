@@ -188,7 +188,7 @@ class Soak:
         continued = sum(ending.continued for ending in good)
         self._add(
             section, name, started, cases=len(endings), continued=continued,
-            anew=len(good) - continued, failed=len(endings) - len(good), **more,
+            restarted=len(good) - continued, failed=len(endings) - len(good), **more,
         )  # fmt: skip
 
     def _fail(self, section: str, what: str, fault: Fault) -> None:
@@ -291,7 +291,7 @@ def render(rows: Sequence[Row]) -> str:
         lines.append(f"| {row['name']} | {' | '.join(f'{row[key]:,}' for key in columns)} |")
     lines += [
         "",
-        "| faults | cases | continued | begun anew | failed |",
+        "| faults | cases | continued | restarted | failed |",
         "|---|--:|--:|--:|--:|",
     ]
     titles = {
@@ -308,7 +308,7 @@ def render(rows: Sequence[Row]) -> str:
                 name = f"{row['kills']} SIGKILLs at random moments of runs"
             elif section == "interruptions":
                 name = row["name"]
-            figures = (f"{row[key]:,}" for key in ("cases", "continued", "anew", "failed"))
+            figures = (f"{row[key]:,}" for key in ("cases", "continued", "restarted", "failed"))
             lines.append(f"| {name} | {' | '.join(figures)} |")
     (controls,) = of("controls")
     lines += [
