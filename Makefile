@@ -1,7 +1,8 @@
 # Two commands for a fresh machine (Python 3.11 or newer, nothing else):
 #   make demo   train a private model on embedded digits and test it
 #   make test   lint, type check, tests
-# A third one takes a quarter of an hour: make soak looks for what dpsur does not survive.
+# Two more: make reproduce renders the paper's tables and figures from the stored rows, and
+# make soak spends a quarter of an hour on looking for what dpsur does not survive.
 # Each does its own set-up in .venv.
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 # where `make demo` trains; a new temporary folder unless it is given
 DEMO_OUT ?=
 
-.PHONY: demo test soak lint format clean
+.PHONY: demo test soak lint format reproduce clean
 
 demo: $(INSTALLED)
 	out="$(DEMO_OUT)"; out="$${out:-$$(mktemp -d)/dpsur-demo}"; \
@@ -33,6 +34,12 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# All tables and figures, from the rows in results/.
+reproduce: $(INSTALLED)
+	$(BIN)/python -m reproduction all --render-only
+	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.svg
+	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.png
 
 # torch first and alone: a later range in pyproject.toml then finds it satisfied.
 $(INSTALLED): pyproject.toml constraints.txt

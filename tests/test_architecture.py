@@ -3,14 +3,26 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 import dpsur
 
 SOURCE = Path(dpsur.__file__).parent
-LEAVES = {"errors", "checks", "cache_folder", "descriptions", "versions", "_version"}
+ROOT = SOURCE.parent.parent
+REPRODUCTION = ROOT / "reproduction"
+LEAVES = {
+    "errors",
+    "checks",
+    "cache_folder",
+    "descriptions",
+    "figure_style",
+    "versions",
+    "_version",
+}
 # room -> the rooms it may import from
 ARROWS = {
     "privacy": set(),
@@ -19,13 +31,13 @@ ARROWS = {
     "features": {"core"},
     "tasks": {"core", "features"},
     "runs": {"tasks", "features", "methods", "core", "privacy"},
-    "attacks": {"core"},
+    "presets": {"runs", "privacy"},
+    "attacks": {"runs", "tasks", "features", "methods", "core"},
     "audits": {"runs", "methods", "core", "privacy"},
-    "experiments": {"audits", "attacks", "runs", "tasks", "features", "methods", "core", "privacy"},
-    "bench": {"experiments", "tasks", "methods", "core", "privacy"},
+    "bench": {"methods", "core", "privacy"},
     "cli": {
         "bench",
-        "experiments",
+        "presets",
         "audits",
         "attacks",
         "runs",
@@ -36,13 +48,12 @@ ARROWS = {
         "privacy",
     },
 }
-# what tasks, features and attacks may know of the core, and the benchmark of the experiments
+# what tasks, features and attacks may know of the core
 KNOWN_OF_CORE = {
     "tasks": {"dpsur.core.types", "dpsur.core.activations"},
     "features": {"dpsur.core.types"},
     "attacks": {"dpsur.core.types", "dpsur.core.graphs", "dpsur.core.precision"},
 }
-ROWS_AND_STYLE = ("dpsur.experiments.rows", "dpsur.experiments.style")
 
 
 def imported(path: Path) -> set[str]:
@@ -86,11 +97,44 @@ def test_some_rooms_know_little_of_the_core(room):
                 assert name in KNOWN_OF_CORE[room], f"{path} imports {name}"
 
 
-def test_the_benchmark_knows_only_rows_and_style_of_the_experiments():
-    for path in modules("bench"):
-        for name in imported(path):
-            if name.startswith("dpsur.experiments"):
-                assert name.startswith(ROWS_AND_STYLE), f"{path} imports {name}"
+def test_the_library_knows_nothing_of_the_reproduction():
+    """Neither by import nor by name, and it reads no stored rows and no history."""
+    for path in SOURCE.rglob("*.py"):
+        assert not any(name.split(".")[0] == "reproduction" for name in imported(path)), path
+        constants = strings(path)
+        assert not any(text.startswith("reproduction.") for text in constants), path
+        assert not any(text == "git" or is_of_results(text) for text in constants), path
+
+
+def strings(path: Path) -> set[str]:
+    return {
+        node.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def is_of_results(text: str) -> bool:
+    return text == "results" or text.startswith("results/")
+
+
+def test_what_the_library_must_not_have_would_be_found():
+    """The reproduction has all of it."""
+    assert "git" in strings(REPRODUCTION / "rows.py")
+    assert any(map(is_of_results, strings(REPRODUCTION / "command.py")))
+    assert any(name.startswith("reproduction") for name in imported(REPRODUCTION / "command.py"))
+
+
+def test_the_wheel_holds_the_library_only():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings["packages"]["find"] == {"where": ["src"]}
+    found = find_packages(str(ROOT / "src"))
+    assert {name.split(".")[0] for name in found} == {"dpsur"}
+    assert set(settings["package-data"]) == {"dpsur"}
+    for pattern in settings["package-data"]["dpsur"]:
+        assert list(SOURCE.glob(pattern)), pattern
+    data = {path.name for path in SOURCE.rglob("*.csv")}
+    assert data == {"paper_settings.csv", "tuned_settings.csv"}
 
 
 def test_every_room_is_on_the_map():
@@ -129,5 +173,5 @@ def test_nothing_is_unpickled():
 
 
 def test_files_stay_short():
-    for path in SOURCE.rglob("*.py"):
+    for path in (*SOURCE.rglob("*.py"), *REPRODUCTION.rglob("*.py")):
         assert len(path.read_text().splitlines()) <= 280, path

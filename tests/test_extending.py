@@ -27,13 +27,20 @@ from dpsur.tasks.networks import build_network
 from tests.cli.test_commands import dpsur
 from tests.conftest import blobs, small_model
 from tests.core.test_gradient_rules import ROWS, Through, assert_same, clipped, floats, gradients
+from tests.reproduction.test_command import run as reproduce
 from tests.test_architecture import ARROWS, KNOWN_OF_CORE, LEAVES, imported
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text()
-FILES = dict(re.findall(r"^`(src/\S+\.py)`:\n\n```python\n(.*?)^```$", PAGE, re.DOTALL | re.M))
+FILES = dict(
+    re.findall(
+        r"^`((?:src|reproduction)/\S+\.py)`:\n\n```python\n(.*?)^```$", PAGE, re.DOTALL | re.M
+    )
+)
 # the list, the file that holds it, and the entry
-ENTRIES = re.findall(r"in\s+`([A-Z]+)`\s+\(`(src/\S+\.py)`\)\s+as\s+`([^`]+)`", PAGE)
+ENTRIES = re.findall(
+    r"in\s+`([A-Z]+)`\s+\(`((?:src|reproduction)/\S+\.py)`\)\s+as\s+`([^`]+)`", PAGE
+)
 BUDGET = Budget(1.0, 1e-4)
 
 
@@ -67,7 +74,7 @@ def test_every_kind_is_shown_and_listed():
 
 
 def test_every_file_that_the_page_names_exists():
-    named = set(re.findall(r"`((?:src|tests)/[^`\s]*)`", PAGE))
+    named = set(re.findall(r"`((?:src|reproduction|tests)/[^`\s]*)`", PAGE))
     assert set(FILES) < named
     for path in named - set(FILES):
         assert (ROOT / path).exists(), path
@@ -79,10 +86,10 @@ def test_every_file_that_the_page_names_exists():
 def test_files_keep_to_the_rooms_and_to_the_length_of_lines(path, tmp_path):
     file = tmp_path / "example.py"
     file.write_text(FILES[path])
-    room = path.split("/")[2]
+    room = path.split("/")[2] if path.startswith("src/") else "reproduction"
     for name in imported(file):
         parts = name.split(".")
-        if parts[0] != "dpsur" or len(parts) < 2 or parts[1] in LEAVES:
+        if room == "reproduction" or parts[0] != "dpsur" or len(parts) < 2 or parts[1] in LEAVES:
             continue
         assert parts[1] in ARROWS[room] | {room}, f"{path} imports {name}"
         if parts[1] == "core" and room in KNOWN_OF_CORE:
@@ -190,10 +197,10 @@ def test_the_method_steps_by_signs_at_the_price_of_dpsgd(page):
 
 def test_the_experiment_makes_its_rows_once_and_its_table(page, tmp_path, capsys):
     places = ("--results", str(tmp_path / "results"), "--out", str(tmp_path / "docs"))
-    status, out, err = dpsur("reproduce", "ring-features", *places, capsys=capsys)
+    status, out, err = reproduce("ring-features", *places, capsys=capsys)
     assert status == 0, err
     assert "6 rows, 6 of them new" in out
-    assert "0 of them new" in dpsur("reproduce", "ring-features", *places, capsys=capsys)[1]
+    assert "0 of them new" in reproduce("ring-features", *places, capsys=capsys)[1]
     lines = (tmp_path / "docs" / "tables" / "ring-features.csv").read_text().splitlines()
     table = {line.split(",")[0]: float(line.split(",")[1]) for line in lines[1:]}
     assert table["squares"] > 80

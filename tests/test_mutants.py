@@ -5,6 +5,7 @@ package, and fails once its mutant is patched in. The first five faults were see
 released for the paper.
 """
 
+import copy
 import math
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,18 +18,21 @@ from torch import nn
 
 from dpsur.core import gate, loop, noise, noisy_mean, sampling
 from dpsur.core.gate import LossGate, mean_losses
+from dpsur.core.gradients import clipped_sum, support
 from dpsur.core.loop import start, train
 from dpsur.core.problem import Problem
 from dpsur.core.sampling import Batch
 from dpsur.core.streams import BATCH, Streams
 from dpsur.core.tree import flatten
 from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
 from dpsur.methods import Dpsgd, Dpsur, noisy_gradient, selection
 from dpsur.privacy import pld
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
 from dpsur.privacy.plans import Plan
+from dpsur.runs import losses, prepare
 from tests.conftest import blobs, small_model
 from tests.statistics import assert_frequency, assert_standard_deviation
 
@@ -162,6 +166,78 @@ def every_part_of_every_trial_is_charged():
     trial = Trial(SampledGaussian(0.01, 5.0), LossTest(0.1, 0.8, 0.0))
     alone = pld.composed_epsilon([(trial.test, 100)], 1e-5)
     assert pld.composed_epsilon([(trial, 100)], 1e-5) >= alone > 1.0
+
+
+class RunningMean(nn.Module):
+    """A loss divided by a running mean of the losses before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = 1.0
+
+    def forward(self, outputs, targets):
+        losses = F.cross_entropy(outputs, targets)
+        self.mean = 0.99 * self.mean + 0.01 * float(losses.detach())
+        return losses / self.mean
+
+
+class LongestText(nn.Module):
+    """Embedding, cut to the longest text of the batch, LSTM, last state. Padded with 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.lstm, self.head = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, words):
+        longest = int((words != 5).sum(1).max())
+        return self.head(self.lstm(self.table(words[:, :longest]))[0][:, -1])
+
+
+def texts(size=40):
+    """Short ones, and a long one at the end."""
+    words = torch.full((size, 30), 5)
+    words[:, 0] = torch.arange(size) % 4
+    words[-1] = 2
+    return Examples(words, torch.arange(size) % 3)
+
+
+def one_record_moves_the_sum_by_the_clipping_norm_at_most(model, loss, records, clip=1e-2):
+    """Of whatever `fit` accepts. The last record is added to the batch of all others."""
+    try:
+        session = prepare.prepare(
+            model,
+            records,
+            loss=loss,
+            budget=BUDGET,
+            method=Dpsgd(updates=1),
+            test_set=None,
+            accounting="every-trial",
+            seed=0,
+            device="cpu",
+        )
+    except InvalidInputError:
+        return
+    sums = []
+    for size in (len(records) - 1, len(records)):
+        problem = replace(copy.deepcopy(session.problem), train=records)
+        # the last record comes first, so that others come after it
+        batch = records.select(torch.arange(len(records)).flip(0)[len(records) - size :])
+        sums.append(clipped_sum(problem, problem.initial_params(), batch, clip).params)
+    moved = sum((sums[0][name] - sums[1][name]).square().sum() for name in sums[0]).sqrt()
+    assert moved <= clip * (1 + 1e-4), float(moved)
+
+
+def a_loss_has_no_memory():
+    records = blobs()
+    model = nn.Linear(2, 3)
+    records.inputs[-1] *= 1e6  # one loss that the mean does not forget
+    records.targets[-1] = model(records.inputs[-1:]).argmin()
+    one_record_moves_the_sum_by_the_clipping_norm_at_most(model, RunningMean(), records)
+
+
+def a_text_does_not_depend_on_the_longest():
+    one_record_moves_the_sum_by_the_clipping_norm_at_most(LongestText(), F.cross_entropy, texts())
 
 
 # --- mutants ------------------------------------------------------------------------------------
@@ -330,6 +406,14 @@ def forget_the_test(patch):
     )
 
 
+def losses_may_remember(patch):
+    patch.setattr(losses, "_check_memory", lambda *_: None)
+
+
+def padding_is_not_tried(patch):
+    patch.setattr(support, "probe_padding", lambda *_: None)
+
+
 class Mutant(NamedTuple):
     name: str
     law: object
@@ -371,6 +455,8 @@ MUTANTS = [
         one_stream_replayed_for_both_batches,
     ),
     Mutant("test charged nothing", every_part_of_every_trial_is_charged, forget_the_test),
+    Mutant("a loss with memory is accepted", a_loss_has_no_memory, losses_may_remember),
+    Mutant("padding is not tried", a_text_does_not_depend_on_the_longest, padding_is_not_tried),
 ]
 
 LAWS = sorted({mutant.law for mutant in MUTANTS}, key=lambda law: law.__name__)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from dpsur.cli import main
-from dpsur.experiments.accuracy import summary
-from dpsur.experiments.best import summary as best_summary
-from dpsur.experiments.membership import summary as attacks
-from dpsur.experiments.robustness import records as rate_records
 from dpsur.methods import METHODS
 from dpsur.methods.gated import Gated
 from dpsur.tasks import TASKS
+from reproduction.experiments.accuracy import summary
+from reproduction.experiments.best import summary as best_summary
+from reproduction.experiments.membership import summary as attacks
+from reproduction.experiments.robustness import records as rate_records
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -230,7 +230,7 @@ def test_the_map_of_the_paper_names_what_there_is():
     for row in re.findall(r"^\| (?!-)(.*) \|$", text, flags=re.MULTILINE):
         cells = row.split(" | ")
         for path in re.findall(r"`([a-z_/0-9]+(?:\.py|\.csv|/))`", " ".join(cells[2:])):
-            roots = (ROOT / "src" / "dpsur", ROOT / "tests")
+            roots = (ROOT / "src" / "dpsur", ROOT / "tests", ROOT)
             assert any((root / path).exists() for root in roots), path
 
 

@@ -8,13 +8,14 @@ Names are loaded when they are first used, so that accounting does not wait for 
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from dpsur._version import __version__
 from dpsur.errors import (
     BudgetError,
     CheckpointError,
+    DiagnosticsWarning,
     DpsurError,
+    FileError,
     InterruptedRunError,
     InvalidInputError,
     NothingReleasedError,
@@ -22,7 +23,10 @@ from dpsur.errors import (
     UnsupportedModelError,
 )
 
+TYPE_CHECKING = False  # importing `typing` for it would triple the time that this import takes
 if TYPE_CHECKING:
+    from typing import Any
+
     from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
     from dpsur.privacy.budget import Budget
     from dpsur.runs.fit import fit
@@ -66,6 +70,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "CheckpointError",
+    "DiagnosticsWarning",
     "Dpagd",
     "Dpis",
     "Dpsgd",
@@ -73,6 +78,7 @@ __all__ = [
     "DpsgdTs",
     "Dpsur",
     "DpsurError",
+    "FileError",
     "InterruptedRunError",
     "InvalidInputError",
     "Nonprivate",
@@ -90,7 +96,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name in _ROOMS:
         return import_module(f"dpsur.{name}")
     if name not in _HOMES:

@@ -1,7 +1,18 @@
-"""Run the command with `python -m dpsur`."""
+"""The command as a process of its own: `dpsur`, or `python -m dpsur`."""
 
 import sys
 
-from dpsur.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Import the command and run it; Ctrl-C during the import is no traceback."""
+    try:
+        from dpsur.cli import main as run_command
+
+        return run_command()
+    except KeyboardInterrupt:
+        print("dpsur: stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,17 +1,31 @@
 """Checks of single values: each names the value it refuses."""
 
+import functools
+import inspect
 import math
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, ParamSpec, Self, TypeVar
 
-from dpsur.errors import InvalidInputError
+from dpsur.errors import ArgumentError, InvalidInputError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def number(name: str, value: Any) -> None:
-    """Refuse what is no number at all, such as a word or None."""
+    """Refuse what is no number at all, such as a word or None, or beyond what a float holds."""
     if not hasattr(value, "__float__"):
         raise InvalidInputError(
             f"{name} must be a number, got {value!r} ({type(value).__name__}); write it as a number"
         )
+    try:
+        float(value)
+    except OverflowError:
+        raise InvalidInputError(
+            f"{name} must be a number below 1e308, got a whole number of about "
+            f"{int(value).bit_length() * 0.30103:.0f} digits"
+        ) from None
 
 
 def positive(name: str, value: float) -> None:
@@ -75,3 +89,67 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Refuse a word that is not on the list."""
     if value not in choices:
         raise InvalidInputError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a function refuse arguments that it does not have, and name the nearest that it has."""
+    parameters = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        _check_arguments(function.__name__, parameters, args, kwargs)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+class NamedArguments:
+    """A class whose instances are made by named arguments: others are refused by name.
+
+    What is left at its default is not printed.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Check the names before `__init__` takes the values."""
+        if args or kwargs:
+            _check_arguments(cls.__name__, _parameters(cls), args, kwargs)
+        return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        found = {
+            name: (getattr(self, name), parameter.default)
+            for name, parameter in _parameters(type(self)).items()
+        }
+        given = (f"{name}={value!r}" for name, (value, usual) in found.items() if value != usual)
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+def _parameters(kind: type) -> Mapping[str, inspect.Parameter]:
+    parameters = dict(inspect.signature(kind.__init__).parameters)  # type: ignore[misc]
+    parameters.pop("self")
+    return parameters
+
+
+def _check_arguments(
+    owner: str,
+    parameters: Mapping[str, inspect.Parameter],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    for name in kwargs:
+        if name not in parameters:
+            near = get_close_matches(name, parameters, 1) or [
+                known for known in parameters if known.startswith(name)
+            ]
+            remedy = f"did you mean {near[0]}?" if near else f"it has {', '.join(parameters)}"
+            raise ArgumentError(f"unknown argument {name} of {owner}; {remedy}")
+    positional = [p.name for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    given = {*positional[: len(args)], *kwargs}
+    missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in given]
+    if missing:
+        raise ArgumentError(f"{owner} needs {', '.join(missing)}, which must be given")
+    if len(args) > len(positional):
+        raise ArgumentError(
+            f"{owner} takes {len(positional)} arguments without a name, got {len(args)}; give the "
+            f"others by name, such as {', '.join(parameters)}"
+        )

@@ -1,12 +1,32 @@
 """What can go wrong, in words a user can act on."""
 
+import os
+import sys
+
+# An error from anywhere else comes from a model, a loss or a data set of the user.
+_PACKAGES = {"dpsur", "torch", "numpy", *sys.stdlib_module_names}
+
 
 class DpsurError(Exception):
     """Any error that this package raises on purpose."""
 
 
 class InvalidInputError(DpsurError, ValueError):
-    """A value that cannot be used; the message names it and the remedy."""
+    """A value that cannot be used; the message names it and the remedy.
+
+    `private` is what the message must not quote: values of private records. It is no part of the
+    text or of a traceback. The command writes it to a log that only its user can read.
+    """
+
+    def __init__(self, message: str, *, private: str | None = None) -> None:
+        super().__init__(message)
+        self.private = private
+        if private is not None:
+            self.add_note("The attribute `private` of this error says more. Do not share it.")
+
+
+class ArgumentError(InvalidInputError, TypeError):
+    """An argument that a function does not have, or needs and was not given."""
 
 
 class BudgetError(InvalidInputError):
@@ -21,6 +41,10 @@ class CheckpointError(InvalidInputError):
     """A checkpoint or release that is damaged, or belongs to another run."""
 
 
+class FileError(DpsurError, OSError):
+    """A file or folder that cannot be read or written; the message names it and the cause."""
+
+
 class NothingReleasedError(DpsurError):
     """The run used up its trials before its updates; its result must not be published."""
 
@@ -29,5 +53,35 @@ class PrivacyWarning(UserWarning):
     """Something about a guarantee that the user should know."""
 
 
+class DiagnosticsWarning(UserWarning):
+    """A private record of a run, such as its curves, is incomplete. The release is not affected."""
+
+
 class InterruptedRunError(DpsurError):
     """The run was stopped at a trial boundary, after writing a checkpoint."""
+
+
+def from_custom_code(error: BaseException) -> bool:
+    """Whether an error passed through code that belongs neither to this package nor to torch."""
+    trace = error.__traceback__
+    while trace is not None:
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in _PACKAGES:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def cause_of(error: OSError) -> str:
+    """Why the operating system refused, without the path."""
+    return error.strerror or str(error) or type(error).__name__
+
+
+def describe_os_error(error: OSError) -> str:
+    """An error of the operating system on one line: the path, where it is known, and the cause."""
+    if isinstance(error, FileError):
+        return str(error)
+    if error.filename is None or isinstance(error.filename, int):
+        return f"a file cannot be read or written ({cause_of(error)})"
+    name = os.fsdecode(error.filename)
+    return f"{name if name.isprintable() else repr(name)}: {cause_of(error)}"

@@ -1,21 +1,13 @@
-"""`dpsur attack`, targets by name, and the table of the paper's attacks."""
+"""`dpsur attack`, and targets by name."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
-from dpsur.attacks.many import Recipe
-from dpsur.attacks.metrics import Scores, measure
+from dpsur.attacks.targets import PrivateTrainer, attacked_pool
 from dpsur.cli import main
 from dpsur.core.types import Examples
-from dpsur.experiments import membership
-from dpsur.experiments.base import Options
-from dpsur.experiments.presets import PAPER, preset_named
-from dpsur.experiments.roc import gains_of, hits_of
-from dpsur.experiments.targets import PrivateTrainer, attacked_pool, plain_trainer
 from dpsur.features import compute, features_named
 from dpsur.methods import method_named
 from dpsur.privacy.budget import Budget
@@ -66,13 +58,15 @@ def test_a_release(tmp_path, capsys):
 def test_members_of_a_release_are_the_records_that_it_was_trained_on(tmp_path, capsys):
     out = str(tmp_path / "run")
     options = ["--updates", "1", "--batch-size", "8", "--device", "cpu", "--quiet"]
-    options += ["--features", "pixels", "--max-records", "50", "--delta", "1e-3"]
+    options += ["--features", "pixels", "--keep-fraction", "0.02", "--delta", "1e-3"]
     assert main(["train", "--method", "dpsgd", "--out", out, *options]) == 0
     command = ["attack", "--release", out, "--attacks", "gap", "--device", "cpu", "--json"]
     assert main(command) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found["attacks"]) == {"gap"}
-    assert found["attacks"]["gap"]["members"] == 50
+    statement = json.loads((tmp_path / "run" / "release" / "privacy.json").read_text())
+    assert 40 < statement["dataset_size"] < 130
+    assert found["attacks"]["gap"]["members"] == statement["dataset_size"]
 
 
 @pytest.mark.parametrize(
@@ -105,129 +99,3 @@ def test_private_models_of_features_and_of_raw_inputs_agree():
     answers = raw.outputs(pool.inputs)
     assert torch.allclose(own.outputs(features.inputs), answers, atol=1e-4)
     assert not torch.allclose(answers[0], answers[1], atol=1e-2)
-
-
-@pytest.mark.parametrize("method", ["nonprivate", "dpsgd"])
-def test_a_cell_is_measured(method, monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    images = torch.rand(60, 1, 28, 28, generator=generator)
-    pool = Examples(images, torch.randint(10, (60,), generator=generator))
-    monkeypatch.setattr(membership, "pool_on", lambda *_: pool)
-    cell = grid(tasks=("fmnist",), arms=(method,), seeds=(1,))[-1]
-    if method == "nonprivate":
-        cell["config"]["recipe"]["epochs"] = 1
-    else:
-        preset = replace(preset_named(PAPER, method, "fmnist", 4), given={"batch_size": 4})
-        monkeypatch.setattr(membership, "preset_named", lambda *_: preset)
-    found = membership.EXPERIMENT.measure(cell, Options(device="cpu"))
-    assert found["device"] == "cpu"
-    assert set(found["attacks"]) == set(found["gains"]) > set(membership.PLAIN_ATTACKS)
-
-
-def row(task, method, epsilon, value):
-    scores = Scores(torch.rand(50).double().numpy() + value, torch.rand(50).double().numpy(), 0.5)
-    return {
-        "config": {"task": task, "method": method, "epsilon": epsilon},
-        "seed": 0,
-        "train_accuracy": 0.9,
-        "test_accuracy": 0.8,
-        "attacks": {"shadow": measure(scores).to_json()},
-        "gains": {"shadow": gains_of(hits_of(scores))},
-    }
-
-
-def test_the_table_has_the_papers_values():
-    rows = [row("fmnist", "nonprivate", None, 0.5), row("cifar10", "dpsur", 3, 0.0)]
-    page, data, _ = membership.EXPERIMENT.render(rows)
-    assert "| 0.582 |" in page.text
-    assert "| 0.503 |" in page.text
-    assert data.text.count("\n") == 3
-    fields = data.text.splitlines()[0].split(",")
-    assert len(set(fields)) == len(fields) == 19
-    assert "of the first seed" in " ".join(page.text.split())
-
-
-def test_intervals_that_a_row_has_too_narrow_are_not_trusted():
-    attacked = row("fmnist", "dpsur", 3, 0.2)
-    stored = attacked["attacks"]["shadow"]
-    (honest,) = membership.summary([attacked])
-    for name in ("tpr_at_1_percent", "tpr_at_01_percent"):
-        stored[name] = {**stored[name], "low": stored[name]["value"], "high": stored[name]["value"]}
-    (found,) = membership.summary([attacked])
-    assert found == honest
-    assert found["tpr_1_low"] < found["tpr_1"] < found["tpr_1_high"]
-    assert (found["auc_low"], found["auc_high"]) == (stored["auc"]["low"], stored["auc"]["high"])
-
-
-def test_a_control_that_only_some_rows_have():
-    rows = [row("fmnist", "nonprivate", None, 0.5), row("fmnist", "nonprivate", None, 0.5)]
-    for part in ("attacks", "gains"):
-        rows[1][part]["shadow, shuffled"] = rows[0][part]["shadow"]
-    found = {record["attack"]: record["seeds"] for record in membership.summary(rows)}
-    assert found == {"shadow": 2, "shadow, shuffled": 1}
-    page, *_ = membership.EXPERIMENT.render(rows)
-    assert page.text.count("| shadow, shuffled |") == 2  # once in each table
-
-
-def grid(**limits):
-    return list(membership.EXPERIMENT.cells(Options(**limits)))
-
-
-def test_the_grid():
-    cells = grid()
-    assert len(cells) == 3 * 2 * (1 + 2 * 4)
-    assert len({membership.EXPERIMENT.key(cell) for cell in cells}) == len(cells)
-    ratios = [cell for cell in cells if "lira-online" in cell["config"]["attacks"]]
-    assert {cell["seed"] for cell in ratios} == {0}
-    every = [("dpsur", e) for e in (1, 2, 3, 4)] + [("dpsgd", e) for e in (1, 2, 3, 4)]
-    configs = [cell["config"] for cell in ratios]
-    assert [(c["task"], c["method"], c["epsilon"], c["shadow_models"]) for c in configs] == [
-        (task, *target, models)
-        for task, without, within in (("fmnist", 32, 8), ("cifar10", 4, 4))
-        for target, models in [(("nonprivate", None), without), *((p, within) for p in every)]
-    ]
-
-
-@pytest.mark.parametrize("task", membership.TASKS)
-def test_targets_without_privacy_are_the_network_that_dpsgd_trains(task):
-    (cell,) = grid(tasks=(task,), arms=("nonprivate",), seeds=(0,))
-    assert cell["config"]["network"] == preset_named(PAPER, "dpsgd", task, 1).network
-    module = plain_trainer(task_named(task), Recipe(), torch.device("cpu")).make()
-    kinds = {type(part) for part in module.modules()}
-    assert nn.ReLU in kinds
-    assert nn.Tanh not in kinds
-
-
-@pytest.mark.parametrize(
-    ("limits", "count"),
-    [
-        ({"tasks": ("cifar10",)}, 27),
-        ({"arms": ("nonprivate",)}, 6),
-        ({"arms": ("dpsur",), "epsilons": (1, 4)}, 12),
-        ({"epsilons": (4.0,)}, 12),
-        ({"seeds": (5,), "tasks": ("fmnist",), "arms": ("dpsgd", "nonprivate")}, 5),
-    ],
-)
-def test_the_grid_can_be_limited(limits, count):
-    found = grid(**limits)
-    assert len(found) == count
-    for cell in found:
-        assert cell["config"]["task"] in limits.get("tasks", membership.TASKS)
-        assert cell["config"]["method"] in limits.get("arms", ("nonprivate", "dpsur", "dpsgd"))
-        assert cell["config"]["epsilon"] in limits.get("epsilons", (None, 1, 2, 3, 4))
-        assert cell["seed"] in limits.get("seeds", membership.SEEDS)
-
-
-def test_shards_make_every_row_once(monkeypatch):
-    monkeypatch.setattr(membership.Membership, "measure", lambda *_: {})
-    cells = grid()
-    missing = cells[1:]  # a row is there already, which must not shift the shares
-    made = [
-        row
-        for part in range(4)
-        for row in membership.EXPERIMENT.make(missing, Options(shard=(part, 4)))
-    ]
-    keys = [membership.EXPERIMENT.key(row) for row in made]
-    assert sorted(keys) == sorted(membership.EXPERIMENT.key(cell) for cell in missing)
-    first = list(membership.EXPERIMENT.make(cells, Options(shard=(0, 4))))
-    assert [row["config"] for row in first] == [cell["config"] for cell in cells[::4]]

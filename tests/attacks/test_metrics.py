@@ -7,8 +7,8 @@ import pytest
 from scipy.stats import binom, norm
 
 from dpsur.attacks.metrics import LOW_RATES, Scores, area, measure, proportion, roc_curve
+from dpsur.attacks.roc import curve_of, gains_of, hits_from, hits_of, low_rate_interval
 from dpsur.errors import InvalidInputError
-from dpsur.experiments.roc import curve_of, gains_of, hits_from, hits_of, low_rate_interval
 from tests.statistics import FALSE_ALARM
 
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from scipy.stats import norm
 from torch import nn
 
-from dpsur.audits.broken import FAULTS, SOUND
 from dpsur.audits.canaries import BLOCK, gradient_canaries, input_canaries
 from dpsur.audits.ceilings import ceiling, is_idle
 from dpsur.audits.finding import CONTRADICTED, NOT_CONTRADICTED
+from dpsur.audits.negative_controls import FAULTS, SOUND
 from dpsur.audits.repeated import DELTA, PLACES, TINY, audit_repeated, outcomes
 from dpsur.audits.training import audit_training, guess
 from dpsur.core.gradients import clipped_sum

@@ -1,13 +1,14 @@
-"""`dpsur account`, `calibrate`, `verify` and `reproduce` as a person meets them."""
+"""`dpsur account`, `calibrate` and `verify` as a person meets them."""
 
 import json
-import math
 import shutil
-from pathlib import Path
 
 import pytest
 
-from dpsur.cli import main
+from dpsur.cli import account, main
+from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.events import CoinTest, Gaussian, SampledGaussian, Trial
+from dpsur.runs.preparation import Preparation
 from tests.cli.test_commands import dpsur
 
 FMNIST = ["--dataset-size", "60000", "--batch-size", "2048", "--val-batch-size", "256",
@@ -50,6 +51,27 @@ def test_account_of_a_coin_and_of_statistics(capsys):
     )
     assert plain["published"] is None
     assert with_statistics["proven"] > plain["proven"]
+
+
+def statistics_cost_what_a_run_is_charged(capsys):
+    """`account` charges feature statistics as a run with private normalisation does."""
+    common = [*FMNIST, "--noise-multiplier", "2.15", "--accept-ratio", "2"]
+    arguments = [*common, "--updates", "100", "--feature-statistics", "2", "--json"]
+    found = json.loads(dpsur("account", *arguments, capsys=capsys)[1])
+    setup = Preparation("scattering", "private", statistics_noise=2.0).setup
+    assert len(setup) == 4
+    trial = Trial(SampledGaussian(2048 / 60000, 2.15), CoinTest(256 / 60000, 2.0))
+    planned = accounting_named("proven").planned(setup, trial, 100, 1e-5)
+    assert found["proven"] == planned
+    fewer = accounting_named("proven").planned(setup[2:], trial, 100, 1e-5)
+    assert fewer < planned
+
+
+def test_statistics_cost_what_a_run_is_charged(capsys, monkeypatch):
+    statistics_cost_what_a_run_is_charged(capsys)
+    monkeypatch.setattr(account, "feature_statistics", lambda noise: (Gaussian(noise),) * 2)
+    with pytest.raises(AssertionError):
+        statistics_cost_what_a_run_is_charged(capsys)
 
 
 def test_account_without_a_test(capsys):
@@ -208,29 +230,3 @@ def test_verify_of_nothing(tmp_path, capsys):
 
 def test_its_help_says_that_it_is_no_signature(capsys):
     assert "not a signature" in dpsur("verify", "--help", capsys=capsys)[1]
-
-
-def test_the_accounting_table_is_rendered_from_its_rows(tmp_path, capsys):
-    """The committed page is what the committed rows give, and the rows are what the code gives."""
-    root = Path(__file__).parent.parent.parent
-    status, _, _ = dpsur(
-        "reproduce",
-        "accounting",
-        "--results",
-        str(tmp_path),
-        "--out",
-        str(tmp_path),
-        capsys=capsys,
-    )
-    assert status == 0
-    page = (tmp_path / "accounting_table.md").read_text()
-    assert page == (root / "docs" / "accounting_table.md").read_text()
-    fresh, kept = (
-        [json.loads(line) for line in (folder / "accounting.jsonl").read_text().splitlines()]
-        for folder in (tmp_path, root / "results")
-    )
-    assert len(fresh) == len(kept) == 16
-    for new, old in zip(fresh, kept, strict=True):
-        assert new["config"] == old["config"]
-        for key, value in new["epsilon"].items():
-            assert math.isclose(value, old["epsilon"][key], rel_tol=1e-4)

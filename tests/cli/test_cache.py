@@ -20,7 +20,7 @@ def folder(tmp_path, monkeypatch):
     store.flush()
     inputs = torch.zeros(2, 1, 4, 4)
     features.write(features.path_for({"name": "none"}, inputs), inputs)
-    for name in ("data/mnist/1/x.npy", "downloads/mnist/x.gz", *OTHERS):
+    for name in ("data/mnist/1/x.npy", "downloads/mnist/x.gz", "private/errors.log", *OTHERS):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"123")
@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 
 
 OTHERS = ("thesis.json", "data/own/x.npy", "downloads/film.gz", "features/notes.txt")
-COUNTS = {"accounting": 1, "features": 2, "data": 1, "downloads": 1}
+COUNTS = {"accounting": 1, "features": 2, "data": 1, "downloads": 1, "errors": 1}
 
 
 def listed(capsys):
@@ -69,5 +69,5 @@ def test_no_cache_is_an_empty_one(tmp_path, monkeypatch, capsys):
 def test_an_unknown_part(folder, capsys):
     status, _, err = dpsur("cache", "empty", "everything", capsys=capsys)
     assert status == 2
-    assert "choose one of accounting, features, data, downloads, all" in err
+    assert "choose one of accounting, features, errors, data, downloads, all" in err
     assert listed(capsys) == COUNTS

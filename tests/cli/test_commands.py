@@ -114,12 +114,12 @@ BAD = [
     (["--method", "sgd"], "unknown method 'sgd'"),
     (["--accounting", "gdp"], "unknown accounting 'gdp'"),
     (["--epsilon", "-1"], "epsilon must be above 0, got -1"),
-    (["--epsilon", "nan"], "epsilon must be above 0, got nan"),
+    (["--epsilon", "nan"], "argument --epsilon: 'nan' is not a finite number"),
     (["--epsilon", "three"], "invalid float value: 'three'"),
     (["--delta", "2"], "delta must be in (0, 1), got 2.0"),
     (["--method", "dpsgd-ts", "--features", "scattering"], "choose --features pixels"),
     (["--learning-rate", "-2"], "learning_rate must be a finite number above 0, got -2.0"),
-    (["--learning-rate", "nan"], "learning_rate must be a finite number above 0, got nan"),
+    (["--learning-rate", "inf"], "argument --learning-rate: 'inf' is not a finite number"),
     (["--batch-size", "4001"], "batch_size 4001 is larger than the data set of 4000 records"),
     (["--batch-size", "0"], "batch_size must be a whole number of at least 1, got 0"),
     (["--val-batch-size", "5000"], "val_batch_size 5000 is larger"),
@@ -172,7 +172,16 @@ def test_a_run_without_a_folder_gets_a_new_one(tmp_path, capsys, monkeypatch):
         assert f"release: {folder}/release " in out
         assert (tmp_path / folder / "release" / "privacy.json").is_file()
     np.savez(tmp_path / "secret.npz", x=np.zeros((200, 3)), y=np.arange(200) % 2)
-    options = ["--task", f"npz:{tmp_path}/secret.npz", "--method", "dpsgd", *QUICK, "--quiet"]
+    options = [
+        "--task",
+        f"npz:{tmp_path}/secret.npz",
+        "--classes",
+        "2",
+        "--method",
+        "dpsgd",
+        *QUICK,
+        "--quiet",
+    ]
     status, out, err = dpsur("train", *options, capsys=capsys)
     assert (status, err) == (0, "")
     assert "release: runs/secret-dpsgd/release " in out

@@ -23,7 +23,7 @@ def points(tmp_path, monkeypatch):
     data, test = blobs(200), blobs(30, seed=4)
     np.savez(
         tmp_path / "points.npz", x=data.inputs.numpy(), y=data.targets.numpy(),
-        x_test=test.inputs.numpy(), y_test=test.targets.numpy(),
+        x_test=test.inputs.numpy(), y_test=test.targets.numpy(), classes=3,
     )  # fmt: skip
     return ["--task", f"npz:{tmp_path / 'points.npz'}", *COMMON]
 

@@ -44,7 +44,7 @@ def own_places(tmp_path, monkeypatch):
 @pytest.fixture
 def points(tmp_path):
     data = blobs(80)
-    np.savez(tmp_path / "points.npz", x=data.inputs.numpy(), y=data.targets.numpy())
+    np.savez(tmp_path / "points.npz", x=data.inputs.numpy(), y=data.targets.numpy(), classes=3)
     return f"npz:{tmp_path / 'points.npz'}"
 
 
@@ -73,7 +73,7 @@ def config(folder):
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "dpsgd-hf"])
 def test_every_method_trains_on_records_of_ones_own(method, points, tmp_path):
     extra = ["--val-batch-size", "10"] if method in ("dpsur", "dpagd") else []
-    limits = ["--updates", "6", "--max-updates", "2", "--max-records", "60"]
+    limits = ["--updates", "6", "--max-updates", "2", "--keep-fraction", "0.75"]
     noise = ["--noise-multiplier", "8", "--accept-ratio", "1.5"] if method == "dpsur" else []
     status = train(
         tmp_path / "run", "--method", method, *limits, *extra, *noise, task=points
@@ -81,7 +81,8 @@ def test_every_method_trains_on_records_of_ones_own(method, points, tmp_path):
     assert status == 0
     found = statement(tmp_path / "run")
     assert found["method"] == method
-    assert found["dataset_size"] == 60
+    assert 40 < found["dataset_size"] < 75
+    assert found["public"] == {"classes": 3, "keep_fraction": 0.75}
     assert found["accepted_updates"] == 2
     assert main(["verify", str(tmp_path / "run")]) == 0
 
@@ -165,7 +166,7 @@ def test_an_unseeded_run_with_private_statistics_goes_on(pictures, tmp_path, mon
 @pytest.mark.parametrize("method", ["dpsgd", "dpis"])
 def test_resume_keeps_what_was_asked_for(method, points, tmp_path, monkeypatch):
     arguments = [
-        "--method", method, "--updates", "8", "--max-updates", "6", "--max-records", "60",
+        "--method", method, "--updates", "8", "--max-updates", "6", "--keep-fraction", "0.75",
         "--model", "own_networks_of_tests:narrow", "--checkpoint-every", "2",
     ]  # fmt: skip
     assert train(tmp_path / "whole", *arguments, task=points) == 0
@@ -174,7 +175,8 @@ def test_resume_keeps_what_was_asked_for(method, points, tmp_path, monkeypatch):
     assert main(["train", "--resume", str(tmp_path / "cut"), "--quiet"]) == 0
     whole, cut = (statement(tmp_path / name) for name in ("whole", "cut"))
     assert whole == cut  # the hash of the weights is in it
-    assert cut["dataset_size"] == 60
+    assert 40 < cut["dataset_size"] < 75
+    assert cut["public"] == {"classes": 3, "keep_fraction": 0.75}
     assert cut["accepted_updates"] == 6
     assert config(tmp_path / "whole") == config(tmp_path / "cut")
 
@@ -189,14 +191,15 @@ BAD = [
         "normalisation must be one of none, group, private; got 'batch'",
     ),
     (["--normalisation", "private"], "normalisation private needs channels"),
-    (["--max-records", "0"], "max_records must be a whole number of at least 1, got 0"),
-    (["--max-records", "10"], "batch_size 20 is larger than the data set of 10 records"),
+    (["--keep-fraction", "0"], "keep_fraction must be in (0, 1], got 0"),
+    (["--keep-fraction", "1.5"], "keep_fraction must be in (0, 1], got 1.5"),
+    (["--keep-fraction", "1e-9"], "keep_fraction 1e-09 keeps none of the records"),
+    (["--classes", "4"], "classes 4 contradicts"),
     (["--max-updates", "0"], "max_updates must be a whole number of at least 1, got 0"),
     (["--model", "narrow"], "model 'narrow' must have the form module:function"),
     (["--model", "own_networks_of_tests:wide"], "cannot be imported"),
     (["--model", "own_networks_of_tests:odd"], "must return a torch.nn.Module, it returned int"),
     (["--model", "json:dumps"], "model json:dumps cannot be built (TypeError:"),
-    (["--epsilon", "inf"], "epsilon inf is no budget that method dpsgd could be fitted to"),
     (["--loss-clip", "0.5"], "loss_clip 0.5 belongs to the gate loss"),
     (["--method", "dpsgd-hf"], "has no network for the features scattering"),
     (["--method", "dpsgd", "--refresh-every", "2"], "method dpsgd has no option --refresh-every"),
@@ -233,15 +236,24 @@ def test_presets_are_for_the_budgets_of_the_paper(pictures, tmp_path, capsys):
 
 def test_resume_takes_no_settings_of_what_to_train(tmp_path, capsys):
     for option, value in (("--preset", "paper"), ("--features", "pixels"), ("--model", "a:b"),
-                          ("--normalisation", "none"), ("--max-records", "5"),
-                          ("--max-updates", "5"), ("--refresh-every", "3")):  # fmt: skip
+                          ("--normalisation", "none"), ("--keep-fraction", "0.5"),
+                          ("--classes", "3"), ("--max-updates", "5"),
+                          ("--refresh-every", "3")):  # fmt: skip
         _, _, err = command("train", "--resume", str(tmp_path), option, value, capsys=capsys)
         assert f"leave out {option}" in err
 
 
 def test_the_help_names_what_can_be_chosen(capsys):
     _, out, _ = command("train", "--help", capsys=capsys)
-    asked = ("preset", "features", "normalisation", "activation", "model", "max-records")
+    asked = (
+        "preset",
+        "features",
+        "normalisation",
+        "activation",
+        "model",
+        "keep-fraction",
+        "classes",
+    )
     for option in (*asked, "max-updates", "refresh-every", "choice-epsilon"):
         assert f"--{option} " in out
     for method in METHODS:

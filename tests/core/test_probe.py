@@ -1,6 +1,7 @@
 """Models that mix or remember records are found on made-up ones; others are let through."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -105,16 +106,20 @@ class Sometimes(Network):
 
 
 class Remembers(Network):
-    """Neither a buffer nor a parameter."""
+    """In a place that nobody looks at: an attribute would be found by its name."""
 
     def __init__(self):
         super().__init__()
-        self.centre = torch.zeros(8)
+        self.held = threading.local()
 
     def between(self, x):
+        centre = getattr(self.held, "centre", torch.zeros(8))
         if self.training:
-            self.centre = 0.9999 * self.centre + 0.0001 * x.detach().mean(0)
-        return x - self.centre
+            self.held.centre = 0.9999 * centre + 0.0001 * x.detach().mean(0)
+        return x - centre
+
+    def __deepcopy__(self, memo):
+        return type(self)()
 
 
 class WritesData(Network):
@@ -255,3 +260,169 @@ def test_large_records_are_tried_in_small_numbers():
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 2**18, 2))
     outputs = check_model(model, Examples(torch.zeros(1, 3, 2**9, 2**9), torch.zeros(1)))
     assert len(outputs) == 8
+
+
+PAD = 11
+
+
+class Text(nn.Module):
+    """A model of texts that is fine: every text is as long as the others."""
+
+    pad = 5
+
+    def __init__(self, words=40):
+        super().__init__()
+        self.table, self.drop = nn.Embedding(words, 8), nn.Dropout(0.1)
+        self.lstm, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, words):
+        return self.head(self.read(words))
+
+    def read(self, words):
+        return self.drop(self.lstm(self.table(words))[0][:, -1])
+
+    def lengths(self, words):
+        return (words != self.pad).sum(1)
+
+
+class Trimmed(Text):
+    """Cuts the batch to its longest text and reads on through the padding of the others."""
+
+    def read(self, words):
+        return super().read(words[:, : int(self.lengths(words).max())])
+
+
+class TrimmedByAGlobal(Trimmed):
+    def lengths(self, words):
+        return (words != PAD).sum(1)
+
+
+class TrimmedByALiteral(Trimmed):
+    def lengths(self, words):
+        return torch.tensor([sum(word != 17 for word in text) for text in words.tolist()])
+
+
+class TrimmedByTheLastWord(Trimmed):
+    def lengths(self, words):
+        return (words != self.table.num_embeddings - 1).sum(1)
+
+
+class TrimmedByATensor(Trimmed):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("empty", torch.tensor([23]))
+
+    def lengths(self, words):
+        return (~torch.isin(words, self.empty)).sum(1)
+
+
+class TrimmedFromTheLeft(Trimmed):
+    def read(self, words):
+        return Text.read(self, words[:, -int(self.lengths(words).max()) :])
+
+
+class TrimmedInTraining(Trimmed):
+    def read(self, words):
+        return super().read(words) if self.training else Text.read(self, words)
+
+
+class TrimmedColumns(Trimmed):
+    """As `torch.unique_consecutive` and the like do: columns that say nothing are dropped."""
+
+    def read(self, words):
+        return Text.read(self, words[:, (words != self.pad).any(0)])
+
+
+class AveragedToLongest(Text):
+    """The mean over the longest text of the batch."""
+
+    def read(self, words):
+        longest = int(self.lengths(words).max())
+        return self.table(words)[:, :longest].mean(1)
+
+
+class OfWhatRepeats(Trimmed):
+    """Takes the last word of a text for its padding."""
+
+    def lengths(self, words):
+        return (words != words[:, -1:]).sum(1) + 1
+
+
+class Masked(Text):
+    """The remedy: every text is read up to its own end."""
+
+    def read(self, words):
+        ends = self.lengths(words).clamp(min=1) - 1
+        states = self.lstm(self.table(words))[0]
+        return self.drop(states[torch.arange(len(words)), ends])
+
+
+class Packed(Text):
+    """Another: the packed texts of a batch are read up to their own ends."""
+
+    def read(self, words):
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.table(words), self.lengths(words), batch_first=True, enforce_sorted=False
+        )
+        return self.drop(self.lstm(packed)[1][0][-1])
+
+
+TEXTS = Examples(torch.zeros(1, 12, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Trimmed,
+        TrimmedByAGlobal,
+        TrimmedByALiteral,
+        TrimmedByTheLastWord,
+        TrimmedByATensor,
+        TrimmedFromTheLeft,
+        TrimmedInTraining,
+        TrimmedColumns,
+        AveragedToLongest,
+        OfWhatRepeats,
+    ],
+)
+def test_a_model_that_trims_to_the_longest_text_is_refused(kind):
+    with pytest.raises(UnsupportedModelError, match=COMPANY) as caught:
+        check_model(kind(), TEXTS)
+    assert "\n" not in str(caught.value)
+    assert "own end" in str(caught.value) or kind is OfWhatRepeats
+
+
+@pytest.mark.parametrize("kind", [Text, Masked, Packed])
+def test_a_model_that_reads_every_text_to_its_own_end_is_accepted(kind):
+    assert check_model(kind(), TEXTS).shape == (64, 2)
+
+
+class TrimmedSeries(nn.Module):
+    """The same for series of numbers that are filled up with zeros."""
+
+    filling = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.gru, self.head = nn.GRU(3, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x):
+        lengths = (x != self.filling).any(2).sum(1)
+        return self.head(self.gru(x[:, : int(lengths.max())])[0][:, -1])
+
+
+class TrimmedAtMinusOne(TrimmedSeries):
+    filling = -1.0
+
+
+@pytest.mark.parametrize("kind", [TrimmedSeries, TrimmedAtMinusOne])
+def test_a_model_that_trims_series_of_numbers_is_refused(kind):
+    with pytest.raises(UnsupportedModelError, match=COMPANY):
+        check_model(kind(), Examples(torch.zeros(1, 9, 3), torch.zeros(1)))
+
+
+def test_padding_is_not_tried_beyond_the_table():
+    """On a GPU a number without a row ends the process."""
+    model = Trimmed(words=4)
+    model.pad = 7
+    check_model(model, TEXTS)

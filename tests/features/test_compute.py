@@ -203,3 +203,63 @@ def test_a_damaged_key_costs_only_time(computations, folder):
     (folder / cache.KEY).write_bytes(b"short")
     compute(SCATTERING, images())
     assert len(computations) == 2
+
+
+def damages(whole):
+    """A cache file cut off, changed, or replaced by something else."""
+    header_end = whole.index(b"\n")
+    odd_headers = (
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (1" + b"0" * 30 + b",), }",
+        b"{'descr': '''", b"(" * 100, b"{'descr': '<f4'}", b"[" * 100 + b"]" * 100, b"\xff" * 90,
+        b"{'descr': 'O', 'fortran_order': False, 'shape': (3, 81, 4, 4), }",
+        b"{'descr': '<f4', 'fortran_order': True, 'shape': (3, 81, 4, 4), }",
+    )  # fmt: skip
+    for header in odd_headers:
+        yield whole[:10] + header.ljust(header_end - 10)[: header_end - 10] + whole[header_end:]
+    yield b""
+    yield b"PK\x03\x04" + whole[4:]
+    yield b"PK\x05\x06" + bytes(18)
+    yield b"\x80\x04N."
+    yield whole[:6] + b"\x09\x09" + whole[8:]
+    yield whole[:6] + b"\x02\x00\xff\xff\xff\xff" + whole[12:]
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        content, place = bytearray(whole), int(rng.integers(len(whole)))
+        if rng.random() < 0.5:
+            place = int(rng.integers(140))  # in the header
+        content[place] ^= 1 << int(rng.integers(8))
+        yield bytes(content if rng.random() < 0.8 else content[:place])
+
+
+def test_whatever_is_wrong_with_a_file_the_features_are_the_same(folder):
+    expected = compute(SCATTERING, images(), cached=False)
+    compute(SCATTERING, images())
+    path = only_file(folder)
+    for content in damages(path.read_bytes()):
+        path.write_bytes(content)
+        assert torch.equal(compute(SCATTERING, images()), expected), content[:140]
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe", "key folder", "short key", "no access"])
+def test_odd_things_in_the_place_of_a_file(folder, kind):
+    expected = compute(SCATTERING, images(), cached=False)
+    compute(SCATTERING, images())
+    path, key = only_file(folder), folder / "key"
+    (key if "key" in kind else path).unlink()
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "link":
+            path.symlink_to(path)
+        case "pipe":
+            os.mkfifo(path)
+        case "key folder":
+            key.mkdir()
+        case "short key":
+            key.write_bytes(b"short")
+        case "no access":
+            folder.chmod(0)
+    try:
+        assert torch.equal(compute(SCATTERING, images()), expected)
+    finally:
+        folder.chmod(0o700)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpsur.errors import InvalidInputError
-from dpsur.experiments.settings import paper_settings
+from dpsur.presets.settings import paper_settings
 from dpsur.privacy.accounting import (
     ACCOUNTINGS,
     DEFAULT_ACCOUNTING,

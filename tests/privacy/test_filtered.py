@@ -14,7 +14,7 @@ from dpsur.privacy.filter import RenyiFilter
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import FilteredPlan, Plan
 from dpsur.privacy.plans.cap import trial_cap
-from dpsur.privacy.plans.filtered import ALLOWANCE_PARTS, MOST_TRIALS
+from dpsur.privacy.plans.filtered import ALLOWANCE_PARTS, MOST_TRIALS, TAIL_SHARE
 from dpsur.privacy.proven import event_divergence
 
 BUDGET = Budget(3.0, 1e-5)
@@ -102,7 +102,7 @@ def test_limited_ends_earlier_and_promises_the_same():
 @pytest.mark.parametrize("typical", [STEP, COIN], ids=["kept", "gated"])
 def test_a_filter_promises_its_whole_allowance(typical):
     plan = plan_of(typical=typical, trials=100)
-    share = 1 - CAP_SHARE if typical.gate else 1.0
+    share = 1 - TAIL_SHARE - (CAP_SHARE if typical.gate else 0.0)
     assert plan.epsilon() == epsilon_at(plan.order, plan.allowance, BUDGET.delta * share)
     ledger = Ledger()
     assert plan.spent(ledger) == 0.0

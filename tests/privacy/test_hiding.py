@@ -1,15 +1,18 @@
 """Plans of runs that hide their rejections."""
 
+import math
+
 import pytest
 from scipy.stats import binom
 
 from dpsur.errors import InvalidInputError
-from dpsur.privacy.accounting import CAP_SHARE
+from dpsur.privacy import mechanism
+from dpsur.privacy.accounting import CAP_SHARE, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import FilteredPlan, Plan
-from dpsur.privacy.plans.cap import trial_cap
+from dpsur.privacy.plans.cap import early_end, trial_cap
 from dpsur.privacy.plans.hiding import duration, elapsed, hiding_plan, least_cap
 
 BUDGET = Budget(3.0, 1e-5)
@@ -72,3 +75,46 @@ def test_where_there_is_nothing_to_hide(plan, reason, way):
     with pytest.raises(InvalidInputError, match=f"hide_rejections {way} .*{reason}.*leave it out"):
         hiding_plan(plan, way)
     assert hiding_plan(plan, "no") == plan
+
+
+# --- the proven figure beside a published run covers the cap of that run --------------------------
+
+# Fashion-MNIST at epsilon 3, as the paper has it: proven epsilon is 4.275.
+PAPER = Trial(SampledGaussian(2048 / 60000, 2.15), LossTest(256 / 60000, 0.8, -1.0))
+
+
+def a_figure_pays_for_its_cap(updates=1076):
+    """What is left of delta after giving up early still gives the proven epsilon that is shown."""
+    budget = Budget(3.0, 1e-5)
+    cap = least_cap(PAPER.gate, updates, budget)
+    plan = Plan(budget, "published", PAPER, cap, updates)
+    shown = mechanism.epsilons(plan)["proven"]
+    given_up = (1 + math.exp(shown)) * early_end(PAPER.gate, updates, cap)
+    accounted = accounting_named("proven")
+    charges = [(PAPER, updates)]
+    tail = accounted.noise_tail(charges)
+    kept = (budget.delta - tail - given_up) / (1 - CAP_SHARE)  # the accounting keeps its own share
+    assert accounted.ideal_epsilon(charges, kept) <= shown * (1 + 1e-9)
+    return shown
+
+
+def test_a_proven_figure_beside_a_published_run_pays_for_its_cap(monkeypatch):
+    covered = a_figure_pays_for_its_cap()
+    monkeypatch.setattr(mechanism, "early_end", lambda *_: 0.0)
+    with pytest.raises(AssertionError):
+        a_figure_pays_for_its_cap()
+    plan = Plan(Budget(3.0, 1e-5), "published", PAPER, 10**6, 1076)
+    assert covered > mechanism.epsilons(plan)["proven"]
+
+
+def test_a_cap_that_is_hit_for_sure_has_no_proven_figure():
+    plan = Plan(Budget(3.0, 1e-5), "published", PAPER, 1076, 1076)
+    assert mechanism.epsilons(plan)["proven"] == math.inf
+    assert mechanism.epsilons(plan)["published"] < 3.0
+
+
+def test_a_cap_that_a_proven_plan_chose_costs_nothing_more():
+    plan = Plan(
+        Budget(5.0, 1e-5), "proven", PAPER, least_cap(PAPER.gate, 100, Budget(5.0, 1e-5)), 100
+    )
+    assert mechanism.epsilons(plan)["proven"] == plan.epsilon()

@@ -63,7 +63,7 @@ BAD = [
     ({"test_set": (X[:, :1], Y)}, r"test_set have the shape \(1,\).*train_set \(2,\)"),
     ({"test_set": (X.double(), Y)}, "test_set.*torch.float64.*torch.float32"),
     ({"test_set": (X, Y.float())}, "targets of a record of test_set.*torch.float32"),
-    ({"test_set": (X, Y + 7)}, "labels of test_set run from 7 to 9"),
+    ({"test_set": (X, Y + 7)}, "test_set holds a label that the model has no output for: it has 3"),
     ({"data": (np.array(["a", "b"]), Y[:2])}, "train_set holds what cannot be made a tensor"),
     ({"data": (torch.tensor(1.0), Y)}, "train_set must have a row per record"),
     ({"resume": True}, "resume needs the folder"),
@@ -93,12 +93,12 @@ def test_models(model, message):
 
 @pytest.mark.usefixtures("no_trials")
 def test_a_token_beyond_the_table():
-    beyond = "hold the number 20, but the embedding 0 has 20 rows .0 to 19"
+    beyond = "hold a number that the embedding 0 has no row for: it has 20 rows .0 to 19"
     with pytest.raises(dpsur.InvalidInputError, match=f"train_set {beyond}"):
         fit(token_model(), (tokens(21), Y))
     with pytest.raises(dpsur.InvalidInputError, match=f"test_set {beyond}"):
         fit(token_model(), (tokens(), Y), test_set=(tokens(21), Y))
-    with pytest.raises(dpsur.InvalidInputError, match="hold the number -1"):
+    with pytest.raises(dpsur.InvalidInputError, match="embedding 0 has no row"):
         fit(token_model(), (tokens() - 1, Y))
 
 
@@ -126,7 +126,7 @@ def test_tokens_are_looked_up_as_the_model_does():
     apart = Examples(torch.tensor([[9, 0], [0, 9]]), torch.tensor([0, 1]))
     check_tokens(Combined(), apart, "train_set")
     together = Examples(torch.tensor([[9, 0], [9, 1]]), torch.tensor([0, 1]))
-    with pytest.raises(dpsur.InvalidInputError, match="the number 10, but the embedding table"):
+    with pytest.raises(dpsur.InvalidInputError, match="the embedding table has no row for"):
         check_tokens(Combined(), together, "train_set")
     check_tokens(Unwatched(), apart, "train_set")
     with pytest.raises(dpsur.InvalidInputError, match="cannot look up"):

@@ -197,7 +197,7 @@ def relu_model():
 def test_another_loss_or_network_of_the_same_shapes_is_refused(tmp_path, first, second):
     """Two copies that were resumed so would differ by a sum without noise."""
     interrupted(tmp_path / "out", seed=None, **first)
-    with pytest.raises(dpsur.CheckpointError, match="loss or records differ.*from two copies"):
+    with pytest.raises(dpsur.CheckpointError, match="belongs to another run.*from two copies"):
         fit(tmp_path / "out", seed=None, resume=True, **{**first, **second})
     assert not (tmp_path / "out" / "release").exists()
     fit(tmp_path / "out", seed=None, resume=True, **first)

@@ -256,15 +256,18 @@ def nan_row():
     ("changes", "message"),
     [
         ({"train_set": (torch.zeros(0, 2), torch.zeros(0).long())}, "train_set is empty"),
-        ({"train_set": nan_row()}, "NaN or infinity .first at record 17"),
+        ({"train_set": nan_row()}, "train_set hold NaN or infinity"),
         ({"train_set": (torch.zeros(3, 2), torch.zeros(2).long())}, "3 inputs but 2 targets"),
         (
             {"train_set": (torch.zeros(3, 2), torch.tensor([0, 1, 3]))},
-            "0 to 3, but the model has 3",
+            "it has 3 outputs, for the labels 0 to 2",
         ),
-        ({"train_set": (torch.zeros(3, 2), torch.tensor([0, -1, 2]))}, "run from -1 to 2"),
+        (
+            {"train_set": (torch.zeros(3, 2), torch.tensor([0, -1, 2]))},
+            "train_set holds a label that the model has no output for",
+        ),
         ({"train_set": iter([])}, "map-style data set"),
-        ({"train_set": [1, 2, 3]}, "must be a pair"),
+        ({"train_set": [1, 2, 3]}, "a record of train_set is no pair"),
         ({"accounting": "guess"}, "unknown accounting 'guess'"),
         ({"device": "warp"}, "unknown device 'warp'"),
         ({"method": dpsur.Dpsur(batch_size=201)}, "batch_size 201 is larger.*sample rate of 1"),

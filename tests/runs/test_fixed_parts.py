@@ -121,8 +121,21 @@ def test_no_checkpoint_is_written_after_a_change(tmp_path):
     assert Saved.trials_seen == 2
 
 
+class Shape(LastBatch):
+    """Remembers what does not depend on the records."""
+
+    def forward(self, inputs):
+        self.last = inputs.shape[1:]
+        return self.layer(inputs)
+
+
+def test_attributes_that_a_call_fills_with_records_are_refused():
+    with pytest.raises(dpsur.UnsupportedModelError, match="last changes when it is called"):
+        dpsur.fit(LastBatch(), blobs(), budget=BUDGET, method=METHOD)
+
+
 def test_attributes_filled_in_training_do_not_travel():
-    model = LastBatch()
+    model = Shape()
     run = dpsur.fit(model, blobs(), budget=BUDGET, method=METHOD, test_set=blobs(30, seed=2))
     assert run.model.last is None
     assert model.last is None

@@ -16,14 +16,14 @@ from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.features import WithFeatures, compute, features_named
 from dpsur.privacy.events import Gaussian
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
-from dpsur.runs.preparation import BOUND_NOISE, Preparation, like_features, prepare_inputs
+from dpsur.runs.preparation import Preparation, like_features, prepare_inputs
 from dpsur.runs.session import Pace
 from dpsur.runs.verification import verify
 from tests.conftest import StopAt
 from tests.methods.problems import BUDGET, CPU, NOISE, SIZE, linear_on_scattering, tiny_images
 
 SCATTERING = features_named("scattering")
-CHARGED = (Gaussian(BOUND_NOISE), Gaussian(BOUND_NOISE), Gaussian(8.0), Gaussian(8.0))
+CHARGED = (Gaussian(40.0), Gaussian(40.0), Gaussian(8.0), Gaussian(8.0))
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_groups_of_channels_are_normalised_record_by_record():
 
 
 def test_private_statistics_normalise_channels(monkeypatch):
-    monkeypatch.setattr("dpsur.runs.preparation.BOUND_NOISE", 1e-3)
+    monkeypatch.setattr("dpsur.privacy.events.CLIP_BOUND_NOISE", 1e-3)
     quiet = Preparation("scattering", "private", statistics_noise=1e-6)
     train = tiny_images(61)  # an odd number has one median, whatever the noise
     found = prepared(quiet, train=train)
@@ -210,7 +210,9 @@ def test_shapes_are_known_before_features_are_computed(monkeypatch):
     )
     with pytest.raises(dpsur.DpsurError):
         fit(model=nn.Sequential(nn.Flatten(), nn.Linear(7, 2)))
-    with pytest.raises(InvalidInputError, match="labels of train_set run from 0 to 1"):
+    with pytest.raises(
+        InvalidInputError, match="train_set holds a label that the model has no output"
+    ):
         fit(model=nn.Sequential(nn.Flatten(), nn.Linear(324, 1)))
     with pytest.raises(BudgetError):
         fit(method=dpsur.Dpsgd(batch_size=60, noise_multiplier=0.3))

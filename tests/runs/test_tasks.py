@@ -27,6 +27,7 @@ from dpsur.runs.tasks import (
 from dpsur.tasks import TASKS
 from tests.conftest import blobs
 from tests.methods.problems import BUDGET, CPU, NOISE, tiny_images
+from tests.statistics import assert_frequency
 
 METHOD = dpsur.Dpsgd(**NOISE, updates=3)
 
@@ -40,7 +41,8 @@ def own_cache(tmp_path, monkeypatch):
 def points(tmp_path):
     data, test = blobs(90), blobs(20, seed=9)
     path = tmp_path / "points.npz"
-    np.savez(path, x=data.inputs, y=data.targets, x_test=test.inputs, y_test=test.targets)
+    tests = {"x_test": test.inputs, "y_test": test.targets}
+    np.savez(path, x=data.inputs, y=data.targets, **tests, classes=3)
     return f"npz:{path}"
 
 
@@ -87,18 +89,76 @@ def test_the_release_is_rebuilt_by_name(points, images, tmp_path):
         torch.testing.assert_close(loaded(inputs), run.model(inputs))
 
 
-def test_subsets_are_the_same_everywhere_and_change_the_size(points):
+def rows_of(examples):
+    """Records as a set that can be compared, whatever their order."""
+    return {(*x.tolist(), int(y)) for x, y in zip(examples.inputs, examples.targets, strict=True)}
+
+
+def without(examples, index):
+    return examples.select(torch.tensor([i for i in range(len(examples)) if i != index]))
+
+
+def one_record_changes_a_subset_by_itself_at_most(draw):
+    """The law of a subset, for a record that is removed from the front, the middle or the end."""
     train = blobs(90)
-    some = subset(train, 40)
-    assert len(some) == 40
-    assert torch.equal(some.inputs, subset(train, 40).inputs)
-    assert len({tuple(row.tolist()) for row in some.inputs}) == 40
-    assert subset(train, None) is subset(train, 90) is subset(train, 1000) is train
-    run = trained(points, max_records=40)
-    assert run.statement["dataset_size"] == 40
-    assert run.plan.trial.update.sample_rate == 20 / 40
-    for wrong in (0, -3, 1.5):
-        with pytest.raises(InvalidInputError, match="max_records must be a whole number"):
+    for index in (0, 41, 89):
+        gone = rows_of(train) - rows_of(without(train, index))
+        assert rows_of(draw(train)) - rows_of(draw(without(train, index))) <= gone, index
+        assert rows_of(draw(without(train, index))) <= rows_of(draw(train)), index
+
+
+def shuffled(train):
+    """As subsets were drawn once: the first of all records in a shuffled order."""
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(2024))
+    return train.select(order[:40])
+
+
+def by_position(train):
+    """A draw of its own for every place: a record that is removed moves those behind it."""
+    draws = torch.rand(len(train), generator=torch.Generator().manual_seed(2024))
+    return train.select((draws < 0.45).nonzero().flatten())
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.45, 0.99, 1.0])
+def test_a_record_is_kept_or_left_out_by_itself(fraction):
+    one_record_changes_a_subset_by_itself_at_most(lambda train: subset(train, fraction))
+
+
+@pytest.mark.parametrize("mutant", [shuffled, by_position])
+def test_draws_that_depend_on_other_records_are_found(mutant):
+    with pytest.raises(AssertionError):
+        one_record_changes_a_subset_by_itself_at_most(mutant)
+
+
+def test_a_threshold_that_follows_from_the_number_of_records_is_found():
+    """Among many records one stands at the threshold, and another one's removal moves that."""
+    train = blobs(20_000)
+    less = without(train, 7)
+    sizes = range(2_000, 20_000, 2_000)
+    fixed = [rows_of(subset(less, m / 20_000)) <= rows_of(subset(train, m / 20_000)) for m in sizes]
+    moved = [rows_of(subset(less, m / 19_999)) <= rows_of(subset(train, m / 20_000)) for m in sizes]
+    assert all(fixed)
+    assert not all(moved)
+
+
+def test_subsets_are_the_same_everywhere_and_change_the_size(points):
+    train = blobs(20_000)
+    for fraction in (0.1, 0.5, 0.9):
+        some = subset(train, fraction)
+        assert_frequency(len(some), 20_000, fraction)
+        assert torch.equal(some.inputs, subset(train, fraction).inputs)
+    assert rows_of(subset(train, 0.1)) <= rows_of(subset(train, 0.5))
+    assert subset(train, None) is subset(train, 1.0) is train
+    numbered = Examples(torch.arange(12.0)[:, None], torch.arange(12))
+    assert subset(numbered, 0.5).targets.tolist() == [2, 4, 7, 11]
+    run = trained(points, keep_fraction=0.6)
+    size = len(load_records(run_on(points, keep_fraction=0.6)).train)
+    assert 30 < size < 75
+    assert run.statement["dataset_size"] == size
+    assert run.statement["public"] == {"classes": 3, "keep_fraction": 0.6}
+    assert run.plan.trial.update.sample_rate == 20 / size
+    for wrong in (0, -3, 1.5, float("nan")):
+        with pytest.raises(InvalidInputError, match="keep_fraction must be in"):
             subset(train, wrong)
 
 

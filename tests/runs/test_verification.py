@@ -4,7 +4,12 @@ import contextlib
 import copy
 import json
 import math
+import os
+import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +17,14 @@ from torch import nn
 
 import dpsur
 from dpsur.cli import main as dpsur_main
-from dpsur.errors import PrivacyWarning
+from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import METHODS
 from dpsur.privacy.page import render_markdown
+from dpsur.runs import verification
 from dpsur.runs.files import to_json
-from dpsur.runs.verification import MALFORMED, verify
+from dpsur.runs.verification import CHECKED, MALFORMED, NOT_CHECKED, verify
 
+ROOT = Path(__file__).parent.parent.parent
 RECORDS, DELTA = 200, 1e-3
 KINDS = {
     "selective": ("dpsur", "proven", {"updates": 3, "noise_multiplier": 20.0}),
@@ -26,6 +33,7 @@ KINDS = {
     "plain": ("dpsgd", "proven", {"updates": 3, "noise_multiplier": 20.0}),
     "choice": ("dpagd", "every-trial", {"updates": 4}),
     "norms": ("dpis", "proven", {"updates": 4}),
+    "gated norms": ("dpis", "proven", {"updates": 4, "gate": "coin", "accept_ratio": 1.5}),
 }
 
 
@@ -99,6 +107,11 @@ CLAIMS = [
     ("selective", "side_channels", []),
     ("plain", "side_channels", []),
     ("selective", "not_covered", []),
+    ("selective", "public", None),
+    ("selective", "public.records", 200),
+    ("selective", "public.classes", 1),
+    ("selective", "public.classes", "2"),
+    ("selective", "public.keep_fraction", 1.5),
     ("selective", "guarantee.definition", "pure differential privacy"),
     ("selective", "guarantee.theorem", "anything"),
     ("selective", "guarantee.assumes", "nothing"),
@@ -169,10 +182,6 @@ def places(value, path=()):
         yield from places(part, (*path, key))
 
 
-# What a reader may leave out or garble without touching a claim: it is recorded, not promised.
-IDLE = ("versions", "settings", "method")
-
-
 GARBAGE = ("x", -1, [], {}, None, 1e400)
 
 
@@ -195,6 +204,10 @@ def damages(statement):
             yield path, other, whole
 
 
+# Settings that may be anything valid, None among it.
+OPEN = {"average_decay", "adam_beta1", "adam_beta2", "adam_eps", "momentum"}
+
+
 @pytest.mark.parametrize("kind", ["selective", "choice", "norms"])
 def test_no_damage_is_an_exception_or_passes(kind, released, faults_after):
     statement = json.loads((released(kind) / "privacy.json").read_text())
@@ -207,9 +220,203 @@ def test_no_damage_is_an_exception_or_passes(kind, released, faults_after):
             stated.clear()
             stated.update(whole)
 
-        if not faults_after(kind, change) and path[0] not in IDLE:
+        if not faults_after(kind, change) and not (path[0] == "settings" and path[1] in OPEN):
             passed.append((path, other))
     assert passed == []
+
+
+def edits(statement):
+    """Copies of a statement, each with one key dropped or added, or one value changed."""
+
+    def edited(path, change):
+        whole = copy.deepcopy(statement)
+        parent = whole
+        for key in path[:-1]:
+            parent = parent[key]
+        change(parent, path[-1])
+        return whole
+
+    yield ("note",), "added", {**copy.deepcopy(statement), "note": "x"}
+    for path, value in places(statement):
+        if path == ("format",):
+            continue
+        where = ".".join(map(str, path))
+        yield where, "dropped", edited(path, lambda parent, key: parent.pop(key))
+        others = []
+        if isinstance(value, dict):
+            yield where, "added", edited(path, lambda parent, key: parent[key].update(note="x"))
+        elif isinstance(value, bool):
+            others = [not value]
+        elif isinstance(value, int):
+            others = [value + 1]
+        elif isinstance(value, float):
+            others = [0.99 * value, 1.01 * value] if value else [0.01]
+        elif isinstance(value, str):
+            others = ["made up"]
+        elif value is None:
+            others = [1, "made up"]
+        for other in others:
+            yield (
+                where,
+                other,
+                edited(path, lambda parent, key, other=other: parent.__setitem__(key, other)),
+            )
+
+
+# What the page says that verify cannot check, as places of a statement.
+FREE_SETTINGS = {
+    *("learning_rate", "momentum", "adam_beta1", "adam_beta2", "adam_eps", "max_grad_norm"),
+    *("average_decay", "loss_clip", "largest_step", "raise_by", "step_sizes"),
+}
+STEERED = {
+    "choice": ("mechanism.filter", "settings.choice", "settings.updates"),
+    "norms": ("mechanism.menu.steps", "settings.norm", "settings.refresh"),
+    "gated norms": ("mechanism.filter", "settings.norm", "settings.refresh"),
+}
+# How many of the charged trials were accepted, and how many a filter let pass.
+WITHIN_THE_PLAN = {
+    "trials": {"accepted_updates"},
+    "choice": {"accepted_updates", "mechanism.filter.steps.0.charged"},
+}
+FREE = {"budget.epsilon", *(f"settings.{name}" for name in FREE_SETTINGS)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_edit_is_noticed_that_can_be(kind, released, faults_after):
+    """Dropped keys, added keys and other values of a genuine statement, one at a time."""
+    statement = json.loads((released(kind) / "privacy.json").read_text(encoding="utf-8"))
+    passed = []
+    for where, what, whole in edits(statement):
+        if kind in STEERED and not str(where).startswith(STEERED[kind]):
+            continue  # the rest is as in the others, and each takes a second
+
+        def change(stated, whole=whole):
+            stated.clear()
+            stated.update(whole)
+
+        if not faults_after(kind, change):
+            passed.append((where, what))
+    missed = {(where, what) for where, what in passed if where not in FREE}
+    assert all(what not in ("dropped", "added") for _, what in passed)
+    assert {where for where, _ in missed} <= WITHIN_THE_PLAN.get(kind, set())
+
+
+def test_every_list_that_verify_shows_is_on_the_page():
+    page = " ".join((ROOT / "docs" / "privacy.md").read_text(encoding="utf-8").split())
+    for item in (*CHECKED, *NOT_CHECKED):
+        assert item in page
+
+
+def with_statistics(tmp_path):
+    """A release whose weights hold private statistics of its features."""
+    x = torch.randn(RECORDS, 3, 4, 4)
+    y = (x.sum((1, 2, 3)) > 0).long()
+    with pytest.warns(PrivacyWarning):
+        run = dpsur.fit(
+            nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), (x, y), budget=dpsur.Budget(3.0, 1e-2),
+            method=METHODS["dpsgd"](batch_size=20, updates=3, noise_multiplier=20.0),
+            normalisation="private", seed=1, device="cpu",
+        )  # fmt: skip
+    return run.save(tmp_path / "run")
+
+
+def edited(folder, change):
+    """The faults of a release after a change whose figures and page were made to match."""
+    statement = json.loads((folder / "privacy.json").read_text(encoding="utf-8"))
+    change(statement)
+    figures = verification.recomputed_epsilons(statement)
+    statement["epsilon"] = figures
+    statement["guarantee"]["epsilon"] = figures["proven"]
+    (folder / "privacy.json").write_bytes(to_json(statement))
+    (folder / "PRIVACY.md").write_text(render_markdown(statement), encoding="utf-8")
+    return verify(folder)[0]
+
+
+def no_setup(statement):
+    statement["mechanism"]["setup"] = []
+
+
+def other_setup(statement):
+    del statement["mechanism"]["setup"][0]
+
+
+def made_up_method(statement):
+    statement["method"] = "dp-magic"
+
+
+def more_settings(statement):
+    statement["settings"]["certified"] = True
+
+
+def fewer_settings(statement):
+    del statement["settings"]["momentum"]
+
+
+def more_versions(statement):
+    statement["versions"]["auditor"] = "1.0"
+
+
+def fewer_versions(statement):
+    del statement["versions"]["torch"]
+
+
+CONTRADICTIONS = {
+    no_setup: ("_setup_faults", "the weights hold statistics of features"),
+    other_setup: ("_setup_faults", "mechanism.setup is not what private feature statistics"),
+    made_up_method: ("_plan_faults", "method 'dp-magic' is none"),
+    more_settings: ("_plan_faults", "settings.certified is no part"),
+    fewer_settings: ("_plan_faults", "settings.momentum is missing"),
+    more_versions: ("_form_faults", "versions.auditor is no part"),
+    fewer_versions: ("_form_faults", "versions.torch is missing"),
+}
+
+
+@pytest.mark.parametrize("change", CONTRADICTIONS, ids=lambda change: change.__name__)
+def test_a_contradiction_is_found_by_the_check_that_is_for_it(change, tmp_path, monkeypatch):
+    """The old behaviour, without the check, is the mutant that lets it pass."""
+    check, message = CONTRADICTIONS[change]
+    folder = with_statistics(tmp_path)
+    assert verify(folder)[0] == []
+    assert any(fault.startswith(message) for fault in edited(folder, change))
+    monkeypatch.setattr(verification, check, lambda *_: [])
+    assert not any(fault.startswith(message) for fault in verify(folder)[0])
+
+
+def test_statistics_that_the_weights_do_not_hold_are_a_fault(released, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(released("plain"), folder)
+    charged = [{"kind": "Gaussian", "noise_multiplier": noise} for noise in (40.0, 40.0, 8.0, 8.0)]
+    faults = edited(folder, lambda statement: statement["mechanism"].update(setup=charged))
+    assert any("that the weights do not hold" in fault for fault in faults)
+
+
+def test_a_key_that_is_given_twice_is_an_error(released, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(released("plain"), folder)
+    text = (folder / "privacy.json").read_text(encoding="utf-8")
+    (folder / "privacy.json").write_text('{"method": "dpsur",' + text[1:], encoding="utf-8")
+    with pytest.raises(InvalidInputError, match="'method' is given twice"):
+        verify(folder)
+
+
+def test_a_locale_without_utf_8_reads_a_release(released):
+    """`LC_ALL=C` without Python's own UTF-8 mode, as in a bare container."""
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "dpsur", "verify", str(released("plain"))]
+    found = subprocess.run(
+        command, env={**os.environ, **plain}, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert "the statement follows from its parameters" in found.stdout
+
+
+def test_every_text_file_is_opened_with_its_encoding():
+    opened = re.compile(r"(read_text|write_text)\(|(?<!os)\.open\(\"[wa]\"|fdopen\(\w+, \"w\"")
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for found in opened.finditer(text):
+            call = text[found.start() : found.start() + 200]
+            assert "encoding=" in call, f"{path}: {call}"
 
 
 def test_a_run_cut_short_states_what_it_did(tmp_path, capsys):

@@ -146,3 +146,64 @@ def test_the_cache_is_where_it_is_said_to_be(digits, tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Cache(digits.data_set).folder == tmp_path / ".cache" / "dpsur" / "data" / "mnist"
+
+
+def everything(folder):
+    """All files of a cache, with their content."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+LISTINGS = (
+    b"", b"[]", b"3", b"null", b'"text"', b"{}", b"[" * 100_000, b'{"test_images": 3}', b"\xff",
+    b'{"test_images": null, "x": "y"}', b'{"../../x": "y"}', b'{"": {}}', b'{"a\\u0000b": ""}',
+    b'{"content": ".."}', b'{"content": 3}', b'{"content": "' + b"a" * 300 + b'"}',
+)  # fmt: skip
+
+
+def test_whatever_is_wrong_with_a_copy_the_arrays_are_the_same(digits, tmp_path):
+    folder = digits.write(tmp_path / "d")
+    load_arrays(digits.data_set, folder)
+    whole = everything(tmp_path / "cache")
+    assert len(whole) == 6
+    rng = np.random.default_rng(0)
+    for path, content in whole.items():
+        listings = LISTINGS if path.suffix == ".json" else (b"", b"PK\x05\x06" + bytes(18))
+        mutants = [*listings, content[: len(content) // 2]]
+        if path.name == "test_images.npy":
+            mutants.append(content.replace(b"(12, 28, 28)", b"(28, 12, 28)"))
+            mutants.append(content.replace(b"'|u1'", b"'|i1'"))
+            mutants.append(content.replace(b"False", b"True "))
+        for _ in range(8):
+            place, mutant = int(rng.integers(min(len(content), 160))), bytearray(content)
+            mutant[place] = int(rng.integers(256))
+            mutants.append(bytes(mutant))
+        for mutant in mutants:
+            path.write_bytes(mutant)
+            for place in (folder, None):
+                try:
+                    found = load_arrays(digits.data_set, place)
+                except InvalidInputError:  # without files and without a copy there are no data
+                    found = digits.arrays if place is None else {}
+                for name, array in digits.arrays.items():
+                    np.testing.assert_array_equal(found[name], array)
+                path.write_bytes(mutant)
+            for name, kept in whole.items():
+                name.write_bytes(kept)
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+def test_odd_things_in_the_place_of_a_copy(digits, tmp_path, kind):
+    folder = digits.write(tmp_path / "d")
+    load_arrays(digits.data_set, folder)
+    for path in everything(tmp_path / "cache"):
+        path.unlink()
+        match kind:
+            case "folder":
+                path.mkdir()
+            case "link":
+                path.symlink_to(path)
+            case "pipe":
+                os.mkfifo(path)
+    found = load_arrays(digits.data_set, folder)
+    for name, array in digits.arrays.items():
+        np.testing.assert_array_equal(found[name], array)

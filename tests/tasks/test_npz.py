@@ -6,7 +6,7 @@ import torch
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
-from dpsur.tasks import task_named
+from dpsur.tasks import npz, task_named
 from dpsur.tasks.networks import build_network
 
 Y = np.array([0, 2, 1, 0])
@@ -15,7 +15,7 @@ CNN = {"name": "small-cnn", "classes": 3}
 
 def write(tmp_path, **arrays):
     path = tmp_path / "own.npz"
-    np.savez(path, **arrays)
+    np.savez(path, **{"classes": 3, **arrays})
     return f"npz:{path}"
 
 
@@ -82,24 +82,69 @@ def test_only_bytes_of_images_are_scaled(tmp_path):
 
 def test_test_records_are_used(tmp_path):
     x = np.zeros((4, 2))
-    task = task_named(write(tmp_path, x=x, y=Y, x_test=x[:2], y_test=np.array([4, 0], np.uint8)))
+    name = write(tmp_path, x=x, y=Y, x_test=x[:2], y_test=np.array([4, 0], np.uint8), classes=5)
+    task = task_named(name)
     train, test = task.load(None)
     assert (len(train), len(test)) == (4, 2)
     assert task.networks["vectors"]["classes"] == 5
     assert "4 records" in task.summary
 
 
-def test_the_number_of_classes_can_be_declared(tmp_path):
+def without_classes(tmp_path, **arrays):
+    path = tmp_path / "own.npz"
+    np.savez(path, **arrays)
+    return f"npz:{path}"
+
+
+def test_the_number_of_classes_is_declared_in_the_file_or_beside_it(tmp_path):
     x = np.zeros((4, 2))
-    assert task_named(write(tmp_path, x=x, y=Y, classes=10)).networks["vectors"]["classes"] == 10
-    for wrong in (2, 2.5, [4, 5], 10**9):
-        with pytest.raises(InvalidInputError, match="array classes .* at least 3"):
+    declared = task_named(write(tmp_path, x=x, y=Y, classes=10))
+    assert declared.networks["vectors"]["classes"] == 10
+    assert declared.public == {"classes": 10}
+    assert task_named(write(tmp_path, x=x, y=Y, classes=10), 10).public == {"classes": 10}
+    name = without_classes(tmp_path, x=x, y=Y)
+    assert task_named(name, 7).networks["vectors"]["classes"] == 7
+    for wrong in (-1, 0, 1, 10**9, 10**400, 2.5):
+        with pytest.raises(InvalidInputError, match="classes must be a whole number from 2 to"):
+            task_named(name, wrong)
+    for wrong in (2.5, [4, 5]):
+        with pytest.raises(InvalidInputError, match="array classes .* single whole number"):
             task_named(write(tmp_path, x=x, y=Y, classes=wrong))
+    with pytest.raises(InvalidInputError, match="classes 4 contradicts .* declares 3"):
+        task_named(write(tmp_path, x=x, y=Y), 4)
+    with pytest.raises(InvalidInputError, match="classes 4 is for npz:FILE; task mnist-5k has"):
+        task_named("mnist-5k", 4)
 
 
-def test_one_class_still_makes_a_classifier(tmp_path):
-    task = task_named(write(tmp_path, x=np.zeros((4, 2)), y=np.zeros(4, int)))
-    assert task.networks["vectors"]["classes"] == 2
+def test_without_a_declared_number_of_classes_nothing_is_trained(tmp_path):
+    name = without_classes(tmp_path, x=np.zeros((4, 2)), y=Y)
+    with pytest.raises(InvalidInputError, match="--classes K, or save it") as refused:
+        task_named(name)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def one_record_does_not_change_what_is_released(tmp_path):
+    """Neighbours: the second has one record more, with a label that the first does not have."""
+    shapes = []
+    for labels in ([0, 1, 0, 1], [0, 1, 0, 1, 5]):
+        name = without_classes(tmp_path, x=np.zeros((len(labels), 2)), y=np.array(labels))
+        task = task_named(name, 6)
+        network = build_network(task.networks["vectors"])
+        shapes.append({key: value.shape for key, value in network.state_dict().items()})
+    assert shapes[0] == shapes[1]
+
+
+def test_a_new_label_does_not_change_the_shape_of_the_release(tmp_path, monkeypatch):
+    one_record_does_not_change_what_is_released(tmp_path)
+
+    def from_labels(path, given, stored):
+        """As it was once: the largest label plus 1."""
+        train, *_ = npz._records(path)
+        return max(2, int(train.targets.max()) + 1)
+
+    monkeypatch.setattr(npz, "_declared", from_labels)
+    with pytest.raises(AssertionError):
+        one_record_does_not_change_what_is_released(tmp_path)
 
 
 def test_a_changed_file_is_read_again(tmp_path):
@@ -123,19 +168,20 @@ NAN = np.array([[0.0, 1], [0, np.nan], [0, 0], [0, 0]])
         ({"x": X, "y": Y[:3]}, "4 records in x but 3 labels in y"),
         ({"x": X, "y": Y, "x_test": X, "y_test": Y[:1]}, "x_test but 1 labels in y_test"),
         ({"x": X, "y": Y, "x_test": X[:, :1], "y_test": Y}, r"\(2,\), those of x_test \(1,\)"),
-        ({"x": np.array([1, "a", None, 2.0], object), "y": Y}, "array x .* Python objects"),
-        ({"x": X, "y": np.array([0, 1, None, 2], object)}, "array y .* Python objects"),
+        ({"x": np.array([1, "a", None, 2.0], object), "y": Y}, "Python objects in the array x"),
+        ({"x": X, "y": np.array([0, 1, None, 2], object)}, "Python objects in the array y"),
         ({"x": np.array(["a", "b", "c", "d"]), "y": Y}, "array x .* real numbers"),
         ({"x": X + 1j, "y": Y}, "array x .* real numbers"),
-        ({"x": NAN, "y": Y}, "array x .* NaN.*record 1"),
-        ({"x": NAN - np.inf, "y": Y}, "array x .* NaN.*record 0"),
+        ({"x": NAN, "y": Y}, "array x .* NaN"),
+        ({"x": NAN - np.inf, "y": Y}, "array x .* NaN"),
         ({"x": X + 1e300, "y": Y}, "beyond float32"),
         ({"x": X, "y": Y, "x_test": NAN, "y_test": Y}, "array x_test .* NaN"),
         ({"x": X, "y": Y.astype(float)}, "array y .* whole number .* float64"),
         ({"x": X, "y": np.eye(4, dtype=int)}, r"array y .* shape \(4, 4\)"),
-        ({"x": X, "y": Y - 1}, "array y .* holds -1"),
-        ({"x": X, "y": Y + 10**9}, "holds 1000000002, which is no class; number the classes 0, 1"),
-        ({"x": X, "y": np.full(4, 2**64 - 1, np.uint64)}, "holds 18446744073709551615, which is"),
+        ({"x": X, "y": Y - 1}, "array y .* not in 0 to"),
+        ({"x": X, "y": Y + 1}, "array y .* not in 0 to 2; number the classes 0, 1"),
+        ({"x": X, "y": Y + 10**9}, "array y .* not in 0 to"),
+        ({"x": X, "y": np.full(4, 2**64 - 1, np.uint64)}, "array y .* not in 0 to"),
         ({"x": np.zeros((4, 9, 8, 3)), "y": Y}, r"channels .* last; .* save x.transpose\(0, 3, 1"),
         ({"x": np.zeros(4), "y": Y}, r"array x .* shape \(4,\)"),
         ({"x": np.float64(3), "y": Y}, r"array x .* shape \(\)"),

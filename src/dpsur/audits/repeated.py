@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.audits.bounds import CHOICE_SHARE, Array, epsilon_lower_bound
-from dpsur.audits.broken import Fault
 from dpsur.audits.finding import Finding
+from dpsur.audits.negative_controls import Fault
 from dpsur.audits.units import OneWeight
 from dpsur.core.loop import Progress, start, train
 from dpsur.core.problem import Problem

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from dpsur import checks
-from dpsur.audits.broken import SOUND, Fault
 from dpsur.audits.canaries import Planter
 from dpsur.audits.finding import Finding
+from dpsur.audits.negative_controls import SOUND, Fault
 from dpsur.audits.one_run import (
     claimed_curve,
     epsilon_of_guesses,

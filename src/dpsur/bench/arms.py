@@ -5,9 +5,15 @@ from dataclasses import dataclass
 import torch
 
 from dpsur.bench.cell import MakeArm
-from dpsur.bench.opacus_arms import ghost_step, hooks_step
-from dpsur.bench.own import dpsgd_captured, dpsgd_step, dpsur_captured, dpsur_trial
-from dpsur.bench.simple import CapturedPlainStep, LoopStep, PlainStep, VmapStep
+from dpsur.bench.own_steps import dpsgd_captured, dpsgd_step, dpsur_captured, dpsur_trial
+from dpsur.bench.peer_steps import (
+    CapturedPlainStep,
+    LoopStep,
+    PlainStep,
+    VmapStep,
+    ghost_step,
+    hooks_step,
+)
 from dpsur.errors import InvalidInputError
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from dpsur.bench.networks import Network
 from dpsur.core.streams import Streams
 from dpsur.core.types import Examples
 
@@ -17,6 +17,28 @@ MAX_GRAD_NORM, NOISE_MULTIPLIER = 0.1, 1.0
 
 class NotInstalledError(Exception):
     """The arm needs a package that is not there."""
+
+
+class Network(Protocol):
+    """A network to measure, and batches that it can be trained on."""
+
+    @property
+    def name(self) -> str:
+        """What rows call it."""
+        ...
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained."""
+        ...
+
+    def model(self, device: torch.device, seed: int = 0) -> nn.Module:
+        """A freshly initialised network: the same seed gives every arm the same weights."""
+        ...
+
+    def batch(self, size: int, device: torch.device, seed: int = 0) -> Examples:
+        """A batch of this size. Speed depends on shapes and types alone."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,34 @@
 """Peak memory of a step, and whether it can be made at all.
 
-On CUDA the allocator counts. On the CPU it is the rise of resident memory, measured in a process of
-its own: what other arms left behind cannot be told apart in a common one. As a command, this module
+On CUDA the allocator counts. On the CPU it is the rise of resident memory, measured in a separate
+process: what other arms left behind cannot be told apart in a common one. As a command, this module
 is that process: `python -m dpsur.bench.memory '{"network": ...}'`.
 """
 
-import ctypes
-import gc
 import json
 import resource
 import subprocess
 import sys
 import time
 import warnings
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from dpsur.bench.arms import Arm, arm_named
-from dpsur.bench.cell import Cell
-from dpsur.bench.networks import Network, network_named
-from dpsur.bench.outcome import FAILED, OK, OUT_OF_MEMORY, TOO_SLOW, Outcome, outcome_of
-from dpsur.bench.settings import Settings
+from dpsur.bench.cell import Cell, Network
+from dpsur.bench.measurement import (
+    FAILED,
+    OK,
+    OUT_OF_MEMORY,
+    TOO_SLOW,
+    Outcome,
+    outcome_of,
+    release,
+    synchronize,
+)
+from dpsur.bench.settings import Settings, network_named
 
 TIME_LIMIT = 300.0
 TINY_BATCH = 2
@@ -37,8 +42,9 @@ _SHARE_OF_MEMORY = 0.9
 def probe(network: str, batch_size: int, arm: str, settings: Settings) -> Outcome:
     """Make a few steps and tell their peak memory, or why they could not be made."""
     if settings.device.type != "cpu":
-        return peak(network, batch_size, arm, settings.device)
+        return peak(settings.network(network), batch_size, arm, settings.device)
     task = {
+        "networks": settings.networks,
         "network": network,
         "batch_size": batch_size,
         "arm": arm,
@@ -64,14 +70,14 @@ def probe(network: str, batch_size: int, arm: str, settings: Settings) -> Outcom
         return Outcome(FAILED, f"the measuring process failed: {said}")
 
 
-def peak(network: str, batch_size: int, arm: str, device: torch.device) -> Outcome:
+def peak(network: Network, batch_size: int, arm: str, device: torch.device) -> Outcome:
     """The rise of memory over steps in this process, with one copy of the batch.
 
     An arm that works on the batch it is given is charged for it: in training it would be gathered
     from a data set first, as ours do.
     """
     try:
-        found = _peak(network_named(network), batch_size, arm_named(arm), device)
+        found = _peak(network, batch_size, arm_named(arm), device)
     except Exception as error:  # whatever goes wrong becomes a row
         found = outcome_of(error)
     release(device)
@@ -96,22 +102,6 @@ def _peak(network: Network, batch_size: int, arm: Arm, device: torch.device) -> 
     return Outcome(OK, None, peak_bytes, time.perf_counter() - start)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def release(device: torch.device) -> None:
-    """Give back what nothing refers to any more."""
-    gc.collect()
-    if _STATUS.exists():
-        with suppress(OSError, AttributeError):  # glibc keeps freed memory resident otherwise
-            ctypes.CDLL(None).malloc_trim(0)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _start_counting(device: torch.device) -> int:
     release(device)
     if device.type == "cuda":
@@ -119,7 +109,9 @@ def _start_counting(device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
     if _CLEAR.exists():
-        _CLEAR.write_text("5")  # resets the high-water mark to what is resident now
+        _CLEAR.write_text(
+            "5", encoding="utf-8"
+        )  # resets the high-water mark to what is resident now
     return _highest(device)
 
 
@@ -134,7 +126,7 @@ def _highest(device: torch.device) -> int:
 
 
 def _kilobytes(path: Path, key: str) -> int:
-    lines = (line.split() for line in path.read_text().splitlines())
+    lines = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
     return next(int(words[1]) for words in lines if words and words[0] == f"{key}:")
 
 
@@ -152,7 +144,8 @@ def _main() -> None:
     torch.set_num_threads(task["threads"])
     _limit_memory(task["memory_limit"])
     warnings.simplefilter("ignore")
-    found = peak(task["network"], task["batch_size"], task["arm"], torch.device("cpu"))
+    network = network_named(task["networks"], task["network"])
+    found = peak(network, task["batch_size"], task["arm"], torch.device("cpu"))
     print(json.dumps(asdict(found)))
 
 

@@ -1,18 +1,23 @@
-"""The grid: every arm on every network and batch size, as rows."""
+"""Every arm on every network and batch size of a grid, as rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dpsur.bench.arms import OPACUS, PLAIN, arm_named
-from dpsur.bench.cell import Cell, Step
-from dpsur.bench.company import Company
-from dpsur.bench.memory import probe, release
-from dpsur.bench.networks import network_named
-from dpsur.bench.outcome import OK, TOO_SLOW, UNSUPPORTED, Outcome, outcome_of
-from dpsur.bench.settings import Settings, machine, origin_of
-from dpsur.bench.timing import Timing, interleaved
+from dpsur.bench.cell import Cell, Network, Step
+from dpsur.bench.measurement import (
+    OK,
+    TOO_SLOW,
+    UNSUPPORTED,
+    Outcome,
+    Timing,
+    interleaved,
+    outcome_of,
+    release,
+)
+from dpsur.bench.memory import probe
+from dpsur.bench.settings import CpuContention, Settings, machine
 
-EXPERIMENT = "bench"
 LONGEST_STEP = 30.0
 
 
@@ -21,10 +26,9 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """Measure cell by cell; one row per network, batch size and arm, whatever becomes of it."""
     for network, _ in settings.grid:
-        network_named(network)
+        settings.network(network)
     for arm in settings.arms:
         arm_named(arm)
-    origin = origin_of(settings)
     seen: dict[tuple[str, str], tuple[int, float]] = {}
     with machine(settings):
         for network, batch_size in settings.grid:
@@ -35,10 +39,12 @@ def rows(
                 if (seconds := outcomes[arm].seconds) is not None:
                     seen[network, arm] = (batch_size, seconds)
             say(f"{network}, batch {batch_size}: timing")
-            company = Company()
+            contention = CpuContention()
             timings = _timings(settings, network, batch_size, outcomes)
-            others = {"cores_used_by_others": company.cores(), **origin}
-            yield from _cell_rows(network, batch_size, outcomes, timings, others)
+            cores = contention.cores()
+            described = settings.network(network)
+            for row in _cell_rows(described, batch_size, outcomes, timings):
+                yield {**row, "cores_used_by_others": cores}
 
 
 def _probe(
@@ -62,7 +68,7 @@ def _timings(
     settings: Settings, network: str, batch_size: int, outcomes: dict[str, Outcome]
 ) -> dict[str, Timing]:
     """Time the arms that can make the step; those that fail meanwhile change their outcome."""
-    described = network_named(network)
+    described = settings.network(network)
     cell = Cell(described, described.batch(batch_size, settings.device))
     steps: dict[str, Step] = {}
     for arm in [name for name, outcome in outcomes.items() if outcome.status == OK]:
@@ -82,18 +88,16 @@ def _timings(
 
 
 def _cell_rows(
-    network: str,
+    network: Network,
     batch_size: int,
     outcomes: dict[str, Outcome],
     timings: dict[str, Timing],
-    origin: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
     for arm, outcome in outcomes.items():
         timing = timings.get(arm)
         yield {
-            "experiment": EXPERIMENT,
-            "network": network,
-            "parameters": network_named(network).parameters,
+            "network": network.name,
+            "parameters": network.parameters,
             "batch_size": batch_size,
             "arm": arm,
             "status": outcome.status,
@@ -108,7 +112,6 @@ def _cell_rows(
             "memory_over_plain": _memory_ratio(outcome, outcomes.get(PLAIN)),
             "repetitions": 0 if timing is None else len(timing.seconds),
             "steps_per_repetition": 0 if timing is None else timing.burst,
-            **origin,
         }
 
 
@@ -120,3 +123,20 @@ def _memory_ratio(outcome: Outcome, other: Outcome | None) -> float | None:
     if other is None or outcome.peak_bytes is None or not other.peak_bytes:
         return None
     return outcome.peak_bytes / other.peak_bytes
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """What a reader wants to see of a row while it is being measured."""
+    head = f"{row['network']:<17}{row['batch_size']:>6}  {row['arm']:<15}"
+    if row["status"] != OK:
+        return f"{head}{row['status']}: {row['reason']}"
+    lower, upper = (1e3 * value for value in row["step_seconds_quartiles"])
+    parts = [
+        f"{1e3 * row['step_seconds']:9.2f} ms [{lower:.2f}, {upper:.2f}]",
+        f"{row['peak_memory_bytes'] / 2**20:8.0f} MiB",
+        f"{row['samples_per_second']:10.0f} samples/s",
+    ]
+    for key, label in (("time_over_plain", "x plain"), ("time_over_opacus", "x Opacus")):
+        if row[key] is not None:
+            parts.append(f"{row[key]:.2f} {label}")
+    return head + "  ".join(parts)

@@ -1,29 +1,34 @@
-"""How a run measures, and what its rows say about it."""
+"""How to measure: the grid, the arms and the machine."""
 
-import platform
+import os
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from dpsur.bench.cell import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_MULTIPLIER
-from dpsur.bench.own import VAL_BATCH_SIZE
-from dpsur.experiments.rows import provenance
+from dpsur.bench.cell import Network
+
+_STAT = Path("/proc/stat")
+# user, nice, system, idle, iowait, irq, softirq, steal
+_FIELDS, _IDLE = 8, (3, 4)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure. `grid` pairs networks with batch sizes.
+    """How to measure. `grid` pairs names of networks with batch sizes.
 
-    `memory_limit` is in bytes: on a card what this process may take of it, on a CPU what the
+    `networks` is the import path, as `module:function`, of the function that finds a network by its
+    name: a process that measures memory has to find it too.
+    `memory_limit` is in bytes: on a GPU what this process may take of it, on a CPU what the
     process that makes a first step may add to what it has when it starts.
     """
 
+    networks: str
     grid: Sequence[tuple[str, int]]
     arms: Sequence[str]
     device: torch.device
@@ -31,6 +36,17 @@ class Settings:
     threads: int
     tf32: bool = False
     memory_limit: int | None = None
+
+    def network(self, name: str) -> Network:
+        """Look a network up by name."""
+        return network_named(self.networks, name)
+
+
+def network_named(networks: str, name: str) -> Network:
+    """Find a network with the function that `networks` names."""
+    module, _, function = networks.partition(":")
+    found: Network = getattr(import_module(module), function)(name)
+    return found
 
 
 @contextmanager
@@ -41,61 +57,55 @@ def machine(settings: Settings) -> Iterator[None]:
     try:
         torch.set_num_threads(settings.threads)
         matmul.allow_tf32 = cudnn.allow_tf32 = settings.tf32
-        _limit_card(settings, settings.memory_limit)
+        _limit_gpu(settings, settings.memory_limit)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         torch.set_num_threads(before[0])
         matmul.allow_tf32, cudnn.allow_tf32 = before[1:]
-        _limit_card(settings, None)
+        _limit_gpu(settings, None)
 
 
-def _limit_card(settings: Settings, limit: int | None) -> None:
-    """Let this process take so many bytes of a card, or all of it."""
+def _limit_gpu(settings: Settings, limit: int | None) -> None:
+    """Let this process take so many bytes of a GPU, or all of it."""
     if settings.memory_limit is not None and settings.device.type == "cuda":
         whole = torch.cuda.mem_get_info(settings.device)[1]
         fraction = 1.0 if limit is None else min(1.0, limit / whole)
-        torch.cuda.set_per_process_memory_fraction(fraction, settings.device)
+        index = settings.device.index
+        # by its number: "the current GPU" is not accepted here
+        number = torch.cuda.current_device() if index is None else index
+        torch.cuda.set_per_process_memory_fraction(fraction, number)
 
 
-def origin_of(settings: Settings) -> dict[str, Any]:
-    """What all rows of a run have in common."""
-    made = provenance()
-    made["versions"] = {**made["versions"], "opacus": _version("opacus")}
-    return {
-        "config": {
-            "threads": settings.threads,
-            "tf32": settings.tf32,
-            "memory_limit": settings.memory_limit,
-            "dtype": "float32",
-            "learning_rate": LEARNING_RATE,
-            "momentum": MOMENTUM,
-            "max_grad_norm": MAX_GRAD_NORM,
-            "noise_multiplier": NOISE_MULTIPLIER,
-            "val_batch_size": VAL_BATCH_SIZE,
-        },
-        "device": settings.device.type,
-        "device_name": device_name(settings.device),
-        **made,
-    }
+class CpuContention:
+    """Counts, from its creation on, the cores that other processes kept busy.
 
+    Threads of one step wait for each other, so a neighbour on one core delays all of them, steadily
+    enough for the quartiles to stay close. Hence this figure; load averages are too slow for it.
+    """
 
-def device_name(device: torch.device) -> str:
-    """What the machine calls the device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line for line in info.read_text().splitlines() if "model name" in line]
-        if info.exists()
-        else []
-    )
-    return names[0].split(":", 1)[1].strip() if names else platform.machine()
+    def __init__(self) -> None:
+        self._start = self._read()
 
+    def cores(self) -> float | None:
+        """The mean number of cores in use by others; None where the system does not say."""
+        if self._start is None:
+            return None
+        now = self._read()
+        assert now is not None
+        wall, others = (late - early for late, early in zip(now, self._start, strict=True))
+        return max(0.0, others / wall) if wall > 0 else 0.0
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "absent"
+    @staticmethod
+    def _read() -> tuple[float, float] | None:
+        if not _STAT.exists():
+            return None
+        ticks = [
+            int(word)
+            for word in _STAT.read_text(encoding="utf-8").splitlines()[0].split()[1 : _FIELDS + 1]
+        ]
+        busy = sum(ticks) - sum(ticks[place] for place in _IDLE)
+        own = os.times()
+        seconds = busy / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), seconds - own.user - own.system

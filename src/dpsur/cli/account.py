@@ -2,13 +2,24 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.privacy.accounting import figures
-from dpsur.privacy.events import CoinTest, Event, Gaussian, LossTest, SampledGaussian, Test, Trial
+from dpsur.privacy.accounting import accounting_named, figures, planned_charges
+from dpsur.privacy.events import (
+    CoinTest,
+    Event,
+    LossTest,
+    SampledGaussian,
+    Test,
+    Trial,
+    feature_statistics,
+)
+from dpsur.privacy.noise_tail import tail_refusal
 from dpsur.privacy.wording import format_epsilon
+from dpsur.status import status
 
 DESCRIPTION = """\
 Print epsilon under each accounting.
@@ -74,7 +85,8 @@ def add_mechanism_options(parser: argparse.ArgumentParser, *, noise_required: bo
         "--feature-statistics",
         type=float,
         metavar="SIGMA",
-        help="noise multiplier of private feature statistics, released before training",
+        help="noise multiplier of private feature statistics, released before training (a run with "
+        "normalisation private uses 8); their clip bounds are charged with them",
     )
 
 
@@ -107,10 +119,10 @@ def described_test(options: argparse.Namespace) -> Test | None:
 
 
 def setup_events(options: argparse.Namespace) -> tuple[Event, ...]:
-    """Feature statistics are two Gaussian mechanisms: means and mean squares."""
+    """What feature statistics cost, as a run with them is charged."""
     if options.feature_statistics is None:
         return ()
-    return (Gaussian(options.feature_statistics), Gaussian(options.feature_statistics))
+    return feature_statistics(options.feature_statistics)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -131,7 +143,9 @@ def run(options: argparse.Namespace) -> int:
         if None not in (updates, trials) and updates != trials:
             raise InvalidInputError("without a test every trial is an update; give one of the two")
         updates = trials = updates or trials
-    found = figures(setup, trial, options.delta, updates=updates, trials=trials)
+    with status("computing epsilon under each accounting"):
+        found = figures(setup, trial, options.delta, updates=updates, trials=trials)
+    _say_why_infinite(setup, trial, options.delta, updates or trials or 1)
     if options.plot is not None:
         _plot(Path(options.plot), setup, trial, options.delta, updates, trials)
     if options.json:
@@ -141,6 +155,15 @@ def run(options: argparse.Namespace) -> int:
         value = found[key]
         print(f"{label:<34} {'does not apply' if value is None else format_epsilon(value)}")
     return 0
+
+
+def _say_why_infinite(setup: tuple[Event, ...], trial: Trial, delta: float, count: int) -> None:
+    """Tell of noise whose missing tail alone spends delta, so that figures are infinite."""
+    assert isinstance(trial.update, SampledGaussian)
+    tail = accounting_named("proven").noise_tail(planned_charges(setup, trial, count))
+    refusal = tail_refusal(tail, trial.update.noise_multiplier, count, delta)
+    if refusal is not None:
+        print(f"dpsur: warning: {refusal}", file=sys.stderr)
 
 
 def _plot(

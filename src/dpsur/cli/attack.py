@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from dpsur import checks
 from dpsur.attacks.gap import gap_attack
@@ -20,21 +21,22 @@ from dpsur.attacks.suite import (
     check_attacks,
     with_white_box,
 )
-from dpsur.cli.options import add_method_options, build_method, method_options
-from dpsur.errors import InvalidInputError
-from dpsur.experiments.targets import (
+from dpsur.attacks.targets import (
     PrivateTrainer,
     attacked_pool,
     plain_features,
     plain_trainer,
 )
+from dpsur.cli.options import add_method_options, build_method, method_options
+from dpsur.errors import InvalidInputError
 from dpsur.methods import METHODS, Nonprivate, method_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
+from dpsur.runs.evaluation import check_fits
 from dpsur.runs.prepare import choose_device
 from dpsur.runs.release import read_release
 from dpsur.runs.tasks import TaskRun, subset
-from dpsur.tasks import DEFAULT_TASK, task_named
+from dpsur.tasks import DEFAULT_TASK, TASKS, task_named
 
 DESCRIPTION = """\
 Who was in the training set?
@@ -68,6 +70,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--release", metavar="DIR", help="attack a release instead of a new target")
     parser.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
+    parser.add_argument("--classes", type=int, metavar="K", help="number of classes of npz:FILE")
     parser.add_argument(
         "--method",
         default=Nonprivate.name,
@@ -145,7 +148,7 @@ def _names(options: argparse.Namespace) -> list[str]:
 
 
 def _target(options: argparse.Namespace, names: list[str], device: torch.device) -> Attacked:
-    task = task_named(options.task)
+    task = task_named(options.task, options.classes)
     kind = method_named(options.method)
     chosen = {**task.settings.get(kind.name, {}), **method_options(options, kind)}
     trainer: Trainer
@@ -160,7 +163,9 @@ def _target(options: argparse.Namespace, names: list[str], device: torch.device)
         method = build_method(kind.name, chosen)
         budget = Budget(options.epsilon, options.delta)
         features = options.features or method.features or plain_features(task)
-        asked = TaskRun(task.name, method, budget, options.accounting, features)
+        asked = TaskRun(
+            task.name, method, budget, options.accounting, features, classes=options.classes
+        )
         trainer = PrivateTrainer(asked, device)
     split = split_pool(attacked_pool(task, options.max_records), options.seed)
     return attack_target(split, trainer, names, options.seed, options.shadow_models)
@@ -168,16 +173,19 @@ def _target(options: argparse.Namespace, names: list[str], device: torch.device)
 
 def _release(options: argparse.Namespace, names: list[str], device: torch.device) -> Attacked:
     model, statement, origin = read_release(options.release)
-    if origin.task is None:
+    if origin.task not in TASKS:
         raise InvalidInputError(f"{options.release} names no task whose records to attack with")
     train, test = task_named(origin.task).load(None)
     if test is None:
         raise InvalidInputError(f"task {origin.task} has no records that are no members")
-    train = subset(train, statement["dataset_size"])  # as `dpsur train --max-records` took them
+    train = subset(train, statement["public"].get("keep_fraction"))  # those that it was trained on
     count = min(len(train), len(test))
     members = train.select(as_many(torch.arange(len(train)), count, options.seed))
     others = test.select(as_many(torch.arange(len(test)), count, options.seed))
-    target = SeparateModels([model.to(device).eval()])
+    model = model.to(device).eval()
+    for part in (members, others):
+        check_fits(model, part, F.cross_entropy, origin.task)
+    target = SeparateModels([model])
     scores: dict[str, Scores] = {}
     if "gap" in names:
         scores["gap"] = gap_attack(target, members, others)
@@ -187,8 +195,8 @@ def _release(options: argparse.Namespace, names: list[str], device: torch.device
 
 
 def _draw(path: Path, scores: dict[str, Scores]) -> None:
-    from dpsur.experiments import style
-    from dpsur.experiments.roc import curve_of, draw_roc, hits_of
+    from dpsur import figure_style as style
+    from dpsur.attacks.roc import curve_of, draw_roc, hits_of
 
     curves = {
         name: curve_of(hits_of(part), len(part.members), len(part.others))

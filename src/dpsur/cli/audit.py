@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from dpsur import checks
-from dpsur.audits.broken import FAULTS, SOUND
+from dpsur.attacks.targets import as_seen_by
 from dpsur.audits.canaries import Planter, gradient_canaries, input_canaries
 from dpsur.audits.ceilings import ceiling, is_idle
 from dpsur.audits.finding import CONTRADICTED, Finding
 from dpsur.audits.mechanism import audit_mechanisms
+from dpsur.audits.negative_controls import FAULTS, SOUND
 from dpsur.audits.repeated import PLACES, TINY, audit_repeated
 from dpsur.audits.training import audit_training
 from dpsur.cli.options import add_method_options, build_method, method_options
 from dpsur.core.streams import INIT, Streams
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
-from dpsur.experiments.targets import as_seen_by
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
@@ -65,6 +65,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw claims and bounds (PNG, SVG or PDF)")
     one = parser.add_argument_group("one training (--against training)")
     one.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
+    one.add_argument("--classes", type=int, metavar="K", help="number of classes of npz:FILE")
     one.add_argument("--method", default="dpsgd", help=f"one of: {', '.join(METHODS)}")
     one.add_argument("--epsilon", type=float, default=4.0, help="claimed (default: 4)")
     one.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")
@@ -162,7 +163,7 @@ def _broken(options: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _training(options: argparse.Namespace) -> Iterator[Finding]:
-    task, kind = task_named(options.task), method_named(options.method)
+    task, kind = task_named(options.task, options.classes), method_named(options.method)
     chosen = {**task.settings.get(kind.name, {}), **method_options(options, kind)}
     method = build_method(kind.name, chosen)
     device = choose_device(options.device)
@@ -206,8 +207,8 @@ def _planter(
 
 
 def _plot(path: Path, findings: list[Finding]) -> None:
-    from dpsur.experiments import style
-    from dpsur.experiments.audit_figure import draw_findings
+    from dpsur import figure_style as style
+    from dpsur.audits.figure import draw_findings
 
     try:
         with style.common():

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 from dpsur.cache_folder import CACHE_VARIABLE, cache_folder
+from dpsur.cli.private_log import LOG
 from dpsur.errors import InvalidInputError
+from dpsur.runs.files import PRIVATE
 from dpsur.tasks.datasets import DATA_SETS
 
 DESCRIPTION = """\
@@ -20,6 +22,7 @@ Features are those of private records, readable by their owner only.
 """
 ALL = "all"
 ACCOUNTING, FEATURES, DATA, DOWNLOADS = "accounting", "features", "data", "downloads"
+ERRORS = "errors"
 # What a part holds, and its files: patterns of what this package writes, and of nothing else.
 PARTS = {
     ACCOUNTING: ("certified divergences of settings", ("selective-*.json", "selective-*.tmp")),
@@ -27,6 +30,7 @@ PARTS = {
         "features of records that were trained on",
         ("features/*.npy", "features/*.tmp", "features/key"),
     ),
+    ERRORS: ("private values that errors did not show", (f"{PRIVATE}/{LOG}",)),
     DATA: ("decoded copies of data sets", tuple(f"data/{name}/**/*" for name in DATA_SETS)),
     DOWNLOADS: (
         "what `dpsur data fetch` brought",

@@ -13,6 +13,7 @@ from dpsur.privacy.events import SampledGaussian, Trial
 from dpsur.privacy.plans import Plan
 from dpsur.privacy.plans.request import Request, make_plan
 from dpsur.privacy.wording import format_epsilon
+from dpsur.status import status
 
 DESCRIPTION = """\
 Print what to use for a budget.
@@ -58,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
     sample_rate = rate("batch_size", options.batch_size, options.dataset_size)
     count = _count(options, accounting.charges)
     if options.test_share is not None:
-        answer = _designed(options, budget, sample_rate, count)
+        with status(f"choosing a test and the noise for epsilon {budget.epsilon:g}"):
+            answer = _designed(options, budget, sample_rate, count)
     else:
         test = described_test(options)
         request = Request(
@@ -72,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
             raise InvalidInputError(
                 "give --noise-multiplier, --updates or --trials, or two of them"
             )
-        answer = _answer(make_plan(request, budget, accounting.name))
+        with status(f"choosing noise or count for epsilon {budget.epsilon:g}"):
+            answer = _answer(make_plan(request, budget, accounting.name))
     if options.json:
         print(json.dumps(answer))
         return 0

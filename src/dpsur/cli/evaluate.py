@@ -10,11 +10,11 @@ from typing import Any
 from dpsur.core.problem import Problem
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.wording import format_epsilon
-from dpsur.runs.evaluation import evaluate
+from dpsur.runs.evaluation import check_fits, evaluate
 from dpsur.runs.files import finite
 from dpsur.runs.prepare import choose_device
 from dpsur.runs.release import read_release
-from dpsur.tasks import task_named
+from dpsur.tasks import TASKS, load_test_records
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
@@ -40,23 +40,23 @@ def run(options: argparse.Namespace) -> int:
     device = choose_device(options.device)
     model, statement, origin = read_release(options.folder)
     name = options.task or origin.task
-    if name is None:
+    if name is None or (options.task is None and name not in TASKS):
         raise InvalidInputError(
             f"{options.folder} names no task to test on; name it with --task, such as npz:FILE"
         )
-    task = task_named(name)
-    _, test = task.load(options.data_dir)
-    if test is None:
-        raise InvalidInputError(f"task {task.name} has no test records; add x_test and y_test")
+    test, loss = load_test_records(name, options.data_dir)
+    model = model.to(device)
+    check_fits(model, test, loss, name)
     test = test.to(device)
-    problem = Problem(model.to(device), task.loss, test)
+    problem = Problem(model, loss, test)
     scores = evaluate(problem, problem.initial_params(), test)
     guarantee = statement["guarantee"]
     if options.json:
-        found = {"task": task.name, "scores": scores, "guarantee": guarantee}
+        found = {"task": name, "scores": scores, "guarantee": guarantee}
         print(json.dumps(finite(found), allow_nan=False))
         return 0
-    print(f"{task.name}: test accuracy {scores['accuracy']:.2%}, loss {scores['loss']:.4f}")
+    accuracy = f"test accuracy {scores['accuracy']:.2%}, " if "accuracy" in scores else ""
+    print(f"{name}: {accuracy}loss {scores['loss']:.4f}")
     print(describe_guarantee(statement))
     return 0
 

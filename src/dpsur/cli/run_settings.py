@@ -3,9 +3,11 @@
 import argparse
 import json
 import os
+import secrets
+import typing
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,17 @@ from typing import Any
 from dpsur import checks
 from dpsur.cli.options import build_method, flag, method_options
 from dpsur.errors import CheckpointError, InvalidInputError
-from dpsur.experiments.presets import Preset, preset_named
 from dpsur.methods import METHODS, Method, method_named
+from dpsur.presets import Preset, preset_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.hiding import NOT_HIDDEN
-from dpsur.runs.files import RunFolder, to_json, write_atomically
+from dpsur.runs.files import RunFolder, start_command
 from dpsur.runs.session import Pace, Speed
 from dpsur.runs.tasks import TaskRun
 from dpsur.tasks import DEFAULT_TASK, Task, task_named
 from dpsur.tasks.npz import PREFIX
 
-CONFIG = "config.json"
 # Where runs go that are given no folder.
 RUNS = "runs"
 
@@ -38,7 +39,8 @@ SETTINGS = (
     "activation",
     "model",
     "data_dir",
-    "max_records",
+    "classes",
+    "keep_fraction",
     "max_updates",
     "epsilon",
     "delta",
@@ -56,7 +58,10 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run was asked to do. Kept in the private folder: it may hold the seed."""
+    """What a run was asked to do. Kept in the private folder: it may hold the seed.
+
+    `network_seed` draws the initial weights of an unseeded run, and nothing else.
+    """
 
     task: str = DEFAULT_TASK
     method: str = "dpsur"
@@ -68,7 +73,8 @@ class Settings:
     activation: str | None = None
     model: str | None = None
     data_dir: str | None = None
-    max_records: int | None = None
+    classes: int | None = None
+    keep_fraction: float | None = None
     max_updates: int | None = None
     epsilon: float = 3.0
     delta: float = 1e-5
@@ -76,6 +82,7 @@ class Settings:
     hide_rejections: str = NOT_HIDDEN
     device: str = "auto"
     seed: int | None = None
+    network_seed: int | None = None
     checkpoint_every: int = 25
     evaluate_every: int | None = None
     capture: bool = True
@@ -89,7 +96,7 @@ def new_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
         name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None
     }
     method = method_named(given.get("method", Settings.method))
-    task = task_named(given.get("task", Settings.task))
+    task = task_named(given.get("task", Settings.task), given.get("classes"))
     preset = _preset(given, method.name, task.name)
     usual = _usual_options(given, method, task) if preset is None else preset.options
     chosen = {**usual, **method_options(options, method)}
@@ -98,7 +105,8 @@ def new_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
         given = {**own, **given, "network": dict(preset.network)}
     folder = RunFolder(options.out) if options.out else UnnamedFolder(task.name, method.name)
     folder.check_new()
-    return Settings(**given, options=chosen), folder
+    own_seed = secrets.randbits(62) if given.get("seed") is None else None
+    return Settings(**given, options=chosen, network_seed=own_seed), folder
 
 
 class UnnamedFolder(RunFolder):
@@ -164,16 +172,70 @@ def stored_settings(options: argparse.Namespace) -> tuple[Settings, RunFolder]:
         raise InvalidInputError(
             f"the run in {folder.root} has finished; its result is in {folder.release}"
         )
-    path = folder.private / CONFIG
     try:
-        values = json.loads(path.read_text())
-        return Settings(**values), folder
-    except FileNotFoundError:
-        raise InvalidInputError(
-            f"{folder.root} holds no run to resume ({path} is missing); start one with --out"
-        ) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged and cannot be resumed from") from error
+        values = json.loads(folder.config.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise InvalidInputError(_nothing_to_resume(folder)) from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(_damaged(folder, "it is not JSON")) from None
+    settings = _settings_from(values, folder)
+    if not folder.checkpoint.exists() and not folder.unstarted:
+        raise CheckpointError(
+            f"{folder.root} cannot be resumed: {folder.checkpoint} is missing; start a new run in "
+            "another folder"
+        )
+    return settings, folder
+
+
+def _nothing_to_resume(folder: RunFolder) -> str:
+    if folder.checkpoint.exists():
+        return (
+            f"the run in {folder.root} was started from Python, or {folder.config} was removed; "
+            f"resume it with {folder.how_to_resume()}"
+        )
+    return (
+        f"{folder.root} holds no run to resume ({folder.config} is missing); start one with: "
+        f"{start_command(folder.root)}"
+    )
+
+
+def _settings_from(values: Any, folder: RunFolder) -> Settings:
+    """Stored settings; a file that someone else has changed may hold anything."""
+    if not isinstance(values, dict):
+        raise CheckpointError(_damaged(folder, "it is not a table of settings"))
+    kinds = typing.get_type_hints(Settings)
+    for name, value in values.items():
+        if name not in kinds:
+            raise CheckpointError(_damaged(folder, f"there is no setting {name!r}"))
+        if not _is_of_kind(value, kinds[name]):
+            raise CheckpointError(_damaged(folder, f"{name} cannot be {_shown(value)}"))
+    settings = Settings(**values)
+    if settings.method not in METHODS:
+        raise CheckpointError(_damaged(folder, f"there is no method {_shown(settings.method)}"))
+    try:
+        task_run(settings)
+    except (InvalidInputError, TypeError) as error:
+        raise CheckpointError(_damaged(folder, str(error))) from error
+    return settings
+
+
+def _is_of_kind(value: Any, kind: Any) -> bool:
+    allowed = {typing.get_origin(k) or k for k in typing.get_args(kind) or (kind,)}
+    if typing.get_origin(kind) is dict:
+        return isinstance(value, dict)
+    return type(value) in (allowed | {int} if float in allowed else allowed)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _damaged(folder: RunFolder, reason: str) -> str:
+    again = "start a new run in another folder"
+    if folder.unstarted:
+        again = f"start the run again with: {start_command(folder.root)}"
+    return f"{folder.config} is damaged ({reason}); put back what was there, or {again}"
 
 
 def task_run(settings: Settings) -> TaskRun:
@@ -191,10 +253,12 @@ def task_run(settings: Settings) -> TaskRun:
         network=_network(settings),
         model=settings.model,
         data_dir=None if settings.data_dir is None else Path(settings.data_dir),
-        max_records=settings.max_records,
+        classes=settings.classes,
+        keep_fraction=settings.keep_fraction,
         max_updates=settings.max_updates,
         hide_rejections=settings.hide_rejections,
         seed=settings.seed,
+        network_seed=settings.network_seed,
         device=settings.device,
         pace=Pace(settings.checkpoint_every, settings.evaluate_every),
         speed=Speed(capture=settings.capture, tf32=settings.tf32, bf16=settings.bf16),
@@ -205,10 +269,3 @@ def _network(settings: Settings) -> dict[str, Any]:
     """Changes of the task's network: the preset's, and what was asked for beside it."""
     asked = {} if settings.activation is None else {"activation": settings.activation}
     return {**settings.network, **asked}
-
-
-def store_settings(folder: RunFolder, settings: Settings) -> None:
-    """Keep the settings with the run, privately."""
-    path = folder.private / CONFIG
-    if not path.exists():
-        write_atomically(path, to_json(asdict(settings)), mode=0o600)

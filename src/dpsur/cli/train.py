@@ -2,12 +2,9 @@
 
 import argparse
 import json
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from dpsur.cli.evaluate import describe_guarantee
 from dpsur.cli.options import add_method_options
@@ -16,23 +13,25 @@ from dpsur.cli.run_settings import (
     RUNS,
     Settings,
     new_settings,
-    store_settings,
     stored_settings,
     task_run,
 )
-from dpsur.errors import InterruptedRunError, InvalidInputError
-from dpsur.experiments.presets import PRESETS
+from dpsur.cli.signals import Stop, stop_on_signal
+from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, describe_os_error
 from dpsur.features import FEATURES
 from dpsur.methods import METHODS
+from dpsur.presets import PRESETS
 from dpsur.privacy.accounting import ACCOUNTINGS
 from dpsur.privacy.plans.hiding import NOT_HIDDEN, WAYS_TO_HIDE
-from dpsur.runs.checkpoint import FILE_NAME, load_statistics
-from dpsur.runs.files import RunFolder, finite
+from dpsur.runs.arguments import check_single_process
+from dpsur.runs.checkpoint import load_statistics
+from dpsur.runs.files import RunFolder, finite, resume_command
 from dpsur.runs.fit import execute
 from dpsur.runs.preparation import NORMALISATIONS
 from dpsur.runs.release import as_published
 from dpsur.runs.result import Run
 from dpsur.runs.tasks import prepare_task
+from dpsur.status import silenced
 from dpsur.tasks import TASKS
 
 DESCRIPTION = """\
@@ -40,7 +39,7 @@ Train a model under a privacy budget.
 
 The folder of the run gets release/ (weights, PRIVACY.md, privacy.json), written only at the end and
 meant to be published, and private/ (checkpoints, metrics, curves), which must stay with you.
-An interrupted run goes on with --resume, without spending more than its budget.
+An interrupted run continues with --resume, without spending more than its budget.
 """
 
 
@@ -80,7 +79,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help=f"new folder for the run (default: {RUNS}/TASK-METHOD, numbered where that is taken)",
     )
-    run_group.add_argument("--resume", metavar="DIR", help="go on with the run in this folder")
+    run_group.add_argument("--resume", metavar="DIR", help="resume the run in this folder")
     run_group.add_argument("--device", help="cpu, cuda or auto (default: auto)")
     run_group.add_argument(
         "--seed",
@@ -164,10 +163,18 @@ def _add_what(parser: argparse.ArgumentParser, defaults: Settings) -> None:
         help="folder of the data (default: $DPSUR_DATA, or the downloads in the cache)",
     )
     what.add_argument(
-        "--max-records",
+        "--classes",
         type=int,
-        metavar="N",
-        help="train on a subset of so many records; epsilon is that of the subset",
+        metavar="K",
+        help="number of classes of npz:FILE, which becomes public (default: the array classes of "
+        "the file)",
+    )
+    what.add_argument(
+        "--keep-fraction",
+        type=float,
+        metavar="F",
+        help="train on about this fraction of the records, each kept or left out by a draw of its "
+        "own; the fraction is public, and epsilon is that of the records that are kept",
     )
     what.add_argument(
         "--max-updates",
@@ -179,6 +186,7 @@ def _add_what(parser: argparse.ArgumentParser, defaults: Settings) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Start or resume a run and print its result."""
+    check_single_process()
     if options.resume is not None:
         settings, folder = stored_settings(options)
     else:
@@ -188,13 +196,15 @@ def run(options: argparse.Namespace) -> int:
             f"--show-private shows what --hide-rejections {settings.hide_rejections} hides; "
             "leave out one of them"
         )
-    with _stop_on_signal() as stop_requested:
+    with stop_on_signal() as stop:
         try:
-            result = _train(settings, folder, options, stop_requested)
+            result = _train(settings, folder, options, stop)
         except InterruptedRunError as error:
-            raise InterruptedRunError(
-                f"{error}; go on with: dpsur train --resume {folder.root}"
-            ) from None
+            raise InterruptedRunError(f"{error}; {_next_command(folder)}") from None
+        except KeyboardInterrupt:
+            raise InterruptedRunError(f"stopped; {_next_command(folder)}") from None
+        except OSError as error:
+            raise FileError(f"{describe_os_error(error)}; {_next_command(folder)}") from error
     _print_result(result, folder, as_json=options.json)
     return 0
 
@@ -203,45 +213,36 @@ def _train(
     settings: Settings,
     folder: RunFolder,
     options: argparse.Namespace,
-    stop_requested: Callable[[], bool],
+    stop: Stop,
 ) -> Run:
-    resume = options.resume is not None
-    released = load_statistics(folder.private / FILE_NAME) if resume else None
-    session, origin = prepare_task(task_run(settings), released=released)
+    # A run that was killed before its first checkpoint has trained nothing and starts again.
+    resume = options.resume is not None and folder.checkpoint.exists()
+    released = load_statistics(folder.checkpoint) if resume else None
+    with silenced(options.quiet or options.json):
+        session, origin = prepare_task(task_run(settings), released=released)
     folder.create()
-    store_settings(folder, settings)
     quiet = options.quiet or options.json
-    if not (quiet or resume or options.out):
+    if not (quiet or options.resume or options.out):
         print(f"dpsur: the run goes to {folder.root}", file=sys.stderr)
     with ProgressBar(quiet=quiet, show_private=options.show_private) as bar:
         return execute(
             session,
             folder=folder,
             resume=resume,
-            observers=[bar],
-            stop_requested=stop_requested,
+            observers=[bar, stop],
+            stop_requested=lambda: stop.asked,
             origin=origin,
+            config=asdict(settings),
         )
 
 
-@contextmanager
-def _stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C or SIGTERM into a clean stop; a second one stops at once."""
-    asked = False
-
-    def ask(number: int, frame: Any) -> None:
-        nonlocal asked
-        del frame
-        asked = True
-        signal.signal(number, signal.default_int_handler)
-        print("\ndpsur: stopping after this trial, or block of captured trials...", file=sys.stderr)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _next_command(folder: RunFolder) -> str:
+    """What to do about a run that has stopped before its end."""
+    if folder.finished:
+        return f"the release is complete: {folder.release}"
+    if folder.checkpoint.exists():
+        return f"resume with: {resume_command(folder.root)}"
+    return "nothing was trained, so run the same command again"
 
 
 def _print_result(run: Run, folder: RunFolder, *, as_json: bool) -> None:

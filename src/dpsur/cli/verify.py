@@ -2,17 +2,30 @@
 
 import argparse
 import json
+import textwrap
+from collections.abc import Sequence
 
-from dpsur.runs.verification import verify
+from dpsur.runs.verification import CHECKED, NOT_CHECKED, verify
+from dpsur.status import status
 
-DESCRIPTION = """\
-Check a release against itself: recompute every epsilon from the parameters in privacy.json, hold
-its texts, counts, settings and warnings against them, compare PRIVACY.md with it, and check that
-the weights are the stated ones.
 
-This is not a signature. It finds a statement that does not follow from its own parameters, and
-weights that are not the stated ones. It cannot tell whether the run was made as stated.
+def _listed(items: Sequence[str]) -> str:
+    return "\n".join(
+        textwrap.fill(item, 88, initial_indent="  - ", subsequent_indent="    ") for item in items
+    )
+
+
+WHAT_IS_CHECKED = f"""\
+Checked:
+{_listed(CHECKED)}
+
+Not checked, because a release cannot show it:
+{_listed(NOT_CHECKED)}
 """
+DESCRIPTION = f"""\
+Check a release against itself.
+
+{WHAT_IS_CHECKED}"""
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
@@ -25,12 +38,15 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what was found; status 1 if anything is wrong."""
-    faults, epsilon = verify(options.folder)
+    with status("computing every epsilon again, and planning the run again"):
+        faults, epsilon = verify(options.folder)
     if options.json:
-        print(json.dumps({"ok": not faults, "faults": faults, "epsilon": epsilon}))
+        lists = {"checked": CHECKED, "not_checked": NOT_CHECKED}
+        print(json.dumps({"ok": not faults, "faults": faults, "epsilon": epsilon, **lists}))
     else:
         for fault in faults:
             print(f"FAULT: {fault}")
         if not faults:
             print("the statement follows from its parameters, and the weights are the stated ones")
+            print(f"\n{WHAT_IS_CHECKED}", end="")
     return 1 if faults else 0

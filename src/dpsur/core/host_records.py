@@ -19,7 +19,7 @@ _PART_FOR_RECORDS = 0.5
 Gathered = tuple[Tensor, "Future[Examples]"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HostExamples(Examples):
     """Records on the host that hand out rows on `device`."""
 

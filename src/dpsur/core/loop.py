@@ -14,12 +14,15 @@ from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import AnyPlan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Progress:
     """Where a run stands between two trials. Private as a whole."""
 
     state: State
     ledger: Ledger
+
+    def __repr__(self) -> str:
+        return "Progress(state and ledger; private)"
 
 
 OnTrial = Callable[[Progress, Verdict], None]

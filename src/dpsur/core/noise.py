@@ -26,7 +26,7 @@ def add_gaussian(
 
     def noisy(value: Tensor) -> Tensor:
         # Normal draws in float32 end at 5.8 standard deviations, where some records would be told
-        # apart for certain. In float64 they end at 8.6, beyond any delta (docs/privacy.md).
+        # apart for certain. In float64 they end at 8.6, which `dpsur.privacy.noise_tail` charges.
         if value.device.type == "cpu":
             return _noisy_on_the_host(value, scale, generator)
         noise = torch.randn(

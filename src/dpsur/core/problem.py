@@ -20,7 +20,7 @@ from dpsur.errors import UnsupportedModelError
 EVALUATION_ROWS = 2048
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Problem:
     """What is to be learned. The module is only a shape: its own weights are never changed.
 
@@ -38,6 +38,9 @@ class Problem:
     )
     # Where batches are gathered, one after the other: `core/gradients/clipping.py`.
     places: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return f"Problem({type(self.model).__name__}, {self.train!r})"
 
     @property
     def device(self) -> torch.device:

@@ -14,7 +14,7 @@ Params = dict[str, Tensor]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Examples:
     """Records as two tensors with one row per record."""
 
@@ -30,6 +30,13 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    def __repr__(self) -> str:
+        inputs, targets = self.inputs, self.targets
+        return (
+            f"{type(self).__name__}({len(self)} records, inputs {tuple(inputs.shape[1:])} of "
+            f"{inputs.dtype}, targets {tuple(targets.shape[1:])} of {targets.dtype})"
+        )
 
     def select(self, rows: Tensor) -> "Examples":
         """Return the named rows: their indices, or a truth value for each."""
@@ -55,7 +62,7 @@ class OptimizerState:
     buffers: Mapping[str, Params]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class State:
     """Everything that a rejected trial must leave as it was.
 
@@ -68,6 +75,9 @@ class State:
     updates: Tensor
     average: Params | None = None
     memory: Mapping[str, Tensor] | None = None  # what an adaptive method has released so far
+
+    def __repr__(self) -> str:
+        return f"State({sum(value.numel() for value in self.params.values())} weights; private)"
 
     @property
     def released_params(self) -> Params:
@@ -83,13 +93,16 @@ class Candidate:
     overflow: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict:
     """Whether to keep a candidate. `private` holds figures that must never be released."""
 
     accept: Tensor
     private: Mapping[str, Tensor] = field(default_factory=dict)
     overflow: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return "Verdict(private)"
 
 
 class Procedure(Protocol):

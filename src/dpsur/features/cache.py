@@ -57,7 +57,7 @@ def _key(folder: Path) -> bytes:
             with contextlib.suppress(FileExistsError):  # another process was faster
                 os.link(temporary, path)
             Path(temporary).unlink()
-        kept = path.read_bytes()
+        kept = path.read_bytes() if path.is_file() else b""
         return kept if len(kept) == KEY_BYTES else fresh
     return fresh
 
@@ -72,14 +72,16 @@ def read(path: Path, shape: tuple[int, ...]) -> Tensor | None:
 
     Pages are copied when written to, so that nobody changes the file by changing the tensor.
     """
+    if not path.is_file():  # to open a pipe would wait for ever
+        return None
     try:
-        values = np.load(path, mmap_mode="c")
+        values = np.lib.format.open_memmap(path, mode="c")
         if values.shape != shape or values.dtype != np.float32 or not values.flags.c_contiguous:
             return None
         with path.open("rb") as file:
             file.seek(values.offset + values.nbytes)
             stored = file.read()
-    except (OSError, ValueError, EOFError, AttributeError):
+    except Exception:  # numpy raises anything about a damaged header; the features are recomputed
         return None
     return torch.from_numpy(values) if stored == _checksum(values) else None
 

@@ -12,6 +12,7 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.features.filters import averaging_matrix, lowest, wavelet_spectra
 
+_MOST_SCALES, _LARGEST_FILTERS = 8, 2**25
 # Numbers in the largest intermediate: what a core's cache holds, or a small part of a card.
 _NUMBERS_PER_THREAD, _NUMBERS_ON_A_CARD = 2**20, 2**27
 
@@ -27,8 +28,15 @@ class Scattering2d(nn.Module):
 
     def __init__(self, height: int, width: int, scales: int = 2, angles: int = 8) -> None:
         super().__init__()
-        checks.at_least_one("scales", scales)
-        checks.at_least_one("angles", angles)
+        sizes = {"height": height, "width": width, "scales": scales, "angles": angles}
+        for name, value in sizes.items():
+            checks.at_least_one(name, value)
+        if scales > _MOST_SCALES or height * width * angles > _LARGEST_FILTERS:
+            raise InvalidInputError(
+                f"scattering of {height}x{width}, {scales} scales and {angles} angles is "
+                f"too large; there are up to {_MOST_SCALES} scales, and up to {_LARGEST_FILTERS} "
+                "pixels times angles"
+            )
         step = 1 << scales
         for name, size in (("height", height), ("width", width)):
             if size % step or size < 2 * step:

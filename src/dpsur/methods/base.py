@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
+from dpsur import checks
 from dpsur.core.problem import Problem
 from dpsur.core.streams import Streams
 from dpsur.core.types import Procedure
@@ -20,8 +21,8 @@ def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> A
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
-@dataclass(frozen=True)
-class Method(ABC):
+@dataclass(frozen=True, repr=False)
+class Method(checks.NamedArguments, ABC):
     """Hyper-parameters of a method. None means: choose something sensible for the data."""
 
     name: ClassVar[str]

@@ -24,7 +24,7 @@ DEFAULT_UPDATES = 200
 CHOICE_SHARE = 0.2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dpagd(Method):
     """Adaptive gradient descent under a privacy filter.
 

@@ -29,7 +29,7 @@ DEFAULT_REFRESHES = 20
 DEFAULT_NORM_RECORDS = 4096
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dpis(Gated):
     """Importance sampling by gradient norm.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from dpsur.methods.gated import Gated
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dpsgd(Gated):
     """Differentially private stochastic gradient descent.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from dpsur.methods.gated import Gated
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DpsgdHf(Gated):
     """DP-SGD on scattering features of images, which need no training and cost no privacy.
 

@@ -17,7 +17,7 @@ from dpsur.methods.gated import Gated
 REPLACED = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, TemperedSigmoid)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DpsgdTs(Gated):
     """DP-SGD with bounded activations, scale * sigmoid(temperature * x) - offset.
 

@@ -6,7 +6,7 @@ from dpsur.methods.base import option
 from dpsur.methods.gated import GATE_HELP, GATES, Gated
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dpsur(Gated):
     """DPSGD with selective update and release (the paper's Algorithm 1).
 

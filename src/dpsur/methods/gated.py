@@ -39,7 +39,7 @@ def _example_test(gate: str) -> Test:
     return CoinTest(1.0, 1.0) if gate == "coin" else LossTest(1.0, 1.0, 0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Gated(NoisySteps):
     """Noisy steps that may have to pass a test before they count (the paper's Algorithm 1).
 

@@ -15,7 +15,7 @@ from dpsur.privacy.plans.request import Request, make_plan
 DEFAULT_EPOCHS = 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NoisySteps(Optimization):
     """Batches, clipping and noise, and how they are settled against a budget.
 

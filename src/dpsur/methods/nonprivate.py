@@ -25,7 +25,7 @@ DEFAULT_EPOCHS = 20
 DEFAULT_BATCH = 128
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Nonprivate(Optimization):
     """Plain stochastic gradient descent. Formal guarantee: none, epsilon is infinite."""
 

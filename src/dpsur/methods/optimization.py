@@ -16,7 +16,7 @@ def make_average(decay: float | None) -> WeightAverage | None:
     return None if decay is None else WeightAverage(decay)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Optimization(Method):
     """Optimizer, learning rate and averaging."""
 

@@ -16,6 +16,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.privacy import pld, proven, rdp
 from dpsur.privacy.events import CoinTest, Event, Test, Trial
 from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.noise_tail import noise_tail
 
 Charges = Sequence[tuple[Event, int]]
 
@@ -40,17 +41,30 @@ class Accounting(ABC):
     """Turns what happened into epsilon.
 
     `charges` says which count is fixed in advance and paid for: all trials, or accepted updates.
+    `verdicts_charged` says whether a test is charged as a mechanism beside its update.
     """
 
     name: ClassVar[str]
     charges: ClassVar[Literal["trials", "updates"]]
     proved: ClassVar[bool]
+    verdicts_charged: ClassVar[bool] = True
     theorem: ClassVar[str]
     assumes: ClassVar[str]
 
     @abstractmethod
+    def ideal_epsilon(self, charges: Charges, delta: float) -> float:
+        """Epsilon at delta for events, each repeated a fixed number of times, as if noise had no
+        end.
+        """
+
     def epsilon(self, charges: Charges, delta: float) -> float:
-        """Epsilon at delta for events, each repeated a fixed number of times."""
+        """The same for the noise that is drawn, whose missing tail is charged to delta."""
+        left = delta - self.noise_tail(charges)
+        return self.ideal_epsilon(charges, left) if left > 0 else math.inf
+
+    def noise_tail(self, charges: Charges) -> float:
+        """What the missing tail of the noise takes of delta."""
+        return noise_tail(charges, verdicts_charged=self.verdicts_charged)
 
     def check(self, trial: Trial, on_reject: str) -> None:
         """Refuse a kind of trial that this accounting does not cover, and say why."""
@@ -68,7 +82,7 @@ class Accounting(ABC):
 
     def planned(self, setup: tuple[Event, ...], trial: Trial, count: int, delta: float) -> float:
         """Epsilon of a run of `count` charged trials after its setup."""
-        return self.epsilon([*((event, 1) for event in setup), (trial, count)], delta)
+        return self.epsilon(planned_charges(setup, trial, count), delta)
 
     def spent(self, ledger: Ledger, delta: float) -> float:
         """Epsilon of what a ledger holds."""
@@ -84,12 +98,14 @@ class Proven(Accounting):
 
     Formal guarantee: with the number of accepted updates fixed in advance and everything a rejected
     trial touched restored, the released weights satisfy (epsilon, delta)-DP under adding or
-    removing one record. A thousandth of delta is set aside for the cap on trials.
+    removing one record. A thousandth of delta is set aside for the cap on trials, or more where a
+    run may give up so early that it needs more.
     """
 
     name = "proven"
     charges = "updates"
     proved = True
+    verdicts_charged = False
     theorem = (
         "Let a candidate be a sum of clipped gradients over a Poisson sample with Gaussian noise, "
         "released only if a test on a fresh Poisson sample accepts it, which it does with a "
@@ -109,16 +125,36 @@ class Proven(Accounting):
         "and how long they took, must stay private."
     )
 
-    def epsilon(self, charges: Charges, delta: float) -> float:
+    def ideal_epsilon(self, charges: Charges, delta: float) -> float:
         """Epsilon at delta; by privacy loss distributions where nothing is selected."""
+        return self._ideal_bounds(charges, delta, CAP_SHARE).upper
+
+    def epsilon(self, charges: Charges, delta: float) -> float:
+        """The same for the noise that is drawn, whose missing tail is charged to delta."""
         return self.bounds(charges, delta).upper
 
-    def bounds(self, charges: Charges, delta: float) -> proven.EpsilonBounds:
-        """The guarantee, and what an adversary attains at the same orders."""
+    def bounds(
+        self, charges: Charges, delta: float, early_end: float = 0.0
+    ) -> proven.EpsilonBounds:
+        """The guarantee, and what an adversary attains at the same orders.
+
+        `early_end` is the largest probability, whatever the records are, that the run gives up at
+        its cap on trials. It turns delta into delta + (1 + e^epsilon) early_end, so the share that
+        is set aside grows until it pays for that.
+        """
+        left, share = delta - self.noise_tail(charges), CAP_SHARE
+        while share < 1 and left - share * delta > 0:
+            found = self._ideal_bounds(charges, left, share * delta / left)
+            if (1 + math.exp(min(found.upper, 700.0))) * early_end <= share * delta:
+                return found
+            share *= 2
+        return proven.EpsilonBounds(math.inf, math.inf, "add", math.nan)
+
+    def _ideal_bounds(self, charges: Charges, delta: float, share: float) -> proven.EpsilonBounds:
         if not any(n and isinstance(e, Trial) and e.test is not None for e, n in charges):
             plain = pld.composed_epsilon(charges, delta)
             return proven.EpsilonBounds(plain, plain, "add", math.nan)
-        return proven.composed_epsilon(proven.compose(charges), delta * (1 - CAP_SHARE))
+        return proven.composed_epsilon(proven.compose(charges), delta * (1 - share))
 
     def test_epsilon(self, test: Test, count: int, delta: float) -> float:
         """Epsilon of the tests alone: the theorem with a training rate of zero."""
@@ -151,7 +187,7 @@ class EveryTrial(Accounting):
         "and their counts may be public."
     )
 
-    def epsilon(self, charges: Charges, delta: float) -> float:
+    def ideal_epsilon(self, charges: Charges, delta: float) -> float:
         """Epsilon at delta by privacy loss distributions."""
         return pld.composed_epsilon(charges, delta)
 
@@ -185,7 +221,7 @@ class Published(Accounting):
         "acceptance can raise the privacy loss above this figure."
     )
 
-    def epsilon(self, charges: Charges, delta: float) -> float:
+    def ideal_epsilon(self, charges: Charges, delta: float) -> float:
         """Epsilon at delta as the paper computes it."""
         return rdp.composed_epsilon(charges, delta)
 
@@ -204,6 +240,11 @@ ACCOUNTINGS: dict[str, Accounting] = {
 }
 DEFAULT_ACCOUNTING = "proven"
 FIGURES: Final = ("published", "proven", "proven_lower", "every_trial")
+
+
+def planned_charges(setup: tuple[Event, ...], trial: Trial, count: int) -> Charges:
+    """What a run of `count` charged trials does after its setup."""
+    return [*((event, 1) for event in setup), (trial, count)]
 
 
 def accounting_named(name: str) -> Accounting:
@@ -232,10 +273,12 @@ def figures(
     updates: int | None,
     trials: int | None,
     on_reject: str = RESTORE,
+    early_end: float = 0.0,
 ) -> dict[str, float | None]:
     """Epsilon under each accounting, side by side; None where one does not apply.
 
     An accounting applies if the count that it charges was fixed in advance and it covers the trial.
+    `early_end` bounds the probability that the run gives up at its cap on trials.
     """
     found: dict[str, float | None] = dict.fromkeys(FIGURES)
     for accounting in ACCOUNTINGS.values():
@@ -244,8 +287,8 @@ def figures(
             continue
         key = accounting.name.replace("-", "_")
         if isinstance(accounting, Proven):
-            charges = [*((event, 1) for event in setup), (trial, count)]
-            bounds = accounting.bounds(charges, delta)
+            charges = planned_charges(setup, trial, count)
+            bounds = accounting.bounds(charges, delta, early_end)
             found[key], found["proven_lower"] = bounds.upper, bounds.lower
         else:
             found[key] = accounting.planned(setup, trial, count, delta)

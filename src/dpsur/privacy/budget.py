@@ -6,8 +6,8 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 
 
-@dataclass(frozen=True)
-class Budget:
+@dataclass(frozen=True, repr=False)
+class Budget(checks.NamedArguments):
     """The (epsilon, delta) that a run may spend, for adding or removing one record."""
 
     epsilon: float

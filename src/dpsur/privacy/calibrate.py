@@ -6,6 +6,7 @@ grow geometrically and have ends, so a search always returns or says why it cann
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 from dpsur.errors import BudgetError
 
@@ -39,6 +40,7 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float | 
 
     Returns None where no noise is enough, because something else spends the budget.
     """
+    epsilon_of = cache(epsilon_of)
     enough = 1.0
     while epsilon_of(enough) > target:
         enough *= 2
@@ -49,6 +51,23 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float | 
         enough, too_little = too_little, too_little / 2
         if too_little < LEAST_NOISE:
             return enough
+    return _smallest_enough(epsilon_of, target, too_little, enough)
+
+
+def noise_at_least(
+    epsilon_of: Callable[[float], float], target: float, start: float | None
+) -> float | None:
+    """The same from a start on that is nearly enough; None where there is no start.
+
+    A search for a figure that is a little larger than another begins at that one's noise.
+    """
+    if start is None or epsilon_of(start) <= target:
+        return start
+    too_little, enough = start, start * (1 + NOISE_TOLERANCE)
+    while epsilon_of(enough) > target:
+        too_little, enough = enough, enough * (enough / start) ** 2
+        if enough > MOST_NOISE:
+            return None
     return _smallest_enough(epsilon_of, target, too_little, enough)
 
 

@@ -6,6 +6,7 @@ every release, counts and settings that repeat the mechanism, and warnings that 
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 from dpsur import checks
@@ -47,8 +48,10 @@ def claim_faults(statement: Mapping[str, Any]) -> list[str]:
     _check_form(statement["mechanism"])
     return [
         *_text_faults(statement),
+        *_public_faults(statement["public"]),
         *_count_faults(statement),
         *_rate_faults(statement),
+        *_step_faults(statement),
         *_setting_faults(statement),
         *_warning_faults(statement),
     ]
@@ -103,6 +106,17 @@ def _text_faults(statement: Mapping[str, Any]) -> Iterator[str]:
     for name, (stated, allowed) in texts.items():
         if stated not in allowed:
             yield f"{name} says {stated!r}, which is not what this library states there"
+
+
+def _public_faults(public: Mapping[str, Any]) -> Iterator[str]:
+    """Only what can be declared, in the form in which a run takes it."""
+    for name in sorted(public.keys() - {"classes", "keep_fraction"}):
+        yield f"public.{name} is nothing that a user declares"
+    classes, fraction = public.get("classes", 2), public.get("keep_fraction", 1.0)
+    if not isinstance(classes, int) or isinstance(classes, bool) or classes < 2:
+        yield f"public.classes is {classes!r}, which is no number of classes"
+    if not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+        yield f"public.keep_fraction is {fraction!r}, which is no fraction of the records"
 
 
 def _watched(statement: Mapping[str, Any]) -> tuple[list[str], ...]:
@@ -162,6 +176,43 @@ def _rate_faults(statement: Mapping[str, Any]) -> Iterator[str]:
                 f"{name} {settings[name]} of {size} records is not the sample rate "
                 f"{event['sample_rate']} that was accounted for"
             )
+
+
+def _step_faults(statement: Mapping[str, Any]) -> Iterator[str]:
+    """Behind a filter, updates have the stated rate, and noisy norms their own rate and noise."""
+    mechanism, settings = statement["mechanism"], statement["settings"]
+    if mechanism["filter"] is None:
+        return
+    size, steps = statement["dataset_size"], mechanism["filter"]["steps"]
+    norms = None
+    if "norm_batch_size" in settings:
+        rate = min(1.0, settings["norm_batch_size"] / size)
+        norms = asdict(SampledGaussian(rate, settings["norm_noise_multiplier"]))
+    for row in steps:
+        step = dict(row["step"])
+        kind = step.pop("kind")
+        if kind != "Trial" and step != norms:
+            yield f"a step of the run is {row['step']}, which its settings do not have"
+        if kind == "Trial" and norms is None:
+            rate = step["update"]["sample_rate"]
+            if rate != mechanism["trial"]["update"]["sample_rate"]:
+                yield f"a step of the run has the sample rate {rate}, the mechanism another one"
+    if norms is not None:
+        yield from _release_faults(statement, steps)
+    if norms is None and (not steps or steps[0]["step"] != mechanism["trial"]):
+        yield "the first step of the run is not the one that was planned"
+
+
+def _release_faults(statement: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> Iterator[str]:
+    """Norms are released at the start and after every so many accepted updates."""
+    accepted = statement["accepted_updates"]
+    if statement["mechanism"]["updates"] is not None:  # which is stated as planned
+        accepted = sum(row["charged"] for row in steps if row["step"]["kind"] == "Trial")
+    releases = sum(row["charged"] for row in steps if row["step"]["kind"] != "Trial")
+    every = statement["settings"]["refresh_every"]
+    due = (max(1, -(-accepted // every)), accepted // every + 1)
+    if not steps or steps[0]["step"]["kind"] == "Trial" or releases not in due:
+        yield f"norms were released {releases} times, {due[0]} are due at refresh_every {every}"
 
 
 def _setting_faults(statement: Mapping[str, Any]) -> Iterator[str]:

@@ -14,8 +14,10 @@ from dpsur.errors import InvalidInputError
 
 
 def precision(noise_multiplier: float) -> float:
-    """1 / noise^2; infinite where that is no floating-point number."""
-    return math.inf if noise_multiplier < 1e-150 else 1 / noise_multiplier**2
+    """1 / noise^2, rounded up to a floating-point number where it is none: never too low."""
+    if noise_multiplier < 1e-150:
+        return math.inf
+    return 1 / min(noise_multiplier, 1e150) ** 2
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,13 @@ class LossTest:
 
     @property
     def accept_min(self) -> float:
-        """Acceptance probability of the worst candidate, a_min."""
-        return self.acceptance(1.0)
+        """Acceptance probability of the worst candidate, a_min.
+
+        Noise ends at some radius, which 2^-53 of all pairs of draws would exceed: what is accepted
+        only with unusual noise is accepted less often by no more than that.
+        """
+        found = self.acceptance(1.0)
+        return found if found >= 0.5 else max(0.0, found - 2.0**-53)
 
     @property
     def accept_max(self) -> float:
@@ -187,6 +194,17 @@ class Menu:
 Event = NonPrivate | Gaussian | SampledGaussian | LossTest | CoinTest | NoisyChoice | Trial | Menu
 # What a run does in one go: a trial, or a noisy figure that later trials are steered by.
 Step = Trial | SampledGaussian | Gaussian
+
+# Noise of the histograms that the clip bounds of feature statistics are read from. Two of them cost
+# less than a twelfth of what the statistics themselves do at their usual noise of 8.
+CLIP_BOUND_NOISE = 40.0
+
+
+def feature_statistics(noise_multiplier: float) -> tuple[Event, ...]:
+    """What private statistics of features cost: two clip bounds, means and mean squares."""
+    bound, statistic = Gaussian(CLIP_BOUND_NOISE), Gaussian(noise_multiplier)
+    return (bound, bound, statistic, statistic)
+
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind

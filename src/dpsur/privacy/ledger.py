@@ -38,7 +38,7 @@ class Entry:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ledger:
     """Setup events, each once, and the steps in the order they were made.
 
@@ -48,6 +48,9 @@ class Ledger:
 
     setup: tuple[Event, ...] = ()
     entries: tuple[Entry, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Ledger({len(self.setup)} setup events, {len(self.entries)} kinds of steps)"
 
     @property
     def trials(self) -> int:

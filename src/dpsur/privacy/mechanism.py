@@ -7,6 +7,7 @@ from dpsur.privacy.accounting import FIGURES, figures
 from dpsur.privacy.events import Event, Trial, event_from_json, event_to_json
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import AnyPlan, FilteredPlan, MenuPlan, Plan
+from dpsur.privacy.plans.cap import early_end
 
 
 def mechanism_of(plan: AnyPlan, ledger: Ledger) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def epsilons(plan: AnyPlan) -> dict[str, float | None]:
         plan.setup,
         plan.trial,
         plan.budget.delta,
-        {"updates": plan.updates, "trials": plan.trials if plan.updates is None else None},
+        mechanism_of(plan, Ledger()),
         plan.on_reject,
     )
 
@@ -76,7 +77,19 @@ def _figures(
     updates, trials = counts["updates"], counts["trials"]
     if trial.test is None:  # every trial is an update, so both counts are fixed
         updates = trials = trials if updates is None else updates
-    return figures(setup, trial, delta, updates=updates, trials=trials, on_reject=on_reject)
+    capped = 0.0
+    if trial.gate is not None and updates is not None:
+        assert counts["trial_cap"] is not None
+        capped = early_end(trial.gate, updates, counts["trial_cap"])
+    return figures(
+        setup,
+        trial,
+        delta,
+        updates=updates,
+        trials=trials,
+        on_reject=on_reject,
+        early_end=capped,
+    )
 
 
 def recomputed_epsilons(statement: Mapping[str, Any]) -> dict[str, float | None]:

@@ -80,6 +80,7 @@ def _guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Unit of privacy", statement["unit"]),
         ("Neighbouring data sets", statement["adjacency"]),
         ("Records N (public)", str(statement["dataset_size"])),
+        *_public_rows(statement["public"]),
         (
             "Accounting",
             f"`{guarantee['accounting']}`, {'proved' if guarantee['proved'] else 'not proved'}",
@@ -91,6 +92,22 @@ def _guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Epsilon, as published (a claim)", _figure(epsilon["published"])),
         ("Released", ", ".join(statement["released"])),
     ]
+
+
+def _public_rows(public: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the user declared; it is not read off the records, and epsilon does not cover it."""
+    rows = []
+    if "classes" in public:
+        rows.append(("Classes (public, given by the user)", str(public["classes"])))
+    if "keep_fraction" in public:
+        rows.append(
+            (
+                "Records kept (public, given by the user)",
+                f"a fraction of {public['keep_fraction']:g}, each record by its own draw; N counts "
+                "those that were kept",
+            )
+        )
+    return rows
 
 
 def _promise(guarantee: Mapping[str, Any]) -> str:

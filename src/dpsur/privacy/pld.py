@@ -158,7 +158,13 @@ def composed_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> floa
     rounding = ROUNDING * sum(count * _steps(part) for part, count in parts)
     if delta <= 2 * rounding:
         return proven.composed_epsilon(proven.compose(parts), delta).upper
+    return float(_total(tuple(parts), width).get_epsilon_for_delta(delta - rounding))
+
+
+@lru_cache(maxsize=4)
+def _total(parts: tuple[tuple[Event, int], ...], width: float) -> Any:
+    """The distribution of a whole run, kept for figures of the same run at another delta."""
     total, *others = (_composed(part, count, width) for part, count in parts)
     for other in others:
         total = total.compose(other)
-    return float(total.get_epsilon_for_delta(delta - rounding))
+    return total

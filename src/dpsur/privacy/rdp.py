@@ -33,7 +33,10 @@ def sampled_gaussian_rdp(q: float, sigma: float, alpha: int) -> float:
     k = np.arange(alpha + 1)
     log_binomial = gammaln(alpha + 1) - gammaln(k + 1) - gammaln(alpha - k + 1)
     log_terms = (
-        log_binomial + (alpha - k) * math.log1p(-q) + k * math.log(q) + (k * k - k) / (2 * sigma**2)
+        log_binomial
+        + (alpha - k) * math.log1p(-q)
+        + k * math.log(q)
+        + (k * k - k) * precision(sigma) / 2
     )
     return max(0.0, float(logsumexp(log_terms))) / (alpha - 1)
 

@@ -7,7 +7,7 @@ random numbers, arithmetic, tuning and side channels.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dpsur.privacy.accounting import accounting_named
@@ -30,7 +30,7 @@ from dpsur.privacy.wording import (
     side_channels,
 )
 
-FORMAT = "dpsur-privacy/4"
+FORMAT = "dpsur-privacy/5"
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class RunFacts:
     bf16: bool
     versions: Mapping[str, str]
     hide_rejections: str = NOT_HIDDEN
+    public: Mapping[str, Any] = field(default_factory=dict)
 
 
 def privacy_statement(plan: AnyPlan, ledger: Ledger, facts: RunFacts) -> dict[str, Any]:
@@ -67,6 +68,7 @@ def privacy_statement(plan: AnyPlan, ledger: Ledger, facts: RunFacts) -> dict[st
         "unit": UNIT,
         "adjacency": ADJACENCY,
         "dataset_size": facts.dataset_size,
+        "public": dict(facts.public),
         "sampler": SAMPLER,
         "mechanism": mechanism_of(plan, ledger),
         "accepted_updates": ledger.updates if plan.verdicts_are_public else plan.kept,

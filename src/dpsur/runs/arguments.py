@@ -1,6 +1,7 @@
 """What a run is asked to do, checked before its records are looked at."""
 
 import math
+import os
 from numbers import Integral
 from typing import Any
 
@@ -10,6 +11,50 @@ from torch.nn.parameter import is_lazy
 from dpsur.errors import InvalidInputError, UnsupportedModelError
 from dpsur.methods import METHODS, Method, Nonprivate
 from dpsur.privacy.budget import Budget
+from dpsur.runs.session import Pace, Speed
+
+
+def check_single_process() -> None:
+    """Refuse to be one of several processes: each would train, and spend, by itself."""
+    given = os.environ.get("WORLD_SIZE", "1")
+    if given.isdecimal() and int(given) > 1:
+        raise InvalidInputError(
+            f"WORLD_SIZE is {given}: a run takes one process, and several (torchrun) would each "
+            "spend the budget on a model of its own; start it without torchrun, or unset WORLD_SIZE"
+        )
+
+
+def check_options(pace: Any, speed: Any, observers: Any, out: Any) -> None:
+    """Refuse options of `fit` that are of another kind."""
+    for name, value, kind in (("pace", pace, Pace), ("speed", speed, Speed)):
+        if value is not None and not isinstance(value, kind):
+            raise InvalidInputError(
+                f"{name} must be a dpsur.{kind.__name__}, got {_told(value)}; "
+                f"write dpsur.{kind.__name__}()"
+            )
+    if out is not None and not isinstance(out, (str, os.PathLike)):
+        raise InvalidInputError(f"out must be a path, got {_told(out)}; write out='folder'")
+    if not isinstance(observers, (list, tuple)):
+        raise InvalidInputError(f"observers must be a list, got {_told(observers)}; write [it]")
+    for observer in observers:
+        missing = [
+            name
+            for name in ("started", "trials", "evaluated")
+            if not callable(getattr(observer, name, None))
+        ]
+        if isinstance(observer, type) or missing:
+            raise InvalidInputError(
+                f"observers must have the methods started, trials and evaluated, got "
+                f"{_told(observer)}; pass an instance of a class like dpsur.Observer"
+            )
+
+
+def _told(value: Any) -> str:
+    """A value in a message: classes by their names, and nothing long."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else type(value).__name__
 
 
 def check_arguments(model: Any, loss: Any, budget: Any, method: Any, seed: Any) -> None:
@@ -28,7 +73,7 @@ def _check_method(method: Any) -> None:
     if isinstance(method, Method):
         return
     known = ", ".join(f"dpsur.{kind.__name__}()" for kind in METHODS.values())
-    given = f"the class {method.__name__}" if isinstance(method, type) else repr(method)
+    given = _told(method)
     raise InvalidInputError(
         f"method must be an instance of a method, got {given}; choose one of {known}"
     )
@@ -37,7 +82,7 @@ def _check_method(method: Any) -> None:
 def _check_budget(budget: Any, method: Method) -> None:
     if not isinstance(budget, Budget):
         raise InvalidInputError(
-            f"budget must be a dpsur.Budget, got {budget!r}; "
+            f"budget must be a dpsur.Budget, got {_told(budget)}; "
             "write dpsur.Budget(epsilon=3.0, delta=1e-5)"
         )
     if math.isinf(budget.epsilon) and not isinstance(method, Nonprivate):
@@ -54,7 +99,7 @@ def _check_loss(loss: Any) -> None:
             f"loss is the class {loss.__name__}, not a loss; make one of it: {loss.__name__}()"
         )
     if not callable(loss):
-        raise InvalidInputError(f"loss must be {example}, got {loss!r}")
+        raise InvalidInputError(f"loss must be {example}, got {_told(loss)}")
 
 
 def check_module(model: Any) -> None:

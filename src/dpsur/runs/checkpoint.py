@@ -6,6 +6,7 @@ positions of the random streams and the number of rejected trials.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +21,34 @@ from torch import Tensor
 from dpsur.core.loop import Progress
 from dpsur.core.streams import Streams
 from dpsur.core.tree import flatten, unflatten
-from dpsur.errors import CheckpointError, InvalidInputError
+from dpsur.errors import CheckpointError, FileError, describe_os_error
 from dpsur.privacy.ledger import Ledger
-from dpsur.runs.files import write_atomically
+from dpsur.runs.files import CHECKPOINT, write_atomically
 
 FORMAT = "dpsur-checkpoint/1"
-FILE_NAME = "checkpoint.safetensors"
+FILE_NAME = CHECKPOINT
+_ANY_FORMAT = re.compile(r"dpsur-checkpoint/\d+")
+FIXED_PARTS = "frozen parameters or buffers"
 _STATE, _STREAM, _STATISTICS = "state/", "stream/", "statistics/"
 
 # Statistics of the records that were released, with noise, before the first trial.
 Statistics = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Tells one run from another: a digest of all, and of the parts that can be named."""
+
+    total: str
+    parts: Mapping[str, str]
+
+    def differences(self, stored: Any) -> str:
+        """Which parts differ from stored ones, in words."""
+        known = stored if isinstance(stored, Mapping) else {}
+        found = [name for name, digest in self.parts.items() if known.get(name, digest) != digest]
+        if found == [FIXED_PARTS]:
+            return f"{FIXED_PARTS} (seed torch before you build the network, or load its weights)"
+        return " and ".join(found) or "settings, model, loss or records"
 
 
 @dataclass(frozen=True)
@@ -45,7 +64,7 @@ def save_checkpoint(
     path: Path,
     progress: Progress,
     streams: Streams,
-    fingerprint: str,
+    fingerprint: Fingerprint,
     statistics: Statistics | None = None,
 ) -> None:
     """Write a checkpoint; an interruption leaves the previous one in place."""
@@ -55,7 +74,8 @@ def save_checkpoint(
     tensors = {name: value.detach().cpu().clone() for name, value in tensors.items()}
     facts = {
         "format": FORMAT,
-        "fingerprint": fingerprint,
+        "fingerprint": fingerprint.total,
+        "parts": dict(fingerprint.parts),
         "ledger": progress.ledger.to_json(),
     }
     content = json.dumps(facts, sort_keys=True)
@@ -63,18 +83,19 @@ def save_checkpoint(
     write_atomically(path, save_tensors(tensors, metadata), mode=0o600)
 
 
-def load_checkpoint(path: Path, fingerprint: str) -> Checkpoint:
+def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
     """Read a checkpoint; refuse one that is damaged or belongs to another run."""
     tensors, facts = _read(path)
-    if facts["fingerprint"] != fingerprint:
+    if facts.get("fingerprint") != fingerprint.total:
+        differing = fingerprint.differences(facts.get("parts"))
         raise CheckpointError(
-            f"{path} belongs to another run: its settings, model, loss or records differ from the "
-            "ones given; resume with the same, or start a new run in another folder. One run must "
-            "never be resumed from two copies of its folder: they would share their noise"
+            f"{path} belongs to another run, with other {differing}; resume with the same, or "
+            "start a new run in another folder. One run must never be resumed from two copies of "
+            "its folder: they would share their noise"
         )
     try:
         ledger = Ledger.from_json(facts["ledger"])
-    except (InvalidInputError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: its ledger cannot be read") from error
     return Checkpoint(ledger, _under(_STATE, tensors), _under(_STREAM, tensors))
 
@@ -103,12 +124,22 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         metadata = header["__metadata__"]
         text = metadata["dpsur"]
-        facts = json.loads(text)
+        facts: dict[str, Any] = dict(json.loads(text))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; there is nothing to resume") from None
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} does not exist, so there is nothing to resume; start the run without resume"
+        ) from None
+    except OSError as error:
+        raise FileError(describe_os_error(error)) from error
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(damaged) from error
-    if facts.get("format") != FORMAT or metadata.get("digest") != _digest(text, tensors):
+    written = facts.get("format")
+    if written != FORMAT and isinstance(written, str) and _ANY_FORMAT.fullmatch(written):
+        raise CheckpointError(
+            f"{path} was written by another version of dpsur (format {written}; this one reads "
+            f"{FORMAT}); resume with the version that wrote it"
+        )
+    if written != FORMAT or metadata.get("digest") != _digest(text, tensors):
         raise CheckpointError(damaged)
     return tensors, facts
 

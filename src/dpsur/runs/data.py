@@ -1,17 +1,22 @@
 """From what a user has to checked tensors."""
 
 import functools
-from collections.abc import Sized
+import random
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
+from dpsur.core.gradients.probe import same_bits
 from dpsur.core.types import Examples, LossFunction
 from dpsur.errors import InvalidInputError
 
+# Records of a data set that are read again, to see whether it draws them at random.
+_READ_AGAIN = 16
 CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss)
 CLASSIFICATION_LOSS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
@@ -21,9 +26,10 @@ def as_examples(data: Any, name: str, fraction: torch.dtype = torch.float32) -> 
 
     Fractions in numpy arrays, which are double by default, become numbers of the type `fraction`.
     """
+    _check_kind(data, name)
     if isinstance(data, Examples):
         examples = data
-    elif isinstance(data, (tuple, list)) and len(data) == 2 and _is_array(data[0]):
+    elif isinstance(data, (tuple, list)) and len(data) == 2 and all(map(_is_column, data)):
         inputs, targets = (_tensor(part, name, fraction) for part in data)
         for part in (inputs, targets):
             if not part.dim():
@@ -40,20 +46,56 @@ def as_examples(data: Any, name: str, fraction: torch.dtype = torch.float32) -> 
     return examples
 
 
+def _check_kind(data: Any, name: str) -> None:
+    """Refuse what people pass by mistake, and say what to pass instead."""
+    pair = "a pair (inputs, targets)"
+    if isinstance(data, type):
+        raise InvalidInputError(f"{name} is the class {data.__name__}; pass an instance of it")
+    if isinstance(data, DataLoader):
+        raise InvalidInputError(
+            f"{name} is a DataLoader, but batches are drawn at random for privacy; pass its data "
+            "set: loader.dataset"
+        )
+    if isinstance(data, (str, bytes, Mapping, IterableDataset)) or data is None:
+        raise InvalidInputError(
+            f"{name} must be {pair} of tensors, or a map-style data set with a length, "
+            f"got {type(data).__name__}"
+        )
+    if _is_array(data):
+        kind = "tensor" if isinstance(data, Tensor) else "array"
+        raise InvalidInputError(f"{name} is one {kind}; pass {pair} of them")
+    if isinstance(data, tuple) and len(data) != 2 and data and all(map(_is_array, data)):
+        raise InvalidInputError(f"{name} has {len(data)} parts; pass {pair}")
+
+
 def _is_array(values: Any) -> bool:
-    return isinstance(values, (Tensor, np.ndarray))
+    return isinstance(values, (Tensor, np.ndarray)) or hasattr(values, "__array__")
+
+
+def _is_column(values: Any) -> bool:
+    """Whether this holds a value for every record: an array, or a list that is not a record."""
+    if not isinstance(values, list):
+        return _is_array(values)
+    nested = [isinstance(value, list) or _is_array(value) for value in values[:2]]
+    return len(values) != 2 or nested[0] == nested[1]
 
 
 def _tensor(values: Any, name: str, fraction: torch.dtype) -> Tensor:
     try:
-        if isinstance(values, np.ndarray):
+        if isinstance(values, list):
+            tensor = torch.tensor(values)
+            return tensor.to(fraction) if tensor.is_floating_point() else tensor
+        if not isinstance(values, Tensor) and hasattr(values, "__array__"):
+            values = np.asarray(values)
             tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
             return tensor.to(fraction) if tensor.is_floating_point() else tensor
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
-            f"{name} holds what cannot be made a tensor: {error}; convert it to numbers first"
-        ) from error
+            f"{name} holds what cannot be made a tensor ({type(error).__name__}); convert it to "
+            "numbers first",
+            private=str(error),
+        ) from None  # its words may quote a record
 
 
 def _stack(data: Any, name: str, fraction: torch.dtype) -> Examples:
@@ -64,16 +106,48 @@ def _stack(data: Any, name: str, fraction: torch.dtype) -> Examples:
         item = data[index]
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise InvalidInputError(
-                f"{name}[{index}] must be a pair (input, target), got {type(item).__name__}"
+                f"a record of {name} is no pair (input, target); return a pair for every record",
+                private=f"{name}[{index}] is of type {type(item).__name__}",
             )
-        inputs.append(_tensor(item[0], name, fraction))
-        targets.append(_tensor(item[1], name, fraction))
+        one, other = (_tensor(part, name, fraction) for part in item)
+        inputs.append(one)
+        targets.append(other)
         if inputs[-1].shape != inputs[0].shape or targets[-1].shape != targets[0].shape:
             raise InvalidInputError(
-                f"{name}[{index}] has an input of shape {tuple(inputs[-1].shape)}, the first "
-                f"record {tuple(inputs[0].shape)}; pad or crop the records to one shape"
+                f"the records of {name} have inputs or targets of several shapes; pad or crop them "
+                "to one shape",
+                private=f"{name}[{index}] has an input of shape {tuple(inputs[-1].shape)} and a "
+                f"target of shape {tuple(targets[-1].shape)}, the first record "
+                f"{tuple(inputs[0].shape)} and {tuple(targets[0].shape)}",
             )
+    _check_steady(data, inputs, targets, name, fraction)
     return Examples(torch.stack(inputs), torch.stack(targets))
+
+
+def _check_steady(
+    data: Any, inputs: list[Tensor], targets: list[Tensor], name: str, fraction: torch.dtype
+) -> None:
+    """Refuse a data set that gives a record differently each time: it is read once and kept.
+
+    The generators that a data set may draw from are put back afterwards.
+    """
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    count = min(len(inputs), _READ_AGAIN)
+    rows = [place * len(inputs) // count for place in range(count)]
+    try:
+        for row in rows * -(-2 * _READ_AGAIN // count):
+            again = [_tensor(part, name, fraction) for part in data[row]]
+            for value, first in zip(again, (inputs[row], targets[row]), strict=True):
+                if value.shape != first.shape or not same_bits(value, first):
+                    raise InvalidInputError(
+                        f"{name} gives another record {row} when it is read twice, as random "
+                        "augmentation does: records are read once, so that it would have no "
+                        "effect; take the random transform out of the data set"
+                    )
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
 
 
 def _check_values(examples: Examples, name: str) -> None:
@@ -81,12 +155,10 @@ def _check_values(examples: Examples, name: str) -> None:
         raise InvalidInputError(f"{name} is empty; there must be at least one record")
     for part, values in (("inputs", examples.inputs), ("targets", examples.targets)):
         if values.dtype.is_floating_point and not values.isfinite().all():
-            bad = (
-                int((~values.isfinite()).flatten(1).any(1).nonzero()[0]) if values.dim() > 1 else 0
-            )
+            bad = (~values.isfinite()).reshape(len(values), -1).any(1).nonzero().flatten()
             raise InvalidInputError(
-                f"the {part} of {name} hold NaN or infinity (first at record {bad}); "
-                "clean or impute them first"
+                f"the {part} of {name} hold NaN or infinity; clean or impute them first",
+                private=f"{len(bad)} records of {name}, first number {int(bad[0])}",
             )
 
 
@@ -148,6 +220,7 @@ def check_labels(examples: Examples, outputs: Tensor, loss: LossFunction, name: 
     low, high = int(targets.min()), int(targets.max())
     if low < 0 or high >= classes:
         raise InvalidInputError(
-            f"the labels of {name} run from {low} to {high}, but the model has {classes} outputs "
-            f"(labels 0 to {classes - 1}); fix the labels or widen the model"
+            f"{name} holds a label that the model has no output for: it has {classes} outputs, for "
+            f"the labels 0 to {classes - 1}; fix the labels or widen the model",
+            private=f"the labels of {name} run from {low} to {high}",
         )

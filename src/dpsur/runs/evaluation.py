@@ -1,9 +1,32 @@
 """How good a model is on public records."""
 
 import torch
+from torch import nn
 
-from dpsur.core.problem import Problem, example_losses
-from dpsur.core.types import Examples, Params
+from dpsur.core.problem import Problem, example_losses, mode
+from dpsur.core.types import Examples, LossFunction, Params
+from dpsur.errors import InvalidInputError
+from dpsur.runs.data import check_labels
+from dpsur.runs.tokens import check_tokens
+
+
+def check_fits(model: nn.Module, examples: Examples, loss: LossFunction, name: str) -> None:
+    """Refuse records that a model cannot be applied to, before all of them are tried."""
+    record = examples.inputs[:1].to(next(model.parameters()).device)
+    try:
+        with torch.no_grad(), mode(model, training=False):
+            outputs = model(record)
+    except InvalidInputError:
+        raise
+    except Exception as error:  # a model may raise anything about inputs that it was not made for
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise InvalidInputError(
+            f"the model cannot be applied to records of {name}, of shape "
+            f"{tuple(record.shape[1:])} and type {record.dtype} ({reason}); name the task that it "
+            "was trained on"
+        ) from None
+    check_labels(examples, outputs, loss, name)
+    check_tokens(model, examples, name)
 
 
 def evaluate(problem: Problem, params: Params, examples: Examples) -> dict[str, float]:

@@ -5,20 +5,35 @@ import hashlib
 import json
 import math
 import os
+import shlex
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dpsur.errors import InvalidInputError
+from dpsur.errors import FileError, InvalidInputError, cause_of, describe_os_error
 
 RELEASE, PRIVATE = "release", "private"
+# Far beyond every file that is written here.
+LARGEST_JSON, DEEPEST_JSON = 2**27, 32
+TOO_DEEP = "values that are nested too deep"
 WEIGHTS, STATEMENT, PAGE = "model.safetensors", "privacy.json", "PRIVACY.md"
+CHECKPOINT, CONFIG, LOCK = "checkpoint.safetensors", "config.json", "lock"
+METRICS, CURVES = "metrics.jsonl", "curves.png"
+PRIVATE_FILES = (CHECKPOINT, CONFIG, LOCK, METRICS, CURVES)
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    try:
+        _write(path, content, mode)
+    except OSError as error:
+        raise FileError(f"{path} cannot be written ({cause_of(error)})") from error
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -30,10 +45,11 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -55,10 +71,60 @@ def to_json(values: Any) -> bytes:
     return (json.dumps(finite(values), indent=2, sort_keys=False, allow_nan=False) + "\n").encode()
 
 
+def from_json(content: bytes) -> Any:
+    """Values of a JSON file that may come from anywhere; ValueError where it is not plain JSON."""
+    if len(content) > LARGEST_JSON:
+        raise ValueError(f"more than {LARGEST_JSON} bytes of JSON")
+    try:
+        values = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    level = [values] if isinstance(values, (dict, list)) else []
+    for _ in range(DEEPEST_JSON):
+        if not level:
+            return values
+        inner = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [one for part in inner for one in part if isinstance(one, (dict, list))]
+    raise ValueError(TOO_DEEP)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"the word {name}, which is not JSON")
+
+
 def release_folder(path: str | os.PathLike[str]) -> Path:
     """The release folder that is meant by a path to it or to its run."""
     folder = Path(path)
     return folder / RELEASE if (folder / RELEASE).is_dir() else folder
+
+
+def holds_release(folder: Path) -> bool:
+    """Whether a folder holds a whole release: weights, and the statement with their hash."""
+    try:
+        named = json.loads((folder / STATEMENT).read_bytes())["weights"]["sha256"]
+        return bool(named == sha256((folder / WEIGHTS).read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def partial_release(folder: Path) -> Path:
+    """Where a release is put together before it gets its name."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def resume_command(root: Path) -> str:
+    """The command that resumes the run in a folder, ready to be pasted into a shell."""
+    return f"dpsur train --resume {_quoted(root)}"
+
+
+def start_command(root: Path) -> str:
+    """The beginning of the command that starts a run in a folder."""
+    return f"dpsur train --out {_quoted(root)}"
+
+
+def _quoted(path: Path) -> str:
+    name = str(path)
+    return shlex.quote(f"./{name}" if name.startswith("-") else name)
 
 
 def sha256(content: bytes) -> str:
@@ -74,24 +140,66 @@ class RunFolder:
         self.release = self.root / RELEASE
         self.private = self.root / PRIVATE
 
+    @property
+    def checkpoint(self) -> Path:
+        """The last checkpoint of the run."""
+        return self.private / CHECKPOINT
+
+    @property
+    def config(self) -> Path:
+        """The settings of a run that was started from the command line."""
+        return self.private / CONFIG
+
     def check_new(self) -> None:
-        """Refuse a folder that cannot be made, or holds something already. Writes nothing."""
-        if self.root.exists():
-            if not self.root.is_dir():
-                raise InvalidInputError(f"output {self.root} is not a folder; choose another path")
-            if any(self.root.iterdir()):
-                raise InvalidInputError(
-                    f"output folder {self.root} is not empty; choose another one, or continue the "
-                    f"run in it with --resume {self.root}"
-                )
-        ancestor = self.root.absolute()
-        while not ancestor.exists() and not ancestor.is_symlink():
-            ancestor = ancestor.parent
-        if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
+        """Refuse a folder that cannot be made, or holds something already. Writes nothing.
+
+        A run that was killed before its first checkpoint has trained nothing: another one may
+        start in its folder.
+        """
+        try:
+            self._check_empty()
+            ancestor = self.root.absolute()
+            while not ancestor.exists() and not ancestor.is_symlink():
+                ancestor = ancestor.parent
+            writable = ancestor.is_dir() and os.access(ancestor, os.W_OK | os.X_OK)
+        except OSError as error:
+            raise self._unusable(error) from error
+        if not writable:
             raise InvalidInputError(
                 f"output folder {self.root} cannot be written ({ancestor} is not a writable "
                 "folder); choose another path with --out"
             )
+
+    def _check_empty(self) -> None:
+        if not self.root.exists():
+            return
+        if not self.root.is_dir():
+            raise InvalidInputError(f"output {self.root} is not a folder; choose another path")
+        if not self.unstarted:
+            raise InvalidInputError(
+                f"output folder {self.root} is not empty; choose another one{self._or_resume()}"
+            )
+
+    def _or_resume(self) -> str:
+        if self.finished or not self.checkpoint.exists():
+            return ""
+        return f", or resume the run in it with: {self.how_to_resume()}"
+
+    def how_to_resume(self) -> str:
+        """What resumes the interrupted run in this folder."""
+        if self.config.exists():
+            return resume_command(self.root)
+        return f"dpsur.fit(..., out={str(self.root)!r}, resume=True)"
+
+    @property
+    def unstarted(self) -> bool:
+        """Whether there is nothing here, or what a run leaves before its first checkpoint."""
+        names = {path.name for path in self.root.iterdir()}
+        partial = partial_release(self.release).name
+        if not names <= {PRIVATE, RELEASE, partial} or not _is_empty(self.release):
+            return False
+        private = self.private.iterdir() if self.private.is_dir() else ()
+        return all(path.name in (CONFIG, LOCK) or _is_temporary(path) for path in private)
 
     def create(self) -> None:
         """Make the folder and its private part."""
@@ -100,24 +208,69 @@ class RunFolder:
             self.private.mkdir(mode=0o700, exist_ok=True)
             self.private.chmod(0o700)
         except OSError as error:
-            raise InvalidInputError(
-                f"output folder {self.root} cannot be made ({error.strerror}); "
-                "choose another path with --out"
-            ) from error
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> InvalidInputError:
+        return InvalidInputError(
+            f"output folder {self.root} cannot be made ({cause_of(error)}); "
+            "choose another path with --out"
+        )
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keep a second process from continuing the same run at the same time."""
-        with (self.private / "lock").open("w") as file:
+        path = self.private / LOCK
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise FileError(describe_os_error(error)) from error
+        with os.fdopen(descriptor, "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise InvalidInputError(
                     f"another process is running in {self.root}; wait for it to end"
                 ) from None
+            except OSError as error:
+                raise FileError(f"{path} cannot be locked ({cause_of(error)})") from error
             yield
+
+    def clean(self) -> None:
+        """Remove what a killed process left half-written, and keep others from reading the rest.
+
+        Only for the process that holds the lock.
+        """
+        try:
+            shutil.rmtree(partial_release(self.release), ignore_errors=True)
+            for path in self.private.iterdir():
+                if _is_temporary(path):
+                    path.unlink()
+                elif path.name in PRIVATE_FILES:
+                    path.chmod(0o600)
+        except OSError as error:
+            raise FileError(describe_os_error(error)) from error
+
+    def check_release_is_free(self) -> None:
+        """Refuse to train towards a release that could not be put in its place."""
+        if not self.finished and not _is_empty(self.release):
+            raise InvalidInputError(
+                f"{self.release} is not a whole release of this program; move it away, then "
+                f"resume with: {self.how_to_resume()}"
+            )
 
     @property
     def finished(self) -> bool:
         """Whether the run in this folder has made its release."""
-        return self.release.exists()
+        return holds_release(self.release)
+
+
+def _is_temporary(path: Path) -> bool:
+    """Whether a file is one that `write_atomically` had no time to rename or remove."""
+    return any(path.name.startswith(f".{name}.") for name in PRIVATE_FILES)
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether a folder is absent or has nothing in it, so that another can take its place."""
+    if not os.path.lexists(folder):
+        return True
+    return folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())

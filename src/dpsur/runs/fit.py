@@ -2,14 +2,15 @@
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dpsur import checks
 from dpsur.core.loop import Progress
 from dpsur.core.turns import Turns, finished
 from dpsur.core.types import LossFunction
@@ -20,19 +21,21 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.mechanism import epsilons
 from dpsur.privacy.plans.hiding import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import RunFacts, privacy_statement, warnings_for
-from dpsur.runs.checkpoint import FILE_NAME, load_statistics
+from dpsur.runs.arguments import check_options, check_single_process
+from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.delays import RandomDelays
 from dpsur.runs.evaluation import evaluate
-from dpsur.runs.files import RunFolder
+from dpsur.runs.files import CURVES, RunFolder, to_json, write_atomically
 from dpsur.runs.preparation import Preparation
 from dpsur.runs.prepare import prepare
-from dpsur.runs.recorder import CURVES, Recorder, draw_curves
+from dpsur.runs.recorder import Recorder, draw_curves
 from dpsur.runs.release import NO_ORIGIN, Origin, released_model, write_release
-from dpsur.runs.result import PrivateDiagnostics, Run
+from dpsur.runs.result import PrivateDiagnostics, Run, Statement
 from dpsur.runs.session import Observer, Pace, Session, Speed
 from dpsur.versions import versions
 
 
+@checks.arguments
 def fit(
     model: nn.Module,
     train_set: Any,
@@ -58,9 +61,10 @@ def fit(
 
     Args:
         model: any module that maps a batch of inputs to a batch of outputs, row by row. It is left
-            as it is; `Run.model` is a trained copy.
-        train_set: the private records: a pair of tensors or arrays (inputs, targets), or a
-            map-style data set of such pairs.
+            as it is; `Run.model` is a trained copy, in evaluation mode.
+        train_set: the private records: a pair (inputs, targets) of tensors, arrays or lists, or a
+            map-style data set of such pairs. A data set is read once: one that augments its records
+            at random is refused.
         loss: maps (outputs, targets) of a batch to a number; it is applied to each record alone, so
             that class weights of a cross entropy count for each record, without a mean over them.
         budget: the epsilon and delta that may be spent.
@@ -87,6 +91,8 @@ def fit(
     Formal guarantee: `Run.model` is (epsilon, delta)-differentially private for adding or removing
     one record of `train_set`, as `Run.statement` says, if the accounting is a proved one.
     """
+    check_single_process()
+    check_options(pace, speed, observers, out)
     folder = None if out is None else RunFolder(out)
     if folder is None and resume:
         raise InvalidInputError("resume needs the folder of the run that is to go on: give out")
@@ -107,7 +113,7 @@ def fit(
         device=device,
         pace=pace,
         speed=speed,
-        released=load_statistics(folder.private / FILE_NAME) if folder and resume else None,
+        released=load_statistics(folder.checkpoint) if folder and resume else None,
     )
     return execute(session, folder=folder, resume=resume, observers=observers)
 
@@ -120,11 +126,13 @@ def execute(
     observers: Sequence[Observer] = (),
     stop_requested: Callable[[], bool] = lambda: False,
     origin: Origin = NO_ORIGIN,
+    config: Mapping[str, Any] | None = None,
 ) -> Run:
     """Run a prepared session and, where there is a folder, write its release at the end.
 
     `stop_requested` is asked after every trial, or block of captured trials; if it says yes, the
-    run saves itself and stops.
+    run saves itself and stops. `config` is stored with a new run, for the command line to
+    resume it with.
     """
     for text in objections(session):
         warnings.warn(text, PrivacyWarning, stacklevel=3)
@@ -137,6 +145,7 @@ def execute(
                 observers=observers,
                 stop_requested=stop_requested,
                 origin=origin,
+                config=config,
             )
         )
 
@@ -155,6 +164,7 @@ def executing(
     observers: Sequence[Observer] = (),
     stop_requested: Callable[[], bool] = lambda: False,
     origin: Origin = NO_ORIGIN,
+    config: Mapping[str, Any] | None = None,
 ) -> Turns[Run]:
     """What `execute` does, in turns: see `Session.turns`."""
     waiting = [RandomDelays()] if session.hide_rejections == DELAY else []
@@ -165,18 +175,21 @@ def executing(
         return _finished(session, progress, recorder, origin)
     folder.create()
     with folder.lock():
-        if not resume and (folder.finished or (folder.private / FILE_NAME).exists()):
+        if not resume and not folder.unstarted:
             raise InvalidInputError(
                 f"another run has begun in the folder {folder.root} meanwhile; choose another one"
             )
+        folder.clean()
+        folder.check_release_is_free()
+        if config is not None and not resume:
+            write_atomically(folder.config, to_json(config), mode=0o600)
         recorder = Recorder(folder.private)
         watching = [recorder, *observers]
         progress = yield from session.turns(watching, folder, resume, stop_requested)
         run = _finished(session, progress, recorder, origin)
+        write_release(folder.release, run.model, run.statement, origin)
         draw_curves(recorder.rows, folder.private / CURVES)
-        if not folder.finished:
-            write_release(folder.release, run.model, run.statement, origin)
-    return run
+    return replace(run, saved=folder.release)
 
 
 def _finished(session: Session, progress: Progress, recorder: Recorder, origin: Origin) -> Run:
@@ -194,14 +207,16 @@ def _finished(session: Session, progress: Progress, recorder: Recorder, origin: 
         bf16=session.speed.bf16,
         hide_rejections=session.hide_rejections,
         versions=versions(),
+        public=origin.public,
     )
     return Run(
         model=released_model(session.original, session.layers, released),
         epsilon=epsilons(session.plan),
-        statement=privacy_statement(session.plan, progress.ledger, facts),
+        statement=Statement(privacy_statement(session.plan, progress.ledger, facts)),
         scores=scores,
         method=session.method,
         plan=session.plan,
         private=PrivateDiagnostics(progress.ledger, tuple(recorder.rows)),
         origin=origin,
+        engine=session.engine(),
     )

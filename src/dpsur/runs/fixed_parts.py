@@ -7,6 +7,9 @@ gradients and into the release.
 import torch
 from torch import Tensor, nn
 
+from dpsur.core.hidden_state import changes
+from dpsur.core.snapshots import Snapshot, difference, snapshot
+from dpsur.core.types import LossFunction
 from dpsur.errors import UnsupportedModelError
 
 
@@ -30,6 +33,24 @@ def check_fixed_parts(model: nn.Module, original: nn.Module) -> None:
             "carry private records into the release, so nothing is released; make the forward "
             "pass free of side effects"
         )
+
+
+class Unchanged:
+    """What a model and a loss hold besides their weights, to compare with later."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction) -> None:
+        self._subjects = {"model": model, "loss": loss}
+        self._before = {what: self._now(what) for what in self._subjects}
+
+    def check(self) -> None:
+        """Refuse a model or loss that has changed: what it did with records is not bounded."""
+        for what, subject in self._subjects.items():
+            changed = difference(self._before[what], self._now(what))
+            if changed is not None:
+                raise UnsupportedModelError(changes(what, subject, changed))
+
+    def _now(self, what: str) -> Snapshot:
+        return snapshot(self._subjects[what], weights=what == "loss")
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

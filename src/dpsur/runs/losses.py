@@ -1,6 +1,7 @@
 """The loss of a run, tried on made-up records before a real one is looked at."""
 
 import copy
+import traceback
 import warnings
 from typing import Any
 
@@ -8,14 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.core.gradients.one_pass import losses_one_by_one
+from dpsur.core.hidden_state import refuse_memory
 from dpsur.core.problem import weighted_by_record
+from dpsur.core.streams import seeded_globally
 from dpsur.core.types import LossFunction
-from dpsur.errors import InvalidInputError
+from dpsur.errors import InvalidInputError, from_custom_code
 
 # Targets to try: a loss may be undefined for some of them, such as the logarithm of 0.
 _FRACTIONS = (0.5, 1.0, 0.0)
 _COUNTS = (0, 1)
 ROWS_AT_ONCE = 4096
+# Made-up records on which a loss is called to see whether it remembers any.
+_ROWS = (2, 1, 3)
 
 
 def loss_on(loss: LossFunction, device: torch.device) -> LossFunction:
@@ -32,14 +37,49 @@ def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor) -> None:
     passes that works for one of several made-up targets.
     """
     values = _FRACTIONS if targets.dtype.is_floating_point else _COUNTS
-    faults = []
+    faults: list[str | Exception] = []
     for value in values:
         target = torch.full_like(targets[:1], value, device=outputs.device)
         fault = _fault(loss, outputs[:1], target)
         if fault is None:
+            _check_memory(loss, outputs.detach(), target)
             return
         faults.append(fault)
+    if isinstance(faults[0], Exception):
+        raise faults[0]
     raise InvalidInputError(faults[0])
+
+
+def _check_memory(loss: LossFunction, outputs: Tensor, target: Tensor) -> None:
+    """Refuse a loss that remembers records: by what it holds, and by the values that it gives."""
+
+    def call(loss: LossFunction, number: int) -> None:
+        """As training does, with and without gradients."""
+        count = _ROWS[number]
+        rows = outputs[(torch.arange(count, device=outputs.device) + number) % len(outputs)]
+        leaf = (rows * (1 - 0.1 * number)).requires_grad_()
+        targets = target.expand(count, *target.shape[1:])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with torch.enable_grad():
+                total = losses_one_by_one(loss, leaf * 1, targets).sum()
+                torch.autograd.grad(total, leaf, allow_unused=True)
+                loss(leaf[:1] * 1, target)
+            with torch.no_grad():
+                losses_one_by_one(loss, leaf.detach(), targets)
+
+    def value() -> Tensor:
+        with torch.no_grad(), seeded_globally(0, outputs.device):
+            return loss(outputs[:1] * 1, target).detach().clone()
+
+    before = value()
+    with seeded_globally(0, outputs.device):
+        refuse_memory("loss", loss, call, InvalidInputError)
+    if not torch.equal(value().nan_to_num(), before.nan_to_num()):
+        raise InvalidInputError(
+            "the loss gives the same record another value after it was applied to others: it keeps "
+            "state; compute it from the arguments of the call and keep nothing"
+        )
 
 
 def check_targets(loss: LossFunction, outputs: Tensor, targets: Tensor, name: str) -> None:
@@ -55,15 +95,15 @@ def check_targets(loss: LossFunction, outputs: Tensor, targets: Tensor, name: st
         except torch.OutOfMemoryError:
             raise  # says nothing of the targets
         except Exception as error:  # whatever a loss of a user's own may raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InvalidInputError(
-                f"the loss cannot be computed for some target of {name}: {reason}; change the loss "
-                "or those targets"
-            ) from error
+                f"the loss cannot be computed for some target of {name} ({type(error).__name__}); "
+                "change the loss or those targets",
+                private="".join(traceback.format_exception(error)),
+            ) from None  # its words may quote a target
 
 
-def _fault(loss: LossFunction, output: Tensor, target: Tensor) -> str | None:
-    """What is wrong with the loss of one record, if anything."""
+def _fault(loss: LossFunction, output: Tensor, target: Tensor) -> str | Exception | None:
+    """What is wrong with the loss of one record, if anything. A user's own error stays as it is."""
     about = (
         f"for one record, with outputs of shape {tuple(output.shape)} and targets of shape "
         f"{tuple(target.shape)} and type {target.dtype}"
@@ -74,6 +114,9 @@ def _fault(loss: LossFunction, output: Tensor, target: Tensor) -> str | None:
             warnings.simplefilter("ignore")  # training gives the same warnings
             found: Any = loss(leaf * 1, target)
     except Exception as error:
+        if from_custom_code(error):
+            error.add_note(f"dpsur: raised when the loss was tried on made-up values {about}")
+            return error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"the loss cannot be computed {about}: {reason}; change the loss or the targets"
     if not isinstance(found, Tensor):

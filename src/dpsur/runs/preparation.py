@@ -13,16 +13,14 @@ from dpsur.core.streams import FEATURES, Streams
 from dpsur.core.types import Examples
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.features import ChannelNorm, apply_layers, build_layers, compute, features_named
-from dpsur.privacy.events import Event, Gaussian
+from dpsur.privacy import events
+from dpsur.privacy.events import Event, feature_statistics
 from dpsur.runs.checkpoint import Statistics
 
 NONE, GROUP, PRIVATE = "none", "group", "private"
 NORMALISATIONS = (NONE, GROUP, PRIVATE)
 SCATTERING = "scattering"
 MEAN, DEVIATION = "mean", "deviation"
-# Noise of the histogram that a clip bound is read from. Two of them cost less than a twelfth of
-# what the statistics themselves do at their usual noise of 8.
-BOUND_NOISE = 40.0
 # Public limits of the grid that clip bounds are chosen from.
 LEAST_BOUND, MOST_BOUND, BOUND_STEPS = 1e-4, 1e4, 256
 
@@ -61,8 +59,7 @@ class Preparation:
         """What the preparation costs."""
         if self.kind != PRIVATE:
             return ()
-        statistics = Gaussian(self.statistics_noise)
-        return (Gaussian(BOUND_NOISE), Gaussian(BOUND_NOISE), statistics, statistics)
+        return feature_statistics(self.statistics_noise)
 
     def check(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one record's features, or an error where the inputs do not suit them."""
@@ -165,16 +162,16 @@ def _normalisation(
 def _private_statistics(
     preparation: Preparation, inputs: Tensor, generator: torch.Generator
 ) -> Statistics:
-    mean_bound, square_bound = (
+    (mean_bound, mean_event), (square_bound, square_event) = (
         private_quantile(
             rows.norm(dim=1),
             0.5,
             least=LEAST_BOUND,
             most=MOST_BOUND,
-            noise_multiplier=BOUND_NOISE,
+            noise_multiplier=events.CLIP_BOUND_NOISE,
             generator=generator,
             steps=BOUND_STEPS,
-        )[0]
+        )
         for rows in channel_moments(inputs, generator.device)
     )
     found = channel_statistics(
@@ -184,4 +181,6 @@ def _private_statistics(
         noise_multiplier=preparation.statistics_noise,
         generator=generator,
     )
+    # What was drawn must be what the plan was charged for.
+    assert (mean_event, square_event, *found.events) == preparation.setup
     return {MEAN: found.mean.cpu(), DEVIATION: found.deviation.cpu()}

@@ -17,6 +17,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.methods import Method
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
+from dpsur.privacy.noise_tail import MOST_WEIGHTS
 from dpsur.privacy.plans.hiding import NOT_HIDDEN, check_way_to_hide, hiding_plan
 from dpsur.runs.arguments import check_arguments
 from dpsur.runs.checkpoint import Statistics
@@ -25,6 +26,7 @@ from dpsur.runs.losses import check_loss, check_targets, loss_on
 from dpsur.runs.preparation import Preparation, like_features, prepare_inputs
 from dpsur.runs.session import Pace, Session, Speed
 from dpsur.runs.tokens import check_tokens
+from dpsur.status import status
 
 
 def choose_device(device: str | torch.device) -> torch.device:
@@ -33,7 +35,7 @@ def choose_device(device: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise InvalidInputError(f"unknown device {device!r}; use cpu, cuda or auto") from None
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError(
@@ -85,7 +87,9 @@ def prepare(
     loss = loss_on(loss, chosen_device)
     check_loss(loss, outputs, train.targets)
     check_targets(loss, outputs, train.targets, "train_set")
-    settled, plan = method.settle(len(train), budget, accounting, preparation.setup)
+    _check_size(model)
+    with status(f"choosing noise and length of a {method.name} run, epsilon {budget.epsilon:g}"):
+        settled, plan = method.settle(len(train), budget, accounting, preparation.setup)
     if max_updates is not None:
         checks.at_least_one("max_updates", max_updates)
         plan = plan.limited(max_updates)
@@ -112,6 +116,16 @@ def prepare(
         prepared.statistics,
         hide_rejections,
     )
+
+
+def _check_size(model: nn.Module) -> None:
+    """Refuse a network with more weights than the bound on noise tails holds for."""
+    count = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    if count > MOST_WEIGHTS:
+        raise InvalidInputError(
+            f"the model has {count} trainable weights, and guarantees are computed for at most "
+            f"{MOST_WEIGHTS}; freeze some of them with requires_grad_(False)"
+        )
 
 
 def _records(

@@ -1,22 +1,26 @@
 """The private record of a run: every trial and every evaluation, as rows and as curves."""
 
+import io
 import json
 import os
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dpsur.core.loop import Progress
 from dpsur.core.types import Verdict
+from dpsur.errors import DiagnosticsWarning, describe_os_error
 from dpsur.privacy.plans import AnyPlan
-from dpsur.runs.files import finite
-
-METRICS, CURVES = "metrics.jsonl", "curves.png"
+from dpsur.runs.files import METRICS, finite, write_atomically
 
 
 class Recorder:
-    """Keeps rows in memory and, where there is a folder, in a file."""
+    """Keeps rows in memory and, where there is a folder, in a file as long as it can be written.
+
+    What goes wrong here is a warning: a run does not depend on its record.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -27,12 +31,9 @@ class Recorder:
         """Forget rows of trials after the checkpoint: those trials are made again."""
         if self._path is None:
             return
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        rows = [row for row in map(_parse, lines) if row is not None]
-        self.rows = [row for row in rows if row["trial"] <= progress.ledger.trials]
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.writelines(_line(row) for row in self.rows)
+        self._on_disk(self._reload)
+        self.rows = [row for row in self.rows if row["trial"] <= progress.ledger.trials]
+        self._on_disk(self._rewrite)
         self._clock = time.perf_counter()
 
     def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
@@ -71,26 +72,76 @@ class Recorder:
 
     def _add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(_line(row))
+        self._on_disk(lambda path: _append(path, _line(row)))
+
+    def _on_disk(self, action: Callable[[Path], None]) -> None:
+        """Do something with the file; leave it alone for the rest of the run if that fails."""
+        if self._path is None:
+            return
+        try:
+            action(self._path)
+        except OSError as error:
+            warn_of_diagnostics(self._path, describe_os_error(error))
+            self._path = None
+
+    def _reload(self, path: Path) -> None:
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        self.rows = [row for row in map(_parse, lines) if row is not None]
+
+    def _rewrite(self, path: Path) -> None:
+        write_atomically(path, "".join(map(_line, self.rows)).encode(), mode=0o600)
+
+
+def warn_of_diagnostics(path: Path, reason: str) -> None:
+    """Say that a private record is incomplete, and that nothing else is."""
+    warnings.warn(
+        f"{path} is incomplete ({reason}); the run and its release are not affected",
+        DiagnosticsWarning,
+        stacklevel=2,
+    )
+
+
+def _append(path: Path, line: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(line)
 
 
 def _line(row: dict[str, Any]) -> str:
     return json.dumps(finite(row), allow_nan=False) + "\n"
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, Any] | None:
     # The last line may be cut off by a crash; its trial is made again after the checkpoint.
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and "trial" in row else None
+    return row if isinstance(row, dict) and _is_row(row) else None
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    """Whether a row has what the curves are drawn from."""
+    if type(row.get("trial")) is not int or type(row.get("updates")) is not int:
+        return False
+    if row.get("kind") == "trial":
+        return True
+    figures = (row.get("epsilon"), row.get("accuracy"), row.get("loss"))
+    numbers = all(isinstance(x, (int, float, type(None))) for x in figures)
+    return row.get("kind") == "evaluation" and numbers
 
 
 def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw accuracy and acceptance over the run."""
+    """Draw accuracy and acceptance over the run; a failure is a warning."""
+    try:
+        write_atomically(path, _curves(rows), mode=0o600)
+    except OSError as error:
+        warn_of_diagnostics(path, describe_os_error(error))
+    except Exception as error:  # whatever a plotting library may raise; its text may quote rows
+        warn_of_diagnostics(path, type(error).__name__)
+
+
+def _curves(rows: list[dict[str, Any]]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -101,7 +152,9 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     left, right = figure.subplots(1, 2)
     score = "accuracy" if any("accuracy" in row for row in evaluations) else "loss"
     if evaluations:
-        left.plot([r["epsilon"] for r in evaluations], [r[score] for r in evaluations], "o-", ms=3)
+        left.plot(
+            [r.get("epsilon") for r in evaluations], [r.get(score) for r in evaluations], "o-", ms=3
+        )
     left.set(xlabel="epsilon spent", ylabel=f"test {score}", title="Public test set")
     right.plot([r["trial"] for r in trials], [r["updates"] for r in trials], label="accepted")
     if trials:
@@ -111,5 +164,6 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    path.chmod(0o600)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120, format="png")
+    return image.getvalue()

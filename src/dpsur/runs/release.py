@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +17,45 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from dpsur.core.types import Params
-from dpsur.errors import CheckpointError, InvalidInputError
+from dpsur.errors import CheckpointError, FileError, InvalidInputError, describe_os_error
 from dpsur.features import WithFeatures
+from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.page import render_markdown
+from dpsur.privacy.statement import FORMAT as STATEMENT_FORMAT
 from dpsur.privacy.wording import NO_GUARANTEE
 from dpsur.runs.files import (
     PAGE,
     STATEMENT,
     WEIGHTS,
     finite,
+    from_json,
+    holds_release,
+    partial_release,
     release_folder,
     sha256,
+    sync_folder,
     to_json,
     write_atomically,
 )
-from dpsur.tasks.networks import build_network
+from dpsur.tasks.networks import build_network, parameter_count
 
 FORMAT = "dpsur-release/1"
+# What reading a damaged file raises where a value is missing or of another kind.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError)
+# Of the description of a network: values in it, and the largest of them.
+MOST_VALUES, LARGEST_SIZE = 1000, 2**24
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model comes from, as far as it can be rebuilt by name."""
+    """Where a model comes from, as far as it can be rebuilt by name.
+
+    `public` is what the user declared about the records, which the statement lists.
+    """
 
     task: str | None = None
     network: Mapping[str, Any] | None = None
+    public: Mapping[str, Any] = field(default_factory=dict)
 
 
 NO_ORIGIN = Origin()
@@ -49,6 +63,8 @@ NO_ORIGIN = Origin()
 
 def released_model(original: nn.Module, layers: nn.Sequential, released: Params) -> nn.Module:
     """The original network with the released weights, behind the layers that make its features.
+
+    In evaluation mode: a user who predicts with it must not meet dropout.
 
     Not the network that was trained: that one may have kept something of the records it has seen,
     such as the last batch, in an attribute of its own.
@@ -59,14 +75,14 @@ def released_model(original: nn.Module, layers: nn.Sequential, released: Params)
             if name in released:
                 parameter.copy_(released[name])
     if not len(layers):
-        return network
-    return WithFeatures(layers.cpu(), network)
+        return network.eval()
+    return WithFeatures(layers.cpu(), network).eval()
 
 
 def write_release(
     folder: Path, model: nn.Module, statement: Mapping[str, Any], origin: Origin
 ) -> None:
-    """Write a release folder, whole or not at all."""
+    """Write a release folder, whole or not at all; the same release is not written twice."""
     tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
     described = {
         "format": FORMAT,
@@ -77,17 +93,21 @@ def write_release(
     weights = save_tensors(tensors, {"dpsur": json.dumps(described)})
     statement = as_published(statement)
     statement = {**statement, "weights": {"file": WEIGHTS, "sha256": sha256(weights)}}
-    partial = folder.with_name(f".{folder.name}.partial")
+    if holds_release(folder) and (folder / WEIGHTS).read_bytes() == weights:
+        return
+    partial = partial_release(folder)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         write_atomically(partial / WEIGHTS, weights)
         write_atomically(partial / STATEMENT, to_json(statement))
         write_atomically(partial / PAGE, render_markdown(statement).encode())
-        partial.rename(folder)
+        partial.rename(folder)  # takes the place of an empty folder, but of nothing else
+        sync_folder(folder.parent)
     except OSError as error:
-        raise InvalidInputError(
-            f"the release cannot be written to {folder} ({error.strerror}); choose another folder"
+        raise FileError(
+            f"the release cannot be written to {folder} ({describe_os_error(error)}); make room "
+            "for it there, or choose another folder"
         ) from error
 
 
@@ -121,22 +141,28 @@ def read_release(
             )
     try:
         content = weights.read_bytes()
+        statement = _checked_statement(from_json(statement_file.read_bytes()))
         tensors = load_tensors(content)
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        described = json.loads(header["__metadata__"]["dpsur"])
-        statement: dict[str, Any] = json.loads(statement_file.read_text())
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder} holds a damaged release: {error}") from error
-    if described.get("format") != FORMAT:
-        raise CheckpointError(f"{weights} was not written by this program")
-    origin = Origin(described["task"], described["network"])
+        header = from_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        described = from_json(header["__metadata__"]["dpsur"].encode())
+        origin = _described_origin(described)
+    except (OSError, SafetensorError, *MALFORMED) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{folder} holds a damaged release: {reason or type(error).__name__}"
+        ) from error
+    if sha256(content) != statement["weights"]["sha256"]:
+        raise CheckpointError(
+            f"{weights} are not the weights that {statement_file.name} was written for (their "
+            "SHA-256 differs), so its guarantee does not hold for them; restore both files"
+        )
     if model is None:
         if origin.network is None:
             raise InvalidInputError(
-                f"{folder} holds weights of a model of its own ({described['model']}); "
+                f"{folder} holds weights of a model of its own ({described.get('model')}); "
                 "build that model and pass it in: dpsur.load(folder, model)"
             )
-        model = build_network(origin.network)
+        model = _built(folder, origin.network, sum(value.numel() for value in tensors.values()))
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:
@@ -145,6 +171,66 @@ def read_release(
     return model, statement, origin
 
 
+def _checked_statement(statement: Any) -> dict[str, Any]:
+    """Refuse a statement that lacks, or has in another form, what is read from it here."""
+    if not isinstance(statement, dict) or statement.get("format") != STATEMENT_FORMAT:
+        raise ValueError(f"{STATEMENT} is no privacy statement of the format {STATEMENT_FORMAT}")
+    guarantee = statement["guarantee"]
+    accounting_named(guarantee["accounting"])
+    figures = (guarantee["epsilon"], statement["epsilon"]["proven"])
+    sound = (
+        all(figure is None or _is_number(figure) for figure in figures)
+        and _is_number(guarantee["delta"])
+        and isinstance(guarantee["proved"], bool)
+        and isinstance(statement["weights"]["sha256"], str)
+        and isinstance(statement["public"], dict)
+    )
+    if not sound:
+        raise ValueError(f"{STATEMENT} holds a value of the wrong type")
+    return statement
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e300
+
+
+def _described_origin(described: Any) -> Origin:
+    if not isinstance(described, dict) or described.get("format") != FORMAT:
+        raise ValueError(f"{WEIGHTS} was not written by this program")
+    task, network = described["task"], described["network"]
+    if not isinstance(task, (str, type(None))) or not isinstance(network, (dict, type(None))):
+        raise ValueError(f"{WEIGHTS} names its task or network in an unknown way")
+    return Origin(task, network)
+
+
+def _built(folder: Path, network: Mapping[str, Any], held: int) -> nn.Module:
+    """The network that a release names, if it is no larger than the weights beside it."""
+    try:
+        _check_sizes(network)
+        count = parameter_count(network)
+        if count > held:
+            raise ValueError(f"it has {count} parameters, and the file holds {held} numbers")
+        return build_network(network)
+    except (*MALFORMED, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"the network that the weights in {folder} name cannot be built: {reason}"
+        ) from error
+
+
+def _check_sizes(description: Any) -> None:
+    """Refuse a description that no network of this package has, before anything is built."""
+    values, count = [description], 0
+    while values:
+        value, count = values.pop(), count + 1
+        if count > MOST_VALUES or (isinstance(value, int) and abs(value) > LARGEST_SIZE):
+            raise ValueError("its description holds too many or too large numbers")
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+
+
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
-    """Load the model of a release; pass a model of your own that the weights belong to."""
-    return read_release(path, model)[0]
+    """Load the model of a release, in evaluation mode; pass a custom model to load into."""
+    return read_release(path, model)[0].eval()

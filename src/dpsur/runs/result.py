@@ -9,28 +9,46 @@ from typing import Any
 from torch import nn
 
 from dpsur import checks
+from dpsur.core.gradients import EngineChoice
 from dpsur.methods import Method
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import AnyPlan
+from dpsur.privacy.wording import format_epsilon
 from dpsur.runs.files import RunFolder
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
 
 
-@dataclass(frozen=True)
+class Statement(dict[str, Any]):
+    """A privacy statement: plain values, printed in one line."""
+
+    def __repr__(self) -> str:
+        told = self["guarantee"]
+        return (
+            f"Statement(epsilon {format_epsilon(told['epsilon'])}, delta {told['delta']:g}, "
+            f"accounting {told['accounting']}; a dictionary of {', '.join(self)})"
+        )
+
+
+@dataclass(frozen=True, repr=False)
 class PrivateDiagnostics:
     """What happened inside a run. None of it may be published."""
 
     ledger: Ledger
     rows: Sequence[Mapping[str, Any]]
 
+    def __repr__(self) -> str:
+        return "PrivateDiagnostics(ledger and rows; private, not to be published)"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Run:
     """A finished run.
 
-    `model` has the released weights, `epsilon` the cost under each accounting (None where one does
-    not apply), `statement` what to tell a reviewer, `scores` the result on the public test set.
-    `private` is kept apart: it must not be published.
+    `model` has the released weights and is in evaluation mode; call `model.train()` to train it
+    further. `epsilon` is the cost under each accounting (None where one does not apply),
+    `statement` what to tell a reviewer, `scores` the result on the public test set, `engine` how
+    gradients were found and why, `saved` where the release was written. `private` is kept apart: it
+    must not be published.
     """
 
     model: nn.Module
@@ -41,6 +59,17 @@ class Run:
     plan: AnyPlan
     private: PrivateDiagnostics
     origin: Origin = NO_ORIGIN
+    engine: EngineChoice | None = None
+    saved: Path | None = None
+
+    def __repr__(self) -> str:
+        told = self.statement["guarantee"]
+        return (
+            f"Run of {self.method.name}: epsilon {format_epsilon(told['epsilon'])}, delta "
+            f"{told['delta']:g} (accounting {told['accounting']})\n"
+            f"  {self.statement['accepted_updates']} updates, "
+            f"{'not saved' if self.saved is None else f'saved to {self.saved}'}"
+        )
 
     def get_epsilon(self, delta: float) -> float:
         """Epsilon at another delta, under the accounting of the run.
@@ -56,4 +85,5 @@ class Run:
         folder = RunFolder(path)
         folder.check_new()
         write_release(folder.release, self.model, self.statement, self.origin)
+        object.__setattr__(self, "saved", folder.release)  # for `repr` alone
         return folder.release

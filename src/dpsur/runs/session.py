@@ -9,6 +9,7 @@ from torch import nn
 
 from dpsur import checks
 from dpsur.core import captured, loop
+from dpsur.core.gradients import EngineChoice, engine_choice, log_choice
 from dpsur.core.host_records import HostExamples
 from dpsur.core.loop import Progress
 from dpsur.core.precision import precision
@@ -17,12 +18,13 @@ from dpsur.core.streams import Streams
 from dpsur.core.turns import Turns, finished
 from dpsur.core.types import Examples, Procedure, Verdict
 from dpsur.errors import InterruptedRunError
-from dpsur.methods import Method
+from dpsur.methods import Method, Nonprivate
 from dpsur.privacy.events import Trial
 from dpsur.privacy.plans import AnyPlan, FilteredPlan, Plan
 from dpsur.privacy.plans.hiding import NOT_HIDDEN, duration, elapsed
 from dpsur.runs.checkpoint import (
-    FILE_NAME,
+    FIXED_PARTS,
+    Fingerprint,
     Statistics,
     digest_of,
     load_checkpoint,
@@ -32,7 +34,7 @@ from dpsur.runs.checkpoint import (
 from dpsur.runs.determinism import repeatable
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder, sha256, to_json
-from dpsur.runs.fixed_parts import check_fixed_parts, fixed_parts
+from dpsur.runs.fixed_parts import Unchanged, check_fixed_parts, fixed_parts
 from dpsur.runs.identity import loss_identity, model_identity
 
 EVALUATIONS_PER_RUN = 20
@@ -61,8 +63,8 @@ class Observer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Pace:
+@dataclass(frozen=True, repr=False)
+class Pace(checks.NamedArguments):
     """How often things happen that cannot change the result: in trials, and in updates.
 
     Captured trials are made in blocks, and what is due comes when a block is done.
@@ -75,8 +77,8 @@ class Pace:
         checks.at_least_one_each(self, "checkpoint_every", "evaluate_every")
 
 
-@dataclass(frozen=True)
-class Speed:
+@dataclass(frozen=True, repr=False)
+class Speed(checks.NamedArguments):
     """How fast things happen. None of it changes what is computed, but for rounding.
 
     `capture` replays whole trials as a CUDA graph where that is possible. `tf32` lets matrix
@@ -99,7 +101,7 @@ class Speed:
             checks.at_least_one("data_bytes", self.data_bytes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Session:
     """A method bound to its data, ready to run.
 
@@ -119,6 +121,15 @@ class Session:
     layer_descriptions: tuple[Mapping[str, Any], ...] = ()
     statistics: Statistics = field(default_factory=dict)
     hide_rejections: str = NOT_HIDDEN
+
+    def __repr__(self) -> str:
+        return f"Session({self.method!r}, {len(self.problem.train)} records)"
+
+    def engine(self) -> EngineChoice:
+        """How gradients are found, and why."""
+        if isinstance(self.method, Nonprivate):
+            return EngineChoice("batch", f"method {self.method.name} needs no gradient per example")
+        return engine_choice(self.problem)
 
     def run(
         self,
@@ -149,16 +160,20 @@ class Session:
 
         Every turn has to be taken with the `arithmetic` of the run, and on the same stream.
         """
-        fingerprint = "" if folder is None else self.fingerprint()
+        fingerprint = Fingerprint("", {}) if folder is None else self.fingerprint()
         progress = loop.start(self.procedure)
         if folder is not None and resume:
-            saved = load_checkpoint(folder.private / FILE_NAME, fingerprint)
+            saved = load_checkpoint(folder.checkpoint, fingerprint)
             progress = restore(saved, progress, self.streams)
+
+        log_choice(self.engine())
+        unchanged = Unchanged(self.problem.model, self.problem.loss)
 
         def save(progress: Progress) -> None:
             check_fixed_parts(self.problem.model, self.original)
+            unchanged.check()
             if folder is not None:
-                path = folder.private / FILE_NAME
+                path = folder.checkpoint
                 save_checkpoint(path, progress, self.streams, fingerprint, self.statistics)
 
         saved_at = progress.ledger.trials
@@ -232,11 +247,11 @@ class Session:
         for observer in observers:
             observer.evaluated(progress, scores, spent)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self) -> Fingerprint:
         """Tells this run from any other: its settings, records, loss, network and fixed parts."""
         trained = self.problem.initial_params()
         records = {"inputs": self.problem.train.inputs, "targets": self.problem.train.targets}
-        facts = {
+        facts: dict[str, Any] = {
             "method": self.method.name,
             "settings": asdict(self.method),
             "plan": self.plan.to_json(),
@@ -251,7 +266,15 @@ class Session:
             "records": digest_of(records),
             "fixed": digest_of(fixed_parts(self.original)),
         }
-        return sha256(to_json(facts))
+        return Fingerprint(
+            sha256(to_json(facts)),
+            {
+                FIXED_PARTS: facts["fixed"],
+                "network": facts["model"],
+                "loss": facts["loss"],
+                "records": facts["records"],
+            },
+        )
 
 
 def _verdicts(progress: Progress, verdict: Verdict) -> list[Verdict]:

@@ -1,16 +1,19 @@
 """Runs on tasks by name: data, features, network and method put together."""
 
+import hashlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpsur import checks
-from dpsur.core.streams import INIT, Streams
+from dpsur.core.streams import INIT, Streams, seeded_globally
 from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
@@ -25,8 +28,9 @@ from dpsur.runs.session import Pace, Session, Speed
 from dpsur.tasks import TASKS, Task, task_named
 from dpsur.tasks.networks import build_network, takes
 
-# A subset is drawn by this seed, so that it is the same on every machine.
-SUBSET_SEED = 2024
+# The key of the draws of `subset`: they are the same on every machine.
+SUBSET_KEY = b"dpsur-subset/1"
+HOLD_OUT_SEED = 2025
 # Features that leave inputs alone.
 AS_THEY_ARE = "pixels"
 
@@ -35,9 +39,12 @@ AS_THEY_ARE = "pixels"
 class TaskRun:
     """What a run on a task is asked to do. None leaves the choice to the task or the method.
 
-    `hold_out` training records are kept back and tested on instead of the test set, for choosing
-    hyper-parameters. `network` changes arguments of the task's network; `model` names a function of
-    a user's own, `module:function`, that builds the network instead.
+    `classes` is the declared number of classes of `npz:FILE`, `keep_fraction` the share of records
+    to train on (see `subset`). `hold_out` training records are kept back and tested on instead of
+    the test set, for choosing hyper-parameters. `network` changes arguments of the task's network;
+    `model` names a custom function, `module:function`, that builds the network instead.
+    `network_seed` fixes the initial weights of an unseeded run, so that the same network can be
+    built when it is resumed; it has no part in sampling or noise.
     """
 
     task: str
@@ -49,11 +56,13 @@ class TaskRun:
     network: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
     data_dir: Path | None = None
-    max_records: int | None = None
+    classes: int | None = None
+    keep_fraction: float | None = None
     hold_out: int = 0
     max_updates: int | None = None
     hide_rejections: str = NOT_HIDDEN
     seed: int | None = None
+    network_seed: int | None = None
     device: str = "auto"
     pace: Pace = field(default_factory=Pace)
     speed: Speed = field(default_factory=Speed)
@@ -70,10 +79,15 @@ class Records:
 
 def load_records(run: TaskRun) -> Records:
     """The records of a run, as the task has them."""
-    train, test = task_named(run.task).load(run.data_dir)
+    train, test = task_of(run).load(run.data_dir)
     if run.hold_out:
         train, test = held_out(train, run.hold_out)
-    return Records(subset(train, run.max_records), test)
+    return Records(subset(train, run.keep_fraction), test)
+
+
+def task_of(run: TaskRun) -> Task:
+    """The task that a run is on."""
+    return task_named(run.task, run.classes)
 
 
 def with_features(run: TaskRun, records: Records, device: torch.device) -> Records:
@@ -96,9 +110,10 @@ def features_of(run: TaskRun) -> str:
     """
     if run.features or run.method.features:
         return run.features or run.method.features or ""
-    networks, changes = task_named(run.task).networks, run.method.network_changes()
+    task, changes = task_of(run), run.method.network_changes()
+    networks = task.networks
     suited = (name for name in networks if run.model or takes(networks[name], changes))
-    return next(suited, task_named(run.task).default_features)
+    return next(suited, task.default_features)
 
 
 def prepare_task(
@@ -109,7 +124,7 @@ def prepare_task(
     `records` are loaded unless they are given. `released` are the statistics of a run that is
     resumed.
     """
-    task, features = task_named(run.task), features_of(run)
+    task, features = task_of(run), features_of(run)
     preparation = Preparation(features, run.normalisation)
     description = None if run.model is not None else _network(task, features, run)
     build = _builder(description, run.model)
@@ -118,7 +133,7 @@ def prepare_task(
     if records.featured:
         preparation = Preparation(AS_THEY_ARE, preparation.kind)
     preparation.check(tuple(records.train.inputs.shape[1:]))
-    with Streams(run.seed, device).global_randomness(INIT):
+    with _initialisation(run, device):
         model = build()
     session = prepare(
         model,
@@ -137,18 +152,49 @@ def prepare_task(
         speed=run.speed,
         released=released,
     )
-    return session, _origin(task, description, session)
+    return session, _origin(task, description, session, run.keep_fraction)
 
 
-def subset(train: Examples, most: int | None) -> Examples:
-    """So many records, drawn once for all; all of them where there are no more."""
-    if most is None:
+def _initialisation(run: TaskRun, device: torch.device) -> AbstractContextManager[None]:
+    """Where the initial weights are drawn from."""
+    if run.seed is None and run.network_seed is not None:
+        return seeded_globally(run.network_seed, device)
+    return Streams(run.seed, device).global_randomness(INIT)
+
+
+def subset(train: Examples, fraction: float | None) -> Examples:
+    """About this fraction of the records, the same ones every time.
+
+    Guarantee: whether a record is kept follows from its own values and the fraction alone, by a
+    keyed hash. Adding or removing one record changes the subset by that record at most, wherever it
+    stands, so what is private for the subset is as private for all records. The number of records
+    that are kept takes the place of N: like N, it counts as public.
+    """
+    if fraction is None:
         return train
-    checks.at_least_one("max_records", most)
-    if most >= len(train):
+    checks.sample_rate("keep_fraction", fraction)
+    if fraction == 1:
         return train
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SUBSET_SEED))
-    return train.select(order[:most])
+    kept = [draw < fraction for draw in _draws(train)]
+    if not any(kept):
+        raise InvalidInputError(
+            f"keep_fraction {fraction} keeps none of the records; choose a larger one"
+        )
+    return train.select(torch.tensor(kept).nonzero().flatten())
+
+
+def _draws(records: Examples) -> Iterator[float]:
+    """A number in [0, 1) for every record, from its values alone."""
+    parts = [_rows(records.inputs), _rows(records.targets)]
+    for values, target in zip(*parts, strict=True):
+        digest = hashlib.blake2b(values, digest_size=8, key=SUBSET_KEY)
+        digest.update(target)
+        yield (int.from_bytes(digest.digest(), "little") >> 11) / 2**53
+
+
+def _rows(values: Tensor) -> Iterator[memoryview]:
+    array = np.ascontiguousarray(values.detach().cpu().numpy()).reshape(len(values), -1)
+    return (row.data for row in array.view(np.uint8))
 
 
 def held_out(train: Examples, count: int) -> tuple[Examples, Examples]:
@@ -157,7 +203,7 @@ def held_out(train: Examples, count: int) -> tuple[Examples, Examples]:
         raise InvalidInputError(
             f"hold_out must be above 0 and below the {len(train)} records, got {count}"
         )
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SUBSET_SEED + 1))
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(HOLD_OUT_SEED))
     return train.select(order[count:]), train.select(order[:count])
 
 
@@ -180,13 +226,21 @@ def _network(task: Task, features: str, run: TaskRun) -> dict[str, Any]:
     return {**network, **run.network, **changes}
 
 
-def _origin(task: Task, network: Mapping[str, Any] | None, session: Session) -> Origin:
+def _origin(
+    task: Task,
+    network: Mapping[str, Any] | None,
+    session: Session,
+    keep_fraction: float | None,
+) -> Origin:
     # A task of a user's own file is not named: where private records lie is nobody's business.
     name = task.name if task.name in TASKS else None
-    if network is None or not session.layer_descriptions:
-        return Origin(name, network)
-    layers = [dict(layer) for layer in session.layer_descriptions]
-    return Origin(name, {"name": "with-features", "features": layers, "network": network})
+    public = dict(task.public)
+    if keep_fraction is not None:
+        public["keep_fraction"] = keep_fraction
+    if network is not None and session.layer_descriptions:
+        layers = [dict(layer) for layer in session.layer_descriptions]
+        network = {"name": "with-features", "features": layers, "network": network}
+    return Origin(name, network, public)
 
 
 def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callable[[], nn.Module]:

@@ -18,7 +18,7 @@ _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class _BeyondTable(Exception):  # noqa: N818
-    """A number without a row, and the table that it was looked up in."""
+    """The table that a number was looked up in without a row for it, and the number."""
 
 
 def check_tokens(model: nn.Module, examples: Examples, name: str) -> None:
@@ -38,9 +38,12 @@ def check_tokens(model: nn.Module, examples: Examples, name: str) -> None:
     for piece in torch.split(inputs, EVALUATION_ROWS):
         fault = _fault(model, piece.to(place))
         if fault is not None:
+            where, number = fault
             raise InvalidInputError(
-                f"the inputs of {name} hold {fault}; fix the tokens or enlarge the table"
-            )
+                f"the inputs of {name} hold a number that {where}; fix the tokens or enlarge the "
+                "table",
+                private=number,
+            ) from None
 
 
 def _tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
@@ -48,14 +51,16 @@ def _tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
     return {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
 
 
-def _fault(model: nn.Module, inputs: Tensor) -> str | None:
+def _fault(model: nn.Module, inputs: Tensor) -> tuple[str, str] | None:
+    """Which lookup fails, and by which number, which is private."""
     with torch.no_grad(), mode(model, training=False), _watched(model):
         try:
             model(inputs)
         except _BeyondTable as found:
-            return str(found)
+            where, number = found.args
+            return where, number
         except IndexError as found:
-            return f"a number that the model cannot look up ({found})"
+            return "the model cannot look up", str(found)
     return None
 
 
@@ -74,8 +79,9 @@ def _watched(model: nn.Module) -> Iterator[None]:
             if low < 0 or high >= rows:
                 odd = low if low < 0 else high
                 raise _BeyondTable(
-                    f"the number {odd}, but the embedding {name or '(root)'} has {rows} rows "
-                    f"(0 to {rows - 1})"
+                    f"the embedding {name or '(root)'} has no row for: it has {rows} rows "
+                    f"(0 to {rows - 1})",
+                    f"the number {odd}",
                 )
 
         return table.register_forward_pre_hook(look)

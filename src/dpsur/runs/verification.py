@@ -3,14 +3,20 @@
 import json
 import math
 import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, get_args
 
-from dpsur.errors import InvalidInputError
-from dpsur.privacy.accounting import accounting_named
+from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.features import WithFeatures
+from dpsur.methods import METHODS, Method
+from dpsur.privacy.accounting import FIGURES, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.claims import claim_faults
-from dpsur.privacy.events import Trial, event_from_json
+from dpsur.privacy.events import Gaussian, Trial, event_from_json, feature_statistics
+from dpsur.privacy.filter import RenyiFilter
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.mechanism import (
     mechanism_of,
@@ -18,13 +24,18 @@ from dpsur.privacy.mechanism import (
     stated_filter,
     stated_menu,
 )
+from dpsur.privacy.noise_tail import noise_tail
 from dpsur.privacy.page import render_markdown
-from dpsur.privacy.plans.hiding import least_cap
+from dpsur.privacy.plans import AnyPlan, FilteredPlan, MenuPlan
+from dpsur.privacy.plans.hiding import CONSTANT, hiding_plan, least_cap
 from dpsur.privacy.statement import FORMAT
-from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, release_folder, sha256
+from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, from_json, release_folder, sha256
+from dpsur.versions import versions
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
 TOLERANCE = 1e-5
+# Noise that a search found is known to about a ten-thousandth.
+SEARCHED = 1e-3
 # What reading and recomputing a statement raises where a value is missing or of another kind.
 MALFORMED = (
     LookupError,
@@ -35,10 +46,65 @@ MALFORMED = (
     AssertionError,
 )
 KEYS = {
-    *("format", "guarantee", "budget", "epsilon", "unit", "adjacency", "dataset_size", "sampler"),
+    *(
+        "format",
+        "guarantee",
+        "budget",
+        "epsilon",
+        "unit",
+        "adjacency",
+        "dataset_size",
+        "public",
+        "sampler",
+    ),
     *("mechanism", "accepted_updates", "method", "settings", "released", "random", "arithmetic"),
     *("tuning", "side_channels", "not_covered", "warnings", "versions", "weights"),
 }
+# The keys inside, where there is a fixed set of them.
+PARTS: Final[Mapping[str, frozenset[str]]] = {
+    "guarantee": frozenset(
+        {"definition", "epsilon", "delta", "accounting", "proved", "theorem", "assumes"}
+    ),
+    "budget": frozenset({"epsilon", "delta"}),
+    "epsilon": frozenset(FIGURES),
+    "random": frozenset({"seeded"}),
+    "weights": frozenset({"file", "sha256"}),
+    "versions": frozenset(versions()),
+    "mechanism": frozenset(
+        {"trial", "filter", "setup", "on_reject", "updates", "trials", "trial_cap", "to_the_cap"}
+    ),
+    "mechanism.filter": frozenset({"order", "allowance", "steps"}),
+    "mechanism.menu": frozenset({"offer", "steering", "steps"}),
+}
+STATISTICS = re.compile(r"features\.\d+\.(mean|deviation)")
+VERSION = re.compile(r"\d[\w.+!-]*|absent")
+
+CHECKED: Final = (
+    "every epsilon follows from the stated mechanism, delta and cap on trials, and fits the budget",
+    "the missing tail of the noise and the cap on trials are paid for by delta",
+    "method and settings are those of a method of this installation, and planning a run with them "
+    "again, for the stated records, budget and accounting, gives the stated mechanism: rates, "
+    "noise, counts, caps, filter or menu",
+    "the steps of a run that steered itself fit its filter or are those of its menu",
+    "events before training are those of private feature statistics, and are stated if and only if "
+    "the weights hold such statistics",
+    "definition, theorem, assumptions, unit, side channels and warnings are those that belong to "
+    "the mechanism",
+    "no key is missing, added or given twice, and versions look like versions",
+    "PRIVACY.md says what privacy.json says, and the weights have the stated hash",
+)
+NOT_CHECKED: Final = (
+    "that the run was made as stated, on records that were counted right: this is not a signature",
+    "the number of records and the batch sizes where all of them are changed in proportion",
+    "settings that no guarantee depends on: learning rates, schedules, momentum, weight decay, "
+    "clip norms, step lengths, the decay of an average",
+    "a budget that is larger than what was asked for, where noise and counts were given",
+    "one method in place of another with the same settings",
+    "how many of the charged trials were accepted, how many steps a filter let pass, and which "
+    "choices of a menu were made, within what the plan allows",
+    "whether the run was seeded, hid rejections by random delays, or used TF32 or bfloat16",
+    "which versions were used",
+)
 
 
 def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | None]]:
@@ -57,6 +123,8 @@ def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | N
             *_weight_faults(folder, statement),
             *_page_faults(folder, statement),
         ]
+        if not faults:  # planning takes seconds, and a statement that contradicts itself has failed
+            faults = _plan_faults(statement)
     except MALFORMED as error:
         return [f"{STATEMENT} cannot be read: {type(error).__name__}: {error}"], {}
     return faults, figures
@@ -64,12 +132,24 @@ def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | N
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        statement = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        content = path.read_bytes()
+        from_json(content)  # refuses what is too large or nested too deeply
+        statement = json.loads(content.decode(), object_pairs_hook=_without_repeats)
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not a privacy statement: {error}") from error
     if not isinstance(statement, dict) or statement.get("format") != FORMAT:
         raise InvalidInputError(f"{path} is not a privacy statement of the format {FORMAT}")
     return statement
+
+
+def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file. Readers differ in which of two equal keys counts."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise InvalidInputError(f"the key {repeated!r} is given twice")
+    return found
 
 
 def _same(one: float | None, other: float | None) -> bool:
@@ -109,10 +189,20 @@ def _filter_faults(statement: dict[str, Any]) -> list[str]:
     plan = stated_filter(statement)
     charges = [(event, 1) for event in mechanism["setup"]]
     charges += [(row["step"], row["charged"]) for row in mechanism["filter"]["steps"]]
-    spent = sum(count * plan.cost(event_from_json(event)) for event, count in charges)
-    if spent <= plan.allowance * (1 + TOLERANCE):
-        return []
-    return [f"the steps spend {spent:g} at order {plan.order:g}, of {plan.allowance:g} allowed"]
+    steps = [(event_from_json(event), count) for event, count in charges]
+    spent = sum(count * plan.cost(event) for event, count in steps)
+    faults = []
+    if not spent <= plan.allowance * (1 + TOLERANCE):
+        faults.append(
+            f"the steps spend {spent:g} at order {plan.order:g}, of {plan.allowance:g} allowed"
+        )
+    tail = noise_tail(steps, verdicts_charged=plan.verdicts_are_public)
+    if not tail <= plan.tail_allowance * (1 + TOLERANCE):
+        faults.append(
+            f"the missing tail of the noise takes {tail:.3g} of delta, {plan.tail_allowance:.3g} "
+            "are set aside for it"
+        )
+    return faults
 
 
 def _menu_faults(statement: dict[str, Any]) -> list[str]:
@@ -150,11 +240,128 @@ def _cap_faults(statement: dict[str, Any]) -> list[str]:
 
 def _form_faults(statement: dict[str, Any]) -> list[str]:
     """Nothing may be left out, and nothing added that the rest would not be held against."""
-    faults = [f"{key} is missing" for key in sorted(KEYS - statement.keys())]
-    faults += [f"{key} is no part of a statement" for key in sorted(statement.keys() - KEYS)]
+    mechanism = statement["mechanism"]
+    faults = _key_faults("", statement, KEYS)
+    for name, keys in PARTS.items():
+        part: Any = statement
+        for key in name.split("."):
+            part = part.get(key)
+        if part is not None or name not in ("mechanism.filter", "mechanism.menu"):
+            more = {"menu"} if name == "mechanism" and "menu" in mechanism else set()
+            faults += _key_faults(f"{name}.", part, keys | more)
+    for steered in (mechanism["filter"], mechanism.get("menu")):
+        for row in () if steered is None else steered["steps"]:
+            faults += _key_faults("a step's ", row, {"step", "charged"})
     if not isinstance(statement["random"]["seeded"], bool):
         faults.append("random.seeded is neither true nor false")
+    for name, version in statement["versions"].items():
+        if not (isinstance(version, str) and VERSION.fullmatch(version)):
+            faults.append(f"versions.{name} is {version!r}, which is no version")
     return faults
+
+
+def _key_faults(where: str, part: Mapping[str, Any], keys: set[str] | frozenset[str]) -> list[str]:
+    missing = [f"{where}{key} is missing" for key in sorted(keys - part.keys())]
+    added = [f"{where}{key} is no part of a statement" for key in sorted(part.keys() - keys)]
+    return [*missing, *added]
+
+
+def _plan_faults(statement: dict[str, Any]) -> list[str]:
+    """Settings are planned with again, and what comes out must be the stated mechanism."""
+    name, settings = statement["method"], statement["settings"]
+    if name not in METHODS:
+        return [
+            f"method {name!r} is none that is installed here ({', '.join(METHODS)}); a custom "
+            "method must be listed in METHODS to be verified"
+        ]
+    kind, mechanism = METHODS[name], statement["mechanism"]
+    faults = _key_faults("settings.", settings, {field.name for field in fields(kind)})
+    faults = faults or [
+        f"settings.{field.name} is {settings[field.name]!r}, which is of another type"
+        for field in fields(kind)
+        if not _is_of(settings[field.name], field.type)
+    ]
+    if faults:
+        return faults
+    try:
+        method = kind(**settings)
+        settled, plan = _planned(method, statement)
+    except BudgetError as error:
+        return [f"the settings do not fit the budget: {error}"]
+    except InvalidInputError as error:
+        return [f"the settings are not those of the method {name}: {error}"]
+    faults += [
+        f"settings.{key} is {settings[key]!r}, a run has {value!r} there"
+        for key, value in finite(asdict(settled)).items()
+        if not _near(settings[key], value)
+    ]
+    expected = finite(mechanism_of(plan, Ledger()))
+    if isinstance(plan, MenuPlan):
+        return [*faults, *_offer_faults(mechanism, expected)]
+    if isinstance(plan, FilteredPlan) and mechanism["filter"] is not None:
+        stated = mechanism["filter"]
+        expected["filter"]["steps"] = stated["steps"]
+        if settings.get("noise_multiplier", 0.0) is None:
+            # It may have been given for a typical update, which decided the order.
+            noise = mechanism["trial"]["update"]["noise_multiplier"]
+            expected["trial"]["update"]["noise_multiplier"] = noise
+            allowed = RenyiFilter.for_budget(plan.kept_budget, stated["order"]).allowance
+            expected["filter"] |= {"order": stated["order"], "allowance": allowed}
+    faults += [
+        f"mechanism.{key} is {mechanism[key]!r}, a run with these settings has {value!r} there"
+        for key, value in expected.items()
+        if not _near(mechanism[key], value)
+    ]
+    return faults
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a plain value can be that of a setting; a whole number is a fraction too."""
+    if isinstance(kind, str):  # the annotation of a custom method that was never evaluated
+        return True
+    kinds = get_args(kind) or (kind,)
+    if isinstance(value, bool):
+        return bool in kinds
+    return type(value) in kinds or (type(value) is int and float in kinds)
+
+
+def _planned(method: Method, statement: dict[str, Any]) -> tuple[Method, AnyPlan]:
+    """What a run with the stated settings would be settled to."""
+    budget, mechanism = statement["budget"], statement["mechanism"]
+    settled, plan = method.settle(
+        statement["dataset_size"],
+        Budget(math.inf if budget["epsilon"] is None else budget["epsilon"], budget["delta"]),
+        statement["guarantee"]["accounting"],
+        tuple(event_from_json(event) for event in mechanism["setup"]),
+    )
+    return settled, hiding_plan(plan, CONSTANT) if mechanism["to_the_cap"] else plan
+
+
+def _near(one: Any, other: Any) -> bool:
+    """Whether plain values are equal, fractions to the accuracy of a search."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_near(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_near, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=SEARCHED)
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _offer_faults(mechanism: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """A menu offers the rates of its settings. Their noise is held against epsilon alone.
+
+    It was chosen for a typical update and for all updates of a run that may have been cut short.
+    """
+    if "menu" not in mechanism:
+        return ["a run with these settings has a menu of updates, the mechanism has none"]
+    stated, due = (values["menu"]["offer"]["choices"] for values in (mechanism, expected))
+    pairs = zip(stated, due, strict=False)
+    alike = len(stated) == len(due) and all(
+        _near(one["sample_rate"], other["sample_rate"]) for one, other in pairs
+    )
+    same = _near(mechanism["menu"]["steering"], expected["menu"]["steering"])
+    return [] if alike and same else ["the menu is not that of a run with these settings"]
 
 
 def _weight_faults(folder: Path, statement: dict[str, Any]) -> list[str]:
@@ -166,14 +373,46 @@ def _weight_faults(folder: Path, statement: dict[str, Any]) -> list[str]:
     faults = [] if digest == stated else [f"{WEIGHTS} has the hash {digest}, stated is {stated}"]
     if statement["weights"]["file"] != WEIGHTS:
         faults.append(f"weights.file is {statement['weights']['file']!r}, not {WEIGHTS!r}")
+    if digest == stated:
+        faults += _setup_faults(folder, statement["mechanism"]["setup"])
     return faults
+
+
+def _setup_faults(folder: Path, setup: list[Mapping[str, Any]]) -> list[str]:
+    """Private statistics of features are in the weights if and only if they were charged."""
+    events = tuple(event_from_json(event) for event in setup)
+    faults = []
+    if events:
+        last = events[-1]
+        noise = last.noise_multiplier if isinstance(last, Gaussian) else 1.0
+        if events != feature_statistics(noise):
+            faults.append("mechanism.setup is not what private feature statistics are charged")
+    held = _holds_statistics((folder / WEIGHTS).read_bytes())
+    if held and not events:
+        faults.append(
+            "the weights hold statistics of features, which no event before training is charged for"
+        )
+    if events and not held:
+        faults.append("mechanism.setup charges feature statistics that the weights do not hold")
+    return faults
+
+
+def _holds_statistics(content: bytes) -> bool:
+    """Whether weights come with a layer that normalises features by private statistics."""
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    described = json.loads(header["__metadata__"]["dpsur"])
+    if described["model"] != WithFeatures.__name__:
+        return False
+    return any(STATISTICS.fullmatch(name) for name in header)
 
 
 def _page_faults(folder: Path, statement: dict[str, Any]) -> list[str]:
     try:
-        page = (folder / PAGE).read_text()
+        page = (folder / PAGE).read_text(encoding="utf-8")
     except OSError as error:
         return [f"{PAGE} cannot be read: {error.strerror}"]
+    except ValueError as error:
+        return [f"{PAGE} cannot be read: {error}"]
     return (
         [] if page == render_markdown(statement) else [f"{PAGE} does not say what {STATEMENT} does"]
     )

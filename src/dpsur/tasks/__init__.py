@@ -1,5 +1,10 @@
 """The learning tasks, by name. A task is registered by being listed here."""
 
+from pathlib import Path
+
+import torch.nn.functional as F
+
+from dpsur.core.types import Examples, LossFunction
 from dpsur.errors import InvalidInputError
 from dpsur.tasks.base import Task
 from dpsur.tasks.cifar10 import CIFAR10_TASK
@@ -9,7 +14,7 @@ from dpsur.tasks.imdb_words import IMDB_WORDS_TASK
 from dpsur.tasks.mnist import MNIST_TASK
 from dpsur.tasks.mnist_5k import MNIST_5K
 from dpsur.tasks.npz import PREFIX as NPZ
-from dpsur.tasks.npz import npz_task
+from dpsur.tasks.npz import npz_task, npz_test_records
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -18,10 +23,17 @@ TASKS: dict[str, Task] = {
 DEFAULT_TASK = MNIST_5K.name
 
 
-def task_named(name: str) -> Task:
-    """Look a task up by name; `npz:FILE` is the task of a file of a user's own."""
+def task_named(name: str, classes: int | None = None) -> Task:
+    """Look a task up by name; `npz:FILE` is the task of your file.
+
+    `classes` is the declared number of classes of such a file. It is public.
+    """
     if name.startswith(NPZ):
-        return npz_task(name)
+        return npz_task(name, classes)
+    if classes is not None and name in TASKS:
+        raise InvalidInputError(
+            f"classes {classes} is for {NPZ}FILE; task {name} has its own number of classes"
+        )
     try:
         return TASKS[name]
     except KeyError:
@@ -31,4 +43,18 @@ def task_named(name: str) -> Task:
         ) from None
 
 
-__all__ = ["DEFAULT_TASK", "TASKS", "Task", "task_named"]
+def load_test_records(name: str, data_dir: Path | None) -> tuple[Examples, LossFunction]:
+    """The public test records of a task, and its loss. A file needs no declared classes for it."""
+    test: Examples | None
+    loss: LossFunction = F.cross_entropy
+    if name.startswith(NPZ):
+        test = npz_test_records(name)
+    else:
+        task = task_named(name)
+        (_, test), loss = task.load(data_dir), task.loss
+    if test is None:
+        raise InvalidInputError(f"task {name} has no test records; add x_test and y_test")
+    return test, loss
+
+
+__all__ = ["DEFAULT_TASK", "TASKS", "Task", "load_test_records", "task_named"]

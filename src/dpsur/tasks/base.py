@@ -21,7 +21,8 @@ class Task:
     default. `load` takes the folder of the data, or None for the usual places, and returns the
     training records and the test records, or None where a user's own data has no test records.
     `settings` maps a method's name to hyper-parameters that suit its default features better than
-    the method's own defaults do.
+    the method's own defaults do. `public` is what the user declared to be public about the records,
+    such as the number of classes; a release states it.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Task:
     load: Callable[[Path | None], tuple[Examples, Examples | None]]
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     loss: LossFunction = F.cross_entropy
+    public: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def default_features(self) -> str:

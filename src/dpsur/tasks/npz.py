@@ -1,11 +1,10 @@
-"""A user's own records: arrays x and y, and optionally x_test and y_test, in a file of numpy's.
+"""Your records: arrays x and y, and optionally x_test and y_test, in a file of numpy's.
 
-The shape of a record, the number of records and the number of classes are taken as public. The
-number of classes is the array `classes` where the file has it, otherwise the largest label plus 1.
+The shape of a record, the number of records and the number of classes are public. The number of
+classes is declared, by the array `classes` of the file or by an option. Were it read off the
+labels, one record with a new label would change the shape of what is released.
 """
 
-import zipfile
-import zlib
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -18,7 +17,8 @@ from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 from dpsur.features import features_named
 from dpsur.tasks.base import PIXELS, SCATTERING, VECTORS, Task
-from dpsur.tasks.datasets.base import Array, Arrays
+from dpsur.tasks.datasets.base import Array, Arrays, DamagedFileError
+from dpsur.tasks.datasets.containers import read_arrays
 from dpsur.tasks.networks.general import LEAST_IMAGE
 
 PREFIX = "npz:"
@@ -32,30 +32,55 @@ MOST_CLASSES = 100_000
 COLOURS = (1, 3, 4)
 
 
-def npz_task(name: str) -> Task:
-    """The task of a name `npz:FILE`. The file is read and checked here."""
-    path = Path(name.removeprefix(PREFIX)).expanduser()
-    if not path.is_file():
-        raise InvalidInputError(f"task {name}: there is no file {path}; write {PREFIX}FILE")
-    information = path.stat()
-    train, test, classes = _records(path, information.st_size, information.st_mtime_ns)
+def npz_task(name: str, classes: int | None = None) -> Task:
+    """The task of a name `npz:FILE` with the declared number of classes.
+
+    The file is read and checked here.
+    """
+    path = _path(name)
+    train, test, stored = _records(path)
+    classes = _declared(path, classes, stored)
+    for examples, labels in ((train, "y"), (test, "y_test")):
+        if examples is not None:
+            _check_labels(path, labels, examples.targets, classes)
     return Task(
         name=name,
         summary=f"{len(train)} records of your own to train, {len(test or ())} to test",
         networks=_networks(tuple(train.inputs.shape[1:]), classes),
         load=lambda _: (train, test),
+        public={"classes": classes},
     )
+
+
+def npz_test_records(name: str) -> Examples | None:
+    """The test records of a file, which need no declared number of classes."""
+    return _records(_path(name))[1]
+
+
+def _path(name: str) -> Path:
+    path = Path(name.removeprefix(PREFIX)).expanduser()
+    if not path.is_file():
+        raise InvalidInputError(f"task {name}: there is no file {path}; write {PREFIX}FILE")
+    return path
+
+
+def _records(path: Path) -> tuple[Examples, Examples | None, int | None]:
+    information = path.stat()
+    return _read_records(path, information.st_size, information.st_mtime_ns)
 
 
 # Size and time of change are part of the key: a file that changes is read again.
 @lru_cache(maxsize=1)
-def _records(path: Path, size: int, changed: int) -> tuple[Examples, Examples | None, int]:
+def _read_records(
+    path: Path, size: int, changed: int
+) -> tuple[Examples, Examples | None, int | None]:
+    """Training records, test records, and the number of classes that the file declares."""
     del size, changed
     arrays = _read(path)
     for name in ("x", "y"):
         if name not in arrays:
             raise InvalidInputError(
-                f"{path} holds no array {name}; write np.savez(FILE, x=..., y=...)"
+                f"{path} holds no array {name}; write np.savez(FILE, x=..., y=..., classes=...)"
             )
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise InvalidInputError(f"{path} must hold both x_test and y_test, or neither")
@@ -66,35 +91,22 @@ def _records(path: Path, size: int, changed: int) -> tuple[Examples, Examples | 
             f"{path}: records of x have the shape {tuple(train.inputs.shape[1:])}, "
             f"those of x_test {tuple(test.inputs.shape[1:])}; they must be the same"
         )
-    highest = max(int(part.targets.max()) for part in (train, test) if part is not None)
-    return train, test, _classes(path, arrays, highest)
+    return train, test, _stored_classes(path, arrays)
 
 
 def _read(path: Path) -> Arrays:
-    not_ours = f"{path} is damaged, or not a file of np.savez"
     try:
         with path.open("rb") as file:
-            if not zipfile.is_zipfile(file):
-                raise InvalidInputError(f"{not_ours}; write np.savez(FILE, x=..., y=...)")
-            with np.load(file, allow_pickle=False) as members:
-                arrays = {name: _member(path, members, name) for name in members.files}
-    except (OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-        raise InvalidInputError(f"{not_ours} ({error}); write it again") from error
-    return arrays
-
-
-def _member(path: Path, members: Any, name: str) -> Array:
-    if name not in KNOWN:
+            return read_arrays(path, file, KNOWN)
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be read ({error.strerror})") from None
+    except DamagedFileError as error:
+        remedy = "write it with np.savez(FILE, x=..., y=..., classes=...)"
+        if error.detail is None:
+            raise InvalidInputError(f"{path} {error.reason}; {remedy}") from None
         raise InvalidInputError(
-            f"{path} holds an array {name!r}; the known ones are {', '.join(KNOWN)}"
-        )
-    try:
-        return np.asarray(members[name])
-    except ValueError as error:
-        raise InvalidInputError(
-            f"the array {name} of {path} holds Python objects or is damaged ({error}); "
-            "write arrays of numbers"
-        ) from error
+            f"{path} is damaged, or not a file of np.savez; {remedy}", private=error.detail
+        ) from None
 
 
 def _examples(path: Path, arrays: Arrays, x: str, y: str) -> Examples:
@@ -108,14 +120,21 @@ def _examples(path: Path, arrays: Arrays, x: str, y: str) -> Examples:
         raise InvalidInputError(
             f"{path} holds {len(inputs)} records in {x} but {len(labels)} labels in {y}"
         )
-    if labels.min() < 0:
-        raise InvalidInputError(f"the array {y} of {path} holds {labels.min()}; classes begin at 0")
-    if labels.max() >= MOST_CLASSES:
-        raise InvalidInputError(
-            f"the array {y} of {path} holds {labels.max()}, which is no class; number the classes "
-            "0, 1, 2 and so on, as np.unique(y, return_inverse=True) does"
-        )
+    # Before the change of type, in which a large number would become another one.
+    _check_labels(path, y, labels, MOST_CLASSES)
     return Examples(inputs, torch.from_numpy(labels.astype(np.int64)))
+
+
+def _check_labels(path: Path, name: str, labels: Any, classes: int) -> None:
+    """Refuse labels beyond the classes, without saying in public which ones there are."""
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        raise InvalidInputError(
+            f"the array {name} of {path} holds a label that is not in 0 to {classes - 1}; number "
+            "the classes 0, 1, 2 and so on, as np.unique(y, return_inverse=True) does, or declare "
+            "more classes",
+            private=f"the labels in {name} of {path} run from {low} to {high}",
+        )
 
 
 def _inputs(path: Path, array: Array, name: str) -> torch.Tensor:
@@ -139,8 +158,9 @@ def _inputs(path: Path, array: Array, name: str) -> torch.Tensor:
     if not np.isfinite(values).all():
         wrong = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
         raise InvalidInputError(
-            f"the array {name} of {path} holds NaN, infinity or numbers beyond float32 (first in "
-            f"record {int(wrong.argmax())}); clean or impute them first"
+            f"the array {name} of {path} holds NaN, infinity or numbers beyond float32; clean or "
+            "impute them first",
+            private=f"{int(wrong.sum())} records of {name}, first number {int(wrong.argmax())}",
         )
     inputs = torch.from_numpy(values)
     if array.ndim == 2:
@@ -157,20 +177,33 @@ def _channels_last(shape: tuple[int, ...]) -> bool:
     return shape[2] in COLOURS and min(shape[:2]) >= LEAST_IMAGE
 
 
-def _classes(path: Path, arrays: Arrays, highest: int) -> int:
+def _stored_classes(path: Path, arrays: Arrays) -> int | None:
     given = arrays.get("classes")
     if given is None:
-        return max(2, highest + 1)
-    if (
-        given.size != 1
-        or given.dtype.kind not in "iu"
-        or not (max(1, highest) < int(given.item()) <= MOST_CLASSES)
-    ):
-        raise InvalidInputError(
-            f"the array classes of {path} must be a whole number of at least "
-            f"{max(2, highest + 1)} and at most {MOST_CLASSES}, got {given.tolist()}"
-        )
+        return None
+    if given.size != 1 or given.dtype.kind not in "iu":
+        raise InvalidInputError(f"the array classes of {path} must be a single whole number")
     return int(given.item())
+
+
+def _declared(path: Path, given: int | None, stored: int | None) -> int:
+    """The number of classes that the user declared, in the file or beside it."""
+    if given is None and stored is None:
+        raise InvalidInputError(
+            f"{path} does not say how many classes there are, and the labels are private: declare "
+            "the number with --classes K, or save it in the file: np.savez(FILE, x=..., y=..., "
+            "classes=K)"
+        )
+    if None not in (given, stored) and given != stored:
+        raise InvalidInputError(
+            f"classes {given} contradicts {path}, which declares {stored} classes; leave one out"
+        )
+    classes = stored if given is None else given
+    if not isinstance(classes, int) or not 2 <= classes <= MOST_CLASSES:
+        raise InvalidInputError(
+            f"classes must be a whole number from 2 to {MOST_CLASSES}, got {classes}"
+        )
+    return classes
 
 
 def _networks(shape: tuple[int, ...], classes: int) -> dict[str, dict[str, Any]]:

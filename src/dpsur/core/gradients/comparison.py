@@ -56,9 +56,10 @@ def compare(
     alone = None if drew else _outputs_alone(problem, leaves, inputs)
     for direction in _directions(outputs):
         ours = _by_the_rules(tape, outputs, direction)
-        _judge(ours, _by_autograd(tape, list(outputs), direction), _TOLERANCE)
+        names = list(tape.params)
+        _judge(names, ours, _by_autograd(tape, list(outputs), direction), _TOLERANCE)
         if alone is not None:
-            _judge(ours, _by_autograd(tape, alone, direction), _TOLERANCE_ALONE)
+            _judge(names, ours, _by_autograd(tape, alone, direction), _TOLERANCE_ALONE)
     found = [use for kept in tape.uses.values() for uses in kept.values() for use in uses]
     held += [value for use in found for value in use.tensors()]
     return sum(
@@ -115,18 +116,24 @@ def _by_autograd(tape: Tape, outputs: list[Tensor], direction: Tensor) -> list[G
 
 
 def _judge(
-    ours: list[tuple[Tensor, list[Tensor]]], expected: list[Gradients], tolerance: float
+    names: list[str],
+    ours: list[tuple[Tensor, list[Tensor]]],
+    expected: list[Gradients],
+    tolerance: float,
 ) -> None:
     for (our_norm, our_gradients), gradients in zip(ours, expected, strict=True):
         norm = _norm(gradients)
         if not our_norm.isfinite() and norm > torch.finfo(norm.dtype).max ** _OVERFLOW:
             continue  # such a gradient counts as zero
         pairs = zip(our_gradients, gradients, strict=True)
-        gap = _norm(tuple(one - other for one, other in pairs))
-        if not (gap <= tolerance * norm and (our_norm - norm).abs() <= tolerance * norm):
+        gaps = tuple(one - other for one, other in pairs)
+        if not (_norm(gaps) <= tolerance * norm and (our_norm - norm).abs() <= tolerance * norm):
+            sizes = [float(gap.norm().nan_to_num(torch.inf)) for gap in gaps]
+            worst = names[sizes.index(max(sizes))]
             raise NotSupportedError(
-                "a weight is used in a way that the rules do not see, or a backward pass mixes "
-                "the records of a batch"
+                f"{worst} is used in a way that the rules do not see, or a backward pass mixes "
+                "the records of a batch",
+                worst,
             )
 
 

@@ -10,6 +10,10 @@ from dpsur.core.gradients.uses import split, wide
 class NotSupportedError(Exception):
     """A layer is used in a way that its rule does not cover; another engine has to take over."""
 
+    def __init__(self, text: str, parameter: str | None = None) -> None:
+        super().__init__(text)
+        self.parameter = parameter
+
 
 @dataclass(frozen=True)
 class Layout:

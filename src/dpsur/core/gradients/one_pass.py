@@ -75,6 +75,8 @@ def losses_one_by_one(loss: LossFunction, outputs: Tensor, targets: Tensor) -> T
         return example_losses(loss, outputs, targets)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:
-        rows = zip(torch.split(outputs, 1), torch.split(targets, 1), strict=True)
-        return torch.stack([loss(output, target).reshape(()) for output, target in rows])
+    except RuntimeError:  # which `engine_choice` reports
+        pass
+    # outside of `except`, so that an error of the loss itself comes through by itself
+    rows = zip(torch.split(outputs, 1), torch.split(targets, 1), strict=True)
+    return torch.stack([loss(output, target).reshape(()) for output, target in rows])

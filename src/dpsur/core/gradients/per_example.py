@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dpsur.core.gradients.layout import NotSupportedError
 from dpsur.core.gradients.uses import wide
 from dpsur.core.lending import call_on
 from dpsur.core.problem import Problem, left_alone, mode
@@ -22,19 +23,23 @@ def per_example_gradients(problem: Problem, params: Params, batch: Examples) -> 
         return _batched(problem, problem.loss, params, batch)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # a loss that cannot be batched
-        return one_at_a_time(problem, params, batch)
+    except RuntimeError:  # a loss that cannot be batched, which `engine_choice` reports
+        pass
+    # outside of `except`, so that an error of the loss itself comes through by itself
+    return one_at_a_time(problem, params, batch)
 
 
-def can_be_batched(problem: Problem, params: Params, inputs: Tensor) -> bool:
-    """Whether torch.func can differentiate the model, tried on made-up inputs."""
-    if any(isinstance(module, WITHOUT_VMAP) for module in problem.model.modules()):
-        return False
+def batching_fault(problem: Problem, params: Params, inputs: Tensor) -> Exception | None:
+    """Why torch.func cannot differentiate the model, tried on made-up inputs; None if it can."""
+    for name, module in problem.model.named_modules():
+        if isinstance(module, WITHOUT_VMAP):
+            kind = type(module).__name__
+            return NotSupportedError(f"torch.func cannot batch {kind}", f"{name}.weight")
     try:
         _batched(problem, lambda output, _: output.sum(), params, Examples(inputs, inputs))
-    except Exception:  # whatever goes wrong, one record at a time may still work
-        return False
-    return True
+    except Exception as error:  # whatever goes wrong, one record at a time may still work
+        return error
+    return None
 
 
 def one_at_a_time(problem: Problem, params: Params, batch: Examples) -> Params:

@@ -6,6 +6,7 @@ is tried against plain autograd, row by row, before a record reaches it. The tri
 inputs and weights: it costs no privacy, and a head of zeros cannot hide a fault.
 """
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +24,12 @@ from dpsur.core.gradients.gathering import turning_pays
 from dpsur.core.gradients.layout import Layout, NotSupportedError
 from dpsur.core.gradients.modules import Assignment, assign
 from dpsur.core.gradients.one_pass import taped_outputs
-from dpsur.core.gradients.per_example import can_be_batched
+from dpsur.core.gradients.per_example import batching_fault
 from dpsur.core.gradients.rules.compiled import SlowerWarning
 from dpsur.core.gradients.support import made_up
 from dpsur.core.gradients.tape import Tape
 from dpsur.core.lending import every_module
-from dpsur.core.problem import Problem
+from dpsur.core.problem import Problem, example_losses
 from dpsur.core.streams import seeded_globally
 from dpsur.core.types import Params
 
@@ -56,8 +57,89 @@ class Plan:
     layouts: tuple[Layout | None, ...] = ()
     assignment: Assignment | None = None
     turned: bool = False
+    # Why the engine is not a faster one, and the module that it is due to.
+    reason: str | None = None
+    module: str | None = None
 
 
+@dataclass(frozen=True, repr=False)
+class EngineChoice:
+    """How gradients are found: `name`, and why not faster: `reason` and `module`, if known."""
+
+    name: str
+    reason: str | None = None
+    module: str | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.module is None else f"module {self.module}: "
+        return self.name if self.reason is None else f"{self.name} ({where}{self.reason})"
+
+    def __repr__(self) -> str:
+        return f"EngineChoice({self})"
+
+
+def engine_choice(problem: Problem) -> EngineChoice:
+    """The engine for a problem's records, and what keeps it from being faster."""
+    params, inputs = problem.initial_params(), problem.train.inputs
+    plan = plan_for(problem, params, inputs, GradientBudget())
+    name, reason, module = plan.engine.value, plan.reason, plan.module
+    if reason is None:
+        fault = _loss_fault(problem, params, inputs)
+        reason = fault and f"the loss is called for one example at a time: {fault}"
+    return EngineChoice(name, reason, module)
+
+
+def log_choice(choice: EngineChoice) -> None:
+    """Say which engine runs; as a warning where a faster one had to be given up."""
+    slower = choice.reason is not None and choice.name in {engine.value for engine in Engine}
+    level = logging.WARNING if slower else logging.INFO
+    text = {
+        Engine.BATCHED.value: "; this is slower, with the same results",
+        Engine.ONE_BY_ONE.value: "; this is many times slower, with the same results",
+    }.get(choice.name, "")
+    _log.log(level, "dpsur: gradients per example: engine %s%s", choice, text)
+
+
+def _loss_fault(problem: Problem, params: Params, inputs: Tensor) -> str | None:
+    """Why the losses of a batch cannot be computed at once, tried on made-up records."""
+    device = next(iter(params.values())).device
+    with seeded_globally(0, device), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        outputs = problem.outputs(params, made_up(inputs, 2).to(device))
+        targets = torch.zeros_like(problem.train.targets[:2], device=device)
+        try:
+            example_losses(problem.loss, outputs, targets)
+        except RuntimeError as error:
+            return _first_line(error)
+        except Exception:  # not what is asked here: `check_loss` is for that
+            return None
+    return None
+
+
+def _why(model: nn.Module, error: Exception) -> tuple[str, str | None]:
+    """What went wrong, and in which module: the innermost that the error came through."""
+    names = every_module(model)
+    found: nn.Module | None = None
+    if isinstance(error, NotSupportedError) and error.parameter is not None:
+        place = error.parameter.rpartition(".")[0]
+        found = next((module for module, name in names.items() if name == place), None)
+    trace = None if found is not None else error.__traceback__
+    while trace is not None:
+        for name in ("self", "module"):
+            value = trace.tb_frame.f_locals.get(name)
+            if isinstance(value, nn.Module) and value in names:
+                found = value
+        trace = trace.tb_next
+    if found is None:
+        return _first_line(error), None
+    return _first_line(error), f"{names[found] or '(root)'} ({type(found).__name__})"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+_log = logging.getLogger("dpsur.engine")
 _plans: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
 
 
@@ -92,6 +174,8 @@ def _hushed() -> Iterator[None]:
 
 
 def _make(problem: Problem, params: Params, inputs: Tensor, budget: GradientBudget) -> Plan:
+    reason: str | None = None
+    module: str | None = None
     for broadcast in (True, False):
         assignment = assign(problem.model, params, broadcast=broadcast)
         if broadcast and not assignment.copied:
@@ -103,13 +187,16 @@ def _make(problem: Problem, params: Params, inputs: Tensor, budget: GradientBudg
             rows = budget.rows(memory, inputs.device)
             turned = turning_pays(problem, params, inputs)
             return Plan(Engine.ONE_PASS, rows, tuple(layouts), assignment, turned)
-        except Exception:
-            continue
+        except Exception as error:  # whatever goes wrong, a slower engine may still work
+            reason, module = _why(problem.model, error)
     numbers = sum(value.numel() for value in params.values())
     memory = 4 * (3 * numbers + 8 * inputs[:1].numel())
-    batched = can_be_batched(problem, params, made_up(inputs, 2))
     rows = budget.rows(memory, inputs.device)
-    return Plan(Engine.BATCHED if batched else Engine.ONE_BY_ONE, rows)
+    fault = batching_fault(problem, params, made_up(inputs, 2))
+    if fault is None:
+        return Plan(Engine.BATCHED, rows, reason=reason, module=module)
+    reason, module = _why(problem.model, fault)
+    return Plan(Engine.ONE_BY_ONE, rows, reason=reason, module=module)
 
 
 def _verified(

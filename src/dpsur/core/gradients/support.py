@@ -1,18 +1,24 @@
 """Refuse models for which the gradient of one record is not defined, and say what to use."""
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dpsur.core.gradients.padding import probe_padding
 from dpsur.core.gradients.probe import probe, random_rows, same_bits, watched
+from dpsur.core.hidden_state import refuse_memory
 from dpsur.core.problem import mode
 from dpsur.core.types import Examples
-from dpsur.errors import UnsupportedModelError
+from dpsur.errors import UnsupportedModelError, from_custom_code
 
 # Layers that shorten the rows of their table in place, if they are given a max_norm.
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
+# Batches on which a model is called to see whether it remembers any: of several sizes.
+_ROWS = (2, 1, 3)
 
 
 def check_model(model: nn.Module, examples: Examples) -> Tensor:
@@ -76,15 +82,18 @@ def _probe(model: nn.Module, inputs: Tensor) -> Tensor:
     """The probe, with what it did to the model and what went wrong in words."""
     before = {name: value.clone() for name, value in _tensors(model)}
     try:
+        refuse_memory("model", model, partial(_call, inputs), UnsupportedModelError, weights=False)
         outputs = probe(model, inputs)
+        probe_padding(model, inputs)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         if isinstance(error, UnsupportedModelError):
             raise
-        reason = str(error).strip().splitlines()[0]
-        raise UnsupportedModelError(
-            f"the model cannot take inputs of shape {(2, *inputs.shape[1:])} and type "
-            f"{inputs.dtype}: {reason}"
-        ) from error
+        about = f"inputs of shape {(2, *inputs.shape[1:])} and type {inputs.dtype}"
+        if from_custom_code(error):  # which its author knows best how to read
+            error.add_note(f"dpsur: raised when the model was tried on made-up {about}")
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedModelError(f"the model cannot take {about}: {reason}") from error
     for name, value in _tensors(model):
         if not same_bits(value, before[name]):
             raise UnsupportedModelError(
@@ -92,6 +101,14 @@ def _probe(model: nn.Module, inputs: Tensor) -> Tensor:
                 "release; make the forward pass free of side effects"
             )
     return outputs
+
+
+def _call(inputs: Tensor, model: nn.Module, number: int) -> None:
+    """Call a model in all the ways that training does, each time on other made-up records."""
+    rows = random_rows(inputs, _ROWS[number], seed=10 + number)
+    for training, gradients in product((True, False), (True, False)):
+        with mode(model, training=training), torch.set_grad_enabled(gradients):
+            watched(model, rows)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -30,4 +30,9 @@ def trial_cap(test: Test, updates: int, budget: Budget) -> int:
 def late_enough(test: Test, updates: int, budget: Budget, trials: int) -> bool:
     """Whether giving up after so many trials costs no more than is set aside for it."""
     allowed = CAP_SHARE * budget.delta / (1 + math.exp(min(budget.epsilon, 700.0)))
-    return float(bdtr(updates - 1, trials, test.accept_min)) <= allowed
+    return early_end(test, updates, trials) <= allowed
+
+
+def early_end(test: Test, updates: int, trials: int) -> float:
+    """The largest probability that so many trials are not enough, whatever the records are."""
+    return float(bdtr(updates - 1, trials, test.accept_min))

@@ -25,11 +25,15 @@ from dpsur.privacy.events import (
 )
 from dpsur.privacy.filter import RenyiFilter
 from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.noise_tail import noise_tail, tail_refusal
 from dpsur.privacy.plans.cap import trial_cap
 from dpsur.privacy.proven import event_divergence
 
 # Trials after which a run of an adaptive method ends even if its filter would afford more.
 MOST_TRIALS = 1_000_000
+# The share of delta that is set aside for the missing tail of the noise, since noise that is chosen
+# on the way is not known before.
+TAIL_SHARE = 1e-3
 # An open-ended run measures its progress in thousandths of its allowance.
 ALLOWANCE_PARTS = 1000
 
@@ -50,8 +54,9 @@ class FilteredPlan:
     """An allowance of Rényi divergence at one order, both fixed before the run.
 
     Steps may differ and may depend on everything released before. Each is asked for before it is
-    taken; the run ends when one does not fit, or after `updates` updates. Behind a gate whose
-    rejections are not charged, `trials` is a cap as in a fixed plan.
+    taken; the run ends when one does not fit, or after `updates` updates. A step does not fit
+    either whose noise is so small that its missing tail takes more of delta than is set aside.
+    Behind a gate whose rejections are not charged, `trials` is a cap as in a fixed plan.
     """
 
     budget: Budget
@@ -85,13 +90,22 @@ class FilteredPlan:
     ) -> "FilteredPlan":
         """The plan whose order affords most steps of a typical kind."""
         by_updates = accounting_named(accounting).charges == "updates" and typical.gate is not None
-        kept = Budget(budget.epsilon, budget.delta * (1 - CAP_SHARE)) if by_updates else budget
+        kept = Budget(budget.epsilon, _kept(budget.delta, capped=by_updates))
 
         best = RenyiFilter.best_for(
             kept,
             lambda order: step_divergence(typical, order, selected=by_updates),
             lambda order: sum(event_divergence(event, order) for event in setup),
         )
+        cost = step_divergence(typical, best.order, selected=by_updates)
+        count = updates or (min(trials, int(best.allowance / cost)) if cost > 0 else trials)
+        tail = noise_tail(
+            [*((event, 1) for event in setup), (typical, count)], verdicts_charged=not by_updates
+        )
+        noise = getattr(typical.update, "noise_multiplier", 0.0)
+        refusal = tail_refusal(tail / TAIL_SHARE, noise, count, budget.delta)
+        if refusal is not None:
+            raise BudgetError(refusal)
         cap = trials
         if by_updates and typical.gate is not None and updates is not None:
             cap = trial_cap(typical.gate, updates, budget)
@@ -120,6 +134,26 @@ class FilteredPlan:
             for entry in ledger.entries
         )
 
+    def tail(self, ledger: Ledger) -> float:
+        """What the missing tail of the noise has taken of delta."""
+        counts = [
+            (entry.step, entry.updates if self._pays_for_updates else entry.trials)
+            for entry in ledger.entries
+        ]
+        charges = [*((event, 1) for event in ledger.setup), *counts]
+        return noise_tail(charges, verdicts_charged=not self._pays_for_updates)
+
+    @property
+    def kept_budget(self) -> Budget:
+        """The budget without what is set aside: what the allowance is made for."""
+        kept = _kept(self.budget.delta, capped=self._pays_for_updates)
+        return Budget(self.budget.epsilon, kept)
+
+    @property
+    def tail_allowance(self) -> float:
+        """What it may take."""
+        return TAIL_SHARE * self.budget.delta
+
     def affords(self, ledger: Ledger, step: Step) -> bool:
         """Whether one more step fits. Asked before the step, never after."""
         if self.updates is not None and ledger.updates >= self.updates:
@@ -127,6 +161,8 @@ class FilteredPlan:
         if self.stop_after is not None and ledger.updates >= self.stop_after:
             return False
         if ledger.trials >= self.trials:
+            return False
+        if self.tail(ledger.record(step, updates=1)) > self.tail_allowance:
             return False
         spent = RenyiFilter(self.order, self.allowance, self.divergence(ledger))
         return spent.affords(self.cost(step))
@@ -179,7 +215,7 @@ class FilteredPlan:
                 f"the privacy filter of this run was made for delta {self.budget.delta:g}; "
                 "plan the run with another delta"
             )
-        kept = delta * (1 - CAP_SHARE) if self._pays_for_updates else delta
+        kept = _kept(delta, capped=self._pays_for_updates)
         return epsilon_at(self.order, self.allowance, kept)
 
     def spent(self, ledger: Ledger) -> float:
@@ -259,3 +295,8 @@ class FilteredPlan:
             on_reject=values["on_reject"],
             stop_after=values["stop_after"],
         )
+
+
+def _kept(delta: float, *, capped: bool) -> float:
+    """What is left of delta without what is set aside for noise tails and a cap on trials."""
+    return delta * (1 - TAIL_SHARE - (CAP_SHARE if capped else 0.0))

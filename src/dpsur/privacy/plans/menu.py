@@ -14,7 +14,7 @@ from dpsur.privacy.accounting import (
     check_covers_steering,
 )
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibrate import least_noise
+from dpsur.privacy.calibrate import least_noise, noise_at_least
 from dpsur.privacy.events import (
     Event,
     Menu,
@@ -76,10 +76,17 @@ class MenuPlan:
         def epsilon_of(scale: float) -> float:
             return scaled(scale).epsilon()
 
+        @cache
+        def ideal_epsilon_of(scale: float) -> float:
+            plan = scaled(scale)
+            return plan._accounting.ideal_epsilon(plan._charges(updates), budget.delta)
+
         others = [part for part in scaled(1.0)._charges(updates) if not isinstance(part[0], Menu)]
         if accounting_named(accounting).epsilon(others, budget.delta) >= budget.epsilon:
             return None
-        scale = least_noise(epsilon_of, budget.epsilon)
+        # The tail of the noise seldom matters, and then the noise does not depend on its bound.
+        ideal = least_noise(ideal_epsilon_of, budget.epsilon)
+        scale = noise_at_least(epsilon_of, budget.epsilon, ideal)
         return None if scale is None else scaled(scale)
 
     def affords(self, ledger: Ledger, step: Step) -> bool:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from dpsur import checks
 from dpsur.errors import BudgetError
-from dpsur.privacy.accounting import RESTORE, Accounting, accounting_named
+from dpsur.privacy.accounting import RESTORE, Accounting, accounting_named, planned_charges
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibrate import least_noise, most_repetitions
+from dpsur.privacy.calibrate import least_noise, most_repetitions, noise_at_least
 from dpsur.privacy.events import Event, NonPrivate, Trial
+from dpsur.privacy.noise_tail import tail_refusal
 from dpsur.privacy.plans.cap import trial_cap
 from dpsur.privacy.plans.fixed import Plan
 
@@ -57,6 +58,7 @@ def make_plan(request: Request, budget: Budget, accounting_name: str) -> Plan:
 def _check_fits(
     request: Request, accounting: Accounting, budget: Budget, noise: float, count: int
 ) -> None:
+    _check_tail(request, accounting, budget, noise, count)
     epsilon = accounting.planned(request.setup, request.trial_with(noise), count, budget.delta)
     if epsilon > budget.epsilon:
         raise BudgetError(
@@ -64,6 +66,16 @@ def _check_fits(
             f"{epsilon:.4g}, above the budget of {budget.epsilon:g}: raise epsilon, or leave out "
             "either the noise multiplier or the count so that it is chosen to fit"
         )
+
+
+def _check_tail(
+    request: Request, accounting: Accounting, budget: Budget, noise: float, count: int
+) -> None:
+    """Refuse noise whose missing tail alone spends delta."""
+    charges = planned_charges(request.setup, request.trial_with(noise), count)
+    refusal = tail_refusal(accounting.noise_tail(charges), noise, count, budget.delta)
+    if refusal is not None:
+        raise BudgetError(refusal)
 
 
 def _affordable_count(
@@ -78,6 +90,7 @@ def _affordable_count(
 
     count = most_repetitions(epsilon_of, budget.epsilon)
     if count == 0:
+        _check_tail(request, accounting, budget, noise, 1)
         raise BudgetError(
             f"epsilon {budget.epsilon:g} is too small for a single update, which spends "
             f"{epsilon_of(1):.4g} at noise multiplier {noise:g}; "
@@ -92,7 +105,13 @@ def _calibrated_noise(
     def epsilon_of(noise: float) -> float:
         return accounting.planned(request.setup, request.trial_with(noise), count, budget.delta)
 
-    noise = least_noise(epsilon_of, budget.epsilon)
+    def ideal_epsilon_of(noise: float) -> float:
+        charges = planned_charges(request.setup, request.trial_with(noise), count)
+        return accounting.ideal_epsilon(charges, budget.delta)
+
+    # The tail of the noise seldom matters, and then the noise does not depend on its bound.
+    ideal = least_noise(ideal_epsilon_of, budget.epsilon)
+    noise = noise_at_least(epsilon_of, budget.epsilon, ideal)
     if noise is None:
         raise BudgetError(
             f"epsilon {budget.epsilon:g} is too small for {count} updates, whatever the noise: "

@@ -49,7 +49,7 @@ class Store:
                 dir=self._path.parent, prefix="selective-", suffix=".tmp"
             )
             try:
-                with os.fdopen(handle, "w") as file:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
                     file.write(text)
                 is_new = not self._path.exists()
                 Path(temporary).replace(self._path)
@@ -64,7 +64,7 @@ class Store:
         if self._path is None:
             return {}
         try:
-            data = json.loads(self._path.read_text())
+            data = json.loads(self._path.read_text(encoding="utf-8"))
             values = data["values"]
             if data["key"] != self._key or data["digest"] != _digest(self._key, values):
                 return {}

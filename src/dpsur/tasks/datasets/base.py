@@ -16,10 +16,16 @@ Arrays = dict[str, Array]
 
 
 class DamagedFileError(Exception):
-    """A file that is not what was published. Callers add the remedy."""
+    """A file that is not what was published. Callers add the remedy.
 
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"{path} {reason}")
+    `reason` is in words of this package. `detail` is what a decoder said, which may quote the file:
+    where that is private, `reason` alone is shown.
+    """
+
+    def __init__(self, path: Path, reason: str, detail: str | None = None) -> None:
+        super().__init__(f"{path} {reason}" + ("" if detail is None else f" ({detail})"))
+        self.reason = reason
+        self.detail = detail
 
 
 @dataclass(frozen=True)

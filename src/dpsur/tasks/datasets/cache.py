@@ -12,15 +12,16 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dpsur.cache_folder import cache_folder
-from dpsur.tasks.datasets.base import Arrays, DataSet, digest
+from dpsur.tasks.datasets.base import Array, Arrays, DataSet, digest
 from dpsur.tasks.datasets.files import write_atomically
 
 DIGESTS = "digests.json"
-FORMAT = 1
+FORMAT = 2
 
 
 class Cache:
@@ -29,11 +30,12 @@ class Cache:
     def __init__(self, data_set: DataSet) -> None:
         self.folder = cache_folder() / "data" / data_set.name
         self._own = _name(data_set.digests)
+        self._names = set(data_set.digests)
 
     def of_files(self, paths: Sequence[Path]) -> Arrays | None:
         """The copy that was decoded from these files as they are now."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads(self._note(paths).read_text())
+        with contextlib.suppress(Exception):  # a note may hold anything; the files are decoded then
+            note = json.loads(_content(self._note(paths)))
             return self._open(self.folder / note["content"])
         return None
 
@@ -54,7 +56,9 @@ class Cache:
                 content = io.BytesIO()
                 np.save(content, array, allow_pickle=False)
                 write_atomically(folder / f"{name}.npy", content.getbuffer())
-            write_atomically(folder / DIGESTS, json.dumps(dict(digests)).encode())
+            layouts = {name: _layout(array) for name, array in arrays.items()}
+            listing = {"digests": dict(digests), "layouts": layouts}
+            write_atomically(folder / DIGESTS, json.dumps(listing).encode())
             note = self._note(paths)
             note.parent.mkdir(exist_ok=True)
             write_atomically(note, json.dumps({"content": folder.name}).encode())
@@ -64,16 +68,23 @@ class Cache:
 
     def _open(self, folder: Path) -> Arrays | None:
         try:
-            digests = json.loads((folder / DIGESTS).read_text())
+            listing = json.loads(_content(folder / DIGESTS))
+            digests, layouts = listing["digests"], listing["layouts"]
+            if set(digests) != self._names or _name(digests) != folder.name:
+                return None
             # Copy on write: tensors can share the pages, and nothing reaches the file.
-            arrays = {
-                name: np.load(folder / f"{name}.npy", mmap_mode="c", allow_pickle=False)
+            arrays: Arrays = {
+                name: np.lib.format.open_memmap(_checked(folder / f"{name}.npy"), mode="c")
                 for name in digests
             }
-        except (OSError, ValueError, AttributeError):
+            # A digest is that of the values alone.
+            whole = all(
+                _layout(array) == layouts[name] and digest(array) == digests[name]
+                for name, array in arrays.items()
+            )
+        except Exception:  # whatever is wrong with the copy, the files are decoded again
             return None
-        whole = all(digest(array) == digests[name] for name, array in arrays.items())
-        return arrays if whole and _name(digests) == folder.name else None
+        return arrays if whole else None
 
     def _note(self, paths: Sequence[Path]) -> Path:
         files = [
@@ -81,6 +92,21 @@ class Cache:
         ]
         key = hashlib.sha256(json.dumps([FORMAT, files]).encode()).hexdigest()[:32]
         return self.folder / "files" / f"{key}.json"
+
+
+def _layout(array: Array) -> list[Any]:
+    return [list(array.shape), array.dtype.str]
+
+
+def _checked(path: Path) -> Path:
+    """The same path if there is a file: to open a pipe would wait for ever."""
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    return path
+
+
+def _content(path: Path) -> bytes:
+    return _checked(path).read_bytes()
 
 
 def _name(digests: Mapping[str, str]) -> str:

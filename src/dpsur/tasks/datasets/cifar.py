@@ -38,8 +38,8 @@ def _python(path: Path, content: bytes) -> Array:
     try:
         batch = read_plain_values(content)
         return join_records(batch["labels"], as_array(batch["data"]))
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise DamagedFileError(path, f"is no batch of CIFAR-10 ({error})") from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise DamagedFileError(path, "is no batch of CIFAR-10", str(error)) from error
 
 
 def _read_binary(paths: Sequence[Path]) -> list[Piece]:

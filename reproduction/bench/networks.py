@@ -1,0 +1,213 @@
+"""The networks to measure, each with made-up inputs of the right shape.
+
+The paper's are those of the tasks; the others are written here. Every weight is in a layer that all
+arms know, and nothing works in place, so that no arm is ruled out by how a network is written.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from dpsur.core.streams import BATCH, INIT, Streams
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+from dpsur.tasks.imdb import LENGTH as IMDB_LENGTH
+from dpsur.tasks.imdb import VOCABULARY as IMDB_WORDS
+from dpsur.tasks.networks import (
+    ImdbLstm,
+    cifar_pixel_cnn,
+    cifar_scattering_cnn,
+    pixel_cnn,
+    scattering_cnn,
+)
+
+ENCODER_WORDS, ENCODER_LENGTH, ENCODER_WIDTH = 5_000, 64, 64
+
+
+def widened_cnn(width: int) -> nn.Module:
+    """The paper's network for 32x32 colour images with other widths: its own begins with 32."""
+    layers: list[nn.Module] = []
+    before = 3
+    for channels in (width, 2 * width, 4 * width):
+        for inputs in (before, channels):
+            layers += [nn.Conv2d(inputs, channels, kernel_size=3, padding=1), nn.Tanh()]
+        layers.append(nn.MaxPool2d(2))
+        before = channels
+    hidden = 4 * width
+    return nn.Sequential(
+        *layers, nn.Flatten(), nn.Linear(16 * hidden, hidden), nn.Tanh(), nn.Linear(hidden, 10)
+    )
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with GroupNorm around a shortcut."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(before, width, 3, stride=stride, padding=1, bias=False),
+            nn.GroupNorm(32, width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.GroupNorm(32, width),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or before != width:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(before, width, 1, stride=stride, bias=False), nn.GroupNorm(32, width)
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Body plus shortcut."""
+        return torch.relu(self.body(images) + self.shortcut(images))
+
+
+def resnet18() -> nn.Module:
+    """ResNet-18 for 32x32 images, with GroupNorm in place of BatchNorm."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 3, padding=1, bias=False),
+        nn.GroupNorm(32, 64),
+        nn.ReLU(),
+    ]
+    before = 64
+    for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        layers += [ResidualBlock(before, width, stride), ResidualBlock(width, width, 1)]
+        before = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+class EncoderBlock(nn.Module):
+    """Attention and a two-layer perceptron, each behind a LayerNorm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before_attention = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, num_heads=4, batch_first=True)
+        self.before_mlp = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Two residual steps."""
+        seen = self.before_attention(states)
+        states = states + self.attention(seen, seen, seen, need_weights=False)[0]
+        moved: Tensor = states + self.mlp(self.before_mlp(states))
+        return moved
+
+
+class TransformerEncoder(nn.Module):
+    """A small encoder of token sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ENCODER_WORDS, ENCODER_WIDTH)
+        self.positions = nn.Embedding(ENCODER_LENGTH, ENCODER_WIDTH)
+        self.blocks = nn.Sequential(EncoderBlock(ENCODER_WIDTH), EncoderBlock(ENCODER_WIDTH))
+        self.output = nn.Linear(ENCODER_WIDTH, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Scores of the two classes."""
+        # one row of positions per example, as per-example gradients by hooks need it
+        places = torch.arange(words.shape[1], device=words.device).repeat(len(words), 1)
+        states = self.blocks(self.words(words) + self.positions(places))
+        scores: Tensor = self.output(states.mean(1))
+        return scores
+
+
+IMAGE = (3, 32, 32)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network, the shape of one input, and what the inputs are.
+
+    `words` is the size of the vocabulary where inputs are tokens, None where they are real numbers.
+    Networks of a `series` differ in their width alone, to show growth with the parameters.
+    """
+
+    name: str
+    summary: str
+    parameters: int
+    build: Callable[[], nn.Module]
+    input_shape: tuple[int, ...]
+    classes: int = 10
+    words: int | None = None
+    series: bool = False
+
+    def model(self, device: torch.device, seed: int = 0) -> nn.Module:
+        """A freshly initialised network: the same seed gives every arm the same weights."""
+        with Streams(seed, torch.device("cpu")).global_randomness(INIT):
+            return self.build().to(device)
+
+    def batch(self, size: int, device: torch.device, seed: int = 0) -> Examples:
+        """Made-up records. Speed does not depend on their values, shapes and types are real."""
+        generator = Streams(seed, torch.device("cpu"))[BATCH]
+        shape = (size, *self.input_shape)
+        if self.words is None:
+            inputs = torch.randn(shape, generator=generator)
+        else:
+            inputs = torch.randint(self.words, shape, generator=generator)
+        targets = torch.randint(self.classes, (size,), generator=generator)
+        return Examples(inputs, targets).to(device)
+
+
+# First width of a CNN, and the parameters it then has: about four times as many with every step.
+WIDTHS = {8: 34_930, 16: 138_330, 32: 550_570, 64: 2_196_810, 128: 8_776_330}
+NETWORKS: dict[str, Network] = {
+    network.name: network
+    for network in (
+        Network("pixel-28", "paper's CNN, 28x28 pixels", 26_010, pixel_cnn, (1, 28, 28)),
+        Network("scattering-28", "paper's CNN, scattering", 33_066, scattering_cnn, (81, 7, 7)),
+        Network(
+            "scattering-cifar",
+            "paper's CNN, CIFAR-10 scattering",
+            187_210,
+            cifar_scattering_cnn,
+            (243, 8, 8),
+        ),
+        Network("pixel-cifar", "paper's CNN, CIFAR-10 pixels", 550_570, cifar_pixel_cnn, IMAGE),
+        Network(
+            "lstm-imdb",
+            "paper's LSTM, IMDb",
+            2_021_202,
+            partial(ImdbLstm, activation="relu"),
+            (IMDB_LENGTH,),
+            2,
+            IMDB_WORDS,
+        ),
+        Network("resnet18", "ResNet-18 with GroupNorm", 11_173_962, resnet18, IMAGE),
+        Network(
+            "transformer",
+            "Transformer encoder, 2 blocks",
+            424_194,
+            TransformerEncoder,
+            (ENCODER_LENGTH,),
+            2,
+            ENCODER_WORDS,
+        ),
+        *(
+            Network(
+                f"cnn-{width}",
+                f"CNN of width {width}, 32x32 colour images",
+                parameters,
+                partial(widened_cnn, width),
+                IMAGE,
+                series=True,
+            )
+            for width, parameters in WIDTHS.items()
+        ),
+    )
+}
+
+
+def network_named(name: str) -> Network:
+    """Look a network up by name."""
+    try:
+        return NETWORKS[name]
+    except KeyError:
+        known = ", ".join(NETWORKS)
+        raise InvalidInputError(f"unknown network {name!r}; choose from {known}") from None

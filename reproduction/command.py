@@ -1,0 +1,298 @@
+"""The command `python -m reproduction`: the paper's tables and figures."""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from dpsur.cli import run_command
+from dpsur.cli.parser import Parser, shown, whole_number
+from dpsur.errors import DpsurError, InvalidInputError
+from reproduction.base import Experiment, Options
+from reproduction.registry import EXPERIMENTS, experiment_named
+from reproduction.runner import fill, look_up, render, rows_file
+
+DESCRIPTION = """\
+Make the rows of experiments and render their tables and figures.
+
+A row is a line of results/NAME.jsonl. Rows that are there are kept and only missing
+ones are made, so that an interrupted experiment resumes where it stopped; delete lines
+to have them made anew. Tables go to tables/ in the folder --out, figures to figures/.
+"""
+PROGRAM = "reproduction"
+ROOT = Path(__file__).parent.parent
+THREADS = "OMP_NUM_THREADS"
+WHOLE = (0, 1)  # the one part of a grid that is not shared
+MOST_SEEDS, MOST_JOBS = 10_000, 1_000
+LIMITS = {"tasks": str, "arms": str, "epsilons": float}
+EXAMPLES = """\
+  python -m reproduction acceptance gate-density truncation trajectory     under a minute
+  python -m reproduction all --render-only                                 draw from rows
+  python -m reproduction accuracy ablation --jobs 4                        four at once on one GPU
+  python -m reproduction bench --help                                      speed and memory
+"""
+
+
+class ReproductionParser(Parser):
+    """A parser whose errors are headed by the name of this package."""
+
+    program = PROGRAM
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status, as `dpsur` does: 2 for bad input."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["bench"]:
+        return run_command(_bench_parser, PROGRAM, given[1:])
+    return run_command(_parser, PROGRAM, given)
+
+
+def _bench_parser(given: Sequence[str]) -> Parser:
+    del given
+    from reproduction.bench import command
+
+    parser = ReproductionParser(prog=f"python -m {PROGRAM} bench")
+    command.set_up(parser)
+    return parser
+
+
+def _parser(given: Sequence[str]) -> Parser:
+    del given
+    parser = ReproductionParser(prog=f"python -m {PROGRAM}")
+    set_up(parser)
+    return parser
+
+
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = DESCRIPTION
+    parser.epilog = f"experiments:\n{_listing()}\n\nexamples:\n{EXAMPLES}"
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="experiments to make, in this order, or: all (listed below)",
+    )
+    parser.add_argument("--list", action="store_true", help="list the experiments and stop")
+    parser.add_argument(
+        "--results", default="results", metavar="DIR", help="folder of the rows (default: results)"
+    )
+    parser.add_argument(
+        "--out",
+        default="docs",
+        metavar="DIR",
+        help="folder of tables and figures (default: docs)",
+    )
+    parser.add_argument(
+        "--render-only", action="store_true", help="render from the rows that are there"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=_seeds,
+        metavar="LIST",
+        help="seeds of repeated runs, such as 0-4 or 1,3 (default: the experiment's own)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        help="where to train, if the experiment trains (default: the experiment's own)",
+    )
+    parser.add_argument("--rows-only", action="store_true", help="make rows, and render nothing")
+    parser.add_argument(
+        "--jobs",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="make a grid of runs with N processes at once; small networks do not fill a GPU",
+    )
+    parser.add_argument(
+        "--shard",
+        type=_shard,
+        default=WHOLE,
+        metavar="K/N",
+        help="make part K, from 0 to N - 1, of a grid of runs, so that N processes share it, on "
+        "several machines too; on a GPU each takes an Nth of the memory",
+    )
+    parser.add_argument(
+        "--claims", type=Path, help=argparse.SUPPRESS
+    )  # between processes of --jobs
+    for limit, kind in LIMITS.items():
+        parser.add_argument(
+            f"--{limit}",
+            nargs="+",
+            default=(),
+            type=kind,
+            metavar=limit[:-1].upper(),
+            help=f"limit a grid of runs to these {limit}",
+        )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make and render."""
+    if options.list:
+        print(_listing())
+        return 0
+    if not options.names:
+        raise InvalidInputError("name an experiment, or all (see: python -m reproduction --list)")
+    if options.jobs > 1 and options.shard != WHOLE:
+        raise InvalidInputError("--jobs makes all parts of a grid, --shard one: give one of them")
+    if options.rows_only and options.render_only:
+        raise InvalidInputError("--rows-only renders nothing and --render-only makes no row")
+    names = EXPERIMENTS if "all" in options.names else dict.fromkeys(options.names)
+    experiments = [experiment_named(name) for name in names]  # all names before any work
+    if options.claims is not None and options.shard[0] % 2:
+        experiments.reverse()  # as with records: what is small beside what is large
+    known = {experiment.name: _rows_of(experiment, options) for experiment in experiments}
+    shared = [experiment.name for experiment in experiments if experiment.shared]
+    if options.jobs > 1 and shared and not options.render_only:
+        run_parts(_part_of(shared, options), options.jobs)
+    for experiment in experiments:
+        if "all" in options.names and options.render_only and _has_no_rows(experiment, options):
+            print(f"{experiment.name}: no rows yet")
+            continue
+        _reproduce(experiment, options, known[experiment.name])
+    return 0
+
+
+def _rows_of(experiment: Experiment, options: argparse.Namespace) -> int:
+    """How many rows there are of what is asked for."""
+    path = rows_file(experiment, Path(options.results))
+    return len(look_up(experiment, path, _asked(options)).rows)
+
+
+def _has_no_rows(experiment: Experiment, options: argparse.Namespace) -> bool:
+    filled = look_up(experiment, rows_file(experiment, Path(options.results)), Options())
+    return bool(filled.missing) and not filled.rows
+
+
+def _asked(options: argparse.Namespace) -> Options:
+    return Options(
+        seeds=options.seeds,
+        device=options.device,
+        shard=options.shard,
+        tasks=tuple(options.tasks),
+        arms=tuple(options.arms),
+        epsilons=tuple(options.epsilons),
+        claims=options.claims,
+    )
+
+
+def _reproduce(experiment: Experiment, options: argparse.Namespace, known: int) -> None:
+    started = time.monotonic()
+    results, out, asked = Path(options.results), Path(options.out), _asked(options)
+
+    def tell(count: int, total: int) -> None:
+        seconds = time.monotonic() - started
+        print(f"{experiment.name}: row {count} of {total}, {seconds:.0f} s", file=sys.stderr)
+
+    if not options.render_only and not (options.jobs > 1 and experiment.shared):
+        fill(experiment, results, asked, tell)
+    filled = look_up(experiment, rows_file(experiment, results), asked)
+    written = [] if options.rows_only else render(experiment, filled, out)
+    made = len(filled.rows) - known
+    if options.claims is not None:
+        return  # whoever started this process tells what became of all
+    missing = f", {len(filled.missing)} cells without one" if filled.missing else ""
+    print(f"{experiment.name}: {len(filled.rows)} rows, {made} of them new{missing}")
+    for path in written:
+        print(f"  {path}")
+
+
+def _part_of(names: Sequence[str], options: argparse.Namespace) -> list[str]:
+    """The command that makes rows of these experiments, less the part that is a process's own."""
+    given = [*names, "--rows-only", "--results", options.results]
+    if options.seeds is not None:
+        given += ["--seeds", ",".join(map(str, options.seeds))]
+    if options.device is not None:
+        given += ["--device", options.device]
+    for limit in LIMITS:
+        chosen = getattr(options, limit)
+        given += [f"--{limit}", *map(str, chosen)] if chosen else []
+    return given
+
+
+def run_parts(arguments: Sequence[str], jobs: int) -> None:
+    """Run this command with `ARGUMENTS --shard K/JOBS --claims DIR` for every K, and wait for all.
+
+    In the folder they note what they have begun, so that the fastest process takes more. Whatever
+    ends this process ends the others: none is left behind.
+    """
+    command = [sys.executable, "-m", PROGRAM, *arguments]
+    parts: list[subprocess.Popen[bytes]] = []
+    with TemporaryDirectory() as claims:
+        try:
+            for part in range(jobs):
+                own = ["--claims", claims, "--shard", f"{part}/{jobs}"]
+                parts.append(subprocess.Popen([*command, *own], env=_shared(os.environ, jobs)))
+            failed = [part for part, process in enumerate(parts) if process.wait()]
+        finally:
+            for process in parts:
+                process.terminate()
+                process.wait()
+    if failed:
+        raise DpsurError(
+            f"{len(failed)} of {jobs} processes failed, for reasons printed above; rows that were "
+            "made are kept: run the command again to continue"
+        )
+
+
+def _shared(environment: Mapping[str, str], jobs: int) -> dict[str, str]:
+    """The same environment, with a share of the cores: threads of one process wait for others.
+
+    This package is found from any folder.
+    """
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    searched = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    return {THREADS: threads, **environment, "PYTHONPATH": os.pathsep.join(searched)}
+
+
+def _listing() -> str:
+    width = max(map(len, EXPERIMENTS))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in EXPERIMENTS.items())
+
+
+def _seeds(value: str) -> tuple[int, ...]:
+    """Read a list of seeds and ranges of seeds."""
+    found: list[int] = []
+    try:
+        for part in value.split(","):
+            first, _, last = part.partition("-")
+            start, stop = whole_number(first), whole_number(last or first) + 1
+            if stop - start > MOST_SEEDS - len(found):
+                raise argparse.ArgumentTypeError(
+                    f"{shown(value)} names more than {MOST_SEEDS} seeds"
+                )
+            found += range(start, stop)
+    except ValueError:
+        found = []
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"{shown(value)} is not a list of seeds such as 0-4 or 1,3"
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def _count(value: str) -> int:
+    """Read a number of processes."""
+    if not value.isdecimal() or not 1 <= whole_number(value) <= MOST_JOBS:
+        raise argparse.ArgumentTypeError(
+            f"{shown(value)} is not a whole number from 1 to {MOST_JOBS}"
+        )
+    return int(value)
+
+
+def _shard(value: str) -> tuple[int, int]:
+    """Read `K/N`, with 0 <= K < N."""
+    first, _, second = value.partition("/")
+    if not (first.isdecimal() and second.isdecimal()) or not (
+        whole_number(first) < whole_number(second) <= MOST_JOBS
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{shown(value)} is not a part K/N with K from 0 to N - 1 and N up to {MOST_JOBS}"
+        )
+    return int(first), int(second)

@@ -1,0 +1,149 @@
+"""The paper's table of accuracies, every cell of it, and the arms that explain DPSUR's column."""
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from dpsur.presets.settings import EPSILONS
+from reproduction.arms import ARMS, DPSUR_ARMS, FAULT_ARMS, HF_PUBLISHED, METHOD_ARMS
+from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
+from reproduction.base import Row
+from reproduction.experiments.accuracy_pages import draw_accuracy, extra_pages, has_points
+from reproduction.grid import TrainingGrid
+from reproduction.training import TrainingCell, mean_and_spread
+
+TASKS = ("fmnist", "mnist", "cifar10", "imdb")
+MANY, FEW = tuple(range(5)), tuple(range(3))
+MAIN_ARMS = ("published", "proven", "released-code")
+SIDE_EPSILONS = (1, 3)
+TITLE = "Accuracy, beside the paper's"
+TEXT = """
+Accuracy in percent on the public test set of the last iterate (of DPIS on CIFAR-10: of the average
+of weights that it releases), mean and standard deviation over seeds, beside the paper's figure.
+DPSUR is shown in several arms: Algorithm 1 as the paper states it, by the published accounting and
+by the proven one; the code that was released, whose epsilon is a claim; controls; and the faults of
+that code one at a time. All other private methods are charged by proven accountings, but for one
+line of DPSGD-HF. *Proven epsilon* is blank where every trial is charged, since *epsilon* is proved
+there, and for the released code, controls and single faults, for which none is known. Settings are
+those of the preset `paper`; where the paper gives none they were chosen on held-out training
+records. In the figure, bars are one standard deviation, grey ticks the paper's figures, and an open
+marker says that the epsilon is a claim. [The main cells in
+short](accuracy_short.md); [the released code against the paper](accuracy_agreement.md).
+"""
+COLUMNS = (
+    Column("data set", "task"),
+    Column("what", "label"),
+    Column("accounting", "accounting"),
+    Column("epsilon", "epsilon"),
+    Column("accuracy", "mean", ".2f"),
+    Column("+-", "spread", ".2f"),
+    Column("seeds", "seeds"),
+    Column("paper", "paper", ".2f"),
+    Column("difference", "difference", "+.2f"),
+    Column("updates", "updates", ".0f"),
+    Column("trials", "trials", ".0f"),
+    Column("proven epsilon", "proven", ".3f"),
+)
+
+
+class Accuracy(TrainingGrid):
+    """One row per data set, arm, budget and seed."""
+
+    name = "accuracy"
+
+    def runs(self, seeds: tuple[int, ...] | None) -> Iterator[TrainingCell]:
+        """Main arms of DPSUR first, then the other methods, then the controls."""
+        for task in TASKS:
+            for epsilon in EPSILONS:
+                for arm in MAIN_ARMS:
+                    yield from _seeds(task, arm, epsilon, seeds or MANY)
+        if seeds is None or set(MANY) <= set(seeds):
+            yield from _seeds("fmnist", HF_PUBLISHED.name, 3, seeds or MANY)
+        for task in TASKS:
+            for epsilon in EPSILONS:
+                for method in METHOD_ARMS:
+                    if applies(method.name, task) and (method.name != "nonprivate" or epsilon == 1):
+                        yield from _seeds(task, method.name, epsilon, seeds or FEW)
+        for task in TASKS:
+            for epsilon in SIDE_EPSILONS:
+                for side in DPSUR_ARMS:
+                    if side.name not in MAIN_ARMS:
+                        yield from _seeds(task, side.name, epsilon, seeds or FEW)
+        for fault in FAULT_ARMS:
+            yield from _seeds("fmnist", fault.name, 1, seeds or FEW)
+
+    def render(self, rows: Sequence[Row]) -> list[Artifact]:
+        """The whole table with its figure, its short form, and where the paper is met."""
+        records, paper = summary(rows), paper_accuracy()
+        drawn = Picture(self.name, lambda: draw_accuracy(records, paper))
+        picture = drawn if has_points(records) else None
+        whole = table_page(self.name, TITLE, TEXT, Table(COLUMNS, records), picture)
+        return [*whole, *extra_pages(records, paper)]
+
+
+EXPERIMENT = Accuracy()
+
+
+def applies(method: str, task: str) -> bool:
+    """Scattering features are for images."""
+    return not (method == "dpsgd-hf" and task == "imdb")
+
+
+def _seeds(task: str, arm: str, epsilon: float, seeds: Sequence[int]) -> Iterator[TrainingCell]:
+    for seed in seeds:
+        yield TrainingCell(task, arm, epsilon, seed)
+
+
+def paper_accuracy() -> dict[tuple[str, str, int], float]:
+    """The paper's figures by data set, method and epsilon; epsilon 0 is the non-private column."""
+    text = (files("reproduction.experiments") / "paper_accuracy.csv").read_text(encoding="utf-8")
+    found: dict[tuple[str, str, int], float] = {}
+    for row in csv.DictReader(text.splitlines()):
+        for epsilon in EPSILONS:
+            found[row["dataset"], row["method"], epsilon] = float(row[f"eps{epsilon}"])
+        found[row["dataset"], "nonprivate", 0] = float(row["nonprivate"])
+    return found
+
+
+def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Mean and spread over seeds for every data set, arm and budget, beside the paper's."""
+    groups: dict[tuple[str, str, float], list[Row]] = defaultdict(list)
+    for row in rows:
+        config = row["config"]
+        groups[config["task"], config["arm"], config["epsilon"]].append(row)
+    order = list(ARMS)
+    keys = sorted(groups, key=lambda k: (TASKS.index(k[0]), order.index(k[1]), k[2]))
+    return [_record(key, groups[key]) for key in keys]
+
+
+def _record(key: tuple[str, str, float], rows: Sequence[Row]) -> dict[str, Any]:
+    task, name, epsilon = key
+    mean, spread = mean_and_spread([100 * row["accuracy"] for row in rows])
+    paper = _paper_figure(task, name, int(epsilon))
+    epsilons: Mapping[str, float | None] = rows[0]["epsilon"]
+    private = name != "nonprivate"
+    return {
+        "task": task,
+        "arm": name,
+        "label": ARMS[name].label,
+        "accounting": ARMS[name].accounting if private else None,
+        "epsilon": int(epsilon) if private else None,
+        "mean": mean,
+        "spread": spread,
+        "seeds": len(rows),
+        "paper": paper,
+        "difference": None if paper is None else mean - paper,
+        "updates": sum(row["updates"] for row in rows) / len(rows),
+        "trials": sum(row["trials"] for row in rows) / len(rows),
+        "proven": epsilons["proven"] if private and ARMS[name].sound else None,
+    }
+
+
+def _paper_figure(task: str, arm: str, epsilon: int) -> float | None:
+    if arm == "nonprivate":
+        return paper_accuracy()[task, "nonprivate", 0]
+    method = {"dpsgd-hf-published": "dpsgd-hf"}.get(arm, arm)
+    method = "dpsur" if arm in {one.name for one in (*DPSUR_ARMS, *FAULT_ARMS)} else method
+    return paper_accuracy().get((task, method, epsilon))

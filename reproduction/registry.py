@@ -1,0 +1,95 @@
+"""The experiments, by name. An experiment is registered by being listed here."""
+
+from importlib import import_module
+from typing import Final
+
+from dpsur.errors import InvalidInputError
+from reproduction.base import Experiment
+
+# name -> module that has it as EXPERIMENT, and what it shows. A module is imported when it is asked
+# for, since some need torch and some do not.
+EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
+    "acceptance": (
+        "reproduction.experiments.acceptance",
+        "acceptance probability of the gate against beta, and its best beta (seconds)",
+    ),
+    "gate-density": (
+        "reproduction.experiments.gate_density",
+        "the noisy loss difference and what three thresholds accept (seconds)",
+    ),
+    "truncation": (
+        "reproduction.experiments.truncation",
+        "a Gaussian before and after selective release (seconds)",
+    ),
+    "trajectory": (
+        "reproduction.experiments.trajectory",
+        "DPSGD against DPSUR on a linear regression (seconds)",
+    ),
+    "schematics": (
+        "reproduction.experiments.schematics",
+        "drawings of the algorithm (seconds)",
+    ),
+    "sigma-v": (
+        "reproduction.experiments.sigma_v",
+        "the paper's sixteen settings of the test: updates, cost, acceptance (seconds)",
+    ),
+    "accounting": (
+        "reproduction.experiments.accounting",
+        "the paper's sixteen settings under each accounting (seconds)",
+    ),
+    "accuracy": (
+        "reproduction.experiments.accuracy",
+        "the paper's table of accuracies, and the arms that explain it (GPU, an hour)",
+    ),
+    "best": (
+        "reproduction.experiments.best",
+        "the best accuracies here at a proven epsilon, beside the paper's at its own (GPU minutes)",
+    ),
+    "tuning": (
+        "reproduction.experiments.tuning",
+        "settings that the paper does not give, chosen on held-out records (GPU minutes)",
+    ),
+    "ablation": (
+        "reproduction.experiments.ablation",
+        "one hyper-parameter of DPSUR at a time, on CIFAR-10 (GPU, half an hour)",
+    ),
+    "robustness": (
+        "reproduction.experiments.robustness",
+        "accuracy against the learning rate, selective and plain (GPU minutes)",
+    ),
+    "convergence": (
+        "reproduction.experiments.convergence",
+        "loss and accuracy against the budget spent (GPU minutes)",
+    ),
+    "iterates": (
+        "reproduction.experiments.iterates",
+        "the last iterate and the best on the test set, where the paper is not met (GPU minutes)",
+    ),
+    "membership": (
+        "reproduction.experiments.membership",
+        "the paper's attack tables, and likelihood ratios, over seeds (GPU, an hour)",
+    ),
+    "rejections": (
+        "reproduction.experiments.rejections",
+        "what the number of rejected trials tells by itself (a minute)",
+    ),
+    "audit": (
+        "reproduction.experiments.audit",
+        "what audits find, of sound and of broken mechanisms (a quarter of an hour)",
+    ),
+    "demo": (
+        "reproduction.experiments.demo",
+        "what `make demo` reaches, over seeds and against its peers (minutes)",
+    ),
+}
+
+
+def experiment_named(name: str) -> Experiment:
+    """Look an experiment up by name."""
+    try:
+        module, _ = EXPERIMENTS[name]
+    except KeyError:
+        known = ", ".join(EXPERIMENTS)
+        raise InvalidInputError(f"unknown experiment {name!r}; choose one of {known}") from None
+    found: Experiment = import_module(module).EXPERIMENT
+    return found

@@ -1,0 +1,201 @@
+"""Rows of trained runs: what every experiment that trains on a task has in common."""
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from dpsur.methods import Nonprivate
+from dpsur.privacy.budget import Budget
+from dpsur.runs.preparation import PRIVATE
+from dpsur.runs.prepare import choose_device
+from dpsur.runs.result import Run
+from dpsur.runs.session import Pace, Session, Speed
+from dpsur.runs.tasks import Records, TaskRun, load_records, prepare_task, with_features
+from dpsur.runs.together import run_together
+from reproduction.arms import ARMS
+
+DELTA = 1e-5
+# Trials between two looks at a captured run; evaluations only at the end.
+BLOCK, NEVER = 100, 10**9
+# The same for a run whose curve is kept: a captured run is evaluated between two blocks.
+CURVE_BLOCK = 20
+CURVE = ("updates", "epsilon", "loss", "accuracy")
+# Where products of full precision would take most of the time of a grid; rows say so.
+WITH_TF32 = ("cifar10",)
+# Raised whenever private normalisation changes what it makes of the records.
+PREPARATION = 2
+
+
+@dataclass(frozen=True)
+class TrainingCell:
+    """One run: an arm on a task at a budget, with changes of its preset.
+
+    `evaluations` asks for a curve of about so many points; without it only the end is measured.
+    `stretch` multiplies the budget and nothing else: the preset stays that of `epsilon`.
+    """
+
+    task: str
+    arm: str
+    epsilon: float
+    seed: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    hold_out: int = 0
+    evaluations: int = 0
+    stretch: float = 1  # an int, so that a whole epsilon stays one in the row
+
+    def config(self) -> dict[str, Any]:
+        """Everything that the result depends on, as plain values."""
+        arm = ARMS[self.arm]
+        preset = arm.preset(self.task, self.epsilon)
+        # where settings are tried, what was chosen earlier plays no part
+        chosen = preset.given if self.hold_out else preset.options
+        return {
+            "task": self.task,
+            "arm": self.arm,
+            "method": arm.method.name,
+            "epsilon": self.epsilon * self.stretch,
+            "delta": DELTA,
+            "accounting": arm.accounting,
+            "features": preset.features,
+            "normalisation": preset.normalisation,
+            "network": dict(preset.network),
+            "options": {**chosen, **self.changes},
+            "tried": dict(self.changes),
+            "hold_out": self.hold_out,
+            "tf32": self.task in WITH_TF32,
+            **({"preparation": PREPARATION} if preset.normalisation == PRIVATE else {}),
+            **({"evaluations": self.evaluations} if self.evaluations else {}),
+            **({"stretch": self.stretch} if self.stretch != 1 else {}),
+        }
+
+
+def task_run(config: Mapping[str, Any], seed: int, device: str | None) -> TaskRun:
+    """The run that a row's configuration describes."""
+    return TaskRun(
+        task=config["task"],
+        method=ARMS[config["arm"]].build(config["options"]),
+        budget=Budget(config["epsilon"], config["delta"]),
+        accounting=config["accounting"],
+        features=config["features"],
+        normalisation=config["normalisation"],
+        network=config["network"],
+        hold_out=config["hold_out"],
+        seed=seed,
+        device=device or "auto",
+        speed=Speed(tf32=config["tf32"], repeatable=False),
+        pace=Pace(checkpoint_every=BLOCK, evaluate_every=NEVER),
+    )
+
+
+def trained_rows(
+    config: Mapping[str, Any], seeds: Sequence[int], device: str | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Run a configuration with several seeds at once, as many as fit, and note what came of each.
+
+    Accuracy is that of what is released, the last iterate unless an average is asked for. A run
+    that may release nothing has no row.
+    """
+    found = _made_together(config, seeds, device)
+    if found is not None:
+        yield from found
+        return
+    # Every seed has its own copy of the records, normalised with its own noise: halve them.
+    torch.cuda.synchronize()  # what other seeds have begun is not over
+    gc.collect()
+    torch.cuda.empty_cache()
+    half = len(seeds) // 2
+    for some in (seeds[:half], seeds[half:]):
+        yield from trained_rows(config, some, device)
+
+
+def _made_together(
+    config: Mapping[str, Any], seeds: Sequence[int], device: str | None
+) -> list[tuple[int, dict[str, Any]]] | None:
+    """What came of the seeds at once, or None if a GPU has no room for several."""
+    records = loaded_records(config["task"], config["features"], config["hold_out"], device)
+    try:
+        sessions = [_session(config, seed, device, records) for seed in seeds]
+        started = time.perf_counter()
+        outcomes = run_together(sessions)
+    except RuntimeError as error:
+        if len(seeds) == 1 or not _is_of_memory(error):
+            raise
+        return None
+    seconds = (time.perf_counter() - started) / len(seeds)
+    found = []
+    for seed, session, run in zip(seeds, sessions, outcomes, strict=True):
+        if isinstance(run, Run):
+            curve = {"curve": curve_of(run)} if "evaluations" in config else {}
+            made = _row(config["arm"], session, run, seconds, len(seeds))
+            found.append((seed, {**made, **curve}))
+    return found
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    """Whether a GPU was full, perhaps while a graph was captured, whose end is an error too."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _session(config: Mapping[str, Any], seed: int, device: str | None, records: Records) -> Session:
+    session = prepare_task(task_run(config, seed, device), records)[0]
+    if "evaluations" not in config:
+        return session
+    every = max(1, session.plan.length // config["evaluations"])
+    return replace(session, pace=Pace(checkpoint_every=CURVE_BLOCK, evaluate_every=every))
+
+
+def curve_of(run: Run) -> dict[str, list[float]]:
+    """What the evaluations of a run found, and the budget that it had spent by then."""
+    found = [row for row in run.private.rows if row["kind"] == "evaluation"]
+    return {name: [round(row[name], 6) for row in found] for name in CURVE}
+
+
+def _figures(arm: str, run: Run) -> dict[str, float | None]:
+    """Epsilon under each accounting; of what is no method, the claim that it is run for alone."""
+    kept = set(run.epsilon) if ARMS[arm].sound else {ARMS[arm].accounting}
+    return {name: figure if name in kept else None for name, figure in run.epsilon.items()}
+
+
+def _row(arm: str, session: Session, run: Run, seconds: float, together: int) -> dict[str, Any]:
+    ledger = run.private.ledger
+    assert run.scores is not None
+    return {
+        "accuracy": run.scores["accuracy"],
+        "loss": run.scores["loss"],
+        "updates": ledger.updates,
+        "trials": ledger.trials,
+        "epsilon": _figures(arm, run),
+        "seconds": round(seconds, 2),
+        "together": together,
+        "device": device_name(session.streams.device),
+    }
+
+
+@lru_cache(maxsize=1)
+def loaded_records(task: str, features: str, hold_out: int, device: str | None) -> Records:
+    """Records with their features, kept on the device for the next run on the same task."""
+    chosen = choose_device(device or "auto")
+    run = TaskRun(
+        task, Nonprivate(), Budget(1.0, DELTA), "proven", features=features, hold_out=hold_out
+    )
+    return with_features(run, load_records(run), chosen)
+
+
+def device_name(device: torch.device) -> str:
+    """What a run was made on."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation; zero spread for a single value."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, 0.0
+    return mean, (sum((v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5

@@ -1,0 +1,120 @@
+"""Targets to attack: trained without privacy, many at once, or by a method under a budget."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpsur import checks
+from dpsur.attacks.many import ManyModels, Recipe
+from dpsur.attacks.models import SeparateModels
+from dpsur.attacks.split import join
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError
+from dpsur.features import compute, features_named
+from dpsur.methods import Method
+from dpsur.runs.result import Run
+from dpsur.runs.tasks import Records, TaskRun, prepare_task
+from dpsur.runs.together import run_together
+from dpsur.tasks import Task, task_named
+from dpsur.tasks.base import PIXELS, TOKENS, VECTORS
+from dpsur.tasks.networks import build_network, takes
+
+# Models that take a step together: as many as still gain speed on one device. Several networks of
+# large convolutions are slower together than one after another.
+AT_ONCE = {"cifar10": 1}
+USUALLY_AT_ONCE = 16
+POOL_SEED = 2024
+# As the paper's pixel networks have it where DPSGD trains them: a target without privacy is then
+# what DPSGD would have made without clipping and noise.
+TARGET_NETWORK = {"activation": "relu"}
+
+
+def attacked_pool(task: Task, most: int | None = None) -> Examples:
+    """Training and test records of a task together, or so many of them, drawn once for all."""
+    train, test = task.load(None)
+    pool = train if test is None else join(train, test)
+    if most is None:
+        return pool
+    checks.at_least_one("max_records", most)
+    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(POOL_SEED))
+    return pool.select(order[:most]) if most < len(pool) else pool
+
+
+@lru_cache(maxsize=1)
+def pool_on(device: torch.device, task: str, features: str | None) -> Examples:
+    """All records of a task on a device, with features or without, for the next target as well."""
+    pool = attacked_pool(task_named(task)).to(device)
+    if features is None:
+        return pool
+    found = compute(features_named(features), pool.inputs, device=device, cached=False)
+    return Examples(found, pool.targets)
+
+
+def plain_features(task: Task) -> str:
+    """The name of the task's inputs as they are."""
+    for features in (PIXELS, TOKENS, VECTORS):
+        if features in task.networks:
+            return features
+    raise InvalidInputError(f"task {task.name} has no network for its inputs as they are")
+
+
+def plain_network(task: Task) -> Mapping[str, Any]:
+    """The task's network for inputs as they are."""
+    return task.networks[plain_features(task)]
+
+
+def as_seen_by(method: Method, task: Task) -> tuple[dict[str, Any], Examples, Examples | None]:
+    """The network that a method trains on a task, and the records as the features it sees.
+
+    Features are the method's own, or the inputs as they are.
+    """
+    train, test = task.load(None)
+    if method.features is None:
+        return {**plain_network(task), **method.network_changes()}, train, test
+    features = features_named(method.features)
+    train = Examples(compute(features, train.inputs), train.targets)
+    if test is not None:
+        test = Examples(compute(features, test.inputs), test.targets)
+    return {**task.networks[method.features], **method.network_changes()}, train, test
+
+
+def target_network(task: Task) -> dict[str, Any]:
+    """What the network of targets without privacy has other than the task's, where it can."""
+    return TARGET_NETWORK if takes(plain_network(task), TARGET_NETWORK) else {}
+
+
+def plain_trainer(task: Task, recipe: Recipe, device: torch.device) -> ManyModels:
+    """Trains the task's network for inputs as they are, without privacy."""
+    description = {**plain_network(task), **target_network(task)}
+    at_once = AT_ONCE.get(task.name, USUALLY_AT_ONCE)
+    return ManyModels(lambda: build_network(description), task.loss, recipe, device, at_once)
+
+
+@dataclass(frozen=True)
+class PrivateTrainer:
+    """Trains models as a run on a task would be, each with its own seed, side by side on a GPU.
+
+    `featured` says that the pool holds the run's features already, which the models then take.
+    """
+
+    run: TaskRun
+    device: torch.device
+    featured: bool = False
+
+    def __call__(self, pool: Examples, rows: Sequence[Tensor], seed: int) -> SeparateModels:
+        """Train on each set of rows. Without `featured` the models take raw inputs."""
+        sessions = []
+        for index, part in enumerate(rows):
+            records = Records(pool.select(part.to(pool.inputs.device)), None, self.featured)
+            run = replace(self.run, seed=1000 * seed + index, device=str(self.device))
+            sessions.append(prepare_task(run, records)[0])
+        models = []
+        for outcome in run_together(sessions):
+            if not isinstance(outcome, Run):
+                raise outcome
+            models.append(outcome.model.to(self.device).eval())
+        return SeparateModels(models)

@@ -1,0 +1,94 @@
+"""What the missing tail of the noise adds to delta.
+
+Normal draws are made in pairs from uniform draws of 53 bits (`dpsur.core.noise`), so a pair ends at
+a radius of 8.57 standard deviations. Where a record moves a sum beyond what noise can reach, its
+presence is certain. docs/privacy.md, section 15, derives the bound that is computed here.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+from scipy.stats import ncx2
+
+from dpsur.privacy.events import (
+    Event,
+    Gaussian,
+    LossTest,
+    Menu,
+    NoisyChoice,
+    NonPrivate,
+    SampledGaussian,
+    Trial,
+)
+
+# A pair of draws of the transform of Box and Muller has a radius of at most sqrt(-2 log 2^-53).
+LARGEST_RADIUS = math.sqrt(106 * math.log(2))
+# Figures are computed for networks of up to so many weights, so that they need not know the
+# network. Larger ones are refused.
+MOST_WEIGHTS: Final = 2**28
+
+
+def noise_tail(charges: Sequence[tuple[Event, int]], *, verdicts_charged: bool) -> float:
+    """What events, each repeated a number of times fixed in advance, add to delta; at most 1.
+
+    `verdicts_charged` says that verdicts are outputs. Otherwise a trial behind a gate is charged as
+    an accepted update, which selection can make likelier by the ratio of its gate.
+    """
+    lost = math.fsum(count * _lost(event, verdicts_charged) for event, count in charges if count)
+    return min(lost, 1.0)
+
+
+def tail_refusal(tail: float, noise_multiplier: float, count: int, delta: float) -> str | None:
+    """Why a run is refused whose noise is too small for its delta; None where it is not."""
+    if tail < delta:
+        return None
+    return (
+        f"noise multiplier {noise_multiplier:g} is too small for delta {delta:g}: noise ends at "
+        f"{LARGEST_RADIUS:.2f} standard deviations, and over {count} charged trials or updates "
+        f"what lies beyond adds {tail:.2g} to delta; raise the noise multiplier or delta, or make "
+        "fewer updates"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _lost(event: Event, verdicts_charged: bool) -> float:
+    match event:
+        case NonPrivate() | NoisyChoice():
+            return 0.0
+        case Gaussian(noise_multiplier=sigma):
+            return out_of_reach(1.0, sigma)
+        case SampledGaussian(sample_rate=q, noise_multiplier=sigma):
+            return out_of_reach(q, sigma)
+        case LossTest(sample_rate=q, noise_multiplier=sigma):
+            return out_of_reach(q, sigma, coordinates=1)
+        case Menu(choices=choices, repeats=repeats):
+            return repeats * max(_lost(choice, verdicts_charged) for choice in choices)
+        case Trial(update=update):
+            gate = event.gate
+            if gate is None:
+                return _lost(update, verdicts_charged)
+            if verdicts_charged:
+                tested = _lost(gate, verdicts_charged) if isinstance(gate, LossTest) else 0.0
+                return _lost(update, verdicts_charged) + tested
+            least = gate.accept_min or 1.0  # a gate that may never accept is refused by name
+            return _lost(update, verdicts_charged) * gate.accept_max / least
+    return 0.0  # a coin has no Gaussian noise
+
+
+def out_of_reach(
+    sample_rate: float, noise_multiplier: float, coordinates: int = MOST_WEIGHTS
+) -> float:
+    """The chance that one noisy sum is where it can be with, or without, one record only.
+
+    Formal guarantee: an upper bound for every gradient of the record within the clip norm.
+    """
+    shift = 1 / noise_multiplier if noise_multiplier > 1e-150 else math.inf
+    if shift**2 > LARGEST_RADIUS**2 - 4:  # beyond it the sum over pairs is not bounded by one pair
+        return sample_rate
+    one_pair = float(ncx2.sf(LARGEST_RADIUS**2, 2, shift**2))
+    # What pairs lose at the edge of the disc, both ways, however many share the shift.
+    edge = LARGEST_RADIUS * math.exp(-(LARGEST_RADIUS**2) / 2) / math.pi
+    pairs = (coordinates + 1) // 2
+    return sample_rate * min(1.0, one_pair + 2 * edge * math.sqrt(pairs) * shift)

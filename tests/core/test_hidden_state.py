@@ -1,0 +1,418 @@
+"""A model or a loss that changes something while it is called is refused, and what is named."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dpsur
+from dpsur.core.gradients import check_model
+from dpsur.core.types import Examples
+from dpsur.errors import InvalidInputError, UnsupportedModelError
+from dpsur.runs.losses import check_loss
+from tests.conftest import blobs, small_model
+
+BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)
+X, Y = blobs().inputs, blobs().targets
+
+
+class Scaled(nn.Module):
+    """A cross entropy divided by a running mean of itself: the base of losses with memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.start()
+
+    def start(self):
+        self.mean = 1.0
+
+    def forward(self, outputs, targets):
+        loss = F.cross_entropy(outputs, targets)
+        self.update(loss.detach())
+        return loss / self.mean
+
+    def update(self, loss):
+        self.mean = 0.9 * self.mean + 0.1 * float(loss)
+
+
+class ScaledByBuffer(Scaled):
+    def start(self):
+        self.register_buffer("mean", torch.ones(()))
+
+    def update(self, loss):
+        self.mean = 0.9 * self.mean + 0.1 * loss
+
+
+class ScaledInPlace(ScaledByBuffer):
+    def update(self, loss):
+        self.mean.mul_(0.9).add_(0.1 * loss)
+
+
+class ScaledByTensor(ScaledByBuffer):
+    def start(self):
+        self.mean = torch.ones(())
+
+
+class ScaledByData(ScaledByTensor):
+    def update(self, loss):
+        self.mean.data.mul_(0.9)
+
+
+class ScaledByArray(Scaled):
+    def start(self):
+        self.mean = np.ones(1)
+
+    def update(self, loss):
+        self.mean *= 0.9
+
+    def forward(self, outputs, targets):
+        loss = F.cross_entropy(outputs, targets)
+        self.update(loss)
+        return loss / float(self.mean[0])
+
+
+class Counted(Scaled):
+    def start(self):
+        self.mean, self.calls = 1.0, 0
+
+    def update(self, loss):
+        self.calls += 1
+
+
+class InASetting(Scaled):
+    """Deep inside of what it holds."""
+
+    def start(self):
+        self.mean, self.settings = 1.0, {"history": [[]]}
+
+    def update(self, loss):
+        self.settings["history"][0].append(1)
+
+
+class OnlyWithGradients(Scaled):
+    """Nothing changes where nobody asks for a gradient."""
+
+    def update(self, loss):
+        if torch.is_grad_enabled():
+            self.mean = self.mean + 1.0
+
+
+class OfTheClass(Scaled):
+    seen = 0
+
+    def update(self, loss):
+        type(self).seen += 1
+
+
+class PlainObject:
+    def __init__(self):
+        self.total = 0.0
+
+    def __call__(self, outputs, targets):
+        self.total += 1.0
+        return F.cross_entropy(outputs, targets) / self.total
+
+
+class Slotted:
+    __slots__ = ("total",)
+
+    def __init__(self):
+        self.total = 0.0
+
+    def __call__(self, outputs, targets):
+        self.total += 1.0
+        return F.cross_entropy(outputs, targets) / self.total
+
+
+def closure():
+    total = 0.0
+
+    def loss(outputs, targets):
+        nonlocal total
+        total += 1.0
+        return F.cross_entropy(outputs, targets) / total
+
+    return loss
+
+
+def container_in_a_closure():
+    history = []
+
+    def loss(outputs, targets):
+        history.append(1)
+        return F.cross_entropy(outputs, targets) / len(history)
+
+    return loss
+
+
+def default():
+    def loss(outputs, targets, history=[]):  # noqa: B006
+        history.append(1)
+        return F.cross_entropy(outputs, targets) / len(history)
+
+    return loss
+
+
+def attribute_of_a_function():
+    def loss(outputs, targets):
+        loss.calls += 1
+        return F.cross_entropy(outputs, targets) / loss.calls
+
+    loss.calls = 0
+    return loss
+
+
+CALLS = 0
+
+
+def of_the_file():
+    def loss(outputs, targets):
+        global CALLS
+        CALLS += 1
+        return F.cross_entropy(outputs, targets) / CALLS
+
+    return loss
+
+
+def bound_method():
+    return PlainObject().__call__
+
+
+def in_a_lambda():
+    inner = Scaled()
+    return lambda outputs, targets: inner(outputs, targets)
+
+
+def out_of_sight():
+    """In a place that is not looked at: found because the loss is another one later."""
+    held = threading.local()
+    held.total = 0.0
+
+    def loss(outputs, targets):
+        held.total += 1.0
+        return F.cross_entropy(outputs, targets) / held.total
+
+    return loss
+
+
+LOSSES = {
+    Scaled: "mean",
+    ScaledByBuffer: "mean",
+    ScaledInPlace: "mean",
+    ScaledByTensor: "mean",
+    ScaledByData: "mean",
+    ScaledByArray: "mean",
+    Counted: "calls",
+    InASetting: r"settings\['history'\]\[0\]",
+    OnlyWithGradients: "mean",
+    OfTheClass: "seen",
+    PlainObject: "total",
+    Slotted: "total",
+    closure: "total",
+    container_in_a_closure: "history",
+    default: "history",
+    attribute_of_a_function: "calls",
+    of_the_file: "CALLS",
+    bound_method: "total",
+    in_a_lambda: "inner.mean",
+    out_of_sight: "another value",
+}
+
+
+@pytest.mark.parametrize("build", LOSSES)
+def test_a_loss_with_memory_is_refused_before_training(build, monkeypatch):
+    monkeypatch.setattr(
+        "dpsur.runs.session.Session.turns", lambda *_, **__: pytest.fail("a trial was made")
+    )
+    with pytest.raises(InvalidInputError, match=f"loss.*{LOSSES[build]}") as caught:
+        dpsur.fit(small_model(), (X, Y), loss=build(), budget=BUDGET, method=dpsur.Dpsgd(updates=2))
+    assert "\n" not in str(caught.value)
+
+
+def weighted():
+    weights = torch.tensor([1.0, 2.0, 3.0])
+    return lambda outputs, targets: F.cross_entropy(outputs, targets, weight=weights)
+
+
+def drawn():
+    return lambda outputs, targets: F.cross_entropy(F.dropout(outputs, 0.5), targets)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [nn.CrossEntropyLoss, weighted, drawn, lambda: nn.CrossEntropyLoss(label_smoothing=0.1)],
+)
+def test_a_loss_without_memory_is_accepted(build):
+    check_loss(build(), small_model()(X[:2]), Y)
+
+
+class Model(nn.Module):
+    """The base of models with memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.held = nn.Linear(2, 3), [0.0]
+
+    def forward(self, x):
+        self.remember(x)
+        return self.head(x)
+
+    def remember(self, x):
+        pass
+
+
+class LastBatch(Model):
+    def remember(self, x):
+        self.last = x.detach()
+
+
+class BatchSize(Model):
+    def remember(self, x):
+        self.size = len(x)
+
+
+class Largest(Model):
+    """What comes back is the largest batch so far."""
+
+    def remember(self, x):
+        self.most = max(getattr(self, "most", 0), len(x))
+
+
+class Calls(Model):
+    def remember(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+
+
+class InAList(Model):
+    def remember(self, x):
+        self.held[0] += 1.0
+
+
+class FirstBatch(Model):
+    """Set once, from the first records that come."""
+
+    def remember(self, x):
+        if not hasattr(self, "centre"):
+            self.centre = x.detach().mean(0)
+
+
+class InEvaluation(Model):
+    def remember(self, x):
+        if not self.training:
+            self.held.append(1)
+
+
+class WithGradients(Model):
+    def remember(self, x):
+        if torch.is_grad_enabled():
+            self.held.append(1)
+
+
+class Inside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(Model(), Calls.__new__(Calls))
+        Calls.__init__(self.body[1])
+        self.body[1].head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def hooked():
+    model, seen = small_model(), []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    return model
+
+
+MODELS = {
+    LastBatch: "last",
+    BatchSize: "size",
+    Largest: "most",
+    Calls: "calls",
+    InAList: r"held\[0\]",
+    FirstBatch: "centre",
+    InEvaluation: "held",
+    WithGradients: "held",
+    Inside: r"body\.1\.calls",
+    hooked: "seen",
+}
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_a_model_that_changes_its_attributes_is_refused(build):
+    with pytest.raises(UnsupportedModelError, match=f"{MODELS[build]} .*changes") as caught:
+        check_model(build(), Examples(X, Y))
+    assert "\n" not in str(caught.value)
+
+
+class Mask(Model):
+    """A cache that depends on nothing but the shape of a record."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask = None
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.ones(x.shape[1])
+        return self.head(x * self.mask)
+
+
+@pytest.mark.parametrize("build", [Model, Mask])
+def test_a_model_that_remembers_nothing_of_records_is_accepted(build):
+    check_model(build(), Examples(X, Y))
+    run = dpsur.fit(build(), (X, Y), budget=BUDGET, method=dpsur.Dpsgd(updates=2))
+    assert run.model is not None
+
+
+class RareLoss(Scaled):
+    """Remembers only what made-up records never have."""
+
+    def forward(self, outputs, targets):
+        loss = F.cross_entropy(outputs, targets)
+        if outputs.shape[0] == 1 and RARE.armed:
+            self.mean = 2.0
+        return loss
+
+
+class Rare(Model):
+    def remember(self, x):
+        if RARE.armed:
+            self.last = 1.0
+
+
+RARE = threading.local()
+RARE.armed = False
+
+
+@pytest.mark.parametrize("what", ["loss", "model"])
+def test_what_changes_only_while_training_is_found_before_anything_is_released(
+    what, monkeypatch, tmp_path
+):
+    class Arm:
+        def started(self, plan, progress):
+            RARE.armed = True
+
+        def trials(self, progress, verdicts):
+            pass
+
+        def evaluated(self, progress, scores, epsilon):
+            pass
+
+    monkeypatch.setattr(RARE, "armed", False)
+    model, loss = (Rare(), F.cross_entropy) if what == "model" else (small_model(), RareLoss())
+    with pytest.raises(InvalidInputError, match="changes when"):
+        dpsur.fit(
+            model,
+            (X, Y),
+            loss=loss,
+            budget=BUDGET,
+            method=dpsur.Dpsgd(updates=2),
+            out=tmp_path / "run",
+            observers=[Arm()],
+        )
+    assert not (tmp_path / "run" / "release").exists()

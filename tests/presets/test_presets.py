@@ -1,0 +1,207 @@
+"""The settings of the paper as presets: all of them build, and say what the table says."""
+
+import csv
+import math
+from importlib.resources import files
+
+import pytest
+
+from dpsur.errors import InvalidInputError
+from dpsur.features import FEATURES
+from dpsur.methods import METHODS
+from dpsur.presets import PRESETS, preset_named
+from dpsur.presets import best as best_presets
+from dpsur.presets.paper import TEMPERED
+from dpsur.presets.settings import DATASET_SIZES, DELTA, EPSILONS
+from dpsur.privacy import pld, rdp
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.events import Menu, NoisyChoice, SampledGaussian, Trial
+from dpsur.privacy.plans import FilteredPlan, MenuPlan, Plan
+from dpsur.runs.preparation import NORMALISATIONS, Preparation
+from dpsur.tasks import TASKS
+from dpsur.tasks.networks import build_network
+
+COMPARED = ("dpsur", "dpsgd", "dpsgd-ts", "dpsgd-hf", "dpis", "dpagd", "nonprivate")
+CELLS = [
+    (method, task, epsilon)
+    for method in COMPARED
+    for task in DATASET_SIZES
+    for epsilon in EPSILONS
+    if (method, task) != ("dpsgd-hf", "imdb")
+]
+ADAPTIVE = ("dpis", "dpagd")
+
+
+def table():
+    text = (files("dpsur.presets") / "paper_settings.csv").read_text()
+    return {row["dataset"]: row for row in csv.DictReader(text.splitlines())}
+
+
+def settled(method, task, epsilon, accounting):
+    preset = preset_named("paper", method, task, epsilon)
+    built = METHODS[method](**preset.options)
+    setup = Preparation(preset.features, preset.normalisation).setup
+    return built.settle(DATASET_SIZES[task], Budget(epsilon, DELTA), accounting, setup)
+
+
+def quick_divergence(event, order):
+    """The paper's charge at the next whole order: good enough to fill in what is left open."""
+    if isinstance(event, Trial):
+        parts = [event.update, *([] if event.test is None else [event.test])]
+        return sum(quick_divergence(part, order) for part in parts)
+    if isinstance(event, NoisyChoice):
+        return order * event.amplified**2 / 8
+    return rdp.event_rdp(event, max(2, math.ceil(order)))
+
+
+def quick_epsilon(charges, delta):
+    """The paper's epsilon, the choices of a menu taken to cost the same."""
+    flat = [
+        (event.choices[0], count * event.repeats) if isinstance(event, Menu) else (event, count)
+        for event, count in charges
+    ]
+    return rdp.composed_epsilon(flat, delta)
+
+
+@pytest.fixture
+def quick_accounting(monkeypatch):
+    monkeypatch.setattr(pld, "composed_epsilon", quick_epsilon)
+    monkeypatch.setattr("dpsur.privacy.plans.filtered.event_divergence", quick_divergence)
+
+
+@pytest.mark.parametrize(("method", "task", "epsilon"), CELLS)
+def test_every_preset_settles(method, task, epsilon, quick_accounting):
+    accounting = "proven" if method in ADAPTIVE else "published"
+    preset = preset_named("paper", method, task, epsilon)
+    assert preset.features in FEATURES
+    assert preset.features in TASKS[task].networks
+    assert preset.normalisation in NORMALISATIONS
+    found, plan = settled(method, task, epsilon, accounting)
+    kind = {"dpis": MenuPlan, "dpagd": FilteredPlan}.get(method, Plan)
+    assert isinstance(plan, kind)
+    assert plan.length > 0
+    assert found.batch_size <= DATASET_SIZES[task]
+    expected = math.inf if method == "nonprivate" else epsilon
+    assert plan.budget.epsilon == expected
+    if method != "nonprivate":
+        assert 0.95 * epsilon < plan.epsilon() <= epsilon
+
+
+@pytest.mark.parametrize("task", DATASET_SIZES)
+@pytest.mark.parametrize("epsilon", EPSILONS)
+def test_presets_say_what_the_table_says(task, epsilon):
+    row = table()[task]
+    options = preset_named("paper", "dpsur", task, epsilon).options
+    assert options["batch_size"] == int(row["batch"])
+    assert options["learning_rate"] == float(row["lr"])
+    assert options["optimizer"] == row["optimizer"]
+    assert options.get("momentum", "") == (float(row["momentum"]) if row["momentum"] else "")
+    assert options["max_grad_norm"] == float(row["clip_norm"])
+    assert options["noise_multiplier"] == float(row[f"sigma_t_eps{epsilon}"])
+    assert options["val_batch_size"] == int(row["val_batch"])
+    assert options["val_noise_multiplier"] == float(row[f"sigma_v_eps{epsilon}"])
+    assert options["loss_clip"] == float(row["loss_clip"])
+    assert options["accept_threshold"] == float(row["beta"])
+    assert options["gate"] == "loss"
+    plain = preset_named("paper", "dpsgd", task, epsilon)
+    assert plain.options.items() <= options.items()
+    assert "gate" not in plain.options
+    assert plain.network == {"activation": "relu"}
+
+
+@pytest.mark.parametrize("task", DATASET_SIZES)
+def test_features_and_normalisation_are_those_of_the_table(task):
+    features = table()[task]["features"]
+    preset = preset_named("paper", "dpsur", task, 3)
+    assert preset.features == ("tokens" if task == "imdb" else "scattering")
+    expected = "private" if "private-norm" in features else "group"
+    assert preset.normalisation == ("none" if task == "imdb" else expected)
+    raw = preset_named("paper", "dpsgd", task, 3)
+    assert raw.features == ("tokens" if task == "imdb" else "pixels")
+    assert raw.normalisation == "none"
+
+
+@pytest.mark.parametrize(("epsilon", "updates"), [(1, 651), (2, 680), (3, 1076), (4, 1946)])
+def test_updates_of_the_paper_on_fashion_mnist(epsilon, updates):
+    assert settled("dpsur", "fmnist", epsilon, "published")[1].length == updates
+
+
+def test_updates_of_handcrafted_features_on_fashion_mnist():
+    _, plan = settled("dpsgd-hf", "fmnist", 3, "published")
+    assert plan.length == 1515
+    assert plan.trial == Trial(SampledGaussian(2048 / 60_000, 2.15))
+
+
+@pytest.mark.parametrize("task", TEMPERED)
+def test_tempered_sigmoids_keep_their_updates_at_other_budgets(task):
+    lengths = {settled("dpsgd-ts", task, e, "published")[1].length for e in EPSILONS}
+    assert len(lengths) == 1
+    for name, value in TEMPERED[task].items():
+        assert preset_named("paper", "dpsgd-ts", task, 3).options[name] == value
+
+
+@pytest.mark.parametrize("method", ADAPTIVE)
+def test_one_adaptive_preset_by_the_real_accounting(method):
+    found, plan = settled(method, "fmnist", 3, "proven")
+    assert 2.99 < plan.epsilon() <= 3
+    assert found.updates > 0
+
+
+def test_presets_can_be_changed_and_not_spoiled():
+    preset = preset_named("paper", "dpis", "fmnist", 3)
+    first = dict(preset.options)
+    dict(preset.options)["batch_size"] = 1
+    assert preset_named("paper", "dpis", "fmnist", 3).options == first
+    assert first["noise_multiplier"] is None
+    assert first["schedule"] == "linear"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("paper", "dpsur", "fmnist", 2.5),
+            "no settings for epsilon 2.5; choose one of 1, 2, 3, 4",
+        ),
+        (("paper", "dpsur", "fmnist", 0.5), "no settings for epsilon 0.5"),
+        (("paper", "dpsur", "mnist-5k", 3), "no settings for task mnist-5k; it has mnist, fmnist"),
+        (("paper", "dpsur", "npz:a.npz", 3), "no settings for task npz:a.npz"),
+        (("paper", "dpsgd-hf", "imdb", 3), "dpsgd-hf needs images.*imdb holds reviews; choose"),
+        (
+            ("paper", "sgd", "fmnist", 3),
+            "preset paper has no settings for method sgd; it has dpsur, dpsgd,",
+        ),
+        (("thesis", "dpsur", "fmnist", 3), "unknown preset 'thesis'; choose one of paper, best"),
+        (("best", "dpsur", "imdb", 3), "preset best has no settings for task imdb; it has fmnist"),
+        (("best", "dpis", "mnist", 3), "no settings for method dpis; it has dpsgd, dpsur"),
+        (("best", "dpsur", "mnist", 7), "no settings for epsilon 7"),
+    ],
+)
+def test_presets_that_are_not_there(arguments, message):
+    with pytest.raises(InvalidInputError, match=message):
+        preset_named(*arguments)
+
+
+def test_every_method_of_the_paper_has_a_preset():
+    assert list(PRESETS) == ["paper", "best"]
+    for method in COMPARED:
+        assert preset_named("paper", method, "mnist", 1).options
+
+
+SIZES = {**DATASET_SIZES, "imdb-words": 25_000}
+
+
+@pytest.mark.parametrize("task", best_presets.MODELS)
+@pytest.mark.parametrize("method", best_presets.METHODS)
+@pytest.mark.parametrize("epsilon", EPSILONS)
+def test_the_best_settings_settle_and_have_a_network(method, task, epsilon, quick_accounting):
+    preset = preset_named("best", method, task, epsilon)
+    network = build_network({**TASKS[task].networks[preset.features], **preset.network})
+    assert sum(value.numel() for value in network.parameters()) > 0
+    setup = Preparation(preset.features, preset.normalisation).setup
+    assert bool(setup) == (task == "cifar10")  # noisy statistics there, which are charged
+    built = METHODS[method](**preset.options)
+    accounting = "published" if method == "dpsur" else "every-trial"  # quick ones
+    found, plan = built.settle(SIZES[task], Budget(epsilon, DELTA), accounting, setup)
+    assert found.noise_multiplier > 0
+    assert plan.epsilon() <= epsilon

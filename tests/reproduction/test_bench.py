@@ -1,0 +1,440 @@
+"""The grid of the benchmark: every arm computes the same thing, and what happens becomes a row."""
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpsur.bench import memory, run
+from dpsur.bench.arms import ARMS, Arm, arm_named
+from dpsur.bench.cell import Cell
+from dpsur.bench.settings import Settings, machine
+from dpsur.errors import InvalidInputError
+from reproduction.bench.command import NETWORKS_FROM, measured_rows
+from reproduction.bench.networks import NETWORKS, network_named
+from reproduction.bench.report import markdown, panels_of
+from reproduction.command import main
+from reproduction.rows import read_rows
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+NO_OPACUS = find_spec("opacus") is None
+# Eleven million parameters take a contended machine too long; its layers occur elsewhere or, as
+# GroupNorm, in the tests of the gradients.
+COMPARED = [name for name, network in NETWORKS.items() if name != "resnet18" and not network.series]
+TINY = Settings(
+    networks=NETWORKS_FROM,
+    grid=[("pixel-28", 4)],
+    arms=["plain", "dpsgd"],
+    device=CPU,
+    repetitions=2,
+    threads=1,
+)
+
+
+def cell(network: str, size: int = 4) -> Cell:
+    return Cell(network_named(network), network_named(network).batch(size, CPU))
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Probe memory in this process: the figure is worthless, the rest is the same and quick."""
+    monkeypatch.setattr(
+        run,
+        "probe",
+        lambda name, size, arm, settings: memory.peak(
+            settings.network(name), size, arm, settings.device
+        ),
+    )
+    monkeypatch.setattr("dpsur.bench.measurement.WARM_UP_STEPS", 1)
+    monkeypatch.setattr("dpsur.bench.measurement.BURST_SECONDS", 0.0)
+
+
+@pytest.fixture
+def quiet():
+    with machine(TINY):
+        yield
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_have_the_stated_parameters_and_treat_examples_one_by_one(name):
+    network = network_named(name)
+    model = network.model(CPU)
+    assert sum(value.numel() for value in model.parameters()) == network.parameters
+    batch = network.batch(2, CPU)
+    assert batch.targets.max() < network.classes
+    with torch.no_grad():
+        together, alone = model(batch.inputs), model(batch.inputs[:1])
+    assert together.shape == (2, network.classes)
+    torch.testing.assert_close(together[:1], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_the_paper_s_networks_are_the_paper_s():
+    counts = [network.parameters for network in NETWORKS.values()]
+    assert counts[:5] == [26_010, 33_066, 187_210, 550_570, 2_021_202]
+
+
+def test_every_arm_gets_the_same_weights_and_records():
+    first, second = cell("pixel-28"), cell("pixel-28")
+    assert torch.equal(first.batch.inputs, second.batch.inputs)
+    for one, other in zip(first.model().parameters(), second.model().parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("arm", ["dpsgd", "dpsur", "vmap"])
+@pytest.mark.parametrize("network", COMPARED)
+@pytest.mark.usefixtures("quiet")
+def test_private_arms_compute_the_clipped_sum_of_the_loop(network, arm):
+    check_same_sum(network, arm)
+
+
+@pytest.mark.skipif(NO_OPACUS, reason="Opacus is not installed (pip install opacus)")
+@pytest.mark.parametrize("arm", ["opacus-hooks", "opacus-ghost"])
+@pytest.mark.parametrize("network", COMPARED)
+@pytest.mark.usefixtures("quiet")
+def test_opacus_computes_the_clipped_sum_of_the_loop(network, arm):
+    if network == "transformer":
+        pytest.skip("DPMultiheadAttention of Opacus 1.6 mixes heads and positions (batch_first)")
+    check_same_sum(network, arm)
+
+
+def check_same_sum(network: str, arm: str) -> None:
+    made = cell(network)
+    expected = arm_named("loop").make(made).clipped_sum()
+    found = arm_named(arm).make(made).clipped_sum()
+    assert set(found) == set(expected)
+    largest = max(value.abs().max() for value in expected.values())
+    assert largest > 1e-3  # zeros would agree with anything
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-4 * float(largest), rtol=1e-4)
+
+
+@pytest.mark.parametrize("arm", [name for name, arm in ARMS.items() if not arm.needs_cuda])
+@pytest.mark.usefixtures("quiet")
+def test_arms_make_steps(arm):
+    if arm.startswith("opacus") and NO_OPACUS:
+        pytest.skip("Opacus is not installed (pip install opacus)")
+    step = arm_named(arm).make(cell("pixel-28"))
+    before = {name: value.clone() for name, value in weights(step).items()}
+    for _ in range(60 if arm == "dpsur" else 1):  # all sixty rejected: less than one in a million
+        step()
+    moved = [not torch.equal(value, before[name]) for name, value in weights(step).items()]
+    assert all(moved)
+
+
+def weights(step):
+    progress = getattr(step, "progress", None)
+    return dict(step._model.named_parameters()) if progress is None else progress.state.params
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arm", ["dpsgd-captured", "dpsur-captured"])
+def test_our_captured_arms_make_trials(arm):
+    network = network_named("pixel-28")
+    step = arm_named(arm).make(Cell(network, network.batch(64, torch.device("cuda"))))
+    for _ in range(5):
+        step()
+    assert step._trials.read()[0] == 5
+
+
+@pytest.mark.gpu
+def test_the_captured_step_is_the_plain_step():
+    device = torch.device("cuda")
+    network = network_named("pixel-28")
+    made = Cell(network, network.batch(8, device))
+    plain, captured = arm_named("plain").make(made), arm_named("plain-captured").make(made)
+    for _ in range(3 + 2):  # three steps of its warm-up are made, the capture makes none
+        plain()
+    captured()
+    captured()
+    for one, other in zip(weights(plain).values(), weights(captured._step).values(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_rows_say_everything_and_survive_json():
+    settings = replace(TINY, grid=[("pixel-28", 4), ("pixel-28", 8)], arms=[*TINY.arms, "loop"])
+    rows = list(measured_rows(settings, lambda _: None))
+    assert [(row["batch_size"], row["arm"]) for row in rows] == [
+        (size, arm) for size in (4, 8) for arm in settings.arms
+    ]
+    for row in rows:
+        assert row == json.loads(json.dumps(row))
+        assert row["status"] == "ok"
+        lower, upper = row["step_seconds_quartiles"]
+        assert row["step_seconds_least"] <= lower <= row["step_seconds"] <= upper
+        assert row["samples_per_second"] == row["batch_size"] / row["step_seconds"]
+        assert row["repetitions"] == 2
+        assert row["config"]["threads"] == 1
+        assert {"torch", "opacus"} <= set(row["versions"])
+        assert row["device_name"]
+        assert row["time_over_opacus"] is None
+    assert rows[0]["time_over_plain"] == rows[3]["time_over_plain"] == 1.0
+    assert rows[1]["time_over_plain"] == rows[1]["step_seconds"] / rows[0]["step_seconds"]
+
+
+def test_memory_of_a_step_is_measured_in_its_own_process():
+    found = memory.probe("pixel-28", 2048, "plain", TINY)
+    assert found.status == "ok"
+    # The first layer alone keeps 13 x 13 x 16 numbers per example; the batch itself is not counted.
+    assert 2048 * 13 * 13 * 16 * 4 < found.peak_bytes < 20 * 2048 * 13 * 13 * 16 * 4
+
+
+def test_a_step_that_does_not_fit_the_limit_is_a_row():
+    tight = replace(TINY, memory_limit=100 * 2**20)
+    found = memory.probe("pixel-28", 4096, "plain", tight)
+    assert found.status == "out-of-memory"  # the first layer alone keeps 170 MiB
+    assert memory.probe("pixel-28", 4, "plain", replace(TINY, memory_limit=2**30)).status == "ok"
+
+
+def test_growth_is_drawn_with_the_batch_and_with_the_parameters():
+    rows = [
+        {"network": network, "batch_size": size}
+        for network in ("pixel-28", "cnn-8", "cnn-16")
+        for size in (256, 1024)
+    ]
+    shown = [(panel.axis, len(panel.rows)) for panel in panels_of(rows)]
+    assert shown == [("batch_size", 2), ("parameters", 2), ("parameters", 2)]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_what_goes_wrong_is_a_row(monkeypatch):
+    def no_room(_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried too much")
+
+    def broken(_):
+        raise ZeroDivisionError("on purpose")
+
+    def breaks_later(given):
+        calls = []
+
+        def step():
+            calls.append(None)
+            if len(given.batch) > 2 and len(calls) > 4:
+                raise RuntimeError("later")
+
+        return step
+
+    makes = {"no-room": no_room, "broken": broken, "breaks-later": breaks_later}
+    for name, make in makes.items():
+        monkeypatch.setitem(ARMS, name, Arm(name, name, make))
+    monkeypatch.setattr("dpsur.bench.run.LONGEST_STEP", 1e-9)
+    settings = replace(
+        TINY,
+        grid=[("pixel-28", 4), ("pixel-28", 512)],
+        arms=["plain", "plain-captured", *makes, "loop"],
+        repetitions=9,
+    )
+    found = {(row["batch_size"], row["arm"]): row for row in run.rows(settings)}
+    statuses = {arm: found[4, arm]["status"] for arm in settings.arms}
+    assert statuses == {
+        "plain": "ok",
+        "plain-captured": "unsupported",
+        "no-room": "out-of-memory",
+        "broken": "failed",
+        "breaks-later": "failed",
+        "loop": "ok",
+    }
+    assert found[4, "broken"]["reason"] == "ZeroDivisionError: on purpose"
+    assert found[4, "broken"]["step_seconds"] is None
+    assert found[512, "plain"]["status"] == "too-slow"
+    assert found[512, "loop"]["status"] == "unsupported"
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_command_prints_writes_and_draws(tmp_path, capsys):
+    out, plot = tmp_path / "rows.jsonl", tmp_path / "plot.png"
+    grid = ["--networks", "pixel-28:4", "scattering-28", "--batch-sizes", "2", "4"]
+    arms = ["--arms", "plain", "dpsur", "plain-captured", "--repetitions", "1", "--threads", "1"]
+    files = ["--device", "cpu", "--out", str(out), "--plot", str(plot)]
+    status = main(["bench", *grid, *arms, *files])
+    assert status == 0
+    printed = capsys.readouterr().out
+    assert "x plain" in printed
+    assert "needs a CUDA device" in printed
+    assert len(out.read_text().splitlines()) == 3 * 3
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    again = tmp_path / "again.svg"
+    assert main(["bench", "--rows", str(out), "--plot", str(again)]) == 0
+    assert "<svg" in again.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--networks", "perceptron"], "unknown network 'perceptron'"),
+        (["--networks", "pixel-28:many"], "whole numbers after a colon"),
+        (["--arms", "magic"], "unknown arm 'magic'"),
+        (["--batch-sizes", "0"], "batch size must be"),
+        (["--repetitions", "0"], "repetitions must be"),
+        (["--threads", "-1"], "threads must be"),
+        (["--device", "abacus"], "device must be one of"),
+        (["--plot", "figure.doc"], "name a .png, .svg or .pdf file"),
+        (["--out", "no/such/folder/rows.jsonl"], "its folder does not exist"),
+        (["--rows", "no-such.jsonl"], "cannot read rows"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_two(arguments, words, capsys):
+    assert main(["bench", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.startswith("reproduction: error: ")
+    assert said.count("\n") == 1
+
+
+def test_the_command_profiles(capsys):
+    arguments = ["--networks", "pixel-28:4", "--arms", "plain", "plain-captured", "--threads", "1"]
+    assert main(["bench", *arguments, "--device", "cpu", "--kernels", "3"]) == 0
+    head, *costliest, refused = capsys.readouterr().out.splitlines()
+    assert head.startswith("pixel-28 4 plain: ")
+    assert len(costliest) == 3
+    assert all(" us " in text and " x " in text for text in costliest)
+    assert refused == "pixel-28 4 plain-captured: needs a CUDA device"
+
+
+def test_the_commit_is_carried_where_there_is_no_history(monkeypatch):
+    from reproduction import rows
+
+    def no_git(*_, **__):
+        raise OSError
+
+    monkeypatch.setattr(rows.subprocess, "run", no_git)
+    monkeypatch.setenv("DPSUR_COMMIT", "abc")
+    assert rows.provenance()["commit"] == "abc"
+
+
+def test_arms_that_are_handed_the_batch_are_charged_for_it(in_process, monkeypatch):
+    monkeypatch.setattr(memory, "_highest", lambda device: 0)
+    made = cell("pixel-28")
+    whole = made.batch.inputs.nbytes + made.batch.targets.nbytes
+    assert memory.peak(network_named("pixel-28"), 4, "plain", CPU).peak_bytes == whole
+    assert memory.peak(network_named("pixel-28"), 4, "dpsgd", CPU).peak_bytes == 0
+
+
+def test_unknown_names_are_errors_in_the_library_too():
+    with pytest.raises(InvalidInputError, match="unknown arm"):
+        next(run.rows(replace(TINY, arms=["magic"])))
+    with pytest.raises(InvalidInputError, match="unknown network"):
+        next(run.rows(replace(TINY, grid=[("perceptron", 4)])))
+
+
+def shown_in_the_readme(rows, name):
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    shown = text.split(f"<!-- results/{name}.jsonl -->\n")[1].split("\n<!-- end -->")[0]
+    return shown == markdown(rows)
+
+
+@pytest.mark.parametrize("name", ["bench_gpu", "bench_cpu"])
+def test_the_readme_shows_the_rows(name):
+    rows = read_rows(ROOT / "results" / f"{name}.jsonl")
+    assert shown_in_the_readme(rows, name)
+    slower = [{**row, "time_over_plain": 7.5} for row in rows]
+    assert not shown_in_the_readme(slower, name)
+
+
+def ratios(name, arm, figure):
+    rows = read_rows(ROOT / "results" / f"{name}.jsonl")
+    return {(r["network"], r["batch_size"]): r[figure] for r in rows if r["arm"] == arm}
+
+
+def test_what_the_readme_says_in_words_is_what_the_rows_say():
+    text = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+    trial = ratios("bench_gpu", "dpsur-captured", "time_over_plain")
+    photographs = {cell: ratio for cell, ratio in trial.items() if cell[0].endswith("-cifar")}
+    small = {cell: ratio for cell, ratio in trial.items() if cell[0].endswith("-28")}
+    small_cells = list(small)
+    trials_beside_opacus = ("bench_gpu", "dpsur-captured", "time_over_opacus")
+    assert max(small.values()) <= 1.0  # "All of that is met here"
+    assert max(photographs.values()) <= 1.3
+    most = max(ratios("bench_gpu", "dpsur-captured", "memory_over_plain").values())
+    assert most <= 1.5
+    assert f"the memory with {most:.2f} times that of the plain step at most" in text
+    hosted = [("scattering-28", 4096), ("pixel-28", 1024)]
+    for name, arm, said in (
+        ("bench_gpu", "plain", "it takes {:.2f} and {:.2f} ms here"),
+        ("bench_gpu_faster_host", "plain", "it took {:.2f} and {:.2f} ms ("),
+        ("bench_gpu_faster_host", "dpsur-captured", "A trial took {:.2f} and {:.2f} ms there"),
+        ("bench_gpu", "dpsur-captured", "takes {:.2f} and {:.2f} ms here. So"),
+    ):
+        times = ratios(name, arm, "step_seconds")
+        assert said.format(*(1e3 * times[cell] for cell in hosted)) in text
+    beyond = ratios("bench_gpu_faster_host", "dpsur-captured", "time_over_plain")
+    assert all(1.0 < beyond[cell] < 1.05 for cell in hosted)  # "a little more"
+    steps, plain = (
+        ratios("bench_gpu", arm, "step_seconds") for arm in ("dpsur-captured", "plain-captured")
+    )
+    beside = [steps[cell] / plain[cell] for cell in small]
+    assert f"costs {min(beside):.2f} to {max(beside):.2f} times as much" in text
+    words = ("lstm-imdb", 1024)
+    assert f"{steps[words] / plain[words]:.2f} times on `lstm-imdb`, and less" in text
+    assert (
+        f"took {beyond[words]:.2f} times as long as the eager plain step, here {trial[words]:.2f}."
+        in text
+    )
+    assert all(steps[cell] < plain[cell] for cell in photographs)
+    first, second = sorted(read_rows(ROOT / "results" / "timed_run.jsonl"), key=_seconds)
+    assert f"makes {first['trials']:,} trials and takes {_seconds(first):.1f} s" in text
+    assert f"or {_seconds(second):.1f} s with the kernels" in text
+    small = {r["arm"]: r for r in read_rows(ROOT / "results" / "bench_memory_gpu.jsonl")}
+    assert {arm for arm, row in small.items() if row["status"] == "ok"} == {"dpsur-captured"}
+    assert f"{small['dpsur-captured']['peak_memory_bytes'] / 1e9:.2f} GB" in text
+    wide = [
+        ratios("bench_growth_gpu", "dpsur-captured", figure)["cnn-128", 1024]
+        for figure in ("time_over_plain", "time_over_opacus")
+    ]
+    assert f"takes {wide[0]:.2f} times as long as the plain step and {wide[1]:.2f} of the" in text
+    grown = ratios("bench_growth_gpu", "dpsur-captured", "memory_over_plain")
+    above = {cell: f"{ratio:.2f}" for cell, ratio in grown.items() if ratio > 1.5}
+    assert above == {("cnn-128", 1024): "1.97", ("scattering-28", 256): "2.01"}
+    assert "1.97 times that of the plain step on `cnn-128`, and 2.01 times on `scat" in text
+    faster = {cell: 1 / ratio for cell, ratio in ratios(*trials_beside_opacus).items()}
+    assert min(faster[cell] for cell in small_cells) >= 2.5
+    assert min(faster[cell] for cell in photographs) >= 1.8
+    assert faster[words] >= 5
+    assert trial[words] <= 3
+    step = ratios("bench_cpu", "dpsgd", "time_over_plain")
+    images = {cell: ratio for cell, ratio in step.items() if cell[0] != "lstm-imdb"}
+    missed = [cell for cell, ratio in images.items() if ratio > 1.35]
+    assert missed == [("scattering-28", 256)]
+    assert len({network for network, _ in images}) == 4  # "met on three of them"
+    many = [ratio for (_, batch), ratio in images.items() if batch == 1024]
+    assert f"takes {min(many):.2f} to {max(many):.2f} times as long" in text
+    assert f"`scattering-28`: {images['scattering-28', 256]:.2f}" in text
+    memory = max(ratios("bench_cpu", "dpsgd", "memory_over_plain").values())
+    assert memory <= 1.5
+    assert f"Memory is at most {memory:.2f} times that of the plain step" in text
+    trials = ratios("bench_cpu", "dpsur", "time_over_plain")
+    few = [
+        ratio
+        for (network, batch), ratio in trials.items()
+        if batch == 256 and network != "lstm-imdb"
+    ]
+    held = max(ratios("bench_cpu", "dpsur", "memory_over_plain").values())
+    assert f"makes it {min(few):.2f} to {max(few):.2f} times as long as the plain step" in text
+    assert f"with up to {held:.2f} times its memory: more than the 1.5" in text
+    assert held > 1.5
+    for arm in ("opacus-hooks", "opacus-ghost"):  # "takes less time than a step of Opacus"
+        theirs = ratios("bench_cpu", arm, "time_over_plain")
+        assert all(ratio < theirs[cell] for cell, ratio in trials.items())
+
+
+def test_the_table_of_other_arms_shows_the_rows():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    rows = read_rows(ROOT / "results" / "bench_cpu_others.jsonl")
+    arms = ("dpsgd", "dpsur", "opacus-hooks", "opacus-ghost", "vmap", "loop")
+    cells = {}
+    for row in rows:
+        cells.setdefault((row["network"], row["batch_size"]), {})[row["arm"]] = row
+    for (network, batch), cell in cells.items():
+        shown = [f"{cell[arm]['time_over_plain']:.2f}" if arm in cell else "-" for arm in arms]
+        assert f"| {network} | {batch} | {' | '.join(shown)} |" in text
+    again = cells["scattering-28", 256]["dpsgd"]["time_over_plain"]
+    assert f"and 1.45 to {again:.2f}. Memory" in " ".join(text.split())  # of earlier runs
+    assert max(row["cores_used_by_others"] for row in rows) < 0.1
+
+
+def _seconds(row):
+    return row["seconds"]
