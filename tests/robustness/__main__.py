@@ -188,7 +188,7 @@ class Soak:
         continued = sum(ending.continued for ending in good)
         self._add(
             section, name, started, cases=len(endings), continued=continued,
-            anew=len(good) - continued, failed=len(endings) - len(good), **more,
+            restarted=len(good) - continued, failed=len(endings) - len(good), **more,
         )  # fmt: skip
 
     def _fail(self, section: str, what: str, fault: Fault) -> None:
@@ -291,7 +291,7 @@ def render(rows: Sequence[Row]) -> str:
         lines.append(f"| {row['name']} | {' | '.join(f'{row[key]:,}' for key in columns)} |")
     lines += [
         "",
-        "| faults | cases | continued | begun anew | failed |",
+        "| faults | cases | continued | restarted | failed |",
         "|---|--:|--:|--:|--:|",
     ]
     titles = {
@@ -308,7 +308,7 @@ def render(rows: Sequence[Row]) -> str:
                 name = f"{row['kills']} SIGKILLs at random moments of runs"
             elif section == "interruptions":
                 name = row["name"]
-            figures = (f"{row[key]:,}" for key in ("cases", "continued", "anew", "failed"))
+            figures = (f"{row[key]:,}" for key in ("cases", "continued", "restarted", "failed"))
             lines.append(f"| {name} | {' | '.join(figures)} |")
     (controls,) = of("controls")
     lines += [
@@ -341,16 +341,21 @@ def main() -> int:
     parser.add_argument("--family", choices=FAMILIES, help="cases of this kind only")
     parser.add_argument("--case", type=int, help="this case of the family only")
     parser.add_argument("--count", type=int, default=100, help="cases of the family")
-    parser.add_argument("--rows", type=Path, default=ROWS, help="where the rows go")
+    parser.add_argument(
+        "--rows", type=Path, help="where the rows go (default: results/soak.jsonl; short: nowhere)"
+    )
     parser.add_argument("--render", action="store_true", help="only render the page")
     options = parser.parse_args()
     if options.family is not None:
         return _family(options)
-    if not options.render:
+    path = options.rows or (None if options.short else ROWS)
+    if options.render:
+        rows = read_rows(ROWS)
+    else:
         rows = soak(SHORT if options.short else LONG, options.seed, options.jobs)
-        options.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rows = read_rows(options.rows)
-    if options.rows == ROWS:
+        if path is not None:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if path == ROWS:
         PAGE.write_text(rendered(PAGE.read_text(), rows))
     return int(any(row["section"] == "failure" for row in rows))
 

@@ -152,7 +152,7 @@ def build_site(root: Path, names: tuple[str, ...] = tuple(RELEASES)) -> Site:
 
 
 def new_run(site: Site, folder: Path) -> tuple[str, ...]:
-    """The command that makes the selective run anew."""
+    """The command that starts the selective run."""
     return (*COMMON, "--task", f"npz:{site.data['vectors']}", *SELECTIVE, "--out", str(folder))
 
 

@@ -49,7 +49,7 @@ class Ending:
 
     what: str
     fault: Fault | None
-    continued: bool = False  # as opposed to begun anew
+    continued: bool = False  # as opposed to restarted
     kills: int = 0
 
 
@@ -84,9 +84,9 @@ def _last_checkpoint(run: Path) -> tuple[object, bytes]:
 
 
 def recover(run: Path, site: Site) -> tuple[Fault | None, bool]:
-    """Continue what a dead run left, or begin it anew: one of the two commands must do.
+    """Resume what a dead run left, or restart it: one of the two commands must work.
 
-    The one that does not must say which one does, as a command that can be pasted.
+    Where resuming does not, its message must name the other, as a command that can be pasted.
     """
     if (run / "release" / RELEASED[0]).is_file():
         text = difference(run, site)
@@ -97,18 +97,19 @@ def recover(run: Path, site: Site) -> tuple[Fault | None, bool]:
         return None if text is None else Fault(WRONG, f"resumed: {text}"), True
     if (fault := fault_of(resumed)) is not None:
         return fault, False
-    anew = command(*new_run(site, run), cwd=site.root)
-    if (fault := fault_of(anew)) is not None:
+    restarted = command(*new_run(site, run), cwd=site.root)
+    if (fault := fault_of(restarted)) is not None:
         return fault, False
-    if anew.status != 0:
-        return Fault(DEAD_END, f"resume: {resumed.error}; anew: {anew.error}"), False
+    if restarted.status != 0:
+        both = f"resume: {resumed.error}; restart: {restarted.error}"
+        return Fault(DEAD_END, both), False
     if (text := difference(run, site) or _leftovers(run)) is not None:
-        return Fault(WRONG, f"begun anew: {text}"), False
+        return Fault(WRONG, f"restarted: {text}"), False
     named = re.search(r"dpsur train .*--out .*", resumed.error)
     with suppress(ValueError):  # a quote that is not closed
         if named is not None and str(run) in shlex.split(named[0].rstrip(".;,")):
             return None, False
-    return Fault(DEAD_END, f"it names no command to begin anew with: {resumed.error}"), False
+    return Fault(DEAD_END, f"it names no command to restart with: {resumed.error}"), False
 
 
 def _operations(site: Site, *arguments: str, run: Path, reads: bool) -> list[tuple[str, str]]:
@@ -167,7 +168,7 @@ ERRORS = ("ENOSPC", "EIO", "EACCES", "EROFS")
 
 
 def death_at(point: Point, site: Site) -> Ending:
-    """Die at an operation on files, then continue or begin anew."""
+    """Die at an operation on files, then resume or restart."""
     run = site.fresh(f"death-{os.getpid()}") / "run with spaces"
     if point.resumed:
         _copy(site, run)
@@ -412,7 +413,7 @@ def controls(site: Site) -> Iterator[tuple[str, str, Fault | None]]:
     yield "a command that does not stop", HANG, fault_of(outcome)
     yield "verify that accepts everything", WRONG, _accepting(site)
     yield "a checkpoint that is not written whole", DEAD_END, _torn_checkpoint(site)
-    yield "noise drawn anew after a resume", WRONG, _redrawn(site)
+    yield "fresh noise after a resume", WRONG, _redrawn(site)
 
 
 def _accepting(site: Site) -> Fault | None:
