@@ -1,6 +1,6 @@
 """Instances of Algorithm 1 whose true privacy loss exceeds the published accounting.
 
-`dpsur.privacy.exact` describes the data set. Three instances differ in the losses away from 0.
+`dpsur.audits.exact` describes the data set. Three instances differ in the losses away from 0.
 
 `dead_unit`: the others have the squared error of a two-sided ReLU unit that is off at 0, plus
 weight decay: loss(w) = (1 - relu(|w| - 1))^2 / 2 + decay w^2. Small moves cost weight decay and do
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dpsur.audits.exact import Instance, Setting, composed_delta, one_update
 from dpsur.audits.mechanism import FMNIST_3
 from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.exact import Instance, Setting, composed_delta, one_update
 from dpsur.privacy.proven import SelectiveUpdate
 from dpsur.privacy.selective.frame import frame, vertices
 from dpsur.privacy.selective.lower import attack

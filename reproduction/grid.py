@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dpsur.runs.prepare import choose_device
+from dpsur.runs.build_session import choose_device
 from reproduction.base import Cell, Experiment, Options, Row
 from reproduction.training import TrainingCell, trained_rows
 

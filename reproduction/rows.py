@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dpsur.versions import versions
+from dpsur.environment import versions
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("src/dpsur", "reproduction")

@@ -11,8 +11,8 @@ import torch
 
 from dpsur.methods import Nonprivate
 from dpsur.privacy.budget import Budget
-from dpsur.runs.preparation import PRIVATE
-from dpsur.runs.prepare import choose_device
+from dpsur.runs.build_session import choose_device
+from dpsur.runs.input_features import PRIVATE
 from dpsur.runs.result import Run
 from dpsur.runs.session import Pace, Session, Speed
 from dpsur.runs.tasks import Records, TaskRun, load_records, prepare_task, with_features

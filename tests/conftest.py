@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core.problem import Problem
-from dpsur.core.types import Examples
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
 
 # One thread for each of the two processes that `make test` starts.
 torch.set_num_threads(1)

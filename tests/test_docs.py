@@ -95,15 +95,17 @@ def test_there_are_pairs_to_check():
 
 def test_what_is_not_there_is_noticed():
     """The checks above reject a page with every kind of fault."""
-    page = "# A head\n[a](#a-head) [b](#none) [c](nowhere.md) `keep`,\n`train` (`core/loop.py`)"
+    page = (
+        "# A head\n[a](#a-head) [b](#none) [c](nowhere.md) `keep`,\n`train` (`mechanism/loop.py`)"
+    )
     assert dead_links(page, ROOT) == ["#none", "nowhere.md"]
     assert wrong_pairs(page) == []
-    assert wrong_pairs("`State`, `keep` (`core/gate.py`)") == [
-        "State in core/gate.py",
-        "keep in core/gate.py",
+    assert wrong_pairs("`State`, `keep` (`mechanism/gate.py`)") == [
+        "State in mechanism/gate.py",
+        "keep in mechanism/gate.py",
     ]
     assert wrong_pairs("`keep` (`core/lop.py`)") == ["keep in core/lop.py"]
-    assert missing_files("`core/lop.py` and `core/loop.py`") == ["core/lop.py"]
+    assert missing_files("`core/lop.py` and `mechanism/loop.py`") == ["core/lop.py"]
 
 
 def table_rows(text: str) -> list[list[str]]:

@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import dpsur.core.gradients.rules as rules
-from dpsur.core.activations import TemperedSigmoid
-from dpsur.core.gradients import clipped_sum
-from dpsur.core.problem import Problem
-from dpsur.core.types import Examples
+import dpsur.per_example.rules as rules
 from dpsur.errors import InvalidInputError
 from dpsur.features import features_named
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
 from dpsur.methods import Dpsgd
+from dpsur.networks import build_network
+from dpsur.networks.activations import TemperedSigmoid
+from dpsur.per_example import clipped_sum
 from dpsur.privacy.budget import Budget
 from dpsur.runs.fit import fit
 from dpsur.tasks import task_named
-from dpsur.tasks.networks import build_network
 from tests.cli.test_commands import dpsur
 from tests.conftest import blobs, small_model
 from tests.core.test_gradient_rules import ROWS, Through, assert_same, clipped, floats, gradients

@@ -16,23 +16,26 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core import gate, loop, noise, noisy_mean, sampling
-from dpsur.core.gate import LossGate, mean_losses
-from dpsur.core.gradients import clipped_sum, support
-from dpsur.core.loop import start, train
-from dpsur.core.problem import Problem
-from dpsur.core.sampling import Batch
-from dpsur.core.streams import BATCH, Streams
-from dpsur.core.tree import flatten
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.functional.tree import flatten
+from dpsur.mechanism import dp_gradient as noisy_mean
+from dpsur.mechanism import gate, loop, noise, sampling
+from dpsur.mechanism.gate import LossGate, mean_losses
+from dpsur.mechanism.loop import start, train
+from dpsur.mechanism.sampling import Batch
+from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.methods import Dpsgd, Dpsur, noisy_gradient, selection
+from dpsur.per_example import clipped_sum
+from dpsur.per_example import model_check as support
 from dpsur.privacy import pld
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
 from dpsur.privacy.plans import Plan
-from dpsur.runs import losses, prepare
+from dpsur.runs import build_session as prepare
+from dpsur.runs import validation as losses
 from tests.conftest import blobs, small_model
 from tests.statistics import assert_frequency, assert_standard_deviation
 

@@ -7,9 +7,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from dpsur.core.problem import Problem
-from dpsur.core.streams import VAL_NOISE, Streams
-from dpsur.core.types import Candidate, Procedure, State, Verdict
+from dpsur.functional.problem import Problem
+from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
+from dpsur.mechanism.streams import VAL_NOISE, Streams
 from dpsur.methods.dpsur import Dpsur
 from dpsur.methods.noisy_gradient import NoisyGradientSteps
 from dpsur.methods.selection import Selective

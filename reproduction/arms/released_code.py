@@ -13,12 +13,13 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from dpsur.core.gate import make_gate
-from dpsur.core.problem import Problem
-from dpsur.core.sampling import Draw, exact_batch, padded_batch
-from dpsur.core.streams import STEERING, VAL_BATCH, VAL_NOISE, Streams
-from dpsur.core.tree import map_tensors
-from dpsur.core.types import Candidate, Params, Procedure, State, Verdict
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import Problem
+from dpsur.functional.tree import map_tensors
+from dpsur.mechanism.gate import make_gate
+from dpsur.mechanism.sampling import Draw, exact_batch, padded_batch
+from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
+from dpsur.mechanism.streams import STEERING, VAL_BATCH, VAL_NOISE, Streams
 from dpsur.methods.dpsur import Dpsur
 from dpsur.methods.noisy_gradient import NoisyGradientSteps
 from dpsur.methods.selection import Selective

@@ -2,7 +2,7 @@
 
     python -m reproduction.bench.convolution_kernels
 
-The choices in `dpsur.core.gradients.rules.kernels` and the costs in its neighbours come from this
+The choices in `dpsur.per_example.kernels.convolution`, and the costs beside it, come from this
 table. Every figure is microseconds of a captured call on one GPU, for a whole batch. Without a
 GPU the ways are only compared with each other, on a few examples.
 """
@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpsur.core.gradients.factors import Factors
-from dpsur.core.gradients.rules.fused import fused
-from dpsur.core.gradients.rules.kernels import Geometry, _input_gradient, from_patches
-from dpsur.core.gradients.rules.patches import inner_products, instantiated, patches
-from dpsur.core.gradients.rules.summed import summed
-from dpsur.core.gradients.rules.window import Window
-from dpsur.core.graphs import graph_of
+from dpsur.mechanism.cuda_graphs import graph_of
+from dpsur.per_example.contributions import Factors
+from dpsur.per_example.kernels.convolution import Geometry, _input_gradient, from_patches
+from dpsur.per_example.kernels.cuda_per_example import fused
+from dpsur.per_example.kernels.cuda_weight_grad import summed
+from dpsur.per_example.rules.patches import Window, inner_products, instantiated, patches
 
 # name, batch, channels, side, output channels, stride, padding, kernel: the paper's networks
 LAYERS = (

@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpsur.core.loop import Progress
-from dpsur.core.types import Verdict
+from dpsur.mechanism.loop import Progress
+from dpsur.mechanism.state import Verdict
 from dpsur.privacy.plans import AnyPlan
 from dpsur.runs.fit import execute
 from dpsur.runs.session import Pace

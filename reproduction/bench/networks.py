@@ -11,18 +11,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dpsur.core.streams import BATCH, INIT, Streams
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
-from dpsur.tasks.imdb import LENGTH as IMDB_LENGTH
-from dpsur.tasks.imdb import VOCABULARY as IMDB_WORDS
-from dpsur.tasks.networks import (
+from dpsur.functional.records import Examples
+from dpsur.mechanism.streams import BATCH, INIT, Streams
+from dpsur.networks import (
     ImdbLstm,
     cifar_pixel_cnn,
     cifar_scattering_cnn,
     pixel_cnn,
     scattering_cnn,
 )
+from dpsur.tasks.imdb import LENGTH as IMDB_LENGTH
+from dpsur.tasks.imdb import VOCABULARY as IMDB_WORDS
 
 ENCODER_WORDS, ENCODER_LENGTH, ENCODER_WIDTH = 5_000, 64, 64
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from dpsur.methods import Dpsur
 from dpsur.privacy.budget import Budget
-from dpsur.runs.prepare import prepare
+from dpsur.runs.build_session import prepare
 from dpsur.runs.result import Run
 from dpsur.runs.session import Session, Speed
 from dpsur.runs.together import run_together

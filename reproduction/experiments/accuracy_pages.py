@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpsur import figure_style as style
 from dpsur.presets.settings import EPSILONS
-from reproduction.artifacts import (
-    TABLES,
-    WIDTH,
-    Artifact,
-    Column,
-    Page,
-    Table,
-    table_page,
-)
+from reproduction.artifacts import TABLES, WIDTH, Artifact, Column, Page, Table, table_page
 from reproduction.series import Look, legend_below
 
 if TYPE_CHECKING:

@@ -6,21 +6,21 @@ from typing import Any
 import torch
 
 from dpsur.attacks.targets import as_seen_by
+from dpsur.audits.bounds import CONTRADICTED, Finding
 from dpsur.audits.canaries import gradient_canaries
-from dpsur.audits.ceilings import ceiling
 from dpsur.audits.figure import draw_findings
-from dpsur.audits.finding import CONTRADICTED, Finding
 from dpsur.audits.mechanism import EXACT_ONLY, UNITS, audit_exactly, audit_unit
 from dpsur.audits.negative_controls import FAULTS, SOUND, Fault
+from dpsur.audits.power import ceiling
 from dpsur.audits.repeated import PLACES, TINY, audit_repeated
 from dpsur.audits.training import ONE_RUN, audit_training
-from dpsur.core.streams import INIT, Streams
+from dpsur.mechanism.streams import INIT, Streams
 from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur
 from dpsur.methods.gated import Gated
+from dpsur.networks import build_network
 from dpsur.privacy.budget import Budget
-from dpsur.runs.prepare import choose_device
+from dpsur.runs.build_session import choose_device
 from dpsur.tasks import task_named
-from dpsur.tasks.networks import build_network
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row
 

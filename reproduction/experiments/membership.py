@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dpsur.attacks.many import Recipe
+from dpsur.attacks.data import split_pool
 from dpsur.attacks.metrics import LOW_RATES, Figure, measure
-from dpsur.attacks.models import Trainer
+from dpsur.attacks.models import Recipe, Trainer
 from dpsur.attacks.roc import (
     Curve,
     curve_of,
@@ -21,7 +21,6 @@ from dpsur.attacks.roc import (
     hits_of,
     low_rate_interval,
 )
-from dpsur.attacks.split import split_pool
 from dpsur.attacks.suite import ATTACKS, attack_target
 from dpsur.attacks.targets import PrivateTrainer, plain_trainer, pool_on, target_network
 from dpsur.methods import method_named
@@ -29,7 +28,7 @@ from dpsur.presets import PAPER, preset_named
 from dpsur.presets.settings import DELTA, EPSILONS
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
-from dpsur.runs.prepare import choose_device
+from dpsur.runs.build_session import choose_device
 from dpsur.runs.session import Pace, Speed
 from dpsur.runs.tasks import TaskRun
 from dpsur.tasks import task_named

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from dpsur.audits.bounds import epsilon_lower_bound
-from dpsur.audits.counting import count_leak
+from dpsur.audits.rejection_leak import count_leak
 from dpsur.presets.settings import DELTA
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest

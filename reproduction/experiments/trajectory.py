@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpsur import figure_style as style
-from dpsur.core.loop import Progress, start, train
-from dpsur.core.problem import Problem
-from dpsur.core.streams import Streams
-from dpsur.core.types import Examples, Verdict
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.mechanism.loop import Progress, start, train
+from dpsur.mechanism.state import Verdict
+from dpsur.mechanism.streams import Streams
 from dpsur.methods import Dpsgd, Dpsur, Method
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import SampledGaussian

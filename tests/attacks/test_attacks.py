@@ -7,26 +7,26 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur.attacks.classifier import Fitting, fit_committee, seeded
+from dpsur.attacks.data import as_many, join, split_pool, standardised
 from dpsur.attacks.features import last_layer_gradients, log_odds
-from dpsur.attacks.gap import gap_attack
-from dpsur.attacks.inputs import standardised
-from dpsur.attacks.lira import (
+from dpsur.attacks.metrics import Scores, measure
+from dpsur.attacks.models import ManyModels, Recipe, SeparateModels
+from dpsur.attacks.score_attacks import (
+    gap_attack,
     lira_offline,
     lira_online,
     random_parts,
+    relative_likelihood,
+    rmia_scores,
     target_log_odds,
     train_shadows,
+    true_probability,
 )
-from dpsur.attacks.many import ManyModels, Recipe
-from dpsur.attacks.metrics import Scores, measure
-from dpsur.attacks.models import SeparateModels
-from dpsur.attacks.rmia import relative_likelihood, rmia_scores, true_probability
 from dpsur.attacks.shadow import learn_from_shadow, shadow_attack
-from dpsur.attacks.split import as_many, join, split_pool
 from dpsur.attacks.suite import ATTACKS, SHUFFLED, attack_target
 from dpsur.attacks.white_box import white_box_attack
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
+from dpsur.functional.records import Examples
 from tests.statistics import FALSE_ALARM
 
 CLASSES, WIDTH, SIZE = 4, 30, 900

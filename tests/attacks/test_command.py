@@ -7,8 +7,8 @@ import torch
 
 from dpsur.attacks.targets import PrivateTrainer, attacked_pool
 from dpsur.cli import main
-from dpsur.core.types import Examples
 from dpsur.features import compute, features_named
+from dpsur.functional.records import Examples
 from dpsur.methods import method_named
 from dpsur.privacy.budget import Budget
 from dpsur.runs.tasks import TaskRun

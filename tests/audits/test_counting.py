@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from dpsur.audits.bounds import epsilon_lower_bound
-from dpsur.audits.counting import count_leak
+from dpsur.audits.exact import Setting
+from dpsur.audits.rejection_leak import count_leak
 from dpsur.audits.sampler import draw_trials
-from dpsur.audits.units import gate_alone
+from dpsur.audits.worst_case_problems import gate_alone
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.events import CoinTest, LossTest
-from dpsur.privacy.exact import Setting
 
 TEST = LossTest(0.05, 0.5, -1.0)
 

@@ -7,11 +7,17 @@ import pytest
 import torch
 from scipy import stats
 
-from dpsur.audits.finding import CONTRADICTED, NOT_CONTRADICTED
+from dpsur.audits.bounds import CONTRADICTED, NOT_CONTRADICTED
+from dpsur.audits.exact import Setting, densities
 from dpsur.audits.mechanism import UNITS, audit_exactly, audit_unit
 from dpsur.audits.sampler import accepted_updates, draw_trials, in_the_loop
-from dpsur.audits.units import CoinSetting, dead_unit, exact_epsilon, gate_alone, no_selection
-from dpsur.privacy.exact import Setting, densities
+from dpsur.audits.worst_case_problems import (
+    CoinSetting,
+    dead_unit,
+    exact_epsilon,
+    gate_alone,
+    no_selection,
+)
 from tests.statistics import FALSE_ALARM, assert_frequency
 
 SMALL = Setting(6, 3, 1.0, 3, 0.5, 2, -0.5, delta=0.01)

@@ -9,17 +9,17 @@ import torch.nn.functional as F
 from scipy.stats import norm
 from torch import nn
 
+from dpsur.audits.bounds import CONTRADICTED, NOT_CONTRADICTED
 from dpsur.audits.canaries import BLOCK, gradient_canaries, input_canaries
-from dpsur.audits.ceilings import ceiling, is_idle
-from dpsur.audits.finding import CONTRADICTED, NOT_CONTRADICTED
 from dpsur.audits.negative_controls import FAULTS, SOUND
+from dpsur.audits.power import ceiling, is_idle
 from dpsur.audits.repeated import DELTA, PLACES, TINY, audit_repeated, outcomes
 from dpsur.audits.training import audit_training, guess
-from dpsur.core.gradients import clipped_sum
-from dpsur.core.problem import Problem
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
 from dpsur.methods import Dpsgd, Dpsur
+from dpsur.per_example import clipped_sum
 from dpsur.privacy.budget import Budget
 from tests.conftest import blobs, small_model
 

@@ -8,7 +8,7 @@ import pytest
 from dpsur.cli import account, main
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import CoinTest, Gaussian, SampledGaussian, Trial
-from dpsur.runs.preparation import Preparation
+from dpsur.runs.input_features import Preparation
 from tests.cli.test_commands import dpsur
 
 FMNIST = ["--dataset-size", "60000", "--batch-size", "2048", "--val-batch-size", "256",

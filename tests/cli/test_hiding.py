@@ -7,7 +7,7 @@ import pytest
 
 from dpsur.cli import main
 from dpsur.cli.progress import ProgressBar
-from dpsur.core import loop
+from dpsur.mechanism import loop
 from tests.cli.test_commands import dpsur as command
 from tests.conftest import blobs
 

@@ -11,7 +11,7 @@ import torch
 import dpsur
 from dpsur.cli import main
 from dpsur.cli.run_settings import Settings
-from dpsur.core.types import Examples
+from dpsur.functional.records import Examples
 from dpsur.methods import METHODS
 from dpsur.runs.fit import execute
 from dpsur.runs.session import Session

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dpsur.core.gate import mean_losses
-from dpsur.core.gradients import clipped_norms, clipped_sum, clipping
-from dpsur.core.sampling import Batch
+from dpsur.mechanism.gate import mean_losses
+from dpsur.mechanism.sampling import Batch
+from dpsur.per_example import clipped_norms, clipped_sum, clipping
 from tests.core.test_gradient_rules import MODELS, ROWS, gradients, made, norm
 
 pytestmark = pytest.mark.filterwarnings(

@@ -7,14 +7,15 @@ from torch import nn
 from torch.func import functional_call
 
 import dpsur
-from dpsur.core import captured, sampling
-from dpsur.core.gradients import draws_randomness
-from dpsur.core.loop import goes_on, make_trial, start, train
-from dpsur.core.problem import Problem, mode
-from dpsur.core.streams import Streams
-from dpsur.core.tree import flatten
-from dpsur.core.turns import finished
+from dpsur.functional.problem import Problem, mode
+from dpsur.functional.tree import flatten
+from dpsur.mechanism import cuda_graph_loop as captured
+from dpsur.mechanism import sampling
+from dpsur.mechanism.loop import goes_on, make_trial, start, train
+from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.turns import finished
 from dpsur.methods import Dpagd, Dpsgd, Dpsur
+from dpsur.per_example import draws_randomness
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.hiding import hiding_plan
 from dpsur.runs.session import Pace, Speed

@@ -10,20 +10,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import cpp_extension
 
-from dpsur.core.gradients import clipped_sum
-from dpsur.core.gradients.budget import GradientBudget
-from dpsur.core.gradients.plan import Engine, _hushed, plan_for
-from dpsur.core.gradients.rules import kernels, patches
-from dpsur.core.gradients.rules.compiled import SlowerWarning, _warn_once, compiled
-from dpsur.core.gradients.rules.fused import fused
-from dpsur.core.gradients.rules.patches import instantiated
-from dpsur.core.gradients.rules.summed import blocks_for, summed
-from dpsur.core.gradients.rules.window import Window
-from dpsur.core.problem import Problem
-from dpsur.core.types import Examples
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.per_example import clipped_sum
+from dpsur.per_example.engine_choice import Engine, _hushed, plan_for
+from dpsur.per_example.kernels import convolution as kernels
+from dpsur.per_example.kernels.cuda_per_example import fused
+from dpsur.per_example.kernels.cuda_weight_grad import blocks_for, summed
+from dpsur.per_example.kernels.nvrtc import SlowerWarning, _warn_once, compiled
+from dpsur.per_example.memory_budget import GradientBudget
+from dpsur.per_example.rules import patches
+from dpsur.per_example.rules.patches import Window, instantiated
 from tests.core.test_gradient_rules import clipped, gradients
 
-convolution = sys.modules["dpsur.core.gradients.rules.convolution"]  # not the rule of that name
+convolution = sys.modules["dpsur.per_example.rules.convolution"]  # not the rule of that name
 ROWS, BOUND = 6, 0.05
 LAYERS = {
     "1d": (lambda: nn.Conv1d(3, 4, 3, padding=1), (3, 7)),

@@ -6,11 +6,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from dpsur.core.gradients.rules import compiled as compiler
-from dpsur.core.gradients.rules.fused import fused
-from dpsur.core.gradients.rules.patches import instantiated
-from dpsur.core.gradients.rules.summed import summed
-from dpsur.core.gradients.rules.window import Window
+from dpsur.per_example.kernels import nvrtc as compiler
+from dpsur.per_example.kernels.cuda_per_example import fused
+from dpsur.per_example.kernels.cuda_weight_grad import summed
+from dpsur.per_example.rules.patches import Window, instantiated
 from tests.core.emulation import Emulated
 
 FLOATS = ("float*", "float*", "float*")

@@ -3,10 +3,10 @@ import math
 import pytest
 import torch
 
-from dpsur.core import gate
-from dpsur.core.gate import CoinGate, LossGate, begin_test, make_gate, mean_losses
-from dpsur.core.sampling import Batch
 from dpsur.errors import InvalidInputError
+from dpsur.mechanism import gate
+from dpsur.mechanism.gate import CoinGate, LossGate, begin_test, make_gate, mean_losses
+from dpsur.mechanism.sampling import Batch
 from dpsur.privacy.events import CoinTest, LossTest
 from tests.statistics import assert_frequency
 

@@ -5,12 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core.gradients import GradientBudget, clipped_sum, gathering
-from dpsur.core.gradients.gathering import gathered, turning_pays
-from dpsur.core.gradients.plan import plan_for
-from dpsur.core.problem import Problem
-from dpsur.core.sampling import padded_batch
-from dpsur.core.types import Examples
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.mechanism.sampling import padded_batch
+from dpsur.per_example import GradientBudget, clipped_sum
+from dpsur.per_example import input_cache as gathering
+from dpsur.per_example.engine_choice import plan_for
+from dpsur.per_example.input_cache import gathered, turning_pays
 from tests.core.test_gradient_rules import clipped, gradients
 
 SIZE, CHANNELS, SIDE, BOUND = 40, 64, 5, 0.05

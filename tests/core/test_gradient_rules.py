@@ -8,16 +8,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from dpsur.core.gradients import GradientBudget, clipped_sum, comparison
-from dpsur.core.gradients.factors import clip_factors
-from dpsur.core.gradients.norms import guarded
-from dpsur.core.gradients.plan import Engine, plan_for
-from dpsur.core.gradients.rules.embedding import Lookups, added_up
-from dpsur.core.gradients.tape import Tape
-from dpsur.core.problem import Problem
-from dpsur.core.streams import LAYERS, Streams
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.mechanism.streams import LAYERS, Streams
+from dpsur.per_example import GradientBudget, clipped_sum
+from dpsur.per_example import self_check as comparison
+from dpsur.per_example.contributions import clip_factors
+from dpsur.per_example.engine_choice import Engine, plan_for
+from dpsur.per_example.norms import guarded
+from dpsur.per_example.rules.embedding import Lookups, added_up
+from dpsur.per_example.tape import Tape
 
 # torch says so when it has to copy for "same" padding, or has no fast kernel for a test's layer
 pytestmark = pytest.mark.filterwarnings(
@@ -696,7 +697,7 @@ def test_without_the_guard_some_such_record_passes(kind, monkeypatch):
     """The control: plain sums of inner products let a record through."""
 
     monkeypatch.setattr(
-        "dpsur.core.gradients.norms.guarded", lambda squares, largest, terms: squares.clamp(min=0)
+        "dpsur.per_example.norms.guarded", lambda squares, largest, terms: squares.clamp(min=0)
     )
     worst = 0.0
     for seed in range(20):
@@ -808,7 +809,7 @@ def test_positions_that_are_summed_one_by_one_do(monkeypatch):
         return plain(Lookups(self.tokens, outputs, self.table_rows), factors)
 
     plain = Lookups.weighted_sum
-    rule = importlib.import_module("dpsur.core.gradients.rules.embedding")
+    rule = importlib.import_module("dpsur.per_example.rules.embedding")
     monkeypatch.setattr(rule, "added_up", remembering)
     monkeypatch.setattr(Lookups, "weighted_sum", one_by_one)
     assert moved_by_one_token(stored=False) > 10
@@ -976,13 +977,13 @@ def nothing_is_lost(count, dtype):
 @pytest.mark.parametrize("name", VANISHING)
 def test_norms_that_underflow_let_such_a_record_pass(name, monkeypatch):
     """The control: nothing is added for what vanished."""
-    monkeypatch.setattr("dpsur.core.gradients.norms.lost_to_underflow", nothing_is_lost)
+    monkeypatch.setattr("dpsur.per_example.norms.lost_to_underflow", nothing_is_lost)
     assert contribution(VANISHING[name](), 1e-6) > 1e-5
 
 
 @pytest.mark.parametrize("name", ["linear-no-bias", "linear-wide-sequence", "conv2d-wide"])
 def test_records_of_all_sizes_find_norms_that_underflow(name, monkeypatch):
-    monkeypatch.setattr("dpsur.core.gradients.norms.lost_to_underflow", nothing_is_lost)
+    monkeypatch.setattr("dpsur.per_example.norms.lost_to_underflow", nothing_is_lost)
     assert worst_contribution(name, draws=40) > 1 + 1e-3
 
 

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dpsur.core.gradients import GradientBudget, check_model, clipped_sum
-from dpsur.core.problem import Problem
-from dpsur.core.types import Examples
 from dpsur.errors import UnsupportedModelError
-from dpsur.tasks.networks import pixel_cnn
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.networks import pixel_cnn
+from dpsur.per_example import GradientBudget, check_model, clipped_sum
 from tests.conftest import blobs, small_model
 
 
@@ -289,7 +289,7 @@ def test_dropout_draws_fresh_randomness_for_each_example():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(40, 1, bias=False))
     problem = Problem(model, lambda out, _: out.sum(), Examples(torch.ones(2, 40), torch.zeros(2)))
     params = problem.initial_params()
-    from dpsur.core.gradients.per_example import per_example_gradients
+    from dpsur.per_example.generic import per_example_gradients
 
     rows = per_example_gradients(problem, params, problem.train)["1.weight"]
     assert not torch.equal(rows[0], rows[1])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dpsur.core.graphs import graph_of, side_by_side
+from dpsur.mechanism.cuda_graphs import graph_of, side_by_side
 from dpsur.methods import Dpsur
 from tests.core.test_captured import bound
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpsur
-from dpsur.core.gradients import check_model
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError, UnsupportedModelError
-from dpsur.runs.losses import check_loss
+from dpsur.functional.records import Examples
+from dpsur.per_example import check_model
+from dpsur.runs.validation import check_loss
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from dpsur.core.gradients import check_model, clipped_sum
-from dpsur.core.gradients.per_example import one_at_a_time, per_example_gradients
-from dpsur.core.lending import call_with, every_module
-from dpsur.core.pairs import stacked_outputs
-from dpsur.core.problem import Problem
-from dpsur.core.types import Examples
+from dpsur.functional.call import call_with, every_module
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.mechanism.gate import stacked_outputs
+from dpsur.per_example import check_model, clipped_sum
+from dpsur.per_example.generic import one_at_a_time, per_example_gradients
 
 
 class Tied(nn.Module):

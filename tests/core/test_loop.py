@@ -5,12 +5,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dpsur.core.loop import keep, start, train
-from dpsur.core.problem import Problem
-from dpsur.core.streams import Streams
-from dpsur.core.tree import flatten
-from dpsur.core.types import OptimizerState, State
 from dpsur.errors import NothingReleasedError
+from dpsur.functional.problem import Problem
+from dpsur.functional.tree import flatten
+from dpsur.mechanism.loop import keep, start, train
+from dpsur.mechanism.state import OptimizerState, State
+from dpsur.mechanism.streams import Streams
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.accounting import KEEP_MOMENTUM, accounting_named
 from dpsur.privacy.budget import Budget

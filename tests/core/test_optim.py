@@ -3,11 +3,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core.averaging import WeightAverage
-from dpsur.core.optim import Adam, Sgd
-from dpsur.core.schedules import SHAPES, Schedule
-from dpsur.core.tree import flatten
 from dpsur.errors import InvalidInputError
+from dpsur.functional.tree import flatten
+from dpsur.mechanism.optim import SHAPES, Adam, Schedule, Sgd, WeightAverage
 
 OPTIMIZERS = {
     "sgd": (Sgd(0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core import pairs
-from dpsur.core.loop import make_trial, start
-from dpsur.core.problem import Problem
-from dpsur.core.streams import Streams
-from dpsur.core.types import Examples
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.mechanism import gate as pairs
+from dpsur.mechanism.loop import make_trial, start
+from dpsur.mechanism.streams import Streams
 from dpsur.methods import Dpsur
 from dpsur.privacy.budget import Budget
 from tests.conftest import blobs, small_model

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core.gradients import clipped_sum
-from dpsur.core.gradients.rules import pooling
-from dpsur.core.gradients.rules.pooling import max_pool
-from dpsur.core.pooling import quick_pooling
-from dpsur.core.problem import Problem
-from dpsur.core.types import Examples
+from dpsur.functional.pooling import quick_pooling
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.per_example import clipped_sum
+from dpsur.per_example.rules import pooling
+from dpsur.per_example.rules.pooling import max_pool
 from tests.core.test_gradient_rules import assert_same, clipped, gradients, norm
 
 LAYERS = {
@@ -24,8 +24,8 @@ LAYERS = {
 
 @pytest.fixture(autouse=True)
 def small_maps(monkeypatch):
-    monkeypatch.setattr("dpsur.core.pooling._LEAST_NUMBERS", 0)
-    monkeypatch.setattr("dpsur.core.gradients.rules.patches._NUMBERS_ON_CPU", 1000)
+    monkeypatch.setattr("dpsur.functional.pooling._LEAST_NUMBERS", 0)
+    monkeypatch.setattr("dpsur.per_example.rules.patches._NUMBERS_ON_CPU", 1000)
 
 
 def maps(dtype=torch.float64):

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core.gradients import clipped_norms, clipped_sum, tape
-from dpsur.core.gradients.tape import Tape
-from dpsur.core.gradients.uses import Rows
-from dpsur.core.precision import precision
-from dpsur.core.problem import Problem
+from dpsur.functional.problem import Problem
+from dpsur.functional.process_settings import precision
+from dpsur.per_example import clipped_norms, clipped_sum, tape
+from dpsur.per_example.contributions import Rows
+from dpsur.per_example.tape import Tape
 from tests.conftest import blobs
 
 

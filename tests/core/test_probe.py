@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core.gradients import check_model, probe
-from dpsur.core.types import Examples
 from dpsur.errors import UnsupportedModelError
-from dpsur.tasks.networks import pixel_cnn, scattering_cnn
+from dpsur.functional.records import Examples
+from dpsur.networks import pixel_cnn, scattering_cnn
+from dpsur.per_example import check_model
+from dpsur.per_example import mixing_check as probe
 from tests.core.test_gradient_rules import DROPOUT, MODELS
 
 # torch says so when it has to copy for "same" padding, or has no fast kernel for a test's layer

@@ -5,10 +5,10 @@ import pytest
 import torch
 from scipy import stats
 
-from dpsur.core import noise, sampling
-from dpsur.core.gradients import ClippedSum
-from dpsur.core.noise import add_gaussian
-from dpsur.core.sampling import exact_batch, padded_batch, padded_size, poisson_sample
+from dpsur.mechanism import noise, sampling
+from dpsur.mechanism.noise import add_gaussian
+from dpsur.mechanism.sampling import exact_batch, padded_batch, padded_size, poisson_sample
+from dpsur.per_example import ClippedSum
 from tests.conftest import blobs
 from tests.statistics import STANDARD_ERRORS, assert_frequency, assert_normal
 from tests.statistics import assert_standard_deviation as assert_scale

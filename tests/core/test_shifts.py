@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from dpsur.core.gradients.rules import patches as patches_module
-from dpsur.core.gradients.rules.patches import _summed_along, patches
-from dpsur.core.gradients.rules.shifts import shifting_pays
-from dpsur.core.gradients.rules.window import Window
+from dpsur.per_example.rules import patches as patches_module
+from dpsur.per_example.rules.patches import Window, _summed_along, patches, shifting_pays
 
 # Sizes of the map, then sizes, dilations and margins of a kernel that keeps them.
 KEEPING = [
@@ -46,7 +44,7 @@ def test_shifted_maps_give_the_inner_products_of_patches(sides, sizes, dilations
 def test_without_the_edges_numbers_come_from_the_other_side(monkeypatch):
     """The control: shifts that are not stopped at the edges."""
     monkeypatch.setattr(
-        "dpsur.core.gradients.rules.shifts._inside",
+        "dpsur.per_example.rules.patches._inside",
         lambda sides, dimension, offset, dtype: torch.ones(16**2 - offset * 17 * 4, dtype=dtype),
     )
     inputs, window = torch.randn(3, 2, 4, 4), Window((3, 1), (1, 1), (1, 1), (1, 0))

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core.gradients import check_model, clipped_norms, clipped_sum
-from dpsur.core.problem import Problem, left_alone
-from dpsur.core.types import Examples
 from dpsur.errors import UnsupportedModelError
+from dpsur.functional.problem import Problem, left_alone
+from dpsur.functional.records import Examples
+from dpsur.per_example import check_model, clipped_norms, clipped_sum
 from tests.conftest import blobs, small_model
 
 SIZE, WORDS = 12, 20

@@ -3,12 +3,8 @@ import math
 import pytest
 import torch
 
-from dpsur.core.statistics import (
-    channel_statistics,
-    clipped_rows_sum,
-    private_quantile,
-)
 from dpsur.errors import InvalidInputError
+from dpsur.features.statistics import channel_statistics, clipped_rows_sum, private_quantile
 from dpsur.privacy.events import Gaussian
 from tests.statistics import assert_standard_deviation
 

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core.gradients import GradientBudget, clipped_sum, stored
-from dpsur.core.problem import Problem
-from dpsur.core.sampling import padded_batch
-from dpsur.core.types import Examples
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.mechanism.sampling import padded_batch
+from dpsur.per_example import GradientBudget, clipped_sum
+from dpsur.per_example import input_cache as stored
 from tests.core.test_gradient_rules import clipped, gradients
 
 SIZE, BOUND = 40, 0.05

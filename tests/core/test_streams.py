@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dpsur.core.streams import BATCH, LAYERS, NOISE, PURPOSES, VAL_BATCH, Streams
 from dpsur.errors import CheckpointError
+from dpsur.mechanism.streams import BATCH, LAYERS, NOISE, PURPOSES, VAL_BATCH, Streams
 from tests.statistics import assert_frequency, assert_normal
 
 CPU = torch.device("cpu")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpsur.core.tree import flatten, map_tensors, unflatten
 from dpsur.errors import CheckpointError
+from dpsur.functional.tree import flatten, map_tensors, unflatten
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import nn
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import ChannelNorm, WithFeatures, apply_layers, build_layers, group_norm
-from dpsur.tasks.networks import build_network
+from dpsur.networks import build_network
 
 SCATTERING = {"name": "scattering", "height": 28, "width": 28, "scales": 2, "angles": 8}
 GROUPS = {"name": "group-norm", "groups": 27, "channels": 81}
@@ -95,7 +95,7 @@ def test_a_network_with_features_is_rebuilt_from_its_description():
 def test_layers_are_applied_in_pieces_and_stay_as_they_are(monkeypatch, threads):
     layers = build_layers([{"name": "group-norm", "groups": 1, "channels": 2}])
     inputs = torch.rand(7, 2, 4, 4)
-    monkeypatch.setattr("dpsur.features.apply._RECORDS_PER_THREAD", 2)
+    monkeypatch.setattr("dpsur.features.layers._RECORDS_PER_THREAD", 2)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

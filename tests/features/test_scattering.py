@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dpsur.errors import InvalidInputError
-from dpsur.features import filters, scattering
+from dpsur.features import scattering
+from dpsur.features import scattering as filters
 from dpsur.features.scattering import Scattering2d
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "scattering.npz"

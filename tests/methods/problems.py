@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpsur
-from dpsur.core.problem import Problem
-from dpsur.core.streams import Streams
-from dpsur.core.tree import flatten
-from dpsur.core.types import Examples
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.functional.tree import flatten
+from dpsur.mechanism.streams import Streams
 from dpsur.methods import METHODS, Method
 from dpsur.privacy.budget import Budget
 from tests.conftest import blobs, small_model

@@ -12,10 +12,10 @@ import dpsur
 from dpsur.methods import METHODS
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.plans import FilteredPlan
+from dpsur.runs.build_session import prepare
 from dpsur.runs.checkpoint import FILE_NAME
 from dpsur.runs.files import finite
 from dpsur.runs.fit import execute
-from dpsur.runs.prepare import prepare
 from dpsur.runs.session import Pace
 from dpsur.runs.verification import verify
 from tests.conftest import StopAt

@@ -10,17 +10,17 @@ import torch
 from scipy import stats
 from torch import nn
 
-from dpsur.core import noisy_mean
-from dpsur.core.choice import noisy_least
-from dpsur.core.loop import make_trial, start, train
-from dpsur.core.noise import add_gaussian
-from dpsur.core.problem import Problem
-from dpsur.core.sampling import exact_batch
-from dpsur.core.streams import Streams
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.mechanism import dp_gradient as noisy_mean
+from dpsur.mechanism.loop import make_trial, start, train
+from dpsur.mechanism.noise import add_gaussian
+from dpsur.mechanism.sampling import exact_batch
+from dpsur.mechanism.streams import Streams
 from dpsur.methods import Dpagd, adaptive_steps, draws
 from dpsur.methods.adaptive_steps import AdaptiveSteps
+from dpsur.methods.exponential_mechanism import noisy_least
 from dpsur.privacy.events import NoisyChoice, SampledGaussian, Trial
 from dpsur.privacy.plans import FilteredPlan
 from dpsur.privacy.proven import event_divergence

@@ -10,17 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core import noisy_mean
-from dpsur.core.gradients import GradientBudget, clipped_norms, clipped_sum, factors
-from dpsur.core.loop import make_trial, start, train
-from dpsur.core.noise import add_gaussian
-from dpsur.core.problem import Problem
-from dpsur.core.sampling import exact_batch
-from dpsur.core.streams import Streams
-from dpsur.core.types import Examples, State
 from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.mechanism import dp_gradient as noisy_mean
+from dpsur.mechanism.loop import make_trial, start, train
+from dpsur.mechanism.noise import add_gaussian
+from dpsur.mechanism.sampling import exact_batch
+from dpsur.mechanism.state import State
+from dpsur.mechanism.streams import Streams
 from dpsur.methods import Dpis, importance_steps
 from dpsur.methods.importance_steps import ImportanceSteps, price_of_an_update
+from dpsur.per_example import GradientBudget, clipped_norms, clipped_sum
+from dpsur.per_example import contributions as factors
 from dpsur.privacy import pld
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Menu, SampledGaussian, Trial
@@ -224,7 +226,7 @@ def weights_without_correction(patch):
         found = real(norms, max_grad_norm, keep, coins)
         return replace(found, values=found.values.clamp(max=1.0))
 
-    patch.setattr("dpsur.core.gradients.clipping.clip_factors", wrong)
+    patch.setattr("dpsur.per_example.clipping.clip_factors", wrong)
 
 
 def unreleased_sum(patch):
@@ -347,8 +349,8 @@ def test_coins_mean_the_same_to_every_engine(engine, monkeypatch):
         for name in params
     }
     if engine != "one pass":
-        from dpsur.core.gradients import clipping
-        from dpsur.core.gradients.plan import Engine
+        from dpsur.per_example import clipping
+        from dpsur.per_example.engine_choice import Engine
 
         other = Engine.ONE_BY_ONE if engine == "one by one" else Engine.BATCHED
         real = clipping.plan_for

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dpsur
-from dpsur.core.loop import make_trial, start, train
+from dpsur.mechanism.loop import make_trial, start, train
 from dpsur.methods import selection
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.plans import FilteredPlan

@@ -9,6 +9,7 @@ import pytest
 from dpsur.errors import InvalidInputError
 from dpsur.features import FEATURES
 from dpsur.methods import METHODS
+from dpsur.networks import build_network
 from dpsur.presets import PRESETS, preset_named
 from dpsur.presets import best as best_presets
 from dpsur.presets.paper import TEMPERED
@@ -17,9 +18,8 @@ from dpsur.privacy import pld, rdp
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Menu, NoisyChoice, SampledGaussian, Trial
 from dpsur.privacy.plans import FilteredPlan, MenuPlan, Plan
-from dpsur.runs.preparation import NORMALISATIONS, Preparation
+from dpsur.runs.input_features import NORMALISATIONS, Preparation
 from dpsur.tasks import TASKS
-from dpsur.tasks.networks import build_network
 
 COMPARED = ("dpsur", "dpsgd", "dpsgd-ts", "dpsgd-hf", "dpis", "dpagd", "nonprivate")
 CELLS = [

@@ -12,8 +12,8 @@ from scipy.integrate import quad
 from scipy.special import log_ndtr
 
 from dpsur.cli import main
-from dpsur.core import noise
 from dpsur.errors import BudgetError
+from dpsur.mechanism import noise
 from dpsur.privacy import accounting, noise_tail
 from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
 from dpsur.privacy.budget import Budget

@@ -17,14 +17,7 @@ from scipy.special import ndtr
 
 from dpsur.privacy import proven
 from dpsur.privacy.conversion import epsilon_at
-from dpsur.privacy.events import (
-    CoinTest,
-    Gaussian,
-    LossTest,
-    NonPrivate,
-    SampledGaussian,
-    Trial,
-)
+from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NonPrivate, SampledGaussian, Trial
 from dpsur.privacy.proven import (
     DIRECTIONS,
     Composition,

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 import dpsur
 from dpsur.cli import main
-from dpsur.core.loop import make_trial, start, train
-from dpsur.core.problem import Problem
-from dpsur.core.streams import Streams
-from dpsur.core.tree import flatten
-from dpsur.core.types import Examples
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.functional.tree import flatten
+from dpsur.mechanism.loop import make_trial, start, train
+from dpsur.mechanism.streams import Streams
 from dpsur.methods import METHODS, Dpsur
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dpsur.core.types import Examples
+from dpsur.functional.records import Examples
 from dpsur.tasks import TASKS
 from reproduction import training
 from reproduction.base import Options

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.special import ndtr
 
-from dpsur.privacy.exact import Losses, Setting, composed_delta, one_update, renyi
+from dpsur.audits.exact import Losses, Setting, composed_delta, one_update, renyi
 from dpsur.privacy.proven import SelectiveUpdate, selective_divergence
 from reproduction import counterexample
 from reproduction.counterexample import (

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dpsur.core.types import Examples
 from dpsur.errors import DpsurError, InvalidInputError
+from dpsur.functional.records import Examples
 from dpsur.tasks import TASKS
 from reproduction import command as command_module
 from reproduction import grid, training

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from dpsur.methods import Dpsgd
 from dpsur.privacy.budget import Budget
-from dpsur.runs.prepare import prepare
+from dpsur.runs.build_session import prepare
 from reproduction.bench import grid_part, grid_time
 from reproduction.rows import read_rows
 from reproduction.training import TrainingCell

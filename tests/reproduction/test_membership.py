@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from dpsur.attacks.many import Recipe
 from dpsur.attacks.metrics import Scores, measure
+from dpsur.attacks.models import Recipe
 from dpsur.attacks.roc import gains_of, hits_of
 from dpsur.attacks.targets import plain_trainer
-from dpsur.core.types import Examples
+from dpsur.functional.records import Examples
 from dpsur.presets import PAPER, preset_named
 from dpsur.tasks import task_named
 from reproduction.base import Options

@@ -15,7 +15,7 @@ from dpsur.presets import preset_named
 from dpsur.presets.settings import DATASET_SIZES, tuned_setting
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans import FilteredPlan
-from dpsur.runs.preparation import Preparation
+from dpsur.runs.input_features import Preparation
 from reproduction.arms import ARMS, DPSUR_ARMS, FAULT_ARMS
 from reproduction.base import Options
 from reproduction.experiments.ablation import ARMS_SHOWN

@@ -26,14 +26,9 @@ import numpy as np
 import dpsur.cli
 from dpsur.cli.parser import Parser
 from dpsur.privacy.page import render_markdown
-from dpsur.tasks.datasets import DATA_SETS, cifar, load_arrays
-from tests.robustness.harness import (
-    WRONG,
-    Fault,
-    Outcome,
-    command,
-    fault_of,
-)
+from dpsur.tasks.datasets import DATA_SETS, load_arrays
+from dpsur.tasks.datasets import formats as cifar
+from tests.robustness.harness import WRONG, Fault, Outcome, command, fault_of
 from tests.robustness.mutations import (
     ODD_TEXTS,
     clear,

@@ -458,7 +458,7 @@ def _torn_checkpoint(site: Site) -> Fault | None:
 
 def _redrawn(site: Site) -> Fault | None:
     """A resumed run that does not put its random streams back."""
-    from dpsur.core.streams import Streams
+    from dpsur.mechanism.streams import Streams
 
     def work() -> Ending:
         points = crash_points(site, reads=False, kinds=DEATHS[:1])

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpsur
-from dpsur.core.types import Examples
-from dpsur.runs.tokens import check_tokens
+from dpsur.functional.records import Examples
+from dpsur.runs.data import check_tokens
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)

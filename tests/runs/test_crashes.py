@@ -15,9 +15,9 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 import dpsur
-from dpsur.cache_folder import cache_folder
+from dpsur.environment import cache_folder
 from dpsur.errors import DiagnosticsWarning, FileError
-from dpsur.runs import recorder
+from dpsur.runs import observers as recorder
 from dpsur.runs.checkpoint import FILE_NAME
 from dpsur.runs.files import RunFolder, holds_release, resume_command
 from tests.conftest import blobs, small_model

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpsur
-from dpsur.core.types import Examples
+from dpsur.functional.records import Examples
 from dpsur.runs import fit
 from dpsur.runs.release import read_release
 from dpsur.runs.session import Pace

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dpsur
-from dpsur.runs.fixed_parts import check_fixed_parts, fixed_parts
+from dpsur.functional.side_effects import check_fixed_parts, fixed_parts
 from dpsur.runs.session import Pace
 from tests.conftest import blobs, small_model
 

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 
 import dpsur
-from dpsur.core import sampling
-from dpsur.core.loop import Progress, start, train
-from dpsur.core.problem import Problem
-from dpsur.core.streams import Streams
-from dpsur.core.types import Verdict
+from dpsur.functional.problem import Problem
+from dpsur.mechanism import sampling
+from dpsur.mechanism.loop import Progress, start, train
+from dpsur.mechanism.state import Verdict
+from dpsur.mechanism.streams import Streams
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import Plan
-from dpsur.runs.delays import RandomDelays
+from dpsur.runs.observers import RandomDelays
 from dpsur.runs.session import Pace, Session
 from dpsur.runs.verification import verify
 from tests.conftest import StopAt, blobs, small_model

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import dpsur
 from dpsur.cli import main
-from dpsur.core.types import Examples
+from dpsur.functional.records import Examples
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpsur
-from dpsur.core.problem import Problem, weighted_by_record
-from dpsur.runs.losses import check_loss
+from dpsur.functional.problem import Problem, weighted_by_record
+from dpsur.runs.validation import check_loss
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)

@@ -9,14 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpsur
-from dpsur.core import statistics
-from dpsur.core.streams import Streams
-from dpsur.core.types import Examples
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.features import WithFeatures, compute, features_named
+from dpsur.features import WithFeatures, compute, features_named, statistics
+from dpsur.functional.records import Examples
+from dpsur.mechanism.streams import Streams
 from dpsur.privacy.events import Gaussian
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
-from dpsur.runs.preparation import Preparation, like_features, prepare_inputs
+from dpsur.runs.input_features import Preparation, like_features, prepare_inputs
 from dpsur.runs.session import Pace
 from dpsur.runs.verification import verify
 from tests.conftest import StopAt
@@ -206,7 +205,7 @@ def test_shapes_are_known_before_features_are_computed(monkeypatch):
     assert Preparation("scattering").check((3, 12, 8)) == (243, 3, 2)
     assert Preparation().check((5,)) == (5,)
     monkeypatch.setattr(
-        "dpsur.runs.preparation.compute", lambda *_, **__: pytest.fail("computed before checks")
+        "dpsur.runs.input_features.compute", lambda *_, **__: pytest.fail("computed before checks")
     )
     with pytest.raises(dpsur.DpsurError):
         fit(model=nn.Sequential(nn.Flatten(), nn.Linear(7, 2)))

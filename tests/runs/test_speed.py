@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 
 import dpsur
-from dpsur.core.host_records import HostExamples, placed
-from dpsur.core.sampling import exact_batch
+from dpsur.functional.records import HostExamples, placed
+from dpsur.mechanism.sampling import exact_batch
 from dpsur.methods.dpis import Dpis
 from dpsur.privacy.wording import BF16_ON, TF32_OFF
+from dpsur.runs.build_session import prepare
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import execute
-from dpsur.runs.prepare import prepare
 from dpsur.runs.session import Speed
 from tests.conftest import blobs, small_model
 from tests.runs.test_fit import BUDGET, COIN, quick_fit, weights

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import dpsur
-from dpsur.core.activations import TemperedSigmoid
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
+from dpsur.functional.records import Examples
+from dpsur.networks.activations import TemperedSigmoid
 from dpsur.runs.fit import execute
 from dpsur.runs.tasks import (
     TaskRun,

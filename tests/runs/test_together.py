@@ -10,8 +10,8 @@ from torch import nn
 from dpsur.errors import InvalidInputError, NothingReleasedError
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.budget import Budget
+from dpsur.runs.build_session import prepare
 from dpsur.runs.fit import execute
-from dpsur.runs.prepare import prepare
 from dpsur.runs.session import Pace, Session
 from dpsur.runs.together import run_together
 from tests.conftest import blobs, small_model

@@ -8,9 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dpsur.tasks.datasets import CIFAR10, IMDB, MNIST, cifar
+from dpsur.tasks.datasets import CIFAR10, IMDB, MNIST
+from dpsur.tasks.datasets import formats as cifar
 from dpsur.tasks.datasets.base import digest
-from dpsur.tasks.datasets.idx import FILES
+from dpsur.tasks.datasets.formats import FILES
 
 RECORDS = 12
 

@@ -8,8 +8,8 @@ import pytest
 
 from dpsur.errors import InvalidInputError
 from dpsur.tasks.datasets import load_arrays
-from dpsur.tasks.datasets.cache import Cache
-from dpsur.tasks.datasets.status import status_of
+from dpsur.tasks.datasets.load import status_of
+from dpsur.tasks.datasets.store import Cache
 from tests.tasks.conftest import Digits
 
 LABELS = "t10k-labels-idx1-ubyte.gz"

@@ -6,9 +6,8 @@ import torch
 
 from dpsur.tasks import TASKS, task_named
 from dpsur.tasks.datasets import DATA_SETS, load_arrays
-from dpsur.tasks.datasets.status import MISSING, status_of
-from dpsur.tasks.imdb import token_ids
-from dpsur.tasks.imdb_words import FIRST_RANK, LAST_RANK, WORDS, word_vectors
+from dpsur.tasks.datasets.load import MISSING, status_of
+from dpsur.tasks.imdb import FIRST_RANK, LAST_RANK, WORDS, token_ids, word_vectors
 
 # name -> training and test records, shape of one, classes
 PROMISED = {

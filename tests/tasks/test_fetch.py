@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from dpsur.errors import InvalidInputError
-from dpsur.tasks.datasets import fetch, load_arrays, packages, registries
+from dpsur.tasks.datasets import download as registries
+from dpsur.tasks.datasets import fetch, load_arrays, packages
 from dpsur.tasks.datasets.base import DamagedFileError, Source
 from dpsur.tasks.datasets.download import Download, SourceError, fetch_file
 from tests.tasks.conftest import RECORDS, Digits

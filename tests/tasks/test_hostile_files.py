@@ -15,14 +15,14 @@ import pytest
 from dpsur.errors import InvalidInputError
 from dpsur.tasks import task_named
 from dpsur.tasks.datasets import load_arrays
-from dpsur.tasks.datasets.base import DamagedFileError
-from dpsur.tasks.datasets.containers import (
+from dpsur.tasks.datasets.archives import (
     deb_members,
     read_arrays,
     tar_members,
     unpacked,
     zip_members,
 )
+from dpsur.tasks.datasets.base import DamagedFileError
 from dpsur.tasks.datasets.plain_values import as_array, read_plain_values
 
 X, Y = np.arange(8.0).reshape(4, 2), np.array([0, 2, 1, 0])
@@ -258,7 +258,7 @@ def test_odd_packages_are_refused(tmp_path):
 
 @pytest.mark.parametrize("module", ["gzip", "lzma"])
 def test_what_unpacks_to_too_much_is_refused(module, tmp_path, monkeypatch):
-    monkeypatch.setattr("dpsur.tasks.datasets.containers.LARGEST_FILE", 2**20)
+    monkeypatch.setattr("dpsur.tasks.datasets.archives.LARGEST_FILE", 2**20)
     path = tmp_path / "images.gz"
     path.write_bytes(__import__(module).compress(bytes(2**20)))
     assert len(unpacked(path)) == 2**20

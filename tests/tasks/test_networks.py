@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.core.activations import TemperedSigmoid, build_activation
-from dpsur.core.gradients import GradientBudget, check_model
-from dpsur.core.gradients.plan import Engine, plan_for
-from dpsur.core.problem import Problem
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
-from dpsur.tasks.networks import NETWORKS, build_network
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.networks import NETWORKS, build_network
+from dpsur.networks.activations import TemperedSigmoid, build_activation
+from dpsur.per_example import GradientBudget, check_model
+from dpsur.per_example.engine_choice import Engine, plan_for
 
 TEMPERED = {"name": "tempered-sigmoid", "scale": 1.5, "temperature": 3.0, "offset": 0.5}
 # name -> parameters, shape of an input, classes

@@ -6,8 +6,8 @@ import torch
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
+from dpsur.networks import build_network
 from dpsur.tasks import npz, task_named
-from dpsur.tasks.networks import build_network
 
 Y = np.array([0, 2, 1, 0])
 CNN = {"name": "small-cnn", "classes": 3}

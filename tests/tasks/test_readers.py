@@ -14,7 +14,7 @@ import pytest
 
 from dpsur.errors import InvalidInputError
 from dpsur.tasks.datasets import load_arrays
-from dpsur.tasks.datasets.idx import FILES
+from dpsur.tasks.datasets.formats import FILES
 from dpsur.tasks.datasets.plain_values import as_array, read_plain_values
 
 BROKEN = (b"e.", b"\x86.", b"h\x05.", b"K\x01K\x02.", b"K\x01K\x02b.")

@@ -1,8 +1,4 @@
-"""Train small networks that tell members from others, several at once, and ask them together.
-
-All networks of a committee take each step together, as one computation with a further dimension, as
-in `dpsur.attacks.many`. Gradients are made anew at every step: nothing is left over from the last.
-"""
+"""Steps of training that are replayed, so that a device does not wait for the host."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +11,20 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from dpsur import checks
-from dpsur.attacks.replay import replayed
-from dpsur.core.types import Params
+from dpsur.functional.parameters import Params
+from dpsur.mechanism.cuda_graphs import graph_of
+
+
+def replayed(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], None]:
+    """A step as a CUDA graph. `state`, which the step changes, is as before afterwards."""
+    before = [value.clone() for value in state]
+
+    def restore() -> None:
+        for value, old in zip(state, before, strict=True):
+            value.copy_(old)
+
+    return graph_of(step, state[0].device, before_capture=restore)
+
 
 Features = Sequence[Tensor]
 ROWS_AT_ONCE = 4096

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.attacks.models import ROWS_AT_ONCE, Models
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
+from dpsur.functional.records import Examples
 
 
 def posteriors(models: Models, examples: Examples, index: int = 0) -> Tensor:

@@ -1,15 +1,22 @@
 """Trained models as attacks see them, one or many at once."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call, grad, stack_module_state, vmap
 
-from dpsur.core.types import Examples, Params
+from dpsur import checks
+from dpsur.attacks.classifier import replayed
+from dpsur.attacks.data import standardised
+from dpsur.errors import InvalidInputError
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import LossFunction
+from dpsur.functional.process_settings import precision
+from dpsur.functional.records import Examples
 
 ROWS_AT_ONCE = 1024
 
@@ -103,3 +110,136 @@ class SeparateModels:
 
 def _device(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
+
+
+Make = Callable[[], nn.Module]
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Plain SGD with momentum, as the paper's targets are trained."""
+
+    epochs: int = 100
+    batch_size: int = 128
+    learning_rate: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    # Every input to mean 0 and deviation 1, the usual preparation. The targets then overfit about
+    # as much as the paper's do, which is what the attacks need to have something to find.
+    standardise: bool = True
+    # Nothing is promised of these targets, so products may be rounded where a card has TF32.
+    tf32: bool = True
+
+    def __post_init__(self) -> None:
+        checks.at_least_one("epochs", self.epochs)
+        checks.at_least_one("batch_size", self.batch_size)
+        checks.positive("learning_rate", self.learning_rate)
+        checks.fraction_below_one("momentum", self.momentum)
+
+
+@dataclass(frozen=True)
+class ManyModels:
+    """A trainer of models that `make` builds, `at_once` of them in a group."""
+
+    make: Make
+    loss: LossFunction
+    recipe: Recipe = Recipe()
+    device: torch.device = _CPU
+    at_once: int = 8
+    capture: bool = True
+
+    def __call__(self, pool: Examples, rows: Sequence[Tensor], seed: int) -> StackedModels:
+        """Train one model per set of rows. Each epoch leaves out what does not fill a batch."""
+        if not rows or len({len(part) for part in rows}) != 1:
+            raise InvalidInputError(
+                f"models that are trained together need equally many records, got "
+                f"{[len(part) for part in rows]}"
+            )
+        pool = pool.to(self.device)
+        make = standardised(self.make, pool.inputs) if self.recipe.standardise else self.make
+        together = [
+            rows[start : start + self.at_once] for start in range(0, len(rows), self.at_once)
+        ]
+        with precision(self.recipe.tf32):
+            groups = [
+                self._group(make, pool, torch.stack(list(part)), seed, index * self.at_once)
+                for index, part in enumerate(together)
+            ]
+        params, buffers = (
+            {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            for parts in ([g.params for g in groups], [g.buffers for g in groups])
+        )
+        return StackedModels(groups[0].template, params, buffers)
+
+    def _group(
+        self, make: Make, pool: Examples, rows: Tensor, seed: int, first: int
+    ) -> StackedModels:
+        modules = [_initial(make, seed, first + index) for index in range(len(rows))]
+        params, buffers = stack_module_state(modules)
+        params = {name: value.detach().to(self.device) for name, value in params.items()}
+        buffers = {name: value.to(self.device) for name, value in buffers.items()}
+        template = modules[0].to(self.device)
+        rows = rows.to(self.device)
+        size = min(self.recipe.batch_size, rows.shape[1])
+        slot = rows[:, :size].clone()
+        take_step = _Step(template, self.loss, self.recipe, pool, params, buffers, slot)
+        run = take_step.captured() if self._may_capture() else take_step
+        generator = torch.Generator(self.device).manual_seed(hash((seed, first)) % 2**63)
+        for _ in range(self.recipe.epochs):
+            draws = torch.rand(rows.shape, generator=generator, device=self.device)
+            order = rows.gather(1, draws.argsort(1))
+            for start in range(0, rows.shape[1] - size + 1, size):
+                slot.copy_(order[:, start : start + size])
+                run()
+        return StackedModels(template, params, buffers)
+
+    def _may_capture(self) -> bool:
+        return self.capture and self.device.type == "cuda"
+
+
+def _initial(make: Make, seed: int, index: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(hash((seed, index)) % 2**63)
+        return make()
+
+
+class _Step:
+    """One step of all models of a group on the rows that `slot` names, in place."""
+
+    def __init__(
+        self,
+        template: nn.Module,
+        loss: LossFunction,
+        recipe: Recipe,
+        pool: Examples,
+        params: Params,
+        buffers: Params,
+        slot: Tensor,
+    ) -> None:
+        self._recipe, self._pool, self._slot = recipe, pool, slot
+        self._params, self._buffers = params, buffers
+        self._velocity = {name: torch.zeros_like(value) for name, value in params.items()}
+
+        def batch_loss(params: Params, buffers: Params, inputs: Tensor, targets: Tensor) -> Tensor:
+            return loss(functional_call(template, (params, buffers), (inputs,)), targets)
+
+        self._gradients = vmap(grad(batch_loss), randomness="different")
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        inputs, targets = self._pool.inputs[self._slot], self._pool.targets[self._slot]
+        found = self._gradients(self._params, self._buffers, inputs, targets)
+        recipe = self._recipe
+        weights = list(self._params.values())
+        velocity = list(self._velocity.values())
+        slopes = [found[name] for name in self._params]
+        torch._foreach_mul_(velocity, recipe.momentum)
+        torch._foreach_add_(velocity, slopes)
+        torch._foreach_add_(velocity, weights, alpha=recipe.weight_decay)
+        torch._foreach_add_(weights, velocity, alpha=-recipe.learning_rate)
+
+    def captured(self) -> Callable[[], None]:
+        """The step as a CUDA graph. Weights and velocities are as before afterwards."""
+        state = [*self._params.values(), *self._velocity.values()]
+        return replayed(self, state)

@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dpsur import figure_style as style
-from dpsur.attacks.metrics import (
-    CONFIDENCE,
-    Array,
-    Scores,
-    ranks_around,
-    roc_curve,
-    share_between,
-)
+from dpsur.attacks.metrics import CONFIDENCE, Array, Scores, ranks_around, roc_curve, share_between
 from dpsur.attacks.suite import SHUFFLED
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dpsur.attacks.classifier import Committee, Fitting, fit_committee
 from dpsur.attacks.features import posteriors
 from dpsur.attacks.metrics import Scores
 from dpsur.attacks.models import Models
-from dpsur.core.types import Examples
+from dpsur.functional.records import Examples
 
 FITTING = Fitting()
 

@@ -7,21 +7,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dpsur.attacks.gap import gap_attack
-from dpsur.attacks.lira import (
-    lira_offline,
-    lira_online,
-    target_log_odds,
-    train_shadows,
-)
+from dpsur.attacks.data import Split, as_many
 from dpsur.attacks.metrics import Scores
 from dpsur.attacks.models import Models, SeparateModels, Trainer
-from dpsur.attacks.rmia import relative_likelihood, rmia_scores, true_probability
+from dpsur.attacks.score_attacks import (
+    gap_attack,
+    lira_offline,
+    lira_online,
+    relative_likelihood,
+    rmia_scores,
+    target_log_odds,
+    train_shadows,
+    true_probability,
+)
 from dpsur.attacks.shadow import learn_from_shadow, shadow_attack
-from dpsur.attacks.split import Split, as_many
 from dpsur.attacks.white_box import white_box_attack
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
+from dpsur.functional.records import Examples
 
 Guess = Callable[[Examples, Examples], Scores]
 SHUFFLED = ", shuffled"

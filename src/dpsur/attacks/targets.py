@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 
 from dpsur import checks
-from dpsur.attacks.many import ManyModels, Recipe
-from dpsur.attacks.models import SeparateModels
-from dpsur.attacks.split import join
-from dpsur.core.types import Examples
+from dpsur.attacks.data import join
+from dpsur.attacks.models import ManyModels, Recipe, SeparateModels
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
+from dpsur.functional.records import Examples
 from dpsur.methods import Method
+from dpsur.networks import build_network, takes
 from dpsur.runs.result import Run
 from dpsur.runs.tasks import Records, TaskRun, prepare_task
 from dpsur.runs.together import run_together
 from dpsur.tasks import Task, task_named
 from dpsur.tasks.base import PIXELS, TOKENS, VECTORS
-from dpsur.tasks.networks import build_network, takes
 
 # Models that take a step together: as many as still gain speed on one device. Several networks of
 # large convolutions are slower together than one after another.

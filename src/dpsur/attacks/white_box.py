@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dpsur.attacks.classifier import Fitting, fit_committee
 from dpsur.attacks.features import last_layer_gradients
 from dpsur.attacks.metrics import Scores
-from dpsur.core.types import Examples
+from dpsur.functional.records import Examples
 
 FITTING = Fitting(learning_rate=1e-3)
 DROPOUT, FILTERS = 0.2, 16

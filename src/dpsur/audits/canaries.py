@@ -15,9 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from dpsur.core.problem import Problem
-from dpsur.core.types import Examples, LossFunction, Params
 from dpsur.errors import InvalidInputError
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import LossFunction, Problem
+from dpsur.functional.records import Examples
 
 # A canary's gradient is this many clip norms long before it is clipped.
 EXCESS = 1.01

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dpsur import figure_style as style
-from dpsur.audits.finding import CONTRADICTED
+from dpsur.audits.bounds import CONTRADICTED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,13 +9,19 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from dpsur.audits.bounds import Array, epsilon_lower_bound
-from dpsur.audits.finding import Finding
+from dpsur.audits.bounds import Array, Finding, epsilon_lower_bound
+from dpsur.audits.exact import Setting
 from dpsur.audits.sampler import accepted_updates, draw_trials
-from dpsur.audits.units import CoinSetting, Unit, dead_unit, exact_epsilon, gate_alone, no_selection
+from dpsur.audits.worst_case_problems import (
+    CoinSetting,
+    Unit,
+    dead_unit,
+    exact_epsilon,
+    gate_alone,
+    no_selection,
+)
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import ACCOUNTINGS, RESTORE, Accounting
-from dpsur.privacy.exact import Setting
 
 DELTA = 0.01
 REPETITIONS = 50_000

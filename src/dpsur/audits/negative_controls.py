@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dpsur.core.gate import mean_losses
-from dpsur.core.problem import Problem
-from dpsur.core.sampling import Batch, Draw
-from dpsur.core.streams import VAL_BATCH, VAL_NOISE, Streams
-from dpsur.core.types import Candidate, Examples, Params, Procedure, State, Verdict
 from dpsur.errors import InvalidInputError
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.mechanism.gate import mean_losses
+from dpsur.mechanism.sampling import Batch, Draw
+from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
+from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Streams
 from dpsur.methods.gated import NO_GATE, Gated
 from dpsur.methods.noisy_gradient import NoisyGradientSteps
 from dpsur.methods.selection import Selective

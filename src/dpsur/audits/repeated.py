@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpsur.audits.bounds import CHOICE_SHARE, Array, epsilon_lower_bound
-from dpsur.audits.finding import Finding
+from dpsur.audits.bounds import CHOICE_SHARE, Array, Finding, epsilon_lower_bound
 from dpsur.audits.negative_controls import Fault
-from dpsur.audits.units import OneWeight
-from dpsur.core.loop import Progress, start, train
-from dpsur.core.problem import Problem
-from dpsur.core.streams import Streams
-from dpsur.core.types import Examples, Procedure, Verdict
+from dpsur.audits.worst_case_problems import OneWeight
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.mechanism.loop import Progress, start, train
+from dpsur.mechanism.state import Procedure, Verdict
+from dpsur.mechanism.streams import Streams
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.methods.gated import Gated
 from dpsur.privacy.accounting import accounting_named

@@ -11,14 +11,14 @@ import torch
 from scipy.stats import binom
 from torch import Tensor
 
-from dpsur.audits.units import Unit
-from dpsur.core.gate import make_gate
-from dpsur.core.gradients import ClippedSum
-from dpsur.core.loop import Progress, start, train
-from dpsur.core.noise import add_gaussian
-from dpsur.core.streams import Streams
-from dpsur.core.types import Candidate, Procedure, State, Verdict
+from dpsur.audits.worst_case_problems import Unit
+from dpsur.mechanism.gate import make_gate
+from dpsur.mechanism.loop import Progress, start, train
+from dpsur.mechanism.noise import add_gaussian
+from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
+from dpsur.mechanism.streams import Streams
 from dpsur.methods import Dpsur
+from dpsur.per_example import ClippedSum
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Step
 from dpsur.privacy.plans import Plan

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dpsur import checks
+from dpsur.audits.bounds import Finding
 from dpsur.audits.canaries import Planter
-from dpsur.audits.finding import Finding
 from dpsur.audits.negative_controls import SOUND, Fault
 from dpsur.audits.one_run import (
     claimed_curve,
@@ -16,13 +16,14 @@ from dpsur.audits.one_run import (
     gaussian_epsilon_of_guesses,
     tail_probability_under,
 )
-from dpsur.core.types import Examples, LossFunction
 from dpsur.errors import InvalidInputError
+from dpsur.functional.problem import LossFunction
+from dpsur.functional.records import Examples
 from dpsur.methods import Method
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans import AnyPlan
-from dpsur.runs.preparation import Preparation
-from dpsur.runs.prepare import prepare
+from dpsur.runs.build_session import prepare
+from dpsur.runs.input_features import Preparation
 
 # Guesses on a tenth of the canaries say most about a training of moderate epsilon, guesses on more
 # of them about one that hides little. They share the error, as do the bound and the p-value.

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from dpsur.core.streams import Streams
-from dpsur.core.types import Examples
+from dpsur.functional.records import Examples
+from dpsur.mechanism.streams import Streams
 
 # One setting for all arms. Steps are small, so that thousands of them leave the weights tame.
 LEARNING_RATE, MOMENTUM = 0.01, 0.9

@@ -1,17 +1,17 @@
-"""Our own arms: what `dpsur.core.loop.train` does in one turn, on a batch of known size."""
+"""Our own arms: what `dpsur.mechanism.loop.train` does in one turn, on a batch of known size."""
 
 import torch.nn.functional as F
 
 from dpsur.bench.cell import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_MULTIPLIER, Cell
-from dpsur.core.captured import CapturedTrials
-from dpsur.core.gradients import clipped_sum
-from dpsur.core.loop import make_trial, start
-from dpsur.core.problem import Problem
-from dpsur.core.types import Params
 from dpsur.errors import InvalidInputError
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import Problem
+from dpsur.mechanism.cuda_graph_loop import CapturedTrials
+from dpsur.mechanism.loop import make_trial, start
 from dpsur.methods.dpsgd import Dpsgd
 from dpsur.methods.dpsur import Dpsur
 from dpsur.methods.gated import Gated
+from dpsur.per_example import clipped_sum
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Test, Trial
 from dpsur.privacy.plans import Plan

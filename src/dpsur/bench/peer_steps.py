@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpsur.bench.cell import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, NotInstalledError, sgd
-from dpsur.core.graphs import graph_of
-from dpsur.core.streams import NOISE
-from dpsur.core.types import Params
+from dpsur.functional.parameters import Params
+from dpsur.mechanism.cuda_graphs import graph_of
+from dpsur.mechanism.streams import NOISE
 
 HOOKS, GHOST = "hooks", "ghost"
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.bench.cell import Network
-from dpsur.core.streams import INIT, Streams
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
+from dpsur.functional.records import Examples
+from dpsur.mechanism.streams import INIT, Streams
 
 NETWORKS = "dpsur.bench.user_model:model_named"
 FORM = "a function of the batch size that returns (model, inputs, labels)"

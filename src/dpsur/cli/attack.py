@@ -9,31 +9,19 @@ import torch
 import torch.nn.functional as F
 
 from dpsur import checks
-from dpsur.attacks.gap import gap_attack
-from dpsur.attacks.many import Recipe
+from dpsur.attacks.data import as_many, split_pool
 from dpsur.attacks.metrics import Metrics, Scores, measure
-from dpsur.attacks.models import SeparateModels, Trainer
-from dpsur.attacks.split import as_many, split_pool
-from dpsur.attacks.suite import (
-    ATTACKS,
-    Attacked,
-    attack_target,
-    check_attacks,
-    with_white_box,
-)
-from dpsur.attacks.targets import (
-    PrivateTrainer,
-    attacked_pool,
-    plain_features,
-    plain_trainer,
-)
+from dpsur.attacks.models import Recipe, SeparateModels, Trainer
+from dpsur.attacks.score_attacks import gap_attack
+from dpsur.attacks.suite import ATTACKS, Attacked, attack_target, check_attacks, with_white_box
+from dpsur.attacks.targets import PrivateTrainer, attacked_pool, plain_features, plain_trainer
 from dpsur.cli.options import add_method_options, build_method, method_options
 from dpsur.errors import InvalidInputError
 from dpsur.methods import METHODS, Nonprivate, method_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
+from dpsur.runs.build_session import choose_device
 from dpsur.runs.evaluation import check_fits
-from dpsur.runs.prepare import choose_device
 from dpsur.runs.release import read_release
 from dpsur.runs.tasks import TaskRun, subset
 from dpsur.tasks import DEFAULT_TASK, TASKS, task_named

@@ -10,24 +10,24 @@ import torch
 
 from dpsur import checks
 from dpsur.attacks.targets import as_seen_by
+from dpsur.audits.bounds import CONTRADICTED, Finding
 from dpsur.audits.canaries import Planter, gradient_canaries, input_canaries
-from dpsur.audits.ceilings import ceiling, is_idle
-from dpsur.audits.finding import CONTRADICTED, Finding
 from dpsur.audits.mechanism import audit_mechanisms
 from dpsur.audits.negative_controls import FAULTS, SOUND
+from dpsur.audits.power import ceiling, is_idle
 from dpsur.audits.repeated import PLACES, TINY, audit_repeated
 from dpsur.audits.training import audit_training
 from dpsur.cli.options import add_method_options, build_method, method_options
-from dpsur.core.streams import INIT, Streams
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
+from dpsur.functional.records import Examples
+from dpsur.mechanism.streams import INIT, Streams
 from dpsur.methods import METHODS, Method, method_named
+from dpsur.networks import build_network
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.wording import format_epsilon
-from dpsur.runs.prepare import choose_device
+from dpsur.runs.build_session import choose_device
 from dpsur.tasks import DEFAULT_TASK, Task, task_named
-from dpsur.tasks.networks import build_network
 
 DESCRIPTION = """\
 Try to contradict a claimed epsilon.

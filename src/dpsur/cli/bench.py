@@ -11,7 +11,7 @@ from dpsur.bench.arms import ARMS, arm_named
 from dpsur.bench.run import line, rows
 from dpsur.bench.settings import Settings
 from dpsur.bench.user_model import FORM, NETWORKS, model_named
-from dpsur.runs.prepare import choose_device
+from dpsur.runs.build_session import choose_device
 
 REPETITIONS = 20
 TOLERATED_CONTENTION = 0.1  # cores that other processes may use

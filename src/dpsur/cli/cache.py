@@ -5,8 +5,8 @@ import contextlib
 import json
 from pathlib import Path
 
-from dpsur.cache_folder import CACHE_VARIABLE, cache_folder
 from dpsur.cli.private_log import LOG
+from dpsur.environment import CACHE_VARIABLE, cache_folder
 from dpsur.errors import InvalidInputError
 from dpsur.runs.files import PRIVATE
 from dpsur.tasks.datasets import DATA_SETS

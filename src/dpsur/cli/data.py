@@ -9,7 +9,7 @@ from typing import Any, Self
 from dpsur.errors import InvalidInputError
 from dpsur.tasks import mnist_5k
 from dpsur.tasks.datasets import DATA_SETS, fetch
-from dpsur.tasks.datasets.status import MISSING, READY, Status, status_of
+from dpsur.tasks.datasets.load import MISSING, READY, Status, status_of
 
 DESCRIPTION = """\
 Fetch the public data sets, and show which are there.
@@ -143,13 +143,7 @@ class TransferBar:
 
 def _rich_bar() -> Any:
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     return Progress(
         TextColumn("{task.description}"),

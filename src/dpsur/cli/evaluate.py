@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpsur.core.problem import Problem
 from dpsur.errors import InvalidInputError
+from dpsur.functional.problem import Problem
 from dpsur.privacy.wording import format_epsilon
+from dpsur.runs.build_session import choose_device
 from dpsur.runs.evaluation import check_fits, evaluate
 from dpsur.runs.files import finite
-from dpsur.runs.prepare import choose_device
 from dpsur.runs.release import read_release
 from dpsur.tasks import TASKS, load_test_records
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dpsur.cache_folder import cache_folder
+from dpsur.environment import cache_folder
 from dpsur.errors import InvalidInputError
 from dpsur.runs.files import PRIVATE
 

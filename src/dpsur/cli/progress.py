@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Self
 
-from dpsur.core.loop import Progress
-from dpsur.core.types import Verdict
+from dpsur.mechanism.loop import Progress
+from dpsur.mechanism.state import Verdict
 from dpsur.privacy.plans import AnyPlan
 from dpsur.privacy.plans.hiding import duration, elapsed
 from dpsur.privacy.wording import format_epsilon

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:  # this module is there before torch is
     from collections.abc import Sequence
 
-    from dpsur.core.loop import Progress
-    from dpsur.core.types import Verdict
+    from dpsur.mechanism.loop import Progress
+    from dpsur.mechanism.state import Verdict
     from dpsur.privacy.plans import AnyPlan
 
 

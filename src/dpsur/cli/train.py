@@ -9,13 +9,7 @@ from pathlib import Path
 from dpsur.cli.evaluate import describe_guarantee
 from dpsur.cli.options import add_method_options
 from dpsur.cli.progress import ProgressBar
-from dpsur.cli.run_settings import (
-    RUNS,
-    Settings,
-    new_settings,
-    stored_settings,
-    task_run,
-)
+from dpsur.cli.run_settings import RUNS, Settings, new_settings, stored_settings, task_run
 from dpsur.cli.signals import Stop, stop_on_signal
 from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, describe_os_error
 from dpsur.features import FEATURES
@@ -23,14 +17,14 @@ from dpsur.methods import METHODS
 from dpsur.presets import PRESETS
 from dpsur.privacy.accounting import ACCOUNTINGS
 from dpsur.privacy.plans.hiding import NOT_HIDDEN, WAYS_TO_HIDE
-from dpsur.runs.arguments import check_single_process
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.files import RunFolder, finite, resume_command
 from dpsur.runs.fit import execute
-from dpsur.runs.preparation import NORMALISATIONS
+from dpsur.runs.input_features import NORMALISATIONS
 from dpsur.runs.release import as_published
 from dpsur.runs.result import Run
 from dpsur.runs.tasks import prepare_task
+from dpsur.runs.validation import check_single_process
 from dpsur.status import silenced
 from dpsur.tasks import TASKS
 

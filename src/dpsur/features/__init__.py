@@ -12,9 +12,14 @@ from torch import Tensor
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import cache
-from dpsur.features.apply import apply_layers
-from dpsur.features.layers import ChannelNorm, LayerDescription, build_layers, group_norm
-from dpsur.features.pipeline import WithFeatures
+from dpsur.features.layers import (
+    ChannelNorm,
+    LayerDescription,
+    WithFeatures,
+    apply_layers,
+    build_layers,
+    group_norm,
+)
 from dpsur.features.scattering import Scattering2d
 
 Shape = tuple[int, ...]

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpsur.cache_folder import cache_folder
+from dpsur.environment import cache_folder
 
 Array = NDArray[Any]
 KEY, KEY_BYTES = "key", 32

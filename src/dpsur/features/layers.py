@@ -1,15 +1,18 @@
 """The layers that features are made of, by name, without anything to train."""
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpsur import checks
-from dpsur.descriptions import build
 from dpsur.errors import InvalidInputError
 from dpsur.features.scattering import Scattering2d
+from dpsur.registry import build
 
 LayerDescription = Mapping[str, Any]
 
@@ -73,3 +76,73 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
 def build_layers(descriptions: Sequence[LayerDescription]) -> nn.Sequential:
     """Build layers from their names and arguments, in order."""
     return nn.Sequential(*(build("feature layer", LAYERS, one) for one in descriptions))
+
+
+class WithFeatures(nn.Module):
+    """Takes raw inputs: `network(features(inputs))`.
+
+    Training sees the features only, computed once. What is released is this, so that whoever has
+    the model needs no other code to use it.
+    """
+
+    def __init__(self, features: nn.Sequential, network: nn.Module) -> None:
+        super().__init__()
+        trained = [name for name, value in features.named_parameters() if value.requires_grad]
+        if trained:
+            raise InvalidInputError(
+                f"features must have nothing to train, but {trained[0]} has; "
+                "put layers with weights into the network"
+            )
+        self.features = features
+        self.network = network
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The network's outputs for raw inputs."""
+        outputs: Tensor = self.network(self.features(inputs))
+        return outputs
+
+
+# Records per call of the layers. On the host, what is made should still be in a cache when it is
+# copied to its place.
+_RECORDS_PER_THREAD, _RECORDS_ON_A_CARD = 32, 2048
+
+
+def apply_layers(
+    layers: nn.Sequential, inputs: Tensor, *, device: torch.device | None = None
+) -> Tensor:
+    """What the layers make of all records, computed on `device` and put where the inputs are."""
+    device = device or inputs.device
+    layers = copy.deepcopy(layers).to(device)
+    with torch.no_grad():
+        one = layers(torch.zeros(1, *inputs.shape[1:], device=device))
+    result = torch.empty(len(inputs), *one.shape[1:], dtype=one.dtype, device=inputs.device)
+    step = _RECORDS_ON_A_CARD if device.type == "cuda" else _RECORDS_PER_THREAD
+
+    @torch.no_grad()
+    def fill(start: int) -> None:
+        piece = slice(start, start + step)
+        result[piece] = layers(inputs[piece].to(device))
+
+    starts = range(0, len(inputs), step)
+    if device.type == "cuda":
+        for start in starts:
+            fill(start)
+    else:
+        with _one_core_each() as threads, ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, starts))
+    return result
+
+
+@contextmanager
+def _one_core_each() -> Iterator[int]:
+    """Let every operation use one thread; return how many may run side by side.
+
+    Threads with a piece each never wait for one another. Threads that share every operation do, and
+    are several times slower than one where other programs keep the cores busy.
+    """
+    threads = int(torch.get_num_threads())
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)

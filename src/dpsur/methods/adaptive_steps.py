@@ -6,16 +6,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dpsur.core.averaging import WeightAverage, followed
-from dpsur.core.choice import noisy_least
-from dpsur.core.flat import elementwise
-from dpsur.core.noisy_mean import noisy_mean_gradient
-from dpsur.core.optim import Sgd
-from dpsur.core.problem import Problem
-from dpsur.core.sampling import Batch
-from dpsur.core.streams import BATCH, NOISE, VAL_BATCH, VAL_NOISE, Streams
-from dpsur.core.types import Candidate, Params, State, Verdict
+from dpsur.functional.parameters import Params, elementwise
+from dpsur.functional.problem import Problem
+from dpsur.mechanism.dp_gradient import noisy_mean_gradient
+from dpsur.mechanism.optim import Sgd, WeightAverage, followed
+from dpsur.mechanism.sampling import Batch
+from dpsur.mechanism.state import Candidate, State, Verdict
+from dpsur.mechanism.streams import BATCH, NOISE, VAL_BATCH, VAL_NOISE, Streams
 from dpsur.methods.draws import Draws
+from dpsur.methods.exponential_mechanism import noisy_least
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Step, Trial
 from dpsur.privacy.plans import FilteredPlan
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from dpsur import checks
-from dpsur.core.problem import Problem
-from dpsur.core.streams import Streams
-from dpsur.core.types import Procedure
+from dpsur.functional.problem import Problem
+from dpsur.mechanism.state import Procedure
+from dpsur.mechanism.streams import Streams
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event
 from dpsur.privacy.plans import AnyPlan

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from dpsur import checks
-from dpsur.core.problem import Problem
-from dpsur.core.streams import Streams
-from dpsur.core.types import Procedure
 from dpsur.errors import InvalidInputError
+from dpsur.functional.problem import Problem
+from dpsur.mechanism.state import Procedure
+from dpsur.mechanism.streams import Streams
 from dpsur.methods.adaptive_steps import AdaptiveSteps, Lengths
 from dpsur.methods.base import Method, option, power_of_two_near
 from dpsur.methods.noisy_steps import check_batch_size

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from dpsur import checks
-from dpsur.core.problem import Problem
-from dpsur.core.streams import Streams
-from dpsur.core.types import Procedure
 from dpsur.errors import BudgetError
+from dpsur.functional.problem import Problem
+from dpsur.mechanism.state import Procedure
+from dpsur.mechanism.streams import Streams
 from dpsur.methods.base import option
 from dpsur.methods.gated import NO_GATE, Gated
 from dpsur.methods.importance_steps import (

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from dpsur import checks
-from dpsur.core.activations import TemperedSigmoid
 from dpsur.errors import InvalidInputError
 from dpsur.methods.base import option
 from dpsur.methods.gated import Gated
+from dpsur.networks.activations import TemperedSigmoid
 
 # Activations whose place a tempered sigmoid takes.
 REPLACED = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, TemperedSigmoid)

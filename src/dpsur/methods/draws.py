@@ -4,10 +4,10 @@ import copy
 from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
-from dpsur.core.gradients import draws_randomness
-from dpsur.core.problem import Problem
-from dpsur.core.sampling import Draw, padded_batch, steady_batch
-from dpsur.core.streams import LAYERS, Streams
+from dpsur.functional.problem import Problem
+from dpsur.mechanism.sampling import Draw, padded_batch, steady_batch
+from dpsur.mechanism.streams import LAYERS, Streams
+from dpsur.per_example import draws_randomness
 
 
 class Draws:

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from dpsur import checks
-from dpsur.core.problem import Problem
-from dpsur.core.streams import Streams
-from dpsur.core.types import Procedure
 from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.functional.problem import Problem
+from dpsur.mechanism.state import Procedure
+from dpsur.mechanism.streams import Streams
 from dpsur.methods.base import option, power_of_two_near
 from dpsur.methods.noisy_gradient import NoisyGradientSteps
 from dpsur.methods.noisy_steps import NoisySteps, check_batch_size

@@ -5,10 +5,11 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from dpsur.core.averaging import followed
-from dpsur.core.problem import Problem
-from dpsur.core.streams import Streams
-from dpsur.core.types import Candidate, Params, State, Verdict
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import Problem
+from dpsur.mechanism.optim import followed
+from dpsur.mechanism.state import Candidate, State, Verdict
+from dpsur.mechanism.streams import Streams
 from dpsur.methods.draws import Draws
 from dpsur.methods.optimization import Optimization
 from dpsur.privacy.events import Event, Step

@@ -6,16 +6,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dpsur.core.gradients import ClippedSum, clipped_norms
-from dpsur.core.noise import add_gaussian
-from dpsur.core.noisy_mean import noisy_mean_gradient
-from dpsur.core.problem import Problem
-from dpsur.core.sampling import steady_batch
-from dpsur.core.streams import BATCH, COINS, NOISE, STEERING, Streams
-from dpsur.core.types import Candidate, Params, State
 from dpsur.errors import BudgetError
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import Problem
+from dpsur.mechanism.dp_gradient import noisy_mean_gradient
+from dpsur.mechanism.noise import add_gaussian
+from dpsur.mechanism.sampling import steady_batch
+from dpsur.mechanism.state import Candidate, State
+from dpsur.mechanism.streams import BATCH, COINS, NOISE, STEERING, Streams
 from dpsur.methods.gradient_steps import GradientSteps
 from dpsur.methods.optimization import Optimization
+from dpsur.per_example import ClippedSum, clipped_norms
 from dpsur.privacy.calibrate import MOST_NOISE
 from dpsur.privacy.events import SampledGaussian, Step, Trial
 from dpsur.privacy.plans import AnyPlan, FilteredPlan

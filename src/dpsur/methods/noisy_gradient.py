@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
-from dpsur.core.noisy_mean import noisy_mean_gradient
-from dpsur.core.problem import Problem
-from dpsur.core.streams import BATCH, NOISE, Streams
-from dpsur.core.types import Params, State
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import Problem
+from dpsur.mechanism.dp_gradient import noisy_mean_gradient
+from dpsur.mechanism.state import State
+from dpsur.mechanism.streams import BATCH, NOISE, Streams
 from dpsur.methods.gradient_steps import GradientSteps
 from dpsur.methods.noisy_steps import NoisySteps
 from dpsur.privacy.events import SampledGaussian, Step

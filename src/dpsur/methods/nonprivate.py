@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from dpsur import checks
-from dpsur.core.lending import call_on
-from dpsur.core.problem import Problem, example_losses, mode
-from dpsur.core.sampling import Batch
-from dpsur.core.streams import BATCH, Streams
-from dpsur.core.types import Params, Procedure, State
+from dpsur.functional.call import call_on
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import Problem, example_losses, mode
+from dpsur.mechanism.sampling import Batch
+from dpsur.mechanism.state import Procedure, State
+from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.methods.base import option
 from dpsur.methods.gradient_steps import GradientSteps
 from dpsur.methods.noisy_steps import check_batch_size

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from dpsur import checks
-from dpsur.core.averaging import WeightAverage
-from dpsur.core.optim import Adam, Optimizer, Sgd
-from dpsur.core.schedules import SHAPES, Schedule
+from dpsur.mechanism.optim import SHAPES, Adam, Optimizer, Schedule, Sgd, WeightAverage
 from dpsur.methods.base import Method, option
 
 AVERAGE_HELP = "release an exponential average of the weights with this decay instead of the last"

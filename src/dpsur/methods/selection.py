@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from dpsur.core.gate import BegunTest, begin_test, make_gate
-from dpsur.core.graphs import side_by_side
-from dpsur.core.problem import Problem
-from dpsur.core.sampling import Batch, Draw, padded_batch, steady_batch
-from dpsur.core.streams import VAL_BATCH, VAL_NOISE, Streams
-from dpsur.core.types import Candidate, Procedure, State, Verdict
+from dpsur.functional.problem import Problem
+from dpsur.mechanism.cuda_graphs import side_by_side
+from dpsur.mechanism.gate import BegunTest, begin_test, make_gate
+from dpsur.mechanism.sampling import Batch, Draw, padded_batch, steady_batch
+from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
+from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Streams
 from dpsur.privacy.accounting import KEEP_MOMENTUM
 from dpsur.privacy.events import Event, Step, Trial
 from dpsur.privacy.plans import AnyPlan, FilteredPlan, Plan

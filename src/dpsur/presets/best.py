@@ -11,7 +11,7 @@ from typing import Any
 from dpsur.errors import InvalidInputError
 from dpsur.presets.base import Preset
 from dpsur.presets.settings import tuned_setting
-from dpsur.runs.preparation import GROUP, NONE, PRIVATE
+from dpsur.runs.input_features import GROUP, NONE, PRIVATE
 
 METHODS = ("dpsgd", "dpsur")
 

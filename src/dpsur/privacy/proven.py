@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from dpsur import checks
-from dpsur.cache_folder import cache_folder
+from dpsur.environment import cache_folder
 from dpsur.errors import InvalidInputError
 from dpsur.privacy import events
 from dpsur.privacy.conversion import epsilon_at

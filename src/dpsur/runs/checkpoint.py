@@ -18,10 +18,10 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from dpsur.core.loop import Progress
-from dpsur.core.streams import Streams
-from dpsur.core.tree import flatten, unflatten
 from dpsur.errors import CheckpointError, FileError, describe_os_error
+from dpsur.functional.tree import flatten, unflatten
+from dpsur.mechanism.loop import Progress
+from dpsur.mechanism.streams import Streams
 from dpsur.privacy.ledger import Ledger
 from dpsur.runs.files import CHECKPOINT, write_atomically
 

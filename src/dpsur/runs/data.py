@@ -2,7 +2,8 @@
 
 import functools
 import random
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from dpsur.core.gradients.probe import same_bits
-from dpsur.core.types import Examples, LossFunction
 from dpsur.errors import InvalidInputError
+from dpsur.functional.problem import EVALUATION_ROWS, LossFunction, mode
+from dpsur.functional.records import Examples
+from dpsur.per_example.mixing_check import same_bits
 
 # Records of a data set that are read again, to see whether it draws them at random.
 _READ_AGAIN = 16
@@ -224,3 +226,83 @@ def check_labels(examples: Examples, outputs: Tensor, loss: LossFunction, name: 
             f"the labels 0 to {classes - 1}; fix the labels or widen the model",
             private=f"the labels of {name} run from {low} to {high}",
         )
+
+
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class _BeyondTable(Exception):  # noqa: N818
+    """The table that a number was looked up in without a row for it, and the number."""
+
+
+def check_tokens(model: nn.Module, examples: Examples, name: str) -> None:
+    """Refuse records with a number that an embedding of the model has no row for.
+
+    First with made-up records of the least and largest numbers at each place. Where those do not
+    fit, a real record is looked for: a model may combine its inputs before it looks them up.
+    """
+    inputs, place = examples.inputs, next(model.parameters()).device
+    # Tables that are no modules are looked up unwatched, which a card does not survive.
+    looks_up = place.type == "cpu" or _tables(model)
+    if inputs.dtype not in _WHOLE or not looks_up:
+        return
+    extremes = torch.stack([inputs.amin(0), inputs.amax(0)])
+    if _table_fault(model, extremes.to(place)) is None:
+        return
+    for piece in torch.split(inputs, EVALUATION_ROWS):
+        fault = _table_fault(model, piece.to(place))
+        if fault is not None:
+            where, number = fault
+            raise InvalidInputError(
+                f"the inputs of {name} hold a number that {where}; fix the tokens or enlarge the "
+                "table",
+                private=number,
+            ) from None
+
+
+def _tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
+
+
+def _table_fault(model: nn.Module, inputs: Tensor) -> tuple[str, str] | None:
+    """Which lookup fails, and by which number, which is private."""
+    with torch.no_grad(), mode(model, training=False), _watched(model):
+        try:
+            model(inputs)
+        except _BeyondTable as found:
+            where, number = found.args
+            return where, number
+        except IndexError as found:
+            return "the model cannot look up", str(found)
+    return None
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[None]:
+    """Have every embedding look at its numbers before it looks them up."""
+
+    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
+        table = _tables(model)[name]
+        rows = table.num_embeddings
+
+        def look(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            if not given or not given[0].numel():
+                return
+            low, high = int(given[0].min()), int(given[0].max())
+            if low < 0 or high >= rows:
+                odd = low if low < 0 else high
+                raise _BeyondTable(
+                    f"the embedding {name or '(root)'} has no row for: it has {rows} rows "
+                    f"(0 to {rows - 1})",
+                    f"the number {odd}",
+                )
+
+        return table.register_forward_pre_hook(look)
+
+    handles = [watch(name) for name in _tables(model)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from dpsur.core.problem import Problem, example_losses, mode
-from dpsur.core.types import Examples, LossFunction, Params
 from dpsur.errors import InvalidInputError
-from dpsur.runs.data import check_labels
-from dpsur.runs.tokens import check_tokens
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import LossFunction, Problem, example_losses, mode
+from dpsur.functional.records import Examples
+from dpsur.runs.data import check_labels, check_tokens
 
 
 def check_fits(model: nn.Module, examples: Examples, loss: LossFunction, name: str) -> None:

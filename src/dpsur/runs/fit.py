@@ -11,28 +11,27 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur import checks
-from dpsur.core.loop import Progress
-from dpsur.core.turns import Turns, finished
-from dpsur.core.types import LossFunction
+from dpsur.environment import versions
 from dpsur.errors import InvalidInputError, PrivacyWarning
+from dpsur.functional.problem import LossFunction
+from dpsur.mechanism.loop import Progress
+from dpsur.mechanism.turns import Turns, finished
 from dpsur.methods import Dpsur, Method
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.mechanism import epsilons
 from dpsur.privacy.plans.hiding import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import RunFacts, privacy_statement, warnings_for
-from dpsur.runs.arguments import check_options, check_single_process
+from dpsur.runs.build_session import prepare
 from dpsur.runs.checkpoint import load_statistics
-from dpsur.runs.delays import RandomDelays
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import CURVES, RunFolder, to_json, write_atomically
-from dpsur.runs.preparation import Preparation
-from dpsur.runs.prepare import prepare
-from dpsur.runs.recorder import Recorder, draw_curves
+from dpsur.runs.input_features import Preparation
+from dpsur.runs.observers import RandomDelays, Recorder, draw_curves
 from dpsur.runs.release import NO_ORIGIN, Origin, released_model, write_release
 from dpsur.runs.result import PrivateDiagnostics, Run, Statement
 from dpsur.runs.session import Observer, Pace, Session, Speed
-from dpsur.versions import versions
+from dpsur.runs.validation import check_options, check_single_process
 
 
 @checks.arguments

@@ -16,9 +16,10 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import nn
 
-from dpsur.core.types import Params
 from dpsur.errors import CheckpointError, FileError, InvalidInputError, describe_os_error
 from dpsur.features import WithFeatures
+from dpsur.functional.parameters import Params
+from dpsur.networks import build_network, parameter_count
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.statement import FORMAT as STATEMENT_FORMAT
@@ -37,7 +38,6 @@ from dpsur.runs.files import (
     to_json,
     write_atomically,
 )
-from dpsur.tasks.networks import build_network, parameter_count
 
 FORMAT = "dpsur-release/1"
 # What reading a damaged file raises where a value is missing or of another kind.

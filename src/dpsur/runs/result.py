@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from dpsur import checks
-from dpsur.core.gradients import EngineChoice
 from dpsur.methods import Method
+from dpsur.per_example import EngineChoice
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import AnyPlan
 from dpsur.privacy.wording import format_epsilon

@@ -8,17 +8,19 @@ from typing import Any, Protocol
 from torch import nn
 
 from dpsur import checks
-from dpsur.core import captured, loop
-from dpsur.core.gradients import EngineChoice, engine_choice, log_choice
-from dpsur.core.host_records import HostExamples
-from dpsur.core.loop import Progress
-from dpsur.core.precision import precision
-from dpsur.core.problem import Problem
-from dpsur.core.streams import Streams
-from dpsur.core.turns import Turns, finished
-from dpsur.core.types import Examples, Procedure, Verdict
 from dpsur.errors import InterruptedRunError
+from dpsur.functional.problem import Problem
+from dpsur.functional.process_settings import precision, repeatable
+from dpsur.functional.records import Examples, HostExamples
+from dpsur.functional.side_effects import Unchanged, check_fixed_parts, fixed_parts
+from dpsur.mechanism import cuda_graph_loop as captured
+from dpsur.mechanism import loop
+from dpsur.mechanism.loop import Progress
+from dpsur.mechanism.state import Procedure, Verdict
+from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.turns import Turns, finished
 from dpsur.methods import Method, Nonprivate
+from dpsur.per_example import EngineChoice, engine_choice, log_choice
 from dpsur.privacy.events import Trial
 from dpsur.privacy.plans import AnyPlan, FilteredPlan, Plan
 from dpsur.privacy.plans.hiding import NOT_HIDDEN, duration, elapsed
@@ -31,11 +33,9 @@ from dpsur.runs.checkpoint import (
     restore,
     save_checkpoint,
 )
-from dpsur.runs.determinism import repeatable
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder, sha256, to_json
-from dpsur.runs.fixed_parts import Unchanged, check_fixed_parts, fixed_parts
-from dpsur.runs.identity import loss_identity, model_identity
+from dpsur.runs.fingerprint import loss_identity, model_identity
 
 EVALUATIONS_PER_RUN = 20
 # Captured trials between two looks at them. The last block goes on beyond the end of the plan.

@@ -13,20 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from dpsur import checks
-from dpsur.core.streams import INIT, Streams, seeded_globally
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
+from dpsur.functional.process_settings import seeded_globally
+from dpsur.functional.records import Examples
+from dpsur.mechanism.streams import INIT, Streams
 from dpsur.methods import Method
+from dpsur.networks import build_network, takes
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.hiding import NOT_HIDDEN
+from dpsur.runs.build_session import choose_device, prepare
 from dpsur.runs.checkpoint import Statistics
-from dpsur.runs.preparation import Preparation
-from dpsur.runs.prepare import choose_device, prepare
+from dpsur.runs.input_features import Preparation
 from dpsur.runs.release import Origin
 from dpsur.runs.session import Pace, Session, Speed
 from dpsur.tasks import TASKS, Task, task_named
-from dpsur.tasks.networks import build_network, takes
 
 # The key of the draws of `subset`: they are the same on every machine.
 SUBSET_KEY = b"dpsur-subset/1"

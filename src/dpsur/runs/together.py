@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from dpsur.core.turns import Turns
 from dpsur.errors import InvalidInputError, NothingReleasedError, PrivacyWarning
+from dpsur.mechanism.turns import Turns
 from dpsur.runs.fit import executing, objections
 from dpsur.runs.result import Run
 from dpsur.runs.session import Observer, Session

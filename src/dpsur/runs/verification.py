@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
+from dpsur.environment import versions
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accounting import FIGURES, accounting_named
 from dpsur.privacy.budget import Budget
@@ -16,19 +17,13 @@ from dpsur.privacy.claims import claim_faults
 from dpsur.privacy.events import Gaussian, Trial, event_from_json, feature_statistics
 from dpsur.privacy.filter import RenyiFilter
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.mechanism import (
-    mechanism_of,
-    recomputed_epsilons,
-    stated_filter,
-    stated_menu,
-)
+from dpsur.privacy.mechanism import mechanism_of, recomputed_epsilons, stated_filter, stated_menu
 from dpsur.privacy.noise_tail import noise_tail
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.plans import AnyPlan, FilteredPlan, MenuPlan
 from dpsur.privacy.plans.hiding import CONSTANT, hiding_plan, least_cap
 from dpsur.privacy.statement import FORMAT
 from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, from_json, release_folder, sha256
-from dpsur.versions import versions
 
 if TYPE_CHECKING:
     from dpsur.methods import Method
@@ -404,7 +399,7 @@ def _holds_statistics(content: bytes) -> bool:
     """Whether weights come with a layer that normalises features by private statistics."""
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     described = json.loads(header["__metadata__"]["dpsur"])
-    if described["model"] != "WithFeatures":  # of `dpsur.features.pipeline`
+    if described["model"] != "WithFeatures":  # of `dpsur.features.layers`
         return False
     return any(STATISTICS.fullmatch(name) for name in header)
 

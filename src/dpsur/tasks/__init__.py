@@ -4,14 +4,13 @@ from pathlib import Path
 
 import torch.nn.functional as F
 
-from dpsur.core.types import Examples, LossFunction
 from dpsur.errors import InvalidInputError
+from dpsur.functional.problem import LossFunction
+from dpsur.functional.records import Examples
 from dpsur.tasks.base import Task
 from dpsur.tasks.cifar10 import CIFAR10_TASK
-from dpsur.tasks.fmnist import FMNIST_TASK
-from dpsur.tasks.imdb import IMDB_TASK
-from dpsur.tasks.imdb_words import IMDB_WORDS_TASK
-from dpsur.tasks.mnist import MNIST_TASK
+from dpsur.tasks.imdb import IMDB_TASK, IMDB_WORDS_TASK
+from dpsur.tasks.mnist import FMNIST_TASK, MNIST_TASK
 from dpsur.tasks.mnist_5k import MNIST_5K
 from dpsur.tasks.npz import PREFIX as NPZ
 from dpsur.tasks.npz import npz_task, npz_test_records

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from dpsur.core.types import Examples, LossFunction
+from dpsur.functional.problem import LossFunction
+from dpsur.functional.records import Examples
 
 # Names of what a network sees.
 PIXELS, SCATTERING, TOKENS, VECTORS = "pixels", "scattering", "tokens", "vectors"

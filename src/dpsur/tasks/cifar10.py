@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dpsur.core.types import Examples
+from dpsur.functional.records import Examples
 from dpsur.tasks.base import PIXELS, SCATTERING, Task
 from dpsur.tasks.datasets import CIFAR10, load_arrays
 from dpsur.tasks.datasets.base import Array
-from dpsur.tasks.datasets.cifar import BATCHES
+from dpsur.tasks.datasets.formats import BATCHES
 
 # Means and deviations of another public data set (ImageNet), so they cost no privacy.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

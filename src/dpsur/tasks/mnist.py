@@ -1,13 +1,13 @@
-"""MNIST: 60,000 handwritten digits to train on, 10,000 to test."""
+"""MNIST and Fashion-MNIST: 60,000 grey images to train on, 10,000 to test."""
 
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from dpsur.core.types import Examples
+from dpsur.functional.records import Examples
 from dpsur.tasks.base import PIXELS, SCATTERING, Task
-from dpsur.tasks.datasets import MNIST, load_arrays
+from dpsur.tasks.datasets import FASHION_MNIST, MNIST, load_arrays
 from dpsur.tasks.datasets.base import Array, Arrays
 
 NETWORKS = {
@@ -39,4 +39,17 @@ MNIST_TASK = Task(
     summary="MNIST digits (60,000 to train, 10,000 to test)",
     networks=NETWORKS,
     load=load,
+)
+
+
+def load_fashion(data_dir: Path | None = None) -> tuple[Examples, Examples]:
+    """Training and test records: images scaled to [0, 1], and kinds of clothing."""
+    return grey_examples(load_arrays(FASHION_MNIST, data_dir))
+
+
+FMNIST_TASK = Task(
+    name="fmnist",
+    summary="Fashion-MNIST articles of clothing (60,000 to train, 10,000 to test)",
+    networks=NETWORKS,
+    load=load_fashion,
 )

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
+from dpsur.functional.records import Examples
 from dpsur.tasks.base import SCATTERING, Task
 from dpsur.tasks.mnist import NETWORKS
 

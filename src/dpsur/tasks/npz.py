@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpsur.core.types import Examples
 from dpsur.errors import InvalidInputError
 from dpsur.features import features_named
+from dpsur.functional.records import Examples
+from dpsur.networks.general import LEAST_IMAGE
 from dpsur.tasks.base import PIXELS, SCATTERING, VECTORS, Task
+from dpsur.tasks.datasets.archives import read_arrays
 from dpsur.tasks.datasets.base import Array, Arrays, DamagedFileError
-from dpsur.tasks.datasets.containers import read_arrays
-from dpsur.tasks.networks.general import LEAST_IMAGE
 
 PREFIX = "npz:"
 KNOWN = ("x", "y", "x_test", "y_test", "classes")

@@ -4,12 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.privacy.accounting import (
-    CAP_SHARE,
-    RESTORE,
-    accounting_named,
-    check_covers_steering,
-)
+from dpsur.privacy.accounting import CAP_SHARE, RESTORE, accounting_named, check_covers_steering
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibrate import least_noise
 from dpsur.privacy.conversion import epsilon_at

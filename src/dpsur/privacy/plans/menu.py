@@ -7,12 +7,7 @@ from typing import Any, ClassVar
 
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.privacy.accounting import (
-    RESTORE,
-    Accounting,
-    accounting_named,
-    check_covers_steering,
-)
+from dpsur.privacy.accounting import RESTORE, Accounting, accounting_named, check_covers_steering
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibrate import least_noise, noise_at_least
 from dpsur.privacy.events import (

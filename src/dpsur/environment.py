@@ -1,0 +1,37 @@
+"""Versions of what computes, and the folder for caches."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from dpsur._version import __version__
+from dpsur.errors import InvalidInputError
+
+
+def versions() -> dict[str, str]:
+    """This package, Python, and the packages that figures depend on."""
+    found = {"dpsur": __version__, "python": platform.python_version()}
+    for package in ("torch", "dp-accounting", "numpy", "scipy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+CACHE_VARIABLE = "DPSUR_CACHE"
+
+
+def cache_folder() -> Path:
+    """`$DPSUR_CACHE`, or `$XDG_CACHE_HOME/dpsur`, or `~/.cache/dpsur`."""
+    if own := os.environ.get(CACHE_VARIABLE):
+        return Path(own)
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "dpsur"
+    try:
+        return Path.home() / ".cache" / "dpsur"
+    except RuntimeError:
+        raise InvalidInputError(
+            f"there is no home folder to put the cache in; set {CACHE_VARIABLE} to a folder"
+        ) from None

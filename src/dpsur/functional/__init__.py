@@ -1,0 +1,1 @@
+"""Models, losses and records as pure functions of the weights."""

@@ -1,0 +1,200 @@
+"""A model, a loss and the private records, as pure functions of the weights."""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpsur.errors import UnsupportedModelError
+from dpsur.functional.call import call_on, every_module
+from dpsur.functional.parameters import Params, elementwise
+from dpsur.functional.pooling import quick_pooling
+from dpsur.functional.records import Examples
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+EVALUATION_ROWS = 2048
+
+
+@dataclass(frozen=True, repr=False)
+class Problem:
+    """What is to be learned. The module is only a shape: its own weights are never changed.
+
+    `bf16` lets layers round to bfloat16 where gradients are taken. Losses that decide about a
+    candidate are never rounded so: their differences are smaller than that.
+    """
+
+    model: nn.Module
+    loss: LossFunction
+    train: Examples
+    bf16: bool = False
+    # What is computed once about the records, for this problem alone: `per_example/input_cache.py`.
+    tables: dict[Hashable, Tensor | int | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    # Where batches are gathered, one after the other: `per_example/clipping.py`.
+    places: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return f"Problem({type(self.model).__name__}, {self.train!r})"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    def training_precision(self) -> AbstractContextManager[object]:
+        """Where a forward pass is made whose gradients are wanted."""
+        if not self.bf16:
+            return nullcontext()
+        # without its cache, which would outlive the weights of a captured trial
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+
+    def initial_params(self) -> Params:
+        """Copies of the weights that are to be trained, side by side in memory."""
+        trained = {
+            name: value.detach().clone()
+            for name, value in self.model.named_parameters()
+            if value.requires_grad
+        }
+        return elementwise(lambda values: values, trained) if trained else trained
+
+    def outputs(self, params: Params, inputs: Tensor) -> Tensor:
+        """Model outputs in evaluation mode, in pieces of bounded size."""
+        with (
+            torch.no_grad(),
+            mode(self.model, training=False),
+            left_alone(self.model, params),
+            quick_pooling(every_module(self.model)),
+        ):
+            pieces = [
+                call_on(self.model, params, piece) for piece in torch.split(inputs, EVALUATION_ROWS)
+            ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def losses(self, params: Params, examples: Examples) -> Tensor:
+        """The loss of each record by itself, in evaluation mode."""
+        return example_losses(self.loss, self.outputs(params, examples.inputs), examples.targets)
+
+
+def example_losses(loss: LossFunction, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Apply a loss to every record alone, so that its own reduction does not matter."""
+    if loss is F.cross_entropy and outputs.dim() == 2 and targets.dtype == torch.int64:
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+    def one(output: Tensor, target: Tensor) -> Tensor:
+        return loss(output.unsqueeze(0), target.unsqueeze(0)).reshape(())
+
+    return torch.func.vmap(one)(outputs, targets)
+
+
+class WeightedLoss(nn.Module):
+    """A classification loss whose class weights count for every record by itself.
+
+    The mean of such a loss is divided by the weights of its batch. In a batch of one record that is
+    the record's own weight, which would cancel.
+    """
+
+    def __init__(self, unreduced: LossFunction) -> None:
+        super().__init__()
+        self.unreduced = unreduced
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean over what one record is asked, each times the weight of its class."""
+        return self.unreduced(outputs, targets).mean()
+
+
+def weighted_by_record(loss: LossFunction) -> LossFunction:
+    """The same loss, or one that keeps its class weights where they would cancel."""
+    if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        if loss.weight is None or loss.reduction != "mean":
+            return loss
+        unreduced = copy.deepcopy(loss)
+        unreduced.reduction = "none"
+        return WeightedLoss(unreduced)
+    if isinstance(loss, functools.partial) and loss.func in (F.cross_entropy, F.nll_loss):
+        given = loss.keywords
+        if given.get("weight") is not None and given.get("reduction", "mean") == "mean":
+            return WeightedLoss(functools.partial(loss, reduction="none"))
+    return loss
+
+
+@contextmanager
+def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put every submodule into one mode and back into its own afterwards.
+
+    In between, recurrent layers leave the weights that they are lent where they are. On CUDA they
+    would move them into a buffer of their own, and with them the tensors of whoever lent them: the
+    places of a captured state, which then no longer receives its updates.
+    """
+    modules = every_module(model)
+    others = [module for module in modules if module.training is not training]
+    for module in others:
+        module.training = training
+    try:
+        with _staying([module for module in modules if isinstance(module, nn.RNNBase)]):
+            yield
+    finally:
+        for module in others:
+            module.training = not training
+
+
+@contextmanager
+def left_alone(model: nn.Module, params: Params) -> Iterator[None]:
+    """Fail if a model changes the weights that it is lent, or its own, while it is called.
+
+    Such a change would carry private records into the release without noise. Versions of tensors
+    are counted on the host, so nothing waits for the device; what goes through `.data` is not
+    counted, and is looked for before training (`check_model`).
+    """
+    lent = {f"parameter {name}": value for name, value in params.items()}
+    watched = {**lent, **_own_tensors(model)}
+    versions = {name: value._version for name, value in watched.items()}
+    yield
+    for name, value in {**lent, **_own_tensors(model)}.items():
+        # a tensor under a new name, or another one under a known name, is a change too
+        if value is not watched.get(name) or value._version != versions[name]:
+            raise UnsupportedModelError(
+                f"{name} changes during a forward pass and would carry private records into the "
+                "release; make the forward pass free of side effects"
+            )
+
+
+def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for module, name in every_module(model).items():
+        prefix = f"{name}." if name else ""
+        for key, value in module._parameters.items():
+            if value is not None:
+                found[f"own parameter {prefix}{key}"] = value
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                found[f"buffer {prefix}{key}"] = buffer
+    return found
+
+
+@contextmanager
+def _staying(recurrent: list[nn.RNNBase]) -> Iterator[None]:
+    if not recurrent:
+        yield
+        return
+    for module in recurrent:
+        vars(module)["flatten_parameters"] = _stay
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single")
+            yield
+    finally:
+        for module in recurrent:
+            vars(module).pop("flatten_parameters", None)
+
+
+def _stay() -> None:
+    """In place of `nn.RNNBase.flatten_parameters`."""

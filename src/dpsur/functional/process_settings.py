@@ -1,0 +1,66 @@
+"""Settings of the whole process: precision, global seeds, deterministic kernels."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def precision(tf32: bool) -> Iterator[None]:
+    """Compute matrix products and convolutions in full float32, or with TF32 where asked for.
+
+    PyTorch rounds convolutions to TF32 by default. A clipped contribution that is summed with other
+    roundings than its norm was measured with could pass the bound. So layers may round, and norms
+    and clipped sums never do, whatever a run asks for.
+    """
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+
+
+@contextmanager
+def seeded_globally(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's global generators of the host and of a device, and put them back afterwards.
+
+    `torch.manual_seed` would seed those of all other devices too, and leave them so.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def repeatable(device: torch.device, seeded: bool) -> Iterator[None]:
+    """Choose deterministic kernels for a seeded run on CUDA, and put the settings back.
+
+    Without them sums in kernels depend on the order in which threads finish, so that a resumed run
+    would drift from an uninterrupted one. Unseeded runs keep the faster kernels.
+    """
+    if not seeded or device.type != "cuda":
+        yield
+        return
+    # cuBLAS reads this when it is first used, so that it is not put back.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    algorithms = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.deterministic
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
+    memory.fill_uninitialized_memory = False  # nothing here reads such memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
+        torch.backends.cudnn.deterministic = cudnn
+        memory.fill_uninitialized_memory = fill

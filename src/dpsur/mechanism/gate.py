@@ -1,0 +1,199 @@
+"""The losses of two sets of weights on the same records, in one evaluation where that pays.
+
+A test compares a candidate with the model it came from. On a CPU two evaluations cost no more than
+one of both. On a card that waits for small kernels one evaluation costs half, but only of layers
+whose weights can be stacked for nothing: a convolution with two sets of weights is grouped, and
+grouped convolutions have slow kernels.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dpsur import checks
+from dpsur.errors import InvalidInputError
+from dpsur.functional.call import call_on
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import EVALUATION_ROWS, Problem, example_losses, mode
+from dpsur.functional.process_settings import seeded_globally
+from dpsur.functional.records import Examples
+from dpsur.mechanism.sampling import Batch
+from dpsur.per_example.model_check import made_up
+from dpsur.privacy.events import CoinTest, Test
+
+# Where one evaluation of both costs less than two, and for which layers with weights.
+PAYS_ON = ("cuda",)
+PAYS_FOR = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
+_TOLERANCE = 1e-4
+_agrees: WeakKeyDictionary[nn.Module, dict[object, bool]] = WeakKeyDictionary()
+
+
+def pair_losses(problem: Problem, one: Params, other: Params, examples: Examples) -> Tensor:
+    """Losses of every record by itself, in evaluation mode: a row for each set of weights."""
+    inputs = examples.inputs
+    if not evaluated_at_once(problem, one, inputs):
+        return torch.stack([problem.losses(params, examples) for params in (one, other)])
+    outputs = stacked_outputs(problem, one, other, inputs)
+    losses = example_losses(
+        problem.loss,
+        outputs.flatten(0, 1),
+        torch.cat([examples.targets, examples.targets]),
+    )
+    return losses.view(2, -1)
+
+
+def evaluated_at_once(problem: Problem, params: Params, inputs: Tensor) -> bool:
+    """Whether two sets of weights get one evaluation."""
+    return stacking_pays(problem, inputs) and can_be_stacked(problem, params, inputs)
+
+
+def stacking_pays(problem: Problem, inputs: Tensor) -> bool:
+    """Whether one evaluation of both costs less than two, from the device and the layers."""
+    weighty = [m for m in problem.model.modules() if any(True for _ in m.parameters(recurse=False))]
+    return inputs.device.type in PAYS_ON and all(isinstance(m, PAYS_FOR) for m in weighty)
+
+
+def stacked_outputs(problem: Problem, one: Params, other: Params, inputs: Tensor) -> Tensor:
+    """Outputs for both sets of weights, stacked."""
+    both = {name: torch.stack([value, other[name]]) for name, value in one.items()}
+    model = problem.model
+
+    def outputs(params: Params, piece: Tensor) -> Tensor:
+        return call_on(model, params, piece)
+
+    evaluate = vmap(outputs, in_dims=(0, None))
+    with torch.no_grad(), mode(model, training=False), sdpa_kernel(SDPBackend.MATH):
+        pieces = [evaluate(both, piece) for piece in torch.split(inputs, EVALUATION_ROWS)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def can_be_stacked(problem: Problem, params: Params, inputs: Tensor) -> bool:
+    """Whether one evaluation gives what two give, tried once on made-up records and weights."""
+    known = _agrees.setdefault(problem.model, {})
+    key = (tuple(inputs.shape[1:]), inputs.dtype, inputs.device)
+    if key not in known:
+        with seeded_globally(0, inputs.device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a trial that may fail
+            known[key] = _tried(problem, params, made_up(inputs, 3))
+    return known[key]
+
+
+def _tried(problem: Problem, params: Params, inputs: Tensor) -> bool:
+    other = {name: value + 0.05 * torch.randn_like(value) for name, value in params.items()}
+    try:
+        stacked = stacked_outputs(problem, params, other, inputs)
+        apart = torch.stack([problem.outputs(one, inputs) for one in (params, other)])
+        return torch.allclose(stacked, apart, rtol=_TOLERANCE, atol=_TOLERANCE)
+    except Exception:  # whatever goes wrong, two evaluations remain
+        return False
+
+
+@dataclass(frozen=True)
+class LossGate:
+    """Accept a candidate whose noisy loss difference is below the threshold (Alg. 1, L11-14).
+
+    Formal guarantee: whatever the difference, NaN included, acceptance has a probability between
+    the a_min and a_max of `dpsur.privacy.events.LossTest` with the same parameters, and the noisy
+    difference is a Gaussian mechanism of noise multiplier `noise_multiplier`.
+    """
+
+    loss_clip: float
+    noise_multiplier: float
+    accept_threshold: float
+
+    def __post_init__(self) -> None:
+        checks.positive("loss_clip", self.loss_clip)
+        checks.positive("val_noise_multiplier", self.noise_multiplier)
+        if math.isnan(self.accept_threshold):
+            raise InvalidInputError("accept_threshold must be a number, got nan")
+
+    def decide(self, difference: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw a verdict for a loss difference. The noise is drawn whatever the difference is."""
+        bound = self.loss_clip
+        # A comparison with NaN would reject with certainty, and a certain rejection has no
+        # acceptance probability above a_min: count it as the worst finite difference instead.
+        difference = torch.where(difference.abs() < math.inf, difference, bound)
+        clipped = difference.clamp(-bound, bound)
+        noise = torch.randn(
+            difference.shape, generator=generator, device=difference.device, dtype=difference.dtype
+        )
+        noisy = clipped + 2 * bound * self.noise_multiplier * noise
+        return noisy < self.accept_threshold * bound
+
+
+@dataclass(frozen=True)
+class CoinGate:
+    """Accept every improvement, and a worsening with probability 1 / accept_ratio.
+
+    Formal guarantee: whatever the difference, NaN included, acceptance has a probability between
+    1 / accept_ratio and 1. For the `proven` accounting this is all that matters, and against the
+    paper's gate with the same ratio it needs about half the trials.
+    """
+
+    accept_ratio: float
+
+    def decide(self, difference: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw a verdict for a loss difference. The coin is tossed whatever the difference is."""
+        toss = torch.rand(
+            difference.shape, generator=generator, device=difference.device, dtype=torch.float64
+        )
+        # a comparison with NaN is false, which makes NaN a worsening, as it should be
+        return (difference < 0) | (toss < 1 / self.accept_ratio)
+
+
+Gate = LossGate | CoinGate
+
+
+def make_gate(test: Test, loss_clip: float) -> Gate:
+    """The gate that an accounted test stands for."""
+    if isinstance(test, CoinTest):
+        return CoinGate(test.accept_ratio)
+    return LossGate(loss_clip, test.noise_multiplier, test.accept_threshold)
+
+
+def mean_losses(
+    problem: Problem, candidate: Params, current: Params, batch: Batch
+) -> tuple[Tensor, Tensor]:
+    """Mean losses of the candidate and of the current model, on one batch (Alg. 1, L10).
+
+    An empty batch says nothing for or against: both are zero.
+    """
+    if len(batch) == 0:
+        nothing = torch.zeros((), dtype=torch.float64, device=problem.device)
+        return nothing, nothing
+    losses = pair_losses(problem, candidate, current, batch.examples)
+    after, before = batch.mean(losses.double()).unbind()
+    return after, before
+
+
+@dataclass(frozen=True)
+class BegunTest:
+    """What of a test does not need the candidate: its batch and, where known, the loss before."""
+
+    batch: Batch
+    before: Tensor | None = None
+
+    def losses(self, problem: Problem, candidate: Params, current: Params) -> tuple[Tensor, Tensor]:
+        """The same two means as `mean_losses`."""
+        if self.before is None:
+            return mean_losses(problem, candidate, current, self.batch)
+        after = problem.losses(candidate, self.batch.examples)
+        return self.batch.mean(after.double()), self.before
+
+
+def begin_test(problem: Problem, current: Params, batch: Batch) -> BegunTest:
+    """Evaluate the current model, unless it costs less to evaluate both models at once.
+
+    The batch must have rows, as padded ones do. They are gathered for this, and again for the
+    candidate: otherwise they would take memory beside the gradients.
+    """
+    if evaluated_at_once(problem, current, batch.data.inputs):
+        return BegunTest(batch)
+    before = problem.losses(current, replace(batch).examples)
+    return BegunTest(batch, batch.mean(before.double()))

@@ -1,0 +1,120 @@
+"""Poisson sampling, of exact or of static shape."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dpsur.functional.records import Examples, HostExamples
+
+# A padded batch holds this many standard deviations more than is expected. More are drawn about
+# once in a million trials; that is noticed, and the trial is made again with the exact batch.
+SPARE_DEVIATIONS = 5.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that were drawn, perhaps among rows that were not.
+
+    `data` is what was drawn from and `rows` says which of it; None means all. `mask` tells the
+    drawn rows; None means all. `overflow` tells whether more were drawn than there is room for;
+    None means that there is room for any.
+    """
+
+    data: Examples
+    mask: Tensor | None = None
+    overflow: Tensor | None = None
+    rows: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.data) if self.rows is None else len(self.rows)
+
+    @cached_property
+    def examples(self) -> Examples:
+        """The rows themselves, gathered when they are first asked for."""
+        return self.data.part(slice(None)) if self.rows is None else self.data.select(self.rows)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over the rows that were drawn, which are the last dimension; zero where none was."""
+        if self.mask is None:
+            return values.sum(-1) / max(1, len(self))
+        # Replaced, not multiplied: what is not finite outside the sample must not matter.
+        return values.masked_fill(~self.mask, 0.0).sum(-1) / self.mask.sum().clamp(min=1)
+
+
+Draw = Callable[[Examples, float, torch.Generator], Batch]
+
+
+def _joins(size: int, rate: float, generator: torch.Generator) -> Tensor:
+    """Who joins a sample: every record independently with probability `rate`.
+
+    Draws are in double precision, so that the rate that happens is the rate that is accounted for
+    to within 2^-53.
+    """
+    draws = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64)
+    return draws < rate
+
+
+def poisson_sample(size: int, rate: float, generator: torch.Generator) -> Tensor:
+    """Rows of a Poisson sample. Their number is random and may be zero."""
+    return _joins(size, rate, generator).nonzero(as_tuple=True)[0]
+
+
+def exact_batch(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
+    """A Poisson sample as it is drawn."""
+    return _fetched(_exact(examples, rate, generator), _exact, rate, generator)
+
+
+def _exact(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
+    return Batch(examples, rows=poisson_sample(len(examples), rate, generator))
+
+
+def _fetched(batch: Batch, draw: Draw, rate: float, generator: torch.Generator) -> Batch:
+    """Gather a batch of records that stay on the host, and begin with the next one."""
+    data = batch.data
+    if not isinstance(data, HostExamples) or batch.rows is None:
+        return batch
+    twin = torch.Generator(generator.device)
+    twin.set_state(generator.get_state())
+    following = draw(data, rate, twin).rows
+    assert following is not None
+    return replace(batch, data=data.fetch(batch.rows, following, generator), rows=None)
+
+
+def padded_size(size: int, rate: float) -> int:
+    """Room for a Poisson sample, rounded up to a multiple of 32."""
+    spread = math.sqrt(size * rate * (1 - rate))
+    room = math.ceil((size * rate + SPARE_DEVIATIONS * spread + SPARE_DEVIATIONS) / 32) * 32
+    return min(size, room)
+
+
+def padded_batch(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
+    """The same sample from the same draws, in a shape that does not depend on them.
+
+    Nothing here waits for the device, so that a trial can be captured and replayed. Rows that were
+    not drawn are copies of the first record and are masked out.
+    """
+    size, room = len(examples), padded_size(len(examples), rate)
+    joins = _joins(size, rate, generator)
+    found = torch.nonzero_static(joins, size=room, fill_value=-1)[:, 0]
+    overflow = joins.sum() > room if room < size else None
+    return Batch(examples, mask=found >= 0, overflow=overflow, rows=found.clamp(min=0))
+
+
+def steady_batch(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
+    """A Poisson sample for steps that are not captured: padded on CUDA, exact elsewhere.
+
+    Kernels there are chosen anew for every shape that has not been seen, which takes longer than
+    running them. A sample that has no room is drawn again from the same draws, exactly.
+    """
+    if generator.device.type != "cuda":
+        return exact_batch(examples, rate, generator)
+    position = generator.get_state()
+    batch = padded_batch(examples, rate, generator)
+    if batch.overflow is not None and bool(batch.overflow):
+        generator.set_state(position)
+        return exact_batch(examples, rate, generator)
+    return _fetched(replace(batch, overflow=None), padded_batch, rate, generator)

@@ -1,0 +1,76 @@
+"""The networks, by name. A release names its network, so that it can be built again."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpsur.features.layers import WithFeatures, build_layers
+from dpsur.networks.general import linear, linear_features, mlp, small_cnn
+from dpsur.networks.paper import (
+    ImdbLstm,
+    cifar_pixel_cnn,
+    cifar_scattering_cnn,
+    pixel_cnn,
+    scattering_cnn,
+)
+from dpsur.registry import build
+
+
+def with_features(features: Sequence[Mapping[str, Any]], network: Mapping[str, Any]) -> nn.Module:
+    """A network behind the layers that compute its features, so that it takes raw inputs."""
+    return WithFeatures(build_layers(features), build_network(network))
+
+
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
+    "pixel-cnn": pixel_cnn,
+    "cifar-pixel-cnn": cifar_pixel_cnn,
+    "scattering-cnn": scattering_cnn,
+    "cifar-scattering-cnn": cifar_scattering_cnn,
+    "imdb-lstm": ImdbLstm,
+    "linear": linear,
+    "linear-features": linear_features,
+    "mlp": mlp,
+    "small-cnn": small_cnn,
+    "with-features": with_features,
+}
+
+
+def build_network(description: Mapping[str, Any]) -> nn.Module:
+    """Build a network from its name and arguments."""
+    return build("network", NETWORKS, description)
+
+
+def parameter_count(description: Mapping[str, Any]) -> int:
+    """How many numbers a described network trains, without making room for them."""
+    if description.get("name") == "with-features":
+        inner = description.get("network")
+        description = inner if isinstance(inner, Mapping) else {}
+    with torch.device("meta"):
+        network = build_network(description)
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def takes(description: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
+    """Whether a described network has arguments of these names."""
+    return set(changes) <= set(inspect.signature(NETWORKS[description["name"]]).parameters)
+
+
+__all__ = [
+    "NETWORKS",
+    "ImdbLstm",
+    "build_network",
+    "cifar_pixel_cnn",
+    "cifar_scattering_cnn",
+    "linear",
+    "linear_features",
+    "mlp",
+    "parameter_count",
+    "pixel_cnn",
+    "scattering_cnn",
+    "small_cnn",
+    "takes",
+    "with_features",
+]

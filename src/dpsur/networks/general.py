@@ -1,0 +1,72 @@
+"""Networks for data of one's own, sized by the shape of an input."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from dpsur import checks
+from dpsur.errors import InvalidInputError
+from dpsur.networks.activations import Activation, build_activation
+
+LEAST_IMAGE = 8
+
+
+def linear(inputs: int, classes: int) -> nn.Module:
+    """Logistic regression on `inputs` numbers."""
+    _check_counts(inputs=inputs, classes=classes)
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, classes))
+
+
+def linear_features(channels: int, height: int, width: int, classes: int) -> nn.Module:
+    """Logistic regression on feature maps."""
+    _check_counts(channels=channels, height=height, width=width)
+    return linear(channels * height * width, classes)
+
+
+def mlp(
+    inputs: int, hidden: int | Sequence[int], classes: int, activation: Activation = "tanh"
+) -> nn.Module:
+    """Fully connected layers: `hidden` is the width of the one between, or a list of widths."""
+    widths = [hidden] if isinstance(hidden, int) else list(hidden)
+    _check_counts(inputs=inputs, classes=classes)
+    layers: list[nn.Module] = [nn.Flatten()]
+    before = inputs
+    for width in widths:
+        checks.at_least_one("hidden", width)
+        layers += [nn.Linear(before, width), build_activation(activation)]
+        before = width
+    return nn.Sequential(*layers, nn.Linear(before, classes))
+
+
+def small_cnn(
+    channels: int, height: int, width: int, classes: int, activation: Activation = "tanh"
+) -> nn.Module:
+    """Two convolutions and two linear layers for images of any size from 8x8."""
+    _check_counts(channels=channels, classes=classes)
+    for name, size in (("height", height), ("width", width)):
+        if size < LEAST_IMAGE:
+            raise InvalidInputError(
+                f"small-cnn needs images of at least {LEAST_IMAGE}x{LEAST_IMAGE}, got {name} "
+                f"{size}; use the network mlp instead"
+            )
+    # Averages leave 4 to 7 rows and columns of a large image (2 or 3 of the smallest), so that the
+    # linear layer does not grow with it.
+    quarters = [(size + 3) // 4 for size in (height, width)]
+    windows = [max(1, size // 4) for size in quarters]
+    rows, columns = (size // window for size, window in zip(quarters, windows, strict=True))
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, kernel_size=3, stride=2, padding=1),
+        build_activation(activation),
+        nn.Conv2d(16, 32, kernel_size=3, stride=2, padding=1),
+        build_activation(activation),
+        nn.AvgPool2d((windows[0], windows[1])),
+        nn.Flatten(),
+        nn.Linear(32 * rows * columns, 32),
+        build_activation(activation),
+        nn.Linear(32, classes),
+    )
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        checks.at_least_one(name, value)

@@ -1,0 +1,21 @@
+"""Sums of clipped per-example gradients, with the sensitivity they have.
+
+`clipped_sum` is the interface; how the gradients are found behind it cannot change the answer.
+"""
+
+from dpsur.per_example.clipping import ClippedSum, clipped_norms, clipped_sum
+from dpsur.per_example.engine_choice import EngineChoice, engine_choice, log_choice
+from dpsur.per_example.memory_budget import GradientBudget
+from dpsur.per_example.model_check import check_model, draws_randomness
+
+__all__ = [
+    "ClippedSum",
+    "EngineChoice",
+    "GradientBudget",
+    "check_model",
+    "clipped_norms",
+    "clipped_sum",
+    "draws_randomness",
+    "engine_choice",
+    "log_choice",
+]

@@ -1,0 +1,144 @@
+"""Clip the gradient of every record by itself and add them up (Alg. 1, L4-7)."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dpsur.errors import InvalidInputError
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import Problem
+from dpsur.functional.process_settings import precision
+from dpsur.functional.records import Examples
+from dpsur.per_example.contributions import clip_factors
+from dpsur.per_example.engine_choice import Plan, plan_for, tape_of
+from dpsur.per_example.input_cache import KnownInputs, gathered
+from dpsur.per_example.memory_budget import GradientBudget
+from dpsur.per_example.one_pass import Piece
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """A sum of vectors and the most that one record can change it by, in L2 norm."""
+
+    params: Params
+    sensitivity: float
+
+
+_DEFAULT_BUDGET = GradientBudget()
+
+
+def clipped_sum(
+    problem: Problem,
+    params: Params,
+    examples: Examples,
+    max_grad_norm: float,
+    *,
+    mask: Tensor | None = None,
+    rows: Tensor | None = None,
+    coins: Tensor | None = None,
+    budget: GradientBudget = _DEFAULT_BUDGET,
+) -> ClippedSum:
+    """Sum of the per-example gradients of a batch, each scaled down to the norm bound.
+
+    The batch is all of `examples`, or those that `rows` names, gathered a piece at a time. Where
+    they are the training set of the problem, what depends on the data alone is computed once.
+
+    Formal guarantee: adding or removing one record of the batch moves the sum by at most
+    `max_grad_norm` in L2 norm (over the reals), whatever the record: a gradient that is not finite
+    counts as zero. An empty batch has the sum zero. A row for which `mask` is False adds exactly
+    zero whatever it holds, so that batches of different sizes can be padded to one shape. After the
+    first call for a model and a shape nothing here waits for the device. `coins`, a uniform draw
+    in (0, 1] per row, rounds every clipped gradient at random to the norm 0 or the bound: the
+    guarantee is the same, and so is the mean of the sum.
+    """
+    size = len(examples) if rows is None else len(rows)
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (size,)):
+        raise InvalidInputError(
+            f"mask must hold one bool per row, {size} in all, "
+            f"got {tuple(mask.shape)} of {mask.dtype}"
+        )
+    if rows is not None and (rows.dim() != 1 or rows.dtype != torch.int64):
+        raise InvalidInputError(
+            f"rows must be a list of indices, got {tuple(rows.shape)} of {rows.dtype}"
+        )
+    if not size:
+        nothing = {name: torch.zeros_like(value) for name, value in params.items()}
+        return ClippedSum(nothing, sensitivity=max_grad_norm)
+    plan = plan_for(problem, params, examples.inputs, budget)
+    total: Params = {}
+    for start in range(0, size, plan.rows):
+        some = slice(start, start + plan.rows)
+        piece = _piece(problem, examples, some, rows, mask, plan, budget)
+        if coins is not None:
+            piece = replace(piece, coins=coins[some])
+        part = _piece_sum(problem, params, piece, max_grad_norm, plan)
+        total = part if not start else {name: total[name] + part[name] for name in total}
+    return ClippedSum(total, sensitivity=max_grad_norm)
+
+
+def _piece(
+    problem: Problem,
+    examples: Examples,
+    some: slice,
+    rows: Tensor | None,
+    mask: Tensor | None,
+    plan: Plan,
+    budget: GradientBudget,
+) -> Piece:
+    """Some rows of a batch, with what they hold under the mask replaced."""
+    keep = None if mask is None else mask[some]
+    if rows is None:
+        batch, known = examples.part(some), None
+    else:
+        batch = gathered(problem, examples, rows[some], budget, turned=plan.turned)
+        known = None
+        if examples.inputs is problem.train.inputs:
+            known = KnownInputs(examples.inputs, rows[some], batch.inputs, problem.tables, budget)
+    if keep is not None and not (known is not None and known.finite):
+        batch = Examples(_blank(batch.inputs, keep), _blank(batch.targets, keep))
+        known = None if known is None else replace(known, inputs=batch.inputs)
+    return Piece(batch, keep, known)
+
+
+def _blank(values: Tensor, mask: Tensor) -> Tensor:
+    """Replace what masked rows hold, for a target that is no class would be an error."""
+    return torch.where(mask.view(-1, *[1] * (values.dim() - 1)), values, torch.zeros_like(values))
+
+
+def _piece_sum(
+    problem: Problem, params: Params, piece: Piece, max_grad_norm: float, plan: Plan
+) -> Params:
+    """Sum of clipped per-example gradients.
+
+    Formal guarantee: what is added for an example is, over the reals, its gradient times
+    min(1, max_grad_norm / norm), where norm is that of the same gradient over all parameters; zero
+    if the norm is not finite or the row is not kept. Nothing here waits for the device.
+    """
+    tape = tape_of(problem, params, piece, plan)
+    with torch.no_grad(), precision(tf32=False):
+        factors = clip_factors(tape.norms(), max_grad_norm, piece.keep, piece.coins)
+        # The last layer first: what it kept is given back before larger things are worked on.
+        sums = {name: tape.weighted_sum(name, factors, last=True) for name in reversed(params)}
+        return {name: sums[name] for name in params}
+
+
+def clipped_norms(
+    problem: Problem, params: Params, batch: Examples, max_grad_norm: float
+) -> Tensor:
+    """Norm of each record's clipped gradient, in double precision.
+
+    Formal guarantee: each value depends on its own record only and lies in [0, max_grad_norm]; a
+    gradient that is not finite counts as zero.
+    """
+    if not len(batch):
+        return torch.zeros(0, dtype=torch.float64, device=batch.inputs.device)
+    plan = plan_for(problem, params, batch.inputs, GradientBudget())
+    pieces = []
+    for start in range(0, len(batch), plan.rows):
+        some = slice(start, start + plan.rows)
+        tape = tape_of(problem, params, Piece(batch.part(some)), plan)
+        with torch.no_grad(), precision(tf32=False):
+            pieces.append(tape.norms())
+    norms = torch.cat(pieces).double()
+    return torch.where(norms.isfinite(), norms.clamp(max=max_grad_norm), 0.0)

@@ -1,0 +1,288 @@
+"""What a layer contributes to the gradient of each example, in factored form."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dpsur.per_example.norms import InnerNorms, Measure, part_norms, row_norms
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One factor per example. `keep` None: no example has to be dropped."""
+
+    values: Tensor
+    keep: Tensor | None
+
+    @cached_property
+    def _dropped(self) -> Tensor | None:
+        return None if self.keep is None else ~self.keep
+
+    @cached_property
+    def _zero(self) -> Tensor:
+        return self.values.new_zeros(())
+
+    def part(self, some: slice) -> "Factors":
+        """The factors of some of the examples."""
+        return Factors(self.values[some], None if self.keep is None else self.keep[some])
+
+    def scale(self, rows: Tensor) -> Tensor:
+        """Multiply every example by its factor; a dropped one becomes zero whatever it holds."""
+        shape = (-1, *[1] * (rows.dim() - 1))
+        scaled = rows * self.values.view(shape).to(rows.dtype)
+        # zero times infinity is NaN: a dropped example must be replaced, not multiplied
+        return (
+            scaled if self._dropped is None else scaled.masked_fill_(self._dropped.view(shape), 0)
+        )
+
+    def clean(self, rows: Tensor) -> Tensor:
+        """Replace dropped examples by zero and leave the others alone."""
+        if self.keep is None:
+            return rows
+        keep = self.keep.view(-1, *[1] * (rows.dim() - 1))
+        return torch.where(keep, rows, self._zero.to(rows.dtype))
+
+
+def clip_factors(
+    norms: Tensor,
+    max_grad_norm: float,
+    keep: Tensor | None,
+    coins: Tensor | None = None,
+) -> Factors:
+    """Factor per example: min(1, bound / norm), and 0 where the norm is not finite.
+
+    It is 0 as well where the norm is so large that the factor would be no normal number: rounding
+    such a one could double it.
+    With `coins`, uniform draws in (0, 1], a clipped gradient is rounded at random to the norm 0 or
+    the bound, so that its mean stays what it is.
+    """
+    number = torch.finfo(norms.dtype)
+    most = max_grad_norm / (2 * number.tiny)
+    usable = norms < (most if most < number.max else torch.inf)  # with NaN a comparison is false
+    usable = usable if keep is None else usable & keep
+    clipped = norms.reciprocal().mul_(max_grad_norm)
+    if coins is None:
+        clipped = clipped.clamp_(max=1.0)
+    else:
+        usable = usable & (coins * max_grad_norm < norms)
+    values = clipped.masked_fill_(~usable, 0.0)
+    # Asking whether all are usable costs nothing on the CPU and would stall any other device.
+    if usable.device.type == "cpu" and bool(usable.all()):
+        return Factors(values, None)
+    return Factors(values, usable)
+
+
+# Moving one number to memory and back costs about as much as this many multiplications.
+MEMORY_COST = 16
+
+
+class Use(ABC):
+    """One use of one parameter (or of some of its rows) by a batch of examples."""
+
+    @abstractmethod
+    def measure(self) -> Measure:
+        """What tells the norm of every example's gradient."""
+
+    @abstractmethod
+    def weighted_sum(self, factors: Factors) -> Tensor:
+        """Sum of the examples' gradients, each times its factor, in the parameter's shape."""
+
+    @abstractmethod
+    def per_example(self) -> Tensor:
+        """Every example's gradient, one row each."""
+
+    def products(self) -> "Products | None":
+        """The same use as a sum of outer products, if it is one."""
+        return None
+
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What this use keeps in memory."""
+
+
+@dataclass(frozen=True)
+class Rows(Use):
+    """Gradients that are simply there, one row per example. `shape` is the parameter's."""
+
+    rows: Tensor
+
+    def measure(self) -> Tensor:
+        """Norms without a copy of the rows."""
+        return part_norms(self.rows)
+
+    def weighted_sum(self, factors: Factors) -> Tensor:
+        """One matrix-vector product."""
+        flat = factors.clean(self.rows.reshape(len(self.rows), -1))
+        return (factors.values.to(flat.dtype) @ flat).view(self.rows.shape[1:])
+
+    def per_example(self) -> Tensor:
+        """The rows."""
+        return self.rows
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The rows."""
+        return (self.rows,)
+
+
+@dataclass(frozen=True)
+class Products(Use):
+    """Gradients that are sums of outer products over positions: outputs^T inputs.
+
+    `inputs` has the shape (examples, positions, in), `outputs` (examples, positions, out).
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+
+    def measure(self) -> Measure:
+        """Norms from inner products alone."""
+        if self.inputs.shape[1] == 1:
+            return row_norms(self.inputs) * row_norms(self.outputs)
+        inner = torch.bmm(self.inputs, self.inputs.mT)
+        outer = torch.bmm(self.outputs, self.outputs.mT)
+        terms = self.inputs.shape[2] + self.outputs.shape[2] + self.inputs.shape[1]
+        return InnerNorms.of(inner, outer, terms)
+
+    def weighted_sum(self, factors: Factors) -> Tensor:
+        """One product of two matrices, the factors folded into the smaller one."""
+        inputs, outputs = self.inputs, self.outputs
+        if inputs.shape[2] < outputs.shape[2]:
+            inputs, outputs = factors.scale(inputs), factors.clean(outputs)
+        else:
+            inputs, outputs = factors.clean(inputs), factors.scale(outputs)
+        return outputs.flatten(0, 1).mT @ inputs.flatten(0, 1)
+
+    def per_example(self) -> Tensor:
+        """One small matrix product per example."""
+        return torch.bmm(self.outputs.mT, self.inputs)
+
+    def products(self) -> "Products":
+        """This one."""
+        return self
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Both factors."""
+        return (self.inputs, self.outputs)
+
+    def cheapest(self) -> Use:
+        """Form the gradients now where that is cheaper than inner products; shapes decide."""
+        positions, width, height = (
+            self.inputs.shape[1],
+            self.inputs.shape[2],
+            self.outputs.shape[2],
+        )
+        if instantiating_pays(positions, width, height):
+            return Rows(self.per_example())
+        return self
+
+
+class Output:
+    """Gradient of a layer's output (examples, width), shared by the layer's weight and bias."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self._scaled: tuple[Factors, Tensor] | None = None
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """Norm of every row."""
+        return row_norms(self.values)
+
+    def scaled(self, factors: Factors) -> Tensor:
+        """Every row times its factor."""
+        if self._scaled is None or self._scaled[0] is not factors:
+            self._scaled = factors, factors.scale(self.values)
+        return self._scaled[1]
+
+
+@dataclass(frozen=True)
+class Outer(Use):
+    """Gradients that are one outer product each. `input_norms`: where they are known already."""
+
+    inputs: Tensor
+    output: Output
+    input_norms: Tensor | None = None
+
+    def measure(self) -> Tensor:
+        """The product of two norms."""
+        known = self.input_norms
+        return (row_norms(self.inputs) if known is None else known) * self.output.norms
+
+    def weighted_sum(self, factors: Factors) -> Tensor:
+        """One product of two matrices."""
+        return self.output.scaled(factors).mT @ factors.clean(self.inputs)
+
+    def per_example(self) -> Tensor:
+        """One small matrix per example."""
+        return self.output.values.unsqueeze(2) * self.inputs.unsqueeze(1)
+
+    def products(self) -> Products:
+        """A sum of one."""
+        return Products(self.inputs.unsqueeze(1), self.output.values.unsqueeze(1))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Both factors."""
+        return (self.inputs, self.output.values)
+
+
+@dataclass(frozen=True)
+class Shift(Use):
+    """A bias that is added once per example: its gradient is the output's."""
+
+    output: Output
+
+    def measure(self) -> Tensor:
+        """The output's norms."""
+        return self.output.norms
+
+    def weighted_sum(self, factors: Factors) -> Tensor:
+        """A sum of rows."""
+        return self.output.scaled(factors).sum(0)
+
+    def per_example(self) -> Tensor:
+        """The rows."""
+        return self.output.values
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The rows."""
+        return (self.output.values,)
+
+
+def instantiating_pays(positions: int, width: int, height: int) -> bool:
+    """Whether gradients of width x height cost less than inner products between positions.
+
+    Gradients that are there also give the weighted sum for nothing but reading them once.
+    """
+    inner_products = positions**2 * (width + height + MEMORY_COST)
+    return positions > 1 and MEMORY_COST * width * height < inner_products
+
+
+def combined(uses: list[Use]) -> Use:
+    """Several uses of one parameter as one, for norms: their gradients add up before the norm."""
+    if len(uses) == 1:
+        return uses[0]
+    products = [use.products() for use in uses]
+    if all(product is not None for product in products):
+        found = [product for product in products if product is not None]
+        return Products(
+            torch.cat([product.inputs for product in found], 1),
+            torch.cat([product.outputs for product in found], 1),
+        ).cheapest()
+    total = uses[0].per_example()
+    for use in uses[1:]:
+        total = total + use.per_example().view_as(total)
+    return Rows(total)
+
+
+def wide(values: Tensor) -> Tensor:
+    """Norms and sums are never taken in half precision."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def split(values: Tensor, dimension: int, sizes: tuple[int, int]) -> Tensor:
+    """View one dimension as two; one of their sizes may be -1."""
+    dimension %= values.dim()
+    return values.reshape(*values.shape[:dimension], *sizes, *values.shape[dimension + 1 :])

@@ -1,0 +1,1 @@
+"""CUDA kernels for per-example gradients, compiled when they are first needed."""

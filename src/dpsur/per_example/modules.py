@@ -1,0 +1,145 @@
+"""Puts rules in the place of layers' forward methods, for the length of one pass."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrize import is_parametrized
+
+from dpsur.functional.call import every_module
+from dpsur.functional.parameters import Params
+from dpsur.per_example.rules import FASTER, RULES, kind_of
+from dpsur.per_example.tape import NotSupportedError, Tape
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which module follows which rule, and which parameters get a copy for every example.
+
+    Modules are named by their places in `every_module`: this is kept for as long as the model is,
+    and must not keep it alive. Rules are named by kinds of layers; None is `copying`.
+    """
+
+    forwards: list[tuple[int, type[nn.Module] | None]]
+    copied: list[str]
+
+
+def assign(model: nn.Module, params: Params, *, broadcast: bool) -> Assignment:
+    """Choose a rule for every layer that owns trained parameters, or that has a faster way.
+
+    A module that owns parameters without a rule is differentiated by `torch.func`, with all that is
+    inside it. With `broadcast` set it is left alone if its own parameters begin with a dimension of
+    size one, as position embeddings do: then a copy for every example may fit in their place.
+    """
+    trained = {id(p): name for name, p in model.named_parameters() if name in params}
+    places = {module: place for place, module in enumerate(every_module(model))}
+    forwards: list[tuple[int, type[nn.Module] | None]] = []
+    copied: list[str] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        trains = any(id(p) in trained for p in module.parameters())
+        kind = kind_of(module, RULES if trains else FASTER)
+        own = [p for p in module.parameters(recurse=False) if id(p) in trained]
+        if kind is not None:
+            forwards.append((places[module], kind))
+        elif (trains and is_parametrized(module)) or (
+            own and not (broadcast and all(map(_leads_with_one, own)))
+        ):
+            forwards.append((places[module], None))
+        else:
+            copied.extend(trained[id(p)] for p in own)
+            for child in module.children():
+                visit(child)
+
+    visit(model)
+    return Assignment(forwards, copied)
+
+
+def _leads_with_one(parameter: Tensor) -> bool:
+    return parameter.dim() > 1 and parameter.shape[0] == 1
+
+
+@contextmanager
+def replaced(assignment: Assignment, model: nn.Module, tape: Tape) -> Iterator[None]:
+    """Replace forward methods and put them back afterwards."""
+    modules = list(every_module(model))
+    changed: list[tuple[dict[str, Any], Any]] = []
+    try:
+        for place, kind in assignment.forwards:
+            module = modules[place]
+            forward = copying if kind is None else (FASTER if kind in FASTER else RULES)[kind]
+            # set behind the module's back: its own way of setting attributes is slow
+            own = vars(module)
+            changed.append((own, own.get("forward")))
+            extra = (module.forward,) if forward is copying else ()
+            own["forward"] = partial(forward, module, tape, *extra)
+        yield
+    finally:
+        for own, original in changed:
+            if original is None:
+                del own["forward"]
+            else:
+                own["forward"] = original
+
+
+class _Shell(nn.Module):
+    """Calls a module's own forward method, so that neither rules nor hooks see the call."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self._own = module, forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own(*args, **kwargs)
+
+
+def copying(
+    module: nn.Module, tape: Tape, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Tensor:
+    """Run a module without a rule with its own copy of the parameters for every example."""
+    axes = []
+    for argument in args:
+        layout = tape.layout(argument) if isinstance(argument, Tensor) else None
+        axes.append(None if layout is None else layout.axis)
+        if layout is not None and layout.fold > 1:
+            raise NotSupportedError("a module without a rule that sees parts of examples")
+    if any(isinstance(value, Tensor) for value in kwargs.values()):
+        raise NotSupportedError("a module without a rule that takes tensors by name")
+    if tape.dry:
+        output = forward(*args, **kwargs)
+        if not isinstance(output, Tensor):
+            raise NotSupportedError("a module without a rule that does not return one tensor")
+        tape.layout(output)
+        return output
+    where = tape.expected_layout(torch.Size())
+    if where is None or where.fold > 1 or not any(axis is not None for axis in axes):
+        raise NotSupportedError("a module without a rule that does not see whole examples")
+    shell = _Shell(module, forward)
+    copies = {
+        f"module.{local}": tape.copies(slot.parameter)
+        for local, value in module.named_parameters()
+        if (slot := tape.slot(value)) is not None
+    }
+
+    def one(copy: Params, *some: Any) -> Tensor:
+        alone = [
+            value if axis is None else value.unsqueeze(axis)
+            for value, axis in zip(some, axes, strict=True)
+        ]
+        output: Tensor = functional_call(shell, copy, tuple(alone), kwargs)
+        return output.squeeze(where.axis)
+
+    batched = vmap(one, in_dims=(0, *axes), out_dims=where.axis, randomness="different")
+    with sdpa_kernel(SDPBackend.MATH):  # the only attention kernel with a batching rule
+        result: Tensor = batched(copies, *args)
+    return result

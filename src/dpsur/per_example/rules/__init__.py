@@ -1,0 +1,69 @@
+"""What is known about single kinds of layers, so that one backward pass suffices for them.
+
+A rule is a function `rule(module, tape, *args, **kwargs)` that stands in for `module.forward`. It
+returns what the layer returns and has the tape watch an output, with a record that turns the
+output's gradient into uses of the layer's parameters (see `per_example/contributions.py`). A call that it
+does not cover raises `NotSupportedError`, and a more general engine takes over.
+
+To add one: write it in a file here, list it in `RULES` below and give it configurations in
+`tests/core/test_gradient_rules.py`, where all rules pass the same test. A layer without a rule
+works as well: it is differentiated per example by `torch.func`, only not as fast.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from dpsur.per_example.rules.attention import attention
+from dpsur.per_example.rules.convolution import convolution
+from dpsur.per_example.rules.embedding import embedding
+from dpsur.per_example.rules.linear import linear
+from dpsur.per_example.rules.normalization import group_norm, instance_norm, layer_norm, rms_norm
+from dpsur.per_example.rules.pooling import max_pool
+from dpsur.per_example.rules.recurrent import gru, lstm
+
+Rule = Callable[..., Any]
+
+RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: linear,
+    nn.Conv1d: convolution,
+    nn.Conv2d: convolution,
+    nn.Conv3d: convolution,
+    nn.Embedding: embedding,
+    nn.GroupNorm: group_norm,
+    nn.LayerNorm: layer_norm,
+    nn.InstanceNorm1d: instance_norm,
+    nn.InstanceNorm2d: instance_norm,
+    nn.InstanceNorm3d: instance_norm,
+    nn.RMSNorm: rms_norm,
+    nn.LSTM: lstm,
+    nn.GRU: gru,
+    nn.MultiheadAttention: attention,
+}
+
+# Layers without parameters that a faster way to the same values stands in for.
+FASTER: dict[type[nn.Module], Rule] = {nn.MaxPool2d: max_pool}
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """The rule for a layer, unless someone changed what the layer computes."""
+    kind = kind_of(module)
+    return None if kind is None else RULES[kind]
+
+
+def kind_of(
+    module: nn.Module, rules: dict[type[nn.Module], Rule] = RULES
+) -> type[nn.Module] | None:
+    """The kind of layer whose rule is right for a layer."""
+    if is_parametrized(module) or "forward" in vars(module):
+        return None
+    for kind in rules:
+        if isinstance(module, kind):
+            changed = any(
+                getattr(type(module), name, None) is not getattr(kind, name, None)
+                for name in ("forward", "_conv_forward")
+            )
+            return None if changed else kind
+    return None

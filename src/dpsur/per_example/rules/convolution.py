@@ -1,0 +1,195 @@
+"""Convolutions in one, two and three dimensions."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpsur.per_example.contributions import (
+    MEMORY_COST,
+    Factors,
+    Products,
+    Rows,
+    Use,
+    instantiating_pays,
+    split,
+    wide,
+)
+from dpsur.per_example.kernels.convolution import Geometry, convolved, from_patches, patches_pay
+from dpsur.per_example.kernels.cuda_per_example import fused
+from dpsur.per_example.kernels.cuda_weight_grad import summed, summing_pays
+from dpsur.per_example.norms import InnerNorms, Measure
+from dpsur.per_example.rules.patches import (
+    Window,
+    inner_products,
+    inner_products_cost,
+    inner_products_of,
+    instantiated,
+    patches,
+    scratch_rows,
+)
+from dpsur.per_example.tape import NotSupportedError, Slot, Tape
+
+_Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+@dataclass(frozen=True)
+class Sliding(Use):
+    """A kernel slid over padded inputs, with norms from inner products between positions."""
+
+    inputs: Tensor
+    outputs: Tensor
+    window: Window
+    weight_shape: tuple[int, ...]
+    fold: int
+    grams: Tensor | None = None
+    finite_inputs: bool = False
+
+    def measure(self) -> Measure:
+        """Every position is an outer product of a patch and an output gradient."""
+        if self.fold > 1:
+            return self.products().measure()
+        outputs = self.outputs.flatten(2)
+        places = outputs.shape[2]
+        terms = prod(self.weight_shape[1:]) + self.weight_shape[0] + places
+        if self.grams is not None:
+            return InnerNorms.of(self.grams, torch.bmm(outputs.mT, outputs), terms)
+        step = scratch_rows(self.inputs, self.window, places)
+        parts = []
+        for start in range(0, len(outputs), step):
+            some = outputs[start : start + step]
+            between = inner_products(self.inputs[start : start + step], self.window, places)
+            parts.append(InnerNorms.of(between, torch.bmm(some.mT, some), terms))
+        return InnerNorms.joined(parts)
+
+    def weighted_sum(self, factors: Factors) -> Tensor:
+        """The usual gradient of the weight, from scaled output gradients."""
+        each = factors
+        if self.fold > 1:
+            keep = None if factors.keep is None else factors.keep.repeat_interleave(self.fold)
+            each = Factors(factors.values.repeat_interleave(self.fold), keep)
+        window, finite = self.window, self.finite_inputs
+        if summing_pays(self.inputs, self.outputs, window):
+            found = summed(*self._scaled(each), window)
+            if found is not None:
+                return found
+        if patches_pay(self.inputs, self.outputs):
+            return from_patches(self.inputs, self.outputs, window, each, finite=finite)
+        inputs, outputs = self._scaled(each)
+        geometry = Geometry(window.strides, window.margins, window.dilations, groups=1)
+        weight = inputs.new_empty(self.weight_shape)  # its shape is all that is looked at
+        gradient = geometry.backward(outputs, inputs, weight, [False, True, False])[1]
+        assert gradient is not None
+        return gradient
+
+    def _scaled(self, factors: Factors) -> tuple[Tensor, Tensor]:
+        """Inputs, without those of dropped examples, and output gradients times their factors."""
+        inputs = self.inputs if self.finite_inputs else factors.clean(self.inputs)
+        return inputs, factors.scale(self.outputs)
+
+    def per_example(self) -> Tensor:
+        """Patches times output gradients, for a kernel that is used several times."""
+        return self.products().per_example().view(-1, *self.weight_shape)
+
+    def products(self) -> Products:
+        """As a linear layer on patches."""
+        examples = len(self.inputs) // self.fold
+        unfolded = patches(self.window.padded(self.inputs), self.window, inside=False).mT
+        outputs = self.outputs.flatten(2).mT
+        return Products(
+            unfolded.reshape(examples, -1, unfolded.shape[-1]),
+            outputs.reshape(examples, -1, outputs.shape[-1]),
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Inputs and output gradients."""
+        return (self.inputs, self.outputs)
+
+
+def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
+    """Instantiates gradients or keeps patches and outputs apart, whichever is cheaper."""
+    dimensions = len(module.kernel_size)
+    if input.dim() != dimensions + 2:
+        raise NotSupportedError("a convolution without a batch dimension")
+    padded = _padded(module, input)
+    strides, dilations = tuple(module.stride), tuple(module.dilation)
+    # zero padding is left to the kernel, so that the forward pass makes no copy
+    plain = padded is None
+    margins = tuple(int(margin) for margin in module.padding) if plain else (0,) * dimensions
+    geometry = Geometry(strides, margins, dilations, module.groups)
+    output = convolved(input if padded is None else padded, module.weight, module.bias, geometry)
+    known = tape.known_inputs(input) if plain else None
+    if known is not None:  # perhaps turned round for this layer, but for no other
+        output = output.contiguous()
+    layout = tape.examples_in(output, axis=0)
+    weight, bias = tape.slot(module.weight), tape.slot(module.bias)
+    shape, groups, fold = tuple(module.weight.shape), module.groups, layout.fold
+    window = Window(tuple(module.kernel_size), strides, dilations, margins)
+    known = known if fold == 1 else None
+
+    def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:
+        outputs = wide(gradient)
+        if bias is not None:
+            yield bias, Rows(_unfolded(outputs.flatten(2).sum(2), fold))
+        if weight is None:
+            return
+        inputs = wide(input if padded is None else padded).detach()
+        places = prod(outputs.shape[2:])
+        grams = None
+        if known is not None and groups == 1 and places**2 <= input[0].numel():
+            grams = known.look_up(
+                (window, places), lambda data: inner_products_of(wide(data), window, places)
+            )
+        finite = known is not None and known.finite
+        if grams is not None:
+            yield weight, Sliding(inputs, outputs, window, shape, fold, grams, finite)
+        elif groups > 1 or _instantiate(inputs, outputs, window, fold):
+            yield weight, Rows(_unfolded(_each(inputs, outputs, window, groups), fold))
+        else:
+            yield weight, Sliding(inputs, outputs, window, shape, fold, None, finite)
+
+    return tape.watch(output, record)
+
+
+def _each(inputs: Tensor, outputs: Tensor, window: Window, groups: int) -> Tensor:
+    """Gradient of the kernel for every example, the fastest way there is."""
+    found = fused(inputs, outputs, window) if groups == 1 else None
+    return instantiated(inputs, outputs, window, groups) if found is None else found
+
+
+def _instantiate(inputs: Tensor, outputs: Tensor, window: Window, fold: int) -> bool:
+    """Whether forming the gradients costs less than inner products and a sum afterwards."""
+    places, height, channels = prod(outputs.shape[2:]), outputs.shape[1], inputs.shape[1]
+    width = channels * prod(window.sizes)
+    if fold > 1:
+        return instantiating_pays(fold * places, width, height)
+    making = places * width * (height + MEMORY_COST) + 2 * MEMORY_COST * width * height
+    products = inner_products_cost(channels, inputs.shape[2:], window, places)
+    return making < products + places**2 * (height + MEMORY_COST) + places * width * height
+
+
+def _unfolded(rows: Tensor, fold: int) -> Tensor:
+    """Add up the rows that belong to one example."""
+    return rows if fold == 1 else split(rows, 0, (-1, fold)).sum(1)
+
+
+def _padded(module: _Convolution, input: Tensor) -> Tensor | None:
+    """The input with its padding, or None where symmetric zero padding is all there is."""
+    if not isinstance(module.padding, str) and module.padding_mode == "zeros":
+        return None
+    sizes, dilations = module.kernel_size, module.dilation
+    pads: list[int] = []
+    for dimension in reversed(range(len(sizes))):
+        if module.padding == "valid":
+            pads += [0, 0]
+        elif module.padding == "same":
+            total = dilations[dimension] * (sizes[dimension] - 1)
+            pads += [total // 2, total - total // 2]
+        else:
+            pads += [int(module.padding[dimension])] * 2
+    if module.padding_mode == "zeros":
+        return F.pad(input, pads)
+    return F.pad(input, pads, mode=module.padding_mode)

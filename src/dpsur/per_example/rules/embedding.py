@@ -1,0 +1,93 @@
+"""Embeddings: a gradient that touches only the rows of an example's own tokens."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpsur.per_example.contributions import Factors, Products, Use
+from dpsur.per_example.norms import part_norms
+from dpsur.per_example.tape import NotSupportedError, Slot, Tape
+
+
+@dataclass(frozen=True)
+class Lookups(Use):
+    """Rows of a table read by `tokens` (examples, positions), with gradients of what was read.
+
+    Those of a token that an example reads several times are added up in one of the positions
+    (`added_up`), so that what is summed is what was measured: positions that cancel have no norm,
+    and added one by one to a table of all examples they would take others' digits away.
+    """
+
+    tokens: Tensor
+    outputs: Tensor
+    table_rows: int
+
+    def measure(self) -> Tensor:
+        """No two positions touch the same row."""
+        return part_norms(self.outputs)
+
+    def weighted_sum(self, factors: Factors) -> Tensor:
+        """Add scaled gradients into an empty table."""
+        scaled = factors.scale(self.outputs).flatten(0, 1)
+        table = scaled.new_zeros(self.table_rows, scaled.shape[1])
+        return table.index_add_(0, self.tokens.flatten(), scaled)
+
+    def per_example(self) -> Tensor:
+        """One table per example: only for a table shared with a layer that has no rule."""
+        return torch.bmm(self._chosen().mT, self.outputs)
+
+    def products(self) -> Products:
+        """Reading row v is multiplying by unit vector v: for a table that is a linear layer too."""
+        return Products(self.outputs, self._chosen())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Tokens and gradients."""
+        return (self.tokens, self.outputs)
+
+    def _chosen(self) -> Tensor:
+        tokens = torch.arange(self.table_rows, device=self.tokens.device)
+        return (self.tokens.unsqueeze(-1) == tokens).to(self.outputs.dtype)
+
+
+def first_places(tokens: Tensor) -> Tensor:
+    """For every position of an example, the first one that holds the same token."""
+    ordered, order = tokens.sort(dim=1, stable=True)
+    repeated = torch.zeros_like(ordered, dtype=torch.bool)
+    repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    starts = torch.arange(tokens.shape[1], device=tokens.device).expand_as(order)
+    starts = starts.masked_fill(repeated, 0).cummax(1).values
+    return torch.empty_like(order).scatter_(1, order, order.gather(1, starts))
+
+
+def added_up(outputs: Tensor, places: Tensor) -> Tensor:
+    """Gradients of the same token, added up in its first position; zero in the others."""
+    examples, positions, width = outputs.shape
+    places = places + torch.arange(examples, device=places.device).unsqueeze(1) * positions
+    sums = outputs.new_zeros(examples * positions, width)
+    return sums.index_add_(0, places.flatten(), outputs.flatten(0, 1)).view_as(outputs)
+
+
+def embedding(module: nn.Embedding, tape: Tape, input: Tensor) -> Tensor:
+    """A table of vectors; the row at `padding_idx` is never trained."""
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise NotSupportedError("embedding with max_norm, scale_grad_by_freq or sparse gradients")
+    output = F.embedding(input, module.weight, module.padding_idx)
+    layout, slot = tape.examples_in(output), tape.slot(module.weight)
+    if slot is None:
+        return output
+    table_rows, padding = module.num_embeddings, module.padding_idx
+    known = tape.known_inputs(input) if input.dim() == 2 else None
+
+    def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:
+        tokens = layout.by_example(input).reshape(tape.examples, -1)
+        outputs = layout.by_example(gradient).reshape(*tokens.shape, gradient.shape[-1])
+        if padding is not None:
+            outputs = torch.where((tokens == padding).unsqueeze(-1), 0.0, outputs)
+        places = None if known is None else known.look_up("places", first_places)
+        places = first_places(tokens) if places is None else places
+        yield slot, Lookups(tokens, added_up(outputs, places), table_rows)
+
+    return tape.watch(output, record)

@@ -1,0 +1,60 @@
+"""Linear layers, on single vectors and on sequences of them."""
+
+from collections.abc import Iterable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpsur.per_example.contributions import Outer, Output, Products, Rows, Shift, Use, wide
+from dpsur.per_example.norms import row_norms
+from dpsur.per_example.tape import Slot, Tape
+
+
+def linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
+    """The gradient of the weight is a sum of outer products over positions."""
+    return linear_map(tape, input, module.weight, module.bias)
+
+
+def _norms(data: Tensor) -> Tensor:
+    return row_norms(wide(data))
+
+
+def linear_map(
+    tape: Tape,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    weight_rows: tuple[int, int] | None = None,
+    bias_rows: tuple[int, int] | None = None,
+) -> Tensor:
+    """A linear map by a weight and a bias or by some of their rows."""
+    output = F.linear(
+        x,
+        weight if weight_rows is None else weight[slice(*weight_rows)],
+        bias if bias is None or bias_rows is None else bias[slice(*bias_rows)],
+    )
+    layout = tape.examples_in(output)
+    weight_slot, bias_slot = tape.slot(weight, weight_rows), tape.slot(bias, bias_rows)
+
+    known = tape.known_inputs(x)
+
+    def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:
+        rows, width = tape.examples, gradient.shape[-1]
+        if gradient.numel() == rows * width:  # one vector per example, wherever they are held
+            output = Output(wide(gradient).reshape(rows, width))
+            if weight_slot is not None:
+                norms = None if known is None else known.look_up("norms", _norms)
+                inputs = wide(x).detach().reshape(rows, x.shape[-1])
+                yield weight_slot, Outer(inputs, output, norms)
+            if bias_slot is not None:
+                yield bias_slot, Shift(output)
+            return
+        outputs = layout.by_example(gradient).reshape(rows, -1, width)
+        inputs = layout.by_example(x).reshape(rows, -1, x.shape[-1]).detach()
+        if weight_slot is not None:
+            yield weight_slot, Products(inputs, outputs).cheapest()
+        if bias_slot is not None:
+            yield bias_slot, Rows(outputs.sum(1))
+
+    return tape.watch(output, record)

@@ -1,0 +1,226 @@
+"""Where tensors hold the examples of a batch, and what is said when nobody knows."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpsur.functional.parameters import Params
+from dpsur.functional.process_settings import precision
+from dpsur.per_example.contributions import Factors, Rows, Use, combined, split, wide
+from dpsur.per_example.input_cache import KnownInputs
+from dpsur.per_example.norms import whole_norms
+
+
+class NotSupportedError(Exception):
+    """A layer is used in a way that its rule does not cover; another engine has to take over."""
+
+    def __init__(self, text: str, parameter: str | None = None) -> None:
+        super().__init__(text)
+        self.parameter = parameter
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a tensor holds the examples: `fold` entries of dimension `axis` for each of them."""
+
+    axis: int
+    fold: int = 1
+
+    def by_example(self, values: Tensor) -> Tensor:
+        """View with the shape (examples, fold, ...)."""
+        return split(wide(values).movedim(self.axis, 0), 0, (-1, self.fold))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter, or some of its rows."""
+
+    parameter: str
+    rows: tuple[int, int] | None = None
+
+
+# Some rows of a parameter; None is all of it.
+Range = tuple[int, int] | None
+Record = Callable[[Tensor], Iterable[tuple[Slot, Use]]]
+
+
+@dataclass
+class Tape:
+    """One forward and backward pass of a batch.
+
+    Layers call `watch` on their outputs. During the backward pass each hands in its uses of
+    parameters. Where examples sit in a layer's output is known from earlier passes over batches of
+    different sizes (`layouts`, in the order of the calls); without them shapes are only noted.
+    """
+
+    params: Params
+    examples: int
+    layouts: list[Layout | None] | None = None
+    shapes: list[torch.Size] = field(default_factory=list)
+    uses: dict[str, dict[Range, list[Use]]] = field(default_factory=dict)
+    leaves: list[Tensor] = field(default_factory=list)
+    recording: bool = True
+    known: KnownInputs | None = None
+
+    def __post_init__(self) -> None:
+        self._names = {id(value): name for name, value in self.params.items()}
+        device = next(iter(self.params.values())).device
+        # Weights do not require gradients, so that none are computed; this is what the graph of
+        # the activations hangs on instead.
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self.leaves.append(self._anchor)
+
+    @property
+    def dry(self) -> bool:
+        """Whether this pass only looks at shapes."""
+        return self.layouts is None
+
+    def slot(self, parameter: Tensor | None, rows: tuple[int, int] | None = None) -> Slot | None:
+        """The slot of a parameter, or None if it is not trained."""
+        name = self._names.get(id(parameter))
+        return None if name is None else Slot(name, rows)
+
+    def layout(self, values: Tensor) -> Layout | None:
+        """Where the examples are in a tensor, or None if it does not depend on their number."""
+        layout = self.expected_layout(values.shape)
+        if (
+            layout is not None
+            and not self.dry
+            and values.shape[layout.axis] != layout.fold * self.examples
+        ):
+            raise NotSupportedError("the shape of an activation depends on the values of a batch")
+        return layout
+
+    def known_inputs(self, values: Tensor) -> KnownInputs | None:
+        """Where in a data set these inputs of a layer come from, if they are the model's inputs."""
+        return self.known if self.known is not None and self.known.holds(values) else None
+
+    def examples_in(self, values: Tensor, axis: int | None = None) -> Layout:
+        """The layout of a tensor that must hold the examples (in dimension `axis`, if told)."""
+        layout = self.layout(values)
+        if layout is None or (axis is not None and layout.axis != axis and not self.dry):
+            raise NotSupportedError("a layer with the examples in an unusual dimension or nowhere")
+        return layout
+
+    def expected_layout(self, shape: torch.Size) -> Layout | None:
+        """Like `layout`, for a tensor that is yet to be computed; a dry pass notes the shape."""
+        self.shapes.append(shape)
+        if self.layouts is None:
+            return Layout(0)
+        if len(self.shapes) > len(self.layouts):
+            raise NotSupportedError("the number of layers depends on the values of a batch")
+        return self.layouts[len(self.shapes) - 1]
+
+    def watch(self, output: Tensor, record: Record) -> Tensor:
+        """Have `record` called with the gradient of `output` during the backward pass."""
+
+        def note(gradient: Tensor) -> None:
+            if self.recording:
+                with precision(tf32=False):  # what norms are made of
+                    for slot, use in record(gradient):
+                        self.add(slot, use)
+
+        if not output.requires_grad:
+            rooted: Tensor = _Root.apply(self._anchor, (output,), note)  # type: ignore[no-untyped-call]
+            return rooted
+        # a hook sees the gradient of this value even if a later layer overwrites it in place
+        output.register_hook(note)  # type: ignore[no-untyped-call]
+        return output
+
+    def add(self, slot: Slot, use: Use) -> None:
+        """Note a use of a parameter."""
+        self.uses.setdefault(slot.parameter, {}).setdefault(slot.rows, []).append(use)
+
+    def copies(self, name: str) -> Tensor:
+        """A parameter with a copy for every example (that takes no memory until its gradient)."""
+        value = self.params[name]
+        copies = value.expand(self.examples, *value.shape)
+        if not copies.requires_grad:
+            copies = copies.detach().requires_grad_()
+            self.leaves.append(copies)
+
+        def note(gradient: Tensor) -> None:
+            if self.recording:
+                self.add(Slot(name), Rows(wide(gradient)))
+
+        copies.register_hook(note)  # type: ignore[no-untyped-call]
+        return copies
+
+    def norms(self) -> Tensor:
+        """Norm of every example's whole gradient."""
+        measures = [use.measure() for name in self.params for use in self._disjoint(name)]
+        if measures:
+            return whole_norms(measures, sum(value.numel() for value in self.params.values()))
+        first = next(iter(self.params.values()))
+        return torch.zeros(self.examples, device=first.device, dtype=first.dtype)
+
+    def weighted_sum(self, name: str, factors: Factors, *, last: bool = False) -> Tensor:
+        """Sum of a parameter's per-example gradients, each times its factor.
+
+        What was kept for it is given back if this is the `last` time that it is asked for.
+        """
+        total = None
+        kept = self.uses.get(name, {})
+        for rows in list(kept):
+            uses = kept.pop(rows) if last else kept[rows]
+            part = sum(
+                (use.weighted_sum(factors) for use in uses[1:]), uses[0].weighted_sum(factors)
+            )
+            if rows is None:
+                total = part.view_as(self.params[name]) if total is None else total + part
+            else:
+                total = torch.zeros_like(self.params[name]) if total is None else total
+                total[slice(*rows)] += part
+        return torch.zeros_like(self.params[name]) if total is None else total
+
+    def _disjoint(self, name: str) -> list[Use]:
+        """The uses of a parameter such that no two of them touch the same entry.
+
+        Gradients that were added up for this are kept and used for the sum too: added up again in
+        another way, those that nearly cancel would be rounded unlike their norm.
+        """
+        kept = self.uses.get(name, {})
+        if overlapping(list(kept)):
+            merged: dict[Range, Use] = {None: self._added_up(name, kept)}
+        else:
+            merged = {rows: combined(uses) for rows, uses in kept.items()}
+        self.uses[name] = {
+            rows: [use] if isinstance(use, Rows) else kept[rows] for rows, use in merged.items()
+        }
+        return list(merged.values())
+
+    def _added_up(self, name: str, kept: dict[Range, list[Use]]) -> Rows:
+        """Every example's gradient of a parameter."""
+        value = self.params[name]
+        whole = value.new_zeros(self.examples, *value.shape)
+        for rows, uses in kept.items():
+            some = slice(None) if rows is None else slice(*rows)
+            for use in uses:
+                whole[:, some] += use.per_example().view_as(whole[:, some])
+        return Rows(whole)
+
+
+def overlapping(ranges: list[Range]) -> bool:
+    """Whether two ranges of rows meet; None is the whole parameter."""
+    if None in ranges:
+        return len(ranges) > 1
+    known = sorted(one for one in ranges if one is not None)
+    return any(after[0] < before[1] for before, after in pairwise(known))
+
+
+class _Root(torch.autograd.Function):
+    """Lets a graph begin at a tensor that was computed without one."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, output: tuple[Tensor], note: Callable[[Tensor], None]) -> Any:
+        ctx.note = note
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.note(gradients[0])
+        return None, None, None

@@ -1,0 +1,186 @@
+"""What happens to the inputs once, before training: features, and their normalisation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpsur import checks
+from dpsur.errors import CheckpointError, InvalidInputError
+from dpsur.features import ChannelNorm, apply_layers, build_layers, compute, features_named
+from dpsur.features.statistics import channel_moments, channel_statistics, private_quantile
+from dpsur.functional.records import Examples
+from dpsur.mechanism.streams import FEATURES, Streams
+from dpsur.privacy import events
+from dpsur.privacy.events import Event, feature_statistics
+from dpsur.runs.checkpoint import Statistics
+
+NONE, GROUP, PRIVATE = "none", "group", "private"
+NORMALISATIONS = (NONE, GROUP, PRIVATE)
+SCATTERING = "scattering"
+MEAN, DEVIATION = "mean", "deviation"
+# Public limits of the grid that clip bounds are chosen from.
+LEAST_BOUND, MOST_BOUND, BOUND_STEPS = 1e-4, 1e4, 256
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Which features, and how they are normalised: by default scattering in groups, else not.
+
+    `group` normalises groups of channels of each record by itself and costs nothing. `private` uses
+    the mean and variance of each channel over all records, released with noise: Formal guarantee:
+    the Gaussian mechanisms in `setup`, two for the statistics and two for their clip bounds.
+    """
+
+    features: str | None = None
+    normalisation: str | None = None
+    groups: int = 27
+    statistics_noise: float = 8.0
+
+    def __post_init__(self) -> None:
+        if self.normalisation is not None:
+            checks.one_of("normalisation", self.normalisation, NORMALISATIONS)
+        checks.positive("statistics_noise", self.statistics_noise)
+        checks.at_least_one("groups", self.groups)
+        if self.features is not None:
+            features_named(self.features)
+
+    @property
+    def kind(self) -> str:
+        """The normalisation that was asked for, or that suits the features."""
+        if self.normalisation is not None:
+            return self.normalisation
+        return GROUP if self.features == SCATTERING else NONE
+
+    @property
+    def setup(self) -> tuple[Event, ...]:
+        """What the preparation costs."""
+        if self.kind != PRIVATE:
+            return ()
+        return feature_statistics(self.statistics_noise)
+
+    def check(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of one record's features, or an error where the inputs do not suit them."""
+        if self.features is not None:
+            shape = features_named(self.features).output_shape(shape)
+        if self.kind != NONE and len(shape) < 2:
+            raise InvalidInputError(
+                f"normalisation {self.kind} needs channels, but a record has the shape "
+                f"{shape}; use normalisation {NONE}"
+            )
+        if self.kind == GROUP:
+            build_layers([self._group_norm(shape[0])])
+        return shape
+
+    def _group_norm(self, channels: int) -> Mapping[str, Any]:
+        return {"name": "group-norm", "groups": self.groups, "channels": channels}
+
+
+def like_features(train: Examples, shape: tuple[int, ...]) -> Examples:
+    """Made-up records of the shape of features, to check a model with: raw inputs where same."""
+    if shape == tuple(train.inputs.shape[1:]):
+        return train
+    return Examples(torch.zeros(1, *shape).expand(len(train), *shape), train.targets)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Inputs ready for training, and the layers that make them of raw ones."""
+
+    train: Examples
+    test: Examples | None
+    layers: nn.Sequential
+    descriptions: tuple[Mapping[str, Any], ...]
+    statistics: Statistics
+
+
+def prepare_inputs(
+    preparation: Preparation,
+    train: Examples,
+    test: Examples | None,
+    streams: Streams,
+    released: Statistics | None = None,
+) -> Prepared:
+    """Compute features of all records, and normalise them.
+
+    `released` are the statistics of a run that is resumed: they were drawn, and paid for, when it
+    was started. Formal guarantee: the Gaussian mechanisms in `preparation.setup`, nothing else, and
+    nothing at all where statistics are given.
+    """
+    descriptions: list[Mapping[str, Any]] = []
+    device = streams.device
+    if preparation.features is not None:
+        features = features_named(preparation.features)
+        descriptions += features.layers(tuple(train.inputs.shape[1:]))
+        train = Examples(compute(features, train.inputs, device=device), train.targets)
+        if test is not None:
+            test = Examples(compute(features, test.inputs, device=device), test.targets)
+    statistics: Statistics = {}
+    if preparation.kind == PRIVATE and released is None:
+        statistics = _private_statistics(preparation, train.inputs, streams[FEATURES])
+    elif preparation.kind == PRIVATE:
+        statistics = _checked(released)
+    norm = _normalisation(preparation, train.inputs.shape[1], statistics)
+    layers = build_layers(descriptions)
+    if norm is not None:
+        layer, description = norm
+        train = _apply(layer, train, device)
+        test = None if test is None else _apply(layer, test, device)
+        layers.append(layer)
+        descriptions.append(description)
+    return Prepared(train, test, layers, tuple(descriptions), statistics)
+
+
+def _apply(layer: nn.Module, examples: Examples, device: torch.device) -> Examples:
+    inputs = apply_layers(nn.Sequential(layer), examples.inputs, device=device)
+    return Examples(inputs, examples.targets)
+
+
+def _checked(released: Statistics | None) -> Statistics:
+    if not released or set(released) != {MEAN, DEVIATION}:
+        raise CheckpointError(
+            "the run that is to be resumed released no statistics of its features: it was not "
+            f"started with normalisation {PRIVATE}; resume it with what it was started with"
+        )
+    return released
+
+
+def _normalisation(
+    preparation: Preparation, channels: int, statistics: Statistics
+) -> tuple[nn.Module, Mapping[str, Any]] | None:
+    if preparation.kind == NONE:
+        return None
+    if preparation.kind == GROUP:
+        description = preparation._group_norm(channels)
+        return build_layers([description])[0], description
+    layer = ChannelNorm(channels, statistics[MEAN], statistics[DEVIATION])
+    return layer, {"name": "channel-norm", "channels": channels}
+
+
+def _private_statistics(
+    preparation: Preparation, inputs: Tensor, generator: torch.Generator
+) -> Statistics:
+    (mean_bound, mean_event), (square_bound, square_event) = (
+        private_quantile(
+            rows.norm(dim=1),
+            0.5,
+            least=LEAST_BOUND,
+            most=MOST_BOUND,
+            noise_multiplier=events.CLIP_BOUND_NOISE,
+            generator=generator,
+            steps=BOUND_STEPS,
+        )
+        for rows in channel_moments(inputs, generator.device)
+    )
+    found = channel_statistics(
+        inputs,
+        mean_bound=mean_bound,
+        square_bound=square_bound,
+        noise_multiplier=preparation.statistics_noise,
+        generator=generator,
+    )
+    # What was drawn must be what the plan was charged for.
+    assert (mean_event, square_event, *found.events) == preparation.setup
+    return {MEAN: found.mean.cpu(), DEVIATION: found.deviation.cpu()}
