@@ -1,11 +1,11 @@
-"""Algorithm 1 without waiting for the host: one trial captured as a CUDA graph and replayed.
+"""Algorithm 1 on CUDA graphs: one trial is captured once and replayed.
 
-Small networks are bound by the launching of kernels. A captured trial is launched at once:
+Small networks are limited by kernel launches. A captured trial launches all of its kernels at once:
 sampling, clipping, noise, update, both losses and the choice between accepting and restoring stay
-on the device, and the host reads the counts once per block of trials. A counter on the device masks
+on the GPU, and the host reads the counts once per block of trials. A counter on the GPU masks
 acceptance once the plan is done, so that the replays left in a block change nothing and exactly the
-planned updates are kept. Replays that a plan makes to be dropped are masked alike, but counted.
-Steps that differ in cost, and have to be asked for one by one, are blocks of a single trial.
+planned updates are kept. Trials that a plan makes only to be dropped are masked too, but counted.
+Steps whose cost depends on earlier steps are blocks of a single trial.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,12 @@ from dpsur.errors import UnsupportedModelError
 from dpsur.functional.parameters import elementwise
 from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.cuda_graphs import graph_of
-from dpsur.mechanism.loop import Progress, check_completed, goes_on, keep
+from dpsur.mechanism.loop import Progress, has_next, make_trial
 from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.turns import Turns
+from dpsur.mechanism.trial import trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import FilteredPlan, Plan
-
-OnBlock = Callable[[Progress, list[Verdict]], None]
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,8 @@ class _Counts:
     overflow: Tensor
 
 
-class CapturedTrials:
-    """A trial of a padded procedure, captured once; its state lives in fixed places.
+class CapturedTrial:
+    """A trial of a padded procedure, captured once; its state stays in fixed memory.
 
     On other devices than CUDA a replay simply makes the trial.
     """
@@ -54,7 +52,7 @@ class CapturedTrials:
         self._procedure, self._plan, self._streams = procedure, plan, streams
         device = progress.state.updates.device
         self._state = _copy(progress.state)
-        self._places = self._places_now()
+        self._addresses = self._current_addresses()
         ledger = progress.ledger
         self._counts = _Counts(
             torch.tensor(ledger.trials, device=device),
@@ -81,7 +79,7 @@ class CapturedTrials:
             self.replay()
 
     def read(self) -> tuple[int, int, bool]:
-        """Trials, updates and whether a batch had no room: the one wait per block."""
+        """Trials, updates and whether a batch overflowed: the one synchronisation per block."""
         counts = self._counts
         trials, updates, overflow = torch.stack(
             [counts.trials, counts.updates, counts.overflow.long()]
@@ -90,18 +88,14 @@ class CapturedTrials:
 
     def state(self) -> State:
         """A copy of the state as it is."""
-        self._check_places()
-        return _copy(self._state)
-
-    def _check_places(self) -> None:
-        """Refuse a model that moves the weights it is lent: updates would go nowhere."""
-        if self._places_now() != self._places:
+        if self._current_addresses() != self._addresses:
             raise UnsupportedModelError(
-                "the model moves its weights in memory when it is called, which captured trials "
+                "the model moves its weights in memory when it is called, which a CUDA graph "
                 "cannot follow; run with Speed(capture=False) or --no-capture"
             )
+        return _copy(self._state)
 
-    def _places_now(self) -> list[int]:
+    def _current_addresses(self) -> list[int]:
         return [value.data_ptr() for value in self._state.params.values()]
 
     def verdicts(self, count: int) -> list[Verdict]:
@@ -120,15 +114,9 @@ class CapturedTrials:
     def _put(self, state: State) -> None:
         map_tensors(Tensor.copy_, self._state, state, together=elementwise)
 
-    def _put_if(self, condition: Tensor, state: State) -> None:
-        def choose(place: Tensor, value: Tensor) -> Tensor:
-            return torch.where(condition, value, place, out=place)
-
-        map_tensors(choose, self._state, state, together=elementwise)
-
     def _trial(self) -> None:
         """One trial, written so that a replay after the end of the plan changes nothing."""
-        counts, state = self._counts, self._state
+        counts = self._counts
         room = counts.trials < self._plan.trials
         active, position = room, counts.trials
         if self._plan.updates is not None:
@@ -136,23 +124,23 @@ class CapturedTrials:
             position = counts.updates
         position = position if self._position is None else self._position
         counted = room if self._plan.to_the_cap else active
-        candidate = self._procedure.propose(state, position)  # Alg. 1, L3-8
-        verdict = self._procedure.judge(state, candidate)  # L9-14
-        accept = verdict.accept & active
-        rejected = self._procedure.after_rejection(state, candidate)
-        self._note(accept, verdict)
-        if rejected is state:
-            self._put_if(accept, candidate.state)  # L15-18
-        else:
-            self._put_if(active, keep(accept, candidate.state, rejected))
-        for overflow in (candidate.overflow, verdict.overflow):
-            if overflow is not None:
-                counts.overflow.logical_or_(overflow & counted)
+        _, verdict = trial(
+            self._procedure,
+            self._state,
+            self._streams.at(counts.trials + 1),
+            position,
+            active=active,
+            out=self._state,
+        )
+        self._note(verdict)
+        if verdict.overflow is not None:
+            counts.overflow.logical_or_(verdict.overflow & counted)
         counts.trials.add_(counted)
-        counts.updates.add_(accept)
+        counts.updates.add_(verdict.accept)
 
-    def _note(self, accept: Tensor, verdict: Verdict) -> None:
-        row = torch.stack([accept.double(), *(v.double() for v in verdict.private.values())])
+    def _note(self, verdict: Verdict) -> None:
+        values = [verdict.accept, *verdict.private.values()]
+        row = torch.stack([value.double() for value in values])
         if self._rows.shape[1] != len(row):  # the first trial, before it is captured
             self._names = tuple(verdict.private)
             self._rows = torch.zeros(
@@ -162,13 +150,13 @@ class CapturedTrials:
         self._rows.index_copy_(0, place.reshape(1), row.reshape(1, -1))
 
     def _captured(self) -> Callable[[], None]:
-        """Capture a trial, leaving state, counts and draws where they are."""
-        start = self.state()
+        """Capture a trial, leaving state, counts and draws as they are."""
+        before = self.state()
         counts = [value.clone() for value in vars(self._counts).values()]
         positions = {name: p.clone() for name, p in self._streams.positions().items()}
 
         def go_back() -> None:
-            self._put(start)
+            self._put(before)
             for place, value in zip(vars(self._counts).values(), counts, strict=True):
                 place.copy_(value)
             self._streams.restore(positions)
@@ -181,42 +169,65 @@ def _copy(state: State) -> State:
     return map_tensors(torch.clone, state, together=elementwise)
 
 
-def train(
-    procedure: Procedure,
-    plan: Plan | FilteredPlan,
-    progress: Progress,
-    streams: Streams,
-    fall_back: Callable[[Progress, int], Progress],
-    on_block: OnBlock,
-    block: int,
-) -> Turns[Progress]:
-    """Make the planned trials in captured blocks; same guarantee as the loop's `train`.
+class CudaGraphLoop:
+    """Makes the planned trials in captured blocks.
 
-    Yields while a block is under way on the device. `fall_back` makes a number of trials from a
-    given progress with exact batches: it is used for a block in which a padded batch had no room,
-    so that no record is ever left out.
+    A block in which a padded batch overflowed is made again with exact batches, so that no record
+    is ever left out.
     """
-    if not isinstance(plan, Plan):
-        block = 1  # what the next step costs depends on what this one released
-    trials = CapturedTrials(procedure, plan, progress, streams, block)
-    while goes_on(procedure, plan, progress):
-        count = min(block, plan.trials - progress.ledger.trials)
-        positions = {name: p.clone() for name, p in streams.positions().items()}
-        trials.run(count, progress.ledger)
-        yield
-        made, kept, overflow = trials.read()
+
+    def __init__(
+        self,
+        procedure: Procedure,
+        padded: Procedure,
+        plan: Plan | FilteredPlan,
+        streams: Streams,
+        progress: Progress,
+        block: int,
+    ) -> None:
+        self._procedure, self._padded, self._plan = procedure, padded, plan
+        self._streams, self.progress = streams, progress
+        # what the next step costs may depend on what this one released
+        self._block = block if isinstance(plan, Plan) else 1
+        self._captured = CapturedTrial(padded, plan, progress, streams, self._block)
+        self._launched = 0
+        self._positions: dict[str, Tensor] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether the plan affords no further trial."""
+        return not has_next(self._padded, self._plan, self.progress)
+
+    def launch(self) -> None:
+        """Replay a block on the GPU, without waiting for it."""
+        ledger = self.progress.ledger
+        self._launched = min(self._block, self._plan.trials - ledger.trials)
+        self._positions = {name: p.clone() for name, p in self._streams.positions().items()}
+        self._captured.run(self._launched, ledger)
+
+    def collect(self) -> list[Verdict]:
+        """Wait for the block and record it."""
+        made, kept, overflow = self._captured.read()
         if overflow:
-            streams.restore(positions)
-            progress = fall_back(progress, count)
-            trials.restore(progress, streams.positions())
-            continue
-        ledger = progress.ledger.record(
-            procedure.step(progress.state),
-            trials=made - progress.ledger.trials,
-            updates=kept - progress.ledger.updates,
+            return self._exactly()
+        state, ledger = self.progress.state, self.progress.ledger
+        count = made - ledger.trials
+        ledger = ledger.record(
+            self._padded.step(state), trials=count, updates=kept - ledger.updates
         )
-        verdicts = trials.verdicts(made - progress.ledger.trials)
-        progress = Progress(trials.state(), ledger)
-        on_block(progress, verdicts)
-    check_completed(plan, progress)
-    return progress
+        verdicts = self._captured.verdicts(count)
+        self.progress = Progress(self._captured.state(), ledger)
+        return verdicts
+
+    def _exactly(self) -> list[Verdict]:
+        """The same trials with exact batches."""
+        self._streams.restore(self._positions)
+        verdicts = []
+        for _ in range(self._launched):
+            if has_next(self._procedure, self._plan, self.progress):
+                self.progress, verdict = make_trial(
+                    self._procedure, self._plan, self._streams, self.progress
+                )
+                verdicts.append(verdict)
+        self._captured.restore(self.progress, self._streams.positions())
+        return verdicts

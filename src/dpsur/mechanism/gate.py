@@ -1,9 +1,12 @@
-"""The losses of two sets of weights on the same records, in one evaluation where that pays.
+"""The gate of Algorithm 1: both models on one fresh batch, then a decision (lines 9 to 14).
 
-A test compares a candidate with the model it came from. On a CPU two evaluations cost no more than
-one of both. On a card that waits for small kernels one evaluation costs half, but only of layers
-whose weights can be stacked for nothing: a convolution with two sets of weights is grouped, and
-grouped convolutions have slow kernels.
+The decision is a rule: `LossGate` is the paper's clipped, noisy loss difference against a
+threshold, `CoinGate` a coin for candidates that got worse.
+
+Both losses come from one evaluation where that is faster. On a CPU two evaluations cost no more
+than one of both. On a GPU that waits for small kernels one evaluation costs half, but only for
+layers whose weights can be stacked at no cost: a convolution with two sets of weights is grouped,
+and grouped convolutions have slow kernels.
 """
 
 import math
@@ -23,7 +26,9 @@ from dpsur.functional.parameters import Params
 from dpsur.functional.problem import EVALUATION_ROWS, Problem, example_losses, mode
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.records import Examples
-from dpsur.mechanism.sampling import Batch
+from dpsur.mechanism.sampling import Batch, Draw, padded_batch, steady_batch
+from dpsur.mechanism.state import Candidate, State, Verdict
+from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws
 from dpsur.per_example.model_check import made_up
 from dpsur.privacy.events import CoinTest, Test
 
@@ -147,11 +152,11 @@ class CoinGate:
         return (difference < 0) | (toss < 1 / self.accept_ratio)
 
 
-Gate = LossGate | CoinGate
+Rule = LossGate | CoinGate
 
 
-def make_gate(test: Test, loss_clip: float) -> Gate:
-    """The gate that an accounted test stands for."""
+def make_rule(test: Test, loss_clip: float) -> Rule:
+    """The rule that an accounted test stands for."""
     if isinstance(test, CoinTest):
         return CoinGate(test.accept_ratio)
     return LossGate(loss_clip, test.noise_multiplier, test.accept_threshold)
@@ -197,3 +202,67 @@ def begin_test(problem: Problem, current: Params, batch: Batch) -> BegunTest:
         return BegunTest(batch)
     before = problem.losses(current, replace(batch).examples)
     return BegunTest(batch, batch.mean(before.double()))
+
+
+@dataclass(frozen=True)
+class AlwaysAccept:
+    """No gate: every candidate is kept."""
+
+    test: Test | None = None
+
+    def begin(self, state: State, draws: Draws) -> None:
+        """Nothing to prepare."""
+
+    def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:  # noqa: ARG002
+        """Accept."""
+        return Verdict(torch.ones((), dtype=torch.bool, device=state.updates.device))
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:  # noqa: ARG002
+        """Nothing is ever rejected."""
+        return state
+
+    def padded(self) -> "AlwaysAccept":
+        """It draws no batches."""
+        return self
+
+
+@dataclass(frozen=True)
+class LossTestGate:
+    """Compare both models on one fresh Poisson batch and let a rule decide.
+
+    `keep_momentum` leaves the optimizer as a rejected candidate left it. What it then holds comes
+    from a noisy gradient that the `every-trial` accounting has charged; under any other accounting
+    a plan with that setting does not exist.
+    """
+
+    problem: Problem
+    test: Test
+    rule: Rule
+    keep_momentum: bool = False
+    draw: Draw = steady_batch
+
+    def begin(self, state: State, draws: Draws) -> "BegunTest":
+        """Draw the batch, and evaluate the current model where that is worth it."""
+        return begin_test(self.problem, state.params, self._fresh_batch(draws))
+
+    def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
+        """The rule's verdict on the loss difference."""
+        test = candidate.test or BegunTest(self._fresh_batch(draws))
+        after, before = test.losses(self.problem, candidate.state.params, state.params)
+        difference = after - before
+        accept = self.rule.decide(difference, draws[VAL_NOISE])
+        private = {"loss": after, "loss_difference": difference}
+        return Verdict(accept, private, test.batch.overflow)
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:
+        """The state as it was; with momentum kept, the optimizer as the candidate left it."""
+        if self.keep_momentum:
+            return replace(state, optimizer=candidate.state.optimizer)
+        return state
+
+    def padded(self) -> "LossTestGate":
+        """The same on padded batches."""
+        return replace(self, draw=padded_batch)
+
+    def _fresh_batch(self, draws: Draws) -> Batch:
+        return self.draw(self.problem.train, self.test.sample_rate, draws[VAL_BATCH])

@@ -1,15 +1,20 @@
-"""Algorithm 1: propose, judge, keep or drop, until the plan is done."""
+"""The training loop: trials until the plan affords no more.
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+A loop makes one block of trials at a time. `EagerLoop` makes a trial per block on the host's
+command; `CudaGraphLoop` replays many. Between `launch` and `collect` the device is busy, so that a
+caller can interleave several runs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from dpsur.errors import NothingReleasedError
-from dpsur.functional.parameters import elementwise
-from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.state import Procedure, State, Verdict
+from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.trial import trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import AnyPlan
 
@@ -25,7 +30,29 @@ class Progress:
         return "Progress(state and ledger; private)"
 
 
-OnTrial = Callable[[Progress, Verdict], None]
+OnBlock = Callable[[Progress, Sequence[Verdict]], None]
+
+
+class Loop(Protocol):
+    """Makes the trials of a plan, block by block."""
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run stands after the last block."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether the plan affords no further trial."""
+        ...
+
+    def launch(self) -> None:
+        """Start the next block."""
+        ...
+
+    def collect(self) -> list[Verdict]:
+        """Wait for the block, record it in the ledger, and return its verdicts."""
+        ...
 
 
 def start(procedure: Procedure) -> Progress:
@@ -33,59 +60,82 @@ def start(procedure: Procedure) -> Progress:
     return Progress(procedure.initial_state(), Ledger(setup=procedure.setup))
 
 
-def train(
-    procedure: Procedure,
-    plan: AnyPlan,
-    progress: Progress,
-    on_trial: OnTrial = lambda *_: None,
-) -> Progress:
-    """Run trials until the plan affords no more, and return where the run ended.
+def run_loop(loop: Loop, plan: AnyPlan, on_block: OnBlock = lambda *_: None) -> Progress:
+    """Make all trials of a plan and return where the run ended.
 
     Formal guarantee: the returned state satisfies the plan's (epsilon, delta) under the plan's
     accounting, for adding or removing one record. Raises NothingReleasedError if the cap on trials
     came first: that event is as improbable as the plan says, provided nothing is released.
     """
-    while goes_on(procedure, plan, progress):
-        progress, verdict = make_trial(procedure, plan, progress)
-        on_trial(progress, verdict)
-    check_completed(plan, progress)
-    return progress
+    while not loop.finished:
+        loop.launch()
+        verdicts = loop.collect()
+        on_block(loop.progress, verdicts)
+    check_completed(plan, loop.progress)
+    return loop.progress
 
 
-def goes_on(procedure: Procedure, plan: AnyPlan, progress: Progress) -> bool:
+def train(
+    procedure: Procedure,
+    plan: AnyPlan,
+    streams: Streams,
+    progress: Progress | None = None,
+    on_block: OnBlock = lambda *_: None,
+) -> Progress:
+    """Make all trials one by one; same guarantee as `run_loop`."""
+    progress = start(procedure) if progress is None else progress
+    return run_loop(EagerLoop(procedure, plan, streams, progress), plan, on_block)
+
+
+class EagerLoop:
+    """One trial per block."""
+
+    def __init__(
+        self, procedure: Procedure, plan: AnyPlan, streams: Streams, progress: Progress
+    ) -> None:
+        self._procedure, self._plan, self._streams = procedure, plan, streams
+        self.progress = progress
+
+    @property
+    def finished(self) -> bool:
+        """Whether the plan affords no further trial."""
+        return not has_next(self._procedure, self._plan, self.progress)
+
+    def launch(self) -> None:
+        """Nothing: the trial is made when it is collected."""
+
+    def collect(self) -> list[Verdict]:
+        """Make one trial."""
+        self.progress, verdict = make_trial(
+            self._procedure, self._plan, self._streams, self.progress
+        )
+        return [verdict]
+
+
+def has_next(procedure: Procedure, plan: AnyPlan, progress: Progress) -> bool:
     """Whether there is another trial to make. Asked before it, never after."""
     step = procedure.step(progress.state)
     return plan.affords(progress.ledger, step) or plan.drops(progress.ledger)
 
 
-def make_trial(procedure: Procedure, plan: AnyPlan, progress: Progress) -> tuple[Progress, Verdict]:
-    """One trial of Algorithm 1: propose, judge, keep or drop, and record."""
-    state = progress.state
+def make_trial(
+    procedure: Procedure, plan: AnyPlan, streams: Streams, progress: Progress
+) -> tuple[Progress, Verdict]:
+    """One trial of Algorithm 1, recorded in the ledger."""
+    state, ledger = progress.state, progress.ledger
     step = procedure.step(state)
-    position = torch.tensor(plan.position(progress.ledger), device=state.updates.device)
-    candidate = procedure.propose(state, position)  # Alg. 1, L3-8
-    verdict = procedure.judge(state, candidate)  # L9-14
-    if plan.drops(progress.ledger):  # the last update is made: this trial hides how many it took
-        verdict = replace(verdict, accept=torch.zeros_like(verdict.accept))
-    rejected = procedure.after_rejection(state, candidate)
-    state = keep(verdict.accept, candidate.state, rejected)  # L15-18
-    ledger = progress.ledger.record(step, updates=int(verdict.accept))
-    return Progress(state, ledger), verdict
+    device = state.updates.device
+    position = torch.tensor(plan.position(ledger), device=device)
+    # after the last update trials may go on, so that their number is the same for all data
+    active = torch.tensor(False, device=device) if plan.drops(ledger) else None
+    state, verdict = trial(procedure, state, streams.at(ledger.steps + 1), position, active=active)
+    return Progress(state, ledger.record(step, updates=int(verdict.accept))), verdict
 
 
 def check_completed(plan: AnyPlan, progress: Progress) -> None:
-    """Refuse to go on with a run that hit its cap: its result must not be released."""
+    """Refuse to release a run that hit its cap on trials."""
     if not plan.completed(progress.ledger):
         raise NothingReleasedError(
             f"the cap of {plan.trials} trials came before {plan.updates} accepted updates; nothing "
             "may be released from this run: start another one"
         )
-
-
-def keep(accept: Tensor, candidate: State, current: State) -> State:
-    """Choose one of two states, whole, without waiting for a device."""
-    if accept.device.type == "cpu":  # nothing to wait for, and nothing to compute
-        return candidate if bool(accept) else current
-    return map_tensors(
-        lambda new, old: torch.where(accept, new, old), candidate, current, together=elementwise
-    )

@@ -1,13 +1,18 @@
-"""The values that flow through a run: state, candidate, verdict."""
+"""The values that flow through a run, and the parts that a method is composed of.
+
+A method is a `Selective` procedure (`mechanism/trial.py`): a `Proposer` that draws a candidate, and
+a `Gate` that decides whether it is kept.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from dpsur.functional.parameters import Params
-from dpsur.privacy.events import Event, Step
+from dpsur.mechanism.streams import Draws
+from dpsur.privacy.events import Event, Step, Test
 
 
 @dataclass(frozen=True)
@@ -43,10 +48,15 @@ class State:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A proposed next state. `overflow`: a padded batch had no room for all of its rows."""
+    """A proposed next state.
+
+    `overflow`: a padded batch was too small for its sample. `test`: what the gate has computed
+    while the candidate was drawn.
+    """
 
     state: State
     overflow: Tensor | None = None
+    test: Any = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,37 +71,82 @@ class Verdict:
         return "Verdict(private)"
 
 
-class Procedure(Protocol):
-    """A method bound to data, model and random streams: what the loop drives."""
+class Proposer(Protocol):
+    """Draws candidates."""
 
     def step(self, state: State) -> Step:
-        """The event that the next call of `propose` and `judge` amounts to.
+        """The event of the next candidate, without a test.
 
         It may depend on released values only, so that asking for it costs nothing.
         """
-        ...
-
-    @property
-    def setup(self) -> tuple[Event, ...]:
-        """Events that happened before the first trial."""
         ...
 
     def initial_state(self) -> State:
         """The state before the first trial."""
         ...
 
-    def propose(self, state: State, position: Tensor) -> Candidate:
+    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
         """Draw a candidate; `position` is where its schedules stand."""
         ...
 
-    def judge(self, state: State, candidate: Candidate) -> Verdict:
-        """Test a candidate against the state it came from."""
+    def padded(self) -> "Proposer | None":
+        """The same with batches of static shape, or None if it must see exact ones."""
         ...
 
-    def padded(self) -> "Procedure | None":
-        """The same procedure with batches of static shape, or None if it must see exact ones."""
+
+class Gate(Protocol):
+    """Decides whether a candidate is kept."""
+
+    @property
+    def test(self) -> Test | None:
+        """The event of a decision; None if it does not depend on the data."""
+        ...
+
+    def begin(self, state: State, draws: Draws) -> Any:
+        """What can be computed before the candidate is there; goes into `Candidate.test`."""
+        ...
+
+    def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
+        """Test a candidate against the state it came from."""
         ...
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:
         """The state if the candidate is rejected: `state` itself unless every trial is charged."""
+        ...
+
+    def padded(self) -> "Gate":
+        """The same with batches of static shape."""
+        ...
+
+
+class Procedure(Protocol):
+    """A method bound to its model and data: what the loop drives."""
+
+    @property
+    def setup(self) -> tuple[Event, ...]:
+        """Events that happened before the first trial."""
+        ...
+
+    def step(self, state: State) -> Step:
+        """The event that the next call of `propose` and `judge` amounts to."""
+        ...
+
+    def initial_state(self) -> State:
+        """The state before the first trial."""
+        ...
+
+    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
+        """Draw a candidate; `position` is where its schedules stand."""
+        ...
+
+    def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
+        """Test a candidate against the state it came from."""
+        ...
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:
+        """The state if the candidate is rejected: `state` itself unless every trial is charged."""
+        ...
+
+    def padded(self) -> "Procedure | None":
+        """The same with batches of static shape, or None if it must see exact ones."""
         ...

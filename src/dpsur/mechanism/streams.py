@@ -60,6 +60,10 @@ class Streams:
     def __getitem__(self, purpose: str) -> torch.Generator:
         return self._generators[purpose]
 
+    def at(self, step: int | Tensor) -> "Streams":  # noqa: ARG002
+        """The draws of one step."""
+        return self
+
     def positions(self) -> dict[str, Tensor]:
         """Where every stream stands. Private: positions determine all later draws."""
         return {purpose: g.get_state() for purpose, g in self._generators.items()}
@@ -111,3 +115,6 @@ def _generator(entropy: bytes, device: torch.device) -> torch.Generator:
     state[_TWISTER_LEFT] = (1, 0, 0, 0)
     generator.set_state(torch.from_numpy(state))
     return generator
+
+
+Draws = Streams

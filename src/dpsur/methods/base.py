@@ -1,4 +1,8 @@
-"""What every method is: frozen hyper-parameters that can be settled and bound to data."""
+"""What every method is: frozen hyper-parameters that can be settled and bound to data.
+
+`settle` fixes the privacy of a run before data is touched. `bind` composes the procedure that the
+loop drives.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -8,9 +12,10 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from dpsur import checks
+from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
+from dpsur.mechanism.optim import SHAPES, Adam, Optimizer, Schedule, Sgd, WeightAverage
 from dpsur.mechanism.state import Procedure
-from dpsur.mechanism.streams import Streams
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event
 from dpsur.privacy.plans import AnyPlan
@@ -45,8 +50,8 @@ class Method(checks.NamedArguments, ABC):
         """
 
     @abstractmethod
-    def bind(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
-        """Tie a settled method to a model, records and random streams."""
+    def bind(self, problem: Problem, plan: AnyPlan) -> Procedure:
+        """Compose the procedure that trains this model on these records."""
 
     def adapt(self, model: nn.Module) -> nn.Module:
         """The network that the method trains in place of `model`."""
@@ -62,9 +67,60 @@ class Method(checks.NamedArguments, ABC):
         return fields(cls)
 
 
+AVERAGE_HELP = "release an exponential average of the weights with this decay instead of the last"
+
+
+def make_average(decay: float | None) -> WeightAverage | None:
+    """The average that is released in place of the last weights, if any."""
+    return None if decay is None else WeightAverage(decay)
+
+
+@dataclass(frozen=True, repr=False)
+class OptimizerMethod(Method):
+    """How a gradient becomes an update: options of every method that steps along one."""
+
+    learning_rate: float = option(4.0, "learning rate at the start")
+    schedule: str = option("linear", "how the learning rate decays over the run", tuple(SHAPES))
+    optimizer: str = option("sgd", "optimizer", ("sgd", "adam"))
+    momentum: float = option(0.9, "momentum (sgd)")
+    adam_beta1: float = option(0.9, "decay of the mean (adam)")
+    adam_beta2: float = option(0.999, "decay of the mean square (adam)")
+    adam_eps: float = option(1e-7, "added to the root of the mean square (adam)")
+    average_decay: float | None = option(None, AVERAGE_HELP)
+
+    def __post_init__(self) -> None:
+        self.make_optimizer()
+        self.make_schedule(length=1)
+        self.make_average()
+
+    def make_optimizer(self) -> Optimizer:
+        """Build the optimizer that these hyper-parameters name."""
+        if self.optimizer == "adam":
+            return Adam(self.adam_beta1, self.adam_beta2, self.adam_eps)
+        checks.one_of("optimizer", self.optimizer, ("sgd", "adam"))
+        return Sgd(self.momentum)
+
+    def make_schedule(self, length: int) -> Schedule:
+        """Build the learning-rate schedule over a run of this length."""
+        return Schedule(self.schedule, self.learning_rate, length)
+
+    def make_average(self) -> WeightAverage | None:
+        """The average that is released in place of the last weights, if any."""
+        return make_average(self.average_decay)
+
+
 def power_of_two_near(value: float) -> int:
     """The power of two nearest to a value on the logarithmic scale, at least 1."""
     power = 1
     while power * 2**0.5 < value:
         power *= 2
     return power
+
+
+def check_batch_size(name: str, value: int, dataset_size: int) -> None:
+    """Refuse a batch larger than the data set."""
+    if value > dataset_size:
+        raise InvalidInputError(
+            f"{name} {value} is larger than the data set of {dataset_size} records, a sample rate "
+            f"of {value / dataset_size:.3g}; choose at most {dataset_size}"
+        )

@@ -1,27 +1,44 @@
 """DPAGD (Lee and Kifer 2018), reconstructed: step lengths chosen privately, noise that adapts."""
 
+import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
+import torch
+from torch import Tensor
+
 from dpsur import checks
 from dpsur.errors import InvalidInputError
+from dpsur.functional.parameters import Params, elementwise
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.state import Procedure
-from dpsur.mechanism.streams import Streams
-from dpsur.methods.adaptive_steps import AdaptiveSteps, Lengths
-from dpsur.methods.base import Method, option, power_of_two_near
-from dpsur.methods.noisy_steps import check_batch_size
-from dpsur.methods.optimization import AVERAGE_HELP, make_average
+from dpsur.mechanism.dp_gradient import noisy_mean_gradient
+from dpsur.mechanism.optim import Sgd, WeightAverage, followed
+from dpsur.mechanism.proposer import Sampler
+from dpsur.mechanism.sampling import Batch
+from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
+from dpsur.mechanism.streams import BATCH, NOISE, VAL_BATCH, VAL_NOISE, Draws
+from dpsur.mechanism.trial import either
+from dpsur.methods.base import (
+    AVERAGE_HELP,
+    Method,
+    check_batch_size,
+    make_average,
+    option,
+    power_of_two_near,
+)
 from dpsur.privacy.accounting import check_covers_steering
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Trial
+from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Step, Trial
 from dpsur.privacy.plans import AnyPlan, FilteredPlan
 from dpsur.privacy.plans.request import Request, make_plan
 
 DEFAULT_UPDATES = 200
 # What the choices of step lengths take of the budget where nothing else is said.
 CHOICE_SHARE = 0.2
+# The largest step is adapted after this many updates, to this multiple of the largest chosen.
+WINDOW, HEADROOM = 10, 1.1
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,7 +121,7 @@ class Dpagd(Method):
         typical = Trial(SampledGaussian(rate, noise), choice)
         return settled, replace(plan, typical=typical)
 
-    def bind(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
+    def bind(self, problem: Problem, plan: AnyPlan) -> Procedure:
         """Tie the method to its data."""
         assert isinstance(plan, FilteredPlan)
         lengths = Lengths(
@@ -114,7 +131,7 @@ class Dpagd(Method):
             max_grad_norm=self.max_grad_norm,
             raise_by=self.raise_by,
         )
-        return AdaptiveSteps(lengths, problem, plan, streams, make_average(self.average_decay))
+        return AdaptiveSteps(lengths, Sampler(problem), plan, make_average(self.average_decay))
 
     def _with_defaults(self, dataset_size: int) -> Self:
         chosen = self.batch_size or min(power_of_two_near(8 * dataset_size**0.5), dataset_size)
@@ -145,3 +162,207 @@ class Dpagd(Method):
         widest = math.sqrt(8 * price / order)
         epsilon = math.log1p(math.expm1(widest) * dataset_size / self.val_batch_size)
         return replace(self, choice_epsilon=epsilon)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Step lengths to choose from, and how choices and gradients are bounded."""
+
+    count: int
+    largest: float
+    loss_clip: float
+    max_grad_norm: float
+    raise_by: float
+
+
+class AdaptiveSteps:
+    """DPAGD as a procedure. All it remembers is released, and so may steer what comes next."""
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        sampler: Sampler,
+        plan: FilteredPlan,
+        average: WeightAverage | None = None,
+    ) -> None:
+        assert isinstance(plan.typical.update, SampledGaussian)
+        assert isinstance(plan.typical.test, NoisyChoice)
+        self._sampler, self._problem = sampler, sampler.problem
+        self.setup: tuple[Event, ...] = plan.setup
+        self._lengths = lengths
+        self._rate = plan.typical.update.sample_rate
+        self._first_precision = plan.typical.update.noise_multiplier**-2
+        self._choice = plan.typical.test
+        self._optimizer = Sgd(momentum=0.0)
+        self._average = average
+
+    def initial_state(self) -> State:
+        """No gradient yet, and the steps and precision that were settled."""
+        params = self._problem.initial_params()
+        nothing = torch.zeros((), dtype=torch.float64, device=self._problem.device)
+        memory = {
+            "retry": nothing,
+            "precision": nothing,  # of the gradient estimate, in units of 1 / noise_multiplier^2
+            "wanted_precision": nothing + self._first_precision,
+            "largest_step": nothing + self._lengths.largest,
+            "largest_chosen": nothing,
+            "chosen": nothing,
+            **{f"gradient/{name}": torch.zeros_like(value) for name, value in params.items()},
+        }
+        updates = torch.zeros((), dtype=torch.int64, device=self._problem.device)
+        average = None if self._average is None else params
+        return State(params, self._optimizer.init(params), updates, average, memory)
+
+    def step(self, state: State) -> Step:
+        """A noisy gradient of the precision that is still wanted, and a choice."""
+        noise = float(self._fresh_noise(_memory(state)))
+        return Trial(SampledGaussian(self._rate, noise), self._choice)
+
+    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:  # noqa: ARG002
+        """Improve the gradient, choose a step length, and take the step."""
+        memory = _memory(state)
+        batch = self._sampler.batch(self._rate, draws, BATCH)
+        gradient, precision = self._improved_gradient(state, memory, batch, draws)
+        shares = torch.linspace(
+            0, 1, self._lengths.count, dtype=torch.float64, device=self._problem.device
+        )
+        lengths = shares * memory["largest_step"]
+        sample = self._sampler.batch(self._choice.sample_rate, draws, VAL_BATCH)
+        row = self._choose(state.params, gradient, lengths, sample, draws)
+        chosen = torch.take(lengths, row)
+        params, optimizer = self._optimizer.step(state.params, gradient, state.optimizer, chosen)
+        after = {
+            **self._adapted(memory, chosen, state.updates + 1),
+            "retry": torch.zeros_like(precision),
+            "precision": precision,
+            "chosen": chosen,
+            **{f"gradient/{name}": value for name, value in gradient.items()},
+        }
+        updates = state.updates + 1
+        average = followed(self._average, state.average, params, updates)
+        overflow = either(batch.overflow, sample.overflow)
+        return Candidate(State(params, optimizer, updates, average, after), overflow)
+
+    def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:  # noqa: ARG002
+        """Keep every step that has a length."""
+        chosen = _memory(candidate.state)["chosen"]
+        return Verdict(chosen > 0, {"step_length": chosen})
+
+    def padded(self) -> "AdaptiveSteps | None":
+        """The same on padded batches."""
+        sampler = self._sampler.padded()
+        if sampler is None:
+            return None
+        copied = copy.copy(self)
+        copied._sampler = sampler
+        return copied
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:
+        """The same weights, the better gradient, and more precision wanted of it."""
+        tried = _memory(candidate.state)
+        wanted = _memory(state)["wanted_precision"] * (1 + self._lengths.raise_by)
+        memory = {
+            **_memory(state),
+            "retry": torch.ones_like(wanted),
+            "precision": tried["precision"],
+            "wanted_precision": wanted,
+            **{name: value for name, value in tried.items() if name.startswith("gradient/")},
+        }
+        return replace(state, memory=memory)
+
+    def _fresh_precision(self, memory: Mapping[str, Tensor]) -> Tensor:
+        held = memory["precision"] * memory["retry"]
+        return memory["wanted_precision"] - held
+
+    def _fresh_noise(self, memory: Mapping[str, Tensor]) -> Tensor:
+        """The noise multiplier of the next gradient, which stays on the device."""
+        return self._fresh_precision(memory).rsqrt()
+
+    def _improved_gradient(
+        self, state: State, memory: Mapping[str, Tensor], batch: Batch, draws: Draws
+    ) -> tuple[Params, Tensor]:
+        """A fresh noisy gradient, averaged with the one at hand where this is a retry."""
+        fresh = self._noisy_gradient(state.params, batch, self._fresh_noise(memory), draws)
+        fresh_precision = self._fresh_precision(memory)
+        total = memory["precision"] * memory["retry"] + fresh_precision
+        share = fresh_precision / total
+        mixed = elementwise(
+            lambda new, old: share.to(new.dtype) * new + (1 - share).to(new.dtype) * old,
+            fresh,
+            {name: memory[f"gradient/{name}"] for name in fresh},
+        )
+        return mixed, total
+
+    def _noisy_gradient(
+        self, params: Params, batch: Batch, noise_multiplier: Tensor, draws: Draws
+    ) -> Params:
+        with self._sampler.layer_randomness(draws):
+            return noisy_mean_gradient(
+                self._problem,
+                params,
+                batch,
+                self._rate,
+                noise_multiplier,
+                self._lengths.max_grad_norm,
+                draws[NOISE],
+            )
+
+    def _choose(
+        self, params: Params, gradient: Params, lengths: Tensor, sample: Batch, draws: Draws
+    ) -> Tensor:
+        """Which step length has the least noisy clipped loss on a fresh sample."""
+
+        def moved(length: Tensor) -> Params:
+            return elementwise(
+                lambda value, by: torch.addcmul(value, by, length.to(value.dtype), value=-1),
+                params,
+                gradient,
+            )
+
+        losses = torch.stack(
+            [self._problem.losses(moved(length), sample.examples) for length in lengths.unbind()]
+        )
+        if sample.mask is not None:
+            losses = torch.where(sample.mask, losses, 0.0)
+        return exponential_mechanism(
+            losses, self._lengths.loss_clip, self._choice.choice_epsilon, draws[VAL_NOISE]
+        )
+
+    def _adapted(
+        self, memory: Mapping[str, Tensor], chosen: Tensor, updates: Tensor
+    ) -> dict[str, Tensor]:
+        """Every so many updates the largest step follows what was chosen since the last time."""
+        seen = torch.maximum(memory["largest_chosen"], chosen)
+        due = updates % WINDOW == 0
+        return {
+            "wanted_precision": memory["wanted_precision"],
+            "largest_step": torch.where(due, HEADROOM * seen, memory["largest_step"]),
+            "largest_chosen": torch.where(due, torch.zeros_like(seen), seen),
+        }
+
+
+def _memory(state: State) -> Mapping[str, Tensor]:
+    assert state.memory is not None
+    return state.memory
+
+
+def exponential_mechanism(
+    losses: Tensor, loss_clip: float, choice_epsilon: float, generator: torch.Generator
+) -> Tensor:
+    """Row of `losses` (candidates by records) whose noisy clipped sum is least.
+
+    Formal guarantee: the exponential mechanism on sums of values in [0, loss_clip], an event
+    `NoisyChoice` with this epsilon: a row is chosen with probability in proportion to
+    exp(-choice_epsilon * sum / loss_clip). A loss that is not finite counts as the clip bound.
+    """
+    checks.positive("loss_clip", loss_clip)
+    checks.positive("choice_epsilon", choice_epsilon)
+    worst = torch.full((), loss_clip, dtype=torch.float64, device=losses.device)
+    clipped = torch.where(losses.isfinite(), losses.double().clamp(0.0, loss_clip), worst)
+    draws = torch.rand(
+        len(losses), generator=generator, device=generator.device, dtype=torch.float64
+    )
+    # The largest of scores plus Gumbel noise is distributed as the exponential mechanism.
+    gumbel = -torch.log(-torch.log(draws.clamp(min=torch.finfo(torch.float64).tiny)))
+    scores = -choice_epsilon / loss_clip * clipped.sum(1)
+    return (scores + gumbel).argmax()

@@ -1,36 +1,45 @@
 """DPIS (Wei et al. 2022), reconstructed: records join a batch in proportion to their gradients."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
+import torch
+from torch import Tensor
+
 from dpsur import checks
 from dpsur.errors import BudgetError
+from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.state import Procedure
-from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.dp_gradient import noisy_mean_gradient
+from dpsur.mechanism.noise import add_gaussian
+from dpsur.mechanism.proposer import GradientProposer, Sampler
+from dpsur.mechanism.state import Candidate, Procedure, State
+from dpsur.mechanism.streams import COINS, NOISE, STEERING, Draws
+from dpsur.mechanism.trial import Selective
 from dpsur.methods.base import option
-from dpsur.methods.gated import NO_GATE, Gated
-from dpsur.methods.importance_steps import (
-    NORMS_SPEND_ALL,
-    ImportanceSteps,
-    Steering,
-    updates_at_a_price,
-)
+from dpsur.methods.gradient_method import NO_GATE, GradientMethod
+from dpsur.per_example import ClippedSum, clipped_norms
 from dpsur.privacy.accounting import check_covers_steering
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import Event, SampledGaussian
+from dpsur.privacy.calibrate import MOST_NOISE
+from dpsur.privacy.events import Event, SampledGaussian, Step, Trial
 from dpsur.privacy.plans import AnyPlan, FilteredPlan, MenuPlan, Plan
 from dpsur.privacy.plans.menu_rates import as_costly, best_order, menu_around
-from dpsur.privacy.plans.request import make_plan
+from dpsur.privacy.proven import event_divergence
 
 # What the noisy norms may take of the budget altogether, by Rényi divergence.
 STEERING_SHARE = 0.02
 DEFAULT_REFRESHES = 20
 DEFAULT_NORM_RECORDS = 4096
+NORMS_SPEND_ALL = (
+    "the releases of gradient norms spend the whole budget; raise epsilon, refresh_every or "
+    "norm_noise_multiplier"
+)
 
 
 @dataclass(frozen=True, repr=False)
-class Dpis(Gated):
+class Dpis(GradientMethod):
     """Importance sampling by gradient norm.
 
     Let K be the sum of all clipped gradient norms, released with Gaussian noise now and then and
@@ -79,11 +88,9 @@ class Dpis(Gated):
     ) -> tuple[Self, AnyPlan]:
         """Fix what may be chosen later: a menu of updates, or behind a gate the price of one."""
         check_covers_steering(accounting)
-        settled = self._with_defaults(dataset_size, budget, accounting)
-        request = replace(settled._request(dataset_size, accounting), setup=setup)
-        typical = make_plan(request, budget, accounting)
+        settled, typical = self._settle_repeated(dataset_size, budget, accounting, setup)
         settled = replace(
-            settled._with_plan(typical),
+            settled,
             noise_multiplier=None,
             refresh_every=self.refresh_every or max(1, -(-typical.length // DEFAULT_REFRESHES)),
             norm_batch_size=min(self.norm_batch_size or DEFAULT_NORM_RECORDS, dataset_size),
@@ -141,12 +148,13 @@ class Dpis(Gated):
         assert self.norm_batch_size is not None
         return min(1.0, self.norm_batch_size / dataset_size)
 
-    def _proposer(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
+    def bind(self, problem: Problem, plan: AnyPlan) -> Procedure:
+        """Importance sampling, behind the gate that was settled."""
         assert self.batch_size is not None
         assert self.refresh_every is not None
         assert self.norm_noise_multiplier is not None
-        norms = SampledGaussian(self.norm_rate(len(problem.train)), self.norm_noise_multiplier)
         assert isinstance(plan, MenuPlan | FilteredPlan)
+        norms = SampledGaussian(self.norm_rate(len(problem.train)), self.norm_noise_multiplier)
         steering = Steering(
             self.batch_size,
             self.max_grad_norm,
@@ -156,4 +164,161 @@ class Dpis(Gated):
             if isinstance(plan, MenuPlan)
             else updates_at_a_price(plan, norms, self.refresh_every),
         )
-        return ImportanceSteps(self, steering, problem, plan, streams)
+        source = ImportanceGradient(Sampler(problem), steering)
+        steps = GradientProposer(
+            problem,
+            source,
+            self.make_optimizer(),
+            self.make_schedule(plan.length),
+            self.make_average(),
+        )
+        return Selective(
+            ImportanceProposer(steps, source), self.make_gate(problem, plan), plan.setup
+        )
+
+
+@dataclass(frozen=True)
+class Steering:
+    """What decides the rate of an update: b, C, how K is released and after how many updates.
+
+    `update_at` gives the update nearest to a rate that the plan allows. It sees released values
+    only, so its noise depends on nothing else.
+    """
+
+    batch_size: int
+    max_grad_norm: float
+    norms: SampledGaussian
+    refresh_every: int
+    update_at: Callable[[float], SampledGaussian]
+
+
+@dataclass(frozen=True)
+class ImportanceGradient:
+    """Gradients of records that were drawn in proportion to their norms."""
+
+    sampler: Sampler
+    steering: Steering
+
+    def step(self, state: State) -> Step:
+        """An update at the rate that the last release of the norms implies."""
+        return Trial(self.update(state))
+
+    def update(self, state: State) -> SampledGaussian:
+        """Rate and noise of the next update."""
+        assert state.memory is not None
+        rate, noise = state.memory["sample_rate"], state.memory["noise_multiplier"]
+        return SampledGaussian(float(rate), float(noise))
+
+    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
+        """Sample at the rate, keep each record in proportion to its norm, add noise."""
+        event, problem = self.update(state), self.sampler.problem
+        batch = self.sampler.batch(event.sample_rate, draws)
+        # In (0, 1]: a draw of zero would keep a gradient that is too small to be scaled up.
+        coins = 1 - torch.rand(
+            len(batch), generator=draws[COINS], device=problem.device, dtype=torch.float64
+        )
+        with self.sampler.layer_randomness(draws):
+            gradient = noisy_mean_gradient(
+                problem,
+                state.params,
+                batch,
+                event.sample_rate,
+                event.noise_multiplier,
+                self.steering.max_grad_norm,
+                draws[NOISE],
+                coins=coins,
+            )
+        return gradient, batch.overflow
+
+    def padded(self) -> None:
+        """Rates change during the run, and so do the shapes of batches."""
+        return
+
+
+@dataclass(frozen=True)
+class ImportanceProposer:
+    """DPIS: now and then a release of the norms, otherwise an update."""
+
+    steps: GradientProposer
+    source: ImportanceGradient
+
+    def step(self, state: State) -> Step:
+        """A release of the norms where one is due, else an update."""
+        if self._refresh_is_due(state):
+            return self.source.steering.norms
+        return self.source.step(state)
+
+    def initial_state(self) -> State:
+        """Nothing is known of the norms yet."""
+        state = self.steps.initial_state()
+        unknown = torch.zeros((), dtype=torch.float64, device=state.updates.device)
+        memory = {
+            "norm_sum": unknown,
+            "sample_rate": unknown,
+            "noise_multiplier": unknown,
+            "refresh_at": torch.zeros_like(state.updates),
+        }
+        return replace(state, memory=memory)
+
+    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
+        """Release the norms, or take one step."""
+        if self._refresh_is_due(state):
+            return Candidate(self._refreshed(state, draws))
+        return self.steps.propose(state, draws, position)
+
+    def padded(self) -> None:
+        """Rates change during the run, and so do the shapes of batches."""
+        return
+
+    def _refresh_is_due(self, state: State) -> bool:
+        assert state.memory is not None
+        return bool(state.updates >= state.memory["refresh_at"])
+
+    def _refreshed(self, state: State, draws: Draws) -> State:
+        """Release a noisy sum of clipped gradient norms, and fix the noise that follows from it."""
+        steering, sampler = self.source.steering, self.source.sampler
+        train, bound, release = sampler.problem.train, steering.max_grad_norm, steering.norms
+        batch = sampler.batch(release.sample_rate, draws, STEERING)
+        with sampler.layer_randomness(draws):
+            norms = clipped_norms(sampler.problem, state.params, batch.examples, bound)
+        if batch.mask is not None:
+            norms = torch.where(batch.mask, norms, 0.0)
+        total = ClippedSum({"norms": norms.sum()}, sensitivity=bound)
+        noisy = add_gaussian(total, release.noise_multiplier, draws[STEERING])
+        estimate = noisy["norms"] / release.sample_rate
+        # The floor keeps every probability at most 1; the ceiling is what K cannot exceed.
+        smallest = steering.batch_size * bound
+        norm_sum = estimate.clamp(min=smallest, max=len(train) * bound)
+        update = steering.update_at(min(smallest / float(norm_sum), 1.0))
+        memory = {
+            "norm_sum": norm_sum,
+            "sample_rate": torch.full_like(norm_sum, update.sample_rate),
+            "noise_multiplier": torch.full_like(norm_sum, update.noise_multiplier),
+            "refresh_at": state.updates + steering.refresh_every,
+        }
+        return replace(state, memory=memory)
+
+
+def updates_at_a_price(
+    plan: FilteredPlan, norms: SampledGaussian, refresh_every: int
+) -> Callable[[float], SampledGaussian]:
+    """Updates of any rate that cost the same: the noise of one follows from its rate."""
+    price, gate = price_of_an_update(plan, norms, refresh_every), plan.typical.gate
+    return lambda rate: SampledGaussian(rate, plan.noise_for(rate, price, gate))
+
+
+def price_of_an_update(plan: FilteredPlan, norms: SampledGaussian, refresh_every: int) -> float:
+    """What each update, or trial where those are fixed, may take of a filter's allowance."""
+    count = plan.trials if plan.updates is None else plan.updates
+    refreshes = -(-count // refresh_every)
+    left = plan.left_after_setup() - refreshes * event_divergence(norms, plan.order)
+    if left <= 0:
+        raise BudgetError(NORMS_SPEND_ALL)
+    price = left / count * (1 - 1e-9)
+    hidden = Trial(SampledGaussian(1.0, MOST_NOISE), plan.typical.gate)
+    if plan.cost(hidden) > price:
+        raise BudgetError(
+            "the tests of candidates spend the whole budget; raise epsilon, make fewer "
+            "updates, or weaken the test"
+        )
+    return price

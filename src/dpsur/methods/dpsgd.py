@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from dpsur.methods.gated import Gated
+from dpsur.methods.gradient_method import GradientMethod
 
 
 @dataclass(frozen=True, repr=False)
-class Dpsgd(Gated):
+class Dpsgd(GradientMethod):
     """Differentially private stochastic gradient descent.
 
     Formal guarantee of one step: a sampled Gaussian mechanism at rate batch_size / N.

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from dpsur.methods.gated import Gated
+from dpsur.methods.gradient_method import GradientMethod
 
 
 @dataclass(frozen=True, repr=False)
-class DpsgdHf(Gated):
+class DpsgdHf(GradientMethod):
     """DP-SGD on scattering features of images, which need no training and cost no privacy.
 
     The features are all that differs from DPSGD. Where they are normalised by statistics of the

@@ -10,7 +10,7 @@ from torch import nn
 from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.methods.base import option
-from dpsur.methods.gated import Gated
+from dpsur.methods.gradient_method import GradientMethod
 from dpsur.networks.activations import TemperedSigmoid
 
 # Activations whose place a tempered sigmoid takes.
@@ -18,7 +18,7 @@ REPLACED = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU
 
 
 @dataclass(frozen=True, repr=False)
-class DpsgdTs(Gated):
+class DpsgdTs(GradientMethod):
     """DP-SGD with bounded activations, scale * sigmoid(temperature * x) - offset.
 
     They keep gradients small, so that clipping loses less. The network is all that differs from

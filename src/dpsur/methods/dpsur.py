@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from dpsur.methods.base import option
-from dpsur.methods.gated import GATE_HELP, GATES, Gated
+from dpsur.methods.gradient_method import GATE_HELP, GATES, GradientMethod
 
 
 @dataclass(frozen=True, repr=False)
-class Dpsur(Gated):
+class Dpsur(GradientMethod):
     """DPSGD with selective update and release (the paper's Algorithm 1).
 
     Formal guarantee of one trial: a sampled Gaussian for the candidate, and a test that accepts

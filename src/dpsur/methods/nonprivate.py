@@ -11,13 +11,13 @@ from dpsur import checks
 from dpsur.functional.call import call_on
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem, example_losses, mode
+from dpsur.mechanism.gate import AlwaysAccept
+from dpsur.mechanism.proposer import GradientProposer, Sampler
 from dpsur.mechanism.sampling import Batch
 from dpsur.mechanism.state import Procedure, State
-from dpsur.mechanism.streams import BATCH, Streams
-from dpsur.methods.base import option
-from dpsur.methods.gradient_steps import GradientSteps
-from dpsur.methods.noisy_steps import check_batch_size
-from dpsur.methods.optimization import Optimization
+from dpsur.mechanism.streams import Draws
+from dpsur.mechanism.trial import Selective
+from dpsur.methods.base import OptimizerMethod, check_batch_size, option
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NonPrivate, Step, Trial
 from dpsur.privacy.plans import AnyPlan, Plan
@@ -27,7 +27,7 @@ DEFAULT_BATCH = 128
 
 
 @dataclass(frozen=True, repr=False)
-class Nonprivate(Optimization):
+class Nonprivate(OptimizerMethod):
     """Plain stochastic gradient descent. Formal guarantee: none, epsilon is infinite."""
 
     name = "nonprivate"
@@ -56,38 +56,51 @@ class Nonprivate(Optimization):
         plan = Plan(unlimited, accounting, Trial(NonPrivate()), updates, updates, setup)
         return replace(self, batch_size=size, updates=updates), plan
 
-    def bind(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
-        """Tie the method to its data."""
-        return PlainSteps(self, problem, plan, streams)
+    def bind(self, problem: Problem, plan: AnyPlan) -> Procedure:
+        """Steps along the plain gradient, every one of them kept."""
+        assert self.batch_size is not None
+        source = PlainGradient(Sampler(problem), self.batch_size / len(problem.train))
+        proposer = GradientProposer(
+            problem,
+            source,
+            self.make_optimizer(),
+            self.make_schedule(plan.length),
+            self.make_average(),
+        )
+        return Selective(proposer, AlwaysAccept(), plan.setup)
 
 
-class PlainSteps(GradientSteps):
-    """Steps along the gradient of the mean loss of a batch."""
+@dataclass(frozen=True)
+class PlainGradient:
+    """The gradient of the mean loss of a batch, without protection."""
 
-    def __init__(
-        self, method: Nonprivate, problem: Problem, plan: AnyPlan, streams: Streams
-    ) -> None:
-        super().__init__(method, problem, plan, streams)
-        assert method.batch_size is not None
-        self._rate = method.batch_size / len(problem.train)
+    sampler: Sampler
+    sample_rate: float
 
     def step(self, state: State) -> Step:  # noqa: ARG002
         """An update without protection."""
         return Trial(NonPrivate())
 
-    def _gradient(self, state: State) -> tuple[Params, Tensor | None]:
-        batch = self._draw(self._problem.train, self._rate, self._streams[BATCH])
-        with self._layer_randomness():
-            return self._mean_gradient(state.params, batch), batch.overflow
+    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
+        """The mean gradient of a fresh batch."""
+        batch = self.sampler.batch(self.sample_rate, draws)
+        with self.sampler.layer_randomness(draws):
+            return _mean_gradient(self.sampler.problem, state.params, batch), batch.overflow
 
-    def _mean_gradient(self, params: Params, batch: Batch) -> Params:
-        if not len(batch):
-            return {name: torch.zeros_like(value) for name, value in params.items()}
-        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-        with torch.enable_grad(), mode(self._problem.model, training=True):
-            outputs = call_on(self._problem.model, leaves, batch.examples.inputs)
-            losses = example_losses(self._problem.loss, outputs, batch.examples.targets)
-            gradients = torch.autograd.grad(
-                batch.mean(losses), list(leaves.values()), allow_unused=True, materialize_grads=True
-            )
-        return dict(zip(leaves, gradients, strict=True))
+    def padded(self) -> "PlainGradient | None":
+        """The same on padded batches."""
+        sampler = self.sampler.padded()
+        return None if sampler is None else replace(self, sampler=sampler)
+
+
+def _mean_gradient(problem: Problem, params: Params, batch: Batch) -> Params:
+    if not len(batch):
+        return {name: torch.zeros_like(value) for name, value in params.items()}
+    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    with torch.enable_grad(), mode(problem.model, training=True):
+        outputs = call_on(problem.model, leaves, batch.examples.inputs)
+        losses = example_losses(problem.loss, outputs, batch.examples.targets)
+        gradients = torch.autograd.grad(
+            batch.mean(losses), list(leaves.values()), allow_unused=True, materialize_grads=True
+        )
+    return dict(zip(leaves, gradients, strict=True))

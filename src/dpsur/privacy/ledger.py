@@ -53,6 +53,11 @@ class Ledger:
         return f"Ledger({len(self.setup)} setup events, {len(self.entries)} kinds of steps)"
 
     @property
+    def steps(self) -> int:
+        """Steps of every kind."""
+        return sum(entry.trials for entry in self.entries)
+
+    @property
     def trials(self) -> int:
         """Candidates drawn, accepted or not."""
         return sum(entry.trials for entry in self.entries if isinstance(entry.step, Trial))

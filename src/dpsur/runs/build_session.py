@@ -97,7 +97,7 @@ def prepare(
     speed = speed or Speed()
     records = placed(prepared.train, chosen_device, speed.data_bytes)
     problem = Problem(model, loss, records, bf16=speed.bf16)
-    procedure = settled.bind(problem, plan, streams)
+    procedure = settled.bind(problem, plan)
     return Session(
         settled,
         plan,

@@ -15,7 +15,6 @@ from dpsur.environment import versions
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.functional.problem import LossFunction
 from dpsur.mechanism.loop import Progress
-from dpsur.mechanism.turns import Turns, finished
 from dpsur.methods import Dpsur, Method
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
@@ -135,43 +134,11 @@ def execute(
     """
     for text in objections(session):
         warnings.warn(text, PrivacyWarning, stacklevel=3)
-    with session.arithmetic():
-        return finished(
-            executing(
-                session,
-                folder=folder,
-                resume=resume,
-                observers=observers,
-                stop_requested=stop_requested,
-                origin=origin,
-                config=config,
-            )
-        )
-
-
-def objections(session: Session) -> list[str]:
-    """What a reviewer would object to in a run."""
-    size, seeded = len(session.problem.train), session.streams.seeded
-    return warnings_for(session.plan, size, seeded=seeded)
-
-
-def executing(
-    session: Session,
-    *,
-    folder: RunFolder | None = None,
-    resume: bool = False,
-    observers: Sequence[Observer] = (),
-    stop_requested: Callable[[], bool] = lambda: False,
-    origin: Origin = NO_ORIGIN,
-    config: Mapping[str, Any] | None = None,
-) -> Turns[Run]:
-    """What `execute` does, in turns: see `Session.turns`."""
-    waiting = [RandomDelays()] if session.hide_rejections == DELAY else []
-    observers = [*waiting, *observers]
+    observers = [*_delays(session), *observers]
     if folder is None:
         recorder = Recorder()
-        progress = yield from session.turns([recorder, *observers], stop_requested=stop_requested)
-        return _finished(session, progress, recorder, origin)
+        progress = session.run([recorder, *observers], stop_requested=stop_requested)
+        return finish_run(session, progress, recorder, origin)
     folder.create()
     with folder.lock():
         if not resume and not folder.unstarted:
@@ -183,15 +150,30 @@ def executing(
         if config is not None and not resume:
             write_atomically(folder.config, to_json(config), mode=0o600)
         recorder = Recorder(folder.private)
-        watching = [recorder, *observers]
-        progress = yield from session.turns(watching, folder, resume, stop_requested)
-        run = _finished(session, progress, recorder, origin)
+        progress = session.run([recorder, *observers], folder, resume, stop_requested)
+        run = finish_run(session, progress, recorder, origin)
         write_release(folder.release, run.model, run.statement, origin)
         draw_curves(recorder.rows, folder.private / CURVES)
     return replace(run, saved=folder.release)
 
 
-def _finished(session: Session, progress: Progress, recorder: Recorder, origin: Origin) -> Run:
+def _delays(session: Session) -> list[Observer]:
+    return [RandomDelays()] if session.hide_rejections == DELAY else []
+
+
+def objections(session: Session) -> list[str]:
+    """What a reviewer would object to in a run."""
+    size, seeded = len(session.problem.train), session.streams.seeded
+    return warnings_for(session.plan, size, seeded=seeded)
+
+
+def finish_run(session: Session, progress: Progress, recorder: Recorder, origin: Origin) -> Run:
+    """What a finished session hands back."""
+    with session.arithmetic():
+        return _result(session, progress, recorder, origin)
+
+
+def _result(session: Session, progress: Progress, recorder: Recorder, origin: Origin) -> Run:
     released = progress.state.released_params
     scores = None
     if session.test is not None:

@@ -13,12 +13,10 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.process_settings import precision, repeatable
 from dpsur.functional.records import Examples, HostExamples
 from dpsur.functional.side_effects import Unchanged, check_fixed_parts, fixed_parts
-from dpsur.mechanism import cuda_graph_loop as captured
-from dpsur.mechanism import loop
-from dpsur.mechanism.loop import Progress
+from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
+from dpsur.mechanism.loop import EagerLoop, Loop, Progress, check_completed, start
 from dpsur.mechanism.state import Procedure, Verdict
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.turns import Turns, finished
 from dpsur.methods import Method, Nonprivate
 from dpsur.per_example import EngineChoice, engine_choice, log_choice
 from dpsur.privacy.events import Trial
@@ -40,8 +38,6 @@ from dpsur.runs.fingerprint import loss_identity, model_identity
 EVALUATIONS_PER_RUN = 20
 # Captured trials between two looks at them. The last block goes on beyond the end of the plan.
 LONGEST_BLOCK = 100
-
-OnTrials = Callable[[Progress, Sequence[Verdict]], None]
 
 
 class Observer(Protocol):
@@ -140,7 +136,11 @@ class Session:
     ) -> Progress:
         """Make the planned trials, saving checkpoints where there is a folder."""
         with self.arithmetic():
-            return finished(self.turns(observers, folder, resume, stop_requested))
+            active = self.start(observers, folder, resume, stop_requested)
+            while not active.finished:
+                active.launch()
+                active.collect()
+            return active.finish()
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -149,103 +149,30 @@ class Session:
         with repeatable(self.streams.device, exact), precision(self.speed.tf32):
             yield
 
-    def turns(
+    def start(
         self,
         observers: Sequence[Observer] = (),
         folder: RunFolder | None = None,
         resume: bool = False,
         stop_requested: Callable[[], bool] = lambda: False,
-    ) -> Turns[Progress]:
-        """The same in turns: yields while trials are under way on the device.
+    ) -> "ActiveRun":
+        """Begin the run, or resume it from its checkpoint.
 
-        Every turn has to be taken with the `arithmetic` of the run, and on the same stream.
+        The active run has to be driven with the `arithmetic` of the session, on one CUDA stream.
         """
-        fingerprint = Fingerprint("", {}) if folder is None else self.fingerprint()
-        progress = loop.start(self.procedure)
-        if folder is not None and resume:
-            saved = load_checkpoint(folder.checkpoint, fingerprint)
-            progress = restore(saved, progress, self.streams)
+        return ActiveRun(self, observers, folder, resume, stop_requested)
 
-        log_choice(self.engine())
-        unchanged = Unchanged(self.problem.model, self.problem.loss)
-
-        def save(progress: Progress) -> None:
-            check_fixed_parts(self.problem.model, self.original)
-            unchanged.check()
-            if folder is not None:
-                path = folder.checkpoint
-                save_checkpoint(path, progress, self.streams, fingerprint, self.statistics)
-
-        saved_at = progress.ledger.trials
-        evaluated_at = elapsed(self.plan, progress.ledger)
-
-        def on_trials(progress: Progress, verdicts: Sequence[Verdict]) -> None:
-            nonlocal saved_at, evaluated_at
-            for observer in observers:
-                observer.trials(progress, verdicts)
-            position = elapsed(self.plan, progress.ledger)
-            if self._evaluation_is_due(evaluated_at, position):
-                evaluated_at = position
-                self._evaluate(progress, observers)
-            stop = stop_requested()
-            every = self.pace.checkpoint_every
-            if stop or progress.ledger.trials // every > saved_at // every:
-                saved_at = progress.ledger.trials
-                save(progress)
-            if stop:
-                raise InterruptedRunError("stopped between two trials; the checkpoint is saved")
-
-        save(progress)
-        for observer in observers:
-            observer.started(self.plan, progress)
-        progress = yield from self._train(progress, on_trials)
-        save(progress)
-        return progress
-
-    def _train(self, progress: Progress, on_trials: OnTrials) -> Turns[Progress]:
-        """Captured where the device and the procedure allow it, else trial by trial."""
+    def loop(self, progress: Progress) -> Loop:
+        """CUDA graphs where the device and the procedure allow it, else one trial at a time."""
         padded = self.procedure.padded() if self._may_capture() else None
         if padded is None or not isinstance(self.plan, (Plan, FilteredPlan)):
-            return loop.train(
-                self.procedure, self.plan, progress, lambda p, v: on_trials(p, _verdicts(p, v))
-            )
-
-        def exactly(progress: Progress, count: int) -> Progress:
-            for _ in range(count):
-                if loop.goes_on(self.procedure, self.plan, progress):
-                    progress, verdict = loop.make_trial(self.procedure, self.plan, progress)
-                    on_trials(progress, _verdicts(progress, verdict))
-            return progress
-
-        progress = yield from captured.train(
-            padded,
-            self.plan,
-            progress,
-            self.streams,
-            exactly,
-            on_trials,
-            block=min(self.pace.checkpoint_every, LONGEST_BLOCK),
-        )
-        return progress
+            return EagerLoop(self.procedure, self.plan, self.streams, progress)
+        block = min(self.pace.checkpoint_every, LONGEST_BLOCK)
+        return CudaGraphLoop(self.procedure, padded, self.plan, self.streams, progress, block)
 
     def _may_capture(self) -> bool:
         fits = not isinstance(self.problem.train, HostExamples)
         return self.speed.capture and fits and self.streams.device.type == "cuda"
-
-    def _evaluation_is_due(self, last: int, position: int) -> bool:
-        if self.test is None or position == last:
-            return False
-        length = duration(self.plan)
-        every = self.pace.evaluate_every or max(1, length // EVALUATIONS_PER_RUN)
-        return position // every > last // every or position == length
-
-    def _evaluate(self, progress: Progress, observers: Sequence[Observer]) -> None:
-        if self.test is None or not observers:
-            return
-        scores = evaluate(self.problem, progress.state.released_params, self.test)
-        spent = self.plan.spent(progress.ledger)
-        for observer in observers:
-            observer.evaluated(progress, scores, spent)
 
     def fingerprint(self) -> Fingerprint:
         """Tells this run from any other: its settings, records, loss, network and fixed parts."""
@@ -277,6 +204,90 @@ class Session:
         )
 
 
-def _verdicts(progress: Progress, verdict: Verdict) -> list[Verdict]:
-    """The verdict on the last step, if that was a trial."""
-    return [verdict] if isinstance(progress.ledger.entries[-1].step, Trial) else []
+class ActiveRun:
+    """A run under way: blocks of trials, with checkpoints and evaluations between them."""
+
+    def __init__(
+        self,
+        session: Session,
+        observers: Sequence[Observer],
+        folder: RunFolder | None,
+        resume: bool,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self._session, self._observers = session, observers
+        self._folder, self._stop_requested = folder, stop_requested
+        self._fingerprint = Fingerprint("", {}) if folder is None else session.fingerprint()
+        progress = start(session.procedure)
+        if folder is not None and resume:
+            saved = load_checkpoint(folder.checkpoint, self._fingerprint)
+            progress = restore(saved, progress, session.streams)
+        log_choice(session.engine())
+        self._unchanged = Unchanged(session.problem.model, session.problem.loss)
+        self._saved_at = progress.ledger.trials
+        self._evaluated_at = elapsed(session.plan, progress.ledger)
+        self._save(progress)
+        for observer in observers:
+            observer.started(session.plan, progress)
+        self._loop = session.loop(progress)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all planned trials are made."""
+        return self._loop.finished
+
+    def launch(self) -> None:
+        """Start the next block of trials on the device."""
+        self._loop.launch()
+
+    def collect(self) -> None:
+        """Wait for the block; report, evaluate and save what is due."""
+        found = self._loop.collect()
+        progress = self._loop.progress
+        is_trial = isinstance(progress.ledger.entries[-1].step, Trial)
+        verdicts = found if is_trial else []  # a released norm is no trial
+        for observer in self._observers:
+            observer.trials(progress, verdicts)
+        position = elapsed(self._session.plan, progress.ledger)
+        if self._evaluation_is_due(self._evaluated_at, position):
+            self._evaluated_at = position
+            self._evaluate(progress)
+        stop = self._stop_requested()
+        every = self._session.pace.checkpoint_every
+        if stop or progress.ledger.trials // every > self._saved_at // every:
+            self._saved_at = progress.ledger.trials
+            self._save(progress)
+        if stop:
+            raise InterruptedRunError("stopped between two trials; the checkpoint is saved")
+
+    def finish(self) -> Progress:
+        """Where the run ended, saved. Raises if it hit its cap on trials."""
+        progress = self._loop.progress
+        check_completed(self._session.plan, progress)
+        self._save(progress)
+        return progress
+
+    def _save(self, progress: Progress) -> None:
+        session = self._session
+        check_fixed_parts(session.problem.model, session.original)
+        self._unchanged.check()
+        if self._folder is not None:
+            path = self._folder.checkpoint
+            save_checkpoint(path, progress, session.streams, self._fingerprint, session.statistics)
+
+    def _evaluation_is_due(self, last: int, position: int) -> bool:
+        session = self._session
+        if session.test is None or position == last:
+            return False
+        length = duration(session.plan)
+        every = session.pace.evaluate_every or max(1, length // EVALUATIONS_PER_RUN)
+        return position // every > last // every or position == length
+
+    def _evaluate(self, progress: Progress) -> None:
+        session = self._session
+        if session.test is None or not self._observers:
+            return
+        scores = evaluate(session.problem, progress.state.released_params, session.test)
+        spent = session.plan.spent(progress.ledger)
+        for observer in self._observers:
+            observer.evaluated(progress, scores, spent)

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import torch
 
 from dpsur.errors import InvalidInputError, NothingReleasedError, PrivacyWarning
-from dpsur.mechanism.turns import Turns
-from dpsur.runs.fit import executing, objections
+from dpsur.runs.fit import finish_run, objections
+from dpsur.runs.observers import Recorder
+from dpsur.runs.release import NO_ORIGIN
 from dpsur.runs.result import Run
 from dpsur.runs.session import Observer, Session
 
@@ -38,47 +39,57 @@ def run_together(
         )
     for text in dict.fromkeys(text for session in sessions for text in objections(session)):
         warnings.warn(text, PrivacyWarning, stacklevel=2)
-    runs = [
-        _Turn(session, executing(session, observers=seen))
-        for session, seen in zip(sessions, watching, strict=True)
-    ]
+    runs = [_Interleaved(session, seen) for session, seen in zip(sessions, watching, strict=True)]
     while any(run.outcome is None for run in runs):
-        for run in runs:
-            if run.outcome is None:
-                run.take()
+        active = [run for run in runs if run.outcome is None]
+        for run in active:
+            run.launch()
+        for run in active:
+            run.collect()
     return [run.outcome for run in runs if run.outcome is not None]
 
 
-class _Turn:
-    """A run that is under way, with the stream that it has to itself."""
+class _Interleaved:
+    """One of several runs, with a CUDA stream to itself."""
 
-    def __init__(self, session: Session, turns: Turns[Run]) -> None:
+    def __init__(self, session: Session, observers: Sequence[Observer]) -> None:
         self.outcome: Outcome | None = None
-        self._session, self._turns = session, turns
+        self._session, self._recorder = session, Recorder()
         self._stream: torch.cuda.Stream | None = None
         if session.streams.device.type == "cuda":
             self._stream = torch.cuda.Stream(session.streams.device)  # type: ignore[no-untyped-call]
+        with self._own_stream():
+            self._active = session.start([self._recorder, *observers])
 
-    def take(self) -> None:
-        """Go on to the next block of trials, or to the end."""
-        with self._session.arithmetic(), self._own_stream():
+    def launch(self) -> None:
+        """Start the next block of trials."""
+        with self._own_stream():
+            if not self._active.finished:
+                self._active.launch()
+
+    def collect(self) -> None:
+        """Wait for the block, or finish the run."""
+        with self._own_stream():
+            if not self._active.finished:
+                self._active.collect()
+                return
             try:
-                next(self._turns)
-            except StopIteration as end:
-                self.outcome = end.value
+                progress = self._active.finish()
+                self.outcome = finish_run(self._session, progress, self._recorder, NO_ORIGIN)
             except NothingReleasedError as error:
                 self.outcome = error
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
         """Work beside the others, after what was there before and before what comes after."""
-        if self._stream is None:
-            yield
-            return
-        device = self._session.streams.device
-        outer = torch.cuda.current_stream(device)
-        self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream):
-            yield
-        if self.outcome is not None:
-            outer.wait_stream(self._stream)
+        with self._session.arithmetic():
+            if self._stream is None:
+                yield
+                return
+            device = self._session.streams.device
+            outer = torch.cuda.current_stream(device)
+            self._stream.wait_stream(outer)
+            with torch.cuda.stream(self._stream):
+                yield
+            if self.outcome is not None:
+                outer.wait_stream(self._stream)

@@ -1,4 +1,9 @@
-"""The test of candidates, as options of any method: which gate, how strong, at what cost."""
+"""Methods whose candidates are steps along noisy sums of clipped gradients, with or without a gate.
+
+One class holds their options, settles them against a budget, and composes the procedure: a
+`GradientProposer` behind a gate. Each method (`dpsur.py`, `dpsgd.py`, `dpis.py`, ...) states what
+it adds.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -6,19 +11,19 @@ from typing import Self
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.state import Procedure
-from dpsur.mechanism.streams import Streams
-from dpsur.methods.base import option, power_of_two_near
-from dpsur.methods.noisy_gradient import NoisyGradientSteps
-from dpsur.methods.noisy_steps import NoisySteps, check_batch_size
-from dpsur.methods.selection import Selective
+from dpsur.mechanism.gate import AlwaysAccept, LossTestGate, make_rule
+from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
+from dpsur.mechanism.state import Gate, Procedure
+from dpsur.mechanism.trial import Selective
+from dpsur.methods.base import OptimizerMethod, check_batch_size, option, power_of_two_near
 from dpsur.privacy.accounting import KEEP_MOMENTUM, RESTORE, Accounting, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibrate import largest_ratio, least_noise
-from dpsur.privacy.events import CoinTest, LossTest, NonPrivate, Test, Trial
-from dpsur.privacy.plans import AnyPlan, Plan
-from dpsur.privacy.plans.request import Request
+from dpsur.privacy.events import CoinTest, Event, LossTest, NonPrivate, SampledGaussian, Test, Trial
+from dpsur.privacy.plans import AnyPlan, FilteredPlan, MenuPlan, Plan
+from dpsur.privacy.plans.request import Request, make_plan
 
+DEFAULT_EPOCHS = 20
 NO_GATE = "none"
 GATES = ("loss", "coin", NO_GATE)
 GATE_HELP = (
@@ -40,13 +45,24 @@ def _example_test(gate: str) -> Test:
 
 
 @dataclass(frozen=True, repr=False)
-class Gated(NoisySteps):
-    """Noisy steps that may have to pass a test before they count (the paper's Algorithm 1).
+class GradientMethod(OptimizerMethod):
+    """Poisson batches, clipping and noise, and a gate that candidates may have to pass.
 
-    Formal guarantee of one trial: a sampled Gaussian for the candidate, and a test that accepts
-    with a probability in a known interval. What a run of them costs is the accounting's business.
+    Formal guarantee of one trial: a sampled Gaussian at rate batch_size / N for the candidate, and,
+    with a gate, a test that accepts with a probability in a known interval. What a run of them
+    costs is for the accounting to say.
     """
 
+    batch_size: int | None = option(
+        None, "expected size of a Poisson training batch (default: near 8 times the root of N)"
+    )
+    max_grad_norm: float = option(0.1, "L2 norm to which each record's gradient is clipped")
+    noise_multiplier: float | None = option(
+        None, "noise relative to the clip norm (default: calibrated to the budget)"
+    )
+    updates: int | None = option(
+        None, "updates to make (default: what the budget allows at the noise given, else 20 epochs)"
+    )
     val_batch_size: int | None = option(
         None, "expected size of a Poisson batch for the test (default: near the root of N)"
     )
@@ -79,6 +95,9 @@ class Gated(NoisySteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        checks.positive("max_grad_norm", self.max_grad_norm)
+        if self.noise_multiplier is not None:
+            checks.positive("noise_multiplier", self.noise_multiplier)
         checks.positive("loss_clip", self.loss_clip)
         checks.one_of("on_reject", self.on_reject, (RESTORE, KEEP_MOMENTUM))
         if self.gate is not None:
@@ -89,7 +108,7 @@ class Gated(NoisySteps):
             checks.positive("val_noise_multiplier", self.val_noise_multiplier)
         if self.accept_ratio is not None:
             CoinTest(1.0, self.accept_ratio)
-        checks.at_least_one_each(self, "val_batch_size", "trials")
+        checks.at_least_one_each(self, "batch_size", "updates", "val_batch_size", "trials")
         self._implied_gate()
         for name in ("val_batch_size", "trials"):
             if self.gate == NO_GATE and getattr(self, name) is not None:
@@ -103,26 +122,67 @@ class Gated(NoisySteps):
                 "out, or choose a gate"
             )
 
-    def bind(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
-        """Tie the method to its data."""
-        steps = self._proposer(problem, plan, streams)
-        if self.gate == NO_GATE:
-            return steps
-        return Selective(steps, problem, plan, streams, self.loss_clip)
+    def settle(
+        self,
+        dataset_size: int,
+        budget: Budget,
+        accounting: str,
+        setup: tuple[Event, ...] = (),
+    ) -> tuple[Self, AnyPlan]:
+        """Choose what was left open, then noise and length against the budget."""
+        return self._settle_repeated(dataset_size, budget, accounting, setup)
 
-    def _proposer(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
-        return NoisyGradientSteps(self, problem, plan, streams)
+    def bind(self, problem: Problem, plan: AnyPlan) -> Procedure:
+        """A gradient proposer behind the gate that was settled."""
+        proposer = GradientProposer(
+            problem,
+            self.gradient_source(problem, plan),
+            self.make_optimizer(),
+            self.make_schedule(plan.length),
+            self.make_average(),
+        )
+        return Selective(proposer, self.make_gate(problem, plan), plan.setup)
 
-    def _with_defaults(self, dataset_size: int, budget: Budget, accounting: str) -> Self:
-        settled = super()._with_defaults(dataset_size, budget, accounting)
+    def gradient_source(self, problem: Problem, plan: AnyPlan) -> GradientSource:
+        """Where gradients come from: noisy sums of clipped gradients."""
+        assert isinstance(plan, Plan)
+        assert isinstance(plan.trial.update, SampledGaussian)
+        return DpGradient(Sampler(problem), plan.trial.update, self.max_grad_norm)
+
+    def make_gate(self, problem: Problem, plan: AnyPlan) -> Gate:
+        """The gate that was settled."""
         if self.gate == NO_GATE:
-            return settled
-        if self.val_batch_size is None:
-            chosen = min(power_of_two_near(dataset_size**0.5), dataset_size)
-            settled = replace(settled, val_batch_size=chosen)
-        else:
-            check_batch_size("val_batch_size", self.val_batch_size, dataset_size)
-        return settled._with_gate(dataset_size, budget, accounting_named(accounting))
+            return AlwaysAccept()
+        assert not isinstance(plan, MenuPlan)  # its updates have no tests
+        test = (plan.typical if isinstance(plan, FilteredPlan) else plan.trial).gate
+        assert test is not None
+        rule = make_rule(test, self.loss_clip)
+        return LossTestGate(problem, test, rule, plan.on_reject == KEEP_MOMENTUM)
+
+    def _settle_repeated(
+        self, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
+    ) -> tuple[Self, Plan]:
+        """Settle a run that repeats one kind of trial."""
+        settled = self._with_batches(dataset_size)
+        if self.gate != NO_GATE:
+            settled = settled._with_gate(dataset_size, budget, accounting_named(accounting))
+        request = settled._request(dataset_size, accounting, setup)
+        plan = make_plan(request, budget, accounting)
+        return settled._with_plan(plan), plan
+
+    def _with_batches(self, dataset_size: int) -> Self:
+        """Sizes of batches: given ones are checked, others follow from the size of the data."""
+        given = {"batch_size": self.batch_size}
+        usual = {"batch_size": 8 * dataset_size**0.5, "val_batch_size": dataset_size**0.5}
+        if self.gate != NO_GATE:
+            given["val_batch_size"] = self.val_batch_size
+        chosen: dict[str, int] = {}
+        for name, size in given.items():
+            if size is None:
+                chosen[name] = min(power_of_two_near(usual[name]), dataset_size)
+            else:
+                check_batch_size(name, size, dataset_size)
+        return replace(self, **chosen)
 
     def _implied_gate(self) -> str | None:
         """The gate that was named, or that the given parameters belong to; None if neither."""
@@ -200,25 +260,36 @@ class Gated(NoisySteps):
             "epsilon, make fewer updates or use the method dpsgd, which makes no tests"
         )
 
-    def _request(self, dataset_size: int, accounting: str) -> Request:
-        if self.gate == NO_GATE:
-            return super()._request(dataset_size, accounting)
-        charged = accounting_named(accounting).charges
-        fixed, random = ("trials", "updates") if charged == "trials" else ("updates", "trials")
-        if getattr(self, random) is not None:
-            raise InvalidInputError(
-                f"{random} {getattr(self, random)} cannot be fixed under the {accounting} "
-                f"accounting, where the number of accepted updates is random given the trials; "
-                f"give {fixed} instead"
-            )
-        request = super()._request(dataset_size, accounting)
-        return replace(request, count=getattr(self, fixed), on_reject=self.on_reject)
+    def _request(self, dataset_size: int, accounting: str, setup: tuple[Event, ...]) -> Request:
+        """What is fixed and what is left to be chosen."""
+        count = self.updates
+        if self.gate != NO_GATE:
+            charged = accounting_named(accounting).charges
+            fixed, random = ("trials", "updates") if charged == "trials" else ("updates", "trials")
+            if getattr(self, random) is not None:
+                raise InvalidInputError(
+                    f"{random} {getattr(self, random)} cannot be fixed under the {accounting} "
+                    f"accounting, where the number of accepted updates is random given the trials; "
+                    f"give {fixed} instead"
+                )
+            count = getattr(self, fixed)
+        return Request(
+            trial_with=lambda noise: self._trial(dataset_size, noise),
+            noise_multiplier=self.noise_multiplier,
+            count=count,
+            default_count=self._default_count(dataset_size),
+            setup=setup,
+            on_reject=self.on_reject,
+        )
+
+    def _default_count(self, dataset_size: int) -> int:
+        assert self.batch_size is not None
+        return max(1, round(DEFAULT_EPOCHS * dataset_size / self.batch_size))
 
     def _trial(self, dataset_size: int, noise_multiplier: float) -> Trial:
-        trial = super()._trial(dataset_size, noise_multiplier)
-        if self.gate == NO_GATE:
-            return trial
-        return replace(trial, test=self._test(dataset_size))
+        assert self.batch_size is not None
+        update = SampledGaussian(self.batch_size / dataset_size, noise_multiplier)
+        return Trial(update, None if self.gate == NO_GATE else self._test(dataset_size))
 
     def _test(self, dataset_size: int) -> Test:
         assert self.val_batch_size is not None
@@ -231,9 +302,11 @@ class Gated(NoisySteps):
         return LossTest(rate, self.val_noise_multiplier, self.accept_threshold)
 
     def _with_plan(self, plan: Plan) -> Self:
-        settled = super()._with_plan(plan)
+        """The method with the noise and the counts of its plan."""
+        assert isinstance(plan.trial.update, SampledGaussian)
+        settled = replace(self, noise_multiplier=plan.trial.update.noise_multiplier)
         if self.gate == NO_GATE:
-            return settled
+            return replace(settled, updates=plan.length)
         if plan.updates is None:
             return replace(settled, updates=None, trials=plan.trials)
         return replace(settled, updates=plan.updates, trials=None)

@@ -1,0 +1,140 @@
+"""Candidates that are one optimizer step along a gradient (Algorithm 1, lines 3 to 8).
+
+`GradientProposer` turns a gradient into a candidate state. Where the gradient comes from is a
+`GradientSource`: `DpGradient` is the noisy sum of clipped gradients that DP-SGD takes.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import Problem
+from dpsur.mechanism.dp_gradient import noisy_mean_gradient
+from dpsur.mechanism.optim import Optimizer, Schedule, WeightAverage, followed
+from dpsur.mechanism.sampling import Batch, padded_batch, steady_batch
+from dpsur.mechanism.state import Candidate, State
+from dpsur.mechanism.streams import BATCH, LAYERS, NOISE, Draws
+from dpsur.per_example import draws_randomness
+from dpsur.privacy.events import SampledGaussian, Step, Trial
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Poisson batches of the training records, exact or padded to a static shape."""
+
+    problem: Problem
+    pad: bool = False
+    random_layers: bool = field(init=False)  # such as dropout
+
+    def __post_init__(self) -> None:
+        found = draws_randomness(self.problem.model, self.problem.train)
+        object.__setattr__(self, "random_layers", found)
+
+    def batch(self, sample_rate: float, draws: Draws, purpose: str = BATCH) -> Batch:
+        """A Poisson sample at this rate."""
+        draw = padded_batch if self.pad else steady_batch
+        return draw(self.problem.train, sample_rate, draws[purpose])
+
+    def padded(self) -> "Sampler | None":
+        """The same on padded batches; not for layers that draw random numbers."""
+        return None if self.random_layers else replace(self, pad=True)
+
+    def layer_randomness(self, draws: Draws) -> AbstractContextManager[None]:
+        """Where layers such as dropout get their random numbers from."""
+        return draws.global_randomness(LAYERS) if self.random_layers else nullcontext()
+
+
+class GradientSource(Protocol):
+    """Where the gradient of a candidate comes from."""
+
+    def step(self, state: State) -> Step:
+        """The event of the next gradient."""
+        ...
+
+    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
+        """A gradient, and whether a padded batch overflowed."""
+        ...
+
+    def padded(self) -> "GradientSource | None":
+        """The same on padded batches, or None."""
+        ...
+
+
+@dataclass(frozen=True)
+class DpGradient:
+    """The noisy sum of clipped gradients of a Poisson batch, over its expected size.
+
+    Formal guarantee of one gradient: the sampled Gaussian mechanism `update`.
+    """
+
+    sampler: Sampler
+    update: SampledGaussian
+    max_grad_norm: float
+
+    def step(self, state: State) -> Step:  # noqa: ARG002
+        """The same event every time."""
+        return Trial(self.update)
+
+    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
+        """Sample, clip, add noise, divide by the expected size."""
+        batch = self.sampler.batch(self.update.sample_rate, draws)
+        with self.sampler.layer_randomness(draws):
+            gradient = noisy_mean_gradient(
+                self.sampler.problem,
+                state.params,
+                batch,
+                self.update.sample_rate,
+                self.update.noise_multiplier,
+                self.max_grad_norm,
+                draws[NOISE],
+            )
+        return gradient, batch.overflow
+
+    def padded(self) -> "DpGradient | None":
+        """The same on padded batches."""
+        sampler = self.sampler.padded()
+        return None if sampler is None else replace(self, sampler=sampler)
+
+
+@dataclass(frozen=True)
+class GradientProposer:
+    """A candidate is one optimizer step along a gradient."""
+
+    problem: Problem
+    source: GradientSource
+    optimizer: Optimizer
+    schedule: Schedule
+    average: WeightAverage | None = None
+
+    def step(self, state: State) -> Step:
+        """The event of the gradient."""
+        return self.source.step(state)
+
+    def initial_state(self) -> State:
+        """The model's own weights, and optimizer buffers at rest."""
+        params = self.problem.initial_params()
+        return State(
+            params=params,
+            optimizer=self.optimizer.init(params),
+            updates=torch.zeros((), dtype=torch.int64, device=self.problem.device),
+            average=None if self.average is None else params,
+        )
+
+    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
+        """Take one step from the state."""
+        gradient, overflow = self.source.gradient(state, draws)
+        params, optimizer = self.optimizer.step(
+            state.params, gradient, state.optimizer, self.schedule(position)
+        )
+        updates = state.updates + 1
+        average = followed(self.average, state.average, params, updates)
+        return Candidate(State(params, optimizer, updates, average, state.memory), overflow)
+
+    def padded(self) -> "GradientProposer | None":
+        """The same on padded batches."""
+        source = self.source.padded()
+        return None if source is None else replace(self, source=source)
