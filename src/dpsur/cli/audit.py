@@ -20,7 +20,7 @@ from dpsur.audits.training import audit_training
 from dpsur.cli.options import add_method_options, build_method, method_options
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
-from dpsur.mechanism.streams import INIT, Streams
+from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.networks import build_network
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
@@ -168,7 +168,7 @@ def _training(options: argparse.Namespace) -> Iterator[Finding]:
     method = build_method(kind.name, chosen)
     device = choose_device(options.device)
     network, train, test = as_seen_by(method, task)
-    with Streams(options.seed, device).global_randomness(INIT):
+    with Streams(options.seed, device).at(SETUP).global_randomness(INIT):
         model = build_network(network)
     fault = SOUND if options.fault == SOUND.name else FAULTS[options.fault]
     yield audit_training(

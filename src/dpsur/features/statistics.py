@@ -14,6 +14,7 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.mechanism.noise import add_gaussian
+from dpsur.mechanism.streams import Stream
 from dpsur.per_example import ClippedSum
 from dpsur.privacy.events import Event, Gaussian
 
@@ -71,7 +72,7 @@ def channel_statistics(
     mean_bound: float,
     square_bound: float,
     noise_multiplier: float,
-    generator: torch.Generator,
+    stream: Stream,
 ) -> ChannelStatistics:
     """Noisy mean and variance per channel over all records and positions.
 
@@ -88,10 +89,10 @@ def channel_statistics(
         raise InvalidInputError(
             f"features must have the shape (records, channels, ...), got {tuple(features.shape)}"
         )
-    means, squares = channel_moments(features, generator.device)
+    means, squares = channel_moments(features, stream.device)
     sums: list[Params] = []
     for rows, bound in ((means, mean_bound), (squares, square_bound)):
-        sums.append(add_gaussian(clipped_rows_sum(rows, bound), noise_multiplier, generator))
+        sums.append(add_gaussian(clipped_rows_sum(rows, bound), noise_multiplier, stream))
     mean, square = (part["sum"] / len(features) for part in sums)
     events = (Gaussian(noise_multiplier), Gaussian(noise_multiplier))
     variance = (square - mean.square()).clamp(min=LEAST_VARIANCE)
@@ -106,7 +107,7 @@ def private_quantile(
     least: float,
     most: float,
     noise_multiplier: float,
-    generator: torch.Generator,
+    stream: Stream,
     steps: int = 64,
 ) -> tuple[float, Event]:
     """A noisy upper estimate of a quantile of non-negative values, on a public geometric grid.
@@ -121,10 +122,10 @@ def private_quantile(
             f"need 0 < quantile < 1 and least < most, got {quantile}, {least} and {most}"
         )
     grid = torch.logspace(0, 1, steps, base=most / least, dtype=torch.float64) * least
-    values = values.double().nan_to_num(nan=most, posinf=most).to(generator.device)
+    values = values.double().nan_to_num(nan=most, posinf=most).to(stream.device)
     bins = torch.searchsorted(grid.to(values.device), values).clamp(max=steps - 1)
     counts = torch.bincount(bins, minlength=steps).double()
-    noisy = add_gaussian(ClippedSum({"counts": counts}, 1.0), noise_multiplier, generator)
+    noisy = add_gaussian(ClippedSum({"counts": counts}, 1.0), noise_multiplier, stream)
     below = noisy["counts"].cumsum(0)
     reached = (below >= quantile * len(values)).nonzero()
     index = int(reached[0]) if len(reached) else steps - 1

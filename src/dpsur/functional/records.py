@@ -60,7 +60,7 @@ class HostExamples(Examples):
     """Records on the host that hand out rows on `device`."""
 
     device: torch.device
-    _ahead: dict[torch.Generator, Gathered] = field(default_factory=dict, repr=False, compare=False)
+    _ahead: dict[str, Gathered] = field(default_factory=dict, repr=False, compare=False)
     _worker: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1), repr=False, compare=False
     )
@@ -73,7 +73,7 @@ class HostExamples(Examples):
         """Return neighbouring rows, on the device."""
         return self._sent(Examples(self.inputs[some], self.targets[some]))
 
-    def fetch(self, rows: Tensor, following: Tensor, source: torch.Generator) -> "HostExamples":
+    def fetch(self, rows: Tensor, following: Tensor, source: str) -> "HostExamples":
         """Gather rows on the host, then begin with those that `source` is to draw next."""
         wanted, expected = rows.cpu(), following.cpu()
         ahead = self._ahead.pop(source, None)

@@ -103,13 +103,12 @@ class CapturedTrial:
         rows = self._rows[:count].cpu()
         return [Verdict(row[0] > 0, dict(zip(self._names, row[1:], strict=True))) for row in rows]
 
-    def restore(self, progress: Progress, positions: dict[str, Tensor]) -> None:
-        """Go back to an earlier point, draws included."""
+    def restore(self, progress: Progress) -> None:
+        """Continue from a progress that was made elsewhere."""
         self._put(progress.state)
         self._counts.trials.fill_(progress.ledger.trials)
         self._counts.updates.fill_(progress.ledger.updates)
         self._counts.overflow.fill_(False)
-        self._streams.restore(positions)
 
     def _put(self, state: State) -> None:
         map_tensors(Tensor.copy_, self._state, state, together=elementwise)
@@ -150,19 +149,16 @@ class CapturedTrial:
         self._rows.index_copy_(0, place.reshape(1), row.reshape(1, -1))
 
     def _captured(self) -> Callable[[], None]:
-        """Capture a trial, leaving state, counts and draws as they are."""
+        """Capture a trial, leaving state and counts as they are."""
         before = self.state()
         counts = [value.clone() for value in vars(self._counts).values()]
-        positions = {name: p.clone() for name, p in self._streams.positions().items()}
 
         def go_back() -> None:
             self._put(before)
             for place, value in zip(vars(self._counts).values(), counts, strict=True):
                 place.copy_(value)
-            self._streams.restore(positions)
 
-        generators = [self._streams[purpose] for purpose in positions]
-        return graph_of(self._trial, self._state.updates.device, generators, go_back)
+        return graph_of(self._trial, self._state.updates.device, before_capture=go_back)
 
 
 def _copy(state: State) -> State:
@@ -191,7 +187,6 @@ class CudaGraphLoop:
         self._block = block if isinstance(plan, Plan) else 1
         self._captured = CapturedTrial(padded, plan, progress, streams, self._block)
         self._launched = 0
-        self._positions: dict[str, Tensor] = {}
 
     @property
     def finished(self) -> bool:
@@ -202,7 +197,6 @@ class CudaGraphLoop:
         """Replay a block on the GPU, without waiting for it."""
         ledger = self.progress.ledger
         self._launched = min(self._block, self._plan.trials - ledger.trials)
-        self._positions = {name: p.clone() for name, p in self._streams.positions().items()}
         self._captured.run(self._launched, ledger)
 
     def collect(self) -> list[Verdict]:
@@ -220,8 +214,7 @@ class CudaGraphLoop:
         return verdicts
 
     def _exactly(self) -> list[Verdict]:
-        """The same trials with exact batches."""
-        self._streams.restore(self._positions)
+        """The same trials, with the same draws, on exact batches."""
         verdicts = []
         for _ in range(self._launched):
             if has_next(self._procedure, self._plan, self.progress):
@@ -229,5 +222,5 @@ class CudaGraphLoop:
                     self._procedure, self._plan, self._streams, self.progress
                 )
                 verdicts.append(verdict)
-        self._captured.restore(self.progress, self._streams.positions())
+        self._captured.restore(self.progress)
         return verdicts

@@ -3,7 +3,7 @@
 What two functions do beside each other becomes two branches of the graph.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -20,7 +20,6 @@ Other = TypeVar("Other")
 def graph_of(
     function: Callable[[], None],
     device: torch.device,
-    generators: Iterable[torch.Generator] = (),
     before_capture: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
     """Warm a function up, capture it and return its replay. The capture itself makes no call.
@@ -35,8 +34,6 @@ def graph_of(
     outer.wait_stream(stream)
     before_capture()
     graph = torch.cuda.CUDAGraph()
-    for generator in generators:
-        graph.register_generator_state(generator)
     with torch.cuda.graph(graph, stream=stream):
         function()
     return graph.replay

@@ -1,11 +1,12 @@
 """The private gradient that every private method here steps along."""
 
-from torch import Generator, Tensor
+from torch import Tensor
 
 from dpsur.functional.parameters import Params, elementwise
 from dpsur.functional.problem import Problem
 from dpsur.mechanism.noise import add_gaussian
 from dpsur.mechanism.sampling import Batch
+from dpsur.mechanism.streams import Stream
 from dpsur.per_example import clipped_sum
 
 
@@ -16,7 +17,7 @@ def noisy_mean_gradient(
     sample_rate: float,
     noise_multiplier: float | Tensor,
     max_grad_norm: float,
-    noise: Generator,
+    noise: Stream,
     *,
     coins: Tensor | None = None,
 ) -> Params:

@@ -28,7 +28,7 @@ from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.records import Examples
 from dpsur.mechanism.sampling import Batch, Draw, padded_batch, steady_batch
 from dpsur.mechanism.state import Candidate, State, Verdict
-from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws
+from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws, Stream
 from dpsur.per_example.model_check import made_up
 from dpsur.privacy.events import CoinTest, Test
 
@@ -118,16 +118,14 @@ class LossGate:
         if math.isnan(self.accept_threshold):
             raise InvalidInputError("accept_threshold must be a number, got nan")
 
-    def decide(self, difference: Tensor, generator: torch.Generator) -> Tensor:
+    def decide(self, difference: Tensor, stream: Stream) -> Tensor:
         """Draw a verdict for a loss difference. The noise is drawn whatever the difference is."""
         bound = self.loss_clip
         # A comparison with NaN would reject with certainty, and a certain rejection has no
         # acceptance probability above a_min: count it as the worst finite difference instead.
         difference = torch.where(difference.abs() < math.inf, difference, bound)
         clipped = difference.clamp(-bound, bound)
-        noise = torch.randn(
-            difference.shape, generator=generator, device=difference.device, dtype=difference.dtype
-        )
+        noise = stream.normal(difference.numel()).view(difference.shape)
         noisy = clipped + 2 * bound * self.noise_multiplier * noise
         return noisy < self.accept_threshold * bound
 
@@ -143,11 +141,9 @@ class CoinGate:
 
     accept_ratio: float
 
-    def decide(self, difference: Tensor, generator: torch.Generator) -> Tensor:
+    def decide(self, difference: Tensor, stream: Stream) -> Tensor:
         """Draw a verdict for a loss difference. The coin is tossed whatever the difference is."""
-        toss = torch.rand(
-            difference.shape, generator=generator, device=difference.device, dtype=torch.float64
-        )
+        toss = stream.uniform(difference.numel()).view(difference.shape)
         # a comparison with NaN is false, which makes NaN a worsening, as it should be
         return (difference < 0) | (toss < 1 / self.accept_ratio)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dpsur.functional.records import Examples, HostExamples
+from dpsur.mechanism.streams import Stream
 
 # A padded batch holds this many standard deviations more than is expected. More are drawn about
 # once in a million trials; that is noticed, and the trial is made again with the exact batch.
@@ -45,43 +46,44 @@ class Batch:
         return values.masked_fill(~self.mask, 0.0).sum(-1) / self.mask.sum().clamp(min=1)
 
 
-Draw = Callable[[Examples, float, torch.Generator], Batch]
+Draw = Callable[[Examples, float, Stream], Batch]
 
 
-def _joins(size: int, rate: float, generator: torch.Generator) -> Tensor:
+def _joins(size: int, rate: float, stream: Stream) -> Tensor:
     """Who joins a sample: every record independently with probability `rate`.
 
     Draws are in double precision, so that the rate that happens is the rate that is accounted for
     to within 2^-53.
     """
-    draws = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64)
-    return draws < rate
+    return stream.uniform(size) < rate
 
 
-def poisson_sample(size: int, rate: float, generator: torch.Generator) -> Tensor:
+def poisson_sample(size: int, rate: float, stream: Stream) -> Tensor:
     """Rows of a Poisson sample. Their number is random and may be zero."""
-    return _joins(size, rate, generator).nonzero(as_tuple=True)[0]
+    return _joins(size, rate, stream).nonzero(as_tuple=True)[0]
 
 
-def exact_batch(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
+def exact_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
     """A Poisson sample as it is drawn."""
-    return _fetched(_exact(examples, rate, generator), _exact, rate, generator)
+    following = stream.ahead()
+    rows = poisson_sample(len(examples), rate, stream)
+    return _fetched(Batch(examples, rows=rows), exact_rows, rate, following)
 
 
-def _exact(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
-    return Batch(examples, rows=poisson_sample(len(examples), rate, generator))
+def exact_rows(examples: Examples, rate: float, stream: Stream) -> Tensor:
+    """The rows of `exact_batch`."""
+    return poisson_sample(len(examples), rate, stream)
 
 
-def _fetched(batch: Batch, draw: Draw, rate: float, generator: torch.Generator) -> Batch:
-    """Gather a batch of records that stay on the host, and begin with the next one."""
+def _fetched(
+    batch: Batch, rows_of: Callable[[Examples, float, Stream], Tensor], rate: float, ahead: Stream
+) -> Batch:
+    """Gather a batch of records that stay on the host, and start with the next one."""
     data = batch.data
     if not isinstance(data, HostExamples) or batch.rows is None:
         return batch
-    twin = torch.Generator(generator.device)
-    twin.set_state(generator.get_state())
-    following = draw(data, rate, twin).rows
-    assert following is not None
-    return replace(batch, data=data.fetch(batch.rows, following, generator), rows=None)
+    following = rows_of(data, rate, ahead)
+    return replace(batch, data=data.fetch(batch.rows, following, ahead.purpose), rows=None)
 
 
 def padded_size(size: int, rate: float) -> int:
@@ -91,30 +93,39 @@ def padded_size(size: int, rate: float) -> int:
     return min(size, room)
 
 
-def padded_batch(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
+def padded_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
     """The same sample from the same draws, in a shape that does not depend on them.
 
     Nothing here waits for the device, so that a trial can be captured and replayed. Rows that were
     not drawn are copies of the first record and are masked out.
     """
+    return _padded(examples, rate, _joins(len(examples), rate, stream))
+
+
+def _padded(examples: Examples, rate: float, joins: Tensor) -> Batch:
     size, room = len(examples), padded_size(len(examples), rate)
-    joins = _joins(size, rate, generator)
     found = torch.nonzero_static(joins, size=room, fill_value=-1)[:, 0]
     overflow = joins.sum() > room if room < size else None
     return Batch(examples, mask=found >= 0, overflow=overflow, rows=found.clamp(min=0))
 
 
-def steady_batch(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
+def steady_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
     """A Poisson sample for steps that are not captured: padded on CUDA, exact elsewhere.
 
     Kernels there are chosen anew for every shape that has not been seen, which takes longer than
-    running them. A sample that has no room is drawn again from the same draws, exactly.
+    running them. A sample that is larger than its padding is taken whole.
     """
-    if generator.device.type != "cuda":
-        return exact_batch(examples, rate, generator)
-    position = generator.get_state()
-    batch = padded_batch(examples, rate, generator)
+    if stream.device.type != "cuda":
+        return exact_batch(examples, rate, stream)
+    following = stream.ahead()
+    joins = _joins(len(examples), rate, stream)
+    batch = _padded(examples, rate, joins)
     if batch.overflow is not None and bool(batch.overflow):
-        generator.set_state(position)
-        return exact_batch(examples, rate, generator)
-    return _fetched(replace(batch, overflow=None), padded_batch, rate, generator)
+        return _fetched(Batch(examples, rows=joins.nonzero()[:, 0]), exact_rows, rate, following)
+    return _fetched(replace(batch, overflow=None), _padded_rows, rate, following)
+
+
+def _padded_rows(examples: Examples, rate: float, stream: Stream) -> Tensor:
+    rows = padded_batch(examples, rate, stream).rows
+    assert rows is not None
+    return rows

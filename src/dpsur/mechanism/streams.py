@@ -1,9 +1,14 @@
-"""One named random stream per purpose.
+"""Random numbers by address: a draw depends on the key, the step, the purpose and the offset only.
 
-Separate streams keep purposes independent: evaluating a model, or skipping a test, cannot shift the
-noise that is drawn later. They are seeded from the operating system unless a seed is asked for, and
-their positions can be saved and restored, so that an interrupted run continues with the draws it
-would have made.
+All random numbers of a run come from Philox4x64-10, a counter-based generator (Salmon et al. 2011),
+under one secret key of 128 bits. The counter is the address: the step of the run, the purpose (see
+below), the rank, and the position within the draw. So a purpose cannot shift the draws of another,
+an interrupted run continues with the draws it would have made, and every process of a distributed
+run can draw its own part of one noise vector. The step never goes back: a rejected trial is never
+drawn again.
+
+The key comes from the operating system unless a seed is given. On a CPU NumPy computes the
+generator, on CUDA a kernel, with the same bits.
 """
 
 import hashlib
@@ -17,6 +22,7 @@ from torch import Tensor
 
 from dpsur.errors import CheckpointError
 from dpsur.functional.process_settings import seeded_globally
+from dpsur.mechanism.philox import Key, philox_normal, philox_uniform
 
 INIT: Final = "init"
 BATCH: Final = "batch"
@@ -25,61 +31,79 @@ VAL_BATCH: Final = "val-batch"
 VAL_NOISE: Final = "val-noise"
 LAYERS: Final = "layers"
 STEERING: Final = "steering"  # noisy figures that an adaptive method steers by
-COINS: Final = "coins"  # who of a sample is kept
+COINS: Final = "coins"  # which records of a sample are kept
 FEATURES: Final = "features"  # private statistics of the features
-PURPOSES: Final = (
-    INIT,
-    BATCH,
-    NOISE,
-    VAL_BATCH,
-    VAL_NOISE,
-    LAYERS,
-    STEERING,
-    COINS,
-    FEATURES,
-)
+# The number of a purpose is part of every address, so it must never change. SHARED draws are the
+# same on all ranks, or different parts of one draw; PER_RANK draws belong to one rank's records.
+SHARED: Final = {
+    INIT: 1,
+    BATCH: 2,
+    NOISE: 3,
+    VAL_BATCH: 4,
+    VAL_NOISE: 5,
+    STEERING: 7,
+    COINS: 8,
+    FEATURES: 9,
+}
+PER_RANK: Final = {LAYERS: 6}
+PURPOSES: Final = {**SHARED, **PER_RANK}
 
-# Layout of the state of torch's CPU generator, a Mersenne twister of 624 words: the seed (8 bytes),
-# words left (4), a flag (4), the next word (8), then the words themselves, 8 bytes each.
-_TWISTER_WORDS = 624
-_TWISTER_OFFSET = 24
-_TWISTER_LEFT = slice(8, 12)
-_ENTROPY_BYTES = 4 * _TWISTER_WORDS
+KEY_BYTES: Final = 16
+SETUP: Final = 0  # the step before the first trial
 
 
-class Streams:
-    """The random streams of one run."""
+class Stream:
+    """The random numbers of one purpose in one step.
 
-    def __init__(self, seed: int | None, device: torch.device, rank: int = 0) -> None:
-        self.seeded = seed is not None
-        self.device = device
-        self._generators = {
-            purpose: _generator(_entropy(seed, purpose, rank), device) for purpose in PURPOSES
-        }
+    Draws without an offset follow one another. They are in double precision: uniform numbers are
+    multiples of 2^-53 in [0, 1), and normal numbers come from them by the Box-Muller transform, so
+    that they end at 8.57 standard deviations (docs/privacy.md).
+    """
 
-    def __getitem__(self, purpose: str) -> torch.Generator:
-        return self._generators[purpose]
+    def __init__(self, streams: "Streams", purpose: str, step: int | Tensor) -> None:
+        self._streams, self.purpose, self._step = streams, purpose, step
+        self._rank = streams.rank + 1 if purpose in PER_RANK else 0
+        self._next = 0
 
-    def at(self, step: int | Tensor) -> "Streams":  # noqa: ARG002
-        """The draws of one step."""
-        return self
+    @property
+    def device(self) -> torch.device:
+        """Where draws are made."""
+        return self._streams.device
 
-    def positions(self) -> dict[str, Tensor]:
-        """Where every stream stands. Private: positions determine all later draws."""
-        return {purpose: g.get_state() for purpose, g in self._generators.items()}
+    def uniform(self, count: int) -> Tensor:
+        """Uniform numbers in [0, 1)."""
+        offset = self._advance(count)
+        address = (PURPOSES[self.purpose], self._rank, offset)
+        return philox_uniform(self._streams.key, self._step, address, count, self.device)
 
-    def restore(self, positions: Mapping[str, Tensor]) -> None:
-        """Continue every stream from saved positions."""
-        if set(positions) != set(self._generators):
-            raise CheckpointError(f"expected the streams {PURPOSES}, got {sorted(positions)}")
-        for purpose, generator in self._generators.items():
-            try:
-                generator.set_state(positions[purpose])
-            except (RuntimeError, TypeError) as error:
-                raise CheckpointError(
-                    f"stream {purpose!r} cannot continue from its saved position on device "
-                    f"{self.device}: resume on the kind of device the run was started on"
-                ) from error
+    def normal(self, count: int, offset: int | None = None) -> Tensor:
+        """Standard normal numbers; with an offset, that part of a longer draw."""
+        if offset is None:
+            offset = self._advance(count)
+        address = (PURPOSES[self.purpose], self._rank, offset)
+        return philox_normal(self._streams.key, self._step, address, count, self.device)
+
+    def ahead(self) -> "Stream":
+        """The same purpose in the next step."""
+        return Stream(self._streams, self.purpose, self._step + 1)
+
+    def _advance(self, count: int) -> int:
+        offset = self._next
+        self._next = -4 * (-(offset + count) // 4)  # whole blocks, so that no word is used twice
+        return offset
+
+
+class Draws:
+    """The random numbers of one step."""
+
+    def __init__(self, streams: "Streams", step: int | Tensor) -> None:
+        self._streams, self.step = streams, step
+        self._found: dict[str, Stream] = {}
+
+    def __getitem__(self, purpose: str) -> Stream:
+        if purpose not in self._found:
+            self._found[purpose] = Stream(self._streams, purpose, self.step)
+        return self._found[purpose]
 
     @contextmanager
     def global_randomness(self, purpose: str) -> Iterator[None]:
@@ -87,34 +111,40 @@ class Streams:
 
         The global generators are put back afterwards.
         """
-        seed = torch.randint(
-            2**62, (), generator=self[purpose], device=self.device, dtype=torch.int64
-        ).item()
-        with seeded_globally(int(seed), self.device):
+        with seeded_globally(self._streams.seed_for(purpose, int(self.step)), self._streams.device):
             yield
 
 
-def _entropy(seed: int | None, purpose: str, rank: int) -> bytes:
-    if seed is None:
-        return os.urandom(_ENTROPY_BYTES)
-    return hashlib.shake_256(f"dpsur/{seed}/{purpose}/{rank}".encode()).digest(_ENTROPY_BYTES)
+class Streams:
+    """The random numbers of one run, all of them under one secret key."""
+
+    def __init__(self, seed: int | None, device: torch.device, rank: int = 0) -> None:
+        self.seeded = seed is not None
+        self.device, self.rank = device, rank
+        self.key = Key(os.urandom(KEY_BYTES) if seed is None else _seeded_key(seed))
+
+    def at(self, step: int | Tensor) -> Draws:
+        """The draws of a step: `SETUP`, or the number of the trial from 1."""
+        return Draws(self, step)
+
+    def seed_for(self, purpose: str, step: int) -> int:
+        """A seed of 63 bits for a generator that is not ours."""
+        rank = self.rank + 1 if purpose in PER_RANK else 0
+        address = f"{PURPOSES[purpose]}/{rank}/{step}".encode()
+        digest = hashlib.blake2b(address, key=self.key.content, digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def positions(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps. Private: the key determines all draws."""
+        return {"key": torch.frombuffer(bytearray(self.key.content), dtype=torch.uint8)}
+
+    def restore(self, positions: Mapping[str, Tensor]) -> None:
+        """Continue with the draws of a saved run."""
+        saved = positions.get("key")
+        if set(positions) != {"key"} or saved is None or saved.shape != (KEY_BYTES,):
+            raise CheckpointError("the checkpoint holds no key of random numbers")
+        self.key = Key(bytes(saved.to(torch.uint8).tolist()))
 
 
-def _generator(entropy: bytes, device: torch.device) -> torch.Generator:
-    generator = torch.Generator(device=device)
-    generator.manual_seed(int.from_bytes(entropy[:8], "little") >> 1)
-    if device.type != "cpu":
-        return generator
-    # manual_seed keeps 32 bits of a seed on the CPU, few enough to try them all against released
-    # weights. Filling the whole state takes all the entropy instead.
-    state = generator.get_state().numpy().copy()
-    words = state[_TWISTER_OFFSET : _TWISTER_OFFSET + 8 * _TWISTER_WORDS].reshape(-1, 8)
-    words[:, :4] = torch.frombuffer(bytearray(entropy), dtype=torch.uint8).numpy().reshape(-1, 4)
-    words[:, 4:] = 0
-    # One word left makes the next draw refill the whole state.
-    state[_TWISTER_LEFT] = (1, 0, 0, 0)
-    generator.set_state(torch.from_numpy(state))
-    return generator
-
-
-Draws = Streams
+def _seeded_key(seed: int) -> bytes:
+    return hashlib.shake_256(f"dpsur/{seed}".encode()).digest(KEY_BYTES)

@@ -18,7 +18,7 @@ from dpsur.mechanism.optim import Sgd, WeightAverage, followed
 from dpsur.mechanism.proposer import Sampler
 from dpsur.mechanism.sampling import Batch
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
-from dpsur.mechanism.streams import BATCH, NOISE, VAL_BATCH, VAL_NOISE, Draws
+from dpsur.mechanism.streams import BATCH, NOISE, VAL_BATCH, VAL_NOISE, Draws, Stream
 from dpsur.mechanism.trial import either
 from dpsur.methods.base import (
     AVERAGE_HELP,
@@ -347,7 +347,7 @@ def _memory(state: State) -> Mapping[str, Tensor]:
 
 
 def exponential_mechanism(
-    losses: Tensor, loss_clip: float, choice_epsilon: float, generator: torch.Generator
+    losses: Tensor, loss_clip: float, choice_epsilon: float, stream: Stream
 ) -> Tensor:
     """Row of `losses` (candidates by records) whose noisy clipped sum is least.
 
@@ -359,9 +359,7 @@ def exponential_mechanism(
     checks.positive("choice_epsilon", choice_epsilon)
     worst = torch.full((), loss_clip, dtype=torch.float64, device=losses.device)
     clipped = torch.where(losses.isfinite(), losses.double().clamp(0.0, loss_clip), worst)
-    draws = torch.rand(
-        len(losses), generator=generator, device=generator.device, dtype=torch.float64
-    )
+    draws = stream.uniform(len(losses))
     # The largest of scores plus Gumbel noise is distributed as the exponential mechanism.
     gumbel = -torch.log(-torch.log(draws.clamp(min=torch.finfo(torch.float64).tiny)))
     scores = -choice_epsilon / loss_clip * clipped.sum(1)

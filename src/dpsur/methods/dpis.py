@@ -214,9 +214,7 @@ class ImportanceGradient:
         event, problem = self.update(state), self.sampler.problem
         batch = self.sampler.batch(event.sample_rate, draws)
         # In (0, 1]: a draw of zero would keep a gradient that is too small to be scaled up.
-        coins = 1 - torch.rand(
-            len(batch), generator=draws[COINS], device=problem.device, dtype=torch.float64
-        )
+        coins = 1 - draws[COINS].uniform(len(batch))
         with self.sampler.layer_randomness(draws):
             gradient = noisy_mean_gradient(
                 problem,

@@ -6,7 +6,7 @@ it adds.
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
@@ -176,7 +176,7 @@ class GradientMethod(OptimizerMethod):
         usual = {"batch_size": 8 * dataset_size**0.5, "val_batch_size": dataset_size**0.5}
         if self.gate != NO_GATE:
             given["val_batch_size"] = self.val_batch_size
-        chosen: dict[str, int] = {}
+        chosen: dict[str, Any] = {}
         for name, size in given.items():
             if size is None:
                 chosen[name] = min(power_of_two_near(usual[name]), dataset_size)

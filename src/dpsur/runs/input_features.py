@@ -12,7 +12,7 @@ from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.features import ChannelNorm, apply_layers, build_layers, compute, features_named
 from dpsur.features.statistics import channel_moments, channel_statistics, private_quantile
 from dpsur.functional.records import Examples
-from dpsur.mechanism.streams import FEATURES, Streams
+from dpsur.mechanism.streams import FEATURES, SETUP, Stream, Streams
 from dpsur.privacy import events
 from dpsur.privacy.events import Event, feature_statistics
 from dpsur.runs.checkpoint import Statistics
@@ -119,7 +119,7 @@ def prepare_inputs(
             test = Examples(compute(features, test.inputs, device=device), test.targets)
     statistics: Statistics = {}
     if preparation.kind == PRIVATE and released is None:
-        statistics = _private_statistics(preparation, train.inputs, streams[FEATURES])
+        statistics = _private_statistics(preparation, train.inputs, streams.at(SETUP)[FEATURES])
     elif preparation.kind == PRIVATE:
         statistics = _checked(released)
     norm = _normalisation(preparation, train.inputs.shape[1], statistics)
@@ -159,9 +159,7 @@ def _normalisation(
     return layer, {"name": "channel-norm", "channels": channels}
 
 
-def _private_statistics(
-    preparation: Preparation, inputs: Tensor, generator: torch.Generator
-) -> Statistics:
+def _private_statistics(preparation: Preparation, inputs: Tensor, stream: Stream) -> Statistics:
     (mean_bound, mean_event), (square_bound, square_event) = (
         private_quantile(
             rows.norm(dim=1),
@@ -169,17 +167,17 @@ def _private_statistics(
             least=LEAST_BOUND,
             most=MOST_BOUND,
             noise_multiplier=events.CLIP_BOUND_NOISE,
-            generator=generator,
+            stream=stream,
             steps=BOUND_STEPS,
         )
-        for rows in channel_moments(inputs, generator.device)
+        for rows in channel_moments(inputs, stream.device)
     )
     found = channel_statistics(
         inputs,
         mean_bound=mean_bound,
         square_bound=square_bound,
         noise_multiplier=preparation.statistics_noise,
-        generator=generator,
+        stream=stream,
     )
     # What was drawn must be what the plan was charged for.
     assert (mean_event, square_event, *found.events) == preparation.setup

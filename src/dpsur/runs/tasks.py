@@ -17,7 +17,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.records import Examples
-from dpsur.mechanism.streams import INIT, Streams
+from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.methods import Method
 from dpsur.networks import build_network, takes
 from dpsur.privacy.budget import Budget
@@ -160,7 +160,7 @@ def _initialisation(run: TaskRun, device: torch.device) -> AbstractContextManage
     """Where the initial weights are drawn from."""
     if run.seed is None and run.network_seed is not None:
         return seeded_globally(run.network_seed, device)
-    return Streams(run.seed, device).global_randomness(INIT)
+    return Streams(run.seed, device).at(SETUP).global_randomness(INIT)
 
 
 def subset(train: Examples, fraction: float | None) -> Examples:

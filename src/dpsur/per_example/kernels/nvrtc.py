@@ -43,7 +43,7 @@ def compiled(source: str, name: str, constants: Constants, device: int) -> Kerne
 def _warn_once(reason: str) -> None:
     """Say why kernels are missing: once, however many shapes of layers ask for one."""
     warnings.warn(
-        f"a kernel for convolutions could not be compiled ({reason}); results are the same, but "
+        f"a CUDA kernel could not be compiled ({reason}); results are the same, but "
         "steps may be slower",
         SlowerWarning,
         stacklevel=3,

@@ -1,0 +1,205 @@
+"""Philox4x64-10 (Salmon et al. 2011): 256 random bits for a key of 128 and a counter of 256 bits.
+
+The counter is (block, rank, purpose, step). A block holds four words of 64 bits: four uniform
+numbers of 53 bits, or two pairs for the Box-Muller transform. Three ways to compute it give the
+same words: NumPy on a CPU, a kernel on CUDA, and integer arithmetic of PyTorch where no kernel can
+be compiled.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpsur.per_example.kernels import nvrtc
+
+Address = tuple[int, int, int]  # purpose, rank, offset in words
+_WORDS = 4
+_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
+_INCREMENTS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+_ROUNDS = 10
+_UNIT = 2.0**-53
+# Words that are worked on at once on a CPU: what fits its caches is faster.
+_AT_ONCE = 2**16
+_THREADS = 256
+_SOURCE = """
+typedef unsigned long long word;
+__device__ void philox(const word* key, const word* step, int purpose, int rank, word block,
+                       double* out) {
+    word c0 = block + 1, c1 = rank, c2 = purpose, c3 = *step, k0 = key[0], k1 = key[1];
+    #pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const word h0 = __umul64hi(0xD2E7470EE14C6C93ULL, c0), l0 = 0xD2E7470EE14C6C93ULL * c0;
+        const word h1 = __umul64hi(0xCA5A826395121157ULL, c2), l1 = 0xCA5A826395121157ULL * c2;
+        c0 = h1 ^ c1 ^ k0; c1 = l1; c2 = h0 ^ c3 ^ k1; c3 = l0;
+        k0 += 0x9E3779B97F4A7C15ULL; k1 += 0xBB67AE8584CAA73BULL;
+    }
+    const double unit = 1.0 / 9007199254740992.0;
+    out[0] = (c0 >> 11) * unit; out[1] = (c1 >> 11) * unit;
+    out[2] = (c2 >> 11) * unit; out[3] = (c3 >> 11) * unit;
+}
+extern "C" __global__ void draw(
+    const word* key, const word* step, double* out, int purpose, int rank, int first_low,
+    int first_high, int blocks, int normal)
+{
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= blocks) return;
+    const word first = ((word)(unsigned)first_high << 32) | (unsigned)first_low;
+    double u[4];
+    philox(key, step, purpose, rank, first + i, u);
+    if (normal) {
+        const double turn = 6.283185307179586;
+        const double r0 = sqrt(-2.0 * log1p(-u[0])), r1 = sqrt(-2.0 * log1p(-u[2]));
+        const double a0 = turn * u[1], a1 = turn * u[3];
+        u[0] = r0 * cos(a0); u[1] = r0 * sin(a0); u[2] = r1 * cos(a1); u[3] = r1 * sin(a1);
+    }
+    for (int j = 0; j < 4; ++j) out[4LL * i + j] = u[j];
+}
+"""
+
+
+class Key:
+    """A secret key of 128 bits, copied to a device once, so that a captured trial can read it."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self._places: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """The key as two words on a device. They stay there as long as the key is in use."""
+        if device not in self._places:
+            words = np.frombuffer(self.content, dtype="<i8").copy()
+            self._places[device] = torch.from_numpy(words).to(device)
+        return self._places[device]
+
+
+def philox_uniform(
+    key: Key, step: int | Tensor, address: Address, count: int, device: torch.device
+) -> Tensor:
+    """Uniform numbers in [0, 1), multiples of 2^-53: words `offset` to `offset + count`."""
+    return _draw(key, step, address, count, device, normal=False)
+
+
+def philox_normal(
+    key: Key, step: int | Tensor, address: Address, count: int, device: torch.device
+) -> Tensor:
+    """Standard normal numbers by the Box-Muller transform, two for every two uniform ones.
+
+    1 - u is exact and positive, so that the logarithm is finite.
+    """
+    return _draw(key, step, address, count, device, normal=True)
+
+
+def _draw(
+    key: Key,
+    step: int | Tensor,
+    address: Address,
+    count: int,
+    device: torch.device,
+    *,
+    normal: bool,
+) -> Tensor:
+    purpose, rank, offset = address
+    first, skipped = divmod(offset, _WORDS)
+    blocks = -(-(skipped + count) // _WORDS)
+    if device.type == "cuda":
+        found = _on_cuda(key, step, (purpose, rank, first), blocks, device, normal=normal)
+    else:
+        found = _on_cpu(key, int(step), (purpose, rank, first), blocks, normal=normal).to(device)
+    return found[skipped : skipped + count]
+
+
+def _on_cpu(key: Key, step: int, address: Address, blocks: int, *, normal: bool) -> Tensor:
+    purpose, rank, first = address
+    counter = np.array([first, rank, purpose, step], dtype=np.uint64)
+    generator = np.random.Generator(
+        np.random.Philox(counter=counter, key=np.frombuffer(key.content, dtype="<u8"))
+    )
+    found = np.empty(_WORDS * blocks)
+    generator.random(out=found)
+    result = torch.from_numpy(found)
+    if normal:
+        for piece in torch.split(result, _AT_ONCE):
+            _box_muller_(piece)
+    return result
+
+
+def _box_muller_(uniform: Tensor) -> None:
+    """Replace pairs of uniform numbers by pairs of normal numbers."""
+    pairs = uniform.view(-1, 2)
+    radius = pairs[:, 0].neg().log1p_().mul_(-2.0).sqrt_()
+    angle = pairs[:, 1] * (2 * math.pi)
+    torch.mul(torch.cos(angle), radius, out=pairs[:, 0])
+    torch.mul(torch.sin(angle), radius, out=pairs[:, 1])
+
+
+def _on_cuda(
+    key: Key,
+    step: int | Tensor,
+    address: Address,
+    blocks: int,
+    device: torch.device,
+    *,
+    normal: bool,
+) -> Tensor:
+    """By a kernel; nothing waits for the device, and a step on the device can be replayed."""
+    purpose, rank, first = address
+    if not isinstance(step, Tensor):
+        step = torch.full((), step, dtype=torch.int64, device=device)
+    words = key.on(device)
+    kernel = nvrtc.compiled(_SOURCE, "draw", (), _index(device))
+    if kernel is None:
+        found = philox_words(words, step, address, blocks)
+        if normal:
+            _box_muller_(found)
+        return found
+    found = torch.empty(_WORDS * blocks, dtype=torch.float64, device=device)
+    if blocks:
+        low, high = (_signed(part) for part in (first & 0xFFFFFFFF, first >> 32))
+        with torch.cuda.device(device):
+            kernel(
+                grid=(-(-blocks // _THREADS), 1, 1),
+                block=(_THREADS, 1, 1),
+                args=[words, step, found, purpose, rank, low, high, blocks, int(normal)],
+            )
+    return found
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+def philox_words(key: Tensor, step: Tensor, address: Address, blocks: int) -> Tensor:
+    """The same uniform numbers by integer operations of PyTorch, on any device."""
+    purpose, rank, first = address
+    c0 = torch.arange(blocks, device=key.device, dtype=torch.int64) + (first + 1)
+    c1, c2 = torch.full_like(c0, rank), torch.full_like(c0, purpose)
+    c3 = torch.zeros_like(c0) + step
+    k0, k1 = key[0], key[1]
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + _as_int64(_INCREMENTS[0]), k1 + _as_int64(_INCREMENTS[1])
+    words = torch.stack([c0, c1, c2, c3], dim=1).view(-1)
+    return ((words >> 11) & (2**53 - 1)).double() * _UNIT
+
+
+def _multiply(value: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    """The upper and the lower half of a product of two words."""
+    mask = 0xFFFFFFFF
+    low, high = value & mask, (value >> 32) & mask
+    by_low, by_high = by & mask, by >> 32
+    first, second, third = low * by_low, high * by_low, low * by_high
+    middle = ((first >> 32) & mask) + (second & mask) + (third & mask)
+    upper = high * by_high + ((second >> 32) & mask) + ((third >> 32) & mask) + (middle >> 32)
+    return upper, value * _as_int64(by)
+
+
+def _as_int64(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
