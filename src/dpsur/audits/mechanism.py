@@ -21,6 +21,7 @@ from dpsur.audits.worst_case_problems import (
     no_selection,
 )
 from dpsur.errors import InvalidInputError
+from dpsur.mechanism.streams import NOISE, SETUP, Stream, Streams
 from dpsur.privacy.accounting import ACCOUNTINGS, RESTORE, Accounting
 
 DELTA = 0.01
@@ -82,9 +83,9 @@ def audit_unit(
     """
     of_trials = charges == "trials"
     score = trial_scores if of_trials else update_scores
-    generator = torch.Generator().manual_seed(seed)
+    stream = Streams(seed, torch.device("cpu")).at(SETUP)[NOISE]
     with_x, without = (
-        score(unit, repetitions, generator, present=present) for present in (True, False)
+        score(unit, repetitions, stream, present=present) for present in (True, False)
     )
     bound = epsilon_lower_bound(with_x, without, unit.setting.delta, confidence)
     exact = None if of_trials else max(exact_epsilon(unit, "add"), exact_epsilon(unit, "remove"))
@@ -130,20 +131,16 @@ def audit_mechanisms(
         yield from audit_exactly(name, make())
 
 
-def update_scores(
-    unit: Unit, repetitions: int, generator: torch.Generator, *, present: bool
-) -> Array:
+def update_scores(unit: Unit, repetitions: int, stream: Stream, *, present: bool) -> Array:
     """Log-likelihood ratios of runs of accepted updates."""
-    updates = accepted_updates(unit, repetitions, generator, present=present)
+    updates = accepted_updates(unit, repetitions, stream, present=present)
     return np.asarray(unit.log_ratio(updates.numpy()).sum(1))
 
 
-def trial_scores(
-    unit: Unit, repetitions: int, generator: torch.Generator, *, present: bool
-) -> Array:
+def trial_scores(unit: Unit, repetitions: int, stream: Stream, *, present: bool) -> Array:
     """Log-likelihood ratios of runs of trials whose noisy sums and verdicts are all seen."""
     count = repetitions * unit.setting.updates
-    trials = draw_trials(unit, count, generator, present=present)
+    trials = draw_trials(unit, count, stream, present=present)
     z, accept = trials.z.numpy(), trials.accept.numpy()
     scores = np.where(accept, unit.log_ratio(z), unit.log_ratio(z, accepted=False))
     return np.asarray(scores.reshape(repetitions, -1).sum(1))

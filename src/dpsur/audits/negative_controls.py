@@ -14,18 +14,18 @@ from torch import Tensor
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
-from dpsur.functional.records import Examples
-from dpsur.mechanism.gate import mean_losses
-from dpsur.mechanism.sampling import Batch, Draw
+from dpsur.mechanism.gate import LossTestGate, mean_losses
+from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
+from dpsur.mechanism.sampling import Batch, poisson_sample
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
-from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Streams
-from dpsur.methods.gated import NO_GATE, Gated
-from dpsur.methods.noisy_gradient import NoisyGradientSteps
-from dpsur.methods.selection import Selective
+from dpsur.mechanism.streams import BATCH, VAL_NOISE, Draws, Stream
+from dpsur.mechanism.trial import Selective
+from dpsur.methods.gradient_method import GradientMethod
+from dpsur.privacy.events import Step
 from dpsur.privacy.plans import Plan
 from dpsur.runs.session import Session
 
-Bind = Callable[[Gated, Problem, Plan, Streams], Procedure]
+Bind = Callable[[GradientMethod, Problem, Plan], Procedure]
 NEXT_TO_NOTHING = 1e-9  # of the noise: an event with none does not exist
 
 
@@ -46,107 +46,125 @@ class Fault:
         """The session with the fault in the place of its procedure."""
         if self.bind is _sound:
             return session
-        if not isinstance(session.method, Gated) or not isinstance(session.plan, Plan):
+        if not isinstance(session.method, GradientMethod) or not isinstance(session.plan, Plan):
             raise InvalidInputError(f"the faults are not made for the method {session.method.name}")
         if self.needs_test and session.plan.trial.gate is None:
             raise InvalidInputError(
                 f"the fault {self.name} is in the test of candidates, which {session.method.name} "
                 "does not have; choose dpsur, or a gate"
             )
-        procedure = self.bind(session.method, session.problem, session.plan, session.streams)
+        procedure = self.bind(session.method, session.problem, session.plan)
         return replace(session, procedure=procedure)
 
 
-def _with_steps(
-    steps: NoisyGradientSteps, method: Gated, problem: Problem, plan: Plan, streams: Streams
-) -> Procedure:
-    """Steps alone, or behind the method's gate."""
-    if method.gate == NO_GATE:
-        return steps
-    return Selective(steps, problem, plan, streams, method.loss_clip)
+def with_source(change: Callable[[DpGradient], GradientSource]) -> Bind:
+    """The method with another source of gradients."""
+
+    def bind(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
+        procedure = method.bind(problem, plan)
+        assert isinstance(procedure, Selective)
+        proposer = procedure.proposer
+        assert isinstance(proposer, GradientProposer)
+        assert isinstance(proposer.source, DpGradient)
+        return replace(procedure, proposer=replace(proposer, source=change(proposer.source)))
+
+    return bind
+
+
+def with_gate(change: Callable[[LossTestGate], LossTestGate]) -> Bind:
+    """The method with another gate."""
+
+    def bind(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
+        procedure = method.bind(problem, plan)
+        assert isinstance(procedure, Selective)
+        assert isinstance(procedure.gate, LossTestGate)
+        return replace(procedure, gate=change(procedure.gate))
+
+    return bind
 
 
 def less_noise(factor: float) -> Bind:
     """Noise of a fraction of what is charged."""
 
-    class LessNoise(NoisyGradientSteps):
-        def __init__(self, method: Gated, problem: Problem, plan: Plan, streams: Streams) -> None:
-            super().__init__(method, problem, plan, streams)
-            noise = factor * self._event.noise_multiplier
-            self._event = replace(self._event, noise_multiplier=noise)
+    def change(source: DpGradient) -> GradientSource:
+        noise = factor * source.update.noise_multiplier
+        less = replace(source.update, noise_multiplier=noise)
+        return _LessNoise(source.sampler, less, source.max_grad_norm, source)
 
-    return _steps(LessNoise)
+    return with_source(change)
 
 
-class DividedByDrawnSize(NoisyGradientSteps):
+@dataclass(frozen=True)
+class _LessNoise(DpGradient):
+    """Steps as another source charges them, with its own noise."""
+
+    charged: DpGradient
+
+    def step(self, state: State) -> Step:
+        """What is charged."""
+        return self.charged.step(state)
+
+
+class DividedByDrawnSize(DpGradient):
     """The noisy sum is divided by the number of records that were drawn."""
 
-    def __init__(self, method: Gated, problem: Problem, plan: Plan, streams: Streams) -> None:
-        super().__init__(method, problem, plan, streams)
-        self._drawn = 1
-        exact = self._draw
-
-        def counted(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
-            batch = exact(examples, rate, generator)
-            self._drawn = max(1, len(batch))
-            return batch
-
-        self._draw: Draw = counted
+    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
+        """The gradient with the wrong divisor."""
+        gradient, overflow = super().gradient(state, draws)
+        size = len(self.sampler.problem.train)
+        again = Stream(draws._streams, BATCH, draws.step)  # the draw of the batch
+        drawn = len(poisson_sample(size, self.update.sample_rate, again))
+        factor = self.update.sample_rate * size / max(1, drawn)
+        return {name: value * factor for name, value in gradient.items()}, overflow
 
     def padded(self) -> None:
         """Counts exact batches only."""
         return
 
-    def _noisy_gradient(self, params: Params) -> tuple[Params, Tensor | None]:
-        gradient, overflow = super()._noisy_gradient(params)
-        expected = self._event.sample_rate * len(self._problem.train)
-        return {name: value * expected / self._drawn for name, value in gradient.items()}, overflow
+
+def _divided_by_drawn_size(source: DpGradient) -> GradientSource:
+    return DividedByDrawnSize(source.sampler, source.update, source.max_grad_norm)
 
 
-class FixedBatches(NoisyGradientSteps):
-    """Batches of one size, drawn without replacement, charged as Poisson samples."""
+def _fixed_batches(source: DpGradient) -> GradientSource:
+    return replace(source, sampler=_FixedSampler(source.sampler.problem))
 
-    def __init__(self, method: Gated, problem: Problem, plan: Plan, streams: Streams) -> None:
-        super().__init__(method, problem, plan, streams)
 
-        def fixed(examples: Examples, rate: float, generator: torch.Generator) -> Batch:
-            draws = torch.rand(len(examples), generator=generator, device=generator.device)
-            return Batch(examples, rows=draws.argsort()[: math.ceil(rate * len(examples))])
+@dataclass(frozen=True)
+class _FixedSampler(Sampler):
+    """Batches of one size, drawn without replacement."""
 
-        self._draw: Draw = fixed
+    def batch(self, sample_rate: float, draws: Draws, purpose: str = BATCH) -> Batch:
+        """The records with the smallest draws."""
+        train = self.problem.train
+        order = draws[purpose].uniform(len(train)).argsort()
+        return Batch(train, rows=order[: math.ceil(sample_rate * len(train))])
 
     def padded(self) -> None:
         """Draws exact batches only."""
         return
 
 
-class StaleLoss(Selective):
+class StaleLoss(LossTestGate):
     """The loss before an update is remembered from the batch that accepted the last one."""
 
-    _remembered: Tensor | None = None
-
-    def initial_state(self) -> State:
-        """The proposer's; nothing is remembered from another run."""
-        self._remembered = None
-        return super().initial_state()
-
-    def judge(self, state: State, candidate: Candidate) -> Verdict:
+    def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
         """Compare the candidate's loss with a loss on other records."""
-        train = self._problem.train
-        batch = self._draw(train, self._test.sample_rate, self._streams[VAL_BATCH])
-        after, before = mean_losses(self._problem, candidate.state.params, state.params, batch)
-        if self._remembered is not None:
-            before = self._remembered
-        accept = self._gate.decide(after - before, self._streams[VAL_NOISE])
-        self._remembered = torch.where(accept, after, before)
+        batch = self._fresh_batch(draws)
+        after, before = mean_losses(self.problem, candidate.state.params, state.params, batch)
+        remembered = _remembered.get(id(self))
+        if remembered is not None and int(draws.step) > 1:
+            before = remembered
+        accept = self.rule.decide(after - before, draws[VAL_NOISE])
+        _remembered[id(self)] = torch.where(accept, after, before)
         return Verdict(accept)
 
-    def padded(self) -> None:
-        """What it remembers is outside the state, so it cannot be replayed."""
-        return
+
+# What `StaleLoss` remembers, outside of the state: the fault itself.
+_remembered: dict[int, Tensor] = {}
 
 
-class KeptMomentum(Selective):
+class KeptMomentum(LossTestGate):
     """Rejected gradients stay in the momentum, and are not charged."""
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:
@@ -154,23 +172,12 @@ class KeptMomentum(Selective):
         return replace(state, optimizer=candidate.state.optimizer)
 
 
-def _steps(kind: type[NoisyGradientSteps]) -> Bind:
-    def bind(method: Gated, problem: Problem, plan: Plan, streams: Streams) -> Procedure:
-        return _with_steps(kind(method, problem, plan, streams), method, problem, plan, streams)
-
-    return bind
+def _as(kind: type[LossTestGate]) -> Callable[[LossTestGate], LossTestGate]:
+    return lambda gate: kind(gate.problem, gate.test, gate.rule, gate.keep_momentum)
 
 
-def _gated(kind: type[Selective]) -> Bind:
-    def bind(method: Gated, problem: Problem, plan: Plan, streams: Streams) -> Procedure:
-        steps = NoisyGradientSteps(method, problem, plan, streams)
-        return kind(steps, problem, plan, streams, method.loss_clip)
-
-    return bind
-
-
-def _sound(method: Gated, problem: Problem, plan: Plan, streams: Streams) -> Procedure:
-    return method.bind(problem, plan, streams)
+def _sound(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
+    return method.bind(problem, plan)
 
 
 SOUND = Fault("none", _sound)
@@ -180,9 +187,16 @@ FAULTS: dict[str, Fault] = {
         Fault("no-noise", less_noise(NEXT_TO_NOTHING)),
         Fault("noise-1/4", less_noise(1 / 4)),
         Fault("noise-2/3", less_noise(2 / 3)),
-        Fault("drawn-size", _steps(DividedByDrawnSize), own_divisor=True),
-        Fault("fixed-batches", _steps(FixedBatches)),
-        Fault("kept-momentum", _gated(KeptMomentum), needs_test=True),
-        Fault("stale-loss", _gated(StaleLoss), needs_test=True),
+        Fault(
+            "drawn-size",
+            with_source(_divided_by_drawn_size),
+            own_divisor=True,
+        ),
+        Fault(
+            "fixed-batches",
+            with_source(_fixed_batches),
+        ),
+        Fault("kept-momentum", with_gate(_as(KeptMomentum)), needs_test=True),
+        Fault("stale-loss", with_gate(_as(StaleLoss)), needs_test=True),
     )
 }

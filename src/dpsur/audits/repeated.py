@@ -15,11 +15,11 @@ from dpsur.audits.negative_controls import Fault
 from dpsur.audits.worst_case_problems import OneWeight
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
-from dpsur.mechanism.loop import Progress, start, train
+from dpsur.mechanism.loop import Progress, train
 from dpsur.mechanism.state import Procedure, Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Dpsgd, Dpsur
-from dpsur.methods.gated import Gated
+from dpsur.methods.gradient_method import GradientMethod
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
@@ -77,10 +77,10 @@ class Tiny:
         """What the auditor looks at, of the weights after each accepted update."""
         return path[-1]
 
-    def method(self, records: int) -> Gated:
+    def method(self, records: int) -> GradientMethod:
         """A method whose weight moves by the noisy sum, if that is divided for so many records."""
         assert isinstance(self.trial.update, SampledGaussian)
-        kind: type[Gated] = Dpsgd if self.trial.gate is None else Dpsur
+        kind: type[GradientMethod] = Dpsgd if self.trial.gate is None else Dpsur
         return kind(
             learning_rate=self.trial.update.sample_rate * records,
             momentum=self.momentum,
@@ -169,22 +169,23 @@ PLACES = {
 def outcomes(tiny: Tiny, fault: Fault, repetitions: int, seed: int, *, present: bool) -> Array:
     """What the released weights tell, one number a repetition."""
     problem, plan = tiny.problem(present=present), tiny.plan()
-    streams = Streams(seed, torch.device("cpu"), rank=int(present))
+    streams = Streams(seed, torch.device("cpu"))
     # The size of the data set is public: where it is divided by, that must not tell x.
     records = tiny.others + 1 if fault.own_divisor else len(problem.train)
-    procedure = fault.bind(tiny.method(records), problem, plan, streams)
-    return np.array([tiny.told(_path(procedure, plan)) for _ in range(repetitions)])
+    procedure = fault.bind(tiny.method(records), problem, plan)
+    runs = (streams.spawn(2 * repetition + present) for repetition in range(repetitions))
+    return np.array([tiny.told(_path(procedure, plan, run)) for run in runs])
 
 
-def _path(procedure: Procedure, plan: Plan) -> list[float]:
+def _path(procedure: Procedure, plan: Plan, streams: Streams) -> list[float]:
     """The weight after each accepted update of one run."""
     path: list[float] = []
 
-    def note(progress: Progress, verdict: Verdict) -> None:
-        if verdict.accept:
+    def note(progress: Progress, verdicts: Sequence[Verdict]) -> None:
+        if verdicts[-1].accept:
             path.append(float(progress.state.params["weight"]))
 
-    train(procedure, plan, start(procedure), note)
+    train(procedure, plan, streams, on_block=note)
     return path
 
 

@@ -12,11 +12,11 @@ from scipy.stats import binom
 from torch import Tensor
 
 from dpsur.audits.worst_case_problems import Unit
-from dpsur.mechanism.gate import make_gate
-from dpsur.mechanism.loop import Progress, start, train
+from dpsur.mechanism.gate import make_rule
+from dpsur.mechanism.loop import train
 from dpsur.mechanism.noise import add_gaussian
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
-from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.streams import Draws, Stream, Streams
 from dpsur.methods import Dpsur
 from dpsur.per_example import ClippedSum
 from dpsur.privacy.budget import Budget
@@ -36,35 +36,33 @@ class Trials:
     accept: Tensor
 
 
-def draw_trials(unit: Unit, count: int, generator: torch.Generator, *, present: bool) -> Trials:
+def draw_trials(unit: Unit, count: int, stream: Stream, *, present: bool) -> Trials:
     """Independent trials, with or without x. The others' gradients are zero."""
     setting = unit.setting
 
     def joins(rate: float) -> Tensor:
-        draws = torch.rand(count, generator=generator, dtype=torch.float64)
+        draws = stream.uniform(count)
         return (draws < rate).double() * present
 
     in_batch = joins(setting.update.sample_rate)
     total = ClippedSum({"z": _CLIP * in_batch}, sensitivity=_CLIP)
-    z = add_gaussian(total, setting.noise_multiplier, generator)["z"]
+    z = add_gaussian(total, setting.noise_multiplier, stream)["z"]
     in_test = joins(setting.test.sample_rate)
-    others = _sample_sizes(setting.records - 1, setting.test.sample_rate, count, generator)
+    others = _sample_sizes(setting.records - 1, setting.test.sample_rate, count, stream)
     losses = others * unit.others(z) + in_test * unit.extra(z)
     difference = losses / (others + in_test).clamp(min=1.0)  # an empty batch says nothing
-    gate = make_gate(setting.test, setting.loss_clip)
-    return Trials(z, gate.decide(difference, generator))
+    rule = make_rule(setting.test, setting.loss_clip)
+    return Trials(z, rule.decide(difference, stream))
 
 
-def _sample_sizes(size: int, rate: float, count: int, generator: torch.Generator) -> Tensor:
+def _sample_sizes(size: int, rate: float, count: int, stream: Stream) -> Tensor:
     """How many of `size` records join each of `count` Poisson samples."""
     cumulated = torch.from_numpy(binom.cdf(np.arange(size + 1), size, rate))
-    draws = torch.rand(count, generator=generator, dtype=torch.float64)
+    draws = stream.uniform(count)
     return torch.searchsorted(cumulated, draws, right=True).clamp(max=size).double()
 
 
-def accepted_updates(
-    unit: Unit, repetitions: int, generator: torch.Generator, *, present: bool
-) -> Tensor:
+def accepted_updates(unit: Unit, repetitions: int, stream: Stream, *, present: bool) -> Tensor:
     """Accepted updates, one row a repetition and one column a unit.
 
     Trials are independent and every accepted one starts a unit afresh, so the accepted ones of a
@@ -74,7 +72,7 @@ def accepted_updates(
     found: list[Tensor] = []
     have = 0
     while have < wanted:
-        trials = draw_trials(unit, BLOCK, generator, present=present)
+        trials = draw_trials(unit, BLOCK, stream, present=present)
         found.append(trials.z[trials.accept])
         have += len(found[-1])
     return torch.cat(found)[:wanted].reshape(repetitions, -1)
@@ -101,22 +99,22 @@ class UnitsInTurn:
         weight = state.params["weight"]
         return replace(state, params={"weight": weight.repeat(self._units)})
 
-    def propose(self, state: State, position: Tensor) -> Candidate:
+    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
         """A candidate for the unit whose turn it is."""
         fresh = self._one.initial_state()
-        one = self._one.propose(fresh, position).state
+        one = self._one.propose(fresh, draws, position).state
         weights = state.params["weight"].clone()
         weights[position] = one.params["weight"][0]
         return Candidate(replace(state, params={"weight": weights}, updates=state.updates + 1))
 
-    def judge(self, state: State, candidate: Candidate) -> Verdict:
+    def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
         """The verdict on the unit that moved."""
         turn = state.updates
         before, after = (
             replace(s, params={"weight": s.params["weight"][turn].reshape(1)})
             for s in (state, candidate.state)
         )
-        return self._one.judge(before, Candidate(after))
+        return self._one.judge(before, Candidate(after), draws)
 
     def padded(self) -> None:
         """Batches are exact here."""
@@ -143,9 +141,9 @@ def in_the_loop(unit: Unit, repetitions: int, seed: int, *, present: bool) -> Te
         loss_clip=setting.loss_clip,
     )
     streams = Streams(seed, torch.device("cpu"))
-    procedure = UnitsInTurn(method.bind(problem, plan, streams), setting.updates)
+    procedure = UnitsInTurn(method.bind(problem, plan), setting.updates)
 
-    def run() -> Progress:
-        return train(procedure, plan, start(procedure))
+    def run(repetition: int) -> Tensor:
+        return train(procedure, plan, streams.spawn(repetition)).state.params["weight"]
 
-    return torch.stack([run().state.params["weight"] for _ in range(repetitions)])
+    return torch.stack([run(repetition) for repetition in range(repetitions)])

@@ -127,6 +127,13 @@ class Streams:
         """The draws of a step: `SETUP`, or the number of the trial from 1."""
         return Draws(self, step)
 
+    def spawn(self, index: int) -> "Streams":
+        """Independent streams for one of several runs that share a seed."""
+        child = Streams(0, self.device, self.rank)
+        digest = hashlib.blake2b(f"run {index}".encode(), key=self.key.content, digest_size=16)
+        child.seeded, child.key = self.seeded, Key(digest.digest())
+        return child
+
     def seed_for(self, purpose: str, step: int) -> int:
         """A seed of 63 bits for a generator that is not ours."""
         rank = self.rank + 1 if purpose in PER_RANK else 0
