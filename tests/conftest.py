@@ -14,6 +14,7 @@ from torch import nn
 
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
+from dpsur.mechanism.streams import NOISE, Stream, Streams
 
 # One thread for each of the two processes that `make test` starts.
 torch.set_num_threads(1)
@@ -49,6 +50,11 @@ def small_model(seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def stream(seed: int = 0, purpose: str = NOISE, step: int = 1) -> Stream:
+    """Random numbers of one purpose in one step."""
+    return Streams(seed, torch.device("cpu")).at(step)[purpose]
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from torch.func import functional_call
 import dpsur
 from dpsur.functional.problem import Problem, mode
 from dpsur.functional.tree import flatten
-from dpsur.mechanism import cuda_graph_loop as captured
 from dpsur.mechanism import sampling
-from dpsur.mechanism.loop import goes_on, make_trial, start, train
+from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
+from dpsur.mechanism.loop import make_trial, run_loop, start, train
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.turns import finished
 from dpsur.methods import Dpagd, Dpsgd, Dpsur
+from dpsur.methods.dpagd import AdaptiveSteps
 from dpsur.per_example import draws_randomness
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.hiding import hiding_plan
@@ -29,7 +29,7 @@ ADAPTIVE = Dpagd(batch_size=20, val_batch_size=20, updates=10, step_sizes=3, rai
 def bound(method, seed=0, size=200, accounting="proven"):
     problem = Problem(small_model(), F.cross_entropy, blobs(size))
     settled, plan = method.settle(size, BUDGET, accounting)
-    return settled.bind(problem, plan, Streams(seed, CPU)), plan
+    return settled.bind(problem, plan), plan
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_padded_trials_are_the_exact_ones(method):
     padded = other.padded()
     one, two = start(exact), start(padded)
     for _ in range(6):
-        one, verdict = make_trial(exact, plan, one)
-        two, same = make_trial(padded, plan, two)
+        one, verdict = make_trial(exact, plan, Streams(0, CPU), one)
+        two, same = make_trial(padded, plan, Streams(0, CPU), two)
         assert bool(verdict.accept) == bool(same.accept)
         for name, value in flatten(one.state).items():
             torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-5, atol=1e-6)
@@ -61,16 +61,25 @@ def test_random_layers_are_seen_and_not_padded():
     assert torch.equal(before, torch.get_rng_state())
     problem = Problem(noisy, F.cross_entropy, blobs())
     settled, plan = Dpsgd(updates=3, noise_multiplier=20.0).settle(200, BUDGET, "proven")
-    assert settled.bind(problem, plan, Streams(0, CPU)).padded() is None
+    assert settled.bind(problem, plan).padded() is None
 
 
-def in_blocks(procedure, plan, block, on_block):
-    def overflowed(*_):
-        pytest.fail("no batch overflows")
+class Counted(CudaGraphLoop):
+    """Counts the trials that were made again with exact batches."""
 
-    padded, streams = procedure.padded(), procedure._streams
-    trials = captured.train(padded, plan, start(procedure), streams, overflowed, on_block, block)
-    return finished(trials)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.again = []
+
+    def _exactly(self):
+        verdicts = super()._exactly()
+        self.again.append(len(verdicts))
+        return verdicts
+
+
+def in_blocks(procedure, plan, block, on_block=lambda *_: None):
+    loop = Counted(procedure, procedure.padded(), plan, Streams(0, CPU), start(procedure), block)
+    return run_loop(loop, plan, on_block), loop.again
 
 
 @pytest.mark.parametrize("on_reject", ["restore", "keep-momentum"])
@@ -85,9 +94,10 @@ def test_blocks_of_trials_are_the_single_trials(block, optimizer, on_reject):
         optimizer=optimizer, learning_rate=0.05, **gate, **count,
     )  # fmt: skip
     (single, plan), (padded, _) = (bound(method, accounting=accounting) for _ in range(2))
-    one = train(single, plan, start(single))
+    one = train(single, plan, Streams(0, CPU))
     blocks = []
-    two = in_blocks(padded, plan, block, lambda _, verdicts: blocks.append(verdicts))
+    two, again = in_blocks(padded, plan, block, lambda _, verdicts: blocks.append(verdicts))
+    assert not again
     assert two.ledger == one.ledger
     assert sum(len(verdicts) for verdicts in blocks) == one.ledger.trials
     assert sum(bool(v.accept) for verdicts in blocks for v in verdicts) == one.ledger.updates
@@ -118,9 +128,9 @@ def test_parameters_without_numbers_and_of_two_types_are_captured():
     method = Dpsgd(updates=3, noise_multiplier=20.0, batch_size=20)
     problem = Problem(Mixed(), F.cross_entropy, blobs())
     settled, plan = method.settle(200, BUDGET, "proven")
-    padded = settled.bind(problem, plan, Streams(0, CPU)).padded()
+    padded = settled.bind(problem, plan).padded()
     before = start(padded)
-    trials = captured.CapturedTrials(padded, plan, before, padded._streams, 3)
+    trials = CapturedTrial(padded, plan, before, Streams(0, CPU), 3)
     trials.run(3, before.ledger)
     after = trials.state().params
     moved = {n: not torch.equal(v, after[n]) for n, v in before.state.params.items() if v.numel()}
@@ -130,23 +140,10 @@ def test_parameters_without_numbers_and_of_two_types_are_captured():
 def test_a_block_without_room_is_made_again_exactly(monkeypatch):
     method = Dpsur(updates=8, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5)
     single, plan = bound(method)
-    one = train(single, plan, start(single))
+    one = train(single, plan, Streams(0, CPU))
     monkeypatch.setattr(sampling, "padded_size", lambda size, rate: 20)
     exact, _ = bound(method)
-    again = []
-
-    def exactly(progress, count):
-        again.append(count)
-        for _ in range(count):
-            if plan.affords(progress.ledger, exact.step(progress.state)):
-                progress, _ = make_trial(exact, plan, progress)
-        return progress
-
-    two = finished(
-        captured.train(
-            exact.padded(), plan, start(exact), exact._streams, exactly, lambda *_: None, block=3
-        )
-    )
+    two, again = in_blocks(exact, plan, 3)
     assert again
     assert two.ledger == one.ledger
     for name, value in flatten(one.state).items():
@@ -157,27 +154,22 @@ def test_a_block_without_room_is_made_again_exactly(monkeypatch):
 def test_steps_that_differ_are_asked_for_one_by_one(room, monkeypatch):
     """Whatever block is asked for: what a retry costs is known only after the trial before it."""
     single, plan = bound(ADAPTIVE)
-    one = train(single, plan, start(single))
+    one = train(single, plan, Streams(0, CPU))
     assert len(one.ledger.entries) > 2  # there were retries
     monkeypatch.setattr(sampling, "padded_size", lambda size, rate: room)
     exact, _ = bound(ADAPTIVE)
-    padded, again, positions = exact.padded(), [], []
-    propose = padded.propose
+    positions = []
+    propose = AdaptiveSteps.propose
 
-    def told(state, position):
+    def watched(self, state, draws, position):
         positions.append(int(position))
-        return propose(state, position)
-
-    def exactly(progress, count):
-        again.append(count)
-        return make_trial(exact, plan, progress)[0]
+        return propose(self, state, draws, position)
 
     def on_block(progress, verdicts):
         assert len(verdicts) == 1
 
-    monkeypatch.setattr(padded, "propose", told)
-    trials = captured.train(padded, plan, start(exact), exact._streams, exactly, on_block, 100)
-    two = finished(trials)
+    monkeypatch.setattr(AdaptiveSteps, "propose", watched)
+    two, again = in_blocks(exact, plan, 100, on_block)
     assert two.ledger == one.ledger
     assert again == ([] if room == 200 else [1] * len(again))
     assert bool(again) == (room == 20)
@@ -194,37 +186,22 @@ def test_blocks_go_on_to_the_cap_like_single_trials(block, room, monkeypatch):
     method = Dpsur(updates=8, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5)
     single, shorter = bound(method)
     plan = hiding_plan(shorter, "constant")
-    one = train(single, plan, start(single))
+    one = train(single, plan, Streams(0, CPU))
     assert (one.ledger.trials, one.ledger.updates) == (plan.trials, 8)
     monkeypatch.setattr(sampling, "padded_size", lambda size, rate: room)
     exact, _ = bound(method)
-    made, verdicts = [], []
-
-    def exactly(progress, count):
-        for _ in range(count):
-            assert goes_on(exact, plan, progress)
-            progress, verdict = make_trial(exact, plan, progress)
-            made.append(progress.ledger.trials)
-            verdicts.append(verdict)
-        return progress
-
-    def on_block(progress, block_verdicts):
-        verdicts.extend(block_verdicts)
-
-    two = finished(
-        captured.train(exact.padded(), plan, start(exact), exact._streams, exactly, on_block, block)
-    )
+    verdicts = []
+    two, again = in_blocks(exact, plan, block, lambda _, made: verdicts.extend(made))
     assert two.ledger == one.ledger
     assert len(verdicts) == plan.trials
     accepted = [number for number, verdict in enumerate(verdicts, 1) if verdict.accept]
     assert len(accepted) == 8
-    overflowed = [number for number in made if number > accepted[-1] + block]
-    assert bool(made) == (room == 20)
-    assert bool(overflowed) == (room == 20 and block < 100)
+    assert bool(again) == (room == 20)
     for name, value in flatten(one.state).items():
         torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-6)
-    again, _ = bound(method)
-    stopped = train(again, shorter, start(again))  # the control: without the option it stops
+    stopped = train(
+        bound(method)[0], shorter, Streams(0, CPU)
+    )  # the control: without the option it stops
     assert stopped.ledger.trials < plan.trials
     assert all(
         torch.equal(value, flatten(stopped.state)[name])
@@ -336,12 +313,9 @@ def test_a_model_that_moves_its_weights_is_refused():
     method = Dpsur(noise_multiplier=20.0, batch_size=20, updates=4, accept_ratio=1.5)
     problem = Problem(Wandering(), F.cross_entropy, blobs())
     settled, plan = method.settle(200, BUDGET, "proven")
-    procedure = settled.bind(problem, plan, Streams(0, CPU))
-    run = captured.train(
-        procedure.padded(), plan, start(procedure), Streams(0, CPU), None, lambda *_: None, block=4
-    )
+    procedure = settled.bind(problem, plan)
     with pytest.raises(dpsur.UnsupportedModelError, match="moves its weights"):
-        finished(run)
+        in_blocks(procedure, plan, 4)
 
 
 def test_recurrent_layers_leave_lent_weights_where_they_are(monkeypatch):

@@ -5,9 +5,10 @@ import torch
 
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism import gate
-from dpsur.mechanism.gate import CoinGate, LossGate, begin_test, make_gate, mean_losses
+from dpsur.mechanism.gate import CoinGate, LossGate, begin_test, make_rule, mean_losses
 from dpsur.mechanism.sampling import Batch
 from dpsur.privacy.events import CoinTest, LossTest
+from tests.conftest import stream
 from tests.statistics import assert_frequency
 
 DRAWS = 200_000
@@ -15,7 +16,7 @@ DRAWS = 200_000
 
 def frequency(gate, difference, seed=0):
     differences = torch.full((DRAWS,), difference, dtype=torch.float64)
-    return int(gate.decide(differences, torch.Generator().manual_seed(seed)).sum())
+    return int(gate.decide(differences, stream(seed)).sum())
 
 
 @pytest.mark.parametrize(
@@ -46,15 +47,15 @@ def test_the_threshold_is_strict():
     # with vanishing noise a difference exactly at the threshold is a coin toss, not a certainty
     gate = LossGate(0.5, 1e-300, 1.0)
     exactly = torch.full((4,), 0.5, dtype=torch.float64)
-    assert not gate.decide(exactly, torch.Generator().manual_seed(0)).any()
+    assert not gate.decide(exactly, stream(0)).any()
 
 
 def test_noise_is_drawn_whatever_the_difference():
     gate = LossGate(0.001, 1.0, 0.0)
-    one, two = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    one, two = stream(0), stream(0)
     gate.decide(torch.tensor(math.nan, dtype=torch.float64), one)
     gate.decide(torch.tensor(0.3, dtype=torch.float64), two)
-    assert torch.equal(one.get_state(), two.get_state())
+    assert one._next == two._next > 0
 
 
 def test_empty_batch_is_no_evidence(problem):
@@ -95,16 +96,16 @@ def test_the_coin_accepts_every_improvement():
 
 def test_a_coin_that_rejects_nan_for_certain_is_caught():
     class Wrong(CoinGate):
-        def decide(self, difference, generator):
-            return super().decide(difference, generator) & ~difference.isnan()
+        def decide(self, difference, drawn):
+            return super().decide(difference, drawn) & ~difference.isnan()
 
     with pytest.raises(AssertionError):
         assert_frequency(frequency(Wrong(4.0), math.nan), DRAWS, 0.25)
 
 
 def test_the_gate_is_the_accounted_test():
-    assert make_gate(CoinTest(0.1, 3.0), 0.001) == CoinGate(3.0)
-    assert make_gate(LossTest(0.1, 1.3, -1.0), 0.01) == LossGate(0.01, 1.3, -1.0)
+    assert make_rule(CoinTest(0.1, 3.0), 0.001) == CoinGate(3.0)
+    assert make_rule(LossTest(0.1, 1.3, -1.0), 0.01) == LossGate(0.01, 1.3, -1.0)
 
 
 def test_padding_does_not_change_the_mean_losses(problem):

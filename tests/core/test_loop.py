@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from dpsur.errors import NothingReleasedError
 from dpsur.functional.problem import Problem
 from dpsur.functional.tree import flatten
-from dpsur.mechanism.loop import keep, start, train
+from dpsur.mechanism.loop import train
 from dpsur.mechanism.state import OptimizerState, State
 from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.trial import Selective, keep
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.accounting import KEEP_MOMENTUM, accounting_named
 from dpsur.privacy.budget import Budget
@@ -30,8 +31,13 @@ def plan_for(threshold=None, trials=12, updates=None, accounting="every-trial", 
 
 def end_of(method, plan, seed=0, on_trial=lambda *_: None):
     problem = Problem(small_model(), F.cross_entropy, blobs())
-    procedure = method.bind(problem, plan, Streams(seed, CPU))
-    return train(procedure, plan, start(procedure), on_trial)
+    procedure = method.bind(problem, plan)
+    return train(
+        procedure,
+        plan,
+        Streams(seed, CPU),
+        on_block=lambda progress, verdicts: on_trial(progress, verdicts[-1]),
+    )
 
 
 def assert_same(one, two):
@@ -55,8 +61,8 @@ def test_an_always_open_gate_is_dpsgd_bit_for_bit(options):
 
 def test_a_never_open_gate_leaves_the_initial_state_bit_for_bit(options):
     method, plan = Dpsur(**options), plan_for(-math.inf)
-    procedure = method.bind(Problem(small_model(), F.cross_entropy, blobs()), plan, Streams(0, CPU))
-    shut = train(procedure, plan, start(procedure))
+    procedure = method.bind(Problem(small_model(), F.cross_entropy, blobs()), plan)
+    shut = train(procedure, plan, Streams(0, CPU))
     assert_same(shut.state, procedure.initial_state())
     assert (shut.ledger.trials, shut.ledger.updates) == (12, 0)
 
@@ -65,10 +71,12 @@ def test_a_rejected_draw_is_not_repeated():
     seen = []
     problem = Problem(small_model(), F.cross_entropy, blobs())
     plan = plan_for(-math.inf)
-    procedure = Dpsur().bind(problem, plan, Streams(0, CPU))
+    procedure = Dpsur().bind(problem, plan)
     state = procedure.initial_state()
-    for _ in range(4):
-        seen.append(procedure.propose(state, torch.tensor(0)).state.params["0.weight"])
+    streams = Streams(0, CPU)
+    for step in range(1, 5):
+        candidate = procedure.propose(state, streams.at(step), torch.tensor(0))
+        seen.append(candidate.state.params["0.weight"])
     assert len({tuple(value.flatten().tolist()) for value in seen}) == 4
 
 
@@ -94,8 +102,8 @@ def test_without_noise_and_clipping_it_is_torch_optim():
     model, data = small_model(), blobs()
     plan = Plan(BUDGET, "every-trial", Trial(SampledGaussian(1.0, 1e-9)), 20)
     method = Dpsgd(learning_rate=0.3, momentum=0.9, schedule="linear", max_grad_norm=100.0)
-    procedure = method.bind(Problem(model, F.cross_entropy, data), plan, Streams(0, CPU))
-    ours = train(procedure, plan, start(procedure)).state.params
+    procedure = method.bind(Problem(model, F.cross_entropy, data), plan)
+    ours = train(procedure, plan, Streams(0, CPU)).state.params
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 20)
     for _ in range(20):
@@ -111,12 +119,16 @@ def test_schedules_follow_trials_where_trials_are_charged_and_updates_elsewhere(
     def positions(plan):
         seen = []
         problem = Problem(small_model(), F.cross_entropy, blobs())
-        procedure = Dpsur().bind(problem, plan, Streams(0, CPU))
+        procedure = Dpsur().bind(problem, plan)
         propose = procedure.propose
-        procedure.propose = lambda state, position: (
-            seen.append((int(position), int(state.updates))) or propose(state, position)
-        )
-        train(procedure, plan, start(procedure))
+
+        class Watched(Selective):
+            def propose(self, state, draws, position):
+                seen.append((int(position), int(state.updates)))
+                return propose(state, draws, position)
+
+        procedure = Watched(procedure.proposer, procedure.gate)
+        train(procedure, plan, Streams(0, CPU))
         return seen
 
     by_trial = positions(plan_for(0.0, trials=15))
@@ -142,8 +154,8 @@ def test_spends_at_most_the_budget_and_one_more_would_not_fit(method, accounting
     problem = Problem(small_model(), F.cross_entropy, blobs())
     budget = Budget(2.0, 1e-4)
     settled, plan = method.settle(len(problem.train), budget, accounting)
-    procedure = settled.bind(problem, plan, Streams(0, CPU))
-    end = train(procedure, plan, start(procedure))
+    procedure = settled.bind(problem, plan)
+    end = train(procedure, plan, Streams(0, CPU))
     counting = accounting_named(accounting)
     spent = counting.spent(end.ledger, budget.delta)
     one_more = counting.spent(end.ledger.record(plan.trial, updates=1), budget.delta)
@@ -152,25 +164,12 @@ def test_spends_at_most_the_budget_and_one_more_would_not_fit(method, accounting
 
 def test_training_resumes_from_any_progress():
     plan = plan_for(0.0, trials=20)
-    problem = Problem(small_model(), F.cross_entropy, blobs())
-    whole = Dpsur().bind(problem, plan, Streams(0, CPU))
-    expected = train(whole, plan, start(whole))
-
-    class Stop(Exception):
-        pass
-
+    procedure = Dpsur().bind(Problem(small_model(), F.cross_entropy, blobs()), plan)
     saved = []
-
-    def stop_at_seven(progress, verdict):
-        if progress.ledger.trials == 7:
-            saved.append(progress)
-            raise Stop
-
-    streams = Streams(0, CPU)
-    first = Dpsur().bind(problem, plan, streams)
-    with pytest.raises(Stop):
-        train(first, plan, start(first), stop_at_seven)
-    end = train(first, plan, saved[0])
+    expected = train(
+        procedure, plan, Streams(0, CPU), on_block=lambda progress, _: saved.append(progress)
+    )
+    end = train(procedure, plan, Streams(0, CPU), saved[6])
     assert_same(end.state, expected.state)
     assert end.ledger == expected.ledger
 
@@ -201,8 +200,8 @@ def test_a_nan_in_the_candidate_does_not_leak_through_a_rejection():
 def test_kept_momentum_keeps_the_optimizer_and_nothing_else():
     plan = replace(plan_for(-math.inf), on_reject=KEEP_MOMENTUM)
     problem = Problem(small_model(), F.cross_entropy, blobs())
-    procedure = Dpsur(average_decay=0.9).bind(problem, plan, Streams(0, CPU))
-    end, initial = train(procedure, plan, start(procedure)).state, procedure.initial_state()
+    procedure = Dpsur(average_decay=0.9).bind(problem, plan)
+    end, initial = train(procedure, plan, Streams(0, CPU)).state, procedure.initial_state()
     assert_same(end.params, initial.params)
     assert_same(end.average, initial.average)
     assert int(end.updates) == 0

@@ -5,20 +5,21 @@ import pytest
 import torch
 from scipy import stats
 
-from dpsur.mechanism import noise, sampling
+from dpsur.mechanism import philox, sampling
 from dpsur.mechanism.noise import add_gaussian
 from dpsur.mechanism.sampling import exact_batch, padded_batch, padded_size, poisson_sample
+from dpsur.mechanism.streams import BATCH
 from dpsur.per_example import ClippedSum
-from tests.conftest import blobs
+from tests.conftest import blobs, stream
 from tests.statistics import STANDARD_ERRORS, assert_frequency, assert_normal
 from tests.statistics import assert_standard_deviation as assert_scale
 
 
 def batches(sample, size=50, rate=0.2, count=4000):
-    generator = torch.Generator().manual_seed(1)
+    drawn = stream(1, BATCH)
     mask = torch.zeros(count, size)
     for row in mask:
-        row[sample(size, rate, generator)] = 1
+        row[sample(size, rate, drawn)] = 1
     return mask
 
 
@@ -36,12 +37,12 @@ def check_poisson(mask, rate=0.2):
     assert abs(float(sizes.var()) - expected) <= STANDARD_ERRORS * error
 
 
-def fixed_size(size, rate, generator):
-    return torch.randperm(size, generator=generator)[: round(size * rate)]
+def fixed_size(size, rate, drawn):
+    return drawn.uniform(size).argsort()[: round(size * rate)]
 
 
-def with_replacement(size, rate, generator):
-    return torch.randint(size, (round(size * rate),), generator=generator)
+def with_replacement(size, rate, drawn):
+    return (size * drawn.uniform(round(size * rate))).long()
 
 
 def test_sampling_is_poisson():
@@ -55,14 +56,13 @@ def test_other_sampling_is_caught(wrong):
 
 
 def test_rate_one_takes_every_record_and_a_tiny_rate_none():
-    generator = torch.Generator().manual_seed(0)
-    assert torch.equal(poisson_sample(10, 1.0, generator), torch.arange(10))
-    assert len(poisson_sample(10, 1e-12, generator)) == 0
+    assert torch.equal(poisson_sample(10, 1.0, stream()), torch.arange(10))
+    assert len(poisson_sample(10, 1e-12, stream())) == 0
 
 
 def noise_samples(add, sensitivity=0.5, multiplier=3.0, count=200_000):
     total = ClippedSum({"a": torch.zeros(count // 2), "b": torch.zeros(count // 2)}, sensitivity)
-    noisy = add(total, multiplier, torch.Generator().manual_seed(2))
+    noisy = add(total, multiplier, stream(2))
     return torch.cat([noisy["a"], noisy["b"]]).double().numpy()
 
 
@@ -79,39 +79,31 @@ def test_noise_is_gaussian_and_scaled_from_the_reported_sensitivity():
 
 
 def scaled(factor):
-    return lambda total, multiplier, generator: add_gaussian(total, multiplier * factor, generator)
+    return lambda total, multiplier, drawn: add_gaussian(total, multiplier * factor, drawn)
 
 
-def repeated(total, multiplier, generator):
-    noisy = add_gaussian(total, multiplier, generator)
+def repeated(total, multiplier, drawn):
+    noisy = add_gaussian(total, multiplier, drawn)
     return {"a": noisy["a"], "b": noisy["a"]}
-
-
-def uniform_at_the_end(dtype):
-    """Draws as large as they get for the radius, and no angle."""
-
-    def rand(*shape, **how):
-        draws = torch.zeros(shape, dtype=how["dtype"])
-        draws[0] = 1 - torch.finfo(dtype).eps / 2
-        return draws
-
-    return rand
 
 
 @pytest.mark.parametrize(("dtype", "end"), [(torch.float64, 106), (torch.float32, 48)])
 def test_the_noise_ends_where_the_uniform_draws_do(dtype, end, monkeypatch):
     """Draws in float32, the control, have no tail: 24 bits reach sqrt(48 ln 2) = 5.77."""
-    monkeypatch.setattr(torch, "rand", uniform_at_the_end(dtype))
+    draws = torch.zeros(12, dtype=torch.float64)
+    draws[::2] = 1 - torch.finfo(dtype).eps / 2  # as large as the radius gets, and no angle
+    philox._box_muller_(draws)
+    monkeypatch.setattr(philox, "_on_cpu", lambda *_, normal: draws)
     total = ClippedSum({"a": torch.zeros(10)}, sensitivity=0.5)
-    found = add_gaussian(total, 2.0, torch.Generator())["a"]
+    found = add_gaussian(total, 2.0, stream())["a"]
     assert float(found[0]) == pytest.approx(math.sqrt(end * math.log(2)), rel=1e-6)
     assert (float(found[0]) > 8) is (dtype is torch.float64)
 
 
-def in_float32(total, multiplier, generator):
+def in_float32(total, multiplier, drawn):
     scale = multiplier * total.sensitivity
     return {
-        name: value + scale * torch.randn(value.shape, generator=generator)
+        name: value + scale * drawn.normal(value.numel()).float().view(value.shape)
         for name, value in total.params.items()
     }
 
@@ -121,7 +113,7 @@ def test_noise_is_drawn_in_float64_whatever_the_type_of_the_sum(add, fine):
     """Rounded once, after it was scaled: numbers that were drawn in float32 come back as such."""
     total = ClippedSum({"a": torch.zeros(5000), "b": torch.zeros(41)}, sensitivity=0.5)
     wide = ClippedSum({name: v.double() for name, v in total.params.items()}, sensitivity=0.5)
-    noisy, exact = (add(one, 2.0, torch.Generator().manual_seed(3)) for one in (total, wide))
+    noisy, exact = (add(one, 2.0, stream(3)) for one in (total, wide))
     found, drawn = (torch.cat([one["a"], one["b"]]) for one in (noisy, exact))
     assert found.dtype == torch.float32
     assert torch.equal(found, drawn.float())
@@ -131,7 +123,7 @@ def test_noise_is_drawn_in_float64_whatever_the_type_of_the_sum(add, fine):
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 40])
 def test_any_number_of_draws(size):
     total = ClippedSum({"a": torch.zeros(size), "b": torch.zeros(3, 1)}, sensitivity=1.0)
-    noisy = add_gaussian(total, 1.0, torch.Generator().manual_seed(0))
+    noisy = add_gaussian(total, 1.0, stream(0))
     assert noisy["a"].shape == (size,)
     assert noisy["b"].shape == (3, 1)
     assert len(torch.cat([noisy["a"], noisy["b"][:, 0]]).unique()) == size + 3
@@ -139,7 +131,7 @@ def test_any_number_of_draws(size):
 
 def largest_correlation(draws):
     """Between the two draws that are made of one radius and one angle, and their sizes."""
-    first, second = np.split(draws, 2)
+    first, second = draws[::2], draws[1::2]
     kinds = (np.positive, np.abs, np.square)
     return max(abs(np.corrcoef(f(first), g(second))[0, 1]) for f in kinds for g in kinds)
 
@@ -149,8 +141,8 @@ def test_both_draws_of_a_pair_are_independent_of_each_other():
     limit = STANDARD_ERRORS / math.sqrt(100_000)
     draws = noise_samples(add_gaussian)
     assert largest_correlation(draws) <= limit
-    radius = np.hypot(*np.split(draws, 2))
-    assert largest_correlation(draws * np.tile(radius, 2)) > limit
+    radius = np.hypot(draws[::2], draws[1::2])
+    assert largest_correlation(draws * np.repeat(radius, 2)) > limit
 
 
 @pytest.mark.parametrize("wrong", [scaled(2 / 3), scaled(3 / 2), scaled(0.98), repeated])
@@ -163,8 +155,8 @@ def test_other_noise_is_caught(wrong):
 def test_a_padded_batch_is_the_exact_one_in_another_shape(rate):
     data = blobs(500)
     for seed in range(20):
-        exact = exact_batch(data, rate, torch.Generator().manual_seed(seed))
-        padded = padded_batch(data, rate, torch.Generator().manual_seed(seed))
+        exact = exact_batch(data, rate, stream(seed))
+        padded = padded_batch(data, rate, stream(seed))
         assert len(padded.examples) == padded_size(500, rate)
         assert not padded.overflow
         assert torch.equal(padded.examples.inputs[padded.mask], exact.examples.inputs)
@@ -173,13 +165,8 @@ def test_a_padded_batch_is_the_exact_one_in_another_shape(rate):
 
 def test_overflow_is_told_never_cut_silently(monkeypatch):
     monkeypatch.setattr(sampling, "padded_size", lambda size, rate: 32)
-    told = [
-        bool(padded_batch(blobs(500), 0.07, torch.Generator().manual_seed(seed)).overflow)
-        for seed in range(50)
-    ]
-    sizes = [
-        len(poisson_sample(500, 0.07, torch.Generator().manual_seed(seed))) for seed in range(50)
-    ]
+    told = [bool(padded_batch(blobs(500), 0.07, stream(seed)).overflow) for seed in range(50)]
+    sizes = [len(poisson_sample(500, 0.07, stream(seed))) for seed in range(50)]
     assert told == [size > 32 for size in sizes]
     assert 0 < sum(told) < 50
 
@@ -192,17 +179,12 @@ def test_overflow_is_next_to_impossible():
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (5, 4), (3, 7)])
-def test_noise_on_the_host_is_the_same_law_piece_by_piece(monkeypatch, shape):
-    """Each piece gets the next draws, and none of them twice."""
-    monkeypatch.setattr(noise, "_AT_ONCE", 8)
+def test_noise_is_the_streams_draw_scaled_and_added_once(shape):
     value = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     total = ClippedSum({"w": value}, sensitivity=0.5)
-    found = noise.add_gaussian(total, 3.0, torch.Generator().manual_seed(1))["w"]
-    source = torch.Generator().manual_seed(1)
-    counts = [len(piece) for piece in value.reshape(-1).split(8)]
-    draws = torch.cat([noise._normal_draws(count, source) for count in counts])
+    found = add_gaussian(total, 3.0, stream(1))["w"]
+    draws = stream(1).normal(value.numel())
     assert found.shape == shape
     assert found.dtype == torch.float32
-    expected = (1.5 * draws + value.reshape(-1)).to(torch.float32)
-    assert torch.equal(found.reshape(-1), expected)
+    assert torch.equal(found.reshape(-1), (1.5 * draws + value.reshape(-1)).to(torch.float32))
     assert len(draws.unique()) == len(draws)

@@ -6,22 +6,19 @@ import torch
 from dpsur.errors import InvalidInputError
 from dpsur.features.statistics import channel_statistics, clipped_rows_sum, private_quantile
 from dpsur.privacy.events import Gaussian
+from tests.conftest import stream
 from tests.statistics import assert_standard_deviation
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def features(count=500, seed=0):
     spread = torch.tensor([1.0, 2.0, 0.5]).reshape(1, 3, 1, 1)
-    return spread * torch.randn(count, 3, 4, 4, generator=generator(seed)) + 1.0
+    return spread * torch.randn(count, 3, 4, 4, generator=torch.Generator().manual_seed(seed)) + 1.0
 
 
 def test_statistics_are_right_without_much_noise():
     data = features()
     found = channel_statistics(
-        data, mean_bound=100.0, square_bound=1000.0, noise_multiplier=1e-6, generator=generator()
+        data, mean_bound=100.0, square_bound=1000.0, noise_multiplier=1e-6, stream=stream()
     )
     flat = data.double().transpose(0, 1).reshape(3, -1)
     assert torch.allclose(found.mean, flat.mean(1), atol=1e-5)
@@ -31,7 +28,7 @@ def test_statistics_are_right_without_much_noise():
 
 def test_both_vectors_are_charged():
     found = channel_statistics(
-        features(), mean_bound=1.0, square_bound=1.0, noise_multiplier=8.0, generator=generator()
+        features(), mean_bound=1.0, square_bound=1.0, noise_multiplier=8.0, stream=stream()
     )
     assert found.events == (Gaussian(8.0), Gaussian(8.0))
 
@@ -39,7 +36,7 @@ def test_both_vectors_are_charged():
 def test_noise_is_scaled_from_the_bound():
     data = torch.zeros(10, 4000, 1)
     found = channel_statistics(
-        data, mean_bound=2.0, square_bound=1.0, noise_multiplier=3.0, generator=generator()
+        data, mean_bound=2.0, square_bound=1.0, noise_multiplier=3.0, stream=stream()
     )
     assert_standard_deviation((found.mean * 10).numpy(), 6.0)
 
@@ -79,9 +76,9 @@ def test_a_median_bound_read_off_the_records_is_caught():
 
 
 def test_a_private_quantile_is_near_the_real_one():
-    values = torch.rand(20_000, generator=generator()) * 10
+    values = torch.rand(20_000, generator=torch.Generator().manual_seed(0)) * 10
     bound, event = private_quantile(
-        values, 0.5, least=0.01, most=100.0, noise_multiplier=5.0, generator=generator(1)
+        values, 0.5, least=0.01, most=100.0, noise_multiplier=5.0, stream=stream(1)
     )
     assert event == Gaussian(5.0)
     assert 4.5 < bound < 6.5
@@ -93,7 +90,7 @@ def test_a_private_quantile_depends_on_no_single_record_for_certain():
     seen = {
         private_quantile(
             values[:count], 0.5, least=0.1, most=100.0, noise_multiplier=2.0,
-            generator=generator(seed), steps=8,
+            stream=stream(seed), steps=8,
         )[0]
         for count in (99, 100)
         for seed in range(40)
@@ -108,13 +105,13 @@ def test_a_private_quantile_depends_on_no_single_record_for_certain():
 def test_bad_statistics(change):
     arguments = {"mean_bound": 1.0, "square_bound": 1.0, "noise_multiplier": 1.0, **change}
     with pytest.raises(InvalidInputError, match=next(iter(change))):
-        channel_statistics(features(), generator=generator(), **arguments)
+        channel_statistics(features(), stream=stream(), **arguments)
 
 
 def test_bad_quantiles():
     with pytest.raises(InvalidInputError, match="quantile"):
         private_quantile(
-            torch.ones(3), 1.5, least=0.1, most=1.0, noise_multiplier=1.0, generator=generator()
+            torch.ones(3), 1.5, least=0.1, most=1.0, noise_multiplier=1.0, stream=stream()
         )
 
 
@@ -123,7 +120,7 @@ def test_a_channel_that_drowns_in_noise_is_not_blown_up():
     data = features()
     data[:, 2] *= 1e-4
     found = channel_statistics(
-        data, mean_bound=5.0, square_bound=30.0, noise_multiplier=8.0, generator=generator()
+        data, mean_bound=5.0, square_bound=30.0, noise_multiplier=8.0, stream=stream()
     )
     assert found.variance_noise == pytest.approx(8.0 * 30.0 / len(data))
     assert (found.deviation >= found.variance_noise**0.5).all()

@@ -5,14 +5,27 @@ import pytest
 import torch
 
 from dpsur.errors import CheckpointError
-from dpsur.mechanism.streams import BATCH, LAYERS, NOISE, PURPOSES, VAL_BATCH, Streams
-from tests.statistics import assert_frequency, assert_normal
+from dpsur.mechanism import philox
+from dpsur.mechanism.philox import Key, philox_words
+from dpsur.mechanism.streams import (
+    BATCH,
+    INIT,
+    LAYERS,
+    NOISE,
+    PER_RANK,
+    PURPOSES,
+    SHARED,
+    VAL_BATCH,
+    Streams,
+)
+from tests.conftest import stream
+from tests.statistics import STANDARD_ERRORS, assert_frequency, assert_normal
 
 CPU = torch.device("cpu")
 
 
-def draw(streams, purpose, count=5):
-    return torch.rand(count, generator=streams[purpose], dtype=torch.float64)
+def draw(streams, purpose, count=5, step=1):
+    return streams.at(step)[purpose].uniform(count)
 
 
 def test_a_seed_repeats_every_stream():
@@ -21,69 +34,117 @@ def test_a_seed_repeats_every_stream():
         assert torch.equal(draw(one, purpose), draw(two, purpose))
 
 
-def test_purposes_seeds_and_ranks_give_different_streams():
-    draws = [draw(Streams(7, CPU), purpose) for purpose in PURPOSES]
-    draws += [draw(Streams(8, CPU), BATCH), draw(Streams(7, CPU, rank=1), BATCH)]
+def test_purposes_steps_seeds_and_runs_give_different_draws():
+    streams = Streams(7, CPU)
+    draws = [draw(streams, purpose, step=step) for purpose in PURPOSES for step in (1, 2)]
+    draws += [draw(Streams(8, CPU), BATCH), draw(streams.spawn(0), BATCH)]
+    draws += [draw(streams.spawn(1), BATCH), draw(Streams(7, CPU, rank=1), LAYERS)]
     for one, two in itertools.combinations(draws, 2):
         assert not torch.isclose(one, two).any()
 
 
+def test_shared_purposes_are_the_same_on_all_ranks_and_others_are_not():
+    first, second = Streams(7, CPU), Streams(7, CPU, rank=1)
+    for purpose in SHARED:
+        assert torch.equal(draw(first, purpose), draw(second, purpose))
+    for purpose in PER_RANK:
+        assert not torch.isclose(draw(first, purpose), draw(second, purpose)).any()
+        assert first.seed_for(purpose, 1) != second.seed_for(purpose, 1)
+
+
 def test_without_a_seed_every_run_differs():
     assert not torch.isclose(draw(Streams(None, CPU), NOISE), draw(Streams(None, CPU), NOISE)).any()
+    assert len(Streams(None, CPU).key.content) == 16
 
 
 def test_purposes_do_not_disturb_each_other():
-    alone, busy = Streams(3, CPU), Streams(3, CPU)
-    draw(busy, VAL_BATCH, 1000)
+    alone, busy = Streams(3, CPU).at(4), Streams(3, CPU).at(4)
+    busy[VAL_BATCH].uniform(1000)
     with busy.global_randomness(LAYERS):
         torch.rand(100)
-    assert torch.equal(draw(alone, NOISE), draw(busy, NOISE))
+    assert torch.equal(alone[NOISE].normal(9), busy[NOISE].normal(9))
 
 
-def test_more_than_32_bits_of_entropy_reach_a_cpu_stream():
-    # torch.Generator.manual_seed keeps 32 bits: with it, these two seeds give one stream.
-    short_one, short_two = (
-        torch.Generator().manual_seed(5),
-        torch.Generator().manual_seed(5 + 2**32),
-    )
-    assert torch.equal(torch.rand(4, generator=short_one), torch.rand(4, generator=short_two))
-    assert not torch.isclose(
-        draw(Streams(5, CPU), NOISE), draw(Streams(5 + 2**32, CPU), NOISE)
-    ).any()
-    words = Streams(None, CPU)[NOISE].get_state().numpy()[24 : 24 + 8 * 624].reshape(-1, 8)[:, :4]
-    assert len({bytes(word) for word in words}) > 600
+def test_draws_of_one_stream_follow_one_another():
+    one = stream(5)
+    found = torch.cat([one.uniform(7), one.normal(3), one.uniform(1), one.normal(1001)])
+    assert len(found.unique()) == len(found)
+
+
+@pytest.mark.parametrize(("offset", "count"), [(0, 7), (3, 10), (501, 500), (999, 2), (4, 0)])
+def test_any_part_of_a_normal_draw_can_be_made_by_itself(offset, count):
+    """Each process of a distributed run draws its own shard of one noise vector."""
+    whole = stream(2).normal(1001)
+    assert torch.equal(stream(2).normal(count, offset=offset), whole[offset : offset + count])
 
 
 def test_streams_are_uniform_and_normal():
-    streams = Streams(11, CPU)
-    uniform = draw(streams, BATCH, 100_000)
+    uniform = stream(11, BATCH).uniform(100_000)
     assert_frequency(int((uniform < 0.25).sum()), 100_000, 0.25)
-    normal = torch.randn(100_000, generator=streams[NOISE])
+    assert float(uniform.min()) >= 0
+    assert float(uniform.max()) < 1
+    normal = stream(11).normal(100_000)
     assert_normal(normal.numpy().astype(np.float64), 1.0)
 
 
-def test_positions_continue_exactly():
+def test_steps_are_independent():
+    """Neighbouring counters must not show."""
+    streams = Streams(1, CPU)
+    draws = torch.stack([streams.at(step)[NOISE].normal(4) for step in range(1, 20_001)])
+    correlation = torch.corrcoef(torch.cat([draws[:-1], draws[1:]], 1).T)
+    off_diagonal = correlation - torch.eye(8, dtype=torch.float64)
+    assert float(off_diagonal.abs().max()) <= STANDARD_ERRORS / 20_000**0.5
+
+
+def test_uniform_draws_have_53_bits():
+    draws = stream(3).uniform(4000) * 2.0**53
+    assert torch.equal(draws, draws.round())
+    assert bool((draws % 2 == 1).any())
+
+
+@pytest.mark.parametrize("first", [0, 5, 2**33 + 7])
+def test_integer_operations_give_the_words_of_numpy(first):
+    """What a GPU without a compiler computes is what a CPU draws."""
+    key = Key(bytes(range(16)))
+    address = (3, 1, first)
+    expected = philox._on_cpu(key, 77, address, 40, normal=False)
+    assert torch.equal(philox_words(key.on(CPU), torch.tensor(77), address, 40), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("first", [0, 2**33 + 7])
+def test_a_gpu_draws_the_same_numbers(compiled, first, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(philox.nvrtc, "compiled", lambda *_: None)
+    key, gpu = Key(bytes(range(16))), torch.device("cuda")
+    for normal in (False, True):
+        here = philox._on_cpu(key, 9, (3, 1, first), 1000, normal=normal)
+        there = philox._on_cuda(key, 9, (3, 1, first), 1000, gpu, normal=normal).cpu()
+        if normal:
+            torch.testing.assert_close(there, here, rtol=1e-12, atol=1e-12)
+        else:
+            assert torch.equal(there, here)
+
+
+def test_a_saved_key_continues_exactly():
     streams = Streams(None, CPU)
-    torch.randn(7, generator=streams[NOISE])  # an odd count: normals are drawn in pairs
-    positions = {name: state.clone() for name, state in streams.positions().items()}
-    expected = [torch.randn(9, generator=streams[NOISE]), draw(streams, BATCH)]
+    saved = {name: state.clone() for name, state in streams.positions().items()}
     other = Streams(None, CPU)
-    other.restore(positions)
-    assert torch.equal(torch.randn(9, generator=other[NOISE]), expected[0])
-    assert torch.equal(draw(other, BATCH), expected[1])
+    other.restore(saved)
+    assert torch.equal(other.at(9)[NOISE].normal(9), streams.at(9)[NOISE].normal(9))
+    assert other.seed_for(INIT, 0) == streams.seed_for(INIT, 0)
 
 
 def test_foreign_positions_are_refused():
     streams = Streams(0, CPU)
-    with pytest.raises(CheckpointError, match="expected the streams"):
-        streams.restore({BATCH: streams[BATCH].get_state()})
-    broken = {**streams.positions(), NOISE: torch.zeros(3, dtype=torch.uint8)}
-    with pytest.raises(CheckpointError, match="cannot continue"):
-        streams.restore(broken)
+    for wrong in ({}, {"noise": torch.zeros(16)}, {"key": torch.zeros(3, dtype=torch.uint8)}):
+        with pytest.raises(CheckpointError, match="no key of random numbers"):
+            streams.restore(wrong)
 
 
 def test_global_randomness_is_put_back():
     before = torch.get_rng_state()
-    with Streams(0, CPU).global_randomness(LAYERS):
+    with Streams(0, CPU).at(1).global_randomness(LAYERS):
         torch.rand(10)
     assert torch.equal(before, torch.get_rng_state())

@@ -13,7 +13,6 @@ import dpsur
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import flatten
-from dpsur.mechanism.streams import Streams
 from dpsur.methods import METHODS, Method
 from dpsur.privacy.budget import Budget
 from tests.conftest import blobs, small_model
@@ -93,12 +92,12 @@ def settled(method: Method, size: int, accounting: str) -> tuple[Method, Any]:
 
 
 def bound(
-    method: Method, accounting: str = "proven", seed: int = 0, problem: Problem | None = None
+    method: Method, accounting: str = "proven", problem: Problem | None = None
 ) -> tuple[Any, Any]:
     """A procedure and its plan."""
     problem = problem or Problem(small_model(), F.cross_entropy, blobs(SIZE))
     method, plan = settled(method, len(problem.train), accounting)
-    return method.bind(problem, plan, Streams(seed, CPU)), plan
+    return method.bind(problem, plan), plan
 
 
 def weights(run: dpsur.Run) -> torch.Tensor:
