@@ -20,10 +20,10 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import flatten
-from dpsur.mechanism import dp_gradient as noisy_mean
-from dpsur.mechanism import gate, loop, noise, sampling
+from dpsur.mechanism import dp_gradient, gate, noise, proposer, sampling, trial
 from dpsur.mechanism.gate import LossGate, mean_losses
-from dpsur.mechanism.loop import start, train
+from dpsur.mechanism.loop import train
+from dpsur.mechanism.proposer import DpGradient
 from dpsur.mechanism.sampling import Batch
 from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.methods import Dpsgd, Dpsur, noisy_gradient, selection
@@ -48,27 +48,27 @@ BUDGET = Budget(3.0, 1e-5)
 
 def rejection_restores_everything():
     """After rejections alone, every tensor of the state is the initial one."""
-    trial = Trial(SampledGaussian(0.2, 1.0), LossTest(0.2, 1.0, -math.inf))
-    plan = Plan(BUDGET, "every-trial", trial, 6)
+    tried = Trial(SampledGaussian(0.2, 1.0), LossTest(0.2, 1.0, -math.inf))
+    plan = Plan(BUDGET, "every-trial", tried, 6)
     method = Dpsur(average_decay=0.9)
-    procedure = method.bind(Problem(small_model(), F.cross_entropy, blobs()), plan, Streams(0, CPU))
-    end = flatten(train(procedure, plan, start(procedure)).state)
+    procedure = method.bind(Problem(small_model(), F.cross_entropy, blobs()), plan)
+    end = flatten(train(procedure, plan, Streams(0, CPU)).state)
     for name, value in flatten(procedure.initial_state()).items():
         assert torch.equal(value, end[name]), name
 
 
 def both_losses_come_from_one_batch():
     """A candidate equal to the current model has a loss difference of exactly zero."""
-    trial = Trial(SampledGaussian(0.2, 1.0), LossTest(0.05, 1.0, 0.0))
-    plan = Plan(BUDGET, "every-trial", trial, 10)
+    tried = Trial(SampledGaussian(0.2, 1.0), LossTest(0.05, 1.0, 0.0))
+    plan = Plan(BUDGET, "every-trial", tried, 10)
     method = Dpsur(learning_rate=1e-30)
-    procedure = method.bind(Problem(small_model(), F.cross_entropy, blobs()), plan, Streams(0, CPU))
+    procedure = method.bind(Problem(small_model(), F.cross_entropy, blobs()), plan)
     differences = []
     train(
         procedure,
         plan,
-        start(procedure),
-        lambda _, verdict: differences.append(float(verdict.private["loss_difference"])),
+        Streams(0, CPU),
+        on_block=lambda _, made: differences.append(float(made[0].private["loss_difference"])),
     )
     assert differences == [0.0] * 10
 
@@ -91,13 +91,13 @@ def steps_in_records(rate=0.1, count=40, size=100, multiplier=1e-6):
     )
     plan = Plan(BUDGET, "every-trial", Trial(SampledGaussian(rate, multiplier)), count)
     method = Dpsgd(learning_rate=1.0, momentum=0.0, schedule="constant", max_grad_norm=1.0)
-    procedure = method.bind(problem, plan, Streams(0, CPU))
+    procedure = method.bind(problem, plan)
     weights = [0.0]
     end = train(
         procedure,
         plan,
-        start(procedure),
-        lambda progress, _: weights.append(float(progress.state.params["weight"])),
+        Streams(0, CPU),
+        on_block=lambda progress, _: weights.append(float(progress.state.params["weight"])),
     )
     return np.diff(np.array(weights)) * rate * size, end
 
@@ -105,8 +105,9 @@ def steps_in_records(rate=0.1, count=40, size=100, multiplier=1e-6):
 def sums_are_divided_by_the_expected_size():
     """Each step is a whole number of records over the expected size: the number that was drawn."""
     steps, _ = steps_in_records()
-    drawn = Streams(0, CPU)[BATCH]
-    sizes = [len(sampling.poisson_sample(100, 0.1, drawn)) for _ in range(40)]
+    streams = Streams(0, CPU)
+    batches = [streams.at(step)[BATCH] for step in range(1, 41)]
+    sizes = [len(sampling.poisson_sample(100, 0.1, drawn)) for drawn in batches]
     assert len(set(sizes)) > 5
     assert np.allclose(steps, sizes, atol=1e-2), (steps[:5], sizes[:5])
 
@@ -122,17 +123,15 @@ def an_empty_batch_is_a_trial_like_any_other():
 def the_budget_stops_training_before_it_is_overspent():
     settled, plan = Dpsgd(noise_multiplier=6.0).settle(200, Budget(2.0, 1e-4), "every-trial")
     problem = Problem(small_model(), F.cross_entropy, blobs())
-    procedure = settled.bind(problem, plan, Streams(0, CPU))
-    end = train(procedure, plan, start(procedure))
+    procedure = settled.bind(problem, plan)
+    end = train(procedure, plan, Streams(0, CPU))
     assert accounting_named("every-trial").spent(end.ledger, 1e-4) <= 2.0
 
 
 def a_nan_difference_is_accepted_as_often_as_the_worst():
     gate = LossGate(0.001, 1.0, 0.0)
     count = 100_000
-    accepted = gate.decide(
-        torch.full((count,), math.nan, dtype=torch.float64), torch.Generator().manual_seed(0)
-    )
+    accepted = gate.decide(torch.full((count,), math.nan, dtype=torch.float64), stream())
     assert_frequency(int(accepted.sum()), count, LossTest(0.1, 1.0, 0.0).accept_min)
 
 
@@ -146,8 +145,8 @@ def training_and_test_batches_are_independent():
     drawn = []
     real = sampling.poisson_sample
 
-    def spy(size, rate, generator):
-        rows = real(size, rate, generator)
+    def spy(size, rate, drawn_from):
+        rows = real(size, rate, drawn_from)
         mask = torch.zeros(size, dtype=torch.bool)
         mask[rows] = True
         drawn.append(mask)
@@ -155,20 +154,20 @@ def training_and_test_batches_are_independent():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "poisson_sample", spy)
-        trial = Trial(SampledGaussian(0.5, 1.0), LossTest(0.5, 1.0, 0.0))
-        plan = Plan(BUDGET, "every-trial", trial, 200)
+        tried = Trial(SampledGaussian(0.5, 1.0), LossTest(0.5, 1.0, 0.0))
+        plan = Plan(BUDGET, "every-trial", tried, 200)
         problem = Problem(small_model(), F.cross_entropy, blobs())
-        procedure = Dpsur(learning_rate=1e-3).bind(problem, plan, Streams(0, CPU))
-        train(procedure, plan, start(procedure))
+        procedure = Dpsur(learning_rate=1e-3).bind(problem, plan)
+        train(procedure, plan, Streams(0, CPU))
     together = sum(int((a & b).sum()) for a, b in zip(drawn[::2], drawn[1::2], strict=True))
     assert_frequency(together, 200 * 200, 0.25)
 
 
 def every_part_of_every_trial_is_charged():
     """A strong test must show in epsilon: here it costs more than the gradient does."""
-    trial = Trial(SampledGaussian(0.01, 5.0), LossTest(0.1, 0.8, 0.0))
-    alone = pld.composed_epsilon([(trial.test, 100)], 1e-5)
-    assert pld.composed_epsilon([(trial, 100)], 1e-5) >= alone > 1.0
+    tried = Trial(SampledGaussian(0.01, 5.0), LossTest(0.1, 0.8, 0.0))
+    alone = pld.composed_epsilon([(tried.test, 100)], 1e-5)
+    assert pld.composed_epsilon([(tried, 100)], 1e-5) >= alone > 1.0
 
 
 class RunningMean(nn.Module):
@@ -246,44 +245,33 @@ def a_text_does_not_depend_on_the_longest():
 # --- mutants ------------------------------------------------------------------------------------
 
 
-def keep_weights_only(patch):
-    real = loop.keep
-    patch.setattr(
-        loop,
-        "keep",
-        lambda accept, new, old: replace(new, params=real(accept, new, old).params),
+def keeps(change):
+    """A mutant that replaces how one of two states is chosen."""
+
+    def patch_it(patch):
+        real = trial.keep
+        patch.setattr(
+            trial, "keep", lambda accept, new, old, out=None: change(real, accept, new, old)
+        )
+
+    return patch_it
+
+
+keep_weights_only = keeps(
+    lambda real, accept, new, old: replace(new, params=real(accept, new, old).params)
+)
+keep_without_optimizer = keeps(
+    lambda real, accept, new, old: replace(real(accept, new, old), optimizer=new.optimizer)
+)
+keep_without_average = keeps(
+    lambda real, accept, new, old: replace(real(accept, new, old), average=new.average)
+)
+no_restore = keeps(lambda real, accept, new, old: new)
+alias_until_the_first_acceptance = keeps(
+    lambda real, accept, new, old: (
+        replace(old, params=new.params) if int(old.updates) == 0 else real(accept, new, old)
     )
-
-
-def keep_without_optimizer(patch):
-    real = loop.keep
-    patch.setattr(
-        loop,
-        "keep",
-        lambda accept, new, old: replace(real(accept, new, old), optimizer=new.optimizer),
-    )
-
-
-def keep_without_average(patch):
-    real = loop.keep
-    patch.setattr(
-        loop, "keep", lambda accept, new, old: replace(real(accept, new, old), average=new.average)
-    )
-
-
-def no_restore(patch):
-    patch.setattr(loop, "keep", lambda accept, new, old: new)
-
-
-def alias_until_the_first_acceptance(patch):
-    real = loop.keep
-    patch.setattr(
-        loop,
-        "keep",
-        lambda accept, new, old: (
-            replace(old, params=new.params) if int(old.updates) == 0 else real(accept, new, old)
-        ),
-    )
+)
 
 
 def stale_loss(patch):
@@ -310,51 +298,42 @@ def losses_on_two_batches(patch):
     patch.setattr(gate, "mean_losses", compare)
 
 
-def divided_by(patch, size_of):
-    real = noisy_gradient.NoisyGradientSteps._noisy_gradient
-
-    def wrong(self, params):
-        draws = []
-
-        def spy(examples, rate, generator):
-            draws.append(sampling.exact_batch(examples, rate, generator))
-            return draws[-1]
-
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self, "_draw", spy)
-            gradient, overflow = real(self, params)
-        expected = self._event.sample_rate * len(self._problem.train)
-        size = max(1, size_of(draws[0].examples))
-        return {name: value * expected / size for name, value in gradient.items()}, overflow
-
-    patch.setattr(noisy_gradient.NoisyGradientSteps, "_noisy_gradient", wrong)
+def drawn_size(source, draws):
+    """How many records the batch of a step holds."""
+    again = Stream(draws._streams, BATCH, draws.step)
+    size = len(source.sampler.problem.train)
+    return len(sampling.poisson_sample(size, source.update.sample_rate, again))
 
 
-def divided_by_the_drawn_size(patch):
-    divided_by(patch, len)
+def gradients(change):
+    """A mutant that changes the gradient of a step."""
+
+    def patch_it(patch):
+        real = DpGradient.gradient
+
+        def wrong(self, state, draws):
+            gradient, overflow = real(self, state, draws)
+            factor = change(self, draws)
+            return {name: value * factor for name, value in gradient.items()}, overflow
+
+        patch.setattr(DpGradient, "gradient", wrong)
+
+    return patch_it
 
 
-def divided_by_another_draws_size(patch):
-    other = torch.Generator().manual_seed(9)
-    divided_by(patch, lambda drawn: len(sampling.poisson_sample(100, 0.1, other)))
+def expected_size(source):
+    return source.update.sample_rate * len(source.sampler.problem.train)
 
 
-def skipped_empty_batch(patch):
-    real = noisy_gradient.NoisyGradientSteps._noisy_gradient
-
-    def wrong(self, params):
-        state = self._streams[BATCH].get_state()
-        train_set = self._problem.train
-        rows = sampling.poisson_sample(
-            len(train_set), self._event.sample_rate, self._streams[BATCH]
-        )
-        self._streams[BATCH].set_state(state)
-        gradient, overflow = real(self, params)
-        if len(rows) == 0:
-            gradient = {name: torch.zeros_like(value) for name, value in gradient.items()}
-        return gradient, overflow
-
-    patch.setattr(noisy_gradient.NoisyGradientSteps, "_noisy_gradient", wrong)
+divided_by_the_drawn_size = gradients(
+    lambda source, draws: expected_size(source) / max(1, drawn_size(source, draws))
+)
+divided_by_another_draws_size = gradients(
+    lambda source, draws: (
+        expected_size(source) / max(1, drawn_size(source, Streams(9, CPU).at(draws.step)))
+    )
+)
+skipped_empty_batch = gradients(lambda source, draws: float(drawn_size(source, draws) > 0))
 
 
 def late_stop(patch):
@@ -363,9 +342,9 @@ def late_stop(patch):
 
 
 def nan_rejects_always(patch):
-    def decide(self, difference, generator):
+    def decide(self, difference, drawn):
         bound = self.loss_clip
-        draw = torch.randn(difference.shape, generator=generator, dtype=difference.dtype)
+        draw = drawn.normal(difference.numel()).view(difference.shape)
         noisy = difference.clamp(-bound, bound) + 2 * bound * self.noise_multiplier * draw
         return noisy < self.accept_threshold * bound
 
@@ -375,7 +354,7 @@ def nan_rejects_always(patch):
 def noise_times(factor):
     def patch_it(patch):
         patch.setattr(
-            noisy_mean,
+            dp_gradient,
             "add_gaussian",
             lambda total, multiplier, g: noise.add_gaussian(total, factor * multiplier, g),
         )
@@ -384,23 +363,22 @@ def noise_times(factor):
 
 
 def one_stream_replayed_for_both_batches(patch):
-    real = selection.Selective.judge
+    def fresh_batch(self, draws):
+        again = Stream(draws._streams, BATCH, draws.step)
+        return self.draw(self.problem.train, self.test.sample_rate, again)
 
-    def judge(self, state, candidate):
-        with pytest.MonkeyPatch.context() as inner:
-            copy = torch.Generator().manual_seed(0)
-            copy.set_state(self._last)
-            inner.setitem(self._streams._generators, "val-batch", copy)
-            return real(self, state, candidate)
+    patch.setattr(gate.LossTestGate, "_fresh_batch", fresh_batch)
 
-    real_propose = selection.Selective.propose
 
-    def propose(self, state, position):
-        self._last = self._streams[BATCH].get_state()
-        return real_propose(self, state, position)
+def noise_of_the_first_step_repeated(patch):
+    """The counter goes back: every step draws the noise of the first."""
+    real = proposer.noisy_mean_gradient
 
-    patch.setattr(selection.Selective, "judge", judge)
-    patch.setattr(selection.Selective, "propose", propose)
+    def wrong(problem, params, batch, rate, multiplier, norm, drawn, **rest):
+        first = Stream(drawn._streams, drawn.purpose, 1)
+        return real(problem, params, batch, rate, multiplier, norm, first, **rest)
+
+    patch.setattr(proposer, "noisy_mean_gradient", wrong)
 
 
 def forget_the_test(patch):
@@ -450,6 +428,7 @@ MUTANTS = [
         divided_by_the_drawn_size,
     ),
     Mutant("NaN rejects", a_nan_difference_is_accepted_as_often_as_the_worst, nan_rejects_always),
+    Mutant("noise repeated", noise_has_the_accounted_scale, noise_of_the_first_step_repeated),
     Mutant("noise x 2/3", noise_has_the_accounted_scale, noise_times(2 / 3)),
     Mutant("noise x 3/2", noise_has_the_accounted_scale, noise_times(3 / 2)),
     Mutant(

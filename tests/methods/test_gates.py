@@ -5,7 +5,8 @@ import torch
 
 import dpsur
 from dpsur.mechanism.loop import make_trial, start, train
-from dpsur.methods import selection
+from dpsur.mechanism.streams import Streams
+from dpsur.methods import gradient_method
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.plans import FilteredPlan
 from dpsur.runs.verification import verify
@@ -20,6 +21,7 @@ CASES = [
     ("proven", {**LOSS, "updates": 4}),
     ("every-trial", {**LOSS, "trials": 8}),
 ]
+STREAMS = Streams(0, torch.device("cpu"))
 IDS = ["proven-coin", "proven-loss", "every-trial-loss"]
 
 
@@ -97,15 +99,15 @@ def test_a_rejected_trial_leaves_the_state_as_it_was(accounting, monkeypatch):
     """Memory and all: only the released sum of norms changes it."""
     count = {"updates": 4} if accounting == "proven" else {"trials": 8}
     method = dpsur.Dpis(**STEERED, **LOSS, **count, average_decay=0.9)
-    monkeypatch.setattr(selection, "make_gate", lambda *_: Never())
+    monkeypatch.setattr(gradient_method, "make_rule", lambda *_: Never())
     procedure, plan = bound(method, accounting)
-    progress, verdict = make_trial(procedure, plan, start(procedure))
+    progress, verdict = make_trial(procedure, plan, STREAMS, start(procedure))
     assert bool(verdict.accept)  # the sum of norms, which no gate holds back
     assert float(progress.state.memory["norm_sum"]) > 0
     assert not isinstance(progress.ledger.entries[-1].step, Trial)
     known = progress.state
     for number in range(1, 4):
-        progress, verdict = make_trial(procedure, plan, progress)
+        progress, verdict = make_trial(procedure, plan, STREAMS, progress)
         assert not bool(verdict.accept)
         assert_same(progress.state, known)
         assert (progress.ledger.trials, progress.ledger.updates) == (number, 0)
@@ -117,10 +119,10 @@ def test_a_rejected_trial_leaves_the_state_as_it_was(accounting, monkeypatch):
 
 
 def test_nothing_is_released_when_the_cap_comes_first(monkeypatch):
-    monkeypatch.setattr(selection, "make_gate", lambda *_: Never())
+    monkeypatch.setattr(gradient_method, "make_rule", lambda *_: Never())
     procedure, plan = bound(dpsur.Dpis(**STEERED, **COIN))
     with pytest.raises(dpsur.NothingReleasedError, match="trials came before 4 accepted updates"):
-        train(procedure, plan, start(procedure))
+        train(procedure, plan, STREAMS)
 
 
 @pytest.mark.parametrize("accounting", ["every-trial"])
@@ -128,7 +130,7 @@ def test_momentum_may_be_kept_where_every_trial_is_charged(accounting):
     options = {**STEERED, **LOSS, "trials": 8, "on_reject": "keep-momentum"}
     procedure, plan = bound(dpsur.Dpis(**options), accounting)
     assert plan.on_reject == "keep-momentum"
-    assert train(procedure, plan, start(procedure)).ledger.trials == 8
+    assert train(procedure, plan, STREAMS).ledger.trials == 8
     with pytest.raises(dpsur.InvalidInputError, match="keep-momentum is not covered by the proven"):
         dpsur.Dpis(**{**options, "trials": None, "updates": 4}).settle(SIZE, BUDGET, "proven")
 
