@@ -13,21 +13,22 @@ from torch import nn
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
-from dpsur.mechanism import dp_gradient as noisy_mean
+from dpsur.mechanism import dp_gradient, proposer
 from dpsur.mechanism.loop import make_trial, start, train
 from dpsur.mechanism.noise import add_gaussian
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import Streams
-from dpsur.methods import Dpagd, adaptive_steps, draws
-from dpsur.methods.adaptive_steps import AdaptiveSteps
-from dpsur.methods.exponential_mechanism import noisy_least
+from dpsur.methods import Dpagd, dpagd
+from dpsur.methods.dpagd import AdaptiveSteps, exponential_mechanism
 from dpsur.privacy.events import NoisyChoice, SampledGaussian, Trial
 from dpsur.privacy.plans import FilteredPlan
 from dpsur.privacy.proven import event_divergence
+from tests.conftest import stream
 from tests.methods.problems import CPU, SIZE, assert_same, bound
 from tests.statistics import FALSE_ALARM, assert_standard_deviation
 
 CLIP = 0.5
+STREAMS = Streams(0, CPU)
 METHOD = Dpagd(
     batch_size=SIZE, val_batch_size=SIZE, max_grad_norm=CLIP, updates=6, step_sizes=5,
     largest_step=4.0, raise_by=0.5,
@@ -77,8 +78,8 @@ def trials(procedure, plan, choices, progress=None):
     progress = progress or start(procedure)
     for index in choices:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adaptive_steps, "noisy_least", always(index))
-            progress, _ = make_trial(procedure, plan, progress)
+            patch.setattr(dpagd, "exponential_mechanism", always(index))
+            progress, _ = make_trial(procedure, plan, STREAMS, progress)
         yield progress
 
 
@@ -91,10 +92,11 @@ def candidates_start_from_the_same_weights():
     weights, gradient = {"weight": torch.zeros(1)}, {"weight": torch.tensor([-1.0])}
     lengths = torch.tensor([0.0, 0.25, 0.5, 1.0, 2.0], dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adaptive_steps, "noisy_least", the_least)
-        sample = exact_batch(procedure._problem.train, 1.0, torch.Generator())
+        patch.setattr(dpagd, "exponential_mechanism", the_least)
+        draws = STREAMS.at(1)
+        sample = exact_batch(procedure._problem.train, 1.0, draws["batch"])
         # length 1 hits the centre
-        assert int(procedure._choose(weights, gradient, lengths, sample)) == 3
+        assert int(procedure._choose(weights, gradient, lengths, sample, draws)) == 3
 
 
 def one_record_moves_a_gradient_by_at_most_the_bound():
@@ -118,25 +120,25 @@ def what_was_drawn_fits_the_allowance():
     rates, done = [], []
     gradient_rate, choice_rate = 20 / SIZE, 1.0
 
-    def spy_batch(examples, rate, generator):
+    def spy_batch(examples, rate, drawn_from):
         rates.append(rate)
-        return exact_batch(examples, rate, generator)
+        return exact_batch(examples, rate, drawn_from)
 
-    def spy_noise(total, multiplier, generator):
+    def spy_noise(total, multiplier, drawn_from):
         assert total.sensitivity == CLIP
         done.append(SampledGaussian(gradient_rate, float(multiplier)))
-        return add_gaussian(total, multiplier, generator)
+        return add_gaussian(total, multiplier, drawn_from)
 
-    def spy_choice(losses, loss_clip, choice_epsilon, generator):
+    def spy_choice(losses, loss_clip, choice_epsilon, drawn_from):
         done.append(NoisyChoice(choice_rate, choice_epsilon))
-        return noisy_least(losses, loss_clip, choice_epsilon, generator)
+        return exponential_mechanism(losses, loss_clip, choice_epsilon, drawn_from)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draws, "steady_batch", spy_batch)
-        patch.setattr(noisy_mean, "add_gaussian", spy_noise)
-        patch.setattr(adaptive_steps, "noisy_least", spy_choice)
+        patch.setattr(proposer, "steady_batch", spy_batch)
+        patch.setattr(dp_gradient, "add_gaussian", spy_noise)
+        patch.setattr(dpagd, "exponential_mechanism", spy_choice)
         procedure, plan = bound(replace(METHOD, batch_size=20, step_sizes=3), problem=flat())
-        end = train(procedure, plan, start(procedure))
+        end = train(procedure, plan, STREAMS)
     assert 0 < end.ledger.updates < end.ledger.trials
     assert len(done) == 2 * end.ledger.trials
     assert rates == [gradient_rate, choice_rate] * end.ledger.trials
@@ -192,8 +194,10 @@ def choice_pvalue(choice_epsilon: float, count: int = 8000) -> float:
     losses = torch.tensor([[0.9, 0.5], [0.2, 5.0], [math.nan, 0.0], [-3.0, 0.6]])
     clipped = np.array([1.4, 1.2, 1.0, 0.6])  # at a clip bound of 1
     weights = np.exp(-1.5 * clipped)
-    generator = torch.Generator().manual_seed(3)
-    drawn = [int(noisy_least(losses, 1.0, choice_epsilon, generator)) for _ in range(count)]
+    drawn_from = stream(3)
+    drawn = [
+        int(exponential_mechanism(losses, 1.0, choice_epsilon, drawn_from)) for _ in range(count)
+    ]
     observed = np.bincount(drawn, minlength=4)
     return float(stats.chisquare(observed, weights / weights.sum() * count).pvalue)
 
@@ -202,18 +206,18 @@ def choice_pvalue(choice_epsilon: float, count: int = 8000) -> float:
 
 
 def candidates_that_accumulate(patch):
-    def wrong(self, params, gradient, lengths, sample):
+    def wrong(self, params, gradient, lengths, sample, draws):
         losses, moved = [], params
         for length in lengths:
             moved = {n: v - length.to(v.dtype) * gradient[n] for n, v in moved.items()}
             losses.append(self._problem.losses(moved, sample.examples))
-        return adaptive_steps.noisy_least(torch.stack(losses), 3.0, 1.0, None)
+        return dpagd.exponential_mechanism(torch.stack(losses), 3.0, 1.0, None)
 
     patch.setattr(AdaptiveSteps, "_choose", wrong)
 
 
 def unclipped_retry(patch):
-    real, tries = noisy_mean.clipped_sum, []
+    real, tries = dp_gradient.clipped_sum, []
 
     def wrong(problem, params, examples, bound, **more):
         tries.append(problem)
@@ -221,7 +225,7 @@ def unclipped_retry(patch):
         total = real(problem, params, examples, 1e9 if again else bound, **more)
         return replace(total, sensitivity=bound)
 
-    patch.setattr(noisy_mean, "clipped_sum", wrong)
+    patch.setattr(dp_gradient, "clipped_sum", wrong)
 
 
 def uncharged_retries(patch):
@@ -238,16 +242,17 @@ def difference_charged_and_all_of_it_taken(patch):
     """A retry draws a gradient of the whole precision, and is charged for what was added."""
     real = AdaptiveSteps._noisy_gradient
 
-    def wrong(self, params, batch, noise_multiplier):
-        return real(self, params, batch, noise_multiplier.clamp(max=self._first_precision**-0.5))
+    def wrong(self, params, batch, noise_multiplier, draws):
+        noise = noise_multiplier.clamp(max=self._first_precision**-0.5)
+        return real(self, params, batch, noise, draws)
 
     patch.setattr(AdaptiveSteps, "_noisy_gradient", wrong)
 
 
 def plain_average(patch):
-    def wrong(self, state, memory, batch):
+    def wrong(self, state, memory, batch, draws):
         fresh_precision = self._fresh_precision(memory)
-        fresh = self._noisy_gradient(state.params, batch, fresh_precision**-0.5)
+        fresh = self._noisy_gradient(state.params, batch, fresh_precision**-0.5, draws)
         share = 1.0 if float(memory["retry"]) == 0 else 0.5
         mixed = {
             name: share * value + (1 - share) * memory[f"gradient/{name}"]
@@ -262,12 +267,12 @@ def every_choice_counts(patch):
     patch.setattr(
         AdaptiveSteps,
         "judge",
-        lambda self, state, candidate: adaptive_steps.Verdict(torch.tensor(True)),
+        lambda self, state, candidate, draws: dpagd.Verdict(torch.tensor(True)),
     )
 
 
 def no_headroom(patch):
-    patch.setattr(adaptive_steps, "HEADROOM", 1.0)
+    patch.setattr(dpagd, "HEADROOM", 1.0)
 
 
 def forgets_nothing(patch):
@@ -321,27 +326,27 @@ def test_the_choice_is_the_exponential_mechanism():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 def test_a_loss_that_is_not_finite_counts_as_the_clip_bound(bad):
     """Else a record could rule a candidate out, which no epsilon would cover."""
-    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    streams = [stream(1) for _ in range(2)]
     odd = torch.tensor([[bad, 0.5], [0.5, 0.5]])
     clipped = torch.tensor([[1.0, 0.5], [0.5, 0.5]])
     found = [
-        [int(noisy_least(losses, 1.0, 2.0, generator)) for _ in range(200)]
-        for losses, generator in zip((odd, clipped), generators, strict=True)
+        [int(exponential_mechanism(losses, 1.0, 2.0, drawn_from)) for _ in range(200)]
+        for losses, drawn_from in zip((odd, clipped), streams, strict=True)
     ]
     assert found[0] == found[1]
     assert set(found[0]) == {0, 1}
 
 
 def test_an_empty_sample_chooses_at_random():
-    generator = torch.Generator().manual_seed(0)
-    drawn = [int(noisy_least(torch.zeros(3, 0), 1.0, 1e6, generator)) for _ in range(60)]
+    drawn_from = stream(0)
+    drawn = [int(exponential_mechanism(torch.zeros(3, 0), 1.0, 1e6, drawn_from)) for _ in range(60)]
     assert set(drawn) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("values", [(0.0, 1.0), (1.0, -1.0), (math.nan, 1.0)])
 def test_bad_choices(values):
     with pytest.raises(InvalidInputError, match="must be a finite number above 0"):
-        noisy_least(torch.zeros(2, 2), *values, torch.Generator())
+        exponential_mechanism(torch.zeros(2, 2), *values, stream())
 
 
 def test_a_retry_states_and_draws_the_difference():
@@ -363,7 +368,7 @@ def test_a_retry_states_and_draws_the_difference():
 
 def test_it_ends_when_nothing_fits_and_not_before():
     procedure, plan = bound(replace(METHOD, step_sizes=2), problem=flat())
-    end = train(procedure, plan, start(procedure))
+    end = train(procedure, plan, STREAMS)
     left = plan.allowance - plan.divergence(end.ledger)
     assert 0 <= left < event_divergence(procedure.step(end.state), plan.order)
     assert plan.completed(end.ledger)
@@ -371,10 +376,10 @@ def test_it_ends_when_nothing_fits_and_not_before():
 
 
 def test_without_noise_it_comes_within_a_step_of_the_minimum(monkeypatch):
-    monkeypatch.setattr(adaptive_steps, "noisy_least", the_least)
-    monkeypatch.setattr(noisy_mean, "add_gaussian", lambda total, *_: total.params)
+    monkeypatch.setattr(dpagd, "exponential_mechanism", the_least)
+    monkeypatch.setattr(dp_gradient, "add_gaussian", lambda total, *_: total.params)
     procedure, plan = bound(METHOD, problem=quadratic(centre=0.8))
-    end = train(procedure, plan, start(procedure))
+    end = train(procedure, plan, STREAMS)
     assert float(end.state.params["weight"]) == pytest.approx(0.8, abs=0.25)
 
 
@@ -392,20 +397,21 @@ def test_an_average_follows_updates_and_rests_where_nothing_is_chosen():
     assert float(second.state.released_params["weight"]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_layers_that_draw_have_a_stream_of_their_own():
+def test_layers_that_draw_have_a_stream_of_their_own(monkeypatch):
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 3))
     inputs = torch.randn(SIZE, 2, generator=torch.Generator().manual_seed(0))
     train_set = Examples(inputs, torch.arange(SIZE) % 3)
     problem = Problem(model, nn.functional.cross_entropy, train_set)
-    streams = Streams(0, CPU)
-    before = streams["layers"].get_state()
     settled, plan = METHOD.settle(SIZE, bound(METHOD)[1].budget, "proven")
-    procedure = settled.bind(problem, plan, streams)
+    procedure = settled.bind(problem, plan)
     assert procedure.padded() is None  # a replay would repeat their draws
+    seeds = []
+    real = Streams.seed_for
+    monkeypatch.setattr(Streams, "seed_for", lambda self, *at: seeds.append(at) or real(self, *at))
     state = torch.get_rng_state()
     list(trials(procedure, plan, [1]))
     assert torch.equal(state, torch.get_rng_state())
-    assert not torch.equal(before, streams["layers"].get_state())
+    assert set(seeds) == {("layers", 1)}
 
 
 def test_the_price_is_shared_as_stated():

@@ -13,14 +13,15 @@ from torch import nn
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
-from dpsur.mechanism import dp_gradient as noisy_mean
+from dpsur.mechanism import dp_gradient, proposer, streams
 from dpsur.mechanism.loop import make_trial, start, train
 from dpsur.mechanism.noise import add_gaussian
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.state import State
 from dpsur.mechanism.streams import Streams
-from dpsur.methods import Dpis, importance_steps
-from dpsur.methods.importance_steps import ImportanceSteps, price_of_an_update
+from dpsur.mechanism.trial import Selective
+from dpsur.methods import Dpis, dpis
+from dpsur.methods.dpis import ImportanceProposer, price_of_an_update
 from dpsur.per_example import GradientBudget, clipped_norms, clipped_sum
 from dpsur.per_example import contributions as factors
 from dpsur.privacy import pld
@@ -33,6 +34,7 @@ from tests.methods.problems import BUDGET, CPU, SIZE, bound, settled
 from tests.statistics import STANDARD_ERRORS, assert_standard_deviation
 
 CLIP = 0.7
+STREAMS = Streams(0, CPU)
 STEPS = {"batch_size": 20, "noise_multiplier": 6.0}  # the noise of a typical step
 OPTIONS = {**STEPS, "max_grad_norm": CLIP, "updates": 6, "norm_noise_multiplier": 3.0}
 GATED = {
@@ -66,11 +68,12 @@ def clipped_rows(problem: Problem) -> torch.Tensor:
     return rows * (CLIP / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)).clamp(max=1.0)
 
 
-def refreshed(problem: Problem, norm_sum: float, seed: int = 0, noise: float = 1e-9, **changes):
+def refreshed(problem: Problem, norm_sum: float, noise: float = 1e-9, **changes):
     """A procedure in a state in which this sum of norms was released."""
-    procedure, _ = bound(Dpis(**{**OPTIONS, **changes}), seed=seed, problem=problem)
+    procedure, _ = bound(Dpis(**{**OPTIONS, **changes}), problem=problem)
     state = procedure.initial_state()
-    update = procedure._steering.update_at(procedure._steering.batch_size * CLIP / norm_sum)
+    steering = procedure.proposer.source.steering
+    update = steering.update_at(steering.batch_size * CLIP / norm_sum)
     values = {
         "norm_sum": norm_sum,
         "sample_rate": update.sample_rate,
@@ -78,6 +81,10 @@ def refreshed(problem: Problem, norm_sum: float, seed: int = 0, noise: float = 1
     }
     memory = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
     return procedure, replace(state, memory={**memory, "refresh_at": state.updates + 10})
+
+
+def gradient(procedure, state, step, streams=STREAMS):
+    return procedure.proposer.source.gradient(state, streams.at(step))[0]["weight"]
 
 
 # --- laws ---------------------------------------------------------------------------------------
@@ -89,7 +96,7 @@ def the_estimate_is_unbiased(draws: int = 600):
     rows = clipped_rows(problem)
     norm_sum = float(rows.norm(dim=1).sum())
     procedure, state = refreshed(problem, norm_sum)
-    found = np.stack([procedure._gradient(state)[0]["weight"].numpy() for _ in range(draws)])
+    found = np.stack([gradient(procedure, state, step).numpy() for step in range(draws)])
     error = found.std(0) / math.sqrt(draws)
     off = np.abs(found.mean(0) - rows.mean(0).numpy()) / error
     assert off.max() <= STANDARD_ERRORS, off
@@ -117,7 +124,7 @@ class Released(NamedTuple):
     norm_sum: float
     event: SampledGaussian
     state: State
-    procedure: ImportanceSteps
+    procedure: Selective
     plan: MenuPlan
 
 
@@ -125,8 +132,8 @@ def released_sums(draws: int, problem: Problem, **changes):
     """Releases of the sum of norms from the initial weights, all records looked at."""
     procedure, plan = bound(Dpis(**{**OPTIONS, **changes}), problem=problem)
     step = procedure.step(procedure.initial_state())
-    for _ in range(draws):
-        progress, _ = make_trial(procedure, plan, start(procedure))
+    for number in range(draws):
+        progress, _ = make_trial(procedure, plan, STREAMS.spawn(number), start(procedure))
         assert progress.ledger.entries[0].step == step
         norm_sum = float(progress.state.memory["norm_sum"])
         yield Released(norm_sum, step, progress.state, procedure, plan)
@@ -169,11 +176,11 @@ def an_update_behind_a_gate_costs_its_price():
     """Whatever sum was released, the update that follows fits its share of the allowance."""
     problem = known_gradients(spread=0.5)
     method, plan = settled(Dpis(**GATED), SIZE, "every-trial")
-    procedure = method._proposer(problem, plan, Streams(0, CPU))
-    price = price_of_an_update(plan, procedure._steering.norms, method.refresh_every)
-    for _ in range(3):
-        state = procedure.propose(procedure.initial_state(), torch.tensor(0)).state
-        trial = replace(procedure.step(state), test=plan.typical.test)
+    steps = method.bind(problem, plan).proposer
+    price = price_of_an_update(plan, steps.source.steering.norms, method.refresh_every)
+    for step in range(1, 4):
+        state = steps.propose(steps.initial_state(), STREAMS.at(step), torch.tensor(0)).state
+        trial = replace(steps.step(state), test=plan.typical.test)
         assert 0.99 * price <= plan.cost(trial) <= price
 
 
@@ -185,24 +192,24 @@ def what_was_drawn_fits_the_budget():
         done = []
         rates = []
 
-        def spy_batch(examples, rate, generator, rates=rates):
+        def spy_batch(examples, rate, drawn_from, rates=rates):
             rates.append(rate)
-            return exact_batch(examples, rate, generator)
+            return exact_batch(examples, rate, drawn_from)
 
-        real = importance_steps.add_gaussian
+        real = dpis.add_gaussian
 
-        def spy_noise(total, multiplier, generator, rates=rates, done=done, real=real):
+        def spy_noise(total, multiplier, drawn_from, rates=rates, done=done, real=real):
             assert total.sensitivity == CLIP
             done.append(SampledGaussian(rates[-1], multiplier))
-            return real(total, multiplier, generator)
+            return real(total, multiplier, drawn_from)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(importance_steps, "steady_batch", spy_batch)
-            for module in (importance_steps, noisy_mean):
+            patch.setattr(proposer, "steady_batch", spy_batch)
+            for module in (dpis, dp_gradient):
                 patch.setattr(module, "add_gaussian", spy_noise)
             problem = known_gradients(spread=spread)
-            procedure = method.bind(problem, plan, Streams(seed, CPU))
-            end = train(procedure, plan, start(procedure))
+            procedure = method.bind(problem, plan)
+            end = train(procedure, plan, Streams(seed, CPU))
         assert end.ledger.updates == 6
         assert len(done) == len(rates) == 9
         spent = pld.composed_epsilon([(event, 1) for event in done], BUDGET.delta)
@@ -230,32 +237,31 @@ def weights_without_correction(patch):
 
 
 def unreleased_sum(patch):
-    def wrong(total, multiplier, generator):
+    def wrong(total, multiplier, drawn_from):
         if "norms" in total.params:
             return total.params
-        return add_gaussian(total, multiplier, generator)
+        return add_gaussian(total, multiplier, drawn_from)
 
-    patch.setattr(importance_steps, "add_gaussian", wrong)
+    patch.setattr(dpis, "add_gaussian", wrong)
 
 
 def half_the_noise_on_the_sum(patch):
-    def wrong(total, multiplier, generator):
-        return add_gaussian(total, multiplier * (0.5 if "norms" in total.params else 1), generator)
+    def wrong(total, multiplier, drawn_from):
+        factor = 0.5 if "norms" in total.params else 1
+        return add_gaussian(total, multiplier * factor, drawn_from)
 
-    patch.setattr(importance_steps, "add_gaussian", wrong)
+    patch.setattr(dpis, "add_gaussian", wrong)
 
 
 def no_floor(patch):
-    real = ImportanceSteps._refreshed
+    real = ImportanceProposer._refreshed
 
-    def wrong(self, state):
-        steering, self._steering = self._steering, replace(self._steering, batch_size=1e-6)
-        try:
-            return real(self, state)
-        finally:
-            self._steering = steering
+    def wrong(self, state, draws):
+        steering = replace(self.source.steering, batch_size=1e-6)
+        other = replace(self, source=replace(self.source, steering=steering))
+        return real(other, state, draws)
 
-    patch.setattr(ImportanceSteps, "_refreshed", wrong)
+    patch.setattr(ImportanceProposer, "_refreshed", wrong)
 
 
 def noise_of_the_planned_rate(patch):
@@ -372,7 +378,7 @@ def test_a_gradient_too_small_to_be_scaled_up_adds_nothing():
         total = clipped_sum(problem, {"weight": torch.zeros(3)}, problem.train, CLIP, coins=coins)
         assert float(total.params["weight"].abs().max()) == 0
     drawn = []
-    real = noisy_mean.clipped_sum
+    real = dp_gradient.clipped_sum
 
     def spy(*arguments, coins, **more):
         drawn.append(coins)
@@ -380,9 +386,9 @@ def test_a_gradient_too_small_to_be_scaled_up_adds_nothing():
 
     procedure, state = refreshed(problem, norm_sum=4 * CLIP, batch_size=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(noisy_mean, "clipped_sum", spy)
-        for _ in range(200):
-            procedure._gradient(state)
+        patch.setattr(dp_gradient, "clipped_sum", spy)
+        for step in range(200):
+            gradient(procedure, state, step)
     coins = torch.cat(drawn)
     assert coins.dtype == torch.float64
     assert coins.min() > 0
@@ -430,7 +436,7 @@ def test_norms_of_layers_without_a_rule():
 
 def test_the_norms_are_released_when_due_and_the_rate_follows():
     procedure, plan = bound(Dpis(**OPTIONS, refresh_every=2), problem=known_gradients(spread=2.0))
-    end = train(procedure, plan, start(procedure))
+    end = train(procedure, plan, STREAMS)
     kinds = [type(entry.step).__name__ for entry in end.ledger.entries]
     assert kinds == ["SampledGaussian", "Trial"] * 3
     assert [entry.updates for entry in end.ledger.entries] == [1, 2] * 3
@@ -499,20 +505,19 @@ def test_bad_options(options, message):
         Dpis(**options)
 
 
-def test_streams_of_a_seed_are_used_apart():
+def test_streams_of_a_seed_are_used_apart(monkeypatch):
     """Coins have a stream of their own: the same batches are drawn whatever they are."""
-    one, state = refreshed(known_gradients(), norm_sum=SIZE * CLIP)
-    two, _ = refreshed(known_gradients(), norm_sum=SIZE * CLIP)
-    two._streams._generators["coins"] = Streams(1, CPU)["coins"]
+    procedure, state = refreshed(known_gradients(), norm_sum=SIZE * CLIP)
     sizes = []
-    real = importance_steps.steady_batch
+    real = proposer.steady_batch
 
     def spy(*arguments):
         sizes.append(real(*arguments))
         return sizes[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importance_steps, "steady_batch", spy)
-        first, second = (p._gradient(state)[0]["weight"] for p in (one, two))
+    monkeypatch.setattr(proposer, "steady_batch", spy)
+    first = gradient(procedure, state, 1)
+    monkeypatch.setitem(streams.PURPOSES, "coins", 99)
+    second = gradient(procedure, state, 1)
     assert torch.equal(sizes[0].rows, sizes[1].rows)
     assert not torch.equal(first, second)

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 import dpsur
 from dpsur.functional.problem import Problem
 from dpsur.mechanism import sampling
-from dpsur.mechanism.loop import Progress, start, train
+from dpsur.mechanism.loop import Progress, train
 from dpsur.mechanism.state import Verdict
-from dpsur.mechanism.streams import Streams
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
@@ -28,6 +27,8 @@ METHOD = dpsur.Dpsur(
     updates=UPDATES, noise_multiplier=20.0, accept_ratio=2.0, optimizer="adam", average_decay=0.9,
     learning_rate=0.3, schedule="linear", batch_size=10, val_batch_size=8,
 )  # fmt: skip
+
+STREAMS = Streams(0, torch.device("cpu"))
 
 
 def fit(way="constant", seed=0, **more):
@@ -91,13 +92,13 @@ def test_whatever_the_gate_does(threshold):
     plan = Plan(Budget(3.0, 1e-5), "published", trial, 60, 5, to_the_cap=True)
     accepted, states = [], []
 
-    def note(progress, verdict):
-        accepted.append(bool(verdict.accept))
+    def note(progress, verdicts):
+        accepted.append(bool(verdicts[-1].accept))
         states.append(progress.state)
 
     problem = Problem(small_model(), F.cross_entropy, blobs())
-    procedure = dpsur.Dpsur().bind(problem, plan, Streams(0, torch.device("cpu")))
-    end = train(procedure, plan, start(procedure), note)
+    procedure = dpsur.Dpsur().bind(problem, plan)
+    end = train(procedure, plan, STREAMS, on_block=note)
     assert (end.ledger.trials, end.ledger.updates, len(accepted)) == (60, 5, 60)
     last = max(number for number, flag in enumerate(accepted) if flag)
     assert sum(accepted) == 5
@@ -109,9 +110,9 @@ def test_a_run_that_hits_its_cap_makes_as_many_trials():
     plan = Plan(Budget(3.0, 1e-5), "published", trial, 60, 5, to_the_cap=True)
     made = []
     problem = Problem(small_model(), F.cross_entropy, blobs())
-    procedure = dpsur.Dpsur().bind(problem, plan, Streams(0, torch.device("cpu")))
+    procedure = dpsur.Dpsur().bind(problem, plan)
     with pytest.raises(dpsur.NothingReleasedError):
-        train(procedure, plan, start(procedure), lambda *trial: made.append(trial))
+        train(procedure, plan, STREAMS, on_block=lambda *trial: made.append(trial))
     assert len(made) == 60
 
 
