@@ -13,6 +13,7 @@ from dpsur.functional.problem import Problem
 from dpsur.mechanism import sampling
 from dpsur.mechanism.loop import Progress, train
 from dpsur.mechanism.state import Verdict
+from dpsur.mechanism.streams import Streams
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
