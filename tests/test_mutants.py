@@ -25,8 +25,8 @@ from dpsur.mechanism.gate import LossGate, mean_losses
 from dpsur.mechanism.loop import train
 from dpsur.mechanism.proposer import DpGradient
 from dpsur.mechanism.sampling import Batch
-from dpsur.mechanism.streams import BATCH, Streams
-from dpsur.methods import Dpsgd, Dpsur, noisy_gradient, selection
+from dpsur.mechanism.streams import BATCH, Stream, Streams
+from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import clipped_sum
 from dpsur.per_example import model_check as support
 from dpsur.privacy import pld
@@ -36,7 +36,7 @@ from dpsur.privacy.events import LossTest, SampledGaussian, Trial
 from dpsur.privacy.plans import Plan
 from dpsur.runs import build_session as prepare
 from dpsur.runs import validation as losses
-from tests.conftest import blobs, small_model
+from tests.conftest import blobs, small_model, stream
 from tests.statistics import assert_frequency, assert_standard_deviation
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ output's gradient into uses of the layer's parameters (see `per_example/contribu
 does not cover raises `NotSupportedError`, and a more general engine takes over.
 
 To add one: write it in a file here, list it in `RULES` below and give it configurations in
-`tests/core/test_gradient_rules.py`, where all rules pass the same test. A layer without a rule
+`tests/per_example/test_gradient_rules.py`, where all rules pass the same test. A layer without a rule
 works as well: it is differentiated per example by `torch.func`, only not as fast.
 """
 

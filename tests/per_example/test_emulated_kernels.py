@@ -10,7 +10,7 @@ from dpsur.per_example.kernels import nvrtc as compiler
 from dpsur.per_example.kernels.cuda_per_example import fused
 from dpsur.per_example.kernels.cuda_weight_grad import summed
 from dpsur.per_example.rules.patches import Window, instantiated
-from tests.core.emulation import Emulated
+from tests.per_example.emulation import Emulated
 
 FLOATS = ("float*", "float*", "float*")
 PARAMETERS = {"per_example": FLOATS, "summed": (*FLOATS, "int")}
