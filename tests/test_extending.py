@@ -26,7 +26,14 @@ from dpsur.runs.fit import fit
 from dpsur.tasks import task_named
 from tests.cli.test_commands import dpsur
 from tests.conftest import blobs, small_model
-from tests.core.test_gradient_rules import ROWS, Through, assert_same, clipped, floats, gradients
+from tests.per_example.test_gradient_rules import (
+    ROWS,
+    Through,
+    assert_same,
+    clipped,
+    floats,
+    gradients,
+)
 from tests.reproduction.test_command import run as reproduce
 from tests.test_architecture import ARROWS, KNOWN_OF_CORE, LEAVES, imported
 

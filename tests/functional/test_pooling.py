@@ -11,7 +11,7 @@ from dpsur.functional.records import Examples
 from dpsur.per_example import clipped_sum
 from dpsur.per_example.rules import pooling
 from dpsur.per_example.rules.pooling import max_pool
-from tests.core.test_gradient_rules import assert_same, clipped, gradients, norm
+from tests.per_example.test_gradient_rules import assert_same, clipped, gradients, norm
 
 LAYERS = {
     "usual": nn.MaxPool2d(2),

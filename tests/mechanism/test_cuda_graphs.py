@@ -5,7 +5,7 @@ import torch
 
 from dpsur.mechanism.cuda_graphs import graph_of, side_by_side
 from dpsur.methods import Dpsur
-from tests.core.test_captured import bound
+from tests.mechanism.test_cuda_graph_loop import bound
 
 CPU = torch.device("cpu")
 

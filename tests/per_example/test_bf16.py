@@ -8,7 +8,7 @@ import torch
 from dpsur.mechanism.gate import mean_losses
 from dpsur.mechanism.sampling import Batch
 from dpsur.per_example import clipped_norms, clipped_sum, clipping
-from tests.core.test_gradient_rules import MODELS, ROWS, gradients, made, norm
+from tests.per_example.test_gradient_rules import MODELS, ROWS, gradients, made, norm
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same'", "ignore:LSTM with proj", "ignore:There is a performance drop"

@@ -21,7 +21,7 @@ from dpsur.per_example.kernels.nvrtc import SlowerWarning, _warn_once, compiled
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.rules import patches
 from dpsur.per_example.rules.patches import Window, instantiated
-from tests.core.test_gradient_rules import clipped, gradients
+from tests.per_example.test_gradient_rules import clipped, gradients
 
 convolution = sys.modules["dpsur.per_example.rules.convolution"]  # not the rule of that name
 ROWS, BOUND = 6, 0.05

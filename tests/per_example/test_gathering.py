@@ -12,7 +12,7 @@ from dpsur.per_example import GradientBudget, clipped_sum
 from dpsur.per_example import input_cache as gathering
 from dpsur.per_example.engine_choice import plan_for
 from dpsur.per_example.input_cache import gathered, turning_pays
-from tests.core.test_gradient_rules import clipped, gradients
+from tests.per_example.test_gradient_rules import clipped, gradients
 
 SIZE, CHANNELS, SIDE, BOUND = 40, 64, 5, 0.05
 PICKED = torch.tensor([3, 0, 3, 39, 17])

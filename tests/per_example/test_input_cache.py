@@ -13,7 +13,7 @@ from dpsur.functional.records import Examples
 from dpsur.mechanism.sampling import padded_batch
 from dpsur.per_example import GradientBudget, clipped_sum
 from dpsur.per_example import input_cache as stored
-from tests.core.test_gradient_rules import clipped, gradients
+from tests.per_example.test_gradient_rules import clipped, gradients
 
 SIZE, BOUND = 40, 0.05
 PICKED = torch.tensor([3, 0, 3, 39, 17])

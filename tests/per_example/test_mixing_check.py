@@ -13,7 +13,7 @@ from dpsur.functional.records import Examples
 from dpsur.networks import pixel_cnn, scattering_cnn
 from dpsur.per_example import check_model
 from dpsur.per_example import mixing_check as probe
-from tests.core.test_gradient_rules import DROPOUT, MODELS
+from tests.per_example.test_gradient_rules import DROPOUT, MODELS
 
 # torch says so when it has to copy for "same" padding, or has no fast kernel for a test's layer
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'", "ignore:LSTM with proj")

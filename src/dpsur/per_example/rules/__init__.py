@@ -2,12 +2,13 @@
 
 A rule is a function `rule(module, tape, *args, **kwargs)` that stands in for `module.forward`. It
 returns what the layer returns and has the tape watch an output, with a record that turns the
-output's gradient into uses of the layer's parameters (see `per_example/contributions.py`). A call that it
-does not cover raises `NotSupportedError`, and a more general engine takes over.
+output's gradient into contributions to the gradients of the layer's parameters
+(`per_example/contributions.py`). A call that it does not cover raises `NotSupportedError`, and a
+more general engine takes over.
 
 To add one: write it in a file here, list it in `RULES` below and give it configurations in
-`tests/per_example/test_gradient_rules.py`, where all rules pass the same test. A layer without a rule
-works as well: it is differentiated per example by `torch.func`, only not as fast.
+`tests/per_example/test_gradient_rules.py`, where all rules pass the same test. A layer without a
+rule works as well: it is differentiated per example by `torch.func`, only not as fast.
 """
 
 from collections.abc import Callable
