@@ -347,13 +347,13 @@ class Words(nn.Module):
 @pytest.mark.parametrize("capture", [True, False])
 def test_a_recurrent_network_learns_when_captured(capture):
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(20, (400, 7), generator=generator)
+    tokens = torch.randint(20, (4000, 7), generator=generator)
     labels = (tokens[:, 0] < 10).long()
     torch.manual_seed(0)
     model = Words()
     run = dpsur.fit(
         model, (tokens, labels), budget=Budget(1e4, 1e-4), test_set=(tokens, labels),
-        method=Dpsur(updates=60, batch_size=100, noise_multiplier=0.1, optimizer="adam",
+        method=Dpsur(updates=60, batch_size=1000, noise_multiplier=0.6, optimizer="adam",
                      learning_rate=0.02, accept_ratio=1.5),
         seed=0, device="cuda", speed=Speed(capture=capture),
     )  # fmt: skip
