@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dpsur.mechanism.cuda_graphs import graph_of, side_by_side
+from dpsur.mechanism.streams import Streams
 from dpsur.methods import Dpsur
 from tests.mechanism.test_cuda_graph_loop import bound
 
@@ -27,9 +28,9 @@ def test_on_a_cpu_one_comes_after_the_other():
 
 def test_captured_trials_begin_their_tests_early_and_others_do_not():
     procedure, _ = bound(Dpsur(updates=6, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5))
-    state, nowhere = procedure.initial_state(), torch.tensor(0)
-    assert not hasattr(procedure.propose(state, nowhere), "test")
-    test = procedure.padded().propose(state, nowhere).test
+    state, draws = procedure.initial_state(), Streams(0, torch.device("cpu")).at(1)
+    assert procedure.propose(state, draws, torch.tensor(0)).test is None
+    test = procedure.padded().propose(state, draws, torch.tensor(0)).test
     assert test.before is not None
     assert test.batch.mask is not None
 

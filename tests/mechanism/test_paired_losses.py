@@ -87,10 +87,10 @@ def verdicts():
     method = Dpsur(updates=40, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5)
     problem = Problem(small_model(), F.cross_entropy, blobs(200))
     settled, plan = method.settle(200, Budget(3.0, 1e-4), "proven")
-    procedure = settled.bind(problem, plan, Streams(4, CPU))
+    procedure, streams = settled.bind(problem, plan), Streams(4, CPU)
     progress, found = start(procedure), []
     for _ in range(40):
-        progress, verdict = make_trial(procedure, plan, progress)
+        progress, verdict = make_trial(procedure, plan, streams, progress)
         found.append(bool(verdict.accept))
     return found
 
