@@ -1,4 +1,4 @@
-"""The rooms of the house and the one-way arrows between them, read from the imports."""
+"""The packages and the one-way arrows between them, read from the imports."""
 
 import ast
 import subprocess
@@ -10,6 +10,7 @@ import pytest
 from setuptools import find_packages
 
 import dpsur
+from reproduction import architecture
 
 SOURCE = Path(dpsur.__file__).parent
 ROOT = SOURCE.parent.parent
@@ -17,25 +18,37 @@ REPRODUCTION = ROOT / "reproduction"
 LEAVES = {
     "errors",
     "checks",
-    "cache_folder",
-    "descriptions",
+    "environment",
+    "registry",
     "figure_style",
     "status",
-    "versions",
+    "config",
     "_version",
 }
-# room -> the rooms it may import from
+# package -> the packages it may import from
 ARROWS = {
     "privacy": set(),
-    "core": {"privacy"},
-    "methods": {"core", "privacy"},
-    "features": {"core"},
-    "tasks": {"core", "features"},
-    "runs": {"tasks", "features", "methods", "core", "privacy"},
+    "functional": set(),
+    "per_example": {"functional"},
+    "mechanism": {"per_example", "functional", "privacy"},
+    "features": {"mechanism", "per_example", "functional", "privacy"},
+    "networks": {"features"},
+    "tasks": {"networks", "features", "functional"},
+    "methods": {"networks", "mechanism", "per_example", "functional", "privacy"},
+    "runs": {
+        "tasks",
+        "networks",
+        "features",
+        "methods",
+        "mechanism",
+        "per_example",
+        "functional",
+        "privacy",
+    },
     "presets": {"runs", "privacy"},
-    "attacks": {"runs", "tasks", "features", "methods", "core"},
-    "audits": {"runs", "methods", "core", "privacy"},
-    "bench": {"methods", "core", "privacy"},
+    "attacks": {"runs", "tasks", "features", "networks", "methods", "mechanism", "functional"},
+    "audits": {"runs", "methods", "mechanism", "per_example", "functional", "privacy"},
+    "bench": {"methods", "mechanism", "per_example", "functional", "privacy"},
     "cli": {
         "bench",
         "presets",
@@ -43,20 +56,13 @@ ARROWS = {
         "attacks",
         "runs",
         "tasks",
+        "networks",
         "features",
         "methods",
-        "core",
+        "mechanism",
+        "per_example",
+        "functional",
         "privacy",
-    },
-}
-# what tasks, features and attacks may know of the core
-KNOWN_OF_CORE = {
-    "tasks": {"dpsur.mechanism.types", "dpsur.networks.activations"},
-    "features": {"dpsur.mechanism.types"},
-    "attacks": {
-        "dpsur.mechanism.types",
-        "dpsur.mechanism.cuda_graphs",
-        "dpsur.functional.process_settings",
     },
 }
 
@@ -94,12 +100,9 @@ def test_the_accountants_know_no_tensors():
         assert not any(name.split(".")[0] == "torch" for name in imported(path)), path
 
 
-@pytest.mark.parametrize("room", KNOWN_OF_CORE)
-def test_some_rooms_know_little_of_the_core(room):
-    for path in modules(room):
-        for name in imported(path):
-            if name.startswith("dpsur.mechanism"):
-                assert name in KNOWN_OF_CORE[room], f"{path} imports {name}"
+def test_the_picture_of_the_packages_is_that_of_the_imports():
+    """docs/architecture.md is rendered by `python -m reproduction.architecture --write`."""
+    assert architecture.drawing() in architecture.PAGE.read_text(encoding="utf-8")
 
 
 def test_the_library_knows_nothing_of_the_reproduction():

@@ -35,7 +35,7 @@ from tests.per_example.test_gradient_rules import (
     gradients,
 )
 from tests.reproduction.test_command import run as reproduce
-from tests.test_architecture import ARROWS, KNOWN_OF_CORE, LEAVES, imported
+from tests.test_architecture import ARROWS, LEAVES, imported
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -74,10 +74,10 @@ def page(monkeypatch):
 
 
 def test_every_kind_is_shown_and_listed():
-    assert len(FILES) == PAGE.count("```python") == 6
+    assert len(FILES) == PAGE.count("```python") == 7
     lists = {attribute for attribute, _, _ in ENTRIES}
     assert lists == {"RULES", "LAYERS", "FEATURES", "NETWORKS", "TASKS", "METHODS", "EXPERIMENTS"}
-    assert len(ENTRIES) == len(lists)
+    assert len(ENTRIES) == len(lists) + 1  # two methods
 
 
 def test_every_file_that_the_page_names_exists():
@@ -99,8 +99,6 @@ def test_files_keep_to_the_rooms_and_to_the_length_of_lines(path, tmp_path):
         if room == "reproduction" or parts[0] != "dpsur" or len(parts) < 2 or parts[1] in LEAVES:
             continue
         assert parts[1] in ARROWS[room] | {room}, f"{path} imports {name}"
-        if parts[1] == "core" and room in KNOWN_OF_CORE:
-            assert name in KNOWN_OF_CORE[room], f"{path} imports {name}"
     assert all(len(line) <= 100 for line in FILES[path].splitlines())
 
 
@@ -200,6 +198,19 @@ def test_the_method_steps_by_signs_at_the_price_of_dpsgd(page):
         assert torch.allclose((after - before).abs(), torch.tensor(0.25))
     other = fit(model, (train.inputs, train.targets), budget=BUDGET, method=Dpsgd(**settings))
     assert run.plan.trial == other.plan.trial
+
+
+def test_the_gate_keeps_every_other_candidate_and_all_are_charged(page):
+    method = page.Alternating(batch_size=20, updates=8, learning_rate=0.5)
+    run = fit(
+        small_model(), blobs(60), method=method, budget=BUDGET, accounting="every-trial", seed=0
+    )
+    trials = [row for row in run.private.rows if row["kind"] == "trial"]
+    assert [row["accepted"] for row in trials] == [True, False] * 4
+    assert run.private.ledger.trials == 8
+    plain = Dpsgd(batch_size=20, updates=8, learning_rate=0.5)
+    other = fit(small_model(), blobs(60), method=plain, budget=BUDGET, accounting="every-trial")
+    assert run.epsilon == other.epsilon
 
 
 def test_the_experiment_makes_its_rows_once_and_its_table(page, tmp_path, capsys):
