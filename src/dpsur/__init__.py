@@ -27,6 +27,7 @@ TYPE_CHECKING = False  # importing `typing` for it would triple the time that th
 if TYPE_CHECKING:
     from typing import Any
 
+    from dpsur.mechanism.api import dp_gradient, poisson_batches
     from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
     from dpsur.privacy.budget import Budget
     from dpsur.runs.fit import fit
@@ -48,23 +49,14 @@ _HOMES = {
     "Pace": "dpsur.runs.session",
     "Run": "dpsur.runs.result",
     "Speed": "dpsur.runs.session",
+    "dp_gradient": "dpsur.mechanism.api",
     "fit": "dpsur.runs.fit",
     "load": "dpsur.runs.release",
+    "poisson_batches": "dpsur.mechanism.api",
     "verify": "dpsur.runs.verification",
 }
-_ROOMS = (
-    "attacks",
-    "audits",
-    "bench",
-    "cli",
-    "core",
-    "experiments",
-    "features",
-    "methods",
-    "privacy",
-    "runs",
-    "tasks",
-)
+# Packages that are imported when they are first named.
+_PACKAGES = ("attacks", "audits", "bench", "features", "methods", "networks", "presets", "privacy")
 
 __all__ = [
     "Budget",
@@ -90,14 +82,16 @@ __all__ = [
     "Speed",
     "UnsupportedModelError",
     "__version__",
+    "dp_gradient",
     "fit",
     "load",
+    "poisson_batches",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> "Any":
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return import_module(f"dpsur.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'dpsur' has no attribute {name!r}")
@@ -105,4 +99,4 @@ def __getattr__(name: str) -> "Any":
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *_ROOMS]
+    return list(__all__)
