@@ -29,7 +29,7 @@ def poisson_batches(
         seed: makes the batches repeatable, and void against anyone who knows the seed.
 
     Formal guarantee: every record joins every batch independently of all others with probability
-    `sample_rate`, which is what the amplification of a sampled Gaussian mechanism needs. A batch may
+    `sample_rate`, which the amplification of a sampled Gaussian mechanism needs. A batch may
     be empty. It must not be skipped: an empty batch is a noisy step like any other.
     """
     checks.sample_rate("sample_rate", sample_rate)
@@ -60,7 +60,7 @@ def dp_gradient(
     """The private mean gradient of a Poisson batch, by name of parameter.
 
     Clips each record's gradient to `max_grad_norm`, adds them up, adds Gaussian noise of
-    `noise_multiplier` times that norm, and divides by the expected batch size, not by the drawn one.
+    `noise_multiplier` times that norm, and divides by the expected batch size, not the drawn one.
 
     Formal guarantee: if the batch was drawn by `poisson_batches` at rate q, one call is a sampled
     Gaussian mechanism of rate q and this noise multiplier, for adding or removing one record.
