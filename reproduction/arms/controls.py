@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
+from dpsur.methods.noisy_gradient import NoisyGradientSteps
+from dpsur.methods.selection import Selective
 from torch import Tensor
 
 from dpsur.functional.problem import Problem
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import VAL_NOISE, Streams
 from dpsur.methods.dpsur import Dpsur
-from dpsur.methods.noisy_gradient import NoisyGradientSteps
-from dpsur.methods.selection import Selective
 from dpsur.privacy.events import Event, LossTest, Step
-from dpsur.privacy.plans import AnyPlan, Plan
+from dpsur.privacy.plans import Plan, PrivacyPlan
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RandomAcceptance(Dpsur):
     summary = "candidates accepted by a coin (experiments only)"
     keeps_momentum: ClassVar[bool] = False
 
-    def bind(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
+    def bind(self, problem: Problem, plan: PrivacyPlan, streams: Streams) -> Procedure:
         """Tie the control to its data."""
         assert isinstance(plan, Plan)
         return RandomSelection(self, problem, plan, streams, self.keeps_momentum)
@@ -50,7 +50,7 @@ class KeptMomentum(Dpsur):
     name = "kept-momentum"
     summary = "Algorithm 1, momentum kept and not charged (experiments only)"
 
-    def bind(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
+    def bind(self, problem: Problem, plan: PrivacyPlan, streams: Streams) -> Procedure:
         """Tie the control to its data."""
         steps = self._proposer(problem, plan, streams)
         selective = Selective(steps, problem, plan, streams, self.loss_clip)

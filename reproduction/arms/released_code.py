@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
+from dpsur.methods.noisy_gradient import NoisyGradientSteps
+from dpsur.methods.selection import Selective
 from torch import Tensor
 
 from dpsur.functional.parameters import Params
@@ -21,12 +23,10 @@ from dpsur.mechanism.sampling import Draw, exact_batch, padded_batch
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import STEERING, VAL_BATCH, VAL_NOISE, Streams
 from dpsur.methods.dpsur import Dpsur
-from dpsur.methods.noisy_gradient import NoisyGradientSteps
-from dpsur.methods.selection import Selective
 from dpsur.presets.settings import STATISTICS_NOISE
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Gaussian, LossTest, Step
-from dpsur.privacy.plans import AnyPlan, Plan
+from dpsur.privacy.plans import Plan, PrivacyPlan
 
 # The stored loss before there is one.
 NO_LOSS = 1e5
@@ -51,7 +51,7 @@ class ReleasedCode(Dpsur):
         budget: Budget,
         accounting: str,
         setup: tuple[Event, ...] = (),
-    ) -> tuple[Self, AnyPlan]:
+    ) -> tuple[Self, PrivacyPlan]:
         """The paper's plan, and one update more. Clip bounds of statistics are not charged."""
         claimed = (Gaussian(STATISTICS_NOISE),) * 2 if setup else ()
         settled, plan = super().settle(dataset_size, budget, accounting, claimed)
@@ -59,7 +59,7 @@ class ReleasedCode(Dpsur):
         assert plan.updates is not None
         return settled, replace(plan, updates=plan.updates + 1)
 
-    def bind(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
+    def bind(self, problem: Problem, plan: PrivacyPlan, streams: Streams) -> Procedure:
         """Tie the faulty procedure to its data."""
         assert isinstance(plan, Plan)
         return FaultySelection(self, problem, plan, streams)
@@ -152,7 +152,7 @@ class StaleLoss(Dpsur):
     name = "stale-loss"
     summary = "Algorithm 1, compared with a stale loss (experiments only)"
 
-    def bind(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
+    def bind(self, problem: Problem, plan: PrivacyPlan, streams: Streams) -> Procedure:
         """Tie the fault to its data."""
         assert isinstance(plan, Plan)
         return StaleSelection(self, problem, plan, streams)
@@ -165,7 +165,7 @@ class OtherDivisor(Dpsur):
     name = "other-divisor"
     summary = "Algorithm 1, sums divided by another batch's size (experiments only)"
 
-    def _proposer(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
+    def _proposer(self, problem: Problem, plan: PrivacyPlan, streams: Streams) -> Procedure:
         return FaultyGradient(self, problem, plan, streams)
 
 
@@ -176,7 +176,7 @@ class FirstRejectionsKept(Dpsur):
     name = "first-rejections-kept"
     summary = "Algorithm 1, rejected updates kept until one is accepted (experiments only)"
 
-    def bind(self, problem: Problem, plan: AnyPlan, streams: Streams) -> Procedure:
+    def bind(self, problem: Problem, plan: PrivacyPlan, streams: Streams) -> Procedure:
         """Tie the fault to its data."""
         steps = self._proposer(problem, plan, streams)
         return KeepsFirstRejections(steps, problem, plan, streams, self.loss_clip)

@@ -17,7 +17,7 @@ from dpsur.methods import Dpagd, Dpsgd, Dpsur
 from dpsur.methods.dpagd import AdaptiveSteps
 from dpsur.per_example import draws_randomness
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.plans.hiding import hiding_plan
+from dpsur.privacy.plans.rejections import hiding_plan
 from dpsur.runs.session import Pace, Speed
 from tests.conftest import blobs, small_model
 

@@ -14,15 +14,16 @@ from scipy.special import log_ndtr
 from dpsur.cli import main
 from dpsur.errors import BudgetError
 from dpsur.mechanism import noise
-from dpsur.privacy import accounting, noise_tail
+from dpsur.privacy import accounting
+from dpsur.privacy.accountants import noise_tail
+from dpsur.privacy.accountants.menu import hockey_stick
+from dpsur.privacy.accountants.noise_tail import LARGEST_RADIUS, MOST_WEIGHTS, out_of_reach
 from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, LossTest, Menu, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.menu import hockey_stick
-from dpsur.privacy.noise_tail import LARGEST_RADIUS, MOST_WEIGHTS, out_of_reach
 from dpsur.privacy.plans import FilteredPlan, MenuPlan
-from dpsur.privacy.plans.request import Request, make_plan
+from dpsur.privacy.plans.fixed import Request, make_plan
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "privacy.md").read_text(encoding="utf-8")
 

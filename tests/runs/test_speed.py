@@ -8,7 +8,7 @@ import dpsur
 from dpsur.functional.records import HostExamples, placed
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.methods.dpis import Dpis
-from dpsur.privacy.wording import BF16_ON, TF32_OFF
+from dpsur.privacy.statement import BF16_ON, TF32_OFF
 from dpsur.runs.build_session import prepare
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import execute

@@ -19,7 +19,7 @@ from dpsur.methods import METHODS, Method, method_named
 from dpsur.presets import Preset, preset_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.plans.hiding import NOT_HIDDEN
+from dpsur.privacy.plans.rejections import NOT_HIDDEN
 from dpsur.runs.files import RunFolder, start_command
 from dpsur.runs.session import Pace, Speed
 from dpsur.runs.tasks import TaskRun

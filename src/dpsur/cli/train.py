@@ -16,7 +16,7 @@ from dpsur.features import FEATURES
 from dpsur.methods import METHODS
 from dpsur.presets import PRESETS
 from dpsur.privacy.accounting import ACCOUNTINGS
-from dpsur.privacy.plans.hiding import NOT_HIDDEN, WAYS_TO_HIDE
+from dpsur.privacy.plans.rejections import NOT_HIDDEN, WAYS_TO_HIDE
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.files import RunFolder, finite, resume_command
 from dpsur.runs.fit import execute

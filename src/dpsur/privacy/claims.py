@@ -13,9 +13,8 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import KEEP_MOMENTUM, RESTORE, accounting_named
 from dpsur.privacy.events import CoinTest, LossTest, NoisyChoice, SampledGaussian
-from dpsur.privacy.plans.hiding import CONSTANT, DELAY, NOT_HIDDEN
-from dpsur.privacy.statement import stated_warnings
-from dpsur.privacy.wording import (
+from dpsur.privacy.plans.rejections import CONSTANT, DELAY, NOT_HIDDEN
+from dpsur.privacy.statement import (
     ADJACENCY,
     ARITHMETICS,
     AVERAGE,
@@ -27,6 +26,7 @@ from dpsur.privacy.wording import (
     TUNING,
     UNIT,
     side_channels,
+    stated_warnings,
 )
 
 # Settings that repeat a value of the event they belong to.

@@ -14,10 +14,10 @@ from dpsur.functional.records import Examples, placed
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
 from dpsur.per_example import check_model
+from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.noise_tail import MOST_WEIGHTS
-from dpsur.privacy.plans.hiding import NOT_HIDDEN, check_way_to_hide, hiding_plan
+from dpsur.privacy.plans.rejections import NOT_HIDDEN, check_way_to_hide, hiding_plan
 from dpsur.runs.checkpoint import Statistics
 from dpsur.runs.data import as_examples, check_alike, check_labels, check_tokens, with_indices
 from dpsur.runs.input_features import Preparation, like_features, prepare_inputs

@@ -21,7 +21,7 @@ from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.methods import Method
 from dpsur.networks import build_network, takes
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.plans.hiding import NOT_HIDDEN
+from dpsur.privacy.plans.rejections import NOT_HIDDEN
 from dpsur.runs.build_session import choose_device, prepare
 from dpsur.runs.checkpoint import Statistics
 from dpsur.runs.input_features import Preparation

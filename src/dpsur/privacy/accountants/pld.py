@@ -10,7 +10,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from dpsur.errors import InvalidInputError
-from dpsur.privacy import proven
+from dpsur.privacy.accountants import proven
+from dpsur.privacy.accountants.menu import dominating
 from dpsur.privacy.events import (
     Event,
     Gaussian,
@@ -22,7 +23,6 @@ from dpsur.privacy.events import (
     Trial,
     precision,
 )
-from dpsur.privacy.menu import dominating
 
 # At this width the bound is within 0.1% of one ten times finer at every setting of the paper.
 DISCRETIZATION = 1e-3
