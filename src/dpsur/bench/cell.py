@@ -59,8 +59,12 @@ class Cell:
         return self.network.model(self.device, self.seed).train()
 
     def streams(self) -> Streams:
-        """Random streams for noise."""
+        """Random numbers of our own steps."""
         return Streams(self.seed, self.device)
+
+    def generator(self) -> torch.Generator:
+        """Noise of the steps that ours are compared with."""
+        return torch.Generator(self.device).manual_seed(self.seed)
 
 
 # A private step also has `clipped_sum()`, so that a test can check that all compute the same thing.

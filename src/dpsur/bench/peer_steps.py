@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpsur.bench.cell import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, NotInstalledError, sgd
 from dpsur.functional.parameters import Params
 from dpsur.mechanism.cuda_graphs import graph_of
-from dpsur.mechanism.streams import NOISE
 
 HOOKS, GHOST = "hooks", "ghost"
 
@@ -58,7 +57,7 @@ class PerExampleStep:
         self._model = cell.model()
         self._params = dict(self._model.named_parameters())
         self._optimizer = sgd(self._model)
-        self._generator = cell.streams()[NOISE]
+        self._generator = cell.generator()
 
     def clipped_sum(self) -> Params:
         """The sum of clipped gradients."""
@@ -136,7 +135,7 @@ class OpacusStep:
                 noise_multiplier=NOISE_MULTIPLIER,
                 max_grad_norm=MAX_GRAD_NORM,
                 poisson_sampling=False,
-                noise_generator=cell.streams()[NOISE],
+                noise_generator=cell.generator(),
                 grad_sample_mode=mode,
             )
         self._model: Any = made[0]
