@@ -26,7 +26,7 @@ from dpsur.methods.dpsur import Dpsur
 from dpsur.presets.settings import STATISTICS_NOISE
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Gaussian, LossTest, Step, Test
-from dpsur.privacy.plans import PrivacyPlan, Plan
+from dpsur.privacy.plans import Plan, PrivacyPlan
 
 # The stored loss before there is one.
 NO_LOSS = 1e5

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from dpsur.config import Pace, RunConfig, Speed
+from dpsur.features import PRIVATE
 from dpsur.methods import Nonprivate
 from dpsur.privacy.budget import Budget
 from dpsur.runs.build_session import choose_device
-from dpsur.runs.input_features import PRIVATE
 from dpsur.runs.result import Run
-from dpsur.runs.session import Pace, Session, Speed
-from dpsur.runs.tasks import Records, TaskRun, load_records, prepare_task, with_features
+from dpsur.runs.session import Session
+from dpsur.runs.tasks import Records, build_task_session, load_records, with_features
 from dpsur.runs.together import run_together
 from reproduction.arms import ARMS
 
@@ -74,9 +75,9 @@ class TrainingCell:
         }
 
 
-def task_run(config: Mapping[str, Any], seed: int, device: str | None) -> TaskRun:
+def task_run(config: Mapping[str, Any], seed: int, device: str | None) -> RunConfig:
     """The run that a row's configuration describes."""
-    return TaskRun(
+    return RunConfig(
         task=config["task"],
         method=ARMS[config["arm"]].build(config["options"]),
         budget=Budget(config["epsilon"], config["delta"]),
@@ -144,11 +145,12 @@ def _is_of_memory(error: BaseException | None) -> bool:
 
 
 def _session(config: Mapping[str, Any], seed: int, device: str | None, records: Records) -> Session:
-    session = prepare_task(task_run(config, seed, device), records)[0]
+    session = build_task_session(task_run(config, seed, device), records)[0]
     if "evaluations" not in config:
         return session
     every = max(1, session.plan.length // config["evaluations"])
-    return replace(session, pace=Pace(checkpoint_every=CURVE_BLOCK, evaluate_every=every))
+    pace = Pace(checkpoint_every=CURVE_BLOCK, evaluate_every=every)
+    return replace(session, config=replace(session.config, pace=pace))
 
 
 def curve_of(run: Run) -> dict[str, list[float]]:
@@ -182,7 +184,7 @@ def _row(arm: str, session: Session, run: Run, seconds: float, together: int) ->
 def loaded_records(task: str, features: str, hold_out: int, device: str | None) -> Records:
     """Records with their features, kept on the device for the next run on the same task."""
     chosen = choose_device(device or "auto")
-    run = TaskRun(
+    run = RunConfig(
         task, Nonprivate(), Budget(1.0, DELTA), "proven", features=features, hold_out=hold_out
     )
     return with_features(run, load_records(run), chosen)

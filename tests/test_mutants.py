@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
@@ -34,7 +35,7 @@ from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
 from dpsur.privacy.plans import Plan
-from dpsur.runs import build_session as prepare
+from dpsur.runs import build_session as building
 from dpsur.runs import validation as losses
 from tests.conftest import blobs, small_model, stream
 from tests.statistics import assert_frequency, assert_standard_deviation
@@ -207,17 +208,15 @@ def texts(size=40):
 def one_record_moves_the_sum_by_the_clipping_norm_at_most(model, loss, records, clip=1e-2):
     """Of whatever `fit` accepts. The last record is added to the batch of all others."""
     try:
-        session = prepare.prepare(
-            model,
-            records,
-            loss=loss,
+        config = RunConfig(
+            task=None,
             budget=BUDGET,
             method=Dpsgd(updates=1),
-            test_set=None,
             accounting="every-trial",
             seed=0,
             device="cpu",
         )
+        session = building.build_session(config, model, records, loss=loss)
     except InvalidInputError:
         return
     sums = []

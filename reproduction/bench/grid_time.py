@@ -20,12 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dpsur.config import Pace
 from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.state import Verdict
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.runs.fit import execute
-from dpsur.runs.session import Pace
-from dpsur.runs.tasks import prepare_task
+from dpsur.runs.tasks import build_task_session
 from reproduction.rows import provenance, read_rows
 from reproduction.training import NEVER, device_name, loaded_records, task_run
 
@@ -106,10 +106,10 @@ def timed(rows: Sequence[Row], device: str) -> Row:
     config = rows[0]["config"]
     records = loaded_records(config["task"], config["features"], config["hold_out"], device)
     clock = Clock()
-    session = prepare_task(task_run(config, 0, device), records)[0]
+    session = build_task_session(task_run(config, 0, device), records)[0]
     pace = Pace(checkpoint_every=BLOCK, evaluate_every=NEVER)
     with suppress(EnoughError):
-        execute(replace(session, pace=pace), observers=[clock])
+        execute(replace(session, config=replace(session.config, pace=pace)), observers=[clock])
     assert clock.trials_timed, f"no trial was timed of {config}"
     a_trial = clock.seconds / clock.trials_timed
     made = sum(row["trials"] for row in rows)

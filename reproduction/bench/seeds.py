@@ -12,11 +12,12 @@ import time
 import torch
 import torch.nn.functional as F
 
+from dpsur.config import RunConfig, Speed
 from dpsur.methods import Dpsur
 from dpsur.privacy.budget import Budget
-from dpsur.runs.build_session import prepare
+from dpsur.runs.build_session import build_session
 from dpsur.runs.result import Run
-from dpsur.runs.session import Session, Speed
+from dpsur.runs.session import Session
 from dpsur.runs.together import run_together
 from reproduction.bench.networks import network_named
 
@@ -28,20 +29,18 @@ def session(
 ) -> Session:
     """A run of DPSUR with the paper's batch sizes."""
     network = network_named("scattering-28")
-    return prepare(
-        network.model(torch.device("cpu")),
-        data,
-        loss=F.cross_entropy,
+    config = RunConfig(
+        task=None,
         budget=Budget(3.0, 1e-5),
         method=Dpsur(
             batch_size=1024, val_batch_size=256, updates=UPDATES[device], noise_multiplier=5.0
         ),
-        test_set=None,
         accounting="proven",
         seed=seed,
         device=device,
         speed=Speed(capture=capture),
     )
+    return build_session(config, network.model(torch.device("cpu")), data, loss=F.cross_entropy)
 
 
 def timed(name: str, sessions: list[Session]) -> None:

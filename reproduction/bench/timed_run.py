@@ -13,9 +13,9 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from dpsur.config import Speed
 from dpsur.runs.fit import execute
-from dpsur.runs.session import Speed
-from dpsur.runs.tasks import prepare_task
+from dpsur.runs.tasks import build_task_session
 from reproduction.arms import ARMS
 from reproduction.rows import provenance
 from reproduction.training import TrainingCell, device_name, task_run
@@ -26,7 +26,7 @@ def timed(speed: Speed, device: str) -> dict[str, object]:
     config = TrainingCell("mnist", ARMS["published"].name, 3, 0).config()
     run = task_run(config, 0, device)
     started = time.perf_counter()
-    session, _ = prepare_task(replace(run, speed=speed))
+    session, _ = build_task_session(replace(run, speed=speed))
     prepared = time.perf_counter()
     result = execute(session)
     ended = time.perf_counter()

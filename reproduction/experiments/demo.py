@@ -3,10 +3,11 @@
 import statistics
 from collections.abc import Iterator, Sequence
 
+from dpsur.config import RunConfig
 from dpsur.methods import Dpsgd, Dpsur, Method
 from dpsur.privacy.budget import Budget
 from dpsur.runs.fit import execute
-from dpsur.runs.tasks import TaskRun, prepare_task
+from dpsur.runs.tasks import build_task_session
 from dpsur.tasks import task_named
 from reproduction.artifacts import Artifact, Page
 from reproduction.base import Cell, OneByOne, Options, Row
@@ -61,9 +62,10 @@ EXPERIMENT = Demo()
 
 def _trained(arm: str, seed: int, device: str) -> Row:
     method, accounting, features = ARMS[arm]
-    session, _ = prepare_task(
-        TaskRun(TASK.name, method, BUDGET, accounting, features=features, seed=seed, device=device)
+    config = RunConfig(
+        TASK.name, method, BUDGET, accounting, features=features, seed=seed, device=device
     )
+    session, _ = build_task_session(config)
     run = execute(session)
     assert run.scores is not None
     return {

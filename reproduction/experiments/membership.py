@@ -23,14 +23,13 @@ from dpsur.attacks.roc import (
 )
 from dpsur.attacks.suite import ATTACKS, attack_target
 from dpsur.attacks.targets import PrivateTrainer, plain_trainer, pool_on, target_network
+from dpsur.config import Pace, RunConfig, Speed
 from dpsur.methods import method_named
 from dpsur.presets import PAPER, preset_named
 from dpsur.presets.settings import DELTA, EPSILONS
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.runs.build_session import choose_device
-from dpsur.runs.session import Pace, Speed
-from dpsur.runs.tasks import TaskRun
 from dpsur.tasks import task_named
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row
@@ -197,7 +196,7 @@ def _trainer(config: dict[str, Any], device: torch.device) -> Trainer:
     if config["method"] == NONPRIVATE:
         return plain_trainer(task, Recipe(**config["recipe"]), device)
     preset = preset_named(PAPER, config["method"], task.name, config["epsilon"])
-    run = TaskRun(
+    run = RunConfig(
         task.name,
         method_named(config["method"])(**preset.options),
         Budget(config["epsilon"], config["delta"]),

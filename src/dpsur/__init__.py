@@ -27,13 +27,14 @@ TYPE_CHECKING = False  # importing `typing` for it would triple the time that th
 if TYPE_CHECKING:
     from typing import Any
 
+    from dpsur.config import Pace, Speed
     from dpsur.mechanism.api import dp_gradient, poisson_batches
     from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
     from dpsur.privacy.budget import Budget
     from dpsur.runs.fit import fit
     from dpsur.runs.release import load
     from dpsur.runs.result import Run
-    from dpsur.runs.session import Observer, Pace, Speed
+    from dpsur.runs.session import Observer
     from dpsur.runs.verification import verify
 
 _HOMES = {
@@ -46,10 +47,10 @@ _HOMES = {
     "Dpsur": "dpsur.methods",
     "Nonprivate": "dpsur.methods",
     "Observer": "dpsur.runs.session",
-    "Pace": "dpsur.runs.session",
+    "Pace": "dpsur.config",
     "Run": "dpsur.runs.result",
-    "Speed": "dpsur.runs.session",
     "dp_gradient": "dpsur.mechanism.api",
+    "Speed": "dpsur.config",
     "fit": "dpsur.runs.fit",
     "load": "dpsur.runs.release",
     "poisson_batches": "dpsur.mechanism.api",

@@ -91,6 +91,14 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise InvalidInputError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
 
 
+def shown(value: Any) -> str:
+    """A value in a message: classes by their names, and nothing long."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else type(value).__name__
+
+
 def arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Have a function refuse arguments that it does not have, and name the nearest that it has."""
     parameters = inspect.signature(function).parameters

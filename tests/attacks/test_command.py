@@ -7,11 +7,11 @@ import torch
 
 from dpsur.attacks.targets import PrivateTrainer, attacked_pool
 from dpsur.cli import main
+from dpsur.config import RunConfig
 from dpsur.features import compute, features_named
 from dpsur.functional.records import Examples
 from dpsur.methods import method_named
 from dpsur.privacy.budget import Budget
-from dpsur.runs.tasks import TaskRun
 from dpsur.tasks import task_named
 
 SMALL = ["--max-records", "120", "--epochs", "1", "--device", "cpu"]
@@ -92,7 +92,7 @@ def test_private_models_of_features_and_of_raw_inputs_agree():
         compute(features_named("scattering"), pool.inputs, cached=False), pool.targets
     )
     method = method_named("dpsgd")(batch_size=10)
-    run = TaskRun(task.name, method, Budget(3.0, 1e-3), "proven", "scattering", max_updates=2)
+    run = RunConfig(task.name, method, Budget(3.0, 1e-3), "proven", "scattering", max_updates=2)
     rows = [torch.arange(30), torch.arange(30, 60)]
     raw = PrivateTrainer(run, cpu)(pool, rows, seed=1)
     own = PrivateTrainer(run, cpu, featured=True)(features, rows, seed=1)

@@ -8,7 +8,7 @@ import pytest
 from dpsur.cli import account, main
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import CoinTest, Gaussian, SampledGaussian, Trial
-from dpsur.runs.input_features import Preparation
+from dpsur.runs.input_features import InputFeatures
 from tests.cli.test_commands import dpsur
 
 FMNIST = ["--dataset-size", "60000", "--batch-size", "2048", "--val-batch-size", "256",
@@ -58,7 +58,7 @@ def statistics_cost_what_a_run_is_charged(capsys):
     common = [*FMNIST, "--noise-multiplier", "2.15", "--accept-ratio", "2"]
     arguments = [*common, "--updates", "100", "--feature-statistics", "2", "--json"]
     found = json.loads(dpsur("account", *arguments, capsys=capsys)[1])
-    setup = Preparation("scattering", "private", statistics_noise=2.0).setup
+    setup = InputFeatures("scattering", "private", statistics_noise=2.0).setup
     assert len(setup) == 4
     trial = Trial(SampledGaussian(2048 / 60000, 2.15), CoinTest(256 / 60000, 2.0))
     planned = accounting_named("proven").planned(setup, trial, 100, 1e-5)

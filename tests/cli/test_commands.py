@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dpsur.cli import main
-from dpsur.cli.run_settings import UnnamedFolder
+from dpsur.cli.run_options import UnnamedFolder
 from dpsur.errors import InvalidInputError
 from dpsur.tasks import mnist_5k
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dpsur.cli import main
-from dpsur.runs.session import Session
+from dpsur.runs.session import ActiveRun
 from tests.cli.test_commands import dpsur
 from tests.conftest import blobs
 
@@ -72,7 +72,7 @@ def killed_before(place, arguments, monkeypatch):
 
 def interrupted(arguments, monkeypatch, at=4):
     """Run until an update of this number, then raise KeyboardInterrupt."""
-    real = Session._evaluation_is_due
+    real = ActiveRun._evaluation_is_due
 
     def stop(self, last, position):
         if position == at:
@@ -80,7 +80,7 @@ def interrupted(arguments, monkeypatch, at=4):
         return real(self, last, position)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "_evaluation_is_due", stop)
+        patch.setattr(ActiveRun, "_evaluation_is_due", stop)
         assert main(arguments) == 130
 
 
@@ -229,7 +229,7 @@ def test_an_error_of_the_system_is_one_line_for_every_command(monkeypatch, capsy
     def fail(options):
         raise PermissionError(13, "Permission denied", "/some/path")
 
-    monkeypatch.setattr("dpsur.cli.proof.run", fail)
+    monkeypatch.setattr("dpsur.cli.listings.print_proof", fail)
     assert dpsur("proof", capsys=capsys) == (
         2, "", "dpsur: error: /some/path: Permission denied\n"
     )  # fmt: skip
@@ -302,7 +302,7 @@ def test_ctrl_c_during_imports(library, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_set_up_stops_at_once(number, task, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
-        "dpsur.cli.train.prepare_task", lambda *_, **__: os.kill(os.getpid(), number)
+        "dpsur.cli.train.build_task_session", lambda *_, **__: os.kill(os.getpid(), number)
     )
     status, _, err = dpsur(*command(tmp_path / "run", task), capsys=capsys)
     assert status == 130

@@ -10,11 +10,11 @@ import torch
 
 import dpsur
 from dpsur.cli import main
-from dpsur.cli.run_settings import Settings
+from dpsur.config import RunConfig
 from dpsur.functional.records import Examples
 from dpsur.methods import METHODS
 from dpsur.runs.fit import execute
-from dpsur.runs.session import Session
+from dpsur.runs.session import ActiveRun
 from dpsur.tasks import TASKS
 from tests.cli.test_commands import dpsur as command
 from tests.conftest import blobs
@@ -135,7 +135,7 @@ def test_a_model_of_ones_own(points, tmp_path, capsys):
 
 def cut_off(folder, arguments, task, monkeypatch):
     """A run that a crash ends after four updates."""
-    real = Session._evaluation_is_due
+    real = ActiveRun._evaluation_is_due
 
     def stop_at_four(self, last, position):
         if position == 4:
@@ -143,7 +143,7 @@ def cut_off(folder, arguments, task, monkeypatch):
         return real(self, last, position)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "_evaluation_is_due", stop_at_four)
+        patch.setattr(ActiveRun, "_evaluation_is_due", stop_at_four)
         assert train(folder, *arguments, task=task) != 0
 
 
@@ -258,7 +258,7 @@ def test_the_help_names_what_can_be_chosen(capsys):
         assert f"--{option} " in out
     for method in METHODS:
         assert method in out
-    assert Settings().preset is None
+    assert RunConfig().preset is None
 
 
 def test_where_private_records_lie_is_not_released(points, tmp_path, capsys):

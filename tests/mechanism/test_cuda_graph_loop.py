@@ -7,6 +7,7 @@ from torch import nn
 from torch.func import functional_call
 
 import dpsur
+from dpsur.config import Pace, Speed
 from dpsur.functional.problem import Problem, mode
 from dpsur.functional.tree import flatten
 from dpsur.mechanism import sampling
@@ -18,7 +19,6 @@ from dpsur.methods.dpagd import AdaptiveSteps
 from dpsur.per_example import draws_randomness
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.rejections import hiding_plan
-from dpsur.runs.session import Pace, Speed
 from tests.conftest import blobs, small_model
 
 CPU = torch.device("cpu")

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 import dpsur
+from dpsur.config import Pace, RunConfig
 from dpsur.methods import METHODS
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.plans import FilteredPlan
-from dpsur.runs.build_session import prepare
+from dpsur.runs.build_session import build_session
 from dpsur.runs.checkpoint import FILE_NAME
 from dpsur.runs.files import finite
 from dpsur.runs.fit import execute
-from dpsur.runs.session import Pace
 from dpsur.runs.verification import verify
 from tests.conftest import StopAt
 from tests.methods.problems import (
@@ -153,11 +153,12 @@ def test_it_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
 @pytest.mark.parametrize("name", METHODS)
 def test_it_can_be_ended_early(name):
     data, accounting = data_of(name), "proven"
-    session = prepare(
-        data.model(), data.train(), loss=torch.nn.functional.cross_entropy, budget=BUDGET,
-        method=method_of(name, accounting), test_set=None, accounting=accounting, seed=0,
+    config = RunConfig(
+        task=None, budget=BUDGET, method=method_of(name, accounting), accounting=accounting, seed=0,
         device="cpu", max_updates=2,
     )  # fmt: skip
+    loss = torch.nn.functional.cross_entropy
+    session = build_session(config, data.model(), data.train(), loss=loss)
     run = execute(session)
     assert run.private.ledger.updates == run.statement["accepted_updates"] == 2
     if name != "nonprivate":
@@ -168,13 +169,8 @@ def test_it_can_be_ended_early(name):
 
 @pytest.mark.parametrize("most", [0, -1, 1.5])
 def test_an_odd_limit_is_refused(most):
-    data = data_of("dpsgd")
     with pytest.raises(dpsur.InvalidInputError, match="max_updates must be a whole number"):
-        prepare(
-            data.model(), data.train(), loss=torch.nn.functional.cross_entropy, budget=BUDGET,
-            method=method_of("dpsgd", "proven"), test_set=None, accounting="proven", seed=0,
-            device="cpu", max_updates=most,
-        )  # fmt: skip
+        RunConfig(max_updates=most)
 
 
 @pytest.mark.parametrize("name", ADAPTIVE)

@@ -7,7 +7,7 @@ from importlib.resources import files
 import pytest
 
 from dpsur.errors import InvalidInputError
-from dpsur.features import FEATURES
+from dpsur.features import FEATURES, NORMALISATIONS
 from dpsur.methods import METHODS
 from dpsur.networks import build_network
 from dpsur.presets import PRESETS, preset_named
@@ -18,7 +18,7 @@ from dpsur.privacy.accountants import pld, rdp
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Menu, NoisyChoice, SampledGaussian, Trial
 from dpsur.privacy.plans import FilteredPlan, MenuPlan, Plan
-from dpsur.runs.input_features import NORMALISATIONS, Preparation
+from dpsur.runs.input_features import InputFeatures
 from dpsur.tasks import TASKS
 
 COMPARED = ("dpsur", "dpsgd", "dpsgd-ts", "dpsgd-hf", "dpis", "dpagd", "nonprivate")
@@ -40,7 +40,7 @@ def table():
 def settled(method, task, epsilon, accounting):
     preset = preset_named("paper", method, task, epsilon)
     built = METHODS[method](**preset.options)
-    setup = Preparation(preset.features, preset.normalisation).setup
+    setup = InputFeatures(preset.features, preset.normalisation).setup
     return built.settle(DATASET_SIZES[task], Budget(epsilon, DELTA), accounting, setup)
 
 
@@ -198,7 +198,7 @@ def test_the_best_settings_settle_and_have_a_network(method, task, epsilon, quic
     preset = preset_named("best", method, task, epsilon)
     network = build_network({**TASKS[task].networks[preset.features], **preset.network})
     assert sum(value.numel() for value in network.parameters()) > 0
-    setup = Preparation(preset.features, preset.normalisation).setup
+    setup = InputFeatures(preset.features, preset.normalisation).setup
     assert bool(setup) == (task == "cifar10")  # noisy statistics there, which are charged
     built = METHODS[method](**preset.options)
     accounting = "published" if method == "dpsur" else "every-trial"  # quick ones

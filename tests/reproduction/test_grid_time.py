@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch.nn.functional as F
 
+from dpsur.config import RunConfig
 from dpsur.methods import Dpsgd
 from dpsur.privacy.budget import Budget
-from dpsur.runs.build_session import prepare
+from dpsur.runs.build_session import build_session
 from reproduction.bench import grid_part, grid_time
 from reproduction.rows import read_rows
 from reproduction.training import TrainingCell
@@ -29,23 +30,22 @@ def test_every_run_that_was_made_is_of_one_kind():
 
 def test_what_a_part_of_a_run_took_is_multiplied_by_what_the_rows_count(monkeypatch):
     data = blobs(200)
-    session = prepare(
-        small_model(),
-        (data.inputs, data.targets),
-        loss=F.cross_entropy,
+    config = RunConfig(
+        task=None,
         budget=Budget(3.0, 1e-4),
         method=Dpsgd(updates=40, batch_size=20),
-        test_set=None,
-        accounting="proven",
         device="cpu",
         seed=0,
+    )
+    session = build_session(
+        config, small_model(), (data.inputs, data.targets), loss=F.cross_entropy
     )
     monkeypatch.setattr(grid_time, "WARM_UP", 3)
     monkeypatch.setattr(grid_time, "MOST_TRIALS", 10)
     monkeypatch.setattr(grid_time, "MOST_SECONDS", 100.0)
     monkeypatch.setattr(grid_time, "loaded_records", lambda *_: None)
     monkeypatch.setattr(grid_time, "task_run", lambda *_: None)
-    monkeypatch.setattr(grid_time, "prepare_task", lambda *_: (session,))
+    monkeypatch.setattr(grid_time, "build_task_session", lambda *_: (session,))
     ticks = iter(range(1000))
     monkeypatch.setattr(grid_time, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     config = TrainingCell("fmnist", "dpsgd", 3, 0).config()

@@ -15,7 +15,7 @@ from dpsur.presets import preset_named
 from dpsur.presets.settings import DATASET_SIZES, tuned_setting
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans import FilteredPlan
-from dpsur.runs.input_features import Preparation
+from dpsur.runs.input_features import InputFeatures
 from reproduction.arms import ARMS, DPSUR_ARMS, FAULT_ARMS
 from reproduction.base import Options
 from reproduction.experiments.ablation import ARMS_SHOWN
@@ -107,7 +107,7 @@ def noise_of_dpis():
     By a menu, as it is now, and by a filter, as it was in the rows.
     """
     dpis = preset_named("paper", "dpis", "cifar10", 3)
-    setup = Preparation(dpis.features, dpis.normalisation).setup
+    setup = InputFeatures(dpis.features, dpis.normalisation).setup
     batch, updates = dpis.options["batch_size"], dpis.options["updates"]
     size, budget = DATASET_SIZES["cifar10"], Budget(3, 1e-5)
     _, plan = METHODS["dpis"](**dpis.options).settle(size, budget, "proven", setup)

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dpsur
+from dpsur.config import Pace
 from dpsur.runs import files
 from dpsur.runs.checkpoint import FILE_NAME
-from dpsur.runs.session import Pace
 from tests.conftest import StopAt, blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpsur
+from dpsur.config import Pace
 from dpsur.functional.records import Examples
 from dpsur.runs import fit
 from dpsur.runs.release import read_release
-from dpsur.runs.session import Pace
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import dpsur
+from dpsur.config import Pace
 from dpsur.functional.side_effects import check_fixed_parts, fixed_parts
-from dpsur.runs.session import Pace
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)

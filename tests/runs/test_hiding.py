@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import dpsur
+from dpsur.config import Pace
 from dpsur.functional.problem import Problem
 from dpsur.mechanism import sampling
 from dpsur.mechanism.loop import Progress, train
@@ -19,7 +20,7 @@ from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import Plan
 from dpsur.runs.observers import RandomDelays
-from dpsur.runs.session import Pace, Session
+from dpsur.runs.session import Session
 from dpsur.runs.verification import verify
 from tests.conftest import StopAt, blobs, small_model
 

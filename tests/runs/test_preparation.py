@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpsur
+from dpsur.config import Pace
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.features import WithFeatures, compute, features_named, statistics
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import Streams
 from dpsur.privacy.events import Gaussian
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
-from dpsur.runs.input_features import Preparation, like_features, prepare_inputs
-from dpsur.runs.session import Pace
+from dpsur.runs.input_features import InputFeatures, compute_inputs, like_features
 from dpsur.runs.verification import verify
 from tests.conftest import StopAt
 from tests.methods.problems import BUDGET, CPU, NOISE, SIZE, linear_on_scattering, tiny_images
@@ -41,27 +41,27 @@ def fit(**changes):
 
 def prepared(preparation, seed=0, test=None, train=None):
     train = tiny_images() if train is None else train
-    return prepare_inputs(preparation, train, test, Streams(seed, CPU))
+    return compute_inputs(preparation, train, test, Streams(seed, CPU))
 
 
 def test_without_anything_inputs_stay_as_they_are():
-    found = prepared(Preparation())
+    found = prepared(InputFeatures())
     assert torch.equal(found.train.inputs, tiny_images().inputs)
     assert len(found.layers) == len(found.descriptions) == 0
-    assert Preparation().setup == Preparation("scattering").setup == ()
+    assert InputFeatures().setup == InputFeatures("scattering").setup == ()
 
 
 def test_groups_of_channels_are_normalised_record_by_record():
-    found = prepared(Preparation("scattering"), test=tiny_images(7, seed=9))
-    assert Preparation("scattering").kind == "group"
+    found = prepared(InputFeatures("scattering"), test=tiny_images(7, seed=9))
+    assert InputFeatures("scattering").kind == "group"
     assert found.train.inputs.shape == (SIZE, 81, 2, 2)
     raw = compute(SCATTERING, tiny_images().inputs)
     groups = raw.reshape(SIZE, 27, -1)
     centred = groups - groups.mean(2, keepdim=True)
     expected = centred / (groups.var(2, unbiased=False, keepdim=True) + 1e-5).sqrt()
     torch.testing.assert_close(found.train.inputs, expected.reshape(raw.shape), atol=1e-4, rtol=0)
-    alone = prepare_inputs(
-        Preparation("scattering"), tiny_images().select(torch.tensor([5])), None, Streams(1, CPU)
+    alone = compute_inputs(
+        InputFeatures("scattering"), tiny_images().select(torch.tensor([5])), None, Streams(1, CPU)
     )
     torch.testing.assert_close(alone.train.inputs[0], found.train.inputs[5])
     assert len(found.test) == 7
@@ -69,7 +69,7 @@ def test_groups_of_channels_are_normalised_record_by_record():
 
 def test_private_statistics_normalise_channels(monkeypatch):
     monkeypatch.setattr("dpsur.privacy.events.CLIP_BOUND_NOISE", 1e-3)
-    quiet = Preparation("scattering", "private", statistics_noise=1e-6)
+    quiet = InputFeatures("scattering", "private", statistics_noise=1e-6)
     train = tiny_images(61)  # an odd number has one median, whatever the noise
     found = prepared(quiet, train=train)
     raw = compute(SCATTERING, train.inputs).double()
@@ -81,7 +81,7 @@ def test_private_statistics_normalise_channels(monkeypatch):
     norms = moments.norm(dim=1, keepdim=True)
     clipped = moments * (norms.median() / norms).clamp(max=1.0)
     torch.testing.assert_close(mean.double(), clipped.mean(0), rtol=0.1, atol=1e-3)
-    noisy = prepared(Preparation("scattering", "private"), seed=1)
+    noisy = prepared(InputFeatures("scattering", "private"), seed=1)
     assert not torch.equal(noisy.layers[-1].get_buffer("mean"), mean)
 
 
@@ -96,16 +96,16 @@ def test_the_charge_is_what_is_drawn(monkeypatch):
 
     monkeypatch.setattr(statistics, "add_gaussian", spy)
     for preparation in (
-        Preparation("scattering", "private"),
-        Preparation("scattering", "private", statistics_noise=5.0),
-        Preparation("scattering", "group"),
-        Preparation("scattering", "none"),
-        Preparation(None, "private"),
+        InputFeatures("scattering", "private"),
+        InputFeatures("scattering", "private", statistics_noise=5.0),
+        InputFeatures("scattering", "group"),
+        InputFeatures("scattering", "none"),
+        InputFeatures(None, "private"),
     ):
         drawn.clear()
         prepared(preparation)
         assert tuple(drawn) == preparation.setup
-    assert Preparation("scattering", "private").setup == CHARGED
+    assert InputFeatures("scattering", "private").setup == CHARGED
 
 
 def test_private_statistics_are_paid_for(tmp_path):
@@ -146,7 +146,7 @@ def test_the_released_model_takes_raw_inputs(normalisation, tmp_path):
 
 
 def test_what_a_model_was_trained_on_is_what_it_sees_afterwards():
-    found = prepared(Preparation("scattering", "private"))
+    found = prepared(InputFeatures("scattering", "private"))
     inputs = tiny_images().inputs
     torch.testing.assert_close(found.layers(inputs), found.train.inputs, atol=1e-4, rtol=1e-4)
     names = [description["name"] for description in found.descriptions]
@@ -173,12 +173,16 @@ def test_seeds_repeat_statistics_and_nothing_else_does():
 @pytest.mark.parametrize(
     ("preparation", "shape", "message"),
     [
-        (Preparation("scattering"), (5,), "scattering needs images of shape"),
-        (Preparation("scattering"), (1, 6, 8), "a height that is a multiple of 4"),
-        (Preparation(None, "private"), (5,), "normalisation private needs channels.*use normalis"),
-        (Preparation("vectors", "group"), (5,), "normalisation group needs channels"),
-        (Preparation("scattering", "group", groups=7), (1, 8, 8), "groups must divide the 81"),
-        (Preparation("pixels", "group"), (3, 8, 8), "groups must divide the 3 channels, got 27"),
+        (InputFeatures("scattering"), (5,), "scattering needs images of shape"),
+        (InputFeatures("scattering"), (1, 6, 8), "a height that is a multiple of 4"),
+        (
+            InputFeatures(None, "private"),
+            (5,),
+            "normalisation private needs channels.*use norm",
+        ),
+        (InputFeatures("vectors", "group"), (5,), "normalisation group needs channels"),
+        (InputFeatures("scattering", "group", groups=7), (1, 8, 8), "groups must divide the 81"),
+        (InputFeatures("pixels", "group"), (3, 8, 8), "groups must divide the 3 channels, got 27"),
     ],
 )
 def test_shapes_that_do_not_suit_are_refused(preparation, shape, message):
@@ -198,12 +202,12 @@ def test_shapes_that_do_not_suit_are_refused(preparation, shape, message):
 )
 def test_bad_values(values, message):
     with pytest.raises(InvalidInputError, match=message):
-        Preparation(**values)
+        InputFeatures(**values)
 
 
 def test_shapes_are_known_before_features_are_computed(monkeypatch):
-    assert Preparation("scattering").check((3, 12, 8)) == (243, 3, 2)
-    assert Preparation().check((5,)) == (5,)
+    assert InputFeatures("scattering").check((3, 12, 8)) == (243, 3, 2)
+    assert InputFeatures().check((5,)) == (5,)
     monkeypatch.setattr(
         "dpsur.runs.input_features.compute", lambda *_, **__: pytest.fail("computed before checks")
     )

@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 
 import dpsur
+from dpsur.config import RunConfig, Speed
 from dpsur.functional.records import HostExamples, placed
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.methods.dpis import Dpis
 from dpsur.privacy.statement import BF16_ON, TF32_OFF
-from dpsur.runs.build_session import prepare
+from dpsur.runs.build_session import build_session
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import execute
-from dpsur.runs.session import Speed
 from tests.conftest import blobs, small_model
 from tests.runs.test_fit import BUDGET, COIN, quick_fit, weights
 
@@ -20,18 +20,15 @@ CPU = torch.device("cpu")
 
 
 def prepare_quick(speed):
-    return prepare(
-        small_model(),
-        blobs(),
-        loss=F.cross_entropy,
+    config = RunConfig(
+        task=None,
         budget=BUDGET,
         method=dpsur.Dpsur(**COIN, updates=15),
-        test_set=None,
-        accounting="proven",
         seed=0,
         device="cpu",
         speed=speed,
     )
+    return build_session(config, small_model(), blobs(), loss=F.cross_entropy)
 
 
 def test_bf16_is_recorded_and_changes_only_what_rounding_does():

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 import dpsur
+from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
 from dpsur.functional.records import Examples
 from dpsur.networks.activations import TemperedSigmoid
 from dpsur.runs.fit import execute
 from dpsur.runs.tasks import (
-    TaskRun,
+    build_task_session,
     features_of,
     held_out,
     load_records,
-    prepare_task,
     subset,
     with_features,
 )
@@ -59,11 +59,11 @@ def images(monkeypatch):
 
 def run_on(task, **more):
     usual = {"method": METHOD, "accounting": "proven", "seed": 0, "device": "cpu"}
-    return TaskRun(task=task, budget=BUDGET, **{**usual, **more})
+    return RunConfig(task=task, budget=BUDGET, **{**usual, **more})
 
 
 def trained(*arguments, **more):
-    session, origin = prepare_task(run_on(*arguments, **more))
+    session, origin = build_task_session(run_on(*arguments, **more))
     return execute(session, origin=origin)
 
 
@@ -189,8 +189,8 @@ def test_features_can_be_computed_beforehand_and_shared(images):
     records = with_features(run, load_records(run), CPU)
     assert records.featured
     assert records.train.inputs.shape == (60, 81, 7, 7)
-    shared = execute(prepare_task(run, records)[0])
-    alone = execute(prepare_task(run)[0])
+    shared = execute(build_task_session(run, records)[0])
+    alone = execute(build_task_session(run)[0])
     one, two = (list(run.model.parameters()) for run in (shared, alone))
     for first, second in zip(one, two, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)

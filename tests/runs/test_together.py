@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dpsur.config import Pace, RunConfig
 from dpsur.errors import InvalidInputError, NothingReleasedError
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.budget import Budget
-from dpsur.runs.build_session import prepare
+from dpsur.runs.build_session import build_session
 from dpsur.runs.fit import execute
-from dpsur.runs.session import Pace, Session
+from dpsur.runs.session import Session
 from dpsur.runs.together import run_together
 from tests.conftest import blobs, small_model
 
@@ -36,17 +37,20 @@ class Order:
 
 
 def session(seed, method=METHOD, model=None, data=None, device="cpu"):
-    return prepare(
-        small_model() if model is None else model,
-        blobs() if data is None else data,
-        loss=F.cross_entropy,
+    config = RunConfig(
+        task=None,
         budget=Budget(3.0, 1e-4),
         method=method,
-        test_set=blobs(60, seed=2) if data is None else None,
-        accounting="proven",
         seed=seed,
         device=device,
         pace=Pace(checkpoint_every=4),
+    )
+    return build_session(
+        config,
+        small_model() if model is None else model,
+        blobs() if data is None else data,
+        loss=F.cross_entropy,
+        test_set=blobs(60, seed=2) if data is None else None,
     )
 
 

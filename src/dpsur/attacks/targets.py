@@ -11,13 +11,14 @@ from torch import Tensor
 from dpsur import checks
 from dpsur.attacks.data import join
 from dpsur.attacks.models import ManyModels, Recipe, SeparateModels
+from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
 from dpsur.functional.records import Examples
 from dpsur.methods import Method
 from dpsur.networks import build_network, takes
 from dpsur.runs.result import Run
-from dpsur.runs.tasks import Records, TaskRun, prepare_task
+from dpsur.runs.tasks import Records, build_task_session
 from dpsur.runs.together import run_together
 from dpsur.tasks import Task, task_named
 from dpsur.tasks.base import PIXELS, TOKENS, VECTORS
@@ -100,7 +101,7 @@ class PrivateTrainer:
     `featured` says that the pool holds the run's features already, which the models then take.
     """
 
-    run: TaskRun
+    run: RunConfig
     device: torch.device
     featured: bool = False
 
@@ -110,7 +111,7 @@ class PrivateTrainer:
         for index, part in enumerate(rows):
             records = Records(pool.select(part.to(pool.inputs.device)), None, self.featured)
             run = replace(self.run, seed=1000 * seed + index, device=str(self.device))
-            sessions.append(prepare_task(run, records)[0])
+            sessions.append(build_task_session(run, records)[0])
         models = []
         for outcome in run_together(sessions):
             if not isinstance(outcome, Run):

@@ -16,14 +16,14 @@ from dpsur.audits.one_run import (
     gaussian_epsilon_of_guesses,
     tail_probability_under,
 )
+from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.methods import Method
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans import PrivacyPlan
-from dpsur.runs.build_session import prepare
-from dpsur.runs.input_features import Preparation
+from dpsur.runs.build_session import build_session
 
 # Guesses on a tenth of the canaries say most about a training of moderate epsilon, guesses on more
 # of them about one that hides little. They share the error, as do the bound and the p-value.
@@ -119,18 +119,16 @@ def audit_training(
     checks.non_negative("seed", seed)
     coins = torch.Generator().manual_seed(seed)
     planted = planter(model, loss, train, coins)
-    session = prepare(
-        planted.model,
-        planted.train,
-        loss=planted.loss,
-        budget=budget,
+    config = RunConfig(
+        task=None,
         method=method,
-        test_set=None,
+        budget=budget,
         accounting=accounting,
-        preparation=Preparation(AS_THEY_ARE),  # canaries were planted among features
+        features=AS_THEY_ARE,  # canaries were planted among features
         seed=seed,
-        device=device,
+        device=str(device),
     )
+    session = build_session(config, planted.model, planted.train, loss=planted.loss)
     progress = fault.tamper(session).run()
     scores = planted.scores(session.problem, progress.state.released_params).cpu()
     included = planted.included.cpu()

@@ -1,5 +1,6 @@
 """The command `dpsur`."""
 
+import argparse
 import signal
 import sys
 import warnings
@@ -23,23 +24,33 @@ from dpsur.errors import (
     describe_os_error,
 )
 
-# name -> module and what it does, in the order of the help. Only the module of the command that is
-# run is imported, so that accounting does not wait for torch.
-COMMANDS = {
-    "train": ("dpsur.cli.train", "train a model under a privacy budget"),
-    "evaluate": ("dpsur.cli.evaluate", "test a release on its task's public test set"),
-    "verify": ("dpsur.cli.verify", "recompute a release's epsilon and check its weights"),
-    "proof": ("dpsur.cli.proof", "the theorem behind epsilon, its proof and its limits"),
-    "account": ("dpsur.cli.account", "what a run costs, under each accounting"),
-    "calibrate": ("dpsur.cli.calibrate", "noise, updates or test for a budget"),
-    "attack": ("dpsur.cli.attack", "membership inference on a target or on a release"),
-    "audit": ("dpsur.cli.audit", "lower bounds on epsilon, to hold against what is claimed"),
-    "bench": ("dpsur.cli.bench", "time and memory of a step of your model, beside its peers"),
-    "data": ("dpsur.cli.data", "fetch the public data sets and show which are there"),
-    "cache": ("dpsur.cli.cache", "show or empty what is kept to save time"),
-    "tasks": ("dpsur.cli.tasks", "list the tasks that can be trained"),
-    "methods": ("dpsur.cli.methods", "list the methods and their hyper-parameters"),
+# purpose -> name -> where it is set up, and what it does, in the order of the help. Only the module
+# of the command that is run is imported, so that accounting does not wait for torch.
+GROUPS = {
+    "train": {
+        "train": ("dpsur.cli.train:set_up", "train a model under a privacy budget"),
+        "evaluate": ("dpsur.cli.evaluate:set_up", "test a release on its task's public test set"),
+        "methods": ("dpsur.cli.listings:set_up_methods", "list methods and hyper-parameters"),
+        "explain": ("dpsur.cli.explain:set_up", "which per-example engine serves a model, and why"),
+        "bench": ("dpsur.cli.bench:set_up", "time and memory of a training step of your model"),
+    },
+    "check": {
+        "verify": ("dpsur.cli.verify:set_up", "recompute a release's epsilon, check its weights"),
+        "audit": ("dpsur.cli.audit:set_up", "lower bounds on epsilon, against what is claimed"),
+        "attack": ("dpsur.cli.attack:set_up", "membership inference on a target or a release"),
+    },
+    "privacy": {
+        "account": ("dpsur.cli.account:set_up", "what a run costs, under each accounting"),
+        "calibrate": ("dpsur.cli.calibrate:set_up", "noise, updates or test for a budget"),
+        "proof": ("dpsur.cli.listings:set_up_proof", "the theorem behind epsilon, and its proof"),
+    },
+    "data": {
+        "tasks": ("dpsur.cli.listings:set_up_tasks", "list the tasks that can be trained"),
+        "data": ("dpsur.cli.data:set_up", "download the public data sets, show which are there"),
+        "cache": ("dpsur.cli.cache:set_up", "show or empty the cache"),
+    },
 }
+COMMANDS = {name: home for group in GROUPS.values() for name, (home, _) in group.items()}
 
 MOVED = "`dpsur reproduce` has moved: run `python -m reproduction` in a checkout of the repository"
 DESCRIPTION = """\
@@ -50,7 +61,12 @@ Differentially private training with selective update and release.
   dpsur train --resume run       resume after an interruption
   dpsur verify run               recompute its epsilon and check its weights
   dpsur data fetch mnist         download a public data set, for --task mnist
+
 """
+DESCRIPTION += "\n\n".join(
+    "\n".join([f"{group}:", *(f"  {name:<12}{text}" for name, (_, text) in commands.items())])
+    for group, commands in GROUPS.items()
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,13 +129,17 @@ def build_parser(given: Sequence[str]) -> Parser:
     """The parser of the command line, with the options of the command that is given."""
     if given[:1] == ["reproduce"]:
         raise InvalidInputError(MOVED)
-    parser = Parser(prog="dpsur", description=DESCRIPTION)
+    usage = "dpsur [-h] [--version] COMMAND ..."
+    parser = Parser(prog="dpsur", usage=usage, description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"dpsur {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary)
+    commands = parser.add_subparsers(
+        prog="dpsur", metavar="COMMAND", required=True, help=argparse.SUPPRESS
+    )
+    for name, home in COMMANDS.items():
+        command = commands.add_parser(name)
         if given[:1] == [name]:
-            import_module(module).set_up(command)
+            module, _, function = home.partition(":")
+            getattr(import_module(module), function)(command)
     return parser
 
 

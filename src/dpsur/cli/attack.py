@@ -15,7 +15,8 @@ from dpsur.attacks.models import Recipe, SeparateModels, Trainer
 from dpsur.attacks.score_attacks import gap_attack
 from dpsur.attacks.suite import ATTACKS, Attacked, attack_target, check_attacks, with_white_box
 from dpsur.attacks.targets import PrivateTrainer, attacked_pool, plain_features, plain_trainer
-from dpsur.cli.options import add_method_options, build_method, method_options
+from dpsur.cli.run_options import add_method_options, build_method, given_method_options
+from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.methods import METHODS, Nonprivate, method_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
@@ -23,7 +24,7 @@ from dpsur.privacy.budget import Budget
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.evaluation import check_fits
 from dpsur.runs.release import read_release
-from dpsur.runs.tasks import TaskRun, subset
+from dpsur.runs.tasks import subset
 from dpsur.tasks import DEFAULT_TASK, TASKS, task_named
 
 DESCRIPTION = """\
@@ -138,23 +139,23 @@ def _names(options: argparse.Namespace) -> list[str]:
 def _target(options: argparse.Namespace, names: list[str], device: torch.device) -> Attacked:
     task = task_named(options.task, options.classes)
     kind = method_named(options.method)
-    chosen = {**task.settings.get(kind.name, {}), **method_options(options, kind)}
+    usual = dict(task.settings.get(kind.name, {}))
     trainer: Trainer
     if kind is Nonprivate:
-        if chosen:
+        if usual or given_method_options(options):
             raise InvalidInputError(
                 "targets without privacy are trained as in the paper; of their settings only "
                 "--epochs can be chosen"
             )
         trainer = plain_trainer(task, Recipe(epochs=options.epochs), device)
     else:
-        method = build_method(kind.name, chosen)
+        method = build_method(kind.name, options, usual)
         budget = Budget(options.epsilon, options.delta)
         features = options.features or method.features or plain_features(task)
-        asked = TaskRun(
+        config = RunConfig(
             task.name, method, budget, options.accounting, features, classes=options.classes
         )
-        trainer = PrivateTrainer(asked, device)
+        trainer = PrivateTrainer(config, device)
     split = split_pool(attacked_pool(task, options.max_records), options.seed)
     return attack_target(split, trainer, names, options.seed, options.shadow_models)
 

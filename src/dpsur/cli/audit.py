@@ -17,7 +17,7 @@ from dpsur.audits.negative_controls import FAULTS, SOUND
 from dpsur.audits.power import ceiling, is_idle
 from dpsur.audits.repeated import PLACES, TINY, audit_repeated
 from dpsur.audits.training import audit_training
-from dpsur.cli.options import add_method_options, build_method, method_options
+from dpsur.cli.run_options import add_method_options, build_method
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import INIT, SETUP, Streams
@@ -164,8 +164,7 @@ def _broken(options: argparse.Namespace) -> Iterator[Finding]:
 
 def _training(options: argparse.Namespace) -> Iterator[Finding]:
     task, kind = task_named(options.task, options.classes), method_named(options.method)
-    chosen = {**task.settings.get(kind.name, {}), **method_options(options, kind)}
-    method = build_method(kind.name, chosen)
+    method = build_method(kind.name, options, dict(task.settings.get(kind.name, {})))
     device = choose_device(options.device)
     network, train, test = as_seen_by(method, task)
     with Streams(options.seed, device).at(SETUP).global_randomness(INIT):

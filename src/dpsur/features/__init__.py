@@ -23,6 +23,9 @@ from dpsur.features.layers import (
 from dpsur.features.scattering import Scattering2d
 
 Shape = tuple[int, ...]
+# How features can be normalised (see `dpsur.runs.input_features`).
+NONE, GROUP, PRIVATE = "none", "group", "private"
+NORMALISATIONS = (NONE, GROUP, PRIVATE)
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,10 @@ def compute(
 
 __all__ = [
     "FEATURES",
+    "GROUP",
+    "NONE",
+    "NORMALISATIONS",
+    "PRIVATE",
     "ChannelNorm",
     "Features",
     "Scattering2d",

@@ -6,7 +6,7 @@ loop drives.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any, ClassVar, Self
 
 from torch import nn
@@ -16,14 +16,10 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.mechanism.optim import SHAPES, Adam, Optimizer, Schedule, Sgd, WeightAverage
 from dpsur.mechanism.state import Procedure
+from dpsur.options import option
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event
 from dpsur.privacy.plans import PrivacyPlan
-
-
-def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A hyper-parameter with the text that the command line shows for it."""
-    return field(default=default, metadata={"help": help, "choices": choices})
 
 
 @dataclass(frozen=True, repr=False)

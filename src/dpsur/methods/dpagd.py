@@ -25,9 +25,9 @@ from dpsur.methods.base import (
     Method,
     check_batch_size,
     make_average,
-    option,
     power_of_two_near,
 )
+from dpsur.options import option
 from dpsur.privacy.accounting import check_covers_steering
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Step, Trial

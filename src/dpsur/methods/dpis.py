@@ -17,8 +17,8 @@ from dpsur.mechanism.proposer import GradientProposer, Sampler
 from dpsur.mechanism.state import Candidate, Procedure, State
 from dpsur.mechanism.streams import COINS, NOISE, STEERING, Draws
 from dpsur.mechanism.trial import Selective
-from dpsur.methods.base import option
 from dpsur.methods.gradient_method import NO_GATE, GradientMethod
+from dpsur.options import option
 from dpsur.per_example import ClippedSum, clipped_norms
 from dpsur.privacy.accountants.proven import event_divergence
 from dpsur.privacy.accounting import check_covers_steering

@@ -9,9 +9,9 @@ from torch import nn
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.methods.base import option
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.networks.activations import TemperedSigmoid
+from dpsur.options import option
 
 # Activations whose place a tempered sigmoid takes.
 REPLACED = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, TemperedSigmoid)

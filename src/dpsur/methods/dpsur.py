@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from dpsur.methods.base import option
 from dpsur.methods.gradient_method import GATE_HELP, GATES, GradientMethod
+from dpsur.options import option
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,7 +15,8 @@ from dpsur.mechanism.gate import AlwaysAccept, LossTestGate, make_rule
 from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.state import Gate, Procedure
 from dpsur.mechanism.trial import Selective
-from dpsur.methods.base import OptimizerMethod, check_batch_size, option, power_of_two_near
+from dpsur.methods.base import OptimizerMethod, check_batch_size, power_of_two_near
+from dpsur.options import option
 from dpsur.privacy.accounting import KEEP_MOMENTUM, RESTORE, Accounting, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Event, LossTest, NonPrivate, SampledGaussian, Test, Trial

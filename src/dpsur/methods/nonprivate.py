@@ -17,7 +17,8 @@ from dpsur.mechanism.sampling import Batch
 from dpsur.mechanism.state import Procedure, State
 from dpsur.mechanism.streams import Draws
 from dpsur.mechanism.trial import Selective
-from dpsur.methods.base import OptimizerMethod, check_batch_size, option
+from dpsur.methods.base import OptimizerMethod, check_batch_size
+from dpsur.options import option
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NonPrivate, Step, Trial
 from dpsur.privacy.plans import Plan, PrivacyPlan

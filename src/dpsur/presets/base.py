@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dpsur.runs.input_features import NONE
+from dpsur.features import NONE
 
 
 @dataclass(frozen=True)

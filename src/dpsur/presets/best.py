@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpsur.errors import InvalidInputError
+from dpsur.features import GROUP, NONE, PRIVATE
 from dpsur.presets.base import Preset
 from dpsur.presets.settings import tuned_setting
-from dpsur.runs.input_features import GROUP, NONE, PRIVATE
 
 METHODS = ("dpsgd", "dpsur")
 

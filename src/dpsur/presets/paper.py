@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpsur.errors import InvalidInputError
+from dpsur.features import GROUP, NONE, PRIVATE
 from dpsur.presets.base import Preset
 from dpsur.presets.settings import DATASET_SIZES, DELTA, PaperSetting, paper_setting, tuned_setting
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import SampledGaussian, Trial
 from dpsur.privacy.search import most_repetitions
-from dpsur.runs.input_features import GROUP, NONE, PRIVATE
 
 SCATTERING = "scattering"
 

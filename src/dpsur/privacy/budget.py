@@ -4,14 +4,19 @@ from dataclasses import dataclass
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
+from dpsur.options import option
 
 
 @dataclass(frozen=True, repr=False)
 class Budget(checks.NamedArguments):
     """The (epsilon, delta) that a run may spend, for adding or removing one record."""
 
-    epsilon: float
-    delta: float
+    epsilon: float = option(
+        help="budget for adding or removing one record", group="privacy", metavar="EPSILON"
+    )
+    delta: float = option(
+        help="of (epsilon, delta); should be well below 1/N", group="privacy", metavar="DELTA"
+    )
 
     def __post_init__(self) -> None:
         checks.number("epsilon", self.epsilon)

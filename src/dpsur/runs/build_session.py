@@ -1,13 +1,12 @@
-"""From what a user has to a session that is ready to run."""
+"""From a config, a model and records to a session that is ready to run."""
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dpsur import checks
+from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction, Problem
 from dpsur.functional.records import Examples, placed
@@ -15,14 +14,13 @@ from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
 from dpsur.per_example import check_model
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
-from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.budget import Budget
-from dpsur.privacy.plans.rejections import NOT_HIDDEN, check_way_to_hide, hiding_plan
+from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.plans.rejections import hiding_plan
 from dpsur.runs.checkpoint import Statistics
 from dpsur.runs.data import as_examples, check_alike, check_labels, check_tokens, with_indices
-from dpsur.runs.input_features import Preparation, like_features, prepare_inputs
-from dpsur.runs.session import Pace, Session, Speed
-from dpsur.runs.validation import check_arguments, check_loss, check_targets, loss_on
+from dpsur.runs.input_features import InputFeatures, compute_inputs, like_features
+from dpsur.runs.session import Session
+from dpsur.runs.validation import check_is_loss, check_loss, check_module, check_targets, loss_on
 from dpsur.status import status
 
 
@@ -42,77 +40,72 @@ def choose_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
-def prepare(
+def build_session(
+    config: RunConfig,
     model: nn.Module,
     train_set: Any,
     *,
     loss: LossFunction,
-    budget: Budget,
-    method: Method,
-    test_set: Any,
-    accounting: str,
-    preparation: Preparation | None = None,
-    seed: int | None,
-    device: str | torch.device,
-    max_updates: int | None = None,
-    hide_rejections: str = NOT_HIDDEN,
-    pace: Pace | None = None,
-    speed: Speed | None = None,
+    test_set: Any = None,
     released: Statistics | None = None,
 ) -> Session:
     """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
 
-    `max_updates` ends the planned run early. What it then spends is less than the budget, except
-    under a filter, which promises its allowance. `released` are the statistics of a run that is
-    resumed (see `load_statistics`), so that they are drawn once for one run.
+    `released` are the statistics of a run that is resumed (see `load_statistics`), so that they are
+    drawn once for one run.
     """
-    accounting_named(accounting)
-    check_way_to_hide(hide_rejections)
-    check_arguments(model, loss, budget, method, seed)
-    chosen_device = choose_device(device)
+    check_is_loss(loss)
+    check_module(model)
+    device = choose_device(config.device)
     train, test = _records(train_set, test_set, model, loss)
-    preparation = _with_features_of(method, preparation or Preparation())
-    original = copy.deepcopy(method.adapt(model))
-    model = copy.deepcopy(original).to(chosen_device)
-    shape = preparation.check(tuple(train.inputs.shape[1:]))
-    outputs = check_model(model, like_features(train, shape).part(slice(1)).to(chosen_device))
+    # a method may bring its features
+    features = InputFeatures(config.features or config.method.features, config.normalisation)
+    original = copy.deepcopy(config.method.adapt(model))
+    model = copy.deepcopy(original).to(device)
+    shape = features.check(tuple(train.inputs.shape[1:]))
+    outputs = check_model(model, like_features(train, shape).part(slice(1)).to(device))
     for name, examples in (("train_set", train), ("test_set", test)):
         if examples is not None:
             check_labels(examples, outputs, loss, name)
             if shape == tuple(examples.inputs.shape[1:]):
                 check_tokens(model, examples, name)
-    loss = loss_on(loss, chosen_device)
+    loss = loss_on(loss, device)
     check_loss(loss, outputs, train.targets)
     check_targets(loss, outputs, train.targets, "train_set")
     _check_size(model)
-    with status(f"choosing noise and length of a {method.name} run, epsilon {budget.epsilon:g}"):
-        settled, plan = method.settle(len(train), budget, accounting, preparation.setup)
-    if max_updates is not None:
-        checks.at_least_one("max_updates", max_updates)
-        plan = plan.limited(max_updates)
-    plan = hiding_plan(plan, hide_rejections)
-    streams = Streams(seed, chosen_device)
-    prepared = prepare_inputs(preparation, train, test, streams, released)
-    test = None if prepared.test is None else prepared.test.to(chosen_device)
-    speed = speed or Speed()
-    records = placed(prepared.train, chosen_device, speed.data_bytes)
-    problem = Problem(model, loss, records, bf16=speed.bf16)
-    procedure = settled.bind(problem, plan)
+    method, plan = _settle(config, len(train), features)
+    streams = Streams(config.seed, device)
+    inputs = compute_inputs(features, train, test, streams, released)
+    test = None if inputs.test is None else inputs.test.to(device)
+    records = placed(inputs.train, device, config.speed.data_bytes)
+    problem = Problem(model, loss, records, bf16=config.speed.bf16)
     return Session(
-        settled,
-        plan,
-        problem,
-        original,
-        test,
-        streams,
-        procedure,
-        pace or Pace(),
-        speed,
-        prepared.layers,
-        prepared.descriptions,
-        prepared.statistics,
-        hide_rejections,
+        config=config,
+        method=method,
+        plan=plan,
+        problem=problem,
+        original=original,
+        test=test,
+        streams=streams,
+        procedure=method.bind(problem, plan),
+        layers=inputs.layers,
+        layer_descriptions=inputs.descriptions,
+        statistics=inputs.statistics,
     )
+
+
+def _settle(config: RunConfig, size: int, features: InputFeatures) -> tuple[Method, PrivacyPlan]:
+    """The method with what it left open filled in, and the plan of its privacy.
+
+    `max_updates` ends the planned run early. What it then spends is less than the budget, except
+    under a filter, which promises its allowance.
+    """
+    budget, name = config.budget, config.method.name
+    with status(f"choosing noise and length of a {name} run, epsilon {budget.epsilon:g}"):
+        method, plan = config.method.settle(size, budget, config.accounting, features.setup)
+    if config.max_updates is not None:
+        plan = plan.limited(config.max_updates)
+    return method, hiding_plan(plan, config.hide_rejections)
 
 
 def _check_size(model: nn.Module) -> None:
@@ -136,10 +129,3 @@ def _records(
     test = with_indices(as_examples(test_set, "test_set", fraction), loss)
     check_alike(test, train)
     return train, test
-
-
-def _with_features_of(method: Method, preparation: Preparation) -> Preparation:
-    """A method brings its own features where none are named."""
-    if preparation.features is not None or method.features is None:
-        return preparation
-    return replace(preparation, features=method.features)

@@ -1,7 +1,7 @@
-"""Checkpoints: everything a run needs to go on exactly as if it had not stopped.
+"""Checkpoints: everything a run needs to continue exactly as if it had not stopped.
 
-A checkpoint is one safetensors file, so reading it can run no code. It is private: it holds the
-positions of the random streams and the number of rejected trials.
+A checkpoint is one safetensors file, so reading it can run no code. It is private: it holds the key
+of all random numbers of the run and the number of rejected trials.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from dpsur.mechanism.streams import Streams
 from dpsur.privacy.ledger import Ledger
 from dpsur.runs.files import CHECKPOINT, write_atomically
 
-FORMAT = "dpsur-checkpoint/1"
+FORMAT = "dpsur-checkpoint/2"  # /1 held positions of generators in place of the key
 FILE_NAME = CHECKPOINT
 _ANY_FORMAT = re.compile(r"dpsur-checkpoint/\d+")
 FIXED_PARTS = "frozen parameters or buffers"

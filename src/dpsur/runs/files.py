@@ -224,7 +224,7 @@ class RunFolder:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise FileError(describe_os_error(error)) from error
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "wb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

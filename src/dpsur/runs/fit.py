@@ -1,8 +1,8 @@
-"""Train a model of one's own under a privacy budget."""
+"""Train a model under a privacy budget."""
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur import checks
+from dpsur.config import Pace, RunConfig, Speed
 from dpsur.environment import versions
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.functional.problem import LossFunction
@@ -20,16 +21,15 @@ from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.rejections import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import RunFacts, privacy_statement, warnings_for
-from dpsur.runs.build_session import prepare
+from dpsur.runs.build_session import build_session
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import CURVES, RunFolder, to_json, write_atomically
-from dpsur.runs.input_features import Preparation
 from dpsur.runs.observers import RandomDelays, Recorder, draw_curves
 from dpsur.runs.release import NO_ORIGIN, Origin, released_model, write_release
 from dpsur.runs.result import PrivateDiagnostics, Run
-from dpsur.runs.session import Observer, Pace, Session, Speed
-from dpsur.runs.validation import check_options, check_single_process
+from dpsur.runs.session import Observer, Session
+from dpsur.runs.validation import check_observers, check_single_process
 
 
 @checks.arguments
@@ -74,42 +74,48 @@ def fit(
             "group" for scattering.
         max_updates: ends the planned run after so many updates, to try things out; noise stays as
             planned, and less than the budget is spent.
-        hide_rejections: "constant" goes on, after the last update, to a number of trials that is
-            fixed before the run, so that its duration does not tell how many were rejected;
+        hide_rejections: "constant" continues, after the last update, to a number of trials that is
+            fixed before the run, so that its duration does not reveal how many were rejected;
             "delay" waits a random time after every accepted update, which only blurs it.
         seed: makes the run repeatable, and void against anyone who knows the seed.
         device: "cpu", "cuda", or "auto" for CUDA where there is one.
         out: folder for checkpoints, diagnostics and, at the end, the release.
-        resume: go on with the interrupted run in `out`.
+        resume: continue the interrupted run in `out`.
         pace: how often to save and to evaluate.
         speed: whether to capture trials on CUDA, and whether to round to TF32 or bfloat16.
-        observers: are told of every trial. What they see is private.
+        observers: are called after every trial. What they see is private.
 
     Formal guarantee: `Run.model` is (epsilon, delta)-differentially private for adding or removing
     one record of `train_set`, as `Run.statement` says, if the accounting is a proved one.
     """
     check_single_process()
-    check_options(pace, speed, observers, out)
-    folder = None if out is None else RunFolder(out)
-    if folder is None and resume:
-        raise InvalidInputError("resume needs the folder of the run that is to go on: give out")
-    if folder is not None and not resume:
-        folder.check_new()
-    session = prepare(
-        model,
-        train_set,
-        loss=loss,
-        budget=budget,
+    check_observers(observers)
+    config = RunConfig(
+        task=None,
         method=Dpsur() if method is None else method,
-        test_set=test_set,
+        budget=budget,
         accounting=accounting,
-        preparation=Preparation(features, normalisation),
+        features=features,
+        normalisation=normalisation,
         max_updates=max_updates,
         hide_rejections=hide_rejections,
         seed=seed,
-        device=device,
-        pace=pace,
-        speed=speed,
+        device=str(device) if isinstance(device, torch.device) else device,
+        out=out,
+        pace=Pace() if pace is None else pace,
+        speed=Speed() if speed is None else speed,
+    )
+    folder = None if config.out is None else RunFolder(config.out)
+    if folder is None and resume:
+        raise InvalidInputError("resume needs the folder of the interrupted run; set out")
+    if folder is not None and not resume:
+        folder.check_new()
+    session = build_session(
+        config,
+        model,
+        train_set,
+        loss=loss,
+        test_set=test_set,
         released=load_statistics(folder.checkpoint) if folder and resume else None,
     )
     return execute(session, folder=folder, resume=resume, observers=observers)
@@ -123,13 +129,13 @@ def execute(
     observers: Sequence[Observer] = (),
     stop_requested: Callable[[], bool] = lambda: False,
     origin: Origin = NO_ORIGIN,
-    config: Mapping[str, Any] | None = None,
+    store_config: bool = False,
 ) -> Run:
     """Run a prepared session and, where there is a folder, write its release at the end.
 
-    `stop_requested` is asked after every trial, or block of captured trials; if it says yes, the
-    run saves itself and stops. `config` is stored with a new run, for the command line to
-    resume it with.
+    `stop_requested` is called after every trial, or block of captured trials; if it returns True,
+    the run saves a checkpoint and stops. `store_config` writes the config of a new run into its
+    private folder, so that the command line can resume it.
     """
     for text in objections(session):
         warnings.warn(text, PrivacyWarning, stacklevel=3)
@@ -146,8 +152,8 @@ def execute(
             )
         folder.clean()
         folder.check_release_is_free()
-        if config is not None and not resume:
-            write_atomically(folder.config, to_json(config), mode=0o600)
+        if store_config and not resume:
+            write_atomically(folder.config, to_json(session.config.to_json()), mode=0o600)
         recorder = Recorder(folder.private)
         progress = session.run([recorder, *observers], folder, resume, stop_requested)
         run = finish_run(session, progress, recorder, origin)
@@ -157,7 +163,7 @@ def execute(
 
 
 def _delays(session: Session) -> list[Observer]:
-    return [RandomDelays()] if session.hide_rejections == DELAY else []
+    return [RandomDelays()] if session.config.hide_rejections == DELAY else []
 
 
 def objections(session: Session) -> list[str]:
@@ -183,9 +189,9 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
         settings=asdict(session.method),
         seeded=session.streams.seeded,
         average=progress.state.average is not None,
-        tf32=session.speed.tf32,
-        bf16=session.speed.bf16,
-        hide_rejections=session.hide_rejections,
+        tf32=session.config.speed.tf32,
+        bf16=session.config.speed.bf16,
+        hide_rejections=session.config.hide_rejections,
         versions=versions(),
         public=origin.public,
     )

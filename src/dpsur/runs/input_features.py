@@ -9,7 +9,17 @@ from torch import Tensor, nn
 
 from dpsur import checks
 from dpsur.errors import CheckpointError, InvalidInputError
-from dpsur.features import ChannelNorm, apply_layers, build_layers, compute, features_named
+from dpsur.features import (
+    GROUP,
+    NONE,
+    NORMALISATIONS,
+    PRIVATE,
+    ChannelNorm,
+    apply_layers,
+    build_layers,
+    compute,
+    features_named,
+)
 from dpsur.features.statistics import channel_moments, channel_statistics, private_quantile
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import FEATURES, SETUP, Stream, Streams
@@ -17,8 +27,6 @@ from dpsur.privacy import events
 from dpsur.privacy.events import Event, feature_statistics
 from dpsur.runs.checkpoint import Statistics
 
-NONE, GROUP, PRIVATE = "none", "group", "private"
-NORMALISATIONS = (NONE, GROUP, PRIVATE)
 SCATTERING = "scattering"
 MEAN, DEVIATION = "mean", "deviation"
 # Public limits of the grid that clip bounds are chosen from.
@@ -26,7 +34,7 @@ LEAST_BOUND, MOST_BOUND, BOUND_STEPS = 1e-4, 1e4, 256
 
 
 @dataclass(frozen=True)
-class Preparation:
+class InputFeatures:
     """Which features, and how they are normalised: by default scattering in groups, else not.
 
     `group` normalises groups of channels of each record by itself and costs nothing. `private` uses
@@ -56,7 +64,7 @@ class Preparation:
 
     @property
     def setup(self) -> tuple[Event, ...]:
-        """What the preparation costs."""
+        """What it costs before the first trial."""
         if self.kind != PRIVATE:
             return ()
         return feature_statistics(self.statistics_noise)
@@ -79,15 +87,15 @@ class Preparation:
 
 
 def like_features(train: Examples, shape: tuple[int, ...]) -> Examples:
-    """Made-up records of the shape of features, to check a model with: raw inputs where same."""
+    """Made-up records of the shape of the features, to check a model with."""
     if shape == tuple(train.inputs.shape[1:]):
         return train
     return Examples(torch.zeros(1, *shape).expand(len(train), *shape), train.targets)
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Inputs ready for training, and the layers that make them of raw ones."""
+class Inputs:
+    """Inputs ready for training, and the layers that map raw inputs to them."""
 
     train: Examples
     test: Examples | None
@@ -96,33 +104,33 @@ class Prepared:
     statistics: Statistics
 
 
-def prepare_inputs(
-    preparation: Preparation,
+def compute_inputs(
+    asked: InputFeatures,
     train: Examples,
     test: Examples | None,
     streams: Streams,
     released: Statistics | None = None,
-) -> Prepared:
+) -> Inputs:
     """Compute features of all records, and normalise them.
 
     `released` are the statistics of a run that is resumed: they were drawn, and paid for, when it
-    was started. Formal guarantee: the Gaussian mechanisms in `preparation.setup`, nothing else, and
+    was started. Formal guarantee: the Gaussian mechanisms in `asked.setup`, nothing else, and
     nothing at all where statistics are given.
     """
     descriptions: list[Mapping[str, Any]] = []
     device = streams.device
-    if preparation.features is not None:
-        features = features_named(preparation.features)
+    if asked.features is not None:
+        features = features_named(asked.features)
         descriptions += features.layers(tuple(train.inputs.shape[1:]))
         train = Examples(compute(features, train.inputs, device=device), train.targets)
         if test is not None:
             test = Examples(compute(features, test.inputs, device=device), test.targets)
     statistics: Statistics = {}
-    if preparation.kind == PRIVATE and released is None:
-        statistics = _private_statistics(preparation, train.inputs, streams.at(SETUP)[FEATURES])
-    elif preparation.kind == PRIVATE:
+    if asked.kind == PRIVATE and released is None:
+        statistics = _private_statistics(asked, train.inputs, streams.at(SETUP)[FEATURES])
+    elif asked.kind == PRIVATE:
         statistics = _checked(released)
-    norm = _normalisation(preparation, train.inputs.shape[1], statistics)
+    norm = _normalisation(asked, train.inputs.shape[1], statistics)
     layers = build_layers(descriptions)
     if norm is not None:
         layer, description = norm
@@ -130,7 +138,7 @@ def prepare_inputs(
         test = None if test is None else _apply(layer, test, device)
         layers.append(layer)
         descriptions.append(description)
-    return Prepared(train, test, layers, tuple(descriptions), statistics)
+    return Inputs(train, test, layers, tuple(descriptions), statistics)
 
 
 def _apply(layer: nn.Module, examples: Examples, device: torch.device) -> Examples:
@@ -141,25 +149,25 @@ def _apply(layer: nn.Module, examples: Examples, device: torch.device) -> Exampl
 def _checked(released: Statistics | None) -> Statistics:
     if not released or set(released) != {MEAN, DEVIATION}:
         raise CheckpointError(
-            "the run that is to be resumed released no statistics of its features: it was not "
-            f"started with normalisation {PRIVATE}; resume it with what it was started with"
+            "the checkpoint holds no private statistics of features, so this run was not started "
+            f"with normalisation {PRIVATE}; resume it with the settings that it was started with"
         )
     return released
 
 
 def _normalisation(
-    preparation: Preparation, channels: int, statistics: Statistics
+    asked: InputFeatures, channels: int, statistics: Statistics
 ) -> tuple[nn.Module, Mapping[str, Any]] | None:
-    if preparation.kind == NONE:
+    if asked.kind == NONE:
         return None
-    if preparation.kind == GROUP:
-        description = preparation._group_norm(channels)
+    if asked.kind == GROUP:
+        description = asked._group_norm(channels)
         return build_layers([description])[0], description
     layer = ChannelNorm(channels, statistics[MEAN], statistics[DEVIATION])
     return layer, {"name": "channel-norm", "channels": channels}
 
 
-def _private_statistics(preparation: Preparation, inputs: Tensor, stream: Stream) -> Statistics:
+def _private_statistics(asked: InputFeatures, inputs: Tensor, stream: Stream) -> Statistics:
     (mean_bound, mean_event), (square_bound, square_event) = (
         private_quantile(
             rows.norm(dim=1),
@@ -176,9 +184,9 @@ def _private_statistics(preparation: Preparation, inputs: Tensor, stream: Stream
         inputs,
         mean_bound=mean_bound,
         square_bound=square_bound,
-        noise_multiplier=preparation.statistics_noise,
+        noise_multiplier=asked.statistics_noise,
         stream=stream,
     )
     # What was drawn must be what the plan was charged for.
-    assert (mean_event, square_event, *found.events) == preparation.setup
+    assert (mean_event, square_event, *found.events) == asked.setup
     return {MEAN: found.mean.cpu(), DEVIATION: found.deviation.cpu()}

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from dpsur import checks
+from dpsur.config import RunConfig
 from dpsur.errors import InterruptedRunError
 from dpsur.functional.problem import Problem
 from dpsur.functional.process_settings import precision, repeatable
@@ -21,7 +21,7 @@ from dpsur.methods import Method, Nonprivate
 from dpsur.per_example import EngineChoice, engine_choice, log_choice
 from dpsur.privacy.events import Trial
 from dpsur.privacy.plans import PrivacyPlan
-from dpsur.privacy.plans.rejections import NOT_HIDDEN, duration, elapsed
+from dpsur.privacy.plans.rejections import duration, elapsed
 from dpsur.runs.checkpoint import (
     FIXED_PARTS,
     Fingerprint,
@@ -36,7 +36,7 @@ from dpsur.runs.files import RunFolder, sha256, to_json
 from dpsur.runs.fingerprint import loss_identity, model_identity
 
 EVALUATIONS_PER_RUN = 20
-# Captured trials between two looks at them. The last block goes on beyond the end of the plan.
+# Captured trials between two looks at them. The last block continues beyond the end of the plan.
 LONGEST_BLOCK = 100
 
 
@@ -44,7 +44,7 @@ class Observer(Protocol):
     """Someone who watches a run. What is seen here is private unless said otherwise."""
 
     def started(self, plan: PrivacyPlan, progress: Progress) -> None:
-        """The run begins, or goes on from a checkpoint."""
+        """The run begins, or resumes from a checkpoint."""
         ...
 
     def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
@@ -55,55 +55,19 @@ class Observer(Protocol):
         ...
 
     def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
-        """The released weights so far were tried on the public test set."""
+        """The weights that would be released now were evaluated on the public test set."""
         ...
-
-
-@dataclass(frozen=True, repr=False)
-class Pace(checks.NamedArguments):
-    """How often things happen that cannot change the result: in trials, and in updates.
-
-    Captured trials are made in blocks, and what is due comes when a block is done.
-    """
-
-    checkpoint_every: int = 25
-    evaluate_every: int | None = None
-
-    def __post_init__(self) -> None:
-        checks.at_least_one_each(self, "checkpoint_every", "evaluate_every")
-
-
-@dataclass(frozen=True, repr=False)
-class Speed(checks.NamedArguments):
-    """How fast things happen. None of it changes what is computed, but for rounding.
-
-    `capture` replays whole trials as a CUDA graph where that is possible. `tf32` lets matrix
-    products and convolutions round their inputs to 10 bits; `bf16` has the layers of a training
-    pass compute with 8 bits; norms, sums and noise keep float32, and so do tests of candidates.
-    The privacy statement records both. `data_bytes` is what the records may take of the device
-    (default: half of what is free on a card): where they take more they stay on the host, their
-    batches are fetched, and trials are not captured. `repeatable` makes seeded runs on CUDA use
-    slower kernels that give the same bits every time.
-    """
-
-    capture: bool = True
-    tf32: bool = False
-    repeatable: bool = True
-    bf16: bool = False
-    data_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.data_bytes is not None:
-            checks.at_least_one("data_bytes", self.data_bytes)
 
 
 @dataclass(frozen=True, repr=False)
 class Session:
     """A method bound to its data, ready to run.
 
-    `original` is the model as it was before any record reached it. It is never called.
+    `config` is what was asked for; `method` has what it left open filled in. `original` is the
+    model as it was before any record reached it. It is never called.
     """
 
+    config: RunConfig
     method: Method
     plan: PrivacyPlan
     problem: Problem
@@ -111,12 +75,9 @@ class Session:
     test: Examples | None
     streams: Streams
     procedure: Procedure
-    pace: Pace
-    speed: Speed
     layers: nn.Sequential = field(default_factory=nn.Sequential)
     layer_descriptions: tuple[Mapping[str, Any], ...] = ()
     statistics: Statistics = field(default_factory=dict)
-    hide_rejections: str = NOT_HIDDEN
 
     def __repr__(self) -> str:
         return f"Session({self.method!r}, {len(self.problem.train)} records)"
@@ -145,8 +106,8 @@ class Session:
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
         """The kernels and the precision of this run: settings of the whole process."""
-        exact = self.streams.seeded and self.speed.repeatable
-        with repeatable(self.streams.device, exact), precision(self.speed.tf32):
+        exact = self.streams.seeded and self.config.speed.repeatable
+        with repeatable(self.streams.device, exact), precision(self.config.speed.tf32):
             yield
 
     def start(
@@ -167,12 +128,12 @@ class Session:
         padded = self.procedure.padded() if self._may_capture() else None
         if padded is None:
             return EagerLoop(self.procedure, self.plan, self.streams, progress)
-        block = min(self.pace.checkpoint_every, LONGEST_BLOCK)
+        block = min(self.config.pace.checkpoint_every, LONGEST_BLOCK)
         return CudaGraphLoop(self.procedure, padded, self.plan, self.streams, progress, block)
 
     def _may_capture(self) -> bool:
         fits = not isinstance(self.problem.train, HostExamples)
-        return self.speed.capture and fits and self.streams.device.type == "cuda"
+        return self.config.speed.capture and fits and self.streams.device.type == "cuda"
 
     def fingerprint(self) -> Fingerprint:
         """Tells this run from any other: its settings, records, loss, network and fixed parts."""
@@ -182,11 +143,11 @@ class Session:
             "method": self.method.name,
             "settings": asdict(self.method),
             "plan": self.plan.to_json(),
-            "hide_rejections": self.hide_rejections,
+            "hide_rejections": self.config.hide_rejections,
             "seeded": self.streams.seeded,
             "device": self.streams.device.type,
-            "tf32": self.speed.tf32,
-            "bf16": self.speed.bf16,
+            "tf32": self.config.speed.tf32,
+            "bf16": self.config.speed.bf16,
             "model": model_identity(self.original),
             "loss": loss_identity(self.problem.loss),
             "shapes": {name: list(value.shape) for name, value in trained.items()},
@@ -253,7 +214,7 @@ class ActiveRun:
             self._evaluated_at = position
             self._evaluate(progress)
         stop = self._stop_requested()
-        every = self._session.pace.checkpoint_every
+        every = self._session.config.pace.checkpoint_every
         if stop or progress.ledger.trials // every > self._saved_at // every:
             self._saved_at = progress.ledger.trials
             self._save(progress)
@@ -280,7 +241,7 @@ class ActiveRun:
         if session.test is None or position == last:
             return False
         length = duration(session.plan)
-        every = session.pace.evaluate_every or max(1, length // EVALUATIONS_PER_RUN)
+        every = session.config.pace.evaluate_every or max(1, length // EVALUATIONS_PER_RUN)
         return position // every > last // every or position == length
 
     def _evaluate(self, progress: Progress) -> None:

@@ -4,8 +4,7 @@ import hashlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,20 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from dpsur import checks
+from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import INIT, SETUP, Streams
-from dpsur.methods import Method
 from dpsur.networks import build_network, takes
-from dpsur.privacy.budget import Budget
-from dpsur.privacy.plans.rejections import NOT_HIDDEN
-from dpsur.runs.build_session import choose_device, prepare
+from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.checkpoint import Statistics
-from dpsur.runs.input_features import Preparation
+from dpsur.runs.input_features import InputFeatures
 from dpsur.runs.release import Origin
-from dpsur.runs.session import Pace, Session, Speed
+from dpsur.runs.session import Session
 from dpsur.tasks import TASKS, Task, task_named
 
 # The key of the draws of `subset`: they are the same on every machine.
@@ -34,39 +31,6 @@ SUBSET_KEY = b"dpsur-subset/1"
 HOLD_OUT_SEED = 2025
 # Features that leave inputs alone.
 AS_THEY_ARE = "pixels"
-
-
-@dataclass(frozen=True)
-class TaskRun:
-    """What a run on a task is asked to do. None leaves the choice to the task or the method.
-
-    `classes` is the declared number of classes of `npz:FILE`, `keep_fraction` the share of records
-    to train on (see `subset`). `hold_out` training records are kept back and tested on instead of
-    the test set, for choosing hyper-parameters. `network` changes arguments of the task's network;
-    `model` names a custom function, `module:function`, that builds the network instead.
-    `network_seed` fixes the initial weights of an unseeded run, so that the same network can be
-    built when it is resumed; it has no part in sampling or noise.
-    """
-
-    task: str
-    method: Method
-    budget: Budget
-    accounting: str
-    features: str | None = None
-    normalisation: str | None = None
-    network: Mapping[str, Any] = field(default_factory=dict)
-    model: str | None = None
-    data_dir: Path | None = None
-    classes: int | None = None
-    keep_fraction: float | None = None
-    hold_out: int = 0
-    max_updates: int | None = None
-    hide_rejections: str = NOT_HIDDEN
-    seed: int | None = None
-    network_seed: int | None = None
-    device: str = "auto"
-    pace: Pace = field(default_factory=Pace)
-    speed: Speed = field(default_factory=Speed)
 
 
 @dataclass(frozen=True)
@@ -78,22 +42,24 @@ class Records:
     featured: bool = False
 
 
-def load_records(run: TaskRun) -> Records:
+def load_records(config: RunConfig) -> Records:
     """The records of a run, as the task has them."""
-    train, test = task_of(run).load(run.data_dir)
-    if run.hold_out:
-        train, test = held_out(train, run.hold_out)
-    return Records(subset(train, run.keep_fraction), test)
+    train, test = task_of(config).load(config.data_dir)
+    if config.hold_out:
+        train, test = held_out(train, config.hold_out)
+    return Records(subset(train, config.keep_fraction), test)
 
 
-def task_of(run: TaskRun) -> Task:
-    """The task that a run is on."""
-    return task_named(run.task, run.classes)
+def task_of(config: RunConfig) -> Task:
+    """The task of a run."""
+    if config.task is None:
+        raise InvalidInputError("the config names no task; set task, or use dpsur.fit")
+    return task_named(config.task, config.classes)
 
 
-def with_features(run: TaskRun, records: Records, device: torch.device) -> Records:
+def with_features(config: RunConfig, records: Records, device: torch.device) -> Records:
     """The records of a run with their features computed, on a device, for several runs to share."""
-    features = features_named(features_of(run))
+    features = features_named(features_of(config))
     train, test = (
         None
         if part is None
@@ -104,63 +70,55 @@ def with_features(run: TaskRun, records: Records, device: torch.device) -> Recor
     return Records(train.to(device), None if test is None else test.to(device), featured=True)
 
 
-def features_of(run: TaskRun) -> str:
+def features_of(config: RunConfig) -> str:
     """The features that were asked for, or the method's, or the task's.
 
     A method that changes the network takes the task's first that has a network to change.
     """
-    if run.features or run.method.features:
-        return run.features or run.method.features or ""
-    task, changes = task_of(run), run.method.network_changes()
+    if config.features or config.method.features:
+        return config.features or config.method.features or ""
+    task, changes = task_of(config), config.method.network_changes()
     networks = task.networks
-    suited = (name for name in networks if run.model or takes(networks[name], changes))
+    suited = (name for name in networks if config.model or takes(networks[name], changes))
     return next(suited, task.default_features)
 
 
-def prepare_task(
-    run: TaskRun, records: Records | None = None, released: Statistics | None = None
+def build_task_session(
+    config: RunConfig, records: Records | None = None, released: Statistics | None = None
 ) -> tuple[Session, Origin]:
     """A session for a run on a task, and where its model comes from.
 
     `records` are loaded unless they are given. `released` are the statistics of a run that is
     resumed.
     """
-    task, features = task_of(run), features_of(run)
-    preparation = Preparation(features, run.normalisation)
-    description = None if run.model is not None else _network(task, features, run)
-    build = _builder(description, run.model)
-    device = choose_device(run.device)
-    records = load_records(run) if records is None else records
+    task, config = task_of(config), replace(config, features=features_of(config))
+    description = None if config.model is not None else _network(task, config)
+    build = _builder(description, config.model)
+    device = choose_device(config.device)
+    records = load_records(config) if records is None else records
+    asked = InputFeatures(config.features, config.normalisation)
     if records.featured:
-        preparation = Preparation(AS_THEY_ARE, preparation.kind)
-    preparation.check(tuple(records.train.inputs.shape[1:]))
-    with _initialisation(run, device):
+        config = replace(config, features=AS_THEY_ARE, normalisation=asked.kind)
+        asked = InputFeatures(config.features, config.normalisation)
+    asked.check(tuple(records.train.inputs.shape[1:]))
+    with _initialisation(config, device):
         model = build()
-    session = prepare(
+    session = build_session(
+        config,
         model,
         records.train,
         loss=task.loss,
-        budget=run.budget,
-        method=run.method,
         test_set=records.test,
-        accounting=run.accounting,
-        preparation=preparation,
-        seed=run.seed,
-        device=device,
-        max_updates=run.max_updates,
-        hide_rejections=run.hide_rejections,
-        pace=run.pace,
-        speed=run.speed,
         released=released,
     )
-    return session, _origin(task, description, session, run.keep_fraction)
+    return session, _origin(task, description, session, config.keep_fraction)
 
 
-def _initialisation(run: TaskRun, device: torch.device) -> AbstractContextManager[None]:
+def _initialisation(config: RunConfig, device: torch.device) -> AbstractContextManager[None]:
     """Where the initial weights are drawn from."""
-    if run.seed is None and run.network_seed is not None:
-        return seeded_globally(run.network_seed, device)
-    return Streams(run.seed, device).at(SETUP).global_randomness(INIT)
+    if config.seed is None and config.network_seed is not None:
+        return seeded_globally(config.network_seed, device)
+    return Streams(config.seed, device).at(SETUP).global_randomness(INIT)
 
 
 def subset(train: Examples, fraction: float | None) -> Examples:
@@ -208,23 +166,25 @@ def held_out(train: Examples, count: int) -> tuple[Examples, Examples]:
     return train.select(order[count:]), train.select(order[:count])
 
 
-def _network(task: Task, features: str, run: TaskRun) -> dict[str, Any]:
+def _network(task: Task, config: RunConfig) -> dict[str, Any]:
+    features = features_of(config)
     if features not in task.networks:
         known = ", ".join(task.networks)
         raise InvalidInputError(
             f"task {task.name} has no network for the features {features}, only for {known}; "
             "choose another method or features, or bring a network with --model"
         )
-    network, changes = task.networks[features], run.method.network_changes()
+    network, changes = task.networks[features], config.method.network_changes()
     if not takes(network, changes):
         suited = [name for name, other in task.networks.items() if takes(other, changes)]
         remedy = f"choose --features {suited[0]}" if suited else "choose another method"
         raise InvalidInputError(
-            f"method {run.method.name} sets the {', '.join(changes)} of a network, which "
+            f"method {config.method.name} sets the {', '.join(changes)} of a network, which "
             f"{network['name']} (task {task.name}, features {features}) does not have; {remedy}, "
             "or bring a network with --model"
         )
-    return {**network, **run.network, **changes}
+    activation = {} if config.activation is None else {"activation": config.activation}
+    return {**network, **config.network, **activation, **changes}
 
 
 def _origin(
@@ -233,7 +193,7 @@ def _origin(
     session: Session,
     keep_fraction: float | None,
 ) -> Origin:
-    # A task of a user's own file is not named: where private records lie is nobody's business.
+    # The task of a user's file is not named: the path of private records is not released.
     name = task.name if task.name in TASKS else None
     public = dict(task.public)
     if keep_fraction is not None:
@@ -265,7 +225,7 @@ def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callabl
 def _built(function: Callable[[], Any], name: str) -> nn.Module:
     try:
         model = function()
-    except Exception as error:  # whatever a user's own function may raise
+    except Exception as error:  # a custom function may raise anything
         raise InvalidInputError(
             f"model {name} cannot be built ({type(error).__name__}: {error}); it must be a "
             "function without arguments that returns a torch.nn.Module"

@@ -1,25 +1,21 @@
 """What a run is given, checked before a record is drawn: arguments and loss."""
 
 import copy
-import math
 import os
 import traceback
 import warnings
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dpsur import checks
 from dpsur.errors import InvalidInputError, UnsupportedModelError, from_custom_code
 from dpsur.functional.problem import LossFunction, weighted_by_record
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.side_effects import refuse_memory
-from dpsur.methods import METHODS, Method, Nonprivate
 from dpsur.per_example.one_pass import losses_one_by_one
-from dpsur.privacy.budget import Budget
-from dpsur.runs.session import Pace, Speed
 
 
 def check_single_process() -> None:
@@ -32,18 +28,11 @@ def check_single_process() -> None:
         )
 
 
-def check_options(pace: Any, speed: Any, observers: Any, out: Any) -> None:
-    """Refuse options of `fit` that are of another kind."""
-    for name, value, kind in (("pace", pace, Pace), ("speed", speed, Speed)):
-        if value is not None and not isinstance(value, kind):
-            raise InvalidInputError(
-                f"{name} must be a dpsur.{kind.__name__}, got {_told(value)}; "
-                f"write dpsur.{kind.__name__}()"
-            )
-    if out is not None and not isinstance(out, (str, os.PathLike)):
-        raise InvalidInputError(f"out must be a path, got {_told(out)}; write out='folder'")
+def check_observers(observers: Any) -> None:
+    """Refuse observers of `fit` that are none."""
     if not isinstance(observers, (list, tuple)):
-        raise InvalidInputError(f"observers must be a list, got {_told(observers)}; write [it]")
+        given = checks.shown(observers)
+        raise InvalidInputError(f"observers must be a list, got {given}; write [observer]")
     for observer in observers:
         missing = [
             name
@@ -53,61 +42,19 @@ def check_options(pace: Any, speed: Any, observers: Any, out: Any) -> None:
         if isinstance(observer, type) or missing:
             raise InvalidInputError(
                 f"observers must have the methods started, trials and evaluated, got "
-                f"{_told(observer)}; pass an instance of a class like dpsur.Observer"
+                f"{checks.shown(observer)}; pass an instance of a class like dpsur.Observer"
             )
 
 
-def _told(value: Any) -> str:
-    """A value in a message: classes by their names, and nothing long."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    text = repr(value)
-    return text if len(text) <= 60 and "\n" not in text else type(value).__name__
-
-
-def check_arguments(model: Any, loss: Any, budget: Any, method: Any, seed: Any) -> None:
-    """Refuse what is not of the kind that is asked for, and name the remedy."""
-    _check_method(method)
-    _check_budget(budget, method)
-    _check_loss(loss)
-    if seed is not None and not isinstance(seed, Integral):
-        raise InvalidInputError(
-            f"seed must be a whole number or None, got {seed!r} ({type(seed).__name__})"
-        )
-    check_module(model)
-
-
-def _check_method(method: Any) -> None:
-    if isinstance(method, Method):
-        return
-    known = ", ".join(f"dpsur.{kind.__name__}()" for kind in METHODS.values())
-    given = _told(method)
-    raise InvalidInputError(
-        f"method must be an instance of a method, got {given}; choose one of {known}"
-    )
-
-
-def _check_budget(budget: Any, method: Method) -> None:
-    if not isinstance(budget, Budget):
-        raise InvalidInputError(
-            f"budget must be a dpsur.Budget, got {_told(budget)}; "
-            "write dpsur.Budget(epsilon=3.0, delta=1e-5)"
-        )
-    if math.isinf(budget.epsilon) and not isinstance(method, Nonprivate):
-        raise InvalidInputError(
-            f"epsilon {budget.epsilon} is no budget that method {method.name} could be fitted to; "
-            f"give a finite one, or choose the method {Nonprivate.name}"
-        )
-
-
-def _check_loss(loss: Any) -> None:
+def check_is_loss(loss: Any) -> None:
+    """Refuse what is no loss function."""
     example = "a function such as F.cross_entropy or a module such as nn.CrossEntropyLoss()"
     if isinstance(loss, type):
         raise InvalidInputError(
             f"loss is the class {loss.__name__}, not a loss; make one of it: {loss.__name__}()"
         )
     if not callable(loss):
-        raise InvalidInputError(f"loss must be {example}, got {_told(loss)}")
+        raise InvalidInputError(f"loss must be {example}, got {checks.shown(loss)}")
 
 
 def check_module(model: Any) -> None:

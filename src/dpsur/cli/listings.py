@@ -1,0 +1,69 @@
+"""Commands that print a list or a page: `dpsur methods`, `dpsur tasks`, `dpsur proof`."""
+
+import argparse
+from importlib.resources import files
+
+PROOF = """\
+Print the page that a release cites: the theorem behind each accounting, its proof, its assumptions
+and what is not covered (docs/privacy.md, Markdown).
+"""
+
+
+def set_up_methods(parser: argparse.ArgumentParser) -> None:
+    """Describe `dpsur methods`."""
+    parser.description = "List the methods and their hyper-parameters."
+    parser.set_defaults(run=print_methods)
+
+
+def print_methods(options: argparse.Namespace) -> int:
+    """Print the methods and their options."""
+    from dpsur.cli.run_options import set_by_tasks  # with it torch, which the proof does not need
+    from dpsur.methods import METHODS
+    from dpsur.options import declared
+
+    del options
+    for name, method in METHODS.items():
+        print(f"{name}: {method.summary}")
+        for found in declared(method).values():
+            own = "the task's, else " if found.name in set_by_tasks() else ""
+            value = found.field.default
+            default = "" if value is None else f" (default: {own}{value})"
+            print(f"  {found.flag:<24} {found.help}{default}")
+        print()
+    return 0
+
+
+def set_up_tasks(parser: argparse.ArgumentParser) -> None:
+    """Describe `dpsur tasks`."""
+    parser.description = (
+        "List the tasks that can be trained, and the features that they have networks for.\n"
+        "`dpsur data list` shows which data sets are installed."
+    )
+    parser.set_defaults(run=print_tasks)
+
+
+def print_tasks(options: argparse.Namespace) -> int:
+    """Print a line per task."""
+    from dpsur.tasks import DEFAULT_TASK, TASKS
+
+    del options
+    for name, task in TASKS.items():
+        default = " (default task)" if name == DEFAULT_TASK else ""
+        features = " or ".join(task.networks)
+        print(f"{name:<12} {task.summary}; {features}{default}")
+    print(f"{'npz:FILE':<12} your own data: arrays x and y, and optionally x_test and y_test")
+    return 0
+
+
+def set_up_proof(parser: argparse.ArgumentParser) -> None:
+    """Describe `dpsur proof`."""
+    parser.description = PROOF
+    parser.add_argument("--path", action="store_true", help="print the path of the page instead")
+    parser.set_defaults(run=print_proof)
+
+
+def print_proof(options: argparse.Namespace) -> int:
+    """Print the page, or its path."""
+    page = files("dpsur") / "privacy" / "privacy.md"
+    print(page if options.path else page.read_text(encoding="utf-8"))
+    return 0

@@ -1,0 +1,236 @@
+"""The command line of a run: options from the declarations, and the config that they give."""
+
+import argparse
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import MISSING, Field, fields
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+from dpsur.config import PRIVACY, RUN, WHAT, RunConfig, check_method_options
+from dpsur.errors import CheckpointError, InvalidInputError
+from dpsur.methods import METHODS, Method, method_named
+from dpsur.options import Option, declared, flag
+from dpsur.runs.files import RunFolder, start_command
+from dpsur.tasks import TASKS
+from dpsur.tasks.npz import PREFIX
+
+# Where runs go that are given no folder.
+RUNS = "runs"
+METAVARS = {int: "COUNT", float: "NUMBER"}
+
+
+def add_run_options(parser: argparse.ArgumentParser, groups: Iterable[str]) -> None:
+    """Add the options of `RunConfig` under these headings. Options that are not given are None."""
+    defaults = RunConfig()
+    for heading in groups:
+        group = parser.add_argument_group(heading)
+        for found in declared(RunConfig).values():
+            metadata = found.field.metadata
+            if metadata["group"] != heading or not metadata["command_line"]:
+                continue
+            settings: dict[str, Any] = {"help": _run_help(found, defaults).replace("%", "%%")}
+            if found.kind is bool:
+                settings["action"] = argparse.BooleanOptionalAction
+            else:
+                settings |= {"metavar": metadata["metavar"]}
+                settings["type"] = str if found.kind is Method else found.kind
+            group.add_argument(found.flag, **settings)
+
+
+def _run_help(found: Option, defaults: RunConfig) -> str:
+    default = found.value(defaults)
+    names = found.field.metadata["names"]
+    parts = [f"one of: {', '.join(names)}"] if names else []
+    parts += [found.help] if found.help else []
+    text = "; ".join(parts) if not found.help.startswith("or ") else ", ".join(parts)
+    if default is None or "(default:" in text:
+        return text
+    return f"{text} (default: {default.name if isinstance(default, Method) else default})"
+
+
+def add_method_options(parser: argparse.ArgumentParser) -> None:
+    """Add the hyper-parameters of all methods, each once, saying which methods have it."""
+    group = parser.add_argument_group(
+        "hyper-parameters", "unset options are chosen for the task, the data and the budget"
+    )
+    for name, owners in _owners().items():
+        found = declared(METHODS[owners[0]])[name]
+        choices = found.field.metadata["choices"]
+        group.add_argument(
+            found.flag,
+            type=found.kind,
+            choices=choices,
+            metavar=None if choices else METAVARS.get(found.kind),
+            help=_method_help(owners, name).replace("%", "%%"),
+        )
+
+
+def given_method_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The hyper-parameters that were given."""
+    found = {name: getattr(options, name) for name in _owners()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def build_method(name: str, options: argparse.Namespace, usual: dict[str, Any]) -> Method:
+    """A method with the hyper-parameters that were given, else the usual ones."""
+    method, given = method_named(name), given_method_options(options)
+    check_method_options(method, given)
+    return method(**{**usual, **given})
+
+
+def _owners() -> dict[str, list[str]]:
+    """The methods that have an option, by its name."""
+    owners: dict[str, list[str]] = {}
+    for name, method in METHODS.items():
+        for each in fields(method):
+            owners.setdefault(each.name, []).append(name)
+    return owners
+
+
+def _field(owner: str, name: str) -> Field[Any]:
+    return declared(METHODS[owner])[name].field
+
+
+def _method_help(owners: list[str], name: str) -> str:
+    """What the option means, its default, and which methods have it or mean something else."""
+    texts = {owner: _field(owner, name).metadata["help"] for owner in owners}
+    usual: str = texts[owners[0]]
+    others = [f"; {owner}: {text}" for owner, text in texts.items() if text != usual]
+    return usual + _shown_default(owners, name) + "".join(others) + _shown_owners(owners)
+
+
+def _shown_owners(owners: list[str]) -> str:
+    without = [name for name in METHODS if name not in owners]
+    if not without:
+        return ""
+    if len(without) < len(owners):
+        return f" [not {', '.join(without)}]"
+    return f" [{', '.join(owners)}]"
+
+
+def _shown_default(owners: list[str], name: str) -> str:
+    defaults = {owner: _field(owner, name).default for owner in owners}
+    values = [value for value in defaults.values() if value is not None and value is not MISSING]
+    if not values:
+        return ""
+    usual = max(values, key=values.count)
+    own = "the task's, else " if name in set_by_tasks() else ""
+    others = [
+        f", for {owner} {'chosen' if value is None else value}"
+        for owner, value in defaults.items()
+        if value != usual
+    ]
+    return f" (default: {own}{usual}{''.join(others)})"
+
+
+def set_by_tasks() -> set[str]:
+    """Hyper-parameters that some task has its own values for."""
+    return {
+        name for task in TASKS.values() for settings in task.settings.values() for name in settings
+    }
+
+
+def new_config(options: argparse.Namespace) -> tuple[RunConfig, RunFolder]:
+    """The config that the command line asks for, and the new folder, checked but not made."""
+    values = _given(options)
+    method = values.pop("method", None) or RunConfig().method.name
+    if values.get("seed") is None:
+        values["network_seed"] = secrets.randbits(62)
+    config = RunConfig.from_names(values, method, **given_method_options(options))
+    assert config.task is not None
+    folder = RunFolder(config.out) if config.out else UnnamedFolder(config.task, method)
+    folder.check_new()
+    return config, folder
+
+
+def stored_config(options: argparse.Namespace) -> tuple[RunConfig, RunFolder]:
+    """The config of an interrupted run, from its folder."""
+    for name in (*_given(options), *given_method_options(options)):
+        raise InvalidInputError(
+            f"--resume takes the settings from its folder; leave out {flag(name)}"
+        )
+    folder = RunFolder(options.resume)
+    if folder.finished:
+        raise InvalidInputError(
+            f"the run in {folder.root} has finished; its result is in {folder.release}"
+        )
+    try:
+        config = RunConfig.from_json(json.loads(folder.config.read_bytes()))
+    except (FileNotFoundError, NotADirectoryError):
+        raise InvalidInputError(_nothing_to_resume(folder)) from None
+    except InvalidInputError as error:
+        raise CheckpointError(_damaged(folder, str(error))) from error
+    except (ValueError, RecursionError):
+        raise CheckpointError(_damaged(folder, "it is not JSON")) from None
+    if not folder.checkpoint.exists() and not folder.unstarted:
+        raise CheckpointError(
+            f"{folder.root} cannot be resumed: {folder.checkpoint} is missing; start a new run in "
+            "another folder"
+        )
+    return config, folder
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `RunConfig` that were given."""
+    names = (n for n, found in declared(RunConfig).items() if found.field.metadata["command_line"])
+    found = {name: getattr(options, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _nothing_to_resume(folder: RunFolder) -> str:
+    if folder.checkpoint.exists():
+        return (
+            f"the run in {folder.root} was started from Python, or {folder.config} was removed; "
+            f"resume it with {folder.how_to_resume()}"
+        )
+    return (
+        f"{folder.root} holds no run to resume ({folder.config} is missing); start one with: "
+        f"{start_command(folder.root)}"
+    )
+
+
+def _damaged(folder: RunFolder, reason: str) -> str:
+    again = "start a new run in another folder"
+    if folder.unstarted:
+        again = f"start the run again with: {start_command(folder.root)}"
+    return f"{folder.config} is damaged ({reason}); restore the file, or {again}"
+
+
+class UnnamedFolder(RunFolder):
+    """A folder below `RUNS`, named after the task and the method; numbered if that name exists."""
+
+    def __init__(self, task: str, method: str) -> None:
+        own = Path(task.removeprefix(PREFIX)).stem if task.startswith(PREFIX) else task
+        self._name = f"{own}-{method}"
+        self._ours = False
+        super().__init__(self._free())
+
+    def _free(self) -> Path:
+        names = chain([self._name], (f"{self._name}-{number}" for number in count(2)))
+        return next(path for name in names if not os.path.lexists(path := Path(RUNS) / name))
+
+    def create(self) -> None:
+        """Make the folder, under the next name if another run has taken this one meanwhile."""
+        with suppress(OSError):  # `RunFolder.create` reports what is wrong
+            Path(RUNS).mkdir(exist_ok=True)
+            while not (self._ours or _made(self.root)):
+                super().__init__(self._free())
+            self._ours = True
+        super().create()
+
+
+def _made(folder: Path) -> bool:
+    """Make a folder, unless it exists."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+ALL_GROUPS = (WHAT, PRIVACY, RUN)

@@ -1,0 +1,302 @@
+"""Everything a run is told: one frozen value, built once and passed down whole.
+
+`RunConfig` declares every option of a run that can be written down. Beside it a run on your own
+data gets objects: a model, records and a loss (see `dpsur.fit`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
+
+from dpsur import checks
+from dpsur.errors import InvalidInputError
+from dpsur.features import FEATURES, NORMALISATIONS, features_named
+from dpsur.methods import METHODS, Dpsur, Method, Nonprivate, method_named
+from dpsur.options import build, check_options, flag, from_plain, option, to_plain
+from dpsur.presets import PRESETS, preset_named
+from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.plans.rejections import NOT_HIDDEN, WAYS_TO_HIDE
+from dpsur.tasks import DEFAULT_TASK, TASKS, Task, task_named
+
+DEFAULT_BUDGET = Budget(3.0, 1e-5)
+# Headings in the help of the command line.
+WHAT, PRIVACY, RUN = "what to train", "privacy", "run"
+
+
+@dataclass(frozen=True, repr=False)
+class Pace(checks.NamedArguments):
+    """How often things happen that cannot change the result: in trials, and in updates.
+
+    CUDA graphs make trials in blocks, and what is due comes when a block is done.
+    """
+
+    checkpoint_every: int = option(
+        25,
+        "trials between checkpoints",
+        check=checks.at_least_one,
+        metavar="TRIALS",
+        group=RUN,
+    )
+    evaluate_every: int | None = option(
+        None,
+        "updates between evaluations on the public test set (default: 20 evaluations in a run)",
+        check=checks.at_least_one,
+        metavar="UPDATES",
+        group=RUN,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, repr=False)
+class Speed(checks.NamedArguments):
+    """How fast things happen. None of it changes what is computed, except for rounding.
+
+    `capture` replays whole trials as a CUDA graph where that is possible. `tf32` lets matrix
+    products and convolutions round their inputs to 10 bits; `bf16` computes the layers of a
+    training pass with 8 bits; norms, sums and noise keep float32, and so do tests of candidates.
+    The privacy statement records both. `data_bytes` is the device memory that the records may take
+    (default: half of what is free on a GPU): where they need more they stay on the host, their
+    batches are fetched, and trials are not captured. `repeatable` makes seeded runs on CUDA use
+    slower kernels that give the same bits every time.
+    """
+
+    capture: bool = option(
+        True, "replay whole trials as a CUDA graph where possible (default: yes)", group=RUN
+    )
+    tf32: bool = option(
+        False,
+        "let CUDA round products to TF32; the statement records it (default: no)",
+        group=RUN,
+    )
+    repeatable: bool = option(
+        True, "use kernels that give the same bits every time in seeded runs", command_line=False
+    )
+    bf16: bool = option(
+        False,
+        "compute layers in bfloat16, but norms, sums, noise and tests in float32; the statement "
+        "records it (default: no)",
+        group=RUN,
+    )
+    data_bytes: int | None = option(
+        None,
+        "device memory that the records may take",
+        check=checks.at_least_one,
+        command_line=False,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def _is_method(name: str, value: Any) -> None:
+    if not isinstance(value, Method):
+        known = ", ".join(f"dpsur.{kind.__name__}()" for kind in METHODS.values())
+        raise InvalidInputError(
+            f"{name} must be an instance of a method, got {checks.shown(value)}; choose one of "
+            f"{known}"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class RunConfig(checks.NamedArguments):
+    """What a run is told. None leaves the choice to the task or the method.
+
+    `task` names a task, or is None where a model and records are given as objects. `keep_fraction`
+    is the share of its records to train on. `hold_out` training records are set aside and
+    evaluated on instead of the test set, for choosing hyper-parameters. `network` changes arguments
+    of the task's network. `network_seed` fixes the initial weights of an unseeded run, so that the
+    same network can be built when it is resumed; it has no part in sampling or noise. The config is
+    private: it may hold the seed.
+    """
+
+    task: str | None = option(
+        DEFAULT_TASK, "or npz:FILE for your own data", names=TASKS, group=WHAT
+    )
+    method: Method = option(Dpsur, "", names=METHODS, check=_is_method, stored=False, group=WHAT)
+    budget: Budget = DEFAULT_BUDGET
+    accounting: str = option(
+        DEFAULT_ACCOUNTING,
+        "published is the paper's analysis, which is not proved",
+        check=lambda _, value: accounting_named(value),
+        names=ACCOUNTINGS,
+        group=PRIVACY,
+    )
+    features: str | None = option(
+        None,
+        "features to train on (default: the method's, else the task's)",
+        check=lambda _, value: features_named(value),
+        names=FEATURES,
+        group=WHAT,
+    )
+    normalisation: str | None = option(
+        None,
+        "of the features; private statistics are charged (default: group for scattering, else "
+        "none)",
+        NORMALISATIONS,
+        group=WHAT,
+    )
+    preset: str | None = option(
+        None,
+        "settings for the method, the task and epsilon 1, 2, 3 or 4: the paper's, or (dpsgd, "
+        "dpsur) the best known here; other options take precedence",
+        names=PRESETS,
+        group=WHAT,
+    )
+    network: Mapping[str, Any] = option(dict, "changes of the network", command_line=False)
+    activation: str | None = option(
+        None, "of the task's network: tanh or relu (default: tanh)", group=WHAT
+    )
+    model: str | None = option(
+        None,
+        "your function without arguments that builds the network; its module must be on "
+        "PYTHONPATH (default: the task's network)",
+        metavar="MODULE:FUNCTION",
+        group=WHAT,
+    )
+    data_dir: Path | None = option(
+        None,
+        "folder of the data (default: $DPSUR_DATA, or the downloads in the cache)",
+        metavar="DIR",
+        group=WHAT,
+    )
+    classes: int | None = option(
+        None,
+        "number of classes of npz:FILE, which becomes public (default: the array classes of the "
+        "file)",
+        metavar="K",
+        group=WHAT,
+    )
+    keep_fraction: float | None = option(
+        None,
+        "train on about this fraction of the records, each kept or left out at random by its own "
+        "values; the fraction is public, and epsilon is that of the records that are kept",
+        check=checks.sample_rate,
+        metavar="F",
+        group=WHAT,
+    )
+    hold_out: int = option(0, "records to evaluate on instead of the test set", command_line=False)
+    max_updates: int | None = option(
+        None,
+        "end the planned run after so many updates, to try things out; noise stays as planned",
+        check=checks.at_least_one,
+        metavar="N",
+        group=WHAT,
+    )
+    hide_rejections: str = option(
+        NOT_HIDDEN,
+        "for runs that can be watched: constant makes a number of trials that is fixed in advance, "
+        "dropping those after the last update, so that run time reveals nothing about rejections; "
+        "delay is the paper's random waiting after accepted updates, which only blurs it",
+        WAYS_TO_HIDE,
+        metavar="WAY",
+        group=PRIVACY,
+    )
+    out: str | PathLike[str] | None = option(
+        None,
+        "new folder for the run (default: runs/TASK-METHOD, numbered where that exists)",
+        metavar="DIR",
+        group=RUN,
+        stored=False,
+    )
+    device: str = option("auto", "cpu, cuda or auto", group=RUN)
+    seed: int | None = option(
+        None,
+        "make the run repeatable; whoever knows the seed can undo the privacy (default: seeded by "
+        "the operating system)",
+        group=RUN,
+    )
+    network_seed: int | None = option(None, "of the initial weights", command_line=False)
+    pace: Pace = Pace()
+    speed: Speed = Speed()
+
+    def __post_init__(self) -> None:
+        for name, kind, example in (
+            ("budget", Budget, "(epsilon=3.0, delta=1e-5)"),
+            ("pace", Pace, "()"),
+            ("speed", Speed, "()"),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise InvalidInputError(
+                    f"{name} must be a dpsur.{kind.__name__}, got {checks.shown(value)}; "
+                    f"write dpsur.{kind.__name__}{example}"
+                )
+        check_options(self)
+        if math.isinf(self.budget.epsilon) and not isinstance(self.method, Nonprivate):
+            raise InvalidInputError(
+                f"epsilon {self.budget.epsilon} is no budget that method {self.method.name} could "
+                f"be fitted to; give a finite one, or choose the method {Nonprivate.name}"
+            )
+
+    @classmethod
+    def from_names(
+        cls, values: Mapping[str, Any], method: str = Dpsur.name, **options: Any
+    ) -> Self:
+        """A config from plain values by name, as a command line gives them.
+
+        `options` are hyper-parameters of the method. What is not given comes from the preset, if
+        one is named, else from the task's settings for the method.
+        """
+        kind = method_named(method)
+        check_method_options(kind, options)
+        task = task_named(values.get("task", DEFAULT_TASK), values.get("classes"))
+        if values.get("preset") is None:
+            usual = _task_settings(values, kind, task)
+            return build(cls, values, method=kind(**{**usual, **options}))
+        epsilon = values.get("epsilon", DEFAULT_BUDGET.epsilon)
+        preset = preset_named(values["preset"], kind.name, task.name, epsilon)
+        usual = {"features": preset.features, "normalisation": preset.normalisation}
+        values = {**usual, **values, "network": dict(preset.network)}
+        return build(cls, values, method=kind(**{**preset.options, **options}))
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values, except the output folder."""
+        method = {"method": self.method.name, "options": asdict(self.method)}
+        return {**method, **to_plain(self)}
+
+    @classmethod
+    def from_json(cls, stored: Any) -> Self:
+        """A config from what `to_json` wrote. Anything else is refused by name."""
+        if not isinstance(stored, dict):
+            raise InvalidInputError("it is not a table of options")
+        values = dict(stored)
+        name, options = values.pop("method", Dpsur.name), values.pop("options", {})
+        if not isinstance(name, str) or name not in METHODS:
+            raise InvalidInputError(f"there is no method {name!r}")
+        method = METHODS[name](**from_plain(METHODS[name], options))
+        return build(cls, from_plain(cls, values), method=method)
+
+
+def check_method_options(method: type[Method], options: Mapping[str, Any]) -> None:
+    """Refuse hyper-parameters that the method does not have, and name the methods that do."""
+    known = {each.name for each in fields(method)}
+    for name in options:
+        if name not in known:
+            owners = [kind.name for kind in METHODS.values() if name in _names(kind)]
+            remedy = (
+                f", which belongs to {', '.join(owners)}; leave it out or choose --method "
+                f"{owners[0]}"
+                if owners
+                else f"; it has {', '.join(sorted(known))}"
+            )
+            raise InvalidInputError(f"method {method.name} has no option {flag(name)}{remedy}")
+
+
+def _names(method: type[Method]) -> set[str]:
+    return {each.name for each in fields(method)}
+
+
+def _task_settings(
+    values: Mapping[str, Any], method: type[Method], task: Task
+) -> Mapping[str, Any]:
+    """Hyper-parameters that suit a task, as long as its own features and network are used."""
+    features = values.get("features") or method.features or task.default_features
+    if features != task.default_features or values.get("model") is not None:
+        return {}
+    return task.settings.get(method.name, {})

@@ -1,0 +1,214 @@
+"""Options of runs and methods, each declared in one place.
+
+An option is a field of a frozen dataclass, made by `option`: its name, type, default, help text and
+allowed range. The command line, the checks and the JSON of a stored run are derived from that.
+"""
+
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dpsur import checks
+from dpsur.errors import InvalidInputError
+
+Owner = TypeVar("Owner")
+# Refuses a value by raising; gets the name of the option and the value.
+Check = Callable[[str, Any], object]
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a string",
+    Path: "a path",
+    PathLike: "a path",
+}
+
+
+def option(
+    default: Any = MISSING,
+    help: str = "",
+    choices: tuple[str, ...] | None = None,
+    *,
+    check: Check | None = None,
+    names: Iterable[str] | None = None,
+    metavar: str | None = None,
+    group: str = "",
+    command_line: bool = True,
+    stored: bool = True,
+) -> Any:
+    """Declare an option.
+
+    `choices` are the only values that are allowed. `names` are listed in the help as examples of
+    what is allowed, and `check` decides. `group` is the heading in the help. An option that is not
+    for the command line can be set from Python only; one that is not stored is not part of the
+    JSON of a run.
+    """
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "check": check,
+        "names": choices if names is None else names,
+        "metavar": metavar,
+        "group": group,
+        "command_line": command_line,
+        "stored": stored,
+    }
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A declared option. `part` is the field that holds it, such as `pace` for checkpoint_every."""
+
+    name: str
+    kinds: tuple[type, ...]
+    field: Field[Any]
+    part: str | None = None
+
+    @property
+    def kind(self) -> type:
+        """The type of its values, None aside."""
+        return self.kinds[0]
+
+    @property
+    def flag(self) -> str:
+        """The command line option that sets it."""
+        return flag(self.name)
+
+    @property
+    def help(self) -> str:
+        """What it means."""
+        return str(self.field.metadata["help"])
+
+    def value(self, owner: Any) -> Any:
+        """Its value in an instance."""
+        return getattr(owner if self.part is None else getattr(owner, self.part), self.name)
+
+    def check(self, value: Any) -> None:
+        """Refuse a value of another type or out of range, in one line."""
+        if value is None and type(None) in self.kinds:
+            return
+        check, choices = self.field.metadata["check"], self.field.metadata["choices"]
+        if check is not None:
+            check(self.name, value)
+        elif choices is not None:
+            checks.one_of(self.name, value, choices)
+        elif not any(_is_a(value, kind) for kind in self.kinds):
+            allowed = " or ".join(_WORDS.get(kind, "None") for kind in self.kinds)
+            raise InvalidInputError(
+                f"{self.name} must be {allowed}, got {value!r} ({type(value).__name__})"
+            )
+
+    def read(self, value: Any) -> Any:
+        """The value that a JSON file holds; refuses one of another type."""
+        if Path in self.kinds and isinstance(value, str):
+            return Path(value)
+        exact = type(value) in self.kinds or (type(value) is int and float in self.kinds)
+        if not exact and not (isinstance(value, dict) and Mapping in self.kinds):
+            raise InvalidInputError(f"{self.name} cannot be {shorten(value)}")
+        return value
+
+
+def flag(name: str) -> str:
+    """The command line option of a name."""
+    return "--" + name.replace("_", "-")
+
+
+def declared(owner: type) -> dict[str, Option]:
+    """The options of a dataclass and of its parts, by name, in the order of their declaration.
+
+    A part is a field that is a dataclass with options of its own.
+    """
+    return {found.name: found for found in _declared(owner, None)}
+
+
+def _declared(owner: type, part: str | None) -> Iterator[Option]:
+    hints = typing.get_type_hints(owner)
+    for each in fields(owner):
+        hint = hints[each.name]
+        if "help" in each.metadata:
+            yield Option(each.name, _kinds(hint), each, part)
+        elif is_dataclass(hint):
+            yield from _declared(typing.cast(type, hint), each.name)
+
+
+def _kinds(hint: Any) -> tuple[type, ...]:
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return tuple(typing.get_origin(part) or part for part in parts)
+
+
+def check_options(owner: Any) -> None:
+    """Refuse an instance with an option of another type or out of range."""
+    for found in declared(type(owner)).values():
+        if found.part is None:  # a part has checked itself
+            found.check(getattr(owner, found.name))
+
+
+def build(owner: type[Owner], values: Mapping[str, Any], **whole: Any) -> Owner:
+    """An instance from the values of its options by name, those of its parts among them.
+
+    `whole` are values of fields. Options that are not given have their defaults.
+    """
+    known = declared(owner)
+    for name in values:
+        if name not in known:
+            raise InvalidInputError(f"there is no option {name!r}")
+    own = {name: value for name, value in values.items() if known[name].part is None}
+    for part in fields(owner):  # type: ignore[arg-type]
+        changes = {name: v for name, v in values.items() if known[name].part == part.name}
+        if changes:
+            own[part.name] = replace(_default(part), **changes)
+    return owner(**own, **whole)
+
+
+def _default(part: Field[Any]) -> Any:
+    return part.default if part.default_factory is MISSING else part.default_factory()
+
+
+def to_plain(owner: Any) -> dict[str, Any]:
+    """The options of an instance that are stored, as values that JSON has."""
+    found = {
+        name: each.value(owner)
+        for name, each in declared(type(owner)).items()
+        if each.field.metadata["stored"]
+    }
+    return {name: _plain(value) for name, value in found.items()}
+
+
+def from_plain(owner: type, values: Any) -> dict[str, Any]:
+    """The values of options in a JSON file, which may hold anything; refuses by name."""
+    if not isinstance(values, dict):
+        raise InvalidInputError("it is not a table of options")
+    known = {n: each for n, each in declared(owner).items() if each.field.metadata["stored"]}
+    for name in values:
+        if name not in known:
+            raise InvalidInputError(f"there is no option {name!r}")
+    return {name: known[name].read(value) for name, value in values.items()}
+
+
+def shorten(value: Any) -> str:
+    """A value as an error quotes it."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if kind is Path:
+        return isinstance(value, (str, PathLike))
+    return isinstance(value, kind)
