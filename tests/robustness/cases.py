@@ -22,6 +22,8 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 import dpsur.cli
 from dpsur.cli.parser import Parser
@@ -663,10 +665,10 @@ def _data_cache_case(rng: Random, folder: Path) -> Report:
 
 def option_case(site: Site, rng: Random, folder: Path) -> Report:
     """One or two options of a command with values that nobody should give."""
-    name = rng.choice([*_SMALL, *(["train"] * 6), "account", "calibrate"])
+    name = rng.choice([*SMALL, *(["train"] * 6), "account", "calibrate"])
     base = [
         text.format(root=site.root, data=site.data["vectors"], run=site.whole)
-        for text in rng.choice(_SMALL[name])
+        for text in rng.choice(SMALL[name])
     ]
     arguments = list(base)
     for _ in range(rng.choice([1, 1, 2])):
@@ -714,7 +716,7 @@ def _odd_figures(outcome: Outcome) -> str | None:
 
 _MECHANISM = ["--dataset-size", "1000", "--batch-size", "100", "--delta", "1e-5", "--json"]
 # Commands that take a second at most, for each command. What an option adds may take longer.
-_SMALL: dict[str, list[list[str]]] = {
+SMALL: dict[str, list[list[str]]] = {
     "train": [
         [*COMMON, "--task", "npz:{data}", *PLAIN, "--out", "run"],
         [*COMMON, "--task", "npz:{data}", *SELECTIVE, "--out", "run"],
@@ -736,13 +738,20 @@ _SMALL: dict[str, list[list[str]]] = {
         ["attack", "--task", "npz:{data}", "--release", "{run}", "--attacks", "gap"],
     ],
     "audit": [["audit", "--repetitions", "20", "--confidence", "0.9"]],
-    "reproduce": [["reproduce", "--list"], ["reproduce", "accounting", "--render-only"]],
-    "bench": [["bench", "--rows", "nowhere.jsonl"], ["bench", "--quick", "--device", "nothing"]],
+    "bench": [[
+        "bench", "--model", "tests.robustness.cases:bench_model", "--batch-size", "4",
+        "--repetitions", "1", "--device", "cpu", "--arms", "plain", "dpsgd",
+    ]],
     "data": [["data", "list"], ["data", "fetch", "nothing"]],
     "cache": [["cache", "list"], ["cache", "empty", "accounting"]],
     "tasks": [["tasks"]],
     "methods": [["methods"]],
-}
+}  # fmt: skip
+
+
+def bench_model(size: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """What `dpsur bench` measures here."""
+    return nn.Linear(4, 2), torch.zeros(size, 4), torch.zeros(size, dtype=torch.long)
 
 
 def _options(arguments: list[str]) -> list[argparse.Action]:
