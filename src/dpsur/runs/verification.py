@@ -7,11 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.features import WithFeatures
-from dpsur.methods import METHODS, Method
 from dpsur.privacy.accounting import FIGURES, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.claims import claim_faults
@@ -31,6 +29,9 @@ from dpsur.privacy.plans.hiding import CONSTANT, hiding_plan, least_cap
 from dpsur.privacy.statement import FORMAT
 from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, from_json, release_folder, sha256
 from dpsur.versions import versions
+
+if TYPE_CHECKING:
+    from dpsur.methods import Method
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
 TOLERANCE = 1e-5
@@ -268,6 +269,8 @@ def _key_faults(where: str, part: Mapping[str, Any], keys: set[str] | frozenset[
 
 def _plan_faults(statement: dict[str, Any]) -> list[str]:
     """Settings are planned with again, and what comes out must be the stated mechanism."""
+    from dpsur.methods import METHODS  # with it torch, which the help does not need
+
     name, settings = statement["method"], statement["settings"]
     if name not in METHODS:
         return [
@@ -325,7 +328,7 @@ def _is_of(value: Any, kind: Any) -> bool:
     return type(value) in kinds or (type(value) is int and float in kinds)
 
 
-def _planned(method: Method, statement: dict[str, Any]) -> tuple[Method, AnyPlan]:
+def _planned(method: "Method", statement: dict[str, Any]) -> "tuple[Method, AnyPlan]":
     """What a run with the stated settings would be settled to."""
     budget, mechanism = statement["budget"], statement["mechanism"]
     settled, plan = method.settle(
@@ -401,7 +404,7 @@ def _holds_statistics(content: bytes) -> bool:
     """Whether weights come with a layer that normalises features by private statistics."""
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     described = json.loads(header["__metadata__"]["dpsur"])
-    if described["model"] != WithFeatures.__name__:
+    if described["model"] != "WithFeatures":  # of `dpsur.features.pipeline`
         return False
     return any(STATISTICS.fullmatch(name) for name in header)
 
