@@ -114,6 +114,7 @@ def test_memory_is_measured_in_a_process_that_finds_the_model(tmp_path, monkeypa
         (("--repetitions", "0"), "repetitions must be"),
         (("--threads", "-1"), "threads must be"),
         (("--memory-limit", "0"), "memory_limit must be"),
+        (("--memory-limit", "1e308"), "memory_limit must be at most"),
         (("--device", "abacus"), "unknown device 'abacus'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -249,6 +250,19 @@ def test_evaluate_of_a_damaged_release(finished, tmp_path, capsys):
     status, _, err = dpsur("evaluate", str(copy), capsys=capsys)
     assert status == 2
     assert "damaged release" in err
+
+
+def test_evaluate_prints_no_guarantee_that_does_not_follow(finished, tmp_path, capsys):
+    copy = tmp_path / "release"
+    shutil.copytree(finished / "release", copy)
+    path = copy / "privacy.json"
+    statement = json.loads(path.read_text())
+    statement["guarantee"]["epsilon"] /= 2
+    path.write_text(json.dumps(statement))
+    status, out, err = dpsur("evaluate", str(copy), capsys=capsys)
+    assert (status, out) == (2, "")
+    assert "does not follow from its own parameters" in err
+    assert f"dpsur verify {copy}" in err
 
 
 def test_the_embedded_task_without_its_package(tmp_path, capsys, monkeypatch):

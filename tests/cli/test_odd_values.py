@@ -108,6 +108,15 @@ def test_batch_sizes_behind_a_name_are_checked_too(capsys):
     assert "batch sizes of a network are whole numbers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--updates", "--adam-beta2", "--task", "--out"])
+def test_two_dashes_are_no_value(option, capsys):
+    """argparse takes them for an empty list, whatever the type of the option."""
+    with pytest.raises(SystemExit) as stop:
+        main(["train", f"{option}=--"])
+    assert stop.value.code == 2
+    assert f"argument {option}: expected a value, got '--'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["account", "calibrate"])
 @pytest.mark.parametrize(
     "changes",

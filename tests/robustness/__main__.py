@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -217,6 +218,8 @@ def in_parallel(jobs: int, items: Sequence[Item], work: Callable[[Item], Result]
                 try:
                     results = [work(item) for item in items[job::jobs]]
                     Path(folder, str(job)).write_bytes(pickle.dumps(results))
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(0)
             children.append(child)

@@ -34,7 +34,7 @@ LONGEST_MESSAGE = 10_000  # it may quote what was given
 # On top of what the forking process has mapped: a claim of more memory must be refused.
 EXTRA_MEMORY = 4 * 2**30
 LARGEST_FILE = 200 * 2**20
-PATIENCE = 10.0  # seconds in which a command must stop on Ctrl-C
+PATIENCE = 30.0  # seconds in which a command must stop on Ctrl-C
 
 TRACE, CRASH, HANG, UNCLEAR, WRONG = "traceback", "crash", "hang", "unclear", "wrong guarantee"
 FAILURES = (TRACE, CRASH, HANG, UNCLEAR, WRONG)

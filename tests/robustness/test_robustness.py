@@ -11,9 +11,10 @@ import sys
 
 import pytest
 
+from dpsur.cli import COMMANDS
 from tests.robustness import mutations
 from tests.robustness.__main__ import PAGE, ROOT, ROWS, SHORT, read_rows, rendered
-from tests.robustness.cases import FAMILIES
+from tests.robustness.cases import FAMILIES, SMALL
 from tests.robustness.harness import FAILURES, Outcome, fault_of
 
 SECTIONS = ("controls", "crash points", "failing operations", "kills", "interruptions", "streams")
@@ -60,6 +61,10 @@ def test_mutated_inputs(rows, family):
 def test_faults_put_in_on_purpose_are_found(rows):
     (row,) = [row for row in rows if row["section"] == "controls"]
     assert row["found"] == row["cases"] >= 6
+
+
+def test_every_command_is_given_odd_options():
+    assert set(SMALL) == set(COMMANDS)
 
 
 def test_the_page_holds_the_figures_of_the_rows():

@@ -165,6 +165,17 @@ def test_a_cut_off_metrics_line_is_dropped_on_resume(tmp_path):
     assert [r["trial"] for r in run.private.rows if r["kind"] == "trial"] == list(range(1, 21))
 
 
+def test_metrics_that_lead_nowhere_do_not_keep_a_run_from_its_release(tmp_path):
+    whole = fit(tmp_path / "whole")
+    interrupted(tmp_path / "out")
+    path = tmp_path / "out" / "private" / "metrics.jsonl"
+    path.unlink()
+    path.symlink_to("nowhere")
+    resumed = fit(tmp_path / "out", resume=True)
+    assert resumed.private.ledger == whole.private.ledger
+    assert weights_file(tmp_path / "whole") == weights_file(tmp_path / "out")
+
+
 def test_the_checkpoint_is_plain_tensors(tmp_path):
     interrupted(tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "private" / FILE_NAME)

@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 import tarfile
+import zipfile
 from dataclasses import replace
 
 import numpy as np
@@ -112,6 +113,36 @@ def test_review_forms_give_the_same_tokens(reviews, tmp_path):
     reviews.write_keras(keras / "imdb.npz")
     for folder in (plain, tmp_path / "keras"):
         assert_same(load_arrays(reviews.data_set, folder), reviews.arrays)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tokens: tokens[:, None],
+        lambda tokens: tokens.view(np.float32),
+        lambda tokens: tokens.view(">i4"),
+        lambda tokens: tokens.astype("datetime64[s]"),
+    ],
+)
+def test_reviews_of_the_same_bytes_in_another_form_are_refused(reviews, tmp_path, change):
+    changed = {**reviews.arrays, "train_tokens": change(reviews.arrays["train_tokens"])}
+    np.savez(tmp_path / "imdb_keras.npz", **changed)
+    with pytest.raises(InvalidInputError, match="train_tokens is no list of numbers"):
+        load_arrays(reviews.data_set, tmp_path)
+
+
+def test_reviews_with_a_broken_header_are_refused(reviews, tmp_path):
+    path = tmp_path / "imdb.npz"
+    reviews.write_keras(path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    header = b"{" * 20
+    members["x_train.npy"] = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    with pytest.raises(InvalidInputError, match="not Keras's file of reviews"):
+        load_arrays(reviews.data_set, tmp_path)
 
 
 def test_a_published_file_of_reviews_is_taken_at_its_word(reviews, tmp_path):

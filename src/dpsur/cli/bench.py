@@ -11,9 +11,11 @@ from dpsur.bench.arms import ARMS, arm_named
 from dpsur.bench.run import line, rows
 from dpsur.bench.settings import Settings
 from dpsur.bench.user_model import FORM, NETWORKS, model_named
+from dpsur.errors import InvalidInputError
 from dpsur.runs.build_session import choose_device
 
 REPETITIONS = 20
+LARGEST_LIMIT = 1e9  # gigabytes
 TOLERATED_CONTENTION = 0.1  # cores that other processes may use
 # What a user of these would not train with is measured where it is named.
 ON_REQUEST = ("vmap", "loop")
@@ -87,6 +89,9 @@ def settings_from(options: argparse.Namespace) -> Settings:
         checks.at_least_one("threads", options.threads)
     if (limit := options.memory_limit) is not None:
         checks.positive("memory_limit", limit)
+        if limit > LARGEST_LIMIT:
+            most = f"{LARGEST_LIMIT:g} GB"
+            raise InvalidInputError(f"memory_limit must be at most {most}, got {limit:g}")
     for size in options.batch_size:
         checks.at_least_one("batch size", size)
     device = choose_device(options.device)

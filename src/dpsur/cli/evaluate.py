@@ -3,17 +3,19 @@
 import argparse
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpsur.errors import InvalidInputError
+from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.evaluation import check_fits, evaluate
 from dpsur.runs.files import finite
 from dpsur.runs.release import read_release
+from dpsur.runs.verification import statement_faults
 from dpsur.tasks import TASKS, load_test_records
 
 
@@ -39,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
     """Print accuracy and privacy."""
     device = choose_device(options.device)
     model, statement, origin = read_release(options.folder)
+    _check_statement(options.folder, statement)
     name = options.task or origin.task
     if name is None or (options.task is None and name not in TASKS):
         raise InvalidInputError(
@@ -59,6 +62,16 @@ def run(options: argparse.Namespace) -> int:
     print(f"{name}: {accuracy}loss {scores['loss']:.4f}")
     print(describe_guarantee(statement))
     return 0
+
+
+def _check_statement(folder: str, statement: dict[str, Any]) -> None:
+    """Refuse to print a guarantee that does not follow from its own parameters."""
+    faults, _ = statement_faults(statement)
+    if faults:
+        raise CheckpointError(
+            f"the privacy statement in {folder} does not follow from its own parameters "
+            f"({faults[0]}); see: dpsur verify {shlex.quote(folder)}"
+        )
 
 
 def describe_guarantee(statement: Mapping[str, Any]) -> str:

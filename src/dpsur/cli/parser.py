@@ -38,6 +38,13 @@ class Parser(argparse.ArgumentParser):
         action.type = str.__str__
         return action
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse. argparse would read `--option=--` as an option whose value is an empty list."""
+        for word in args or ():
+            if word.startswith("--") and word.endswith("=--"):
+                self.error(f"argument {word[:-3]}: expected a value, got '--'")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and where to look."""
         printable = "".join(letter if letter.isprintable() else "?" for letter in message)

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -240,13 +240,16 @@ class RunFolder:
 
         Only for the process that holds the lock.
         """
+        shutil.rmtree(partial_release(self.release), ignore_errors=True)
         try:
-            shutil.rmtree(partial_release(self.release), ignore_errors=True)
             for path in self.private.iterdir():
-                if _is_temporary(path):
-                    path.unlink()
-                elif path.name in PRIVATE_FILES:
-                    path.chmod(0o600)
+                # Diagnostics cannot keep a run from its release; the folder is closed to others.
+                ignored = (OSError,) if path.name in (METRICS, CURVES) else ()
+                with suppress(*ignored):
+                    if _is_temporary(path):
+                        path.unlink()
+                    elif path.name in PRIVATE_FILES:
+                        path.chmod(0o600)
         except OSError as error:
             raise FileError(describe_os_error(error)) from error
 

@@ -97,7 +97,7 @@ NOT_CHECKED: Final = (
     "how many of the charged trials were accepted, how many steps a filter let pass, and which "
     "choices of a menu were made, within what the plan allows",
     "whether the run was seeded, hid rejections by random delays, or used TF32 or bfloat16",
-    "which versions were used",
+    "which versions were used, and what the user declared to be public",
 )
 
 
@@ -108,20 +108,36 @@ def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | N
     """
     folder = release_folder(path)
     statement = _read(folder / STATEMENT)
+    faults, figures = statement_faults(statement)
+    if not figures:
+        return faults, figures
+    try:
+        faults += [*_weight_faults(folder, statement), *_page_faults(folder, statement)]
+        if not faults:  # planning takes seconds, and a statement that contradicts itself has failed
+            faults = _plan_faults(statement)
+    except MALFORMED as error:
+        return [_unreadable(error)], {}
+    return faults, figures
+
+
+def statement_faults(
+    statement: dict[str, Any],
+) -> tuple[list[str], dict[str, float | None]]:
+    """What is wrong with a statement by itself, and its recomputed figures: none if unreadable."""
     try:
         figures = finite(plan_from_statement(statement).figures())
         faults = [
             *_form_faults(statement),
             *_figure_faults(statement, figures),
             *claim_faults(statement),
-            *_weight_faults(folder, statement),
-            *_page_faults(folder, statement),
         ]
-        if not faults:  # planning takes seconds, and a statement that contradicts itself has failed
-            faults = _plan_faults(statement)
     except MALFORMED as error:
-        return [f"{STATEMENT} cannot be read: {type(error).__name__}: {error}"], {}
+        return [_unreadable(error)], {}
     return faults, figures
+
+
+def _unreadable(error: Exception) -> str:
+    return f"{STATEMENT} cannot be read: {type(error).__name__}: {error}"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The file formats of the public data sets: IDX, CIFAR batches, Keras reviews."""
 
 import io
+import tokenize
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import prod
@@ -154,7 +155,10 @@ def _objects(content: bytes) -> Array:
     version = np.lib.format.read_magic(file)
     if version != (1, 0):
         raise ValueError(f"an array in format {version}")
-    np.lib.format.read_array_header_1_0(file)
+    try:
+        np.lib.format.read_array_header_1_0(file)
+    except tokenize.TokenError as error:  # of numpy, for brackets that are not closed
+        raise ValueError("an array with a broken header") from error
     return as_array(read_plain_values(file.read()))
 
 
@@ -165,6 +169,10 @@ def _read_plain(paths: Sequence[Path]) -> list[Piece]:
     for name in ARRAYS:
         if name not in arrays:
             raise DamagedFileError(path, f"is no file of reviews (there is no array {name})")
+        # The checksum is one of bytes: it does not tell shapes and types apart.
+        kind = arrays[name].dtype
+        if arrays[name].ndim != 1 or kind.kind not in "iu" or not kind.isnative:
+            raise DamagedFileError(path, f"is no file of reviews ({name} is no list of numbers)")
     return _pieces(path, arrays)
 
 
