@@ -289,7 +289,7 @@ def test_dropout_draws_fresh_randomness_for_each_example():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(40, 1, bias=False))
     problem = Problem(model, lambda out, _: out.sum(), Examples(torch.ones(2, 40), torch.zeros(2)))
     params = problem.initial_params()
-    from dpsur.per_example.generic import per_example_gradients
+    from dpsur.per_example.generic import batched_gradients
 
-    rows = per_example_gradients(problem, params, problem.train)["1.weight"]
+    rows = batched_gradients(problem, params, problem.train)["1.weight"]
     assert not torch.equal(rows[0], rows[1])

@@ -70,7 +70,7 @@ def _leads_with_one(parameter: Tensor) -> bool:
 
 
 @contextmanager
-def replaced(assignment: Assignment, model: nn.Module, tape: Tape) -> Iterator[None]:
+def use_rules(assignment: Assignment, model: nn.Module, tape: Tape) -> Iterator[None]:
     """Replace forward methods and put them back afterwards."""
     modules = list(every_module(model))
     changed: list[tuple[dict[str, Any], Any]] = []

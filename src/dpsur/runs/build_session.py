@@ -10,7 +10,7 @@ from torch import nn
 from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction, Problem
-from dpsur.functional.records import Examples, placed
+from dpsur.functional.records import Examples, place
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
 from dpsur.per_example import check_model
@@ -95,7 +95,7 @@ def prepare(
     prepared = prepare_inputs(preparation, train, test, streams, released)
     test = None if prepared.test is None else prepared.test.to(chosen_device)
     speed = speed or Speed()
-    records = placed(prepared.train, chosen_device, speed.data_bytes)
+    records = place(prepared.train, chosen_device, speed.data_bytes)
     problem = Problem(model, loss, records, bf16=speed.bf16)
     procedure = settled.bind(problem, plan)
     return Session(

@@ -10,7 +10,7 @@ from torch import nn
 
 from dpsur import checks
 from dpsur.methods import Method
-from dpsur.per_example import EngineChoice
+from dpsur.per_example import EngineReport
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import AnyPlan
 from dpsur.privacy.wording import format_epsilon
@@ -59,7 +59,7 @@ class Run:
     plan: AnyPlan
     private: PrivateDiagnostics
     origin: Origin = NO_ORIGIN
-    engine: EngineChoice | None = None
+    engine: EngineReport | None = None
     saved: Path | None = None
 
     def __repr__(self) -> str:
