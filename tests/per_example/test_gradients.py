@@ -218,7 +218,7 @@ class TestRefusals:
                 return x - x.mean(0, keepdim=True)
 
         model = nn.Sequential(nn.Linear(2, 4), Centre(), nn.Linear(4, 3))
-        with pytest.raises(UnsupportedModelError, match=r"module 1 \(Centre\).*company"):
+        with pytest.raises(UnsupportedModelError, match=r"module 1 \(Centre\).*other examples"):
             check_model(model, blobs())
 
     def test_a_mixer_in_training_mode_alone_is_found(self):
@@ -230,7 +230,7 @@ class TestRefusals:
 
         for before in (nn.Identity(), nn.Dropout(0.5)):
             model = nn.Sequential(nn.Linear(2, 4), before, Centre(), nn.Linear(4, 3))
-            with pytest.raises(UnsupportedModelError, match=r"module 2 \(Centre\).*company"):
+            with pytest.raises(UnsupportedModelError, match=r"module 2 \(Centre\).*other examples"):
                 check_model(model, blobs())
 
     def test_a_buffer_that_changes_in_training_mode_alone_is_refused(self):

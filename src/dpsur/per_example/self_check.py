@@ -1,6 +1,6 @@
 """The rules of layers against plain autograd, row by row, on made-up records.
 
-A row's gradient has to be the same whatever the gradients of its company are: a model may mix
+A row's gradient has to be the same whatever those of other examples are: a model may mix
 records in its backward pass alone, as a hook does that clips a gradient by the norm of the batch.
 """
 
@@ -26,7 +26,7 @@ from dpsur.per_example.modules import Assignment
 from dpsur.per_example.one_pass import watched_outputs
 from dpsur.per_example.tape import Layout, NotSupportedError, Tape
 
-# Relative to the norm of a row's gradient. In company the forward pass is the same one. Alone it is
+# Relative to the norm of a row's gradient. In one batch the forward pass is the same. Alone it is
 # another: kernels for another number of rows round otherwise, and a ReLU may open that was shut.
 _TOLERANCE, _TOLERANCE_ALONE = 1e-3, 0.1
 # Rows side by side whose gradients have these sizes: what is done to a batch because of the largest
