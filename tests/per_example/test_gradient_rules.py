@@ -882,7 +882,7 @@ def test_gradients_of_one_size_do_not_find_a_high_threshold(monkeypatch):
     assert moved_by_the_last(problem, 0.1) > 1
 
 
-def test_rows_in_company_alone_do_not_find_what_depends_on_their_number(monkeypatch):
+def test_rows_in_one_batch_alone_do_not_find_what_depends_on_their_number(monkeypatch):
     """The control: no row is compared with itself in a batch of one."""
     monkeypatch.setattr(comparison, "_outputs_alone", lambda *_: None)
     assert engine_for(hooked(MIXED_BACKWARD["divided by its size"])) is Engine.ONE_PASS

@@ -193,6 +193,10 @@ class Tape:
         }
         return list(merged.values())
 
+    def per_example(self, name: str) -> Tensor:
+        """Every example's gradient of a parameter, one row each."""
+        return self._added_up(name, self.uses.get(name, {})).rows
+
     def _added_up(self, name: str, kept: dict[Range, list[Use]]) -> Rows:
         """Every example's gradient of a parameter."""
         value = self.params[name]

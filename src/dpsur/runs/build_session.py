@@ -9,7 +9,7 @@ from torch import nn
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction, Problem
-from dpsur.functional.records import Examples, placed
+from dpsur.functional.records import Examples, place
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
 from dpsur.per_example import check_model
@@ -77,7 +77,7 @@ def build_session(
     streams = Streams(config.seed, device)
     inputs = compute_inputs(features, train, test, streams, released)
     test = None if inputs.test is None else inputs.test.to(device)
-    records = placed(inputs.train, device, config.speed.data_bytes)
+    records = place(inputs.train, device, config.speed.data_bytes)
     problem = Problem(model, loss, records, bf16=config.speed.bf16)
     return Session(
         config=config,
