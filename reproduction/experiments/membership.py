@@ -33,8 +33,7 @@ from dpsur.runs.build_session import choose_device
 from dpsur.tasks import task_named
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row
-from reproduction.grid import limit_gpu_share
-from reproduction.training import BLOCK, NEVER, WITH_TF32, device_name
+from reproduction.training import BLOCK, NEVER, WITH_TF32, device_name, limit_gpu_share
 
 TASKS = ("fmnist", "cifar10")
 NONPRIVATE, PRIVATE = "nonprivate", ("dpsur", "dpsgd")

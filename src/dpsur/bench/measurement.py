@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dpsur.bench.cell import NotInstalledError, Step
+from dpsur.bench.settings import NotInstalledError, Step
 from dpsur.errors import UnsupportedModelError
 
 OK = "ok"

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from dpsur.bench.arms import Arm, arm_named
-from dpsur.bench.cell import Cell, Network
 from dpsur.bench.measurement import (
     FAILED,
     OK,
@@ -28,7 +27,7 @@ from dpsur.bench.measurement import (
     release,
     synchronize,
 )
-from dpsur.bench.settings import Settings, network_named
+from dpsur.bench.settings import Cell, Network, Settings, network_named
 
 TIME_LIMIT = 300.0
 TINY_BATCH = 2

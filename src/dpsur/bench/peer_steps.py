@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpsur.bench.cell import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, NotInstalledError, sgd
+from dpsur.bench.settings import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, NotInstalledError, sgd
 from dpsur.functional.parameters import Params
 from dpsur.mechanism.cuda_graphs import graph_of
 
