@@ -103,6 +103,18 @@ def _is_method(name: str, value: Any) -> None:
         )
 
 
+def _is_device(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise InvalidInputError(f"unknown {name} {value!r}; use cpu, cuda or auto")
+
+
+def _is_path(name: str, value: Any) -> None:
+    if not isinstance(value, (str, PathLike)):
+        raise InvalidInputError(
+            f"{name} must be a path, got {checks.shown(value)}; write {name}='folder'"
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class RunConfig(checks.NamedArguments):
     """What a run is told. None leaves the choice to the task or the method.
@@ -200,11 +212,12 @@ class RunConfig(checks.NamedArguments):
     out: str | PathLike[str] | None = option(
         None,
         "new folder for the run (default: runs/TASK-METHOD, numbered where that exists)",
+        check=_is_path,
         metavar="DIR",
         group=RUN,
         stored=False,
     )
-    device: str = option("auto", "cpu, cuda or auto", group=RUN)
+    device: str = option("auto", "cpu, cuda or auto", check=_is_device, group=RUN)
     seed: int | None = option(
         None,
         "make the run repeatable; whoever knows the seed can undo the privacy (default: seeded by "

@@ -26,7 +26,6 @@ _WORDS = {
     bool: "True or False",
     str: "a string",
     Path: "a path",
-    PathLike: "a path",
 }
 
 

@@ -169,7 +169,7 @@ def test_a_run_without_a_folder_gets_a_new_one(tmp_path, capsys, monkeypatch):
     for folder in ("runs/mnist-5k-dpsgd", "runs/mnist-5k-dpsgd-2", "runs/mnist-5k-dpsgd-3"):
         status, out, err = dpsur("train", "--method", "dpsgd", *QUICK, capsys=capsys)
         assert status == 0
-        assert f"the run goes to {folder}\n" in err
+        assert f"writing the run to {folder}\n" in err
         assert f"release: {folder}/release " in out
         assert (tmp_path / folder / "release" / "privacy.json").is_file()
     np.savez(tmp_path / "secret.npz", x=np.zeros((200, 3)), y=np.arange(200) % 2)

@@ -182,7 +182,7 @@ class _NotReplayed(Selective):
         return
 
 
-def _stale_loss(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
+def _stale_loss(method: GradientMethod, problem: Problem, plan: PrivacyPlan) -> Procedure:
     procedure = with_gate(_as(StaleLoss))(method, problem, plan)
     assert isinstance(procedure, Selective)
     return _NotReplayed(procedure.proposer, procedure.gate, procedure.setup)
