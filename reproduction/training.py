@@ -265,7 +265,7 @@ def loaded_records(task: str, features: str, hold_out: int, device: str | None) 
 
 
 def device_name(device: torch.device) -> str:
-    """What a run was made on."""
+    """The device that a run was made on, by name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 

@@ -204,7 +204,7 @@ def _value_records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _spread(point: Point) -> float | None:
-    """One seed tells of none."""
+    """One seed has none."""
     return point.spread if point.seeds > 1 else None
 
 

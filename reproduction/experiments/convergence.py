@@ -1,4 +1,4 @@
-"""Loss and accuracy against the budget spent, while runs go on."""
+"""Loss and accuracy against the budget spent, during runs."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any

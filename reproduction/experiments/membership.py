@@ -118,7 +118,7 @@ class Membership(OneByOne):
                             yield {"config": _config(task, method, epsilon, seed), "seed": seed}
 
     def make(self, cells: Sequence[Cell], options: Options) -> Iterator[Row]:
-        """Fill this process's share, which is told by the place in the whole grid."""
+        """Fill this process's share, which follows from the place in the whole grid."""
         limit_gpu_share(options)
         mine = {self.key(cell) for cell in options.share(list(self.cells(options)))}
         for cell in cells:
@@ -161,7 +161,7 @@ EXPERIMENT = Membership()
 
 
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
-    """Figures in millionths: of some ten thousand records, more would tell nothing."""
+    """Figures in millionths: of some ten thousand records, more would mean nothing."""
     return {
         name: {part: round(value, 6) for part, value in figure.items()}
         if isinstance(figure, dict)

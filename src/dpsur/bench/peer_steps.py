@@ -177,6 +177,6 @@ def ghost_step(cell: Cell) -> OpacusStep:
 
 
 def _one_batch(cell: Cell) -> "DataLoader[tuple[torch.Tensor, ...]]":
-    """A loader whose only batch is the cell's: it tells the engine the batch size."""
+    """A loader whose only batch is the cell's: the engine reads the batch size from it."""
     data = TensorDataset(cell.batch.inputs, cell.batch.targets)
     return DataLoader(data, batch_size=len(cell.batch))
