@@ -124,7 +124,7 @@ def flag(name: str) -> str:
 def declared(owner: type) -> dict[str, Option]:
     """The options of a dataclass and of its parts, by name, in the order of their declaration.
 
-    A part is a field that is a dataclass with options of its own.
+    A part is a field that is a dataclass with options.
     """
     return {found.name: found for found in _declared(owner, None)}
 

@@ -235,7 +235,7 @@ def test_a_folder_in_which_another_run_has_begun_is_left_alone(tmp_path, monkeyp
         return prepare(*args, **settings)
 
     monkeypatch.setattr(fit, "prepare", slowly)
-    with pytest.raises(dpsur.InvalidInputError, match="another run has begun in the folder"):
+    with pytest.raises(dpsur.InvalidInputError, match="another run has started in the folder"):
         quick_fit(out=tmp_path / "out")
     read_release(tmp_path / "out" / "release", small_model())
 

@@ -125,5 +125,5 @@ def _offer_faults(mechanism: dict[str, Any], expected: dict[str, Any]) -> list[s
 def key_faults(where: str, part: Mapping[str, Any], keys: set[str] | frozenset[str]) -> list[str]:
     """Keys that are missing, and keys that do not belong there."""
     missing = [f"{where}{key} is missing" for key in sorted(keys - part.keys())]
-    added = [f"{where}{key} is no part of a statement" for key in sorted(part.keys() - keys)]
+    added = [f"{where}{key} is not part of a statement" for key in sorted(part.keys() - keys)]
     return [*missing, *added]
