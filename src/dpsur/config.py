@@ -15,7 +15,7 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.features import FEATURES, NORMALISATIONS, features_named
 from dpsur.methods import METHODS, Dpsur, Method, Nonprivate, method_named
-from dpsur.options import build, check_options, flag, from_plain, option, to_plain
+from dpsur.options import build, check_options, flag, from_plain, option, shorten, to_plain
 from dpsur.presets import PRESETS, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
@@ -281,7 +281,9 @@ class RunConfig(checks.NamedArguments):
         values = dict(stored)
         name, options = values.pop("method", Dpsur.name), values.pop("options", {})
         if not isinstance(name, str) or name not in METHODS:
-            raise InvalidInputError(f"there is no method {name!r}")
+            raise InvalidInputError(f"there is no method {shorten(name)}")
+        if not isinstance(options, dict):
+            raise InvalidInputError(f"options cannot be {shorten(options)}")
         method = METHODS[name](**from_plain(METHODS[name], options))
         return build(cls, from_plain(cls, values), method=method)
 

@@ -267,7 +267,7 @@ def nan_row():
             "train_set holds a label that the model has no output for",
         ),
         ({"train_set": iter([])}, "map-style data set"),
-        ({"train_set": [1, 2, 3]}, "a record of train_set is no pair"),
+        ({"train_set": [1, 2, 3]}, "a record of train_set is not a pair"),
         ({"accounting": "guess"}, "unknown accounting 'guess'"),
         ({"device": "warp"}, "unknown device 'warp'"),
         ({"method": dpsur.Dpsur(batch_size=201)}, "batch_size 201 is larger.*sample rate of 1"),
