@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
-from dpsur.methods.noisy_gradient import NoisyGradientSteps
-from dpsur.methods.selection import Selective
 from torch import Tensor
 
 from dpsur.functional.problem import Problem
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import VAL_NOISE, Streams
 from dpsur.methods.dpsur import Dpsur
+from dpsur.methods.noisy_gradient import NoisyGradientSteps
+from dpsur.methods.selection import Selective
 from dpsur.privacy.events import Event, LossTest, Step
 from dpsur.privacy.plans import AnyPlan, Plan
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
-from dpsur.methods.noisy_gradient import NoisyGradientSteps
-from dpsur.methods.selection import Selective
 from torch import Tensor
 
 from dpsur.functional.parameters import Params
@@ -23,6 +21,8 @@ from dpsur.mechanism.sampling import Draw, exact_batch, padded_batch
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import STEERING, VAL_BATCH, VAL_NOISE, Streams
 from dpsur.methods.dpsur import Dpsur
+from dpsur.methods.noisy_gradient import NoisyGradientSteps
+from dpsur.methods.selection import Selective
 from dpsur.presets.settings import STATISTICS_NOISE
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Gaussian, LossTest, Step

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from dpsur.methods.gated import Gated
 
 from dpsur.attacks.targets import as_seen_by
 from dpsur.audits.bounds import CONTRADICTED, Finding
@@ -17,6 +16,7 @@ from dpsur.audits.repeated import PLACES, TINY, audit_repeated
 from dpsur.audits.training import ONE_RUN, audit_training
 from dpsur.mechanism.streams import INIT, Streams
 from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur
+from dpsur.methods.gated import Gated
 from dpsur.networks import build_network
 from dpsur.privacy.budget import Budget
 from dpsur.runs.build_session import choose_device

@@ -227,14 +227,14 @@ def test_an_existing_folder_is_not_overwritten(tmp_path):
 
 
 def test_a_folder_in_which_another_run_has_begun_is_left_alone(tmp_path, monkeypatch):
-    prepare = fit.prepare
+    build = fit.build_session
 
     def slowly(*args, **settings):
-        monkeypatch.setattr(fit, "prepare", prepare)
+        monkeypatch.setattr(fit, "build_session", build)
         quick_fit(out=tmp_path / "out", seed=1)
-        return prepare(*args, **settings)
+        return build(*args, **settings)
 
-    monkeypatch.setattr(fit, "prepare", slowly)
+    monkeypatch.setattr(fit, "build_session", slowly)
     with pytest.raises(dpsur.InvalidInputError, match="another run has started in the folder"):
         quick_fit(out=tmp_path / "out")
     read_release(tmp_path / "out" / "release", small_model())
