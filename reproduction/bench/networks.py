@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
-from dpsur.mechanism.streams import BATCH, INIT, Streams
+from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.networks import (
     ImdbLstm,
     cifar_pixel_cnn,
@@ -140,12 +140,12 @@ class Network:
 
     def model(self, device: torch.device, seed: int = 0) -> nn.Module:
         """A freshly initialised network: the same seed gives every arm the same weights."""
-        with Streams(seed, torch.device("cpu")).global_randomness(INIT):
+        with Streams(seed, torch.device("cpu")).at(SETUP).global_randomness(INIT):
             return self.build().to(device)
 
     def batch(self, size: int, device: torch.device, seed: int = 0) -> Examples:
         """Made-up records. Speed does not depend on their values, shapes and types are real."""
-        generator = Streams(seed, torch.device("cpu"))[BATCH]
+        generator = torch.Generator().manual_seed(seed)
         shape = (size, *self.input_shape)
         if self.words is None:
             inputs = torch.randn(shape, generator=generator)

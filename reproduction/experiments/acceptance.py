@@ -8,7 +8,7 @@ import torch
 
 from dpsur import figure_style as style
 from dpsur.mechanism.gate import LossGate
-from dpsur.mechanism.streams import VAL_NOISE, Streams
+from dpsur.mechanism.streams import SETUP, VAL_NOISE, Streams
 from dpsur.privacy.events import LossTest
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row
@@ -98,7 +98,7 @@ def _at(sigma: float, beta: float) -> dict[str, float]:
 
 def _measured(config: dict[str, Any]) -> list[dict[str, float]]:
     """How often the gate accepted a better and a worse candidate."""
-    noise = Streams(config["seed"], torch.device("cpu"))[VAL_NOISE]
+    noise = Streams(config["seed"], torch.device("cpu")).at(SETUP)[VAL_NOISE]
     bound = config["loss_clip"]
     found = []
     for beta in PROBES:

@@ -8,15 +8,14 @@ import torch
 from dpsur.attacks.targets import as_seen_by
 from dpsur.audits.bounds import CONTRADICTED, Finding
 from dpsur.audits.canaries import gradient_canaries
-from dpsur.audits.figure import draw_findings
+from dpsur.audits.findings import ceiling, draw_findings
 from dpsur.audits.mechanism import EXACT_ONLY, UNITS, audit_exactly, audit_unit
 from dpsur.audits.negative_controls import FAULTS, SOUND, Fault
-from dpsur.audits.power import ceiling
 from dpsur.audits.repeated import PLACES, TINY, audit_repeated
 from dpsur.audits.training import ONE_RUN, audit_training
-from dpsur.mechanism.streams import INIT, Streams
+from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur
-from dpsur.methods.gated import Gated
+from dpsur.methods.gradient_method import GradientMethod
 from dpsur.networks import build_network
 from dpsur.privacy.budget import Budget
 from dpsur.runs.build_session import choose_device
@@ -46,7 +45,7 @@ _PLAIN: dict[str, Any] = {
 _MANY_REJECTIONS = {"val_noise_multiplier": 10.0, "accept_threshold": -30.0}
 _FEW_LENGTHS = {"updates": 60, "batch_size": 2048, "val_batch_size": 256, "step_sizes": 5}
 # name -> method, its settings and the accounting
-TRAININGS: dict[str, tuple[type[Gated] | type[Dpagd], dict[str, Any], str]] = {
+TRAININGS: dict[str, tuple[type[GradientMethod] | type[Dpagd], dict[str, Any], str]] = {
     "dpsgd": (Dpsgd, _PLAIN, "every-trial"),
     "dpsur, coin": (Dpsur, _PLAIN, "proven"),
     "dpsur, loss": (Dpsur, {**_PLAIN, "gate": "loss"}, "proven"),
@@ -203,7 +202,7 @@ def _one_run(config: dict[str, Any], options: Options) -> Finding:
     kind, _, accounting = TRAININGS[config["training"]]
     method = kind(**{**task.settings.get(kind.name, {}), **config["settings"]})
     network, train, _ = as_seen_by(method, task)
-    with Streams(config["seed"], torch.device("cpu")).global_randomness(INIT):
+    with Streams(config["seed"], torch.device("cpu")).at(SETUP).global_randomness(INIT):
         model = build_network(network)
     return audit_training(
         model,

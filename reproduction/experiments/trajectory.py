@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dpsur import figure_style as style
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
-from dpsur.mechanism.loop import Progress, start, train
+from dpsur.mechanism.loop import Progress, train
 from dpsur.mechanism.state import Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Dpsgd, Dpsur, Method
@@ -112,15 +112,16 @@ def _run(config: dict[str, Any]) -> Row:
     records = make_records(config["records"], config["data_seed"])
     method, plan = _settled(config)
     problem = Problem(_model(config["start"]), F.mse_loss, records)
-    procedure = method.bind(problem, plan, Streams(config["seed"], torch.device("cpu")))
+    procedure = method.bind(problem, plan)
     path = [config["start"]]
 
-    def follow(progress: Progress, verdict: Verdict) -> None:
-        if bool(verdict.accept):
+    def follow(progress: Progress, verdicts: Sequence[Verdict]) -> None:
+        if verdicts[-1].accept:  # a block on the host is one trial
             weights = progress.state.params
             path.append([round(weights[name].item(), 4) for name in ("weight", "bias")])
 
-    end = train(procedure, plan, start(procedure), follow)
+    streams = Streams(config["seed"], torch.device("cpu"))
+    end = train(procedure, plan, streams, on_block=follow)
     return {
         "noise_multiplier": _noise(plan),
         "epsilon": plan.epsilon(),

@@ -13,18 +13,21 @@ from dpsur.cli import main
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import flatten
-from dpsur.mechanism.loop import make_trial, start, train
+from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
+from dpsur.mechanism.loop import make_trial, run_loop, start, train
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import METHODS, Dpsur
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial
 from dpsur.privacy.plans import Plan
 from reproduction.arms import ARMS, HF_PUBLISHED, METHOD_ARMS
-from reproduction.arms.controls import KeptMomentum, RandomAcceptance, RandomAcceptanceKept
-from reproduction.arms.released_code import (
+from reproduction.released_code import (
     NO_LOSS,
     FirstRejectionsKept,
+    KeptMomentum,
     OtherDivisor,
+    RandomAcceptance,
+    RandomAcceptanceKept,
     ReleasedCode,
     StaleLoss,
 )
@@ -46,16 +49,15 @@ def plan_for(threshold, trials=30, updates=6, noise=1.5):
     return Plan(BUDGET, "published", trial, trials, updates)
 
 
-def bound(method, plan, seed=0, problem=None):
-    problem = problem or Problem(small_model(), F.cross_entropy, blobs(SIZE))
-    return method.bind(problem, plan, Streams(seed, CPU))
+def bound(method, plan, problem=None):
+    return method.bind(problem or Problem(small_model(), F.cross_entropy, blobs(SIZE)), plan)
 
 
 def steps(procedure, plan, count):
     """Progress and verdict after each of some trials."""
-    progress = start(procedure)
+    progress, streams = start(procedure), Streams(0, CPU)
     for _ in range(count):
-        progress, verdict = make_trial(procedure, plan, progress)
+        progress, verdict = make_trial(procedure, plan, streams, progress)
         yield progress, verdict
 
 
@@ -87,7 +89,7 @@ def test_rejected_weights_stay_until_the_first_acceptance(method, momentum):
     assert int(progress.state.updates) == progress.ledger.updates == 0
     # After an acceptance a rejected trial restores the weights, if not the momentum.
     accepted = replace(progress.state, updates=torch.tensor(1))
-    candidate = procedure.propose(accepted, torch.tensor(1))
+    candidate = procedure.propose(accepted, Streams(0, CPU).at(2), torch.tensor(1))
     after = procedure.after_rejection(accepted, candidate)
     assert_same(after.params, accepted.params)
     assert_same(after.optimizer, (candidate.state if momentum else accepted).optimizer)
@@ -135,9 +137,10 @@ def test_sums_are_divided_by_the_size_of_another_draw(faulty_kind):
     for method in (faulty_kind, Dpsur):
         options = {"learning_rate": 1.0, "momentum": 0.0, "schedule": "constant"}
         procedure = bound(method(**options, max_grad_norm=1.0), plan, problem=problem)
-        inner = procedure._steps if method is ReleasedCode else procedure._proposer
-        state = procedure.initial_state()
-        ratios[method] = np.array([-float(inner._gradient(state)[0]["weight"]) for _ in range(60)])
+        proposer = procedure.proposer.steps if method is ReleasedCode else procedure.proposer
+        state, streams = procedure.initial_state(), Streams(0, CPU)
+        found = [proposer.source.gradient(state, streams.at(step))[0] for step in range(1, 61)]
+        ratios[method] = np.array([-float(gradient["weight"]) for gradient in found])
     own, faulty = ratios[Dpsur] * 10, ratios[faulty_kind] * 10
     assert np.allclose(own, own.round(), atol=1e-3)
     assert not np.allclose(faulty, faulty.round(), atol=1e-3)
@@ -155,7 +158,7 @@ def test_one_update_more_is_made_than_is_paid_for():
     assert claimed.epsilon() <= BUDGET.epsilon < plan.epsilon()
     short = replace(plan, updates=4, trials=500)
     procedure = bound(method, short)
-    assert train(procedure, short, start(procedure)).ledger.updates == 4
+    assert train(procedure, short, Streams(0, CPU)).ledger.updates == 4
 
 
 def test_bounds_of_statistics_are_not_paid_for():
@@ -175,19 +178,22 @@ def test_random_acceptance_has_its_rate_whatever_the_losses(method):
     plan = plan_for(-1.0)
     problem = Problem(small_model(), F.cross_entropy, blobs(SIZE))
     procedure = bound(method(), plan, problem=problem)
-    state = procedure.initial_state()
-    good = procedure.propose(state, torch.tensor(0))
+    state, streams = procedure.initial_state(), Streams(0, CPU)
+    good = procedure.propose(state, streams.at(1), torch.tensor(0))
     bad = replace(
         good, state=replace(state, params={n: v + math.nan for n, v in state.params.items()})
     )
+
+    def accepted(procedure, candidate):
+        found = [procedure.judge(state, candidate, streams.at(step)) for step in range(1, 2001)]
+        return sum(bool(verdict.accept) for verdict in found)
+
     for candidate in (good, bad):
-        accepted = sum(bool(procedure.judge(state, candidate).accept) for _ in range(2000))
-        assert_frequency(accepted, 2000, rate)
+        assert_frequency(accepted(procedure, candidate), 2000, rate)
     # The control: the real gate does look.
     gate = bound(Dpsur(), plan, problem=problem)
-    accepted = sum(bool(gate.judge(state, bad).accept) for _ in range(2000))
     with pytest.raises(AssertionError):
-        assert_frequency(accepted, 2000, rate)
+        assert_frequency(accepted(gate, bad), 2000, rate)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +238,20 @@ def test_padded_and_exact_versions_agree(method):
         for name, value in flatten(one.state).items():
             torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-5)
     assert len(set(accepted)) == 2
+
+
+@pytest.mark.parametrize("method", OWN, ids=lambda method: method.name)
+def test_blocks_with_a_state_in_fixed_memory_agree(method):
+    """What a CUDA graph replays, here on the host: the next state overwrites the last one."""
+    plan, streams = plan_for(0.0, trials=200, updates=8), Streams(0, CPU)
+    procedure = bound(method(), plan)
+    alone = train(procedure, plan, streams)
+    loop = CudaGraphLoop(procedure, procedure.padded(), plan, streams, start(procedure), block=5)
+    together = run_loop(loop, plan)
+    assert together.ledger == alone.ledger
+    assert alone.ledger.trials > 8
+    for name, value in flatten(alone.state).items():
+        torch.testing.assert_close(value, flatten(together.state)[name], rtol=1e-4, atol=1e-5)
 
 
 def test_layers_that_draw_are_not_padded():

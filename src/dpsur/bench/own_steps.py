@@ -2,15 +2,15 @@
 
 import torch.nn.functional as F
 
-from dpsur.bench.cell import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_MULTIPLIER, Cell
+from dpsur.bench.settings import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_MULTIPLIER, Cell
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.cuda_graph_loop import CapturedTrials
+from dpsur.mechanism.cuda_graph_loop import CapturedTrial
 from dpsur.mechanism.loop import make_trial, start
 from dpsur.methods.dpsgd import Dpsgd
 from dpsur.methods.dpsur import Dpsur
-from dpsur.methods.gated import Gated
+from dpsur.methods.gradient_method import GradientMethod
 from dpsur.per_example import clipped_sum
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Test, Trial
@@ -20,7 +20,7 @@ VAL_BATCH_SIZE = 256
 # The paper's gate; what a test costs in time does not depend on these.
 VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD = 1.3, -1.0
 ENDLESS = 10**9
-# Trials between two looks at a captured run; what is noted of later ones falls on the last line.
+# Trials between two reads of a captured run; verdicts of later ones overwrite the last row.
 BLOCK = 100
 
 
@@ -31,18 +31,18 @@ class OwnStep:
     other arms are given, and still pays for drawing a Poisson sample and gathering its rows.
     """
 
-    def __init__(self, cell: Cell, method: Gated, test: Test | None) -> None:
+    def __init__(self, cell: Cell, method: GradientMethod, test: Test | None) -> None:
         self.problem = Problem(cell.model(), F.cross_entropy, cell.batch)
         trial = Trial(SampledGaussian(1.0, NOISE_MULTIPLIER), test)
         # Nothing is released and no record is private: the plan only carries the trial.
         self.plan = Plan(Budget(1.0, 1e-5), "every-trial", trial, trials=ENDLESS)
         self.streams = cell.streams()
-        self.procedure = method.bind(self.problem, self.plan, self.streams)
+        self.procedure = method.bind(self.problem, self.plan)
         self.progress = start(self.procedure)
 
     def __call__(self) -> None:
         """Make the trial. The ledger asks for every verdict, which waits for the device."""
-        self.progress, _ = make_trial(self.procedure, self.plan, self.progress)
+        self.progress, _ = make_trial(self.procedure, self.plan, self.streams, self.progress)
 
     def clipped_sum(self) -> Params:
         """The sum of clipped gradients."""
@@ -58,11 +58,11 @@ class CapturedOwnStep:
         padded = step.procedure.padded()
         if padded is None:
             raise InvalidInputError("layers that draw random numbers are not captured")
-        self._trials = CapturedTrials(padded, step.plan, step.progress, step.streams, block=BLOCK)
+        self._trial = CapturedTrial(padded, step.plan, step.progress, step.streams, block=BLOCK)
 
     def __call__(self) -> None:
         """Replay the trial, as one of a block."""
-        self._trials.replay()
+        self._trial.replay()
 
     def clipped_sum(self) -> Params:
         """The sum of clipped gradients."""

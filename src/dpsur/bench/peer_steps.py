@@ -13,10 +13,9 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpsur.bench.cell import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, NotInstalledError, sgd
+from dpsur.bench.settings import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, NotInstalledError, sgd
 from dpsur.functional.parameters import Params
 from dpsur.mechanism.cuda_graphs import graph_of
-from dpsur.mechanism.streams import NOISE
 
 HOOKS, GHOST = "hooks", "ghost"
 
@@ -58,7 +57,7 @@ class PerExampleStep:
         self._model = cell.model()
         self._params = dict(self._model.named_parameters())
         self._optimizer = sgd(self._model)
-        self._generator = cell.streams()[NOISE]
+        self._generator = cell.generator()
 
     def clipped_sum(self) -> Params:
         """The sum of clipped gradients."""
@@ -136,7 +135,7 @@ class OpacusStep:
                 noise_multiplier=NOISE_MULTIPLIER,
                 max_grad_norm=MAX_GRAD_NORM,
                 poisson_sampling=False,
-                noise_generator=cell.streams()[NOISE],
+                noise_generator=cell.generator(),
                 grad_sample_mode=mode,
             )
         self._model: Any = made[0]
@@ -178,6 +177,6 @@ def ghost_step(cell: Cell) -> OpacusStep:
 
 
 def _one_batch(cell: Cell) -> "DataLoader[tuple[torch.Tensor, ...]]":
-    """A loader whose only batch is the cell's: it tells the engine the batch size."""
+    """A loader whose only batch is the cell's: the engine reads the batch size from it."""
     data = TensorDataset(cell.batch.inputs, cell.batch.targets)
     return DataLoader(data, batch_size=len(cell.batch))

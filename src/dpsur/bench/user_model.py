@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpsur.bench.cell import Network
+from dpsur.bench.settings import Network
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
-from dpsur.mechanism.streams import INIT, Streams
+from dpsur.mechanism.streams import INIT, SETUP, Streams
 
 NETWORKS = "dpsur.bench.user_model:model_named"
 FORM = "a function of the batch size that returns (model, inputs, labels)"
@@ -43,7 +43,7 @@ class UserModel:
         return self._made(size, seed)[1].to(device)
 
     def _made(self, size: int, seed: int) -> tuple[nn.Module, Examples]:
-        with Streams(seed, torch.device("cpu")).global_randomness(INIT):
+        with Streams(seed, torch.device("cpu")).at(SETUP).global_randomness(INIT):
             made = self.make(size)
         match made:
             case (nn.Module() as model, Tensor() as inputs, Tensor() as targets):

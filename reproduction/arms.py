@@ -7,10 +7,12 @@ from typing import Any
 from dpsur.methods import METHODS, Method
 from dpsur.methods.dpsur import Dpsur
 from dpsur.presets import BEST, PAPER, Preset, preset_named
-from reproduction.arms.controls import KeptMomentum, RandomAcceptance, RandomAcceptanceKept
-from reproduction.arms.released_code import (
+from reproduction.released_code import (
     FirstRejectionsKept,
+    KeptMomentum,
     OtherDivisor,
+    RandomAcceptance,
+    RandomAcceptanceKept,
     ReleasedCode,
     StaleLoss,
 )
