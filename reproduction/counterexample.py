@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 
 from dpsur.audits.exact import Instance, Setting, composed_delta, one_update
 from dpsur.audits.mechanism import FMNIST_3
+from dpsur.privacy.accountants.proven import SelectiveUpdate
+from dpsur.privacy.accountants.selective.frame import frame, vertices
+from dpsur.privacy.accountants.selective.lower import attack
+from dpsur.privacy.accountants.selective.pair import Array, Direction, bracket, mesh
+from dpsur.privacy.accountants.selective.upper import envelope
 from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.proven import SelectiveUpdate
-from dpsur.privacy.selective.frame import frame, vertices
-from dpsur.privacy.selective.lower import attack
-from dpsur.privacy.selective.pair import Array, Direction, bracket, mesh
-from dpsur.privacy.selective.upper import envelope
-from dpsur.privacy.wording import format_epsilon
+from dpsur.privacy.statement import format_epsilon
 
 Flags = NDArray[np.bool_]
 

@@ -26,7 +26,7 @@ from dpsur.methods.dpsur import Dpsur
 from dpsur.presets.settings import STATISTICS_NOISE
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Gaussian, LossTest, Step, Test
-from dpsur.privacy.plans import AnyPlan, Plan
+from dpsur.privacy.plans import Plan, PrivacyPlan
 
 # The stored loss before there is one.
 NO_LOSS = 1e5
@@ -199,7 +199,7 @@ def with_stale_loss(procedure: Selective) -> Selective:
 class _Altered(Dpsur):
     """Algorithm 1 with parts replaced."""
 
-    def bind(self, problem: Problem, plan: AnyPlan) -> Procedure:
+    def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
         """Compose Algorithm 1 and replace parts of it."""
         procedure = super().bind(problem, plan)
         assert isinstance(procedure, Selective)
@@ -228,7 +228,7 @@ class ReleasedCode(_Altered):
         budget: Budget,
         accounting: str,
         setup: tuple[Event, ...] = (),
-    ) -> tuple[Self, AnyPlan]:
+    ) -> tuple[Self, PrivacyPlan]:
         """The paper's plan, and one update more. Clip bounds of statistics are not charged."""
         claimed = (Gaussian(STATISTICS_NOISE),) * 2 if setup else ()
         settled, plan = super().settle(dataset_size, budget, accounting, claimed)

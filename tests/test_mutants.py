@@ -30,7 +30,7 @@ from dpsur.mechanism.streams import BATCH, Stream, Streams
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import clipped_sum
 from dpsur.per_example import model_check as support
-from dpsur.privacy import pld
+from dpsur.privacy.accountants import pld
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from dpsur.methods.gated import Gated
 
 from dpsur.cli import main
 from dpsur.methods import METHODS
-from dpsur.methods.gated import Gated
 from dpsur.tasks import TASKS
 from reproduction.experiments.accuracy import summary
 from reproduction.experiments.best import summary as best_summary

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dpsur.presets.settings import DELTA, PaperSetting, paper_setting, paper_settings
 from dpsur.privacy.accounting import figures
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.plans.request import Request, make_plan
+from dpsur.privacy.plans.fixed import Request, make_plan
 from reproduction.artifacts import Artifact, Page
 from reproduction.base import Cell, OneByOne, Options, Row
 

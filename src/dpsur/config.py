@@ -19,7 +19,7 @@ from dpsur.options import build, check_options, flag, from_plain, option, shorte
 from dpsur.presets import PRESETS, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.plans.hiding import NOT_HIDDEN, WAYS_TO_HIDE
+from dpsur.privacy.plans.rejections import NOT_HIDDEN, WAYS_TO_HIDE
 from dpsur.tasks import DEFAULT_TASK, TASKS, Task, task_named
 
 DEFAULT_BUDGET = Budget(3.0, 1e-5)

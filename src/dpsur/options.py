@@ -7,11 +7,10 @@ allowed range. The command line, the checks and the JSON of a stored run are der
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
-from functools import cache
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
-from types import MappingProxyType, UnionType
+from types import UnionType
 from typing import Any, TypeVar
 
 from dpsur import checks
@@ -122,13 +121,12 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-@cache
-def declared(owner: type) -> Mapping[str, Option]:
+def declared(owner: type) -> dict[str, Option]:
     """The options of a dataclass and of its parts, by name, in the order of their declaration.
 
     A part is a field that is a dataclass with options.
     """
-    return MappingProxyType({found.name: found for found in _declared(owner, None)})
+    return {found.name: found for found in _declared(owner, None)}
 
 
 def _declared(owner: type, part: str | None) -> Iterator[Option]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dpsur.features import cache as features
-from dpsur.privacy.selective.divergence import Interval
-from dpsur.privacy.selective.store import Store
+from dpsur.privacy.accountants.selective.divergence import Interval
+from dpsur.privacy.accountants.selective.store import Store
 from tests.cli.test_commands import dpsur
 
 

@@ -18,7 +18,7 @@ from dpsur.methods import Dpagd, Dpsgd, Dpsur
 from dpsur.methods.dpagd import AdaptiveSteps
 from dpsur.per_example import draws_randomness
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.plans.hiding import hiding_plan
+from dpsur.privacy.plans.rejections import hiding_plan
 from tests.conftest import blobs, small_model
 
 CPU = torch.device("cpu")

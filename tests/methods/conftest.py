@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpsur.privacy import proven
+from dpsur.privacy.accountants import proven
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -20,9 +20,9 @@ from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Dpagd, dpagd
 from dpsur.methods.dpagd import AdaptiveSteps, exponential_mechanism
+from dpsur.privacy.accountants.proven import event_divergence
 from dpsur.privacy.events import NoisyChoice, SampledGaussian, Trial
 from dpsur.privacy.plans import FilteredPlan
-from dpsur.privacy.proven import event_divergence
 from tests.conftest import stream
 from tests.methods.problems import CPU, SIZE, assert_same, bound
 from tests.statistics import FALSE_ALARM, assert_standard_deviation

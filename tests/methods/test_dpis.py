@@ -24,11 +24,11 @@ from dpsur.methods import Dpis, dpis
 from dpsur.methods.dpis import ImportanceProposer, price_of_an_update
 from dpsur.per_example import GradientBudget, clipped_norms, clipped_sum
 from dpsur.per_example import contributions as factors
-from dpsur.privacy import pld
+from dpsur.privacy.accountants import pld
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Menu, SampledGaussian, Trial
 from dpsur.privacy.plans import FilteredPlan, MenuPlan
-from dpsur.privacy.plans.request import Request, make_plan
+from dpsur.privacy.plans.fixed import Request, make_plan
 from tests.conftest import blobs, small_model
 from tests.methods.problems import BUDGET, CPU, SIZE, bound, settled
 from tests.statistics import STANDARD_ERRORS, assert_standard_deviation

@@ -14,7 +14,7 @@ from dpsur.presets import PRESETS, preset_named
 from dpsur.presets import best as best_presets
 from dpsur.presets.paper import TEMPERED
 from dpsur.presets.settings import DATASET_SIZES, DELTA, EPSILONS
-from dpsur.privacy import pld, rdp
+from dpsur.privacy.accountants import pld, rdp
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Menu, NoisyChoice, SampledGaussian, Trial
 from dpsur.privacy.plans import FilteredPlan, MenuPlan, Plan

@@ -9,11 +9,11 @@ import mpmath as mp
 import numpy as np
 import pytest
 
-from dpsur.privacy import proven
-from dpsur.privacy.conversion import epsilon_at
+from dpsur.privacy.accountants import proven
+from dpsur.privacy.accountants.proven import DIRECTIONS, SelectiveUpdate
+from dpsur.privacy.accountants.rdp import epsilon_at
+from dpsur.privacy.accountants.selective import FINE, Interval, divergence
 from dpsur.privacy.events import LossTest
-from dpsur.privacy.proven import DIRECTIONS, SelectiveUpdate
-from dpsur.privacy.selective import FINE, Interval, divergence
 
 DELTA = 1e-5
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dpsur.errors import InvalidInputError
 from dpsur.presets.settings import paper_settings
+from dpsur.privacy.accountants.rdp import PAPER_ORDERS, epsilon_from_rdp, sampled_gaussian_rdp
 from dpsur.privacy.accounting import (
     ACCOUNTINGS,
     DEFAULT_ACCOUNTING,
@@ -21,8 +22,7 @@ from dpsur.privacy.accounting import (
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NonPrivate, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans.request import Request, make_plan
-from dpsur.privacy.rdp import PAPER_ORDERS, epsilon_from_rdp, sampled_gaussian_rdp
+from dpsur.privacy.plans.fixed import Request, make_plan
 
 DELTA = 1e-5
 TRIAL = Trial(SampledGaussian(0.05, 1.5), LossTest(0.01, 1.2, -1.0))

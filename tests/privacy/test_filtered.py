@@ -6,16 +6,15 @@ from dataclasses import replace
 import pytest
 
 from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.privacy.accountants.proven import event_divergence
+from dpsur.privacy.accountants.rdp import epsilon_at
 from dpsur.privacy.accounting import CAP_SHARE
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.conversion import epsilon_at
 from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NoisyChoice, SampledGaussian, Trial
-from dpsur.privacy.filter import RenyiFilter
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import FilteredPlan, Plan
-from dpsur.privacy.plans.cap import trial_cap
-from dpsur.privacy.plans.filtered import ALLOWANCE_PARTS, MOST_TRIALS, TAIL_SHARE
-from dpsur.privacy.proven import event_divergence
+from dpsur.privacy.plans.filtered import ALLOWANCE_PARTS, MOST_TRIALS, TAIL_SHARE, RenyiFilter
+from dpsur.privacy.plans.rejections import trial_cap
 
 BUDGET = Budget(3.0, 1e-5)
 STEP = Trial(SampledGaussian(0.1, 2.0))

@@ -6,14 +6,19 @@ import pytest
 from scipy.stats import binom
 
 from dpsur.errors import InvalidInputError
-from dpsur.privacy import mechanism
 from dpsur.privacy.accounting import CAP_SHARE, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import FilteredPlan, Plan
-from dpsur.privacy.plans.cap import early_end, trial_cap
-from dpsur.privacy.plans.hiding import duration, elapsed, hiding_plan, least_cap
+from dpsur.privacy.plans import FilteredPlan, Plan, fixed
+from dpsur.privacy.plans.rejections import (
+    duration,
+    early_end,
+    elapsed,
+    hiding_plan,
+    least_cap,
+    trial_cap,
+)
 
 BUDGET = Budget(3.0, 1e-5)
 TRIAL = Trial(SampledGaussian(0.01, 2.0), LossTest(0.01, 1.0, -1.0))
@@ -88,7 +93,7 @@ def a_figure_pays_for_its_cap(updates=1076):
     budget = Budget(3.0, 1e-5)
     cap = least_cap(PAPER.gate, updates, budget)
     plan = Plan(budget, "published", PAPER, cap, updates)
-    shown = mechanism.epsilons(plan)["proven"]
+    shown = plan.figures()["proven"]
     given_up = (1 + math.exp(shown)) * early_end(PAPER.gate, updates, cap)
     accounted = accounting_named("proven")
     charges = [(PAPER, updates)]
@@ -100,21 +105,21 @@ def a_figure_pays_for_its_cap(updates=1076):
 
 def test_a_proven_figure_beside_a_published_run_pays_for_its_cap(monkeypatch):
     covered = a_figure_pays_for_its_cap()
-    monkeypatch.setattr(mechanism, "early_end", lambda *_: 0.0)
+    monkeypatch.setattr(fixed, "early_end", lambda *_: 0.0)
     with pytest.raises(AssertionError):
         a_figure_pays_for_its_cap()
     plan = Plan(Budget(3.0, 1e-5), "published", PAPER, 10**6, 1076)
-    assert covered > mechanism.epsilons(plan)["proven"]
+    assert covered > plan.figures()["proven"]
 
 
 def test_a_cap_that_is_hit_for_sure_has_no_proven_figure():
     plan = Plan(Budget(3.0, 1e-5), "published", PAPER, 1076, 1076)
-    assert mechanism.epsilons(plan)["proven"] == math.inf
-    assert mechanism.epsilons(plan)["published"] < 3.0
+    assert plan.figures()["proven"] == math.inf
+    assert plan.figures()["published"] < 3.0
 
 
 def test_a_cap_that_a_proven_plan_chose_costs_nothing_more():
     plan = Plan(
         Budget(5.0, 1e-5), "proven", PAPER, least_cap(PAPER.gate, 100, Budget(5.0, 1e-5)), 100
     )
-    assert mechanism.epsilons(plan)["proven"] == plan.epsilon()
+    assert plan.figures()["proven"] == plan.epsilon()

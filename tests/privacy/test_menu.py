@@ -10,7 +10,7 @@ from dp_accounting.pld import privacy_loss_distribution
 from scipy.stats import norm
 
 from dpsur.errors import InvalidInputError
-from dpsur.privacy import menu, pld, proven
+from dpsur.privacy.accountants import menu, pld, proven
 from dpsur.privacy.events import Menu, SampledGaussian, event_from_json, event_to_json
 
 DELTA = 1e-5

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.privacy import pld
+from dpsur.privacy.accountants import pld
+from dpsur.privacy.accountants.rdp import sampled_gaussian_rdp
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, LossTest, Menu, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import MenuPlan
-from dpsur.privacy.plans.menu_rates import as_costly, best_order, menu_around
-from dpsur.privacy.rdp import sampled_gaussian_rdp
+from dpsur.privacy.plans.menu import as_costly, best_order, menu_around
 
 BUDGET = Budget(3.0, 1e-5)
 TYPICAL = SampledGaussian(0.1, 2.0)

@@ -8,10 +8,10 @@ import pytest
 from scipy.special import logsumexp
 
 from dpsur.errors import InvalidInputError
-from dpsur.privacy import pld, proven
+from dpsur.privacy.accountants import pld, proven
+from dpsur.privacy.accountants.proven import event_divergence
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import NoisyChoice, SampledGaussian, Trial, event_from_json, event_to_json
-from dpsur.privacy.proven import event_divergence
 
 DELTA = 1e-3
 

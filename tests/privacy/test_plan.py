@@ -6,13 +6,13 @@ from scipy.stats import binom
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibrate import largest_ratio, least_noise, most_repetitions
-from dpsur.privacy.design import design_gate
+from dpsur.privacy.calibrate import design_gate
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import Plan
-from dpsur.privacy.plans.cap import trial_cap
-from dpsur.privacy.plans.request import Request, make_plan
+from dpsur.privacy.plans.fixed import Request, make_plan
+from dpsur.privacy.plans.rejections import trial_cap
+from dpsur.privacy.search import largest_ratio, least_noise, most_repetitions
 
 BUDGET = Budget(3.0, 1e-5)
 TEST = LossTest(0.016, 1.0, 0.0)

@@ -15,10 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import ndtr
 
-from dpsur.privacy import proven
-from dpsur.privacy.conversion import epsilon_at
-from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NonPrivate, SampledGaussian, Trial
-from dpsur.privacy.proven import (
+from dpsur.privacy.accountants import proven
+from dpsur.privacy.accountants.proven import (
     DIRECTIONS,
     Composition,
     SelectiveUpdate,
@@ -27,8 +25,10 @@ from dpsur.privacy.proven import (
     event_divergence,
     selective_divergence,
 )
-from dpsur.privacy.selective import Accuracy, divergence
-from dpsur.privacy.selective.divergence import VERSION
+from dpsur.privacy.accountants.rdp import epsilon_at
+from dpsur.privacy.accountants.selective import Accuracy, divergence
+from dpsur.privacy.accountants.selective.divergence import VERSION
+from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NonPrivate, SampledGaussian, Trial
 from tests.privacy.selective_cases import (
     DELTA,
     REFERENCE,

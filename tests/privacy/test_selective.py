@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from dpsur.privacy.conversion import epsilon_at
-from dpsur.privacy.proven import DIRECTIONS
-from dpsur.privacy.selective import COARSE, FINE, divergence, pair
-from dpsur.privacy.selective.frame import frame, phi, vertices
-from dpsur.privacy.selective.lower import attack
-from dpsur.privacy.selective.pair import bracket, mesh
-from dpsur.privacy.selective.upper import envelope, tangent
+from dpsur.privacy.accountants.proven import DIRECTIONS
+from dpsur.privacy.accountants.rdp import epsilon_at
+from dpsur.privacy.accountants.selective import COARSE, FINE, divergence, pair
+from dpsur.privacy.accountants.selective.frame import frame, phi, vertices
+from dpsur.privacy.accountants.selective.lower import attack
+from dpsur.privacy.accountants.selective.pair import bracket, mesh
+from dpsur.privacy.accountants.selective.upper import envelope, tangent
 from tests.privacy.selective_cases import (
     DELTA,
     ROW,

@@ -15,11 +15,11 @@ import pytest
 from dp_accounting.rdp import rdp_privacy_accountant as dp_rdp
 from scipy.special import ndtr
 
+from dpsur.privacy.accountants.proven import DIRECTIONS, SelectiveUpdate
+from dpsur.privacy.accountants.selective import COARSE, divergence
+from dpsur.privacy.accountants.selective.divergence import crude
+from dpsur.privacy.accountants.selective.pair import bracket
 from dpsur.privacy.events import CoinTest
-from dpsur.privacy.proven import DIRECTIONS, SelectiveUpdate
-from dpsur.privacy.selective import COARSE, divergence
-from dpsur.privacy.selective.divergence import crude
-from dpsur.privacy.selective.pair import bracket
 from tests.privacy.selective_cases import exact_moment
 
 SAMPLED = [(0.03, 4.0), (0.2, 0.8), (1e-5, 0.5), (0.001, 30.0), (1.0, 2.0), (0.99, 0.6)]
@@ -138,7 +138,7 @@ def test_not_a_number_is_infinite_never_small(monkeypatch):
         return replace(both, chord=replace(both.chord, weight=weight))
 
     # by name the package gives the function of the same name, not the module
-    module = sys.modules["dpsur.privacy.selective.divergence"]
+    module = sys.modules["dpsur.privacy.accountants.selective.divergence"]
     monkeypatch.setattr(module, "bracket", poisoned)
     found = divergence(0.1, 1.0, 0.1, 2.0, 3.0, "add", COARSE)
     assert found.upper == crude(1.0, 2.0, 3.0) > found.lower

@@ -5,13 +5,13 @@ import os
 import pytest
 
 from dpsur.methods import Dpsur
-from dpsur.privacy import proven
+from dpsur.privacy.accountants import proven
+from dpsur.privacy.accountants.proven import SelectiveUpdate, event_divergence, selective_divergence
+from dpsur.privacy.accountants.selective import store
+from dpsur.privacy.accountants.selective.divergence import Interval
+from dpsur.privacy.accountants.selective.store import Store
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial
-from dpsur.privacy.proven import SelectiveUpdate, event_divergence, selective_divergence
-from dpsur.privacy.selective import store
-from dpsur.privacy.selective.divergence import Interval
-from dpsur.privacy.selective.store import Store
 
 
 def test_the_cache_of_the_package_comes_before_the_general_one(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 from scipy.special import ndtr
 
 from dpsur.audits.exact import Losses, Setting, composed_delta, one_update, renyi
-from dpsur.privacy.proven import SelectiveUpdate, selective_divergence
+from dpsur.privacy.accountants.proven import SelectiveUpdate, selective_divergence
 from reproduction import counterexample
 from reproduction.counterexample import (
     CIFAR_3,

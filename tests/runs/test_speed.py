@@ -10,7 +10,7 @@ from dpsur.functional.records import HostExamples, placed
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.methods.dpis import Dpis
-from dpsur.privacy.wording import BF16_ON, TF32_OFF
+from dpsur.privacy.statement import BF16_ON, TF32_OFF
 from dpsur.runs.build_session import build_session
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import execute

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import gammaln, log_ndtr, ndtr
 
+from dpsur.privacy.accountants.selective.pair import Array, Direction
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
-from dpsur.privacy.selective.pair import Array, Direction
 
 CELLS = 20_000
 # Mass of the accepted update outside the mesh, which reaches ten standard deviations: below

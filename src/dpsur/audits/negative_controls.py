@@ -23,10 +23,10 @@ from dpsur.mechanism.streams import BATCH, NOISE, VAL_NOISE, Draws
 from dpsur.mechanism.trial import Selective
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.privacy.events import Step
-from dpsur.privacy.plans import Plan
+from dpsur.privacy.plans import PrivacyPlan
 from dpsur.runs.session import Session
 
-Bind = Callable[[GradientMethod, Problem, Plan], Procedure]
+Bind = Callable[[GradientMethod, Problem, PrivacyPlan], Procedure]
 NEXT_TO_NOTHING = 1e-9  # of the noise: an event with none does not exist
 
 
@@ -47,9 +47,9 @@ class Fault:
         """The session with the fault in the place of its procedure."""
         if self.bind is _sound:
             return session
-        if not isinstance(session.method, GradientMethod) or not isinstance(session.plan, Plan):
+        if not isinstance(session.method, GradientMethod) or not session.plan.same_steps:
             raise InvalidInputError(f"the faults are not made for the method {session.method.name}")
-        if self.needs_test and session.plan.trial.gate is None:
+        if self.needs_test and session.plan.typical.gate is None:
             raise InvalidInputError(
                 f"the fault {self.name} is in the test of candidates, which {session.method.name} "
                 "does not have; choose dpsur, or a gate"
@@ -61,7 +61,7 @@ class Fault:
 def with_source(change: Callable[[DpGradient], GradientSource]) -> Bind:
     """The method with another source of gradients."""
 
-    def bind(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
+    def bind(method: GradientMethod, problem: Problem, plan: PrivacyPlan) -> Procedure:
         procedure = method.bind(problem, plan)
         assert isinstance(procedure, Selective)
         proposer = procedure.proposer
@@ -75,7 +75,7 @@ def with_source(change: Callable[[DpGradient], GradientSource]) -> Bind:
 def with_gate(change: Callable[[LossTestGate], LossTestGate]) -> Bind:
     """The method with another gate."""
 
-    def bind(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
+    def bind(method: GradientMethod, problem: Problem, plan: PrivacyPlan) -> Procedure:
         procedure = method.bind(problem, plan)
         assert isinstance(procedure, Selective)
         assert isinstance(procedure.gate, LossTestGate)
@@ -182,7 +182,7 @@ class _NotReplayed(Selective):
         return
 
 
-def _stale_loss(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
+def _stale_loss(method: GradientMethod, problem: Problem, plan: PrivacyPlan) -> Procedure:
     procedure = with_gate(_as(StaleLoss))(method, problem, plan)
     assert isinstance(procedure, Selective)
     return _NotReplayed(procedure.proposer, procedure.gate, procedure.setup)
@@ -200,7 +200,7 @@ def _as(kind: type[LossTestGate]) -> Callable[[LossTestGate], LossTestGate]:
     return lambda gate: kind(gate.problem, gate.test, gate.rule, gate.keep_momentum)
 
 
-def _sound(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
+def _sound(method: GradientMethod, problem: Problem, plan: PrivacyPlan) -> Procedure:
     return method.bind(problem, plan)
 
 

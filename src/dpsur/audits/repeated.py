@@ -24,7 +24,7 @@ from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.plans import Plan
-from dpsur.privacy.plans.cap import trial_cap
+from dpsur.privacy.plans.rejections import trial_cap
 
 DELTA = 0.01
 BINS = 16

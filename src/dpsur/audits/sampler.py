@@ -22,7 +22,7 @@ from dpsur.per_example import ClippedSum
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Step
 from dpsur.privacy.plans import Plan
-from dpsur.privacy.plans.cap import trial_cap
+from dpsur.privacy.plans.rejections import trial_cap
 
 BLOCK = 200_000
 _CLIP = 1.0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
+from dpsur.privacy.accountants.noise_tail import tail_refusal
 from dpsur.privacy.accounting import accounting_named, figures, planned_charges
 from dpsur.privacy.events import (
     CoinTest,
@@ -17,8 +18,7 @@ from dpsur.privacy.events import (
     Trial,
     feature_statistics,
 )
-from dpsur.privacy.noise_tail import tail_refusal
-from dpsur.privacy.wording import format_epsilon
+from dpsur.privacy.statement import format_epsilon
 from dpsur.status import status
 
 DESCRIPTION = """\

@@ -25,7 +25,7 @@ from dpsur.methods import METHODS, Method, method_named
 from dpsur.networks import build_network
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.wording import format_epsilon
+from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.build_session import choose_device
 from dpsur.tasks import DEFAULT_TASK, Task, task_named
 

@@ -8,11 +8,11 @@ from dpsur.cli.account import add_mechanism_options, described_test, rate, setup
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.design import design_gate
+from dpsur.privacy.calibrate import design_gate
 from dpsur.privacy.events import SampledGaussian, Trial
 from dpsur.privacy.plans import Plan
-from dpsur.privacy.plans.request import Request, make_plan
-from dpsur.privacy.wording import format_epsilon
+from dpsur.privacy.plans.fixed import Request, make_plan
+from dpsur.privacy.statement import format_epsilon
 from dpsur.status import status
 
 DESCRIPTION = """\

@@ -9,7 +9,7 @@ from typing import Any
 
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
-from dpsur.privacy.wording import format_epsilon
+from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.evaluation import check_fits, evaluate
 from dpsur.runs.files import finite

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.state import Verdict
-from dpsur.privacy.plans import AnyPlan
-from dpsur.privacy.plans.hiding import duration, elapsed
-from dpsur.privacy.wording import format_epsilon
+from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.plans.rejections import duration, elapsed
+from dpsur.privacy.statement import format_epsilon
 
 PRIVATE_WARNING = (
     "rejections, loss differences and timings below depend on private records: do not share them"
@@ -26,7 +26,7 @@ class ProgressBar:
     def __init__(self, quiet: bool, show_private: bool) -> None:
         self._quiet = quiet
         self._show_private = show_private and not quiet
-        self._plan: AnyPlan | None = None
+        self._plan: PrivacyPlan | None = None
         self._bar: Any = None
         self._task: Any = None
         self._clock = time.perf_counter()
@@ -38,12 +38,12 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.stop()
 
-    def started(self, plan: AnyPlan, progress: Progress) -> None:
+    def started(self, plan: PrivacyPlan, progress: Progress) -> None:
         """Show the plan and start the bar."""
         self._plan = plan
         if self._quiet:
             return
-        self._say(plan.in_words())
+        self._say(plan.describe())
         if self._show_private:
             self._say(f"warning: {PRIVATE_WARNING}")
         if sys.stderr.isatty():
@@ -89,7 +89,7 @@ class ProgressBar:
         else:
             self._say(f"{passed}: {spent}, {score}")
 
-    def _start_bar(self, plan: AnyPlan, progress: Progress) -> None:
+    def _start_bar(self, plan: PrivacyPlan, progress: Progress) -> None:
         try:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn

@@ -17,7 +17,7 @@ from dpsur.cli.run_options import (
 from dpsur.cli.signals import Stop, stop_on_signal
 from dpsur.config import RunConfig
 from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, describe_os_error
-from dpsur.privacy.plans.hiding import NOT_HIDDEN
+from dpsur.privacy.plans.rejections import NOT_HIDDEN
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.files import RunFolder, finite, resume_command
 from dpsur.runs.fit import execute

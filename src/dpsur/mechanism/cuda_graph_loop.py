@@ -23,7 +23,7 @@ from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import FilteredPlan, Plan
+from dpsur.privacy.plans import PrivacyPlan
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CapturedTrial:
     def __init__(
         self,
         procedure: Procedure,
-        plan: Plan | FilteredPlan,
+        plan: PrivacyPlan,
         progress: Progress,
         streams: Streams,
         block: int,
@@ -64,7 +64,7 @@ class CapturedTrial:
         self._first = torch.tensor(ledger.trials, device=device)
         # Where schedules stand, if that does not follow from the counts.
         self._position: Tensor | None = None
-        if isinstance(plan, FilteredPlan):
+        if not plan.position_follows_counts:
             self._position = torch.tensor(plan.position(ledger), device=device)
         self.replay: Callable[[], None] = self._trial  # one trial, within a block
         if device.type == "cuda":
@@ -176,15 +176,15 @@ class CudaGraphLoop:
         self,
         procedure: Procedure,
         padded: Procedure,
-        plan: Plan | FilteredPlan,
+        plan: PrivacyPlan,
         streams: Streams,
         progress: Progress,
         block: int,
     ) -> None:
         self._procedure, self._padded, self._plan = procedure, padded, plan
         self._streams, self.progress = streams, progress
-        # what the next step costs may depend on what this one released
-        self._block = block if isinstance(plan, Plan) else 1
+        # where steps differ, what the next one costs may depend on what this one released
+        self._block = block if plan.same_steps else 1
         self._captured = CapturedTrial(padded, plan, progress, streams, self._block)
         self._launched = 0
 

@@ -16,7 +16,7 @@ from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import AnyPlan
+from dpsur.privacy.plans import PrivacyPlan
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,7 +60,7 @@ def start(procedure: Procedure) -> Progress:
     return Progress(procedure.initial_state(), Ledger(setup=procedure.setup))
 
 
-def run_loop(loop: Loop, plan: AnyPlan, on_block: OnBlock = lambda *_: None) -> Progress:
+def run_loop(loop: Loop, plan: PrivacyPlan, on_block: OnBlock = lambda *_: None) -> Progress:
     """Make all trials of a plan and return where the run ended.
 
     Formal guarantee: the returned state satisfies the plan's (epsilon, delta) under the plan's
@@ -77,7 +77,7 @@ def run_loop(loop: Loop, plan: AnyPlan, on_block: OnBlock = lambda *_: None) -> 
 
 def train(
     procedure: Procedure,
-    plan: AnyPlan,
+    plan: PrivacyPlan,
     streams: Streams,
     progress: Progress | None = None,
     on_block: OnBlock = lambda *_: None,
@@ -91,7 +91,7 @@ class EagerLoop:
     """One trial per block."""
 
     def __init__(
-        self, procedure: Procedure, plan: AnyPlan, streams: Streams, progress: Progress
+        self, procedure: Procedure, plan: PrivacyPlan, streams: Streams, progress: Progress
     ) -> None:
         self._procedure, self._plan, self._streams = procedure, plan, streams
         self.progress = progress
@@ -112,14 +112,14 @@ class EagerLoop:
         return [verdict]
 
 
-def has_next(procedure: Procedure, plan: AnyPlan, progress: Progress) -> bool:
+def has_next(procedure: Procedure, plan: PrivacyPlan, progress: Progress) -> bool:
     """Whether there is another trial to make. Asked before it, never after."""
     step = procedure.step(progress.state)
     return plan.affords(progress.ledger, step) or plan.drops(progress.ledger)
 
 
 def make_trial(
-    procedure: Procedure, plan: AnyPlan, streams: Streams, progress: Progress
+    procedure: Procedure, plan: PrivacyPlan, streams: Streams, progress: Progress
 ) -> tuple[Progress, Verdict]:
     """One trial of Algorithm 1, recorded in the ledger."""
     state, ledger = progress.state, progress.ledger
@@ -132,7 +132,7 @@ def make_trial(
     return Progress(state, ledger.record(step, updates=int(verdict.accept))), verdict
 
 
-def check_completed(plan: AnyPlan, progress: Progress) -> None:
+def check_completed(plan: PrivacyPlan, progress: Progress) -> None:
     """Refuse to release a run that hit its cap on trials."""
     if not plan.completed(progress.ledger):
         raise NothingReleasedError(

@@ -17,7 +17,8 @@ def add_gaussian(total: ClippedSum, noise_multiplier: float | Tensor, stream: St
 
     def noisy(value: Tensor) -> Tensor:
         # Normal draws in float32 end at 5.8 standard deviations, where some records would be told
-        # apart for certain. In float64 they end at 8.6, which `privacy/noise_tail.py` charges.
+        # apart for certain. In float64 they end at 8.6, which is charged
+        # (`privacy/accountants/noise_tail.py`).
         noise = stream.normal(value.numel()).view(value.shape)
         return noise.mul_(scale).add_(value).to(value.dtype)
 

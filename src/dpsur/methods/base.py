@@ -19,7 +19,7 @@ from dpsur.mechanism.state import Procedure
 from dpsur.options import option
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event
-from dpsur.privacy.plans import AnyPlan
+from dpsur.privacy.plans import PrivacyPlan
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,14 +39,14 @@ class Method(checks.NamedArguments, ABC):
         budget: Budget,
         accounting: str,
         setup: tuple[Event, ...] = (),
-    ) -> tuple[Self, AnyPlan]:
+    ) -> tuple[Self, PrivacyPlan]:
         """Fill in what was left open and fix the privacy of the run, before any data is touched.
 
         `setup` are events that happen before the first trial, such as private statistics.
         """
 
     @abstractmethod
-    def bind(self, problem: Problem, plan: AnyPlan) -> Procedure:
+    def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
         """Compose the procedure that trains this model on these records."""
 
     def adapt(self, model: nn.Module) -> nn.Module:

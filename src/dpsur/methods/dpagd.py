@@ -31,8 +31,8 @@ from dpsur.options import option
 from dpsur.privacy.accounting import check_covers_steering
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Step, Trial
-from dpsur.privacy.plans import AnyPlan, FilteredPlan
-from dpsur.privacy.plans.request import Request, make_plan
+from dpsur.privacy.plans import FilteredPlan, PrivacyPlan
+from dpsur.privacy.plans.fixed import Request, make_plan
 
 DEFAULT_UPDATES = 200
 # What the choices of step lengths take of the budget where nothing else is said.
@@ -99,7 +99,7 @@ class Dpagd(Method):
         budget: Budget,
         accounting: str,
         setup: tuple[Event, ...] = (),
-    ) -> tuple[Self, AnyPlan]:
+    ) -> tuple[Self, PrivacyPlan]:
         """Fix the filter and the first noise; the noise falls where progress stalls."""
         check_covers_steering(accounting)
         settled = self._with_defaults(dataset_size)
@@ -121,7 +121,7 @@ class Dpagd(Method):
         typical = Trial(SampledGaussian(rate, noise), choice)
         return settled, replace(plan, typical=typical)
 
-    def bind(self, problem: Problem, plan: AnyPlan) -> Procedure:
+    def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
         """Tie the method to its data."""
         assert isinstance(plan, FilteredPlan)
         lengths = Lengths(

@@ -20,13 +20,13 @@ from dpsur.mechanism.trial import Selective
 from dpsur.methods.gradient_method import NO_GATE, GradientMethod
 from dpsur.options import option
 from dpsur.per_example import ClippedSum, clipped_norms
+from dpsur.privacy.accountants.proven import event_divergence
 from dpsur.privacy.accounting import check_covers_steering
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibrate import MOST_NOISE
 from dpsur.privacy.events import Event, SampledGaussian, Step, Trial
-from dpsur.privacy.plans import AnyPlan, FilteredPlan, MenuPlan, Plan
-from dpsur.privacy.plans.menu_rates import as_costly, best_order, menu_around
-from dpsur.privacy.proven import event_divergence
+from dpsur.privacy.plans import FilteredPlan, MenuPlan, Plan, PrivacyPlan
+from dpsur.privacy.plans.menu import as_costly, best_order, menu_around
+from dpsur.privacy.search import MOST_NOISE
 
 # What the noisy norms may take of the budget altogether, by Rényi divergence.
 STEERING_SHARE = 0.02
@@ -85,7 +85,7 @@ class Dpis(GradientMethod):
         budget: Budget,
         accounting: str,
         setup: tuple[Event, ...] = (),
-    ) -> tuple[Self, AnyPlan]:
+    ) -> tuple[Self, PrivacyPlan]:
         """Fix what may be chosen later: a menu of updates, or behind a gate the price of one."""
         check_covers_steering(accounting)
         settled, typical = self._settle_repeated(dataset_size, budget, accounting, setup)
@@ -99,7 +99,7 @@ class Dpis(GradientMethod):
             return settled._with_menu(typical, dataset_size)
         return settled._with_filter(typical, dataset_size)
 
-    def _with_menu(self, typical: Plan, dataset_size: int) -> tuple[Self, AnyPlan]:
+    def _with_menu(self, typical: Plan, dataset_size: int) -> tuple[Self, PrivacyPlan]:
         """Offer rates from b / N upwards, each with noise of its own, that fit the budget."""
         assert self.refresh_every is not None
         update, count = typical.trial.update, typical.length
@@ -120,7 +120,7 @@ class Dpis(GradientMethod):
             raise BudgetError(NORMS_SPEND_ALL)
         return replace(self, norm_noise_multiplier=noise), plan
 
-    def _with_filter(self, typical: Plan, dataset_size: int) -> tuple[Self, AnyPlan]:
+    def _with_filter(self, typical: Plan, dataset_size: int) -> tuple[Self, PrivacyPlan]:
         """Fix the filter. The price of an update follows, and the noise when the rate is known."""
         count = typical.length
         plan = FilteredPlan.for_budget(
@@ -148,21 +148,18 @@ class Dpis(GradientMethod):
         assert self.norm_batch_size is not None
         return min(1.0, self.norm_batch_size / dataset_size)
 
-    def bind(self, problem: Problem, plan: AnyPlan) -> Procedure:
+    def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
         """Importance sampling, behind the gate that was settled."""
         assert self.batch_size is not None
         assert self.refresh_every is not None
         assert self.norm_noise_multiplier is not None
-        assert isinstance(plan, MenuPlan | FilteredPlan)
         norms = SampledGaussian(self.norm_rate(len(problem.train)), self.norm_noise_multiplier)
         steering = Steering(
             self.batch_size,
             self.max_grad_norm,
             norms,
             self.refresh_every,
-            plan.nearest
-            if isinstance(plan, MenuPlan)
-            else updates_at_a_price(plan, norms, self.refresh_every),
+            self._updates_by_rate(plan, norms),
         )
         source = ImportanceGradient(Sampler(problem), steering)
         steps = GradientProposer(
@@ -175,6 +172,17 @@ class Dpis(GradientMethod):
         return Selective(
             ImportanceProposer(steps, source), self.make_gate(problem, plan), plan.setup
         )
+
+    def _updates_by_rate(
+        self, plan: PrivacyPlan, norms: SampledGaussian
+    ) -> Callable[[float], SampledGaussian]:
+        """The update for a rate: from the menu, or at the price that the filter leaves for it."""
+        if self.gate == NO_GATE:
+            assert isinstance(plan, MenuPlan)
+            return plan.nearest
+        assert isinstance(plan, FilteredPlan)
+        assert self.refresh_every is not None
+        return updates_at_a_price(plan, norms, self.refresh_every)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from dpsur.methods.base import OptimizerMethod, check_batch_size, power_of_two_n
 from dpsur.options import option
 from dpsur.privacy.accounting import KEEP_MOMENTUM, RESTORE, Accounting, accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibrate import largest_ratio, least_noise
 from dpsur.privacy.events import CoinTest, Event, LossTest, NonPrivate, SampledGaussian, Test, Trial
-from dpsur.privacy.plans import AnyPlan, FilteredPlan, MenuPlan, Plan
-from dpsur.privacy.plans.request import Request, make_plan
+from dpsur.privacy.plans import Plan, PrivacyPlan
+from dpsur.privacy.plans.fixed import Request, make_plan
+from dpsur.privacy.search import largest_ratio, least_noise
 
 DEFAULT_EPOCHS = 20
 NO_GATE = "none"
@@ -129,11 +129,11 @@ class GradientMethod(OptimizerMethod):
         budget: Budget,
         accounting: str,
         setup: tuple[Event, ...] = (),
-    ) -> tuple[Self, AnyPlan]:
+    ) -> tuple[Self, PrivacyPlan]:
         """Choose what was left open, then noise and length against the budget."""
         return self._settle_repeated(dataset_size, budget, accounting, setup)
 
-    def bind(self, problem: Problem, plan: AnyPlan) -> Procedure:
+    def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
         """A gradient proposer behind the gate that was settled."""
         proposer = GradientProposer(
             problem,
@@ -144,18 +144,17 @@ class GradientMethod(OptimizerMethod):
         )
         return Selective(proposer, self.make_gate(problem, plan), plan.setup)
 
-    def gradient_source(self, problem: Problem, plan: AnyPlan) -> GradientSource:
+    def gradient_source(self, problem: Problem, plan: PrivacyPlan) -> GradientSource:
         """Where gradients come from: noisy sums of clipped gradients."""
-        assert isinstance(plan, Plan)
-        assert isinstance(plan.trial.update, SampledGaussian)
-        return DpGradient(Sampler(problem), plan.trial.update, self.max_grad_norm)
+        update = plan.typical.update
+        assert isinstance(update, SampledGaussian)
+        return DpGradient(Sampler(problem), update, self.max_grad_norm)
 
-    def make_gate(self, problem: Problem, plan: AnyPlan) -> Gate:
+    def make_gate(self, problem: Problem, plan: PrivacyPlan) -> Gate:
         """The gate that was settled."""
         if self.gate == NO_GATE:
             return AlwaysAccept()
-        assert not isinstance(plan, MenuPlan)  # its updates have no tests
-        test = (plan.typical if isinstance(plan, FilteredPlan) else plan.trial).gate
+        test = plan.typical.gate
         assert test is not None
         rule = make_rule(test, self.loss_clip)
         return LossTestGate(problem, test, rule, plan.on_reject == KEEP_MOMENTUM)

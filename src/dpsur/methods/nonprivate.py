@@ -21,7 +21,7 @@ from dpsur.methods.base import OptimizerMethod, check_batch_size
 from dpsur.options import option
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NonPrivate, Step, Trial
-from dpsur.privacy.plans import AnyPlan, Plan
+from dpsur.privacy.plans import Plan, PrivacyPlan
 
 DEFAULT_EPOCHS = 20
 DEFAULT_BATCH = 128
@@ -48,7 +48,7 @@ class Nonprivate(OptimizerMethod):
         budget: Budget,
         accounting: str,
         setup: tuple[Event, ...] = (),
-    ) -> tuple[Self, AnyPlan]:
+    ) -> tuple[Self, PrivacyPlan]:
         """Fix batch and length. The plan states an infinite budget, whatever was asked for."""
         size = min(DEFAULT_BATCH, dataset_size) if self.batch_size is None else self.batch_size
         check_batch_size("batch_size", size, dataset_size)
@@ -57,7 +57,7 @@ class Nonprivate(OptimizerMethod):
         plan = Plan(unlimited, accounting, Trial(NonPrivate()), updates, updates, setup)
         return replace(self, batch_size=size, updates=updates), plan
 
-    def bind(self, problem: Problem, plan: AnyPlan) -> Procedure:
+    def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
         """Steps along the plain gradient, every one of them kept."""
         assert self.batch_size is not None
         source = PlainGradient(Sampler(problem), self.batch_size / len(problem.train))

@@ -8,8 +8,8 @@ from dpsur.features import GROUP, NONE, PRIVATE
 from dpsur.presets.base import Preset
 from dpsur.presets.settings import DATASET_SIZES, DELTA, PaperSetting, paper_setting, tuned_setting
 from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.calibrate import most_repetitions
 from dpsur.privacy.events import SampledGaussian, Trial
+from dpsur.privacy.search import most_repetitions
 
 SCATTERING = "scattering"
 

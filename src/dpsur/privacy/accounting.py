@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import ClassVar, Final, Literal
 
 from dpsur.errors import InvalidInputError
-from dpsur.privacy import pld, proven, rdp
+from dpsur.privacy.accountants import pld, proven, rdp
+from dpsur.privacy.accountants.noise_tail import noise_tail
 from dpsur.privacy.events import CoinTest, Event, Test, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.noise_tail import noise_tail
 
 Charges = Sequence[tuple[Event, int]]
 
@@ -292,6 +292,13 @@ def figures(
             found[key], found["proven_lower"] = bounds.upper, bounds.lower
         else:
             found[key] = accounting.planned(setup, trial, count, delta)
+    return found
+
+
+def only_figure(accounting: str, epsilon: float) -> dict[str, float | None]:
+    """The figures of a run whose steps were chosen on the way: one under its own accounting."""
+    found: dict[str, float | None] = dict.fromkeys(FIGURES)
+    found[accounting.replace("-", "_")] = epsilon
     return found
 
 

@@ -1,119 +1,179 @@
-"""Searches: the most repetitions that fit a budget, and the least noise that does.
+"""Privacy figures and calibration for your own mechanism: the public functions.
 
-Both rest on monotonicity alone: epsilon rises with the count and falls with the noise. Brackets
-grow geometrically and have ends, so a search always returns or says why it cannot.
+`selective_epsilon` says what T accepted updates cost, `calibrate` how much noise a budget needs,
+`design_gate` which test a share of the budget buys. They compute what `fit` computes.
 """
 
 import math
-from collections.abc import Callable
-from functools import cache
 
-from dpsur.errors import BudgetError
+from dpsur import checks
+from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.privacy.accounting import DEFAULT_ACCOUNTING, accounting_named
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.events import CoinTest, Event, LossTest, SampledGaussian, Test, Trial
+from dpsur.privacy.plans import Plan
+from dpsur.privacy.plans.fixed import Request, make_plan
+from dpsur.privacy.search import largest_ratio, least_noise
 
-MOST_REPETITIONS = 10_000_000
-LEAST_NOISE, MOST_NOISE = 0.05, 1e5
-NOISE_TOLERANCE = 1e-4
-RATIO_TOLERANCE = 1e-3
-
-
-def most_repetitions(epsilon_of: Callable[[int], float], target: float) -> int:
-    """Largest count whose epsilon is at most the target; 0 where not even one fits."""
-    fits, too_many = 0, 1
-    while epsilon_of(too_many) <= target:
-        fits, too_many = too_many, 2 * too_many
-        if too_many > MOST_REPETITIONS:
-            raise BudgetError(
-                f"more than {MOST_REPETITIONS} updates fit epsilon {target:g}: "
-                "give the number of updates and let the noise be calibrated"
-            )
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if epsilon_of(middle) <= target:
-            fits = middle
-        else:
-            too_many = middle
-    return fits
+MOST_RATIO = 100.0
 
 
-def least_noise(epsilon_of: Callable[[float], float], target: float) -> float | None:
-    """Smallest noise multiplier whose epsilon is at most the target, rounded up.
-
-    Returns None where no noise is enough, because something else spends the budget.
-    """
-    epsilon_of = cache(epsilon_of)
-    enough = 1.0
-    while epsilon_of(enough) > target:
-        enough *= 2
-        if enough > MOST_NOISE:
-            return None
-    too_little = enough / 2
-    while epsilon_of(too_little) <= target:
-        enough, too_little = too_little, too_little / 2
-        if too_little < LEAST_NOISE:
-            return enough
-    return _smallest_enough(epsilon_of, target, too_little, enough)
-
-
-def noise_at_least(
-    epsilon_of: Callable[[float], float], target: float, start: float | None
-) -> float | None:
-    """The same from a start on that is nearly enough; None where there is no start.
-
-    A search for a figure that is a little larger than another begins at that one's noise.
-    """
-    if start is None or epsilon_of(start) <= target:
-        return start
-    too_little, enough = start, start * (1 + NOISE_TOLERANCE)
-    while epsilon_of(enough) > target:
-        too_little, enough = enough, enough * (enough / start) ** 2
-        if enough > MOST_NOISE:
-            return None
-    return _smallest_enough(epsilon_of, target, too_little, enough)
-
-
-def _smallest_enough(
-    epsilon_of: Callable[[float], float], target: float, too_little: float, enough: float
+def selective_epsilon(
+    *,
+    sample_rate: float,
+    noise_multiplier: float,
+    updates: int,
+    delta: float,
+    test: Test | None = None,
+    acceptance: tuple[float, float] | None = None,
+    val_sample_rate: float | None = None,
+    setup: tuple[Event, ...] = (),
 ) -> float:
-    """Close a bracket by interpolating log epsilon over log noise, a nearly straight line.
+    """The proven epsilon of a number of accepted updates, of which rejections are not charged.
 
-    Every other step halves the bracket, so that an odd function cannot stall the search.
+    A candidate is a sum of gradients clipped to a norm C over a Poisson sample of rate
+    `sample_rate`, plus Gaussian noise of standard deviation `noise_multiplier` times C. It is
+    released if a test on a fresh Poisson sample accepts it. Describe the test by `test` (a
+    `LossTest` or a `CoinTest`), or by `acceptance`, the smallest and the largest probability with
+    which it accepts whatever the records are, and `val_sample_rate`, the rate of its sample.
+    Without either, every candidate is released. `setup` lists private events before training.
+
+    Formal guarantee: the accepted updates together satisfy (epsilon, delta)-DP under adding or
+    removing one record, provided that `updates` is fixed before the first trial, that everything a
+    rejected trial touched is restored, that the number of rejected trials stays private, and that
+    a run which gives up does so no earlier than after `least_cap` trials
+    (`dpsur.privacy.plans.rejections`) and then releases nothing. The epsilon is an upper bound,
+    infinite where none is known.
     """
-
-    def height(noise: float) -> float:
-        return math.log(min(max(epsilon_of(noise), 1e-300), 1e300) / target)
-
-    high, low = height(too_little), height(enough)
-    for step in range(200):
-        if enough / too_little - 1 <= NOISE_TOLERANCE:
-            break
-        share = 0.5
-        if step % 2 == 0 and high > low:
-            # Aim a little to the side of enough, so that the next bracket is narrow on that side.
-            share = min(max(high / (high - low), 0.01), 0.99)
-            share += 0.25 * NOISE_TOLERANCE / math.log(enough / too_little)
-        middle = too_little * (enough / too_little) ** min(share, 0.999)
-        level = height(middle)
-        if level <= 0:
-            enough, low = middle, level
-        else:
-            too_little, high = middle, level
-    return enough
+    trial = _trial(sample_rate, noise_multiplier, test, acceptance, val_sample_rate)
+    checks.at_least_one("updates", updates)
+    checks.probability("delta", delta)
+    return accounting_named("proven").planned(setup, trial, updates, delta)
 
 
-def largest_ratio(epsilon_of: Callable[[float], float], target: float, most: float) -> float | None:
-    """Largest acceptance ratio in (1, most] whose epsilon is at most the target, rounded down.
+def calibrate(
+    *,
+    epsilon: float,
+    delta: float,
+    sample_rate: float,
+    updates: int,
+    test: Test | None = None,
+    acceptance: tuple[float, float] | None = None,
+    val_sample_rate: float | None = None,
+    accounting: str = DEFAULT_ACCOUNTING,
+    setup: tuple[Event, ...] = (),
+) -> float:
+    """The least noise multiplier at which a number of updates fits a budget, rounded up.
 
-    Returns None where even a ratio of 1, a test that decides nothing, does not fit.
+    Candidates and tests are described as for `selective_epsilon`. `updates` counts accepted updates
+    under the accounting `proven`, and trials, accepted or not, under `every-trial`.
+
+    Formal guarantee: the updates at the returned noise satisfy (epsilon, delta)-DP under adding or
+    removing one record, under the conditions of the accounting; `published` has none behind a test.
+    Raises BudgetError where no noise is enough, because the tests or the setup alone spend the
+    budget.
     """
-    if epsilon_of(1.0) > target:
-        return None
-    fits, too_much = 1.0, most
-    if epsilon_of(most) <= target:
-        return most
-    while (too_much - fits) / fits > RATIO_TOLERANCE:
-        middle = (fits + too_much) / 2
-        if epsilon_of(middle) <= target:
-            fits = middle
-        else:
-            too_much = middle
-    return fits
+    trial = _trial(sample_rate, 1.0, test, acceptance, val_sample_rate)
+    request = Request(
+        trial_with=lambda noise: Trial(SampledGaussian(sample_rate, noise), trial.test),
+        noise_multiplier=None,
+        count=updates,
+        default_count=updates,
+        setup=setup,
+    )
+    update = make_plan(request, Budget(epsilon, delta), accounting).trial.update
+    assert isinstance(update, SampledGaussian)
+    return update.noise_multiplier
+
+
+def _trial(
+    sample_rate: float,
+    noise_multiplier: float,
+    test: Test | None,
+    acceptance: tuple[float, float] | None,
+    val_sample_rate: float | None,
+) -> Trial:
+    """A candidate and its test. Of an acceptance interval only the ratio of its ends matters."""
+    if acceptance is not None:
+        if test is not None:
+            raise InvalidInputError("give a test or its acceptance interval, not both")
+        if val_sample_rate is None:
+            raise InvalidInputError(
+                "give val_sample_rate, the rate of the sample that the test looks at, beside "
+                "acceptance"
+            )
+        least, most = acceptance
+        if not 0 < least <= most <= 1:
+            raise InvalidInputError(
+                "acceptance must be the smallest and the largest probability of accepting, with "
+                f"0 < smallest <= largest <= 1, got {acceptance}"
+            )
+        # rounded up: a ratio that is too small would make epsilon too small
+        test = CoinTest(val_sample_rate, math.nextafter(most / least, math.inf))
+    elif val_sample_rate is not None:
+        raise InvalidInputError(
+            "val_sample_rate belongs to acceptance; a test has its own sample_rate"
+        )
+    return Trial(SampledGaussian(sample_rate, noise_multiplier), test)
+
+
+def design_gate(
+    budget: Budget,
+    accounting_name: str,
+    *,
+    sample_rate: float,
+    val_sample_rate: float,
+    count: int,
+    share: float,
+    accept_threshold: float = 0.0,
+    setup: tuple[Event, ...] = (),
+) -> Plan:
+    """A plan whose training alone spends (1 - share) of epsilon, and whose test takes the rest.
+
+    Only the ratio of the largest to the smallest acceptance probability matters to the `proven`
+    accounting, so there the answer is a coin with the largest ratio. The other accountings need the
+    Gaussian test, so there it is the smallest noise at the given threshold.
+    """
+    if not 0 < share < 1:
+        raise InvalidInputError(f"the share of the test must be in (0, 1), got {share}")
+    accounting = accounting_named(accounting_name)
+    untested = Request(
+        trial_with=lambda noise: Trial(SampledGaussian(sample_rate, noise)),
+        noise_multiplier=None,
+        count=count,
+        default_count=count,
+        setup=setup,
+    )
+    training = make_plan(
+        untested, Budget((1 - share) * budget.epsilon, budget.delta), "every-trial"
+    )
+    update = training.trial.update
+
+    def epsilon_of(test: Test) -> float:
+        return accounting.planned(setup, Trial(update, test), count, budget.delta)
+
+    test: Test | None = None
+    if accounting.name == "proven":
+        ratio = largest_ratio(
+            lambda r: epsilon_of(CoinTest(val_sample_rate, r)), budget.epsilon, MOST_RATIO
+        )
+        test = None if ratio is None else CoinTest(val_sample_rate, ratio)
+    else:
+        noise = least_noise(
+            lambda s: epsilon_of(LossTest(val_sample_rate, s, accept_threshold)), budget.epsilon
+        )
+        test = None if noise is None else LossTest(val_sample_rate, noise, accept_threshold)
+    if test is None:
+        raise BudgetError(
+            f"a share of {share:g} of epsilon {budget.epsilon:g} buys no test over {count} "
+            "updates; raise the share or epsilon, or make fewer updates"
+        )
+    assert isinstance(update, SampledGaussian)
+    tested = Request(
+        trial_with=lambda noise: Trial(SampledGaussian(sample_rate, noise), test),
+        noise_multiplier=update.noise_multiplier,
+        count=count,
+        default_count=count,
+        setup=setup,
+    )
+    return make_plan(tested, budget, accounting_name)

@@ -13,9 +13,8 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import KEEP_MOMENTUM, RESTORE, accounting_named
 from dpsur.privacy.events import CoinTest, LossTest, NoisyChoice, SampledGaussian
-from dpsur.privacy.plans.hiding import CONSTANT, DELAY, NOT_HIDDEN
-from dpsur.privacy.statement import stated_warnings
-from dpsur.privacy.wording import (
+from dpsur.privacy.plans.rejections import CONSTANT, DELAY, NOT_HIDDEN
+from dpsur.privacy.statement import (
     ADJACENCY,
     ARITHMETICS,
     AVERAGE,
@@ -27,6 +26,7 @@ from dpsur.privacy.wording import (
     TUNING,
     UNIT,
     side_channels,
+    stated_warnings,
 )
 
 # Settings that repeat a value of the event they belong to.
@@ -241,7 +241,7 @@ def _implied_settings(mechanism: Mapping[str, Any]) -> dict[str, Any]:
         if gate is None:
             found["updates"] = mechanism["trials"] or mechanism["updates"]
             found["trials"] = None
-    if "menu" in mechanism:  # each choice on it has noise of its own
+    if "menu" in mechanism:  # each choice on it has its own noise
         found["noise_multiplier"] = None
         found["norm_noise_multiplier"] = mechanism["menu"]["steering"]["noise_multiplier"]
         found["refresh_every"] = mechanism["menu"]["offer"]["repeats"]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpsur.privacy.events import CoinTest, LossTest, NoisyChoice, SampledGaussian
-from dpsur.privacy.wording import NO_GUARANTEE, format_epsilon
+from dpsur.privacy.statement import NO_GUARANTEE, format_epsilon
 
 
 def render_markdown(statement: Mapping[str, Any]) -> str:

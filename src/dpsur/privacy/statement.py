@@ -13,24 +13,67 @@ from typing import Any
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.mechanism import epsilons, mechanism_of
-from dpsur.privacy.plans import AnyPlan, FilteredPlan
-from dpsur.privacy.plans.hiding import NOT_HIDDEN
-from dpsur.privacy.wording import (
-    ADJACENCY,
-    ARITHMETICS,
-    AVERAGE,
-    DEFINITION,
-    LAST,
-    NOT_COVERED,
-    SAMPLER,
-    TUNING,
-    UNIT,
-    format_epsilon,
-    side_channels,
-)
+from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.plans.rejections import CONSTANT, DELAY, NOT_HIDDEN
 
 FORMAT = "dpsur-privacy/5"
+
+# Sentences that are the same for every release of a kind.
+DEFINITION = "(epsilon, delta)-differential privacy in the central model"
+# what a release without privacy has in its place
+NO_GUARANTEE = "none: the training was not private, and there is no guarantee of any kind"
+UNIT = "one record of the training set"
+ADJACENCY = "add or remove one record; the number of records N is public"
+SAMPLER = (
+    "Poisson: every record joins a batch independently, with fresh draws for every training batch "
+    "and every test; accounting and implementation use the same rate"
+)
+ARITHMETIC = (
+    "Gradients are clipped and summed in floating point, and noise is drawn and added in float64; "
+    "the proofs are over the real numbers. Noise comes from PyTorch's generators, which are not "
+    "cryptographically secure."
+)
+TF32_OFF = "Products were computed in full float32."
+TF32_ON = (
+    "Products in the layers were computed with inputs rounded to TF32, as asked for; norms and "
+    "clipped sums in full float32."
+)
+BF16_ON = (
+    "Layers and their backward pass were computed in bfloat16, as asked for; every gradient was "
+    "clipped by the norm of the very numbers that were summed, in float32."
+)
+ARITHMETICS = tuple(
+    f"{ARITHMETIC} {layers}{products}"
+    for layers in ("", f"{BF16_ON} Outside of them: ")
+    for products in (TF32_OFF, TF32_ON)
+)
+LAST, AVERAGE = "the last weights", "the average of the weights"
+TUNING = (
+    "Hyper-parameters chosen by looking at results on the same private records are not covered by "
+    "epsilon; only this one run is."
+)
+WATCHED = {
+    NOT_HIDDEN: (
+        "The time a run takes, its memory and its power, for whoever can watch the process.",
+        "How many trials were rejected, unless every trial was charged.",
+    ),
+    DELAY: (
+        "The time a run takes, its memory and its power, for whoever can watch the process. Random "
+        "delays after accepted updates blurred that time, which is no guarantee.",
+        "How many trials were rejected.",
+    ),
+    CONSTANT: (
+        "The time single trials take, their memory and their power, for whoever can watch the "
+        "process. How many were made was fixed before the run and tells nothing.",
+    ),
+}
+PRIVATE_FOLDER = (
+    "Checkpoints, metrics and random-stream positions in the private folder of the run."
+)
+NOT_COVERED = (
+    "Preprocessing done before the records reached this library, and the public test set.",
+    "Records that appear more than once, or people with several records.",
+)
 
 
 @dataclass(frozen=True)
@@ -49,59 +92,74 @@ class RunFacts:
     public: Mapping[str, Any] = field(default_factory=dict)
 
 
-def privacy_statement(plan: AnyPlan, ledger: Ledger, facts: RunFacts) -> dict[str, Any]:
+class Statement(dict[str, Any]):
+    """A privacy statement: plain values, as `privacy.json` holds them, printed in one line.
+
+    `statement["guarantee"]` is what is promised: (epsilon, delta)-DP under adding or removing one
+    record of the training set, the accounting behind it and whether that is proved.
+    """
+
+    def __repr__(self) -> str:
+        promised = self["guarantee"]
+        return (
+            f"Statement(epsilon {format_epsilon(promised['epsilon'])}, delta "
+            f"{promised['delta']:g}, accounting {promised['accounting']}; a dictionary of "
+            f"{', '.join(self)})"
+        )
+
+
+def privacy_statement(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Statement:
     """Everything a reviewer asks, as plain values, with nothing private among them."""
     accounting = accounting_named(plan.accounting)
-    return {
-        "format": FORMAT,
-        "guarantee": {
-            "definition": DEFINITION,
-            "epsilon": plan.epsilon(),
-            "delta": plan.budget.delta,
-            "accounting": accounting.name,
-            "proved": accounting.proved,
-            "theorem": accounting.theorem,
-            "assumes": accounting.assumes,
-        },
-        "budget": {"epsilon": plan.budget.epsilon, "delta": plan.budget.delta},
-        "epsilon": epsilons(plan),
-        "unit": UNIT,
-        "adjacency": ADJACENCY,
-        "dataset_size": facts.dataset_size,
-        "public": dict(facts.public),
-        "sampler": SAMPLER,
-        "mechanism": mechanism_of(plan, ledger),
-        "accepted_updates": ledger.updates if plan.verdicts_are_public else plan.kept,
-        "method": facts.method,
-        "settings": _settings(plan, facts.settings),
-        "released": [AVERAGE if facts.average else LAST],
-        "random": {"seeded": facts.seeded},
-        "arithmetic": _arithmetic(facts),
-        "tuning": TUNING,
-        "side_channels": side_channels(facts.hide_rejections),
-        "not_covered": list(NOT_COVERED),
-        "warnings": warnings_for(plan, facts.dataset_size, seeded=facts.seeded),
-        "versions": dict(facts.versions),
-    }
+    return Statement(
+        {
+            "format": FORMAT,
+            "guarantee": {
+                "definition": DEFINITION,
+                "epsilon": plan.epsilon(),
+                "delta": plan.budget.delta,
+                "accounting": accounting.name,
+                "proved": accounting.proved,
+                "theorem": accounting.theorem,
+                "assumes": accounting.assumes,
+            },
+            "budget": {"epsilon": plan.budget.epsilon, "delta": plan.budget.delta},
+            "epsilon": plan.figures(),
+            "unit": UNIT,
+            "adjacency": ADJACENCY,
+            "dataset_size": facts.dataset_size,
+            "public": dict(facts.public),
+            "sampler": SAMPLER,
+            "mechanism": plan.to_statement(ledger),
+            "accepted_updates": ledger.updates if plan.verdicts_are_public else plan.kept,
+            "method": facts.method,
+            "settings": _settings(plan, facts.settings),
+            "released": [AVERAGE if facts.average else LAST],
+            "random": {"seeded": facts.seeded},
+            "arithmetic": _arithmetic(facts),
+            "tuning": TUNING,
+            "side_channels": side_channels(facts.hide_rejections),
+            "not_covered": list(NOT_COVERED),
+            "warnings": warnings_for(plan, facts.dataset_size, seeded=facts.seeded),
+            "versions": dict(facts.versions),
+        }
+    )
 
 
 def _arithmetic(facts: RunFacts) -> str:
     return ARITHMETICS[2 * facts.bf16 + facts.tf32]
 
 
-def _settings(plan: AnyPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(plan: PrivacyPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, with the counts of the plan, which may have been cut short."""
-    if isinstance(plan, FilteredPlan):
-        return dict(settings)
-    counts = {"updates": plan.length, "trials": plan.trials}
-    kept = {name: n for name, n in counts.items() if settings.get(name) is not None}
+    kept = {name: n for name, n in plan.fixed_counts.items() if settings.get(name) is not None}
     return {**settings, **kept}
 
 
-def warnings_for(plan: AnyPlan, dataset_size: int, *, seeded: bool) -> list[str]:
-    """What the user, and whoever reads the statement, must be told."""
+def warnings_for(plan: PrivacyPlan, dataset_size: int, *, seeded: bool) -> list[str]:
+    """What the user, and whoever reads the statement, must know."""
     unproved = not accounting_named(plan.accounting).proved
-    figures = (plan.epsilon(), epsilons(plan)["proven"]) if unproved else (math.nan, None)
+    figures = (plan.epsilon(), plan.figures()["proven"]) if unproved else (math.nan, None)
     return _warnings(plan.budget, plan.accounting, figures, dataset_size, seeded=seeded)
 
 
@@ -141,3 +199,15 @@ def _warnings(
             "the guarantee does not hold against them"
         )
     return warnings
+
+
+def side_channels(hide_rejections: str) -> list[str]:
+    """What whoever watches a run, or reads its folder, learns beyond the release."""
+    return [*WATCHED[hide_rejections], PRIVATE_FOLDER]
+
+
+def format_epsilon(value: float) -> str:
+    """An epsilon to four decimals, rounded up: a shown figure must not be below the real one."""
+    if not math.isfinite(value):
+        return "infinite"
+    return f"{math.ceil(value * 1e4 - 1e-9) / 1e4:.4f}"

@@ -13,9 +13,9 @@ from dpsur.functional.records import Examples, placed
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
 from dpsur.per_example import check_model
-from dpsur.privacy.noise_tail import MOST_WEIGHTS
-from dpsur.privacy.plans import AnyPlan
-from dpsur.privacy.plans.hiding import hiding_plan
+from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
+from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.plans.rejections import hiding_plan
 from dpsur.runs.checkpoint import Statistics
 from dpsur.runs.data import as_examples, check_alike, check_labels, check_tokens, with_indices
 from dpsur.runs.input_features import InputFeatures, compute_inputs, like_features
@@ -94,7 +94,7 @@ def build_session(
     )
 
 
-def _settle(config: RunConfig, size: int, features: InputFeatures) -> tuple[Method, AnyPlan]:
+def _settle(config: RunConfig, size: int, features: InputFeatures) -> tuple[Method, PrivacyPlan]:
     """The method with what it left open filled in, and the plan of its privacy.
 
     `max_updates` ends the planned run early. What it then spends is less than the budget, except

@@ -20,8 +20,7 @@ from dpsur.mechanism.loop import Progress
 from dpsur.methods import Dpsur, Method
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.mechanism import epsilons
-from dpsur.privacy.plans.hiding import DELAY, NOT_HIDDEN
+from dpsur.privacy.plans.rejections import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import RunFacts, privacy_statement, warnings_for
 from dpsur.runs.build_session import build_session
 from dpsur.runs.checkpoint import load_statistics
@@ -29,7 +28,7 @@ from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import CURVES, RunFolder, to_json, write_atomically
 from dpsur.runs.observers import RandomDelays, Recorder, draw_curves
 from dpsur.runs.release import NO_ORIGIN, Origin, released_model, write_release
-from dpsur.runs.result import PrivateDiagnostics, Run, Statement
+from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Session
 from dpsur.runs.validation import check_observers, check_single_process
 
@@ -207,8 +206,8 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
     )
     return Run(
         model=released_model(session.original, session.layers, released),
-        epsilon=epsilons(session.plan),
-        statement=Statement(privacy_statement(session.plan, progress.ledger, facts)),
+        epsilon=session.plan.figures(),
+        statement=privacy_statement(session.plan, progress.ledger, facts),
         scores=scores,
         method=session.method,
         plan=session.plan,

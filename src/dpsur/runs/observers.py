@@ -14,7 +14,7 @@ from typing import Any
 from dpsur.errors import DiagnosticsWarning, describe_os_error
 from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.state import Verdict
-from dpsur.privacy.plans import AnyPlan, Plan
+from dpsur.privacy.plans import PrivacyPlan
 from dpsur.runs.files import METRICS, finite, write_atomically
 
 
@@ -29,7 +29,7 @@ class Recorder:
         self._path = None if folder is None else folder / METRICS
         self._clock = time.perf_counter()
 
-    def started(self, plan: AnyPlan, progress: Progress) -> None:  # noqa: ARG002
+    def started(self, plan: PrivacyPlan, progress: Progress) -> None:  # noqa: ARG002
         """Forget rows of trials after the checkpoint: those trials are repeated."""
         if self._path is None:
             return
@@ -190,11 +190,10 @@ class RandomDelays:
         self._worked, self._made = 0.0, 0
         self._since = clock()
 
-    def started(self, plan: AnyPlan, progress: Progress) -> None:  # noqa: ARG002
+    def started(self, plan: PrivacyPlan, progress: Progress) -> None:  # noqa: ARG002
         """Note how rarely a candidate may be accepted."""
-        assert isinstance(plan, Plan)
-        assert plan.trial.gate is not None
-        self._accept = plan.trial.gate.accept_min
+        assert plan.typical.gate is not None
+        self._accept = plan.typical.gate.accept_min
         self._since = self._clock()
 
     def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:  # noqa: ARG002

@@ -23,7 +23,7 @@ from dpsur.networks import build_network, parameter_count
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.statement import FORMAT as STATEMENT_FORMAT
-from dpsur.privacy.wording import NO_GUARANTEE
+from dpsur.privacy.statement import NO_GUARANTEE
 from dpsur.runs.files import (
     PAGE,
     STATEMENT,

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, get_args
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import event_from_json
-from dpsur.privacy.filter import RenyiFilter
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.mechanism import mechanism_of
-from dpsur.privacy.plans import AnyPlan, FilteredPlan, MenuPlan
-from dpsur.privacy.plans.hiding import CONSTANT, hiding_plan
+from dpsur.privacy.plans import FilteredPlan, PrivacyPlan
+from dpsur.privacy.plans.filtered import RenyiFilter
+from dpsur.privacy.plans.rejections import CONSTANT, hiding_plan
 from dpsur.runs.files import finite
 
 if TYPE_CHECKING:
@@ -53,8 +52,8 @@ def plan_faults(statement: dict[str, Any]) -> list[str]:
         for key, value in finite(asdict(settled)).items()
         if not _near(settings[key], value)
     ]
-    expected = finite(mechanism_of(plan, Ledger()))
-    if isinstance(plan, MenuPlan):
+    expected = finite(plan.to_statement(Ledger()))
+    if "menu" in expected:
         return [*faults, *_offer_faults(mechanism, expected)]
     if isinstance(plan, FilteredPlan) and mechanism["filter"] is not None:
         stated = mechanism["filter"]
@@ -83,7 +82,7 @@ def _is_of(value: Any, kind: Any) -> bool:
     return type(value) in kinds or (type(value) is int and float in kinds)
 
 
-def _planned(method: "Method", statement: dict[str, Any]) -> "tuple[Method, AnyPlan]":
+def _planned(method: "Method", statement: dict[str, Any]) -> "tuple[Method, PrivacyPlan]":
     """What a run with the stated settings would be settled to."""
     budget, mechanism = statement["budget"], statement["mechanism"]
     settled, plan = method.settle(

@@ -12,21 +12,10 @@ from dpsur import checks
 from dpsur.methods import Method
 from dpsur.per_example import EngineChoice
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import AnyPlan
-from dpsur.privacy.wording import format_epsilon
+from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.files import RunFolder
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
-
-
-class Statement(dict[str, Any]):
-    """A privacy statement: plain values, printed in one line."""
-
-    def __repr__(self) -> str:
-        stated = self["guarantee"]
-        return (
-            f"Statement(epsilon {format_epsilon(stated['epsilon'])}, delta {stated['delta']:g}, "
-            f"accounting {stated['accounting']}; a dictionary of {', '.join(self)})"
-        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,7 +45,7 @@ class Run:
     statement: Mapping[str, Any]
     scores: Mapping[str, float] | None
     method: Method
-    plan: AnyPlan
+    plan: PrivacyPlan
     private: PrivateDiagnostics
     origin: Origin = NO_ORIGIN
     engine: EngineChoice | None = None

@@ -20,8 +20,8 @@ from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method, Nonprivate
 from dpsur.per_example import EngineChoice, engine_choice, log_choice
 from dpsur.privacy.events import Trial
-from dpsur.privacy.plans import AnyPlan, FilteredPlan, Plan
-from dpsur.privacy.plans.hiding import duration, elapsed
+from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.plans.rejections import duration, elapsed
 from dpsur.runs.checkpoint import (
     FIXED_PARTS,
     Fingerprint,
@@ -43,7 +43,7 @@ LONGEST_BLOCK = 100
 class Observer(Protocol):
     """Someone who watches a run. What is seen here is private unless said otherwise."""
 
-    def started(self, plan: AnyPlan, progress: Progress) -> None:
+    def started(self, plan: PrivacyPlan, progress: Progress) -> None:
         """The run begins, or resumes from a checkpoint."""
         ...
 
@@ -69,7 +69,7 @@ class Session:
 
     config: RunConfig
     method: Method
-    plan: AnyPlan
+    plan: PrivacyPlan
     problem: Problem
     original: nn.Module
     test: Examples | None
@@ -126,7 +126,7 @@ class Session:
     def loop(self, progress: Progress) -> Loop:
         """CUDA graphs where the device and the procedure allow it, else one trial at a time."""
         padded = self.procedure.padded() if self._may_capture() else None
-        if padded is None or not isinstance(self.plan, (Plan, FilteredPlan)):
+        if padded is None:
             return EagerLoop(self.procedure, self.plan, self.streams, progress)
         block = min(self.config.pace.checkpoint_every, LONGEST_BLOCK)
         return CudaGraphLoop(self.procedure, padded, self.plan, self.streams, progress, block)

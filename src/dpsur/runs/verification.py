@@ -17,11 +17,9 @@ from dpsur.privacy.accounting import FIGURES, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.claims import claim_faults
 from dpsur.privacy.events import Gaussian, Trial, event_from_json, feature_statistics
-from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.mechanism import mechanism_of, recomputed_epsilons, stated_filter, stated_menu
-from dpsur.privacy.noise_tail import noise_tail
 from dpsur.privacy.page import render_markdown
-from dpsur.privacy.plans.hiding import least_cap
+from dpsur.privacy.plans import plan_from_statement
+from dpsur.privacy.plans.rejections import least_cap
 from dpsur.privacy.statement import FORMAT
 from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, from_json, release_folder, sha256
 from dpsur.runs.replanning import key_faults, plan_faults
@@ -107,7 +105,7 @@ def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | N
     folder = release_folder(path)
     statement = _read(folder / STATEMENT)
     try:
-        figures = finite(recomputed_epsilons(statement))
+        figures = finite(plan_from_statement(statement).figures())
         faults = [
             *_form_faults(statement),
             *_figure_faults(statement, figures),
@@ -169,50 +167,8 @@ def _figure_faults(statement: dict[str, Any], figures: dict[str, float | None]) 
         faults.append(f"delta {guarantee['delta']} is not the budget's {budget['delta']}")
     if figure is not None and figure > budget["epsilon"] * (1 + TOLERANCE):
         faults.append(f"epsilon {figure} is above the budget of {budget['epsilon']}")
-    steered = (*_filter_faults(statement), *_menu_faults(statement))
-    return [*faults, *_cap_faults(statement), *steered]
-
-
-def _filter_faults(statement: dict[str, Any]) -> list[str]:
-    """The steps of an adaptive run must fit the allowance that was fixed before it."""
-    mechanism = statement["mechanism"]
-    if mechanism["filter"] is None:
-        return []
-    plan = stated_filter(statement)
-    charges = [(event, 1) for event in mechanism["setup"]]
-    charges += [(row["step"], row["charged"]) for row in mechanism["filter"]["steps"]]
-    steps = [(event_from_json(event), count) for event, count in charges]
-    spent = sum(count * plan.cost(event) for event, count in steps)
-    faults = []
-    if not spent <= plan.allowance * (1 + TOLERANCE):
-        faults.append(
-            f"the steps spend {spent:g} at order {plan.order:g}, of {plan.allowance:g} allowed"
-        )
-    tail = noise_tail(steps, verdicts_charged=plan.verdicts_are_public)
-    if not tail <= plan.tail_allowance * (1 + TOLERANCE):
-        faults.append(
-            f"the missing tail of the noise takes {tail:.3g} of delta, {plan.tail_allowance:.3g} "
-            "are set aside for it"
-        )
-    return faults
-
-
-def _menu_faults(statement: dict[str, Any]) -> list[str]:
-    """The steps of a run must be those that its menu offers, as many as were planned."""
-    mechanism = statement["mechanism"]
-    if "menu" not in mechanism:
-        return []
-    rows = [
-        {"step": row["step"], "trials": row["charged"], "updates": row["charged"]}
-        for row in mechanism["menu"]["steps"]
-    ]
-    plan, ledger = stated_menu(statement), Ledger.from_json({"setup": [], "entries": rows})
-    faults = []
-    if not plan.allows(ledger):
-        faults.append("the steps are not those of a run by the stated menu")
-    if mechanism != mechanism_of(plan, ledger):
-        faults.append("the mechanism says more or something else than its menu")
-    return faults
+    steps = plan_from_statement(statement).step_faults(statement["mechanism"], TOLERANCE)
+    return [*faults, *_cap_faults(statement), *steps]
 
 
 def _cap_faults(statement: dict[str, Any]) -> list[str]:

@@ -1,14 +1,35 @@
 """Plans: everything that decides a run's privacy, fixed before it starts.
 
-A `Plan` repeats one kind of trial. Methods that steer themselves by what they have released have a
-`MenuPlan`, whose steps are chosen from a menu, or a `FilteredPlan`, whose steps are free and end
-with an allowance.
+All satisfy `PrivacyPlan`. A `Plan` repeats one kind of trial. Methods whose steps depend on what
+they have released have a `MenuPlan`, whose steps are chosen from a list fixed in advance (a menu),
+or a `FilteredPlan`, whose steps are free and end with an allowance. A loop that you own charges a
+`PrivacyLedger` step by step.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 from dpsur.privacy.plans.filtered import FilteredPlan
 from dpsur.privacy.plans.fixed import Plan
 from dpsur.privacy.plans.menu import MenuPlan
+from dpsur.privacy.plans.open_ended import PrivacyLedger
+from dpsur.privacy.plans.protocol import PrivacyPlan
 
-AnyPlan = Plan | FilteredPlan | MenuPlan
+__all__ = [
+    "FilteredPlan",
+    "MenuPlan",
+    "Plan",
+    "PrivacyLedger",
+    "PrivacyPlan",
+    "plan_from_statement",
+]
 
-__all__ = ["AnyPlan", "FilteredPlan", "MenuPlan", "Plan"]
+
+def plan_from_statement(statement: Mapping[str, Any]) -> PrivacyPlan:
+    """The plan that a privacy statement describes, made anew from its mechanism and budget."""
+    mechanism = statement["mechanism"]
+    if mechanism["filter"] is not None:
+        return FilteredPlan.from_statement(statement)
+    if "menu" in mechanism:
+        return MenuPlan.from_statement(statement)
+    return Plan.from_statement(statement)

@@ -1,13 +1,29 @@
-"""A plan for methods that steer themselves by what they have released so far."""
+"""A privacy filter, and the plan of methods whose steps depend on what they have released so far.
 
+A composition theorem with parameters fixed in advance does not cover a sampling rate that is read
+off a noisy norm, or a noise level raised because progress stalled. A filter does: it fixes one
+order and one allowance of Rényi divergence before the run, and stops before the running sum would
+pass it (Feldman and Zrnic 2021, arXiv:2008.11193; Lécuyer 2021, arXiv:2103.01379).
+"""
+
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.privacy.accounting import CAP_SHARE, RESTORE, accounting_named, check_covers_steering
+from dpsur.privacy.accountants.noise_tail import noise_tail, tail_refusal
+from dpsur.privacy.accountants.proven import event_divergence
+from dpsur.privacy.accountants.rdp import epsilon_at
+from dpsur.privacy.accounting import (
+    CAP_SHARE,
+    RESTORE,
+    accounting_named,
+    check_covers_steering,
+    only_figure,
+)
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibrate import least_noise
-from dpsur.privacy.conversion import epsilon_at
 from dpsur.privacy.events import (
     Event,
     NoisyChoice,
@@ -18,11 +34,10 @@ from dpsur.privacy.events import (
     event_from_json,
     event_to_json,
 )
-from dpsur.privacy.filter import RenyiFilter
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.noise_tail import noise_tail, tail_refusal
-from dpsur.privacy.plans.cap import trial_cap
-from dpsur.privacy.proven import event_divergence
+from dpsur.privacy.plans.protocol import planned_trials, stated_counts, stated_steps
+from dpsur.privacy.plans.rejections import steps_differ, trial_cap
+from dpsur.privacy.search import least_noise
 
 # Trials after which a run of an adaptive method ends even if its filter would afford more.
 MOST_TRIALS = 1_000_000
@@ -31,6 +46,71 @@ MOST_TRIALS = 1_000_000
 TAIL_SHARE = 1e-3
 # An open-ended run measures its progress in thousandths of its allowance.
 ALLOWANCE_PARTS = 1000
+# Sums of many small charges are rounded; the allowance is shortened by more than they can lose.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class RenyiFilter:
+    """An allowance of Rényi divergence at one order, and what is spent of it.
+
+    Formal guarantee: if every step of a run was asked for with `affords` before it was taken and
+    recorded with `spend`, each charge being a bound on the step's divergence of that order given
+    all that was released before, in both directions, then the run is (epsilon, delta)-DP for the
+    budget that the filter was made for.
+    """
+
+    order: float
+    allowance: float
+    spent: float = 0.0
+
+    @staticmethod
+    def for_budget(budget: Budget, order: float) -> "RenyiFilter":
+        """The largest allowance at an order that converts to at most the budget."""
+        if not order > 1:
+            raise InvalidInputError(f"the order of a filter must be above 1, got {order}")
+        low, high = 0.0, budget.epsilon + 10.0
+        while high - low > 1e-12 * high:
+            middle = (low + high) / 2
+            if epsilon_at(order, middle, budget.delta) <= budget.epsilon:
+                low = middle
+            else:
+                high = middle
+        return RenyiFilter(order, low * (1 - _ROUNDING))
+
+    @staticmethod
+    def best_for(
+        budget: Budget,
+        typical_rdp: Callable[[float], float],
+        setup_rdp: Callable[[float], float] = lambda _: 0.0,
+    ) -> "RenyiFilter":
+        """The filter whose order affords most steps of a typical charge, chosen before the run."""
+
+        def steps(candidate: RenyiFilter) -> float:
+            charge = typical_rdp(candidate.order)
+            left = candidate.allowance - setup_rdp(candidate.order)
+            return left / charge if charge > 0 else math.inf
+
+        orders = (1.0 + 0.1 * 1.2**step for step in range(1, 44))
+        return max((RenyiFilter.for_budget(budget, order) for order in orders), key=steps)
+
+    def affords(self, rdp: float) -> bool:
+        """Whether a step of this divergence fits. To be asked before the step is taken."""
+        checks.non_negative("the divergence of a step", rdp)
+        return self.spent + rdp <= self.allowance
+
+    def spend(self, rdp: float) -> "RenyiFilter":
+        """The filter after a step; a step that does not fit is an error."""
+        if not self.affords(rdp):
+            raise BudgetError(
+                f"a step of divergence {rdp:g} at order {self.order:g} does not fit the "
+                f"{self.allowance - self.spent:g} that is left; ask affords() before taking it"
+            )
+        return replace(self, spent=self.spent + rdp)
+
+    def epsilon(self, delta: float) -> float:
+        """Epsilon of the steps so far, as a progress figure: the guarantee is the budget's."""
+        return epsilon_at(self.order, self.spent, delta)
 
 
 def step_divergence(step: Event | Step, order: float, *, selected: bool) -> float:
@@ -64,6 +144,7 @@ class FilteredPlan:
     setup: tuple[Event, ...] = ()
     on_reject: str = RESTORE
     stop_after: int | None = None
+    same_steps: ClassVar[bool] = False
     to_the_cap: ClassVar[bool] = False  # its trials differ in cost, so their number hides nothing
 
     def __post_init__(self) -> None:
@@ -194,8 +275,18 @@ class FilteredPlan:
         return int(ALLOWANCE_PARTS * self.divergence(ledger) / self.allowance)
 
     @property
+    def position_follows_counts(self) -> bool:
+        """Whether `position` is the number of updates: not where it is a part of the allowance."""
+        return self.updates is not None
+
+    @property
+    def fixed_counts(self) -> Mapping[str, int]:
+        """None: the filter leaves counts open."""
+        return {}
+
+    @property
     def verdicts_are_public(self) -> bool:
-        """Whether the filter pays for telling which trials were rejected."""
+        """Whether the filter pays for publishing which trials were rejected."""
         return not self._pays_for_updates
 
     def covers(self, delta: float) -> bool:
@@ -213,11 +304,12 @@ class FilteredPlan:
         kept = _kept(delta, capped=self._pays_for_updates)
         return epsilon_at(self.order, self.allowance, kept)
 
-    def spent(self, ledger: Ledger) -> float:
+    def spent(self, ledger: Ledger, delta: float | None = None) -> float:
         """Epsilon so far, as a progress figure."""
         if not ledger.entries and not ledger.setup:
             return 0.0
-        return epsilon_at(self.order, self.divergence(ledger), self.budget.delta)
+        delta = self.budget.delta if delta is None else delta
+        return epsilon_at(self.order, self.divergence(ledger), delta)
 
     def left_after_setup(self) -> float:
         """The allowance without what happens before the first step."""
@@ -247,7 +339,7 @@ class FilteredPlan:
         """What `length` and `position` count."""
         return "thousandths of the allowance" if self.updates is None else "updates"
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """One line for whoever starts the run."""
         length = "as many trials as fit" if self.updates is None else f"{self.updates} updates"
         return f"{length} under a privacy filter of order {self.order:.3g}, {self.accounting}"
@@ -255,6 +347,60 @@ class FilteredPlan:
     def limited(self, most: int) -> "FilteredPlan":
         """The same plan, ended after fewer updates. What it promises stays the same."""
         return replace(self, stop_after=most)
+
+    def hide_rejections(self, way: str) -> "FilteredPlan":
+        """Refused: trials differ in cost."""
+        raise steps_differ(way)
+
+    def figures(self) -> dict[str, float | None]:
+        """Epsilon under its own accounting; there is no guarantee under another."""
+        return only_figure(self.accounting, self.epsilon())
+
+    def to_statement(self, ledger: Ledger) -> dict[str, Any]:
+        """The mechanism in a privacy statement, with the steps that the filter let pass."""
+        steps = stated_steps(self, ledger)
+        return {
+            "trial": event_to_json(self.typical),
+            "filter": {"order": self.order, "allowance": self.allowance, "steps": steps},
+            **stated_counts(self),
+        }
+
+    @staticmethod
+    def from_statement(statement: Mapping[str, Any]) -> "FilteredPlan":
+        """The plan that a privacy statement describes."""
+        mechanism = statement["mechanism"]
+        return FilteredPlan.from_json(
+            {
+                **mechanism["filter"],
+                **statement["budget"],
+                "accounting": statement["guarantee"]["accounting"],
+                "typical": mechanism["trial"],
+                "updates": mechanism["updates"],
+                "trials": planned_trials(mechanism),
+                "setup": mechanism["setup"],
+                "on_reject": mechanism["on_reject"],
+                "stop_after": None,
+            }
+        )
+
+    def step_faults(self, mechanism: Mapping[str, Any], tolerance: float) -> list[str]:
+        """The steps of a run must fit the allowance that was fixed before it."""
+        charges = [(event, 1) for event in mechanism["setup"]]
+        charges += [(row["step"], row["charged"]) for row in mechanism["filter"]["steps"]]
+        steps = [(event_from_json(event), count) for event, count in charges]
+        spent = sum(count * self.cost(event) for event, count in steps)
+        faults = []
+        if not spent <= self.allowance * (1 + tolerance):
+            faults.append(
+                f"the steps spend {spent:g} at order {self.order:g}, of {self.allowance:g} allowed"
+            )
+        tail = noise_tail(steps, verdicts_charged=self.verdicts_are_public)
+        if not tail <= self.tail_allowance * (1 + tolerance):
+            faults.append(
+                f"the missing tail of the noise takes {tail:.3g} of delta, "
+                f"{self.tail_allowance:.3g} are set aside for it"
+            )
+        return faults
 
     def to_json(self) -> dict[str, Any]:
         """Write the plan as plain values."""

@@ -1,15 +1,28 @@
-"""A plan for updates whose rate and noise are chosen from a menu by what was released before."""
+"""A plan for updates whose rate and noise are chosen from a menu by what was released before.
+
+A menu is a list of sampled Gaussians, fixed before the run. Every choice from it is charged as the
+worst of them. The last functions say which rates to put on a menu and how to spread the noise among
+them. They decide nothing of the guarantee, which is computed from the menu that comes out. Where
+all choices cost about the same, whichever is chosen, little of the budget is left unspent.
+"""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.privacy.accounting import RESTORE, Accounting, accounting_named, check_covers_steering
+from dpsur.privacy.accountants.rdp import PAPER_ORDERS, epsilon_from_rdp, sampled_gaussian_rdp
+from dpsur.privacy.accounting import (
+    RESTORE,
+    Accounting,
+    accounting_named,
+    check_covers_steering,
+    only_figure,
+)
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibrate import least_noise, noise_at_least
 from dpsur.privacy.events import (
     Event,
     Menu,
@@ -20,11 +33,18 @@ from dpsur.privacy.events import (
     event_to_json,
 )
 from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plans.protocol import stated_counts, stated_steps
+from dpsur.privacy.plans.rejections import steps_differ
+from dpsur.privacy.search import least_noise, noise_at_least
+
+# Each rate is a tenth above the one before, up to so many times the first.
+RATE_STEP = 1.1
+MOST_TIMES_THE_FIRST = 8.0
 
 
 @dataclass(frozen=True)
 class MenuPlan:
-    """Blocks of equal updates, each after a release that tells which choice of the menu it is.
+    """Blocks of equal updates, each after a release that decides which choice of the menu it is.
 
     One release of `steering`, then `menu.repeats` updates of one choice, and so on until there are
     `updates`; the last block may be shorter. Only the choices are left open before the run.
@@ -41,6 +61,8 @@ class MenuPlan:
     setup: tuple[Event, ...] = ()
     on_reject: ClassVar[str] = RESTORE
     unit: ClassVar[str] = "updates"
+    same_steps: ClassVar[bool] = False
+    position_follows_counts: ClassVar[bool] = True
     to_the_cap: ClassVar[bool] = False  # there are no rejections to hide
     verdicts_are_public: ClassVar[bool] = True
 
@@ -134,6 +156,16 @@ class MenuPlan:
         return min(self.menu.choices, key=lambda c: abs(math.log(c.sample_rate / rate)))
 
     @property
+    def typical(self) -> Trial:
+        """The first choice of the menu."""
+        return Trial(self.menu.choices[0])
+
+    @property
+    def fixed_counts(self) -> Mapping[str, int]:
+        """Counts that the plan fixes, by the name of the setting that they belong to."""
+        return {"updates": self.updates, "trials": self.updates}
+
+    @property
     def trials(self) -> int:
         """Every trial is an update."""
         return self.updates
@@ -161,11 +193,12 @@ class MenuPlan:
         delta = self.budget.delta if delta is None else delta
         return self._accounting.epsilon(self._charges(self.updates), delta)
 
-    def spent(self, ledger: Ledger) -> float:
+    def spent(self, ledger: Ledger, delta: float | None = None) -> float:
         """Epsilon so far, as a progress figure: a block that has begun counts as a whole."""
         releases = sum(entry.trials for entry in ledger.entries if entry.step == self.steering)
         reached = min(self.updates, releases * self.menu.repeats)
-        return self._accounting.epsilon(self._charges(reached), self.budget.delta)
+        delta = self.budget.delta if delta is None else delta
+        return self._accounting.epsilon(self._charges(reached), delta)
 
     @property
     def _accounting(self) -> Accounting:
@@ -182,7 +215,7 @@ class MenuPlan:
             *shorter,
         ]
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """One line for whoever starts the run."""
         first, last = self.menu.choices[0], self.menu.choices[-1]
         noises = f"{first.noise_multiplier:.3f} to {last.noise_multiplier:.3f}"
@@ -191,6 +224,56 @@ class MenuPlan:
     def limited(self, most: int) -> "MenuPlan":
         """The same plan, ended after fewer updates."""
         return replace(self, updates=min(most, self.updates))
+
+    def hide_rejections(self, way: str) -> "MenuPlan":
+        """Refused: trials differ in cost."""
+        raise steps_differ(way)
+
+    def figures(self) -> dict[str, float | None]:
+        """Epsilon under its own accounting; there is no guarantee under another."""
+        return only_figure(self.accounting, self.epsilon())
+
+    def to_statement(self, ledger: Ledger) -> dict[str, Any]:
+        """The mechanism in a privacy statement, with the choices that were made."""
+        return {
+            "trial": event_to_json(self.typical),
+            "filter": None,
+            "menu": {
+                "offer": event_to_json(self.menu),
+                "steering": event_to_json(self.steering),
+                "steps": stated_steps(self, ledger),
+            },
+            **stated_counts(self),
+        }
+
+    @staticmethod
+    def from_statement(statement: Mapping[str, Any]) -> "MenuPlan":
+        """The plan that a privacy statement describes."""
+        mechanism = statement["mechanism"]
+        return MenuPlan.from_json(
+            {
+                **statement["budget"],
+                "accounting": statement["guarantee"]["accounting"],
+                "menu": mechanism["menu"]["offer"],
+                "steering": mechanism["menu"]["steering"],
+                "updates": mechanism["updates"],
+                "setup": mechanism["setup"],
+            }
+        )
+
+    def step_faults(self, mechanism: Mapping[str, Any], tolerance: float) -> list[str]:  # noqa: ARG002
+        """The steps of a run must be those that the menu offers, as many as were planned."""
+        rows = [
+            {"step": row["step"], "trials": row["charged"], "updates": row["charged"]}
+            for row in mechanism["menu"]["steps"]
+        ]
+        ledger = Ledger.from_json({"setup": [], "entries": rows})
+        faults = []
+        if not self.allows(ledger):
+            faults.append("the steps are not those of a run by the stated menu")
+        if mechanism != self.to_statement(ledger):
+            faults.append("the mechanism says more or something else than its menu")
+        return faults
 
     def to_json(self) -> dict[str, Any]:
         """Write the plan as plain values."""
@@ -225,3 +308,31 @@ class MenuPlan:
 def _scaled(menu: Menu, scale: float) -> Menu:
     choices = (replace(c, noise_multiplier=scale * c.noise_multiplier) for c in menu.choices)
     return replace(menu, choices=tuple(choices))
+
+
+def best_order(typical: SampledGaussian, updates: int, delta: float) -> int:
+    """The Rényi order at which so many updates of a kind look cheapest."""
+
+    def epsilon(order: int) -> float:
+        one = sampled_gaussian_rdp(typical.sample_rate, typical.noise_multiplier, order)
+        return epsilon_from_rdp(updates * one, order, delta)
+
+    return min(PAPER_ORDERS, key=epsilon)
+
+
+def as_costly(typical: SampledGaussian, rate: float, order: int, share: float = 1.0) -> float:
+    """The noise at which an event of some rate has a share of a typical one's Rényi divergence."""
+    price = share * sampled_gaussian_rdp(typical.sample_rate, typical.noise_multiplier, order)
+    noise = least_noise(lambda noise: sampled_gaussian_rdp(rate, noise, order), price)
+    if noise is None:
+        raise BudgetError(f"no noise makes an event of rate {rate:g} as cheap as {price:g}")
+    return noise
+
+
+def menu_around(typical: SampledGaussian, order: int, repeats: int) -> Menu:
+    """Rates from the typical one upwards, each with the noise at which it costs about as much."""
+    most = min(1.0, MOST_TIMES_THE_FIRST * typical.sample_rate)
+    steps = math.ceil(math.log(most / typical.sample_rate) / math.log(RATE_STEP) - 1e-9)
+    rates = [min(most, typical.sample_rate * RATE_STEP**k) for k in range(1, steps + 1)]
+    others = (SampledGaussian(rate, as_costly(typical, rate, order)) for rate in rates)
+    return Menu((typical, *others), repeats)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpsur.privacy.selective.frame import LINEAR, RELATIVE, Frame, phi
-from dpsur.privacy.selective.pair import Array, Choice
+from dpsur.privacy.accountants.selective.frame import LINEAR, RELATIVE, Frame, phi
+from dpsur.privacy.accountants.selective.pair import Array, Choice
 
 MAX_LINES = 60
 

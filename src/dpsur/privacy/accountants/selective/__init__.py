@@ -3,7 +3,13 @@
 `divergence` returns a certified upper and an attained lower value; docs/privacy.md has the proof.
 """
 
-from dpsur.privacy.selective.divergence import COARSE, FINE, Accuracy, Interval, divergence
-from dpsur.privacy.selective.pair import Direction
+from dpsur.privacy.accountants.selective.divergence import (
+    COARSE,
+    FINE,
+    Accuracy,
+    Interval,
+    divergence,
+)
+from dpsur.privacy.accountants.selective.pair import Direction
 
 __all__ = ["COARSE", "FINE", "Accuracy", "Direction", "Interval", "divergence"]

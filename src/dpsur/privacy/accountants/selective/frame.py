@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpsur.privacy.selective.pair import Array, Direction, Pair, Tails
+from dpsur.privacy.accountants.selective.pair import Array, Direction, Pair, Tails
 
 # Rounding margins. Weights, logarithms (up to 1e6 in size) and phi are computed to better than
 # 1e-10 of themselves; sums of at most 4e4 terms add less than 1e-11 of the sum of their sizes.

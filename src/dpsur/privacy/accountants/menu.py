@@ -16,8 +16,8 @@ from scipy.fft import irfft, next_fast_len, rfft
 from scipy.signal import lfilter
 from scipy.special import log_ndtr, logsumexp, ndtr
 
+from dpsur.privacy.accountants.selective.pair import Direction
 from dpsur.privacy.events import Menu, SampledGaussian
-from dpsur.privacy.selective.pair import Direction
 
 Floats = NDArray[np.float64]
 # Beyond so many standard deviations noise is rounded to an infinite loss (a chance of 1e-23).

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpsur.privacy.selective.frame import Vertices, frame, vertices
-from dpsur.privacy.selective.lower import attack
-from dpsur.privacy.selective.pair import Direction, bracket
-from dpsur.privacy.selective.upper import envelope
+from dpsur.privacy.accountants.selective.frame import Vertices, frame, vertices
+from dpsur.privacy.accountants.selective.lower import attack
+from dpsur.privacy.accountants.selective.pair import Direction, bracket
+from dpsur.privacy.accountants.selective.upper import envelope
 
 VERSION = "selective-2"
 WIDEST = 1300.0

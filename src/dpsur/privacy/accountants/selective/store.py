@@ -9,7 +9,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from dpsur.privacy.selective.divergence import VERSION, Interval
+from dpsur.privacy.accountants.selective.divergence import VERSION, Interval
 
 # Files of a few kilobytes each. Beyond this number those that were longest unused go.
 MOST_FILES = 1000

@@ -1,8 +1,8 @@
 """The proven cost of selective release: T accepted updates to (epsilon, delta), with a certificate.
 
-One accepted update has a Rényi divergence that `dpsur.privacy.selective` bounds from above (what is
-charged) and from below (what an adversary attains). Updates compose adaptively, so T of them cost T
-times that; docs/privacy.md proves it.
+One accepted update has a Rényi divergence that `dpsur.privacy.accountants.selective` bounds from
+above (what is charged) and from below (what an adversary attains). Updates compose adaptively, so T
+of them cost T times that; docs/privacy.md proves it.
 """
 
 import math
@@ -15,7 +15,16 @@ from dpsur import checks
 from dpsur.environment import cache_folder
 from dpsur.errors import InvalidInputError
 from dpsur.privacy import events
-from dpsur.privacy.conversion import epsilon_at
+from dpsur.privacy.accountants.rdp import epsilon_at
+from dpsur.privacy.accountants.selective.divergence import (
+    COARSE,
+    FINE,
+    Accuracy,
+    Interval,
+    divergence,
+)
+from dpsur.privacy.accountants.selective.pair import Direction
+from dpsur.privacy.accountants.selective.store import Store
 from dpsur.privacy.events import (
     Event,
     Gaussian,
@@ -27,9 +36,6 @@ from dpsur.privacy.events import (
     Test,
     Trial,
 )
-from dpsur.privacy.selective.divergence import COARSE, FINE, Accuracy, Interval, divergence
-from dpsur.privacy.selective.pair import Direction
-from dpsur.privacy.selective.store import Store
 
 DIRECTIONS: tuple[Direction, ...] = ("add", "remove")
 # Orders 1.02 to 479; the best one is then refined between its neighbours.

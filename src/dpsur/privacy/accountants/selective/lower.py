@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from dpsur.privacy.selective.frame import LINEAR, RELATIVE, Frame, Vertices, frame, phi
-from dpsur.privacy.selective.pair import Array, Choice, Direction, Pair
-from dpsur.privacy.selective.upper import Line, sup_ratio
+from dpsur.privacy.accountants.selective.frame import LINEAR, RELATIVE, Frame, Vertices, frame, phi
+from dpsur.privacy.accountants.selective.pair import Array, Choice, Direction, Pair
+from dpsur.privacy.accountants.selective.upper import Line, sup_ratio
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,119 @@
+"""Searches: the most repetitions that fit a budget, and the least noise that does.
+
+Both rest on monotonicity alone: epsilon rises with the count and falls with the noise. Brackets
+grow geometrically and have ends, so a search always returns or says why it cannot.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+from dpsur.errors import BudgetError
+
+MOST_REPETITIONS = 10_000_000
+LEAST_NOISE, MOST_NOISE = 0.05, 1e5
+NOISE_TOLERANCE = 1e-4
+RATIO_TOLERANCE = 1e-3
+
+
+def most_repetitions(epsilon_of: Callable[[int], float], target: float) -> int:
+    """Largest count whose epsilon is at most the target; 0 where not even one fits."""
+    fits, too_many = 0, 1
+    while epsilon_of(too_many) <= target:
+        fits, too_many = too_many, 2 * too_many
+        if too_many > MOST_REPETITIONS:
+            raise BudgetError(
+                f"more than {MOST_REPETITIONS} updates fit epsilon {target:g}: "
+                "give the number of updates and let the noise be calibrated"
+            )
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if epsilon_of(middle) <= target:
+            fits = middle
+        else:
+            too_many = middle
+    return fits
+
+
+def least_noise(epsilon_of: Callable[[float], float], target: float) -> float | None:
+    """Smallest noise multiplier whose epsilon is at most the target, rounded up.
+
+    Returns None where no noise is enough, because something else spends the budget.
+    """
+    epsilon_of = cache(epsilon_of)
+    enough = 1.0
+    while epsilon_of(enough) > target:
+        enough *= 2
+        if enough > MOST_NOISE:
+            return None
+    too_little = enough / 2
+    while epsilon_of(too_little) <= target:
+        enough, too_little = too_little, too_little / 2
+        if too_little < LEAST_NOISE:
+            return enough
+    return _smallest_enough(epsilon_of, target, too_little, enough)
+
+
+def noise_at_least(
+    epsilon_of: Callable[[float], float], target: float, start: float | None
+) -> float | None:
+    """The same from a start on that is nearly enough; None where there is no start.
+
+    A search for a figure that is a little larger than another begins at that one's noise.
+    """
+    if start is None or epsilon_of(start) <= target:
+        return start
+    too_little, enough = start, start * (1 + NOISE_TOLERANCE)
+    while epsilon_of(enough) > target:
+        too_little, enough = enough, enough * (enough / start) ** 2
+        if enough > MOST_NOISE:
+            return None
+    return _smallest_enough(epsilon_of, target, too_little, enough)
+
+
+def _smallest_enough(
+    epsilon_of: Callable[[float], float], target: float, too_little: float, enough: float
+) -> float:
+    """Close a bracket by interpolating log epsilon over log noise, a nearly straight line.
+
+    Every other step halves the bracket, so that an odd function cannot stall the search.
+    """
+
+    def height(noise: float) -> float:
+        return math.log(min(max(epsilon_of(noise), 1e-300), 1e300) / target)
+
+    high, low = height(too_little), height(enough)
+    for step in range(200):
+        if enough / too_little - 1 <= NOISE_TOLERANCE:
+            break
+        share = 0.5
+        if step % 2 == 0 and high > low:
+            # Aim a little to the side of enough, so that the next bracket is narrow on that side.
+            share = min(max(high / (high - low), 0.01), 0.99)
+            share += 0.25 * NOISE_TOLERANCE / math.log(enough / too_little)
+        middle = too_little * (enough / too_little) ** min(share, 0.999)
+        level = height(middle)
+        if level <= 0:
+            enough, low = middle, level
+        else:
+            too_little, high = middle, level
+    return enough
+
+
+def largest_ratio(epsilon_of: Callable[[float], float], target: float, most: float) -> float | None:
+    """Largest acceptance ratio in (1, most] whose epsilon is at most the target, rounded down.
+
+    Returns None where even a ratio of 1, a test that decides nothing, does not fit.
+    """
+    if epsilon_of(1.0) > target:
+        return None
+    fits, too_much = 1.0, most
+    if epsilon_of(most) <= target:
+        return most
+    while (too_much - fits) / fits > RATIO_TOLERANCE:
+        middle = (fits + too_much) / 2
+        if epsilon_of(middle) <= target:
+            fits = middle
+        else:
+            too_much = middle
+    return fits
