@@ -75,7 +75,7 @@ def test_a_stored_value_of_another_type_is_refused_by_name(name):
         ({"method": "magic"}, "no method 'magic'"),
         ({"method": 7}, "no method 7"),
         ({"method": ["dpsur"]}, "no method"),
-        ({"options": []}, "not a table of options"),
+        ({"options": []}, r"options cannot be \[\]"),
         ({"options": {"speling": 1}}, "no option 'speling'"),
         ({"options": {"batch_size": "7"}}, "batch_size cannot be '7'"),
         ({"options": {"batch_size": True}}, "batch_size cannot be True"),

@@ -108,7 +108,7 @@ def _stack(data: Any, name: str, fraction: torch.dtype) -> Examples:
         item = data[index]
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise InvalidInputError(
-                f"a record of {name} is no pair (input, target); return a pair for every record",
+                f"a record of {name} is not a pair (input, target); return a pair for every record",
                 private=f"{name}[{index}] is of type {type(item).__name__}",
             )
         one, other = (_tensor(part, name, fraction) for part in item)
@@ -131,7 +131,7 @@ def _check_steady(
 ) -> None:
     """Refuse a data set that gives a record differently each time: it is read once and kept.
 
-    The generators that a data set may draw from are put back afterwards.
+    The generators that a data set may draw from are restored afterwards.
     """
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     count = min(len(inputs), _READ_AGAIN)
@@ -238,19 +238,19 @@ class _BeyondTable(Exception):  # noqa: N818
 def check_tokens(model: nn.Module, examples: Examples, name: str) -> None:
     """Refuse records with a number that an embedding of the model has no row for.
 
-    First with made-up records of the least and largest numbers at each place. Where those do not
+    First with synthetic records of the least and largest numbers at each place. Where those do not
     fit, a real record is looked for: a model may combine its inputs before it looks them up.
     """
     inputs, place = examples.inputs, next(model.parameters()).device
-    # Tables that are no modules are looked up unwatched, which a card does not survive.
+    # Tables that are no modules are looked up unwatched, and a bad index breaks the CUDA context.
     looks_up = place.type == "cpu" or _tables(model)
     if inputs.dtype not in _WHOLE or not looks_up:
         return
     extremes = torch.stack([inputs.amin(0), inputs.amax(0)])
     if _table_fault(model, extremes.to(place)) is None:
         return
-    for piece in torch.split(inputs, EVALUATION_ROWS):
-        fault = _table_fault(model, piece.to(place))
+    for rows in torch.split(inputs, EVALUATION_ROWS):
+        fault = _table_fault(model, rows.to(place))
         if fault is not None:
             where, number = fault
             raise InvalidInputError(

@@ -149,7 +149,7 @@ def execute(
     with folder.lock():
         if not resume and not folder.unstarted:
             raise InvalidInputError(
-                f"another run has begun in the folder {folder.root} meanwhile; choose another one"
+                f"another run has started in the folder {folder.root}; choose another folder"
             )
         folder.clean()
         folder.check_release_is_free()

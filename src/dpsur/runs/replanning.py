@@ -21,13 +21,6 @@ if TYPE_CHECKING:
 SEARCHED = 1e-3
 
 
-def key_faults(where: str, part: Mapping[str, Any], keys: set[str] | frozenset[str]) -> list[str]:
-    """Keys that are missing or that do not belong there."""
-    missing = [f"{where}{key} is missing" for key in sorted(keys - part.keys())]
-    added = [f"{where}{key} is no part of a statement" for key in sorted(part.keys() - keys)]
-    return [*missing, *added]
-
-
 def plan_faults(statement: dict[str, Any]) -> list[str]:
     """Settings are planned with again, and what comes out must be the stated mechanism."""
     from dpsur.methods import METHODS  # with it torch, which the help does not need
@@ -126,3 +119,10 @@ def _offer_faults(mechanism: dict[str, Any], expected: dict[str, Any]) -> list[s
     )
     same = _near(mechanism["menu"]["steering"], expected["menu"]["steering"])
     return [] if alike and same else ["the menu is not that of a run with these settings"]
+
+
+def key_faults(where: str, part: Mapping[str, Any], keys: set[str] | frozenset[str]) -> list[str]:
+    """Keys that are missing, and keys that do not belong there."""
+    missing = [f"{where}{key} is missing" for key in sorted(keys - part.keys())]
+    added = [f"{where}{key} is not part of a statement" for key in sorted(part.keys() - keys)]
+    return [*missing, *added]

@@ -250,7 +250,7 @@ def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callabl
             f"model {name} cannot be imported ({error}); the module must be on PYTHONPATH"
         ) from error
     if not callable(found):
-        raise InvalidInputError(f"model {name} is no function that builds a network")
+        raise InvalidInputError(f"model {name} is not a function that builds a network")
     return lambda: _built(found, name)
 
 

@@ -24,7 +24,7 @@ def check_single_process() -> None:
     if given.isdecimal() and int(given) > 1:
         raise InvalidInputError(
             f"WORLD_SIZE is {given}: a run takes one process, and several (torchrun) would each "
-            "spend the budget on a model of its own; start it without torchrun, or unset WORLD_SIZE"
+            "spend the budget on a separate model; start it without torchrun, or unset WORLD_SIZE"
         )
 
 
@@ -47,18 +47,18 @@ def check_observers(observers: Any) -> None:
 
 
 def check_is_loss(loss: Any) -> None:
-    """Refuse what is no loss function."""
+    """Refuse what is not a loss function."""
     example = "a function such as F.cross_entropy or a module such as nn.CrossEntropyLoss()"
     if isinstance(loss, type):
         raise InvalidInputError(
-            f"loss is the class {loss.__name__}, not a loss; make one of it: {loss.__name__}()"
+            f"loss is the class {loss.__name__}, not a loss; create an instance: {loss.__name__}()"
         )
     if not callable(loss):
         raise InvalidInputError(f"loss must be {example}, got {checks.shown(loss)}")
 
 
 def check_module(model: Any) -> None:
-    """Refuse what is no network, or one whose weights are not there or have sparse gradients."""
+    """Refuse what is not a network, or one with uninitialised weights or sparse gradients."""
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise UnsupportedModelError(
@@ -87,7 +87,7 @@ def check_module(model: Any) -> None:
 _FRACTIONS = (0.5, 1.0, 0.0)
 _COUNTS = (0, 1)
 ROWS_AT_ONCE = 4096
-# Made-up records on which a loss is called to see whether it remembers any.
+# Sizes of synthetic batches on which a loss is called to see whether it keeps state.
 _ROWS = (2, 1, 3)
 
 
@@ -101,8 +101,8 @@ def loss_on(loss: LossFunction, device: torch.device) -> LossFunction:
 def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor) -> None:
     """Refuse a loss that does not give one number with a gradient for one record.
 
-    `outputs` are those for made-up inputs. Of the targets only shape and type are looked at. A loss
-    passes that works for one of several made-up targets.
+    `outputs` are those for synthetic inputs. Of the targets only shape and type are used. A loss
+    passes that works for one of several synthetic targets.
     """
     values = _FRACTIONS if targets.dtype.is_floating_point else _COUNTS
     faults: list[str | Exception] = []
@@ -153,16 +153,16 @@ def _check_memory(loss: LossFunction, outputs: Tensor, target: Tensor) -> None:
 def check_targets(loss: LossFunction, outputs: Tensor, targets: Tensor, name: str) -> None:
     """Refuse records with a target that the loss cannot take, before one of them is drawn.
 
-    A run that such a record ended would tell by its end that the record was there.
+    A run that such a record ended would reveal that the record is in the data.
     """
-    for piece in torch.split(targets, ROWS_AT_ONCE):
-        guesses = outputs[:1].detach().expand(len(piece), *outputs.shape[1:])
+    for rows in torch.split(targets, ROWS_AT_ONCE):
+        guesses = outputs[:1].detach().expand(len(rows), *outputs.shape[1:])
         try:
             with torch.no_grad():
-                losses_one_by_one(loss, guesses, piece.to(outputs.device))
+                losses_one_by_one(loss, guesses, rows.to(outputs.device))
         except torch.OutOfMemoryError:
             raise  # says nothing of the targets
-        except Exception as error:  # whatever a loss of a user's own may raise
+        except Exception as error:  # a custom loss may raise anything
             raise InvalidInputError(
                 f"the loss cannot be computed for some target of {name} ({type(error).__name__}); "
                 "change the loss or those targets",
@@ -171,7 +171,7 @@ def check_targets(loss: LossFunction, outputs: Tensor, targets: Tensor, name: st
 
 
 def _fault(loss: LossFunction, output: Tensor, target: Tensor) -> str | Exception | None:
-    """What is wrong with the loss of one record, if anything. A user's own error stays as it is."""
+    """What is wrong with the loss of one record, or the error that custom code raised."""
     about = (
         f"for one record, with outputs of shape {tuple(output.shape)} and targets of shape "
         f"{tuple(target.shape)} and type {target.dtype}"
@@ -183,7 +183,7 @@ def _fault(loss: LossFunction, output: Tensor, target: Tensor) -> str | Exceptio
             found: Any = loss(leaf * 1, target)
     except Exception as error:
         if from_custom_code(error):
-            error.add_note(f"dpsur: raised when the loss was tried on made-up values {about}")
+            error.add_note(f"dpsur: raised when the loss was tried on synthetic values {about}")
             return error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"the loss cannot be computed {about}: {reason}; change the loss or the targets"

@@ -100,7 +100,7 @@ NOT_CHECKED: Final = (
 def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | None]]:
     """What is wrong with a release, and its recomputed figures. No faults means it is consistent.
 
-    This is no signature: whoever can write the weights can write a statement to match.
+    This is not a signature: anyone who can change the weights can change the statement to match.
     """
     folder = release_folder(path)
     statement = _read(folder / STATEMENT)
@@ -220,7 +220,7 @@ def _form_faults(statement: dict[str, Any]) -> list[str]:
         faults.append("random.seeded is neither true nor false")
     for name, version in statement["versions"].items():
         if not (isinstance(version, str) and VERSION.fullmatch(version)):
-            faults.append(f"versions.{name} is {version!r}, which is no version")
+            faults.append(f"versions.{name} is {version!r}, which is not a version")
     return faults
 
 
