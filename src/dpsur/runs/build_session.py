@@ -74,12 +74,12 @@ def prepare(
     preparation = _with_features_of(method, preparation or Preparation())
     original = copy.deepcopy(method.adapt(model))
     model = copy.deepcopy(original).to(chosen_device)
-    shape = preparation.check(tuple(train.inputs.shape[1:]))
+    shape = preparation.check(train.record_shape)
     outputs = check_model(model, like_features(train, shape).part(slice(1)).to(chosen_device))
     for name, examples in (("train_set", train), ("test_set", test)):
         if examples is not None:
             check_labels(examples, outputs, loss, name)
-            if shape == tuple(examples.inputs.shape[1:]):
+            if shape == examples.record_shape:
                 check_tokens(model, examples, name)
     loss = loss_on(loss, chosen_device)
     check_loss(loss, outputs, train.targets)

@@ -63,6 +63,10 @@ class Preparation:
 
     def check(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one record's features, or an error where the inputs do not suit them."""
+        if self.features is not None and not shape:
+            raise InvalidInputError(
+                f"features {self.features} need inputs of one tensor; use features none"
+            )
         if self.features is not None:
             shape = features_named(self.features).output_shape(shape)
         if self.kind != NONE and len(shape) < 2:
@@ -80,7 +84,7 @@ class Preparation:
 
 def like_features(train: Examples, shape: tuple[int, ...]) -> Examples:
     """Made-up records of the shape of features, to check a model with: raw inputs where same."""
-    if shape == tuple(train.inputs.shape[1:]):
+    if shape == train.record_shape:
         return train
     return Examples(torch.zeros(1, *shape).expand(len(train), *shape), train.targets)
 
@@ -113,7 +117,7 @@ def prepare_inputs(
     device = streams.device
     if preparation.features is not None:
         features = features_named(preparation.features)
-        descriptions += features.layers(tuple(train.inputs.shape[1:]))
+        descriptions += features.layers(train.record_shape)
         train = Examples(compute(features, train.inputs, device=device), train.targets)
         if test is not None:
             test = Examples(compute(features, test.inputs, device=device), test.targets)
@@ -122,7 +126,7 @@ def prepare_inputs(
         statistics = _private_statistics(preparation, train.inputs, streams.at(SETUP)[FEATURES])
     elif preparation.kind == PRIVATE:
         statistics = _checked(released)
-    norm = _normalisation(preparation, train.inputs.shape[1], statistics)
+    norm = _normalisation(preparation, next(iter(train.record_shape), 0), statistics)
     layers = build_layers(descriptions)
     if norm is not None:
         layer, description = norm
