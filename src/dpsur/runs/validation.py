@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dpsur.errors import InvalidInputError, UnsupportedModelError, from_custom_code
-from dpsur.functional.problem import LossFunction, weighted_by_record
+from dpsur.functional.problem import LossFunction, weight_by_record
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.side_effects import refuse_memory
 from dpsur.functional.tree import (
@@ -159,7 +159,7 @@ def loss_on(loss: LossFunction, device: torch.device) -> LossFunction:
     """The loss as it is applied to single records, with what it holds on the device."""
     if isinstance(loss, nn.Module):
         loss = copy.deepcopy(loss).to(device)
-    return weighted_by_record(loss)
+    return weight_by_record(loss)
 
 
 def check_loss(loss: LossFunction, outputs: TensorTree, targets: TensorTree) -> None:
