@@ -45,7 +45,7 @@ def fast_pooling(modules: Iterable[nn.Module]) -> Iterator[None]:
         and "forward" not in vars(module)  # somebody else's
     ]
     for layer in layers:
-        layer.forward = partial(_pooled, layer)  # type: ignore[method-assign]
+        layer.forward = partial(_pool, layer)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -53,7 +53,7 @@ def fast_pooling(modules: Iterable[nn.Module]) -> Iterator[None]:
             del layer.forward
 
 
-def _pooled(layer: nn.MaxPool2d, input: Tensor) -> Any:
+def _pool(layer: nn.MaxPool2d, input: Tensor) -> Any:
     if not pools_faster_channels_last(input):
         return nn.MaxPool2d.forward(layer, input)
     return nn.MaxPool2d.forward(layer, channels_last(input)).contiguous()

@@ -144,7 +144,7 @@ class WeightedLoss(nn.Module):
         return self.unreduced(outputs, targets).mean()
 
 
-def weighted_by_record(loss: LossFunction) -> LossFunction:
+def weight_by_record(loss: LossFunction) -> LossFunction:
     """The same loss, or one that keeps its class weights where they would cancel."""
     if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
         if loss.weight is None or loss.reduction != "mean":

@@ -54,6 +54,11 @@ class Examples:
         )
 
     @property
+    def record_shape(self) -> tuple[int, ...]:
+        """The shape of one record's inputs; () where they are several tensors."""
+        return tuple(self.inputs.shape[1:]) if isinstance(self.inputs, Tensor) else ()
+
+    @property
     def nbytes(self) -> int:
         """The memory that the records take."""
         return sum(value.nbytes for value in tensors_of((self.inputs, self.targets)))

@@ -1,4 +1,4 @@
-"""Per-example gradients and their clipped sum, for a module, a loss and a batch of your own code.
+"""Per-example gradients and their clipped sum, for a module, a loss and a batch of your code.
 
 The tier between `dpsur.fit` and the engine: thin functions over it, with the same checks.
 """
@@ -10,7 +10,7 @@ from torch import nn
 
 from dpsur import checks
 from dpsur.functional.parameters import Params
-from dpsur.functional.problem import LossFunction, Objective, weighted_by_record
+from dpsur.functional.problem import LossFunction, Objective, weight_by_record
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, signature
 from dpsur.per_example import clipping
@@ -84,5 +84,5 @@ def _objective(
     if key not in known and len(examples):
         check_model(model, examples.part(slice(1)))
         known.add(key)
-    objective = Objective(model, weighted_by_record(loss))
+    objective = Objective(model, weight_by_record(loss))
     return objective, objective.initial_params(), examples

@@ -121,7 +121,7 @@ def plan_for(
     )
     plans = _plans.setdefault(objective.model, {})
     if key not in plans:
-        with _hushed(), seeded_globally(0, device):
+        with _silence_warnings(), seeded_globally(0, device):
             plans[key] = _make(
                 objective, params, _on(device, synthetic(inputs, max(_SIZES))), budget
             )
@@ -133,7 +133,7 @@ def _on(device: torch.device, rows: TensorTree) -> TensorTree:
 
 
 @contextmanager
-def _hushed() -> Iterator[None]:
+def _silence_warnings() -> Iterator[None]:
     """Keep warnings of trials that may fail to ourselves, but for what is said only once."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -152,7 +152,7 @@ def _make(objective: Objective, params: Params, inputs: TensorTree, budget: Grad
             continue
         try:
             full = Objective(objective.model, objective.loss)
-            layouts, memory = _verified(full, params, inputs, assignment)
+            layouts, memory = _verify(full, params, inputs, assignment)
             if objective.bf16:
                 _try_rounded(objective, params, synthetic(inputs, _SIZES[0]), assignment, layouts)
             rows = budget.rows(memory, device)
@@ -171,7 +171,7 @@ def _make(objective: Objective, params: Params, inputs: TensorTree, budget: Grad
     return Plan(Engine.ONE_BY_ONE, rows, failed=tuple(failed))
 
 
-def _verified(
+def _verify(
     objective: Objective, params: Params, inputs: TensorTree, assignment: Assignment
 ) -> tuple[list[Layout | None], int]:
     """Layouts and bytes per example, after a comparison with autograd."""

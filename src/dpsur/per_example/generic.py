@@ -10,7 +10,7 @@ from dpsur.functional.parameters import Params
 from dpsur.functional.problem import LossFunction, Objective, forbid_side_effects, mode, output_rows
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, map_tensors, split_rows, tensors_of, with_tensors
-from dpsur.per_example.contributions import wide
+from dpsur.per_example.contributions import widen
 from dpsur.per_example.tape import NotSupportedError
 
 # torch.func has no batching rule for these; they are differentiated one record at a time.
@@ -32,7 +32,7 @@ def batched_gradients(objective: Objective, params: Params, batch: Examples) -> 
 
 
 def batching_fault(objective: Objective, params: Params, inputs: TensorTree) -> Exception | None:
-    """Why torch.func cannot differentiate the model, tried on made-up inputs; None if it can."""
+    """Why torch.func cannot differentiate the model, tried on synthetic inputs; None if it can."""
     for name, module in objective.model.named_modules():
         if isinstance(module, WITHOUT_VMAP):
             kind = type(module).__name__
@@ -52,7 +52,7 @@ def _total(outputs: TensorTree, _: TensorTree) -> Tensor:
 
 def outputs_on(model: nn.Module, params: Params, inputs: TensorTree) -> TensorTree:
     """Outputs with other weights, in full precision for the loss."""
-    return map_tensors(wide, output_rows(call_on(model, params, inputs)))
+    return map_tensors(widen, output_rows(call_on(model, params, inputs)))
 
 
 def one_at_a_time(objective: Objective, params: Params, batch: Examples) -> Params:

@@ -89,12 +89,12 @@ def table_of(
     if key not in tables:
         one = compute(data[:1])
         size = one.element_size() * one.numel() * len(data)
-        tables[key] = _filled(data, one, compute) if budget.has_room(size, data.device) else None
+        tables[key] = _fill(data, one, compute) if budget.has_room(size, data.device) else None
     table = tables[key]
     return table if isinstance(table, Tensor) else None
 
 
-def _filled(data: Tensor, one: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+def _fill(data: Tensor, one: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """A table, some rows of the data after the other."""
     table = one.new_empty(len(data), *one.shape[1:])
     start = 0

@@ -65,8 +65,8 @@ def check_mixing(model: nn.Module, inputs: TensorTree) -> TensorTree:
     """
     with torch.no_grad(), precision(tf32=False):
         count = _affordable(model, inputs)
-        weights = moved(dict(model.named_parameters()))
-        some, others = (varied(inputs, count, seed) for seed in (0, 1))
+        weights = perturb(dict(model.named_parameters()))
+        some, others = (rows_of_several_sizes(inputs, count, seed) for seed in (0, 1))
         for training in (True, False):
             with mode(model, training=training):
                 first = call_watched(model, some)
@@ -77,7 +77,7 @@ def check_mixing(model: nn.Module, inputs: TensorTree) -> TensorTree:
                         "F.dropout: training=self.training)"
                     )
                 outputs = _one_row_each(first.outputs, count)
-                for rows in (some, alike(inputs, count)):
+                for rows in (some, nearly_equal_rows(inputs, count)):
                     if first.drew:
                         _with_the_same_draws(model, weights, rows, others)
                     else:
@@ -98,7 +98,7 @@ def numbers_per_record(inputs: TensorTree) -> int:
     return sum(value[:1].numel() for value in tensors_of(inputs))
 
 
-def varied(inputs: TensorTree, count: int, seed: int) -> TensorTree:
+def rows_of_several_sizes(inputs: TensorTree, count: int, seed: int) -> TensorTree:
     """Synthetic records of several sizes."""
 
     def resize(rows: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def varied(inputs: TensorTree, count: int, seed: int) -> TensorTree:
     return map_tensors(resize, random_rows(inputs, count, seed))
 
 
-def alike(inputs: TensorTree, count: int) -> TensorTree:
+def nearly_equal_rows(inputs: TensorTree, count: int) -> TensorTree:
     """Synthetic records that are nearly the same, and crowd whatever takes a limited number."""
 
     def repeat(one: Tensor, noise: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def generator_state(device: torch.device) -> Tensor:
     return torch.cat(states)
 
 
-def moved(weights: Params) -> Params:
+def perturb(weights: Params) -> Params:
     """Weights near the given ones; where all are zero, others."""
     generator = torch.Generator().manual_seed(5)
 
@@ -274,7 +274,7 @@ def judge(
         known = key in expected and expected[key].shape[1:] == value.shape[1:]
         if known and not _same(value, expected[key][chosen], _TOLERANCE):
             raise UnsupportedModelError(
-                f"{_described(model, key[0])} gives an example another output when other examples "
+                f"{_describe(model, key[0])} gives an example another output when other examples "
                 f"are in the batch; {remedy}"
             )
 
@@ -285,13 +285,13 @@ def _again(model: nn.Module, rows: TensorTree, first: Pass) -> None:
     for key, value in first.seen.items():
         if key not in again or not _same(again[key], value, _REPEATED):
             raise UnsupportedModelError(
-                f"{_described(model, key[0])} gives the same examples another output after it has "
+                f"{_describe(model, key[0])} gives the same examples another output after it has "
                 "seen others: it would carry private records from one step to the next; make the "
                 "forward pass free of side effects"
             )
 
 
-def _described(model: nn.Module, name: str) -> str:
+def _describe(model: nn.Module, name: str) -> str:
     return f"module {name or '(root)'} ({type(model.get_submodule(name)).__name__})"
 
 

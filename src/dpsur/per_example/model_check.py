@@ -31,7 +31,7 @@ _ROWS = (2, 1, 3)
 def check_model(model: nn.Module, examples: Examples) -> TensorTree:
     """Check a model before any record reaches it, on synthetic inputs of the records' shape.
 
-    Returns the outputs for the synthetic inputs, whose shape tells what the model predicts.
+    Returns the outputs for the synthetic inputs, whose shape says what the model predicts.
     """
     _check_parameters(model)
     _check_known_mixers(model)

@@ -24,7 +24,7 @@ class Assignment:
     """Which module follows which rule, and which parameters get a copy for every example.
 
     Modules are named by their places in `every_module`: this is kept for as long as the model is,
-    and must not keep it alive. Rules are named by kinds of layers; None is `copying`.
+    and must not keep it alive. Rules are named by kinds of layers; None is `copy_per_example`.
     """
 
     forwards: list[tuple[int, type[nn.Module] | None]]
@@ -78,11 +78,13 @@ def use_rules(assignment: Assignment, model: nn.Module, tape: Tape) -> Iterator[
     try:
         for place, kind in assignment.forwards:
             module = modules[place]
-            forward = copying if kind is None else (FASTER if kind in FASTER else RULES)[kind]
+            forward = (
+                copy_per_example if kind is None else (FASTER if kind in FASTER else RULES)[kind]
+            )
             # set behind the module's back: its own way of setting attributes is slow
             own = vars(module)
             changed.append((own, own.get("forward")))
-            extra = (module.forward,) if forward is copying else ()
+            extra = (module.forward,) if forward is copy_per_example else ()
             own["forward"] = partial(forward, module, tape, *extra)
         yield
     finally:
@@ -104,7 +106,7 @@ class _Shell(nn.Module):
         return self._own(*args, **kwargs)
 
 
-def copying(
+def copy_per_example(
     module: nn.Module, tape: Tape, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Run a module without a rule with its own copy of the parameters for every example.

@@ -20,7 +20,7 @@ from dpsur.functional.problem import (
 )
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, map_tensors, split_rows
-from dpsur.per_example.contributions import wide
+from dpsur.per_example.contributions import widen
 from dpsur.per_example.input_cache import KnownInputs
 from dpsur.per_example.modules import Assignment, use_rules
 from dpsur.per_example.tape import Layout, Tape
@@ -52,7 +52,7 @@ def tape_for(
     known: KnownInputs | None = None,
     autocast: AbstractContextManager[object] | None = None,
 ) -> tuple[Tape, Outputs]:
-    """A tape of your own forward pass: `forward` gets the model to call and returns what it likes.
+    """A tape of your forward pass: `forward` gets the model to call and returns what it likes.
 
     For a module and a loop that are not those of this package: compute a loss from the outputs that
     is a sum over records, take its gradient (`loss.backward()`, or `torch.autograd.grad` with
@@ -103,7 +103,7 @@ def fill_tape(
     tape, outputs = tape_for(
         objective.model,
         params,
-        lambda model: map_tensors(wide, output_rows(call(model, batch.inputs))),
+        lambda model: map_tensors(widen, output_rows(call(model, batch.inputs))),
         len(batch),
         assignment,
         layouts,
@@ -127,7 +127,7 @@ def watched_outputs(
         objective.model,
         tape,
         assignment,
-        lambda model: map_tensors(wide, output_rows(call(model, inputs))),
+        lambda model: map_tensors(widen, output_rows(call(model, inputs))),
         objective.training_precision(),
     )
 

@@ -26,8 +26,8 @@ from dpsur.functional.tree import TensorTree, device_of, slice_rows, tensors_of,
 from dpsur.per_example.mixing_check import (
     call_watched,
     judge,
-    moved,
     numbers_per_record,
+    perturb,
     random_rows,
 )
 
@@ -57,7 +57,7 @@ def check_padding(model: nn.Module, inputs: TensorTree) -> None:
         for context in (torch.no_grad(), precision(tf32=False), _inside_tables(model)):
             stack.enter_context(context)
         stack.enter_context(_without_dropout(model))
-        weights = moved(dict(model.named_parameters()))
+        weights = perturb(dict(model.named_parameters()))
         for place in places:
             _check_column(model, weights, inputs, place)
 

@@ -1,4 +1,4 @@
-"""The rules of layers against plain autograd, row by row, on made-up records.
+"""The rules of layers against plain autograd, row by row, on synthetic records.
 
 A row's gradient has to be the same whatever those of other examples are: a model may mix
 records in its backward pass alone, as a hook does that clips a gradient by the norm of the batch.
@@ -70,8 +70,13 @@ def compare(
         _judge(names, ours, _by_autograd(tape, together, direction), _TOLERANCE)
         if alone is not None:
             _judge(names, ours, _by_autograd(tape, alone, direction), _TOLERANCE_ALONE)
-    found = [use for kept in tape.uses.values() for uses in kept.values() for use in uses]
-    held += [value for use in found for value in use.tensors()]
+    found = [
+        contribution
+        for kept in tape.contributions.values()
+        for contributions in kept.values()
+        for contribution in contributions
+    ]
+    held += [value for contribution in found for value in contribution.tensors()]
     return sum(
         {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in held}.values()
     )
@@ -96,10 +101,10 @@ def _directions(outputs: list[Tensor]) -> Iterator[list[Tensor]]:
     direction = [torch.randn_like(value) for value in outputs]
     yield direction
     for shift in range(len(_SIZES)):
-        yield [_resized(value, shift) for value in direction]
+        yield [_resize(value, shift) for value in direction]
 
 
-def _resized(values: Tensor, shift: int) -> Tensor:
+def _resize(values: Tensor, shift: int) -> Tensor:
     sizes = torch.tensor(_SIZES, dtype=values.dtype, device=values.device)
     each = sizes.roll(shift)[: len(values)]
     return values * each.view(-1, *[1] * (values.dim() - 1))
@@ -117,7 +122,7 @@ def _by_the_rules(
     tape: Tape, outputs: list[Tensor], direction: list[Tensor]
 ) -> list[tuple[Tensor, list[Tensor]]]:
     """Norm and gradient of every row, from one backward pass of all of them."""
-    tape.uses.clear()
+    tape.contributions.clear()
     tape.recording = True
     leaves = list(tape.params.values())
     torch.autograd.grad(_along(outputs, direction), leaves, retain_graph=True, allow_unused=True)

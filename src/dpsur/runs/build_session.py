@@ -62,12 +62,12 @@ def build_session(
     features = InputFeatures(config.features or config.method.features, config.normalisation)
     original = copy.deepcopy(config.method.adapt(model))
     model = copy.deepcopy(original).to(device)
-    shape = features.check(tuple(train.inputs.shape[1:]))
+    shape = features.check(train.record_shape)
     outputs = check_model(model, like_features(train, shape).part(slice(1)).to(device))
     for name, examples in (("train_set", train), ("test_set", test)):
         if examples is not None:
             check_labels(examples, outputs, loss, name)
-            if shape == tuple(examples.inputs.shape[1:]):
+            if shape == examples.record_shape:
                 check_tokens(model, examples, name)
     loss = loss_on(loss, device)
     check_loss(loss, outputs, train.targets)

@@ -13,6 +13,7 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.process_settings import precision, repeatable
 from dpsur.functional.records import Examples, HostExamples
 from dpsur.functional.side_effects import Unchanged, check_fixed_parts, fixed_parts
+from dpsur.functional.tree import flatten
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.loop import EagerLoop, Loop, Progress, check_completed, start
 from dpsur.mechanism.state import Procedure, Verdict
@@ -151,7 +152,7 @@ class Session:
             "model": model_identity(self.original),
             "loss": loss_identity(self.problem.loss),
             "shapes": {name: list(value.shape) for name, value in trained.items()},
-            "records": digest_of(records),
+            "records": digest_of(flatten(records)),
             "fixed": digest_of(fixed_parts(self.original)),
         }
         return Fingerprint(
