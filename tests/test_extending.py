@@ -168,7 +168,16 @@ def test_the_task_keeps_its_promise(page):
     "options",
     [
         ("--method", "dpsgd-sign", "--updates", "30"),
-        ("--method", "dpsgd-sign", "--gate", "coin", "--features", "squares"),
+        (
+            "--method",
+            "dpsgd-sign",
+            "--gate",
+            "coin",
+            "--features",
+            "squares",
+            "--learning-rate",
+            "0.1",
+        ),
         ("--method", "dpsgd-ts", "--updates", "30"),
     ],
     ids=" ".join,
