@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from dpsur.environment import versions
 from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.privacy.accountants.rdp import RenyiFilter
 from dpsur.privacy.accounting import FIGURES, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.claims import claim_faults
@@ -18,7 +19,6 @@ from dpsur.privacy.events import Gaussian, Trial, event_from_json, feature_stati
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.plans import FilteredPlan, PrivacyPlan, plan_from_statement
-from dpsur.privacy.plans.filtered import RenyiFilter
 from dpsur.privacy.plans.rejections import CONSTANT, hiding_plan, least_cap
 from dpsur.privacy.statement import FORMAT
 from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, from_json, release_folder, sha256
