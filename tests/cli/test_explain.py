@@ -39,14 +39,14 @@ def points(tmp_path, monkeypatch):
 def test_the_network_of_a_task(capsys):
     status, out, err = dpsur("explain", "--device", "cpu", capsys=capsys)
     assert (status, err) == (0, "")
-    assert "engine: one-pass" in out
+    assert "engine one-pass" in out
 
 
 def test_a_custom_model(points, capsys):
     arguments = ["explain", "--task", points, "--device", "cpu", "--model"]
     status, out, _ = dpsur(*arguments, "networks_to_explain:plain", capsys=capsys)
     assert status == 0
-    assert "engine: one-pass" in out
+    assert "engine one-pass" in out
 
 
 def test_a_model_that_no_engine_can_be_wrong_about(points, capsys):
@@ -54,7 +54,7 @@ def test_a_model_that_no_engine_can_be_wrong_about(points, capsys):
     arguments = ["--task", points, "--device", "cpu", "--model", "networks_to_explain:looped"]
     status, out, _ = dpsur("explain", *arguments, capsys=capsys)
     assert status == 0
-    assert "model: Looped\nengine: " in out
+    assert "model: Looped\nengine " in out
 
 
 def test_bad_input_is_one_line(points, capsys):

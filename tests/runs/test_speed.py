@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import dpsur
 from dpsur.config import RunConfig, Speed
-from dpsur.functional.records import HostExamples, placed
+from dpsur.functional.records import HostExamples, place
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.methods.dpis import Dpis
@@ -86,7 +86,7 @@ def draws(records, seed, count=5):
 
 def test_what_is_gathered_ahead_is_what_is_drawn_next(monkeypatch):
     records = blobs()
-    host = placed(records, CPU, limit=1)
+    host = place(records, CPU, limit=1)
     assert isinstance(host, HostExamples)
     gathered = []
     gather = HostExamples._gather
@@ -106,7 +106,7 @@ def test_what_is_gathered_ahead_is_what_is_drawn_next(monkeypatch):
 def test_another_draw_than_expected_is_gathered_anew():
     """A step is left out between two draws, so that what was gathered ahead is wrong."""
     records = blobs()
-    host = placed(records, CPU, limit=1)
+    host = place(records, CPU, limit=1)
     found = []
     for data in (records, host):
         streams = Streams(3, CPU)
@@ -118,8 +118,8 @@ def test_another_draw_than_expected_is_gathered_anew():
 def test_records_that_fit_go_to_the_device():
     records = blobs()
     size = records.inputs.nbytes + records.targets.nbytes
-    assert not isinstance(placed(records, CPU, limit=size), HostExamples)
-    assert not isinstance(placed(records, CPU, limit=None), HostExamples)
-    assert isinstance(placed(records, CPU, limit=size - 1), HostExamples)
+    assert not isinstance(place(records, CPU, limit=size), HostExamples)
+    assert not isinstance(place(records, CPU, limit=None), HostExamples)
+    assert isinstance(place(records, CPU, limit=size - 1), HostExamples)
     with pytest.raises(dpsur.InvalidInputError, match="data_bytes"):
         Speed(data_bytes=0)

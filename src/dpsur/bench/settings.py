@@ -61,7 +61,8 @@ class Cell:
     @property
     def device(self) -> torch.device:
         """Where the step is made."""
-        return self.batch.inputs.device
+        device: torch.device = self.batch.inputs.device
+        return device
 
     def model(self) -> nn.Module:
         """A copy of the network, in training mode."""

@@ -4,7 +4,7 @@ import argparse
 
 from dpsur.cli.run_options import add_method_options, add_run_options, config_of
 from dpsur.config import WHAT
-from dpsur.per_example import engine_choice
+from dpsur.per_example import engine_report
 from dpsur.runs.tasks import sample_problem
 
 DESCRIPTION = """\
@@ -34,8 +34,8 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the engine."""
+    """Print the engine, and how it serves each module."""
     problem = sample_problem(config_of(options))
     print(f"model: {type(problem.model).__name__}")
-    print(f"engine: {engine_choice(problem)}")
+    print(engine_report(problem))
     return 0

@@ -10,7 +10,7 @@ from torch import nn
 
 from dpsur import checks
 from dpsur.methods import Method
-from dpsur.per_example import EngineChoice
+from dpsur.per_example import EngineReport
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.statement import format_epsilon
@@ -48,7 +48,7 @@ class Run:
     plan: PrivacyPlan
     private: PrivateDiagnostics
     origin: Origin = NO_ORIGIN
-    engine: EngineChoice | None = None
+    engine: EngineReport | None = None
     saved: Path | None = None
 
     def __repr__(self) -> str:
