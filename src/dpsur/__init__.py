@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     from dpsur.config import Pace, Speed
     from dpsur.mechanism.api import dp_gradient, poisson_batches
     from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
+    from dpsur.per_example import EngineReport, explain
+    from dpsur.per_example.api import clipped_sum, per_example_gradients
     from dpsur.privacy.budget import Budget
+    from dpsur.privacy.calibrate import calibrate, selective_epsilon
+    from dpsur.privacy.events import CoinTest, Gaussian, LossTest, SampledGaussian, Trial
+    from dpsur.privacy.plans import PrivacyLedger
+    from dpsur.privacy.statement import Statement
     from dpsur.runs.fit import fit
     from dpsur.runs.release import load
     from dpsur.runs.result import Run
@@ -38,6 +44,19 @@ if TYPE_CHECKING:
     from dpsur.runs.verification import verify
 
 _HOMES = {
+    "Trial": "dpsur.privacy.events",
+    "CoinTest": "dpsur.privacy.events",
+    "LossTest": "dpsur.privacy.events",
+    "Gaussian": "dpsur.privacy.events",
+    "SampledGaussian": "dpsur.privacy.events",
+    "EngineReport": "dpsur.per_example",
+    "explain": "dpsur.per_example",
+    "clipped_sum": "dpsur.per_example.api",
+    "per_example_gradients": "dpsur.per_example.api",
+    "calibrate": "dpsur.privacy.calibrate",
+    "selective_epsilon": "dpsur.privacy.calibrate",
+    "Statement": "dpsur.privacy.statement",
+    "PrivacyLedger": "dpsur.privacy.plans",
     "Budget": "dpsur.privacy.budget",
     "Dpagd": "dpsur.methods",
     "Dpis": "dpsur.methods",
@@ -63,6 +82,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "CheckpointError",
+    "CoinTest",
     "DiagnosticsWarning",
     "Dpagd",
     "Dpis",
@@ -71,22 +91,34 @@ __all__ = [
     "DpsgdTs",
     "Dpsur",
     "DpsurError",
+    "EngineReport",
     "FileError",
+    "Gaussian",
     "InterruptedRunError",
     "InvalidInputError",
+    "LossTest",
     "Nonprivate",
     "NothingReleasedError",
     "Observer",
     "Pace",
+    "PrivacyLedger",
     "PrivacyWarning",
     "Run",
+    "SampledGaussian",
     "Speed",
+    "Statement",
+    "Trial",
     "UnsupportedModelError",
     "__version__",
+    "calibrate",
+    "clipped_sum",
     "dp_gradient",
+    "explain",
     "fit",
     "load",
+    "per_example_gradients",
     "poisson_batches",
+    "selective_epsilon",
     "verify",
 ]
 
