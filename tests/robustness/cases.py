@@ -742,10 +742,8 @@ _SMALL: dict[str, list[list[str]]] = {
 
 def _options(arguments: list[str]) -> list[argparse.Action]:
     """The options of a command, or of its action."""
-    import importlib
-
     parser = Parser()
-    importlib.import_module(dpsur.cli.COMMANDS[arguments[0]][0]).set_up(parser)
+    dpsur.cli.set_up(arguments[0], parser)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             parser = action.choices[arguments[1]]
