@@ -144,10 +144,7 @@ BAD = [
 @pytest.mark.parametrize(
     ("arguments", "message"), BAD, ids=lambda v: " ".join(v[:2]) if isinstance(v, list) else ""
 )
-def test_bad_input_is_one_line_status_two_and_writes_nothing(
-    arguments, message, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr("dpsur.status.PATIENCE", 600.0)  # a slow machine would say that it plans
+def test_bad_input_is_one_line_status_two_and_writes_nothing(arguments, message, tmp_path, capsys):
     out_folder = tmp_path / "deep" / "run"
     status, out, err = dpsur("train", "--out", str(out_folder), *arguments, capsys=capsys)
     assert status == 2

@@ -12,6 +12,7 @@ import pytest
 from dpsur import checks
 from dpsur.cli import COMMANDS, build_parser, main
 from dpsur.errors import InvalidInputError
+from reproduction.command import main as reproduce
 
 NUMBERS = ("9" * 400, "-" + "9" * 400, "9" * 5000, "nan", "inf", "-inf", "1e400", "\u00b2", "")
 TEXTS = ("a" * 300, "a/" + "b" * 300, "\u00e9" * 200, "a/" * 3000, "a\nb", "a\x00b", "a\x1b[2J")
@@ -98,14 +99,9 @@ def test_checks_refuse_huge_and_non_finite_numbers(check, value):
 )
 def test_lists_and_parts_have_a_limit(option, value, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["reproduce", f"{option}={value}"])
+        reproduce([f"{option}={value}"])
     assert stopped.value.code == 2
     assert f"argument {option}: '{value}'" in capsys.readouterr().err
-
-
-def test_batch_sizes_behind_a_name_are_checked_too(capsys):
-    assert main(["bench", "--networks", "pixel-28:" + "9" * 200]) == 2
-    assert "batch sizes of a network are whole numbers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--updates", "--adam-beta2", "--task", "--out"])
@@ -143,5 +139,7 @@ def test_extreme_numbers_give_an_answer_or_one_line(command, changes, capsys):
     given = [word for option in (usual | changes).items() for word in ("=".join(option),)]
     status = main([command, *given])
     shown = capsys.readouterr()
+    errors = [line for line in shown.err.splitlines() if "dpsur: warning: " not in line]
     assert status in (0, 2)
-    assert (len(shown.err.splitlines()), shown.out == "") == ((1, True) if status else (0, False))
+    assert len(shown.err.splitlines()) <= 1
+    assert (len(errors), shown.out == "") == ((1, True) if status else (0, False))

@@ -749,6 +749,7 @@ SMALL: dict[str, list[list[str]]] = {
         ["attack", "--task", "npz:{data}", "--release", "{run}", "--attacks", "gap"],
     ],
     "audit": [["audit", "--repetitions", "20", "--confidence", "0.9"]],
+    "explain": [["explain", "--task", "npz:{data}", "--device", "cpu"]],
     "bench": [[
         "bench", "--model", "tests.robustness.cases:bench_model", "--batch-size", "4",
         "--repetitions", "1", "--device", "cpu", "--arms", "plain", "dpsgd",

@@ -364,10 +364,10 @@ def fewer_versions(statement):
 CONTRADICTIONS = {
     no_setup: ("_setup_faults", "the weights hold statistics of features"),
     other_setup: ("_setup_faults", "mechanism.setup is not what private feature statistics"),
-    made_up_method: ("_plan_faults", "method 'dp-magic' is none"),
-    more_settings: ("_plan_faults", "settings.certified is no part"),
-    fewer_settings: ("_plan_faults", "settings.momentum is missing"),
-    more_versions: ("_form_faults", "versions.auditor is no part"),
+    made_up_method: ("plan_faults", "method 'dp-magic' is none"),
+    more_settings: ("plan_faults", "settings.certified is not part"),
+    fewer_settings: ("plan_faults", "settings.momentum is missing"),
+    more_versions: ("_form_faults", "versions.auditor is not part"),
     fewer_versions: ("_form_faults", "versions.torch is missing"),
 }
 

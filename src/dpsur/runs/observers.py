@@ -105,7 +105,7 @@ def warn_of_diagnostics(path: Path, reason: str) -> None:
 
 def _append(path: Path, line: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(line)
 
 
