@@ -18,7 +18,8 @@ def gap_attack(target: Models, members: Examples, others: Examples) -> Scores:
 
     def correct(examples: Examples) -> torch.Tensor:
         answers = posteriors(target, examples)
-        return (answers.argmax(1) == examples.targets.to(answers.device)).double().cpu()
+        labels: torch.Tensor = examples.targets.to(answers.device)
+        return (answers.argmax(1) == labels).double().cpu()
 
     return Scores(correct(members).numpy(), correct(others).numpy(), 0.5)
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dpsur.functional.records import Examples
+from dpsur.functional.tree import device_of
 from dpsur.mechanism.streams import Streams
 
 # One setting for all arms. Steps are small, so that thousands of them leave the weights tame.
@@ -52,7 +53,7 @@ class Cell:
     @property
     def device(self) -> torch.device:
         """Where the step is made."""
-        return self.batch.inputs.device
+        return device_of(self.batch.inputs)
 
     def model(self) -> nn.Module:
         """A copy of the network, in training mode."""
