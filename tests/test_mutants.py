@@ -371,13 +371,13 @@ def one_stream_replayed_for_both_batches(patch):
 
 def noise_of_the_first_step_repeated(patch):
     """The counter goes back: every step draws the noise of the first."""
-    real = proposer.noisy_mean_gradient
+    real = proposer.dp_mean_gradient
 
     def wrong(problem, params, batch, rate, multiplier, norm, drawn, **rest):
         first = Stream(drawn._streams, drawn.purpose, 1)
         return real(problem, params, batch, rate, multiplier, norm, first, **rest)
 
-    patch.setattr(proposer, "noisy_mean_gradient", wrong)
+    patch.setattr(proposer, "dp_mean_gradient", wrong)
 
 
 def forget_the_test(patch):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpsur.mechanism.cuda_graphs import graph_of
+from dpsur.mechanism.cuda_graphs import capture_graph
 from dpsur.per_example.contributions import Factors
 from dpsur.per_example.kernels.convolution import Geometry, _input_gradient, from_patches
 from dpsur.per_example.kernels.cuda_per_example import fused_gradients
@@ -193,7 +193,7 @@ _compiled = torch.compile(patches, dynamic=False)
 
 def microseconds(way: Callable[[], Tensor | None], device: torch.device, calls: int = 10) -> float:
     """Time of a captured call."""
-    replay = graph_of(lambda: (way(), None)[1], device)
+    replay = capture_graph(lambda: (way(), None)[1], device)
     replay()
     begin, end = (
         torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

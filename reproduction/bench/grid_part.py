@@ -118,7 +118,7 @@ def made_again(rows: Sequence[Row]) -> Row:
     }
 
 
-def side_by_side(part: Sequence[list[Row]], jobs: int) -> Iterator[Row]:
+def run_concurrently(part: Sequence[list[Row]], jobs: int) -> Iterator[Row]:
     """Make configurations again in several processes, and yield what each was as it ends."""
     context = multiprocessing.get_context("spawn")
     done, taken = context.Queue(), [context.Value("i", 0) for _ in range(2)]
@@ -163,7 +163,7 @@ def main() -> None:
     in_turn(everything, times)  # every kind has been timed, or nothing is begun
     part = in_turn(everything[first::step], times)
     begun, found = time.perf_counter(), []
-    for number, one in enumerate(side_by_side(part, given.jobs), start=1):
+    for number, one in enumerate(run_concurrently(part, given.jobs), start=1):
         found.append(one)
         mean = sum(one["moved"]) / max(1, len(one["moved"]))
         now = time.perf_counter() - begun

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dpsur.mechanism.cuda_graphs import graph_of, side_by_side
+from dpsur.mechanism.cuda_graphs import capture_graph, run_concurrently
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Dpsur
 from tests.mechanism.test_cuda_graph_loop import bound
@@ -22,7 +22,7 @@ def test_on_a_cpu_one_comes_after_the_other():
         order.append("other")
         return 2
 
-    assert side_by_side(CPU, one, other) == (1, 2)
+    assert run_concurrently(CPU, one, other) == (1, 2)
     assert order == ["one", "other"]
 
 
@@ -48,13 +48,13 @@ def test_what_runs_at_the_same_time_is_joined_before_it_is_used():
 
     def both():
         values.add_(1)
-        one, other = side_by_side(device, slow, lambda: values * 2)
+        one, other = run_concurrently(device, slow, lambda: values * 2)
         sums.copy_(torch.stack([values[0], one.amin(), other.amax()]))
         values.copy_(one)  # which the companion of the next replay must wait for
 
     both()
     assert sums.tolist() == [1, 201, 2]
-    replay = graph_of(both, device, before_capture=lambda: values.zero_())
+    replay = capture_graph(both, device, before_capture=lambda: values.zero_())
     for _ in range(3):
         replay()
     assert sums.tolist() == [403, 603, 806]
@@ -67,5 +67,5 @@ def test_streams_have_companions_of_their_own():
     seen = []
     for stream in streams:
         with torch.cuda.stream(stream):
-            side_by_side(device, lambda: seen.append(torch.cuda.current_stream()), lambda: None)
+            run_concurrently(device, lambda: seen.append(torch.cuda.current_stream()), lambda: None)
     assert len({*streams, *seen}) == 6

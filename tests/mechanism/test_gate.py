@@ -5,7 +5,7 @@ import torch
 
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism import gate
-from dpsur.mechanism.gate import CoinGate, LossGate, begin_test, make_rule, mean_losses
+from dpsur.mechanism.gate import CoinGate, LossGate, make_rule, mean_losses, start_test
 from dpsur.mechanism.sampling import Batch
 from dpsur.privacy.events import CoinTest, LossTest
 from tests.conftest import stream
@@ -135,23 +135,23 @@ def test_a_test_that_was_begun_early_finds_the_same_losses(problem):
         Batch(problem.train, rows=rows[:5]),
         Batch(problem.train, mask=rows < 5, rows=rows.clamp(max=4)),
     ):
-        begun = begin_test(problem, params, batch)
+        begun = start_test(problem, params, batch)
         assert begun.before is not None
         assert begun.losses(problem, other, params) == mean_losses(problem, other, params, batch)
 
 
 def test_a_test_that_was_begun_early_holds_no_rows(problem):
-    begun = begin_test(
+    begun = start_test(
         problem, problem.initial_params(), Batch(problem.train, rows=torch.arange(5))
     )
     assert "examples" not in vars(begun.batch)  # they would lie beside the gradients
 
 
 def test_where_both_models_are_evaluated_at_once_neither_is_early(problem, monkeypatch):
-    monkeypatch.setattr(gate, "evaluated_at_once", lambda *_: True)
+    monkeypatch.setattr(gate, "evaluates_together", lambda *_: True)
     params = problem.initial_params()
     batch = Batch(problem.train, rows=torch.arange(5))
-    begun = begin_test(problem, params, batch)
+    begun = start_test(problem, params, batch)
     assert begun.before is None
     assert begun.losses(problem, params, params) == mean_losses(problem, params, params, batch)
 

@@ -61,7 +61,7 @@ def test_one_evaluation_gives_what_two_give(stacked, monkeypatch, make, stacks, 
     one = problem.initial_params()
     other = {name: value + 0.1 * torch.randn_like(value) for name, value in one.items()}
     assert pairs.can_be_stacked(problem, one, problem.train.inputs) is stacks
-    losses = pairs.pair_losses(problem, one, other, problem.train)
+    losses = pairs.paired_losses(problem, one, other, problem.train)
     for found, params in zip(losses, (one, other), strict=True):
         torch.testing.assert_close(found, problem.losses(params, problem.train))
 

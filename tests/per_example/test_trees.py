@@ -13,7 +13,7 @@ from dpsur.functional.call import call_on
 from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.records import Examples, HostExamples, place
 from dpsur.functional.tree import map_tensors, split_rows, tensors_of, with_tensors
-from dpsur.mechanism.gate import pair_losses, stacked_outputs
+from dpsur.mechanism.gate import paired_losses, stacked_outputs
 from dpsur.per_example import (
     GradientBudget,
     check_model,
@@ -179,7 +179,7 @@ def test_losses_and_outputs_of_trees_come_in_parts(name, monkeypatch):
     parts = tensors_of(problem.outputs(params, problem.train.inputs))
     assert all(torch.allclose(one, other) for one, other in zip(outputs, parts, strict=True))
     other = {key: value + 0.1 for key, value in params.items()}
-    both = pair_losses(problem, params, other, problem.train)
+    both = paired_losses(problem, params, other, problem.train)
     torch.testing.assert_close(both[0], whole)
     monkeypatch.setattr("dpsur.mechanism.gate.EVALUATION_ROWS", 4)
     stacked = tensors_of(stacked_outputs(problem, params, other, problem.train.inputs))

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 
 from dpsur import checks
 from dpsur.functional.parameters import Params
-from dpsur.mechanism.cuda_graphs import graph_of
+from dpsur.mechanism.cuda_graphs import capture_graph
 
 
 def replayed(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], None]:
@@ -23,7 +23,7 @@ def replayed(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], 
         for value, old in zip(state, before, strict=True):
             value.copy_(old)
 
-    return graph_of(step, state[0].device, before_capture=restore)
+    return capture_graph(step, state[0].device, before_capture=restore)
 
 
 Features = Sequence[Tensor]

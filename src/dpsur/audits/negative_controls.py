@@ -14,7 +14,7 @@ from torch import Tensor
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.dp_gradient import noisy_mean_gradient
+from dpsur.mechanism.dp_gradient import dp_mean_gradient
 from dpsur.mechanism.gate import LossTestGate, mean_losses
 from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.sampling import Batch
@@ -115,7 +115,7 @@ class DividedByDrawnSize(DpGradient):
         batch = self.sampler.batch(update.sample_rate, draws)
         drawn = len(batch) if batch.mask is None else int(batch.mask.sum())
         with self.sampler.layer_randomness(draws):
-            gradient = noisy_mean_gradient(
+            gradient = dp_mean_gradient(
                 problem,
                 state.params,
                 batch,

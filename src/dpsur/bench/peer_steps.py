@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpsur.bench.settings import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, NotInstalledError, sgd
 from dpsur.functional.parameters import Params
-from dpsur.mechanism.cuda_graphs import graph_of
+from dpsur.mechanism.cuda_graphs import capture_graph
 
 HOOKS, GHOST = "hooks", "ghost"
 
@@ -42,7 +42,7 @@ class CapturedPlainStep:
     def __init__(self, cell: Cell) -> None:
         step = PlainStep(cell)
         self._step = step  # keeps alive the tensors whose addresses the graph replays
-        self._replay = graph_of(step, cell.device)
+        self._replay = capture_graph(step, cell.device)
 
     def __call__(self) -> None:
         """Replay the step."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from dpsur.errors import UnsupportedModelError
 from dpsur.functional.parameters import elementwise
 from dpsur.functional.tree import map_tensors
-from dpsur.mechanism.cuda_graphs import graph_of
+from dpsur.mechanism.cuda_graphs import capture_graph
 from dpsur.mechanism.loop import Progress, has_next, make_trial
 from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import Streams
@@ -158,7 +158,7 @@ class CapturedTrial:
             for place, value in zip(vars(self._counts).values(), counts, strict=True):
                 place.copy_(value)
 
-        return graph_of(self._trial, self._state.updates.device, before_capture=go_back)
+        return capture_graph(self._trial, self._state.updates.device, before_capture=go_back)
 
 
 def _copy(state: State) -> State:

@@ -17,7 +17,7 @@ One = TypeVar("One")
 Other = TypeVar("Other")
 
 
-def graph_of(
+def capture_graph(
     function: Callable[[], None],
     device: torch.device,
     before_capture: Callable[[], None] = lambda: None,
@@ -54,7 +54,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return _streams[current.device_index]
 
 
-def side_by_side(
+def run_concurrently(
     device: torch.device, one: Callable[[], One], other: Callable[[], Other]
 ) -> tuple[One, Other]:
     """Call two functions that do not need each other; on CUDA they run at the same time.

@@ -10,7 +10,7 @@ from dpsur.mechanism.streams import Stream
 from dpsur.per_example import clipped_sum
 
 
-def noisy_mean_gradient(
+def dp_mean_gradient(
     problem: Problem,
     params: Params,
     batch: Batch,

@@ -49,10 +49,10 @@ _TOLERANCE = 1e-4
 _agrees: WeakKeyDictionary[nn.Module, dict[object, bool]] = WeakKeyDictionary()
 
 
-def pair_losses(problem: Problem, one: Params, other: Params, examples: Examples) -> Tensor:
+def paired_losses(problem: Problem, one: Params, other: Params, examples: Examples) -> Tensor:
     """Losses of every record by itself, in evaluation mode: a row for each set of weights."""
     inputs = examples.inputs
-    if not evaluated_at_once(problem, one, inputs):
+    if not evaluates_together(problem, one, inputs):
         return torch.stack([problem.losses(params, examples) for params in (one, other)])
     outputs = stacked_outputs(problem, one, other, inputs)
     losses = example_losses(
@@ -63,7 +63,7 @@ def pair_losses(problem: Problem, one: Params, other: Params, examples: Examples
     return losses.view(2, -1)
 
 
-def evaluated_at_once(problem: Problem, params: Params, inputs: TensorTree) -> bool:
+def evaluates_together(problem: Problem, params: Params, inputs: TensorTree) -> bool:
     """Whether two sets of weights get one evaluation."""
     return stacking_pays(problem, inputs) and can_be_stacked(problem, params, inputs)
 
@@ -185,13 +185,13 @@ def mean_losses(
     if len(batch) == 0:
         nothing = torch.zeros((), dtype=torch.float64, device=problem.device)
         return nothing, nothing
-    losses = pair_losses(problem, candidate, current, batch.examples)
+    losses = paired_losses(problem, candidate, current, batch.examples)
     after, before = batch.mean(losses.double()).unbind()
     return after, before
 
 
 @dataclass(frozen=True)
-class BegunTest:
+class StartedTest:
     """What of a test does not need the candidate: its batch and, where known, the loss before."""
 
     batch: Batch
@@ -205,16 +205,16 @@ class BegunTest:
         return self.batch.mean(after.double()), self.before
 
 
-def begin_test(problem: Problem, current: Params, batch: Batch) -> BegunTest:
+def start_test(problem: Problem, current: Params, batch: Batch) -> StartedTest:
     """Evaluate the current model, unless it costs less to evaluate both models at once.
 
     The batch must have rows, as padded ones do. They are gathered for this, and again for the
     candidate: otherwise they would take memory beside the gradients.
     """
-    if evaluated_at_once(problem, current, batch.data.inputs):
-        return BegunTest(batch)
+    if evaluates_together(problem, current, batch.data.inputs):
+        return StartedTest(batch)
     before = problem.losses(current, replace(batch).examples)
-    return BegunTest(batch, batch.mean(before.double()))
+    return StartedTest(batch, batch.mean(before.double()))
 
 
 @dataclass(frozen=True)
@@ -254,13 +254,13 @@ class LossTestGate:
     keep_momentum: bool = False
     draw: Draw = steady_batch
 
-    def begin(self, state: State, draws: Draws) -> "BegunTest":
+    def begin(self, state: State, draws: Draws) -> "StartedTest":
         """Draw the batch, and evaluate the current model where that is worth it."""
-        return begin_test(self.problem, state.params, self._fresh_batch(draws))
+        return start_test(self.problem, state.params, self._fresh_batch(draws))
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
         """The rule's verdict on the loss difference."""
-        test = candidate.test or BegunTest(self._fresh_batch(draws))
+        test = candidate.test or StartedTest(self._fresh_batch(draws))
         after, before = test.losses(self.problem, candidate.state.params, state.params)
         difference = after - before
         accept = self.rule.decide(difference, draws[VAL_NOISE])

@@ -147,7 +147,7 @@ class Schedule:
         return self.learning_rate * SHAPES[self.shape](progress)
 
 
-def followed(
+def update_average(
     rule: "WeightAverage | None", average: Params | None, params: Params, updates: Tensor
 ) -> Params | None:
     """The average after one more update; None where none is kept."""

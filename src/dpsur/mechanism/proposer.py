@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.dp_gradient import noisy_mean_gradient
-from dpsur.mechanism.optim import Optimizer, Schedule, WeightAverage, followed
+from dpsur.mechanism.dp_gradient import dp_mean_gradient
+from dpsur.mechanism.optim import Optimizer, Schedule, WeightAverage, update_average
 from dpsur.mechanism.sampling import Batch, padded_batch, steady_batch
 from dpsur.mechanism.state import Candidate, State
 from dpsur.mechanism.streams import BATCH, LAYERS, NOISE, Draws
@@ -83,7 +83,7 @@ class DpGradient:
         """Sample, clip, add noise, divide by the expected size."""
         batch = self.sampler.batch(self.update.sample_rate, draws)
         with self.sampler.layer_randomness(draws):
-            gradient = noisy_mean_gradient(
+            gradient = dp_mean_gradient(
                 self.sampler.problem,
                 state.params,
                 batch,
@@ -131,7 +131,7 @@ class GradientProposer:
             state.params, gradient, state.optimizer, self.schedule(position)
         )
         updates = state.updates + 1
-        average = followed(self.average, state.average, params, updates)
+        average = update_average(self.average, state.average, params, updates)
         return Candidate(State(params, optimizer, updates, average, state.memory), overflow)
 
     def padded(self) -> "GradientProposer | None":

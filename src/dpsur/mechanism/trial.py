@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpsur.functional.parameters import elementwise
 from dpsur.functional.tree import map_tensors
-from dpsur.mechanism.cuda_graphs import side_by_side
+from dpsur.mechanism.cuda_graphs import run_concurrently
 from dpsur.mechanism.state import Candidate, Gate, Procedure, Proposer, State, Verdict
 from dpsur.mechanism.streams import Draws
 from dpsur.privacy.events import Event, Step, Trial
@@ -44,7 +44,7 @@ class Selective:
         """Draw a candidate (lines 3 to 8)."""
         if not self.overlap:
             return self.proposer.propose(state, draws, position)
-        begun, candidate = side_by_side(
+        begun, candidate = run_concurrently(
             state.updates.device,
             lambda: self.gate.begin(state, draws),
             lambda: self.proposer.propose(state, draws, position),

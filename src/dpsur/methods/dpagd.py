@@ -13,8 +13,8 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params, elementwise
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.dp_gradient import noisy_mean_gradient
-from dpsur.mechanism.optim import Sgd, WeightAverage, followed
+from dpsur.mechanism.dp_gradient import dp_mean_gradient
+from dpsur.mechanism.optim import Sgd, WeightAverage, update_average
 from dpsur.mechanism.proposer import Sampler
 from dpsur.mechanism.sampling import Batch
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
@@ -239,7 +239,7 @@ class AdaptiveSteps:
             **{f"gradient/{name}": value for name, value in gradient.items()},
         }
         updates = state.updates + 1
-        average = followed(self._average, state.average, params, updates)
+        average = update_average(self._average, state.average, params, updates)
         overflow = either(batch.overflow, sample.overflow)
         return Candidate(State(params, optimizer, updates, average, after), overflow)
 
@@ -297,7 +297,7 @@ class AdaptiveSteps:
         self, params: Params, batch: Batch, noise_multiplier: Tensor, draws: Draws
     ) -> Params:
         with self._sampler.layer_randomness(draws):
-            return noisy_mean_gradient(
+            return dp_mean_gradient(
                 self._problem,
                 params,
                 batch,

@@ -11,7 +11,7 @@ from dpsur import checks
 from dpsur.errors import BudgetError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.dp_gradient import noisy_mean_gradient
+from dpsur.mechanism.dp_gradient import dp_mean_gradient
 from dpsur.mechanism.noise import add_gaussian
 from dpsur.mechanism.proposer import GradientProposer, Sampler
 from dpsur.mechanism.state import Candidate, Procedure, State
@@ -224,7 +224,7 @@ class ImportanceGradient:
         # In (0, 1]: a draw of zero would keep a gradient that is too small to be scaled up.
         coins = 1 - draws[COINS].uniform(len(batch))
         with self.sampler.layer_randomness(draws):
-            gradient = noisy_mean_gradient(
+            gradient = dp_mean_gradient(
                 problem,
                 state.params,
                 batch,
