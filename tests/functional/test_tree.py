@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -49,3 +49,16 @@ def test_a_state_of_another_shape_is_refused(change):
 def test_other_things_are_not_trees():
     with pytest.raises(TypeError):
         map_tensors(lambda t: t, {"a": 3})
+
+
+def test_a_field_that_cannot_be_set_is_an_error_and_not_forgotten():
+    @dataclass
+    class Hidden:
+        here: Tensor
+        kept: Tensor = field(init=False)
+
+        def __post_init__(self):
+            self.kept = torch.zeros(1)
+
+    with pytest.raises(TypeError, match="kept"):
+        map_tensors(lambda value: value + 1, Hidden(torch.ones(1)))

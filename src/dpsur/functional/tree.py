@@ -69,7 +69,7 @@ def map_tensors(
 def _children(tree: Any) -> dict[Any, Any] | None:
     """What a tree consists of, by name or place; None for what is no tree."""
     if is_dataclass(tree) and not isinstance(tree, type):  # some of them are mappings too
-        return {field.name: getattr(tree, field.name) for field in fields(tree) if field.init}
+        return {field.name: getattr(tree, field.name) for field in fields(tree)}
     if isinstance(tree, Mapping):
         return dict(tree)
     if isinstance(tree, (tuple, list)):

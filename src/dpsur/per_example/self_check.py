@@ -60,6 +60,8 @@ def compare(
         # a copy, for a model that overwrites its inputs
         copy = map_tensors(torch.clone, inputs)
         outputs = _differentiable(watched_outputs(objective, tape, copy, assignment))
+    if any(not value.dim() or len(value) != tape.examples for value in outputs):
+        raise NotSupportedError("an output of the model has no row per example")
     drew = not torch.equal(before, generator_state(device))
     # a record that is alone gets other draws
     alone = None if drew else _outputs_alone(objective, leaves, inputs)
