@@ -457,12 +457,16 @@ def _torn_checkpoint(site: Site) -> Fault | None:
 
 
 def _redrawn(site: Site) -> Fault | None:
-    """A resumed run that does not put its random streams back."""
-    from dpsur.mechanism.streams import Streams
+    """A resumed run that draws with another key than it was started with."""
+    from dpsur.mechanism.philox import Key
+    from dpsur.mechanism.streams import KEY_BYTES, Streams
+
+    def other_key(self: Streams, positions: object) -> None:
+        self.key = Key(bytes(KEY_BYTES))
 
     def work() -> Ending:
         points = crash_points(site, reads=False, kinds=DEATHS[:1])
         middle = [p for p in points if not p.resumed and "open" in p.name and "metrics" in p.name]
         return death_at(middle[len(middle) // 2], site)
 
-    return _patched(Streams, "restore", lambda self, positions: None, work)
+    return _patched(Streams, "restore", other_key, work)

@@ -223,7 +223,7 @@ def test_a_network_of_ones_own(points, monkeypatch):
         ("own_networks:", "must have the form module:function"),
         ("own_networks:wide", "own_networks:wide cannot be imported.*PYTHONPATH"),
         ("no_such_module:narrow", "no_such_module:narrow cannot be imported"),
-        ("own_networks:number", "own_networks:number is no function"),
+        ("own_networks:number", "own_networks:number is not a function"),
         ("own_networks:odd", "must return a torch.nn.Module, it returned str"),
     ):
         with pytest.raises(InvalidInputError, match=message):
