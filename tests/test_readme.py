@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from dpsur.methods.gated import Gated
 
 from dpsur.cli import main
 from dpsur.methods import METHODS
+from dpsur.methods.gradient_method import GradientMethod
 from dpsur.tasks import TASKS
 from reproduction.experiments.accuracy import summary
 from reproduction.experiments.best import summary as best_summary
@@ -214,7 +214,7 @@ def test_every_method_and_task_is_there():
     assert listed == list(METHODS)
     assert all(f"`{task}`" in TEXT for task in TASKS)
     # "any but the last two selective"
-    assert [issubclass(METHODS[name], Gated) for name in listed] == [True] * 5 + [False] * 2
+    assert [issubclass(METHODS[name], GradientMethod) for name in listed] == [True] * 5 + [False] * 2
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *PAGES])
