@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.functional.pooling import fast_pooling
+from dpsur.functional.call import fast_pooling
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.per_example import clipped_sum
@@ -24,7 +24,7 @@ LAYERS = {
 
 @pytest.fixture(autouse=True)
 def small_maps(monkeypatch):
-    monkeypatch.setattr("dpsur.functional.pooling._LEAST_NUMBERS", 0)
+    monkeypatch.setattr("dpsur.functional.call._LEAST_NUMBERS", 0)
     monkeypatch.setattr("dpsur.per_example.rules.patches._NUMBERS_ON_CPU", 1000)
 
 

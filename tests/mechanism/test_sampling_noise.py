@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from dpsur.mechanism import philox, sampling
-from dpsur.mechanism.noise import add_gaussian
+from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.sampling import exact_batch, padded_batch, padded_size, poisson_sample
 from dpsur.mechanism.streams import BATCH
 from dpsur.per_example import ClippedSum

@@ -14,8 +14,8 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism import dp_gradient, proposer
+from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.loop import make_trial, start, train
-from dpsur.mechanism.noise import add_gaussian
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Dpagd, dpagd

@@ -14,13 +14,7 @@ from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.records import Examples, HostExamples, place
 from dpsur.functional.tree import map_tensors, split_rows, tensors_of, with_tensors
 from dpsur.mechanism.gate import paired_losses, stacked_outputs
-from dpsur.per_example import (
-    GradientBudget,
-    check_model,
-    clipped_norms,
-    clipped_sum,
-    padding_check,
-)
+from dpsur.per_example import GradientBudget, check_model, clipped_norms, clipped_sum, padding_check
 from dpsur.per_example.engine_choice import Engine, plan_for
 from dpsur.per_example.generic import one_at_a_time
 

@@ -12,9 +12,9 @@ from scipy.stats import binom
 from torch import Tensor
 
 from dpsur.audits.worst_case_problems import Unit
+from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.gate import make_rule
 from dpsur.mechanism.loop import train
-from dpsur.mechanism.noise import add_gaussian
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import Draws, Stream, Streams
 from dpsur.methods import Dpsur

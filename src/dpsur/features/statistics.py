@@ -13,7 +13,7 @@ from torch import Tensor
 from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
-from dpsur.mechanism.noise import add_gaussian
+from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.streams import Stream
 from dpsur.per_example import ClippedSum
 from dpsur.privacy.events import Event, Gaussian

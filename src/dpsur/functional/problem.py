@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.errors import UnsupportedModelError
-from dpsur.functional.call import call_on, every_module
+from dpsur.functional.call import call_on, every_module, fast_pooling
 from dpsur.functional.parameters import Params, elementwise
-from dpsur.functional.pooling import fast_pooling
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import (
     TensorTree,

@@ -11,7 +11,7 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.tree import TensorTree
-from dpsur.mechanism.noise import add_gaussian
+from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.sampling import poisson_sample
 from dpsur.mechanism.streams import BATCH, NOISE, Streams
 from dpsur.per_example.api import clipped_sum

@@ -4,8 +4,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.methods.base import Method
 from dpsur.methods.dpagd import Dpagd
 from dpsur.methods.dpis import Dpis
-from dpsur.methods.dpsgd import Dpsgd
-from dpsur.methods.dpsgd_hf import DpsgdHf
+from dpsur.methods.dpsgd import Dpsgd, DpsgdHf
 from dpsur.methods.dpsgd_ts import DpsgdTs
 from dpsur.methods.dpsur import Dpsur
 from dpsur.methods.nonprivate import Nonprivate

@@ -11,8 +11,7 @@ from dpsur import checks
 from dpsur.errors import BudgetError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.dp_gradient import dp_mean_gradient
-from dpsur.mechanism.noise import add_gaussian
+from dpsur.mechanism.dp_gradient import add_gaussian, dp_mean_gradient
 from dpsur.mechanism.proposer import GradientProposer, Sampler
 from dpsur.mechanism.state import Candidate, Procedure, State
 from dpsur.mechanism.streams import COINS, NOISE, STEERING, Draws

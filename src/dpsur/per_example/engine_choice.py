@@ -36,8 +36,7 @@ from dpsur.per_example.input_cache import channels_last_pays
 from dpsur.per_example.kernels.nvrtc import SlowerWarning
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.mixing_check import numbers_per_record, synthetic
-from dpsur.per_example.modules import Assignment, assign
-from dpsur.per_example.one_pass import Microbatch, fill_tape, watched_outputs
+from dpsur.per_example.one_pass import Assignment, Microbatch, assign, fill_tape, watched_outputs
 from dpsur.per_example.self_check import compare
 from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
 

@@ -1,14 +1,21 @@
-"""What one forward and one backward pass tell about per-example gradients."""
+"""What one forward and one backward pass say about per-example gradients.
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+Rules take the place of the layers' forward methods for the length of the pass.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrize import is_parametrized
 
-from dpsur.functional.call import call, use_weights
+from dpsur.functional.call import call, every_module, use_weights
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import (
     LossFunction,
@@ -19,11 +26,158 @@ from dpsur.functional.problem import (
     output_rows,
 )
 from dpsur.functional.records import Examples
-from dpsur.functional.tree import TensorTree, map_tensors, split_rows
+from dpsur.functional.tree import TensorTree, map_tensors, split_rows, tensors_of, with_tensors
 from dpsur.per_example.contributions import widen
 from dpsur.per_example.input_cache import KnownInputs
-from dpsur.per_example.modules import Assignment, use_rules
-from dpsur.per_example.tape import Layout, Tape
+from dpsur.per_example.rules import FASTER, RULES, kind_of
+from dpsur.per_example.tape import Layout, NotSupportedError, Tape
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which module follows which rule, and which parameters get a copy for every example.
+
+    Modules are named by their places in `every_module`: this is kept for as long as the model is,
+    and must not keep it alive. Rules are named by kinds of layers; None is `copy_per_example`.
+    """
+
+    forwards: list[tuple[int, type[nn.Module] | None]]
+    copied: list[str]
+
+
+def assign(model: nn.Module, params: Params, *, broadcast: bool) -> Assignment:
+    """Choose a rule for every layer that owns trained parameters, or that has a faster way.
+
+    A module that owns parameters without a rule is differentiated by `torch.func`, with all that is
+    inside it. With `broadcast` set it is left alone if its own parameters begin with a dimension of
+    size one, as position embeddings do: then a copy for every example may fit in their place.
+    """
+    trained = {id(p): name for name, p in model.named_parameters() if name in params}
+    places = {module: place for place, module in enumerate(every_module(model))}
+    forwards: list[tuple[int, type[nn.Module] | None]] = []
+    copied: list[str] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        trains = any(id(p) in trained for p in module.parameters())
+        kind = kind_of(module, RULES if trains else FASTER)
+        own = [p for p in module.parameters(recurse=False) if id(p) in trained]
+        if kind is not None:
+            forwards.append((places[module], kind))
+        elif (trains and is_parametrized(module)) or (
+            own and not (broadcast and all(map(_leads_with_one, own)))
+        ):
+            forwards.append((places[module], None))
+        else:
+            copied.extend(trained[id(p)] for p in own)
+            for child in module.children():
+                visit(child)
+
+    visit(model)
+    return Assignment(forwards, copied)
+
+
+def _leads_with_one(parameter: Tensor) -> bool:
+    return parameter.dim() > 1 and parameter.shape[0] == 1
+
+
+@contextmanager
+def use_rules(assignment: Assignment, model: nn.Module, tape: Tape) -> Iterator[None]:
+    """Replace forward methods and put them back afterwards."""
+    modules = list(every_module(model))
+    changed: list[tuple[dict[str, Any], Any]] = []
+    try:
+        for place, kind in assignment.forwards:
+            module = modules[place]
+            forward = (
+                copy_per_example if kind is None else (FASTER if kind in FASTER else RULES)[kind]
+            )
+            # set behind the module's back: its own way of setting attributes is slow
+            own = vars(module)
+            changed.append((own, own.get("forward")))
+            extra = (module.forward,) if forward is copy_per_example else ()
+            own["forward"] = partial(forward, module, tape, *extra)
+        yield
+    finally:
+        for own, original in changed:
+            if original is None:
+                del own["forward"]
+            else:
+                own["forward"] = original
+
+
+class _Shell(nn.Module):
+    """Calls a module's own forward method, so that neither rules nor hooks see the call."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self._own = module, forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own(*args, **kwargs)
+
+
+def copy_per_example(
+    module: nn.Module, tape: Tape, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a module without a rule with its own copy of the parameters for every example.
+
+    Arguments and outputs are trees of tensors; what else is among the arguments is the same for
+    all examples.
+    """
+    given = tensors_of((args, kwargs))
+    layouts = [tape.layout(value) for value in given]
+    if any(layout is not None and layout.fold > 1 for layout in layouts):
+        raise NotSupportedError("a module without a rule that sees parts of examples")
+    axes = [None if layout is None else layout.axis for layout in layouts]
+    if tape.dry:
+        outputs = forward(*args, **kwargs)
+        for value in _outputs_of(outputs):
+            tape.layout(value)
+        return outputs
+    if not any(axis is not None for axis in axes):
+        raise NotSupportedError("a module without a rule that does not see whole examples")
+    shell = _Shell(module, forward)
+    copies = {
+        f"module.{local}": tape.copies(slot.parameter)
+        for local, value in module.named_parameters()
+        if (slot := tape.slot(value)) is not None
+    }
+    structure: Any = None
+    places: list[int] = []
+
+    def one(copy: Params, some: list[Tensor]) -> list[Tensor]:
+        nonlocal structure
+        alone = [
+            value if axis is None else value.unsqueeze(axis)
+            for value, axis in zip(some, axes, strict=True)
+        ]
+        positional, named = with_tensors((args, kwargs), alone)
+        structure = functional_call(shell, copy, positional, named)
+        outputs = _outputs_of(structure)
+        for _ in outputs:
+            where = tape.expected_layout(torch.Size())
+            if where is None or where.fold > 1:
+                raise NotSupportedError("a module without a rule that returns parts of examples")
+            places.append(where.axis)
+        return [value.squeeze(axis) for value, axis in zip(outputs, places, strict=True)]
+
+    batched = vmap(one, in_dims=(0, axes), randomness="different")
+    with sdpa_kernel(SDPBackend.MATH):  # the only attention kernel with a batching rule
+        results = batched(copies, given)
+    moved = [value.movedim(0, axis) for value, axis in zip(results, places, strict=True)]
+    return with_tensors(structure, moved)
+
+
+def _outputs_of(outputs: Any) -> list[Tensor]:
+    found = tensors_of(outputs)
+    if not found:
+        raise NotSupportedError("a module without a rule that returns no tensor")
+    return found
+
 
 Outputs = TypeVar("Outputs")
 

@@ -22,8 +22,7 @@ from dpsur.functional.tree import (
 )
 from dpsur.per_example.contributions import Factors
 from dpsur.per_example.mixing_check import generator_state
-from dpsur.per_example.modules import Assignment
-from dpsur.per_example.one_pass import watched_outputs
+from dpsur.per_example.one_pass import Assignment, watched_outputs
 from dpsur.per_example.tape import Layout, NotSupportedError, Tape
 
 # Relative to the norm of a row's gradient. In one batch the forward pass is the same. Alone it is

@@ -1,11 +1,11 @@
-"""Max pooling with gradients: the forward pass is that of `functional/pooling.py`."""
+"""Max pooling with gradients: the forward pass is that of `functional/call.py`."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpsur.functional.pooling import channels_last, pools_faster_channels_last
+from dpsur.functional.call import channels_last, pools_faster_channels_last
 from dpsur.per_example.rules.patches import examples_at_once
 from dpsur.per_example.tape import Tape
 

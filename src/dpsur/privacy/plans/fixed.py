@@ -11,31 +11,12 @@ from typing import Any, ClassVar
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accountants.noise_tail import tail_refusal
-from dpsur.privacy.accounting import (
-    RESTORE,
-    Accounting,
-    accounting_named,
-    figures,
-    planned_charges,
-)
+from dpsur.privacy.accounting import RESTORE, Accounting, accounting_named, figures, planned_charges
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import (
-    Event,
-    NonPrivate,
-    Step,
-    Trial,
-    event_from_json,
-    event_to_json,
-)
+from dpsur.privacy.events import Event, NonPrivate, Step, Trial, event_from_json, event_to_json
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans.protocol import planned_trials, stated_counts
-from dpsur.privacy.plans.rejections import (
-    DELAY,
-    early_end,
-    least_cap,
-    nothing_to_hide,
-    trial_cap,
-)
+from dpsur.privacy.plans.rejections import DELAY, early_end, least_cap, nothing_to_hide, trial_cap
 from dpsur.privacy.search import least_noise, most_repetitions, noise_at_least
 
 
