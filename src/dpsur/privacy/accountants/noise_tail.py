@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
-from scipy.stats import ncx2
-
 from dpsur.privacy.events import (
     Event,
     Gaussian,
@@ -87,6 +85,8 @@ def out_of_reach(
     shift = 1 / noise_multiplier if noise_multiplier > 1e-150 else math.inf
     if shift**2 > LARGEST_RADIUS**2 - 4:  # beyond it the sum over pairs is not bounded by one pair
         return sample_rate
+    from scipy.stats import ncx2  # takes longer to import than the rest of the library
+
     one_pair = float(ncx2.sf(LARGEST_RADIUS**2, 2, shift**2))
     # What pairs lose at the edge of the disc, both ways, however many share the shift.
     edge = LARGEST_RADIUS * math.exp(-(LARGEST_RADIUS**2) / 2) / math.pi
