@@ -8,7 +8,7 @@ of them.
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -85,6 +85,7 @@ class _BatchlessGate:
     """A gate that draws no batch. `test` is what is charged."""
 
     test: LossTest
+    rejects: ClassVar[bool] = True
 
     def begin(self, state: State, draws: Draws) -> None:
         """Nothing to prepare."""
@@ -133,6 +134,7 @@ class LeakyGate:
     """
 
     gate: Gate
+    rejects: ClassVar[bool] = True
     momentum: bool = False
     first_weights: bool = False
 

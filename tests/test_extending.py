@@ -222,6 +222,19 @@ def test_the_gate_keeps_every_other_candidate_and_all_are_charged(page):
     assert run.epsilon == other.epsilon
 
 
+def test_the_gate_releases_what_can_be_verified_and_is_refused_elsewhere(page, tmp_path, capsys):
+    out = str(tmp_path / "run")
+    asked = ("--task", "rings", "--method", "alternating", "--updates", "6", "--seed", "1")
+    rest = ("--epsilon", "4", "--delta", "1e-4", "--device", "cpu")
+    status, _, err = dpsur("train", *asked, *rest, "--out", str(tmp_path / "no"), capsys=capsys)
+    assert status == 2
+    assert "use accounting every-trial" in err
+    charged = ("--accounting", "every-trial", "--out", out)
+    assert dpsur("train", *asked, *rest, *charged, capsys=capsys)[0] == 0
+    assert dpsur("verify", out, capsys=capsys)[0] == 0
+    assert dpsur("evaluate", out, capsys=capsys)[0] == 0
+
+
 def test_the_experiment_makes_its_rows_once_and_its_table(page, tmp_path, capsys):
     places = ("--results", str(tmp_path / "results"), "--out", str(tmp_path / "docs"))
     status, out, err = reproduce("ring-features", *places, capsys=capsys)

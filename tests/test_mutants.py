@@ -22,7 +22,7 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import flatten
 from dpsur.mechanism import dp_gradient, gate, proposer, sampling, trial
-from dpsur.mechanism.gate import LossGate, mean_losses
+from dpsur.mechanism.gate import LossRule, mean_losses
 from dpsur.mechanism.loop import train
 from dpsur.mechanism.proposer import DpGradient
 from dpsur.mechanism.sampling import Batch
@@ -130,7 +130,7 @@ def the_budget_stops_training_before_it_is_overspent():
 
 
 def a_nan_difference_is_accepted_as_often_as_the_worst():
-    gate = LossGate(0.001, 1.0, 0.0)
+    gate = LossRule(0.001, 1.0, 0.0)
     count = 100_000
     accepted = gate.decide(torch.full((count,), math.nan, dtype=torch.float64), stream())
     assert_frequency(int(accepted.sum()), count, LossTest(0.1, 1.0, 0.0).accept_min)
@@ -347,7 +347,7 @@ def nan_rejects_always(patch):
         noisy = difference.clamp(-bound, bound) + 2 * bound * self.noise_multiplier * draw
         return noisy < self.accept_threshold * bound
 
-    patch.setattr(LossGate, "decide", decide)
+    patch.setattr(LossRule, "decide", decide)
 
 
 def noise_times(factor):

@@ -213,7 +213,7 @@ def test_every_method_and_task_is_there():
     listed = re.findall(r"^\| `([a-z-]+)` \|[^|]*\|$", TEXT, flags=re.MULTILINE)
     assert listed == list(METHODS)
     assert all(f"`{task}`" in TEXT for task in TASKS)
-    # "any but the last two selective"
+    # the gate works with every method except the last two
     selective = [issubclass(METHODS[name], GradientMethod) for name in listed]
     assert selective == [True] * 5 + [False] * 2
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from dpsur import figure_style as style
-from dpsur.mechanism.gate import LossGate
+from dpsur.mechanism.gate import LossRule
 from dpsur.mechanism.streams import SETUP, VAL_NOISE, Streams
 from dpsur.privacy.events import LossTest
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
@@ -102,7 +102,7 @@ def _measured(config: dict[str, Any]) -> list[dict[str, float]]:
     bound = config["loss_clip"]
     found = []
     for beta in PROBES:
-        gate = LossGate(bound, config["sigma_v"], beta)
+        gate = LossRule(bound, config["sigma_v"], beta)
         rates = [
             gate.decide(torch.full((config["draws"],), difference), noise).double().mean().item()
             for difference in (-bound, bound)

@@ -148,7 +148,8 @@ class RunConfig(checks.NamedArguments):
     )
     normalisation: str | None = option(
         None,
-        "of the features; private statistics are charged (default: group for scattering, else "
+        "how to normalise features; private statistics are charged (default: group for "
+        "scattering, else "
         "none)",
         NORMALISATIONS,
         group=WHAT,
@@ -220,7 +221,7 @@ class RunConfig(checks.NamedArguments):
     device: str = option("auto", "cpu, cuda or auto", check=_is_device, group=RUN)
     seed: int | None = option(
         None,
-        "make the run repeatable; anyone who knows the seed can undo the privacy (default: seeded "
+        "make the run repeatable; who knows the seed can subtract the noise (default: seeded "
         "by the operating system)",
         group=RUN,
     )

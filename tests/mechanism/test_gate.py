@@ -5,7 +5,7 @@ import torch
 
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism import gate
-from dpsur.mechanism.gate import CoinGate, LossGate, make_rule, mean_losses, start_test
+from dpsur.mechanism.gate import CoinRule, LossRule, make_rule, mean_losses, start_test
 from dpsur.mechanism.sampling import Batch
 from dpsur.privacy.events import CoinTest, LossTest
 from tests.conftest import stream
@@ -23,7 +23,7 @@ def frequency(gate, difference, seed=0):
     ("beta", "better", "worse"), [(0.0, 0.691462, 0.308538), (-1.0, 0.5, 0.158655)]
 )
 def test_acceptance_frequencies_of_the_paper(beta, better, worse):
-    gate = LossGate(loss_clip=0.001, noise_multiplier=1.0, accept_threshold=beta)
+    gate = LossRule(loss_clip=0.001, noise_multiplier=1.0, accept_threshold=beta)
     assert_frequency(frequency(gate, -0.5), DRAWS, better)
     assert_frequency(frequency(gate, +0.5), DRAWS, worse)
 
@@ -32,26 +32,26 @@ def test_acceptance_frequencies_of_the_paper(beta, better, worse):
 @pytest.mark.parametrize("beta", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("at", [-1.0, -0.3, 0.0, 0.6, 1.0])
 def test_frequencies_match_the_event_that_is_accounted(noise, beta, at):
-    gate = LossGate(0.01, noise, beta)
+    gate = LossRule(0.01, noise, beta)
     event = LossTest(0.1, noise, beta)
     assert_frequency(frequency(gate, at * 0.01), DRAWS, event.acceptance(at))
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_a_difference_that_is_not_finite_counts_as_the_worst(odd):
-    gate = LossGate(0.001, 1.0, 0.0)
+    gate = LossRule(0.001, 1.0, 0.0)
     assert_frequency(frequency(gate, odd), DRAWS, LossTest(0.1, 1.0, 0.0).accept_min)
 
 
 def test_the_threshold_is_strict():
     # with vanishing noise a difference exactly at the threshold is a coin toss, not a certainty
-    gate = LossGate(0.5, 1e-300, 1.0)
+    gate = LossRule(0.5, 1e-300, 1.0)
     exactly = torch.full((4,), 0.5, dtype=torch.float64)
     assert not gate.decide(exactly, stream(0)).any()
 
 
 def test_noise_is_drawn_whatever_the_difference():
-    gate = LossGate(0.001, 1.0, 0.0)
+    gate = LossRule(0.001, 1.0, 0.0)
     one, two = stream(0), stream(0)
     gate.decide(torch.tensor(math.nan, dtype=torch.float64), one)
     gate.decide(torch.tensor(0.3, dtype=torch.float64), two)
@@ -82,20 +82,20 @@ def test_mean_losses_are_means_over_the_batch(problem):
 )
 def test_bad_gates(arguments):
     with pytest.raises(InvalidInputError):
-        LossGate(*arguments)
+        LossRule(*arguments)
 
 
 @pytest.mark.parametrize("worse", [0.0, 0.3, math.nan, math.inf])
 def test_the_coin_accepts_a_worsening_now_and_then(worse):
-    assert_frequency(frequency(CoinGate(4.0), worse), DRAWS, 0.25)
+    assert_frequency(frequency(CoinRule(4.0), worse), DRAWS, 0.25)
 
 
 def test_the_coin_accepts_every_improvement():
-    assert frequency(CoinGate(4.0), -1e-12) == DRAWS
+    assert frequency(CoinRule(4.0), -1e-12) == DRAWS
 
 
 def test_a_coin_that_rejects_nan_for_certain_is_caught():
-    class Wrong(CoinGate):
+    class Wrong(CoinRule):
         def decide(self, difference, drawn):
             return super().decide(difference, drawn) & ~difference.isnan()
 
@@ -104,8 +104,8 @@ def test_a_coin_that_rejects_nan_for_certain_is_caught():
 
 
 def test_the_gate_is_the_accounted_test():
-    assert make_rule(CoinTest(0.1, 3.0), 0.001) == CoinGate(3.0)
-    assert make_rule(LossTest(0.1, 1.3, -1.0), 0.01) == LossGate(0.01, 1.3, -1.0)
+    assert make_rule(CoinTest(0.1, 3.0), 0.001) == CoinRule(3.0)
+    assert make_rule(LossTest(0.1, 1.3, -1.0), 0.01) == LossRule(0.01, 1.3, -1.0)
 
 
 def test_padding_does_not_change_the_mean_losses(problem):

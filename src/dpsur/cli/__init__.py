@@ -36,12 +36,15 @@ GROUPS = {
     },
     "check": {
         "verify": ("dpsur.cli.verify:set_up", "recompute a release's epsilon, check its weights"),
-        "audit": ("dpsur.cli.audit:set_up", "lower bounds on epsilon, against what is claimed"),
+        "audit": (
+            "dpsur.cli.audit:set_up",
+            "empirical lower bounds on epsilon",
+        ),
         "attack": ("dpsur.cli.attack:set_up", "membership inference on a target or a release"),
     },
     "privacy": {
         "account": ("dpsur.cli.account:set_up", "what a run costs, under each accounting"),
-        "calibrate": ("dpsur.cli.calibrate:set_up", "noise, updates or test for a budget"),
+        "calibrate": ("dpsur.cli.calibrate:set_up", "choose noise, updates or gate for a budget"),
         "proof": ("dpsur.cli.listings:set_up_proof", "the theorem behind epsilon, and its proof"),
     },
     "data": {

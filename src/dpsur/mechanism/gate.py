@@ -1,7 +1,7 @@
 """The gate of Algorithm 1: both models on one fresh batch, then a decision (lines 9 to 14).
 
-The decision is a rule: `LossGate` is the paper's clipped, noisy loss difference against a
-threshold, `CoinGate` a coin for candidates that got worse.
+The decision is a rule: `LossRule` is the paper's clipped, noisy loss difference against a
+threshold, `CoinRule` a coin for candidates that got worse.
 
 Both losses come from one evaluation where that is faster. On a CPU two evaluations cost no more
 than one of both. On a GPU that waits for small kernels one evaluation costs half, but only for
@@ -12,6 +12,7 @@ and grouped convolutions have slow kernels.
 import math
 import warnings
 from dataclasses import dataclass, replace
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -117,7 +118,7 @@ def _tried(problem: Problem, params: Params, inputs: TensorTree) -> bool:
 
 
 @dataclass(frozen=True)
-class LossGate:
+class LossRule:
     """Accept a candidate whose noisy loss difference is below the threshold (Alg. 1, L11-14).
 
     Formal guarantee: whatever the difference, NaN included, acceptance has a probability between
@@ -148,7 +149,7 @@ class LossGate:
 
 
 @dataclass(frozen=True)
-class CoinGate:
+class CoinRule:
     """Accept every improvement, and a worsening with probability 1 / accept_ratio.
 
     Formal guarantee: whatever the difference, NaN included, acceptance has a probability between
@@ -165,14 +166,14 @@ class CoinGate:
         return (difference < 0) | (toss < 1 / self.accept_ratio)
 
 
-Rule = LossGate | CoinGate
+Rule = LossRule | CoinRule
 
 
 def make_rule(test: Test, loss_clip: float) -> Rule:
     """The rule that an accounted test stands for."""
     if isinstance(test, CoinTest):
-        return CoinGate(test.accept_ratio)
-    return LossGate(loss_clip, test.noise_multiplier, test.accept_threshold)
+        return CoinRule(test.accept_ratio)
+    return LossRule(loss_clip, test.noise_multiplier, test.accept_threshold)
 
 
 def mean_losses(
@@ -222,6 +223,7 @@ class AlwaysAccept:
     """No gate: every candidate is kept."""
 
     test: Test | None = None
+    rejects: ClassVar[bool] = False
 
     def begin(self, state: State, draws: Draws) -> None:
         """Nothing to prepare."""
@@ -251,6 +253,7 @@ class LossTestGate:
     problem: Problem
     test: Test
     rule: Rule
+    rejects: ClassVar[bool] = True
     keep_momentum: bool = False
     draw: Draw = steady_batch
 

@@ -102,6 +102,11 @@ class Gate(Protocol):
         """The event of a decision; None if it does not depend on the data."""
         ...
 
+    @property
+    def rejects(self) -> bool:
+        """Whether a candidate may be rejected."""
+        ...
+
     def begin(self, state: State, draws: Draws) -> Any:
         """What can be computed before the candidate is there; goes into `Candidate.test`."""
         ...

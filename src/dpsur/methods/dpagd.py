@@ -63,7 +63,7 @@ class Dpagd(Method):
     summary = "adaptive gradient descent (Lee, Kifer 2018, reconstructed): private step lengths"
 
     batch_size: int | None = option(
-        None, "expected size of a Poisson training batch (default: near 8 times the root of N)"
+        None, "expected size of a Poisson training batch (default: about 8 sqrt(N), a power of two)"
     )
     max_grad_norm: float = option(0.1, "L2 norm to which each record's gradient is clipped")
     val_batch_size: int | None = option(

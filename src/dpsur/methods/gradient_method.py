@@ -28,9 +28,9 @@ DEFAULT_EPOCHS = 20
 NO_GATE = "none"
 GATES = ("loss", "coin", NO_GATE)
 GATE_HELP = (
-    "the test of a candidate: loss is the paper's noisy loss difference, coin accepts every "
-    "improvement and a worsening now and then, none keeps every candidate (dpsur, where it is left "
-    "open: coin under the proven accounting, which alone covers it, else loss)"
+    "the test of a candidate: loss is the paper's noisy loss difference; coin accepts every "
+    "improvement, and a worse candidate with probability 1/accept-ratio; none keeps all candidates "
+    "(dpsur, if unset: coin under the proven accounting, which alone covers it, else loss)"
 )
 USUAL_TEST_NOISE = 1.0
 USUAL_RATIO = 2.0
@@ -55,7 +55,7 @@ class GradientMethod(OptimizerMethod):
     """
 
     batch_size: int | None = option(
-        None, "expected size of a Poisson training batch (default: near 8 times the root of N)"
+        None, "expected size of a Poisson training batch (default: about 8 sqrt(N), a power of two)"
     )
     max_grad_norm: float = option(0.1, "L2 norm to which each record's gradient is clipped")
     noise_multiplier: float | None = option(
@@ -65,7 +65,8 @@ class GradientMethod(OptimizerMethod):
         None, "updates to make (default: what the budget allows at the noise given, else 20 epochs)"
     )
     val_batch_size: int | None = option(
-        None, "expected size of a Poisson batch for the test (default: near the root of N)"
+        None,
+        "expected size of a Poisson batch for the test (default: about sqrt(N), a power of two)",
     )
     gate: str | None = option(NO_GATE, GATE_HELP, GATES)
     val_noise_multiplier: float | None = option(
@@ -142,7 +143,14 @@ class GradientMethod(OptimizerMethod):
             self.make_schedule(plan.length),
             self.make_average(),
         )
-        return Selective(proposer, self.make_gate(problem, plan), plan.setup)
+        gate = self.make_gate(problem, plan)
+        if gate.rejects and gate.test is None and plan.updates is not None:
+            raise InvalidInputError(
+                f"the gate of {self.name} rejects candidates without a test, so the number of "
+                f"updates is not what the {plan.accounting} accounting planned; use accounting "
+                "every-trial, which charges every candidate"
+            )
+        return Selective(proposer, gate, plan.setup)
 
     def gradient_source(self, problem: Problem, plan: PrivacyPlan) -> GradientSource:
         """Where gradients come from: noisy sums of clipped gradients."""

@@ -150,7 +150,7 @@ def _accepted(statement: Mapping[str, Any]) -> tuple[int, int]:
     if steps is None:
         if updates is not None:
             return updates, updates
-        return (trials if _gate(mechanism) is None else 0), trials
+        return 0, trials  # all are charged; a gate that does not look at the data may reject some
     charged = sum(row["charged"] for row in steps if row["step"]["kind"] == "Trial")
     if mechanism["trial"]["test"] is None:
         return charged, charged
