@@ -140,7 +140,7 @@ def test_the_stated_speed_is_that_of_the_rows():
         for r in rows_of("bench_gpu_faster_host")
         if (r["network"], r["arm"]) == ("lstm-imdb", "dpsur-captured")
     )
-    said = f"early, took {first}, {second} and {third}, and {reviews:.2f} on `l"
+    said = f"three took {first}, {second} and {third}, and {reviews:.2f} on `l"
     assert said in " ".join(TEXT.split())
 
 
@@ -235,11 +235,12 @@ def test_the_map_of_the_paper_names_what_there_is():
             assert any((root / path).exists() for root in roots), path
 
 
-def test_every_room_of_the_house_is_explained():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+def test_every_package_is_explained():
+    text = (ROOT / "docs" / "architecture.md").read_text()
     source = ROOT / "src" / "dpsur"
     rooms = {p.name for p in source.iterdir() if p.is_dir() and p.name != "__pycache__"}
-    assert set(re.findall(r"^\| `([a-z]+)/` \|", text, flags=re.MULTILINE)) == rooms
+    table = " ".join(re.findall(r"^\| (`[a-z_]+/`.*?) \|", text, flags=re.MULTILINE))
+    assert set(re.findall(r"`([a-z_]+)/`", table)) == rooms
 
 
 def test_the_stated_versions_are_those_of_the_metadata():
@@ -254,7 +255,7 @@ def test_the_stated_versions_are_those_of_the_metadata():
 
 
 def test_it_is_short():
-    assert len(TEXT.splitlines()) <= 180
+    assert len(TEXT.splitlines()) <= 190
 
 
 def test_the_accuracy_on_reviews_is_that_of_the_rows():
