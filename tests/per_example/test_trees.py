@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import dpsur
 from dpsur.errors import InvalidInputError, UnsupportedModelError
 from dpsur.functional.call import call_on
 from dpsur.functional.problem import Objective, Problem
@@ -335,3 +336,37 @@ def test_a_blank_that_forgets_a_column_is_seen(monkeypatch):
     wrong = Examples(problem.train.inputs, {"size": targets["size"], "class": targets["class"]})
     with pytest.raises(IndexError):
         clipped_sum(problem, params, wrong, 0.3, mask=mask)
+
+
+class CutToLengths(nn.Module):
+    """Takes lengths beside the series, and cuts the batch to the longest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x, lengths):
+        longest = int(lengths.max().clamp(min=1))
+        return self.head(x[:, :longest].mean(1))
+
+
+class MaskedByLengths(CutToLengths):
+    """Each record's own length decides about its own mean: other examples do not matter."""
+
+    def forward(self, x, lengths):
+        places = torch.arange(x.shape[1], device=x.device)
+        inside = (places < lengths.clamp(min=1).unsqueeze(1)).unsqueeze(2)
+        return self.head((x * inside).sum(1) / lengths.clamp(min=1).unsqueeze(1))
+
+
+def series(size=6):
+    x = torch.randn(size, 20, 3)
+    return (x, torch.randint(1, 20, (size,))), torch.arange(size) % 2
+
+
+def test_a_model_that_cuts_to_the_largest_length_is_refused():
+    inputs, targets = series()
+    with pytest.raises(dpsur.UnsupportedModelError):
+        dpsur.per_example_gradients(CutToLengths(), F.cross_entropy, inputs, targets)
+    found = dpsur.per_example_gradients(MaskedByLengths(), F.cross_entropy, inputs, targets)
+    assert len(found["head.weight"]) == 6

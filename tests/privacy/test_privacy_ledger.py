@@ -193,3 +193,10 @@ def test_a_stored_ledger_that_exceeds_its_limit_is_refused():
         PrivacyLedger.from_json({**filtered().to_json(), "delta": 1e-3})
     with pytest.raises(InvalidInputError, match="not a privacy ledger"):
         PrivacyLedger.from_json({})
+
+
+@pytest.mark.parametrize("setup", [(Gaussian(0.5),), (NonPrivate(),)])
+def test_a_setup_beyond_the_budget_is_refused(setup):
+    """A filter promises its allowance, so nothing may have been spent beyond it before."""
+    with pytest.raises(BudgetError, match="before the first step"):
+        PrivacyLedger.for_budget(1.0, 1e-5, SampledGaussian(0.01, 1.0), setup=setup)

@@ -130,7 +130,10 @@ def _beyond(values: Tensor, axis: int, lengths: Tensor) -> Tensor:
 def _beside(
     columns: list[Tensor], place: int, axis: int, lengths: Tensor
 ) -> Iterator[list[Tensor]]:
-    """The other inputs: those of the same length padded like a mask, then all as they are."""
+    """The other inputs: those of the same length padded like a mask, then all as they are.
+
+    A column with one number per record may hold the lengths, so it is tried with them too.
+    """
     size = columns[place].shape[axis]
 
     def pad(values: Tensor) -> Tensor:
@@ -143,6 +146,12 @@ def _beside(
     ]
     if any(one is not other for one, other in zip(padded, columns, strict=True)):
         yield padded
+    told = [
+        lengths.to(values) if values.dim() == 1 and values.dtype != torch.bool else values
+        for values in padded
+    ]
+    if any(one is not other for one, other in zip(told, padded, strict=True)):
+        yield told
     yield columns
 
 

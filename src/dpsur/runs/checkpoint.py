@@ -51,13 +51,16 @@ class Fingerprint:
         return " and ".join(found) or "settings, model, loss or records"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkpoint:
     """What was saved."""
 
     ledger: Ledger
     state: Mapping[str, Tensor]
     streams: Mapping[str, Tensor]
+
+    def __repr__(self) -> str:
+        return "Checkpoint(ledger, state and key of random numbers; private)"
 
 
 def save_checkpoint(

@@ -85,6 +85,11 @@ class FilteredPlan:
         check_covers_steering(self.accounting)
         if self._pays_for_updates and self.updates is None:
             raise InvalidInputError("behind a gate the number of updates must be fixed in advance")
+        if not self.left_after_setup() >= 0:
+            raise BudgetError(
+                f"what happens before the first step spends more than epsilon "
+                f"{self.budget.epsilon:g}; raise epsilon, or the noise of the setup"
+            )
 
     @staticmethod
     def for_budget(
