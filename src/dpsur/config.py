@@ -264,7 +264,7 @@ class RunConfig(checks.NamedArguments):
             usual = _task_settings(values, kind, task)
             return build(cls, values, method=kind(**{**usual, **options}))
         epsilon = values.get("epsilon", DEFAULT_BUDGET.epsilon)
-        facts = _facts(task, values.get("keep_fraction"))
+        facts = data_facts(task, values.get("keep_fraction"))
         preset = preset_named(values["preset"], kind.name, task.name, epsilon, facts)
         usual = {"features": preset.features, "normalisation": preset.normalisation}
         values = {**usual, **values, "network": dict(preset.network)}
@@ -307,7 +307,7 @@ def _names(method: type[Method]) -> set[str]:
     return {each.name for each in fields(method)}
 
 
-def _facts(task: Task, keep_fraction: float | None) -> DataFacts | None:
+def data_facts(task: Task, keep_fraction: float | None = None) -> DataFacts | None:
     """What is public about the records that a run trains on."""
     if task.records is None or task.shape is None or task.classes is None:
         return None

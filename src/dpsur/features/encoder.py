@@ -46,7 +46,7 @@ SCATTERING_DIMENSION = 81 * 7 * 7
 # Images without a resize keep their pixels sharp: sizes in this range are padded.
 _PADDED_FROM = 24
 # Pixels in [0, 1] are shifted and scaled by these before the first layer.
-_CENTRE, _SPREAD = 0.5, 0.25
+CENTRE, SPREAD = 0.5, 0.25
 # Of the batch normalisation that the networks were trained with.
 _VARIANCE_EPS = 1e-5
 # Images that are encoded at once.
@@ -99,7 +99,7 @@ class FrozenWideResNet(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Encode (N, 3, height, width) in [0, 1]."""
         known = dict(self.named_buffers())
-        values = F.conv2d((images - _CENTRE) / _SPREAD, known["stem"], padding=1)
+        values = F.conv2d((images - CENTRE) / SPREAD, known["stem"], padding=1)
         maps = []
         for group, place in self._places():
             name = f"{group}_{place}_"
