@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dpsur.config import data_facts
 from dpsur.methods import METHODS, Method
 from dpsur.methods.dpsur import Dpsur
-from dpsur.presets import BEST, PAPER, Preset, preset_named
+from dpsur.presets import BEST, ENCODER, PAPER, Preset, preset_named
+from dpsur.tasks import TASKS
 from reproduction.released_code import (
     FirstRejectionsKept,
     KeptMomentum,
@@ -36,7 +38,8 @@ class Arm:
 
     def preset(self, task: str, epsilon: float) -> Preset:
         """Features, network and hyper-parameters."""
-        preset = preset_named(self.preset_name, self.preset_of, task, epsilon)
+        facts = data_facts(TASKS[task])
+        preset = preset_named(self.preset_name, self.preset_of, task, epsilon, facts)
         return preset.changed(dict(self.changes))
 
     @property
@@ -100,4 +103,14 @@ BEST_ARMS = tuple(
     for name in ("dpsgd", "dpsur")
 )
 
-ARMS = {arm.name: arm for arm in (*DPSUR_ARMS, *FAULT_ARMS, *METHOD_ARMS, HF_PUBLISHED, *BEST_ARMS)}
+# A linear model on the features of the encoder.
+ENCODER_ARMS = (
+    Arm(
+        "encoder", "dpsgd, preset encoder", METHODS["dpsgd"], "dpsgd", "proven", preset_name=ENCODER
+    ),
+)
+
+ARMS = {
+    arm.name: arm
+    for arm in (*DPSUR_ARMS, *FAULT_ARMS, *METHOD_ARMS, HF_PUBLISHED, *BEST_ARMS, *ENCODER_ARMS)
+}

@@ -45,6 +45,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.best",
         "the best accuracies here at a proven epsilon, beside the paper's at its own (GPU minutes)",
     ),
+    "heads": (
+        "reproduction.experiments.heads",
+        "linear models on the features of the shipped encoder (GPU minutes)",
+    ),
     "tuning": (
         "reproduction.experiments.tuning",
         "settings that the paper does not give, chosen on held-out records (GPU minutes)",

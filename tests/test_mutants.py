@@ -18,6 +18,7 @@ from torch import nn
 
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
+from dpsur.features import statistics as feature_sums
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import flatten
@@ -36,7 +37,9 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
 from dpsur.privacy.plans import Plan
 from dpsur.runs import build_session as building
+from dpsur.runs import input_features
 from dpsur.runs import validation as losses
+from dpsur.runs.input_features import InputFeatures, compute_inputs
 from tests.conftest import blobs, small_model, stream
 from tests.statistics import assert_frequency, assert_standard_deviation
 
@@ -134,6 +137,23 @@ def a_nan_difference_is_accepted_as_often_as_the_worst():
     count = 100_000
     accepted = gate.decide(torch.full((count,), math.nan, dtype=torch.float64), stream())
     assert_frequency(int(accepted.sum()), count, LossTest(0.1, 1.0, 0.0).accept_min)
+
+
+def a_mean_is_charged_for_what_a_record_moves():
+    """One Gaussian event of the noise that was added, relative to what one record can move."""
+    asked = InputFeatures("vectors", "mean", mean_noise=50.0)
+    rows = 3 * F.normalize(torch.randn(41, 4000, generator=torch.Generator().manual_seed(0)))
+
+    def noisy_sum(count):
+        train = Examples(rows[:count], torch.zeros(count))
+        return compute_inputs(asked, train, None, Streams(0, CPU)).statistics["centre"] * count
+
+    moved = float((noisy_sum(41) - noisy_sum(40)).norm())
+    assert len(asked.setup) == 1
+    (event,) = asked.setup
+    assert moved <= 1 + 1e-6
+    exact = F.normalize(rows[:40]).double().sum(0)
+    assert_standard_deviation((noisy_sum(40) - exact).numpy(), event.noise_multiplier)
 
 
 def noise_has_the_accounted_scale():
@@ -395,6 +415,24 @@ def padding_is_not_tried(patch):
     patch.setattr(support, "check_padding", lambda *_: None)
 
 
+def mean_charged_nothing(patch):
+    patch.setattr(input_features, "feature_mean", lambda _: ())
+    patch.setattr(input_features, "_private_mean", _mean_without_a_check)
+
+
+def _mean_without_a_check(asked, inputs, drawn):
+    mean, _ = feature_sums.private_mean(inputs, asked.mean_noise, drawn)
+    return {"centre": mean}
+
+
+def rows_of_the_mean_clipped_to(bound):
+    def apply(patch):
+        real = feature_sums.clipped_rows_sum
+        patch.setattr(feature_sums, "clipped_rows_sum", lambda rows, _: real(rows, bound))
+
+    return apply
+
+
 class Mutant(NamedTuple):
     name: str
     law: object
@@ -438,6 +476,17 @@ MUTANTS = [
     ),
     Mutant("test charged nothing", every_part_of_every_trial_is_charged, forget_the_test),
     Mutant("a loss with memory is accepted", a_loss_has_no_memory, losses_may_remember),
+    Mutant("mean not charged", a_mean_is_charged_for_what_a_record_moves, mean_charged_nothing),
+    Mutant(
+        "rows of the mean clipped to 2",
+        a_mean_is_charged_for_what_a_record_moves,
+        rows_of_the_mean_clipped_to(2.0),
+    ),
+    Mutant(
+        "rows of the mean not clipped",
+        a_mean_is_charged_for_what_a_record_moves,
+        rows_of_the_mean_clipped_to(math.inf),
+    ),
     Mutant("padding is not tried", a_text_does_not_depend_on_the_longest, padding_is_not_tried),
 ]
 

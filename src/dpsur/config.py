@@ -16,7 +16,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.features import FEATURES, NORMALISATIONS, features_named
 from dpsur.methods import METHODS, Dpsur, Method, Nonprivate, method_named
 from dpsur.options import build, check_options, flag, from_plain, option, shorten, to_plain
-from dpsur.presets import PRESETS, preset_named
+from dpsur.presets import PRESETS, DataFacts, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.rejections import NOT_HIDDEN, WAYS_TO_HIDE
@@ -148,16 +148,16 @@ class RunConfig(checks.NamedArguments):
     )
     normalisation: str | None = option(
         None,
-        "how to normalise features; private statistics are charged (default: group for "
-        "scattering, else "
-        "none)",
+        "how to normalise features; private statistics and the mean (of the encoder's features) "
+        "are charged (default: group for scattering, else none)",
         NORMALISATIONS,
         group=WHAT,
     )
     preset: str | None = option(
         None,
         "settings for the method, the task and epsilon 1, 2, 3 or 4: the paper's, or (dpsgd, "
-        "dpsur) the best known here; other options take precedence",
+        "dpsur) the best known here; encoder is for any images and any epsilon (dpsgd, dpsur); "
+        "other options take precedence",
         names=PRESETS,
         group=WHAT,
     )
@@ -264,7 +264,8 @@ class RunConfig(checks.NamedArguments):
             usual = _task_settings(values, kind, task)
             return build(cls, values, method=kind(**{**usual, **options}))
         epsilon = values.get("epsilon", DEFAULT_BUDGET.epsilon)
-        preset = preset_named(values["preset"], kind.name, task.name, epsilon)
+        facts = data_facts(task, values.get("keep_fraction"))
+        preset = preset_named(values["preset"], kind.name, task.name, epsilon, facts)
         usual = {"features": preset.features, "normalisation": preset.normalisation}
         values = {**usual, **values, "network": dict(preset.network)}
         return build(cls, values, method=kind(**{**preset.options, **options}))
@@ -306,6 +307,14 @@ def check_method_options(method: type[Method], options: Mapping[str, Any]) -> No
 
 def _names(method: type[Method]) -> set[str]:
     return {each.name for each in fields(method)}
+
+
+def data_facts(task: Task, keep_fraction: float | None = None) -> DataFacts | None:
+    """What is public about the records that a run trains on."""
+    if task.records is None or task.shape is None or task.classes is None:
+        return None
+    records = max(1, round(task.records * (keep_fraction or 1)))
+    return DataFacts(records, task.shape, task.classes)
 
 
 def _task_settings(

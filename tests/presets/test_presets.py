@@ -6,11 +6,13 @@ from importlib.resources import files
 
 import pytest
 
+from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.features import FEATURES, NORMALISATIONS
-from dpsur.methods import METHODS
+from dpsur.methods import METHODS, Nonprivate
+from dpsur.methods.gradient_method import linear_head_rate
 from dpsur.networks import build_network
-from dpsur.presets import PRESETS, preset_named
+from dpsur.presets import PRESETS, DataFacts, preset_named
 from dpsur.presets import best as best_presets
 from dpsur.presets.paper import TEMPERED
 from dpsur.presets.settings import DATASET_SIZES, DELTA, EPSILONS
@@ -175,6 +177,8 @@ def test_presets_can_be_changed_and_not_spoiled():
         (("best", "dpsur", "imdb", 3), "preset best has no settings for task imdb; it has fmnist"),
         (("best", "dpis", "mnist", 3), "no settings for method dpis; it has dpsgd, dpsur"),
         (("best", "dpsur", "mnist", 7), "no settings for epsilon 7"),
+        (("encoder", "dpsgd", "imdb", 3), "preset encoder needs images of shape"),
+        (("encoder", "dpis", "mnist", 3), "preset encoder has no settings for method dpis"),
     ],
 )
 def test_presets_that_are_not_there(arguments, message):
@@ -183,7 +187,7 @@ def test_presets_that_are_not_there(arguments, message):
 
 
 def test_every_method_of_the_paper_has_a_preset():
-    assert list(PRESETS) == ["paper", "best"]
+    assert list(PRESETS) == ["paper", "best", "encoder"]
     for method in COMPARED:
         assert preset_named("paper", method, "mnist", 1).options
 
@@ -205,3 +209,36 @@ def test_the_best_settings_settle_and_have_a_network(method, task, epsilon, quic
     found, plan = built.settle(SIZES[task], Budget(epsilon, DELTA), accounting, setup)
     assert found.noise_multiplier > 0
     assert plan.epsilon() <= epsilon
+
+
+@pytest.mark.parametrize(
+    ("facts", "features", "batch"),
+    [
+        (DataFacts(50_000, (3, 32, 32), 10), "encoder", 8192),
+        (DataFacts(60_000, (1, 28, 28), 10), "scattering+encoder", 8192),
+        (DataFacts(4000, (1, 28, 28), 10), "scattering+encoder", 512),
+        (DataFacts(9, (4, 9, 9), 2), "encoder", 1),
+    ],
+)
+def test_the_encoder_preset_follows_from_public_facts(facts, features, batch):
+    preset = preset_named("encoder", "dpsgd", "any", 2.5, facts)
+    assert (preset.features, preset.normalisation) == (features, "mean")
+    assert preset.options["batch_size"] == batch
+    assert preset.options["learning_rate"] is None
+    assert preset_named("encoder", "dpsgd", "another name", 2.5, facts) == preset
+
+
+@pytest.mark.parametrize("task", ["mnist", "fmnist", "cifar10", "mnist-5k"])
+def test_the_encoder_preset_has_a_network_for_its_features(task):
+    config = RunConfig.from_names({"task": task, "preset": "encoder"}, "dpsur")
+    network = build_network(TASKS[task].networks[config.features])
+    (weights,) = network.parameters()
+    assert not weights.any()
+    assert config.method.gate == "none"
+
+
+def test_the_rule_gives_the_rates_that_were_measured():
+    """About 22 epsilon on CIFAR-10 at the calibrated noise of 15.12 at epsilon 1."""
+    assert linear_head_rate(8192, 15.12, 0.2, 600) == pytest.approx(22.1, abs=0.1)
+    with pytest.raises(InvalidInputError, match="learning_rate"):
+        Nonprivate(learning_rate=None)

@@ -14,10 +14,10 @@ from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.features import WithFeatures, compute, features_named, statistics
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import Streams
-from dpsur.privacy.events import Gaussian
+from dpsur.privacy.events import Gaussian, feature_mean_noise
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
 from dpsur.runs.input_features import InputFeatures, compute_inputs, like_features
-from dpsur.runs.verification import verify
+from dpsur.runs.verification import _setup_faults, verify
 from tests.conftest import StopAt
 from tests.methods.problems import BUDGET, CPU, NOISE, SIZE, linear_on_scattering, tiny_images
 
@@ -181,6 +181,11 @@ def test_seeds_repeat_statistics_and_nothing_else_does():
             "normalisation private needs channels.*use norm",
         ),
         (InputFeatures("vectors", "group"), (5,), "normalisation group needs channels"),
+        (
+            InputFeatures("pixels", "mean"),
+            (1, 8, 8),
+            "normalisation mean needs one row",
+        ),
         (InputFeatures("scattering", "group", groups=7), (1, 8, 8), "groups must divide the 81"),
         (InputFeatures("pixels", "group"), (3, 8, 8), "groups must divide the 3 channels, got 27"),
     ],
@@ -194,7 +199,8 @@ def test_shapes_that_do_not_suit_are_refused(preparation, shape, message):
     ("values", "message"),
     [
         ({"features": "wavelets"}, "unknown features 'wavelets'"),
-        ({"normalisation": "batch"}, "normalisation must be one of none, group, private"),
+        ({"normalisation": "batch"}, "normalisation must be one of none, group, private, mean"),
+        ({"mean_noise": 0.0}, "mean_noise must be a finite number above 0"),
         ({"statistics_noise": 0.0}, "statistics_noise must be a finite number above 0"),
         ({"statistics_noise": math.nan}, "statistics_noise"),
         ({"groups": 0}, "groups must be a whole number"),
@@ -283,3 +289,72 @@ def test_statistics_of_other_records_do_not_go_on(tmp_path):
     others = tiny_images(seed=5)
     with pytest.raises(dpsur.CheckpointError, match="belongs to another run"):
         fit(out=tmp_path / "one", seed=None, resume=True, normalisation="private", train_set=others)
+
+
+def rows(count=60, seed=0):
+    drawn = torch.Generator().manual_seed(seed)
+    x = F.normalize(torch.randn(count, 6, generator=drawn) + 0.5)
+    return Examples(x, (x.sum(1) > 1.2).long())
+
+
+def fit_on_rows(**changes):
+    options = {"normalisation": "mean", "train_set": rows(), "model": nn.Linear(6, 2), **changes}
+    return fit(features="vectors", **options)
+
+
+def test_a_mean_is_one_gaussian_of_the_budget():
+    run = fit_on_rows()
+    noise = feature_mean_noise(BUDGET.epsilon, BUDGET.delta)
+    assert run.private.ledger.setup == (Gaussian(noise),)
+    assert run.statement["mechanism"]["setup"] == [{"kind": "Gaussian", "noise_multiplier": noise}]
+    free = fit_on_rows(normalisation="none", method=dpsur.Dpsgd(batch_size=30, updates=3))
+    paid = fit_on_rows(method=dpsur.Dpsgd(batch_size=30, updates=3))
+    assert paid.method.noise_multiplier > free.method.noise_multiplier
+    assert paid.epsilon["proven"] <= BUDGET.epsilon
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "expected"), [(1.0, 48.4), (3.0, 16.2), (8.0, 6.1), (math.inf, 1.0)]
+)
+def test_the_noise_of_a_mean_is_ten_times_that_of_a_release(epsilon, expected):
+    assert feature_mean_noise(epsilon, 1e-5) == pytest.approx(expected, abs=0.1)
+
+
+def test_rows_are_centred_and_have_norm_one_again():
+    found = prepared(InputFeatures("vectors", "mean", mean_noise=1e-9), train=rows(), test=rows(5))
+    expected = F.normalize(rows().inputs - rows().inputs.mean(0))
+    torch.testing.assert_close(found.train.inputs, expected)
+    public = F.normalize(rows(5).inputs - rows().inputs.mean(0))
+    torch.testing.assert_close(found.test.inputs, public)
+    torch.testing.assert_close(found.layers(rows().inputs), expected)
+    assert [layer["name"] for layer in found.descriptions] == ["centre"]
+
+
+def test_a_resumed_run_keeps_its_mean(tmp_path, monkeypatch):
+    pace = Pace(checkpoint_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        fit_on_rows(out=tmp_path / "one", seed=None, observers=[StopAt(2)], pace=pace)
+    monkeypatch.setattr(
+        statistics, "add_gaussian", lambda *_, **__: pytest.fail("drew the mean a second time")
+    )
+    run = fit_on_rows(out=tmp_path / "one", seed=None, resume=True, pace=pace)
+    saved = load_statistics(tmp_path / "one" / "private" / FILE_NAME)
+    assert torch.equal(run.model.features[0].centre, saved["centre"].float())
+    assert verify(tmp_path / "one")[0] == []
+
+
+@pytest.mark.parametrize(
+    ("setup", "fault"),
+    [
+        ([], "the weights hold statistics of features, which no event"),
+        ([8.0, 8.0], "mechanism.setup is not what private feature statistics are charged"),
+    ],
+)
+def test_a_release_that_does_not_charge_its_mean_is_a_fault(tmp_path, setup, fault):
+    folder = fit_on_rows().save(tmp_path / "run")
+    assert _setup_faults(folder, FIRST) == []
+    charged = [{"kind": "Gaussian", "noise_multiplier": noise} for noise in setup]
+    assert any(text.startswith(fault) for text in _setup_faults(folder, charged))
+
+
+FIRST = [{"kind": "Gaussian", "noise_multiplier": 16.0}]

@@ -4,15 +4,23 @@ Formal guarantee: the features of a record depend on that record alone, so addin
 record adds or removes one row, and training on features costs no privacy beyond the training.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dpsur.errors import InvalidInputError
-from dpsur.features import cache
+from dpsur.features import cache, procedural
+from dpsur.features.encoder import (
+    ENCODER_DIGEST,
+    SCATTERING_DIGEST,
+    SCATTERING_SHAPE,
+    Encoder,
+    ScatteringEncoder,
+)
 from dpsur.features.layers import (
+    Centre,
     ChannelNorm,
     LayerDescription,
     WithFeatures,
@@ -24,8 +32,12 @@ from dpsur.features.scattering import Scattering2d
 
 Shape = tuple[int, ...]
 # How features can be normalised (see `dpsur.runs.input_features`).
-NONE, GROUP, PRIVATE = "none", "group", "private"
-NORMALISATIONS = (NONE, GROUP, PRIVATE)
+NONE, GROUP, PRIVATE, MEAN = "none", "group", "private", "mean"
+NORMALISATIONS = (NONE, GROUP, PRIVATE, MEAN)
+# Mean and deviation per channel that images were standardised with; None: they are in [0, 1].
+PixelScale = tuple[Sequence[float], Sequence[float]]
+# Rounding of images that were standardised and are scaled back.
+_PIXEL_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -33,13 +45,41 @@ class Features:
     """A map from the inputs of one record to its features.
 
     `layers` describes it for inputs of a shape (without the dimension of the records); no layers
-    leave the inputs as they are. `version` changes whenever the numbers do.
+    leave the inputs as they are. `version` changes whenever the numbers do. `of_images` says that
+    the inputs must be images with pixels in [0, 1], and that every record's features have norm 1.
     """
 
     name: str
     summary: str
     layers: Callable[[Shape], tuple[LayerDescription, ...]]
     version: int = 1
+    of_images: bool = False
+
+    def described(
+        self, shape: Shape, scale: PixelScale | None = None
+    ) -> tuple[LayerDescription, ...]:
+        """The layers for inputs of a shape, standardised as `scale` says."""
+        layers = self.layers(shape)
+        if scale is None or not self.of_images:
+            return layers
+        mean, deviation = (list(values) for values in scale)
+        return tuple({**layer, "mean": mean, "deviation": deviation} for layer in layers)
+
+    def check_pixels(self, inputs: Tensor, scale: PixelScale | None, name: str) -> None:
+        """Refuse images whose pixels are not where the features expect them."""
+        if not self.of_images or inputs.dtype == torch.uint8 or not inputs.numel():
+            return
+        channels = range(inputs.shape[1])
+        mean, deviation = scale or ([0.0] * len(channels), [1.0] * len(channels))
+        for channel in channels:
+            least, most = inputs[:, channel].aminmax()
+            for value in (float(least), float(most)):
+                pixel = value * deviation[channel] + mean[channel]
+                if not -_PIXEL_TOLERANCE <= pixel <= 1 + _PIXEL_TOLERANCE:
+                    raise InvalidInputError(
+                        f"the features {self.name} need images in [0, 1] or of type uint8, and "
+                        f"{name} has numbers outside; divide them by the largest possible one"
+                    )
 
     def output_shape(self, shape: Shape) -> Shape:
         """The shape of one record's features, from that of its inputs."""
@@ -62,6 +102,26 @@ def _scattering(shape: Shape) -> tuple[LayerDescription, ...]:
     return ({"name": "scattering", **sizes, "scales": 2, "angles": 8},)
 
 
+def _encoder(shape: Shape) -> tuple[LayerDescription, ...]:
+    if len(shape) != 3:
+        raise InvalidInputError(
+            f"the features encoder need images of shape (channels, height, width), but a record of "
+            f"these data has the shape {shape}; use the features pixels or tokens"
+        )
+    return ({"name": "encoder", "digest": ENCODER_DIGEST},)
+
+
+def _scattering_encoder(shape: Shape) -> tuple[LayerDescription, ...]:
+    if shape != SCATTERING_SHAPE:
+        raise InvalidInputError(
+            f"the features scattering+encoder need grey images of shape {SCATTERING_SHAPE}, for "
+            f"which scattering was whitened, but a record of these data has the shape {shape}; "
+            "use the features encoder"
+        )
+    digests = {"digest": ENCODER_DIGEST, "scattering_digest": SCATTERING_DIGEST}
+    return ({"name": "scattering-encoder", **digests},)
+
+
 FEATURES: dict[str, Features] = {
     features.name: features
     for features in (
@@ -70,6 +130,18 @@ FEATURES: dict[str, Features] = {
         Features("vectors", "the inputs themselves", _none),
         Features(
             "scattering", "wavelet moduli, 81 per channel, a quarter of the size", _scattering
+        ),
+        Features(
+            "encoder",
+            "8,192 numbers of an encoder that was trained on procedural images alone",
+            _encoder,
+            of_images=True,
+        ),
+        Features(
+            "scattering+encoder",
+            "scattering and encoder with equal weight, for grey images of 28 x 28",
+            _scattering_encoder,
+            of_images=True,
         ),
     )
 }
@@ -90,15 +162,16 @@ def compute(
     *,
     device: torch.device | None = None,
     cached: bool = True,
+    scale: PixelScale | None = None,
 ) -> Tensor:
     """The features of all records, one row each, where the inputs are.
 
-    `device` is where to compute. What was computed is kept on disk for the next time, readable by
-    its owner only, since it says as much as the records do; `cached=False` neither reads nor writes
-    files.
+    `device` is where to compute. `scale` is what images were standardised with. The result is kept
+    on disk for the next time, readable by its owner only, since it says as much as the records do;
+    `cached=False` neither reads nor writes files.
     """
     shape = tuple(inputs.shape[1:])
-    layers = features.layers(shape)
+    layers = features.described(shape, scale)
     if not layers:
         return inputs
     module = build_layers(layers)
@@ -116,16 +189,22 @@ def compute(
 __all__ = [
     "FEATURES",
     "GROUP",
+    "MEAN",
     "NONE",
     "NORMALISATIONS",
     "PRIVATE",
+    "Centre",
     "ChannelNorm",
+    "Encoder",
     "Features",
+    "PixelScale",
     "Scattering2d",
+    "ScatteringEncoder",
     "WithFeatures",
     "apply_layers",
     "build_layers",
     "compute",
     "features_named",
     "group_norm",
+    "procedural",
 ]

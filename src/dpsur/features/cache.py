@@ -76,19 +76,26 @@ def read(path: Path, shape: tuple[int, ...]) -> Tensor | None:
         return None
     try:
         values = np.lib.format.open_memmap(path, mode="c")
-        if values.shape != shape or values.dtype != np.float32 or not values.flags.c_contiguous:
+        known = values.dtype in (np.float32, np.float16) and values.flags.c_contiguous
+        if values.shape != shape or not known:
             return None
         with path.open("rb") as file:
             file.seek(values.offset + values.nbytes)
             stored = file.read()
     except Exception:  # numpy raises anything about a damaged header; the features are recomputed
         return None
-    return torch.from_numpy(values) if stored == _checksum(values) else None
+    return torch.from_numpy(values).float() if stored == _checksum(values) else None
 
 
 def write(path: Path, features: Tensor) -> None:
-    """Write a file, whole or not at all; a folder that cannot be written is no error."""
-    values = np.ascontiguousarray(features.detach().cpu().numpy())
+    """Write a file, whole or not at all; a folder that cannot be written is no error.
+
+    Features that 16 bits hold exactly, as those of the encoder, are stored in 16 bits: 60,000 rows
+    of 8,192 numbers take 1 GB instead of 2.
+    """
+    small = features.detach().half()
+    stored = small if torch.equal(small.to(features.dtype), features) else features.detach()
+    values = np.ascontiguousarray(stored.cpu().numpy())
     with contextlib.suppress(OSError):
         _make_folder(path.parent)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # mode 0600

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
+from dpsur.features.encoder import Encoder, ScatteringEncoder
 from dpsur.features.scattering import Scattering2d
 from dpsur.registry import build
 
@@ -62,14 +64,53 @@ class ChannelNorm(nn.Module):
         return (features - mean.reshape(shape)) / deviation.reshape(shape)
 
 
+class Centre(nn.Module):
+    """Subtract a fixed mean from rows of features and bring them to norm 1 again.
+
+    A mean of private records must be a private one, released and charged before it gets here.
+    """
+
+    def __init__(self, features: int, centre: Tensor | None = None) -> None:
+        super().__init__()
+        checks.at_least_one("features", features)
+        centre = torch.zeros(features) if centre is None else centre.detach().float().clone()
+        if centre.shape != (features,) or not centre.isfinite().all():
+            raise InvalidInputError(
+                f"centre must hold {features} finite numbers, one per feature; "
+                f"got shape {tuple(centre.shape)}"
+            )
+        self.register_buffer("centre", centre)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Centre the rows."""
+        return F.normalize(features - self.get_buffer("centre"))
+
+
 def _channel_norm(channels: int) -> nn.Module:
     return ChannelNorm(channels)
 
 
+def _centre(features: int) -> nn.Module:
+    return Centre(features)
+
+
+def _encoder(
+    digest: str, mean: Sequence[float] | None = None, deviation: Sequence[float] | None = None
+) -> nn.Module:
+    return Encoder(digest=digest, mean=mean, deviation=deviation)
+
+
+def _scattering_encoder(digest: str, scattering_digest: str) -> nn.Module:
+    return ScatteringEncoder(digest=digest, scattering_digest=scattering_digest)
+
+
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "scattering": Scattering2d,
+    "encoder": _encoder,
+    "scattering-encoder": _scattering_encoder,
     "group-norm": group_norm,
     "channel-norm": _channel_norm,
+    "centre": _centre,
 }
 
 

@@ -20,6 +20,8 @@ from dpsur.privacy.events import Event, Gaussian
 
 # Variances are noisy and may come out negative; a channel is scaled by at least this.
 LEAST_VARIANCE = 1e-6
+# The norm that rows are clipped to for their mean.
+MEAN_BOUND = 1.0
 # Records that are worked on at once.
 MICROBATCH = 2048
 
@@ -98,6 +100,24 @@ def channel_statistics(
     variance = (square - mean.square()).clamp(min=LEAST_VARIANCE)
     noise = noise_multiplier * square_bound / len(features)
     return ChannelStatistics(mean, variance, events, noise)
+
+
+def private_mean(features: Tensor, noise_multiplier: float, stream: Stream) -> tuple[Tensor, Event]:
+    """A noisy mean of rows of features, each clipped to norm 1.
+
+    Formal guarantee: one Gaussian mechanism of the given noise multiplier, which is the event of
+    the result: a record moves the sum of the rows by at most 1. The number of records is public.
+    """
+    checks.positive("noise_multiplier", noise_multiplier)
+    if features.dim() != 2 or len(features) == 0:
+        raise InvalidInputError(
+            f"features must have the shape (records, features), got {tuple(features.shape)}"
+        )
+    total = torch.zeros(features.shape[1], dtype=torch.float64, device=stream.device)
+    for piece in torch.split(features, PIECE):
+        total += clipped_rows_sum(piece.to(stream.device).double(), MEAN_BOUND).params["sum"]
+    noisy = add_gaussian(ClippedSum({"sum": total}, MEAN_BOUND), noise_multiplier, stream)
+    return noisy["sum"] / len(features), Gaussian(noise_multiplier)
 
 
 def private_quantile(

@@ -75,7 +75,10 @@ def make_average(decay: float | None) -> WeightAverage | None:
 class OptimizerMethod(Method):
     """How a gradient becomes an update: options of every method that steps along one."""
 
-    learning_rate: float = option(4.0, "learning rate at the start")
+    # Whether None has a meaning as a learning rate.
+    rate_by_rule: ClassVar[bool] = False
+
+    learning_rate: float | None = option(4.0, "learning rate at the start")
     schedule: str = option("linear", "how the learning rate decays over the run", tuple(SHAPES))
     optimizer: str = option("sgd", "optimizer", ("sgd", "adam"))
     momentum: float = option(0.9, "momentum (sgd)")
@@ -86,7 +89,8 @@ class OptimizerMethod(Method):
 
     def __post_init__(self) -> None:
         self.make_optimizer()
-        self.make_schedule(length=1)
+        if not (self.rate_by_rule and self.learning_rate is None):
+            self.make_schedule(length=1)
         self.make_average()
 
     def make_optimizer(self) -> Optimizer:
@@ -98,6 +102,8 @@ class OptimizerMethod(Method):
 
     def make_schedule(self, length: int) -> Schedule:
         """Build the learning-rate schedule over a run of this length."""
+        if self.learning_rate is None:
+            raise InvalidInputError("learning_rate must be a number above 0, got None; give one")
         return Schedule(self.schedule, self.learning_rate, length)
 
     def make_average(self) -> WeightAverage | None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dpsur.features.layers import WithFeatures, build_layers
-from dpsur.networks.general import linear, linear_features, mlp, small_cnn
+from dpsur.networks.general import linear, linear_features, linear_head, mlp, small_cnn
 from dpsur.networks.paper import (
     ImdbLstm,
     cifar_pixel_cnn,
@@ -32,6 +32,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "imdb-lstm": ImdbLstm,
     "linear": linear,
     "linear-features": linear_features,
+    "linear-head": linear_head,
     "mlp": mlp,
     "small-cnn": small_cnn,
     "with-features": with_features,
@@ -66,6 +67,7 @@ __all__ = [
     "cifar_scattering_cnn",
     "linear",
     "linear_features",
+    "linear_head",
     "mlp",
     "parameter_count",
     "pixel_cnn",

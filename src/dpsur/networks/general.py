@@ -17,6 +17,14 @@ def linear(inputs: int, classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, classes))
 
 
+def linear_head(inputs: int, classes: int) -> nn.Module:
+    """Logistic regression without a bias on features of norm 1, from zero weights."""
+    _check_counts(inputs=inputs, classes=classes)
+    head = nn.Linear(inputs, classes, bias=False)
+    nn.init.zeros_(head.weight)
+    return nn.Sequential(nn.Flatten(), head)
+
+
 def linear_features(channels: int, height: int, width: int, classes: int) -> nn.Module:
     """Logistic regression on feature maps."""
     _check_counts(channels=channels, height=height, width=width)

@@ -4,29 +4,52 @@ from collections.abc import Callable
 from typing import Final
 
 from dpsur.errors import InvalidInputError
-from dpsur.presets.base import Preset
+from dpsur.presets.base import DataFacts, Preset
 from dpsur.presets.best import best_preset
+from dpsur.presets.encoder import encoder_preset
 from dpsur.presets.paper import paper_preset
 from dpsur.presets.settings import EPSILONS
 
-PAPER, BEST = "paper", "best"
-PRESETS: Final[dict[str, Callable[[str, str, int], Preset]]] = {
-    PAPER: paper_preset,
-    BEST: best_preset,
+PAPER, BEST, ENCODER = "paper", "best", "encoder"
+Builder = Callable[[str, str, float, DataFacts | None], Preset]
+
+
+def _of_table(name: str, preset: Callable[[str, str, int], Preset]) -> Builder:
+    """A preset that was chosen for tasks by name, at some values of epsilon."""
+
+    def build(method: str, task: str, epsilon: float, facts: DataFacts | None) -> Preset:
+        del facts
+        if epsilon not in EPSILONS:
+            known = ", ".join(str(value) for value in EPSILONS)
+            raise InvalidInputError(
+                f"preset {name} has no settings for epsilon {epsilon:g}; choose one of {known}, or "
+                "leave the preset out"
+            )
+        return preset(method, task, int(epsilon))
+
+    return build
+
+
+def _of_facts(method: str, task: str, epsilon: float, facts: DataFacts | None) -> Preset:
+    """A preset that follows from public facts: neither the task's name nor epsilon matters."""
+    del task, epsilon
+    return encoder_preset(method, facts)
+
+
+PRESETS: Final[dict[str, Builder]] = {
+    PAPER: _of_table(PAPER, paper_preset),
+    BEST: _of_table(BEST, best_preset),
+    ENCODER: _of_facts,
 }
 
 
-def preset_named(name: str, method: str, task: str, epsilon: float) -> Preset:
+def preset_named(
+    name: str, method: str, task: str, epsilon: float, facts: DataFacts | None = None
+) -> Preset:
     """The preset of a method on a task at a budget, or an error that says which there are."""
     if name not in PRESETS:
         raise InvalidInputError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
-    if epsilon not in EPSILONS:
-        known = ", ".join(str(value) for value in EPSILONS)
-        raise InvalidInputError(
-            f"preset {name} has no settings for epsilon {epsilon:g}; choose one of {known}, or "
-            "leave the preset out"
-        )
-    return PRESETS[name](method, task, int(epsilon))
+    return PRESETS[name](method, task, epsilon, facts)
 
 
-__all__ = ["BEST", "PAPER", "PRESETS", "Preset", "preset_named"]
+__all__ = ["BEST", "ENCODER", "PAPER", "PRESETS", "DataFacts", "Preset", "preset_named"]

@@ -8,6 +8,15 @@ from dpsur.features import NONE
 
 
 @dataclass(frozen=True)
+class DataFacts:
+    """What is public about a data set: the number of records, the shape of one, the classes."""
+
+    records: int
+    shape: tuple[int, ...]
+    classes: int
+
+
+@dataclass(frozen=True)
 class Preset:
     """What a run is asked to do: hyper-parameters, features and changes of the network.
 

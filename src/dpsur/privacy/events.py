@@ -206,6 +206,20 @@ def feature_statistics(noise_multiplier: float) -> tuple[Event, ...]:
     return (bound, bound, statistic, statistic)
 
 
+def feature_mean(noise_multiplier: float) -> tuple[Event, ...]:
+    """What a private mean of features of norm 1 costs: their sum has sensitivity 1."""
+    return (Gaussian(noise_multiplier),)
+
+
+def feature_mean_noise(epsilon: float, delta: float) -> float:
+    """The noise of a private mean beside a training run of this budget.
+
+    Ten times that of a single Gaussian release (Dwork and Roth, 2014), so that the mean costs about
+    a hundredth of the precision that the budget buys; at least 1.
+    """
+    return max(1.0, round(10 * math.sqrt(2 * math.log(1.25 / delta)) / epsilon, 2))
+
+
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (NonPrivate, Gaussian, SampledGaussian, LossTest, CoinTest, NoisyChoice)

@@ -8,12 +8,14 @@ from torch import nn
 
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
+from dpsur.features import PixelScale
 from dpsur.functional.problem import LossFunction, Problem
 from dpsur.functional.records import Examples, place
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
 from dpsur.per_example import check_model
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
+from dpsur.privacy.events import feature_mean_noise
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import hiding_plan
 from dpsur.runs.checkpoint import Statistics
@@ -48,18 +50,24 @@ def build_session(
     loss: LossFunction,
     test_set: Any = None,
     released: Statistics | None = None,
+    pixel_scale: PixelScale | None = None,
 ) -> Session:
     """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
 
     `released` are the statistics of a run that is resumed (see `load_statistics`), so that they are
-    drawn once for one run.
+    drawn once for one run. `pixel_scale` is what images were standardised with.
     """
     check_is_loss(loss)
     check_module(model)
     device = choose_device(config.device)
     train, test = _records(train_set, test_set, model, loss)
     # a method may bring its features
-    features = InputFeatures(config.features or config.method.features, config.normalisation)
+    features = InputFeatures(
+        config.features or config.method.features,
+        config.normalisation,
+        mean_noise=feature_mean_noise(config.budget.epsilon, config.budget.delta),
+        scale=pixel_scale,
+    )
     original = copy.deepcopy(config.method.adapt(model))
     model = copy.deepcopy(original).to(device)
     shape = features.check(train.record_shape)
@@ -67,6 +75,7 @@ def build_session(
     for name, examples in (("train_set", train), ("test_set", test)):
         if examples is not None:
             check_labels(examples, outputs, loss, name)
+            features.check_pixels(examples.inputs, name)
             if shape == examples.record_shape:
                 check_tokens(model, examples, name)
     loss = loss_on(loss, device)

@@ -69,10 +69,11 @@ def fit(
         method: `Dpsur()` unless another is given. What it leaves open is chosen to fit.
         test_set: public records to measure on, in the same form.
         accounting: how privacy loss is counted, by name.
-        features: "scattering" trains on scattering features of images instead of pixels; `model`
-            must take those, `Run.model` takes images. A method may bring its own (`DpsgdHf`).
-        normalisation: of features: "none", "group" (free) or "private" (charged); by default
-            "group" for scattering.
+        features: "scattering" or "encoder" trains on such features of images instead of pixels;
+            `model` must take those, `Run.model` takes images. A method may bring its own
+            (`DpsgdHf`).
+        normalisation: of features: "none", "group" (free), "private" (channel statistics, charged)
+            or "mean" (of the encoder's features, charged); by default "group" for scattering.
         max_updates: ends the planned run after so many updates, to try things out; noise stays as
             planned, and less than the budget is spent.
         hide_rejections: "constant" continues, after the last update, to a number of trials that is
@@ -119,7 +120,8 @@ def fit(
         test_set=test_set,
         released=load_statistics(folder.checkpoint) if folder and resume else None,
     )
-    return execute(session, folder=folder, resume=resume, observers=observers)
+    origin = Origin(features=session.layer_descriptions)
+    return execute(session, folder=folder, resume=resume, observers=observers, origin=origin)
 
 
 def execute(

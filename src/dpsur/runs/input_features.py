@@ -11,24 +11,34 @@ from dpsur import checks
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.features import (
     GROUP,
+    MEAN,
     NONE,
     NORMALISATIONS,
     PRIVATE,
+    Centre,
     ChannelNorm,
+    PixelScale,
     apply_layers,
     build_layers,
     compute,
     features_named,
 )
-from dpsur.features.statistics import channel_moments, channel_statistics, private_quantile
+from dpsur.features.statistics import (
+    channel_moments,
+    channel_statistics,
+    private_mean,
+    private_quantile,
+)
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import FEATURES, SETUP, Stream, Streams
 from dpsur.privacy import events
-from dpsur.privacy.events import Event, feature_statistics
+from dpsur.privacy.events import Event, feature_mean, feature_statistics
 from dpsur.runs.checkpoint import Statistics
 
 SCATTERING = "scattering"
-MEAN, DEVIATION = "mean", "deviation"
+# Names of released statistics.
+CHANNEL_MEAN, DEVIATION, CENTRE = "mean", "deviation", "centre"
+STATISTICS_OF = {PRIVATE: {CHANNEL_MEAN, DEVIATION}, MEAN: {CENTRE}}
 # Public limits of the grid that clip bounds are chosen from.
 LEAST_BOUND, MOST_BOUND, BOUND_STEPS = 1e-4, 1e4, 256
 
@@ -39,18 +49,25 @@ class InputFeatures:
 
     `group` normalises groups of channels of each record by itself and costs nothing. `private` uses
     the mean and variance of each channel over all records, released with noise: Formal guarantee:
-    the Gaussian mechanisms in `setup`, two for the statistics and two for their clip bounds.
+    the Gaussian mechanisms in `setup`, two for the statistics and two for their clip bounds. `mean`
+    subtracts the mean of all records (each clipped to norm 1), released with noise, and brings the
+    rows to norm 1. Formal guarantee: the one Gaussian mechanism in `setup`.
+
+    `scale` is what images were standardised with, for features that need pixels in [0, 1].
     """
 
     features: str | None = None
     normalisation: str | None = None
     groups: int = 27
     statistics_noise: float = 8.0
+    mean_noise: float = 40.0
+    scale: PixelScale | None = None
 
     def __post_init__(self) -> None:
         if self.normalisation is not None:
             checks.one_of("normalisation", self.normalisation, NORMALISATIONS)
         checks.positive("statistics_noise", self.statistics_noise)
+        checks.positive("mean_noise", self.mean_noise)
         checks.at_least_one("groups", self.groups)
         if self.features is not None:
             features_named(self.features)
@@ -65,9 +82,9 @@ class InputFeatures:
     @property
     def setup(self) -> tuple[Event, ...]:
         """What it costs before the first trial."""
-        if self.kind != PRIVATE:
-            return ()
-        return feature_statistics(self.statistics_noise)
+        if self.kind == PRIVATE:
+            return feature_statistics(self.statistics_noise)
+        return feature_mean(self.mean_noise) if self.kind == MEAN else ()
 
     def check(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one record's features, or an error where the inputs do not suit them."""
@@ -77,7 +94,12 @@ class InputFeatures:
             )
         if self.features is not None:
             shape = features_named(self.features).output_shape(shape)
-        if self.kind != NONE and len(shape) < 2:
+        if self.kind == MEAN and len(shape) != 1:
+            raise InvalidInputError(
+                f"normalisation {MEAN} needs one row of features for each record, as the features "
+                f"encoder have, but a record has the shape {shape}; use normalisation {NONE}"
+            )
+        if self.kind in (GROUP, PRIVATE) and len(shape) < 2:
             raise InvalidInputError(
                 f"normalisation {self.kind} needs channels, but a record has the shape "
                 f"{shape}; use normalisation {NONE}"
@@ -88,6 +110,11 @@ class InputFeatures:
 
     def _group_norm(self, channels: int) -> Mapping[str, Any]:
         return {"name": "group-norm", "groups": self.groups, "channels": channels}
+
+    def check_pixels(self, inputs: Tensor, name: str) -> None:
+        """Refuse images with pixels of a range that the features are not made for."""
+        if self.features is not None:
+            features_named(self.features).check_pixels(inputs, self.scale, name)
 
 
 def like_features(train: Examples, shape: tuple[int, ...]) -> Examples:
@@ -125,15 +152,20 @@ def compute_inputs(
     device = streams.device
     if asked.features is not None:
         features = features_named(asked.features)
-        descriptions += features.layers(train.record_shape)
-        train = Examples(compute(features, train.inputs, device=device), train.targets)
-        if test is not None:
-            test = Examples(compute(features, test.inputs, device=device), test.targets)
+        descriptions += features.described(train.record_shape, asked.scale)
+
+        def computed(examples: Examples) -> Examples:
+            found = compute(features, examples.inputs, device=device, scale=asked.scale)
+            return Examples(found, examples.targets)
+
+        train, test = computed(train), None if test is None else computed(test)
     statistics: Statistics = {}
-    if asked.kind == PRIVATE and released is None:
-        statistics = _private_statistics(asked, train.inputs, streams.at(SETUP)[FEATURES])
-    elif asked.kind == PRIVATE:
-        statistics = _checked(released)
+    if asked.kind in STATISTICS_OF:
+        if released is None:
+            draw = _private_mean if asked.kind == MEAN else _private_statistics
+            statistics = draw(asked, train.inputs, streams.at(SETUP)[FEATURES])
+        else:
+            statistics = _checked(released, asked.kind)
     norm = _normalisation(asked, next(iter(train.record_shape), 0), statistics)
     layers = build_layers(descriptions)
     if norm is not None:
@@ -150,11 +182,11 @@ def _apply(layer: nn.Module, examples: Examples, device: torch.device) -> Exampl
     return Examples(inputs, examples.targets)
 
 
-def _checked(released: Statistics | None) -> Statistics:
-    if not released or set(released) != {MEAN, DEVIATION}:
+def _checked(released: Statistics, kind: str) -> Statistics:
+    if set(released) != STATISTICS_OF[kind]:
         raise CheckpointError(
             "the checkpoint holds no private statistics of features, so this run was not started "
-            f"with normalisation {PRIVATE}; resume it with the settings that it was started with"
+            f"with normalisation {kind}; resume it with the settings that it was started with"
         )
     return released
 
@@ -167,7 +199,9 @@ def _normalisation(
     if asked.kind == GROUP:
         description = asked._group_norm(channels)
         return build_layers([description])[0], description
-    layer = ChannelNorm(channels, statistics[MEAN], statistics[DEVIATION])
+    if asked.kind == MEAN:
+        return Centre(channels, statistics[CENTRE]), {"name": "centre", "features": channels}
+    layer = ChannelNorm(channels, statistics[CHANNEL_MEAN], statistics[DEVIATION])
     return layer, {"name": "channel-norm", "channels": channels}
 
 
@@ -193,4 +227,10 @@ def _private_statistics(asked: InputFeatures, inputs: Tensor, stream: Stream) ->
     )
     # What was drawn must be what the plan was charged for.
     assert (mean_event, square_event, *found.events) == asked.setup
-    return {MEAN: found.mean.cpu(), DEVIATION: found.deviation.cpu()}
+    return {CHANNEL_MEAN: found.mean.cpu(), DEVIATION: found.deviation.cpu()}
+
+
+def _private_mean(asked: InputFeatures, inputs: Tensor, stream: Stream) -> Statistics:
+    mean, event = private_mean(inputs, asked.mean_noise, stream)
+    assert (event,) == asked.setup  # what was drawn must be what the plan was charged for
+    return {CENTRE: mean.cpu()}

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from dpsur.errors import CheckpointError, FileError, InvalidInputError, describe_os_error
-from dpsur.features import WithFeatures
+from dpsur.features import WithFeatures, build_layers
 from dpsur.functional.parameters import Params
 from dpsur.networks import build_network, parameter_count
 from dpsur.privacy.accounting import accounting_named
@@ -50,12 +50,14 @@ MOST_VALUES, LARGEST_SIZE = 1000, 2**24
 class Origin:
     """Where a model comes from, as far as it can be rebuilt by name.
 
-    `public` is what the user declared about the records, which the statement lists.
+    `public` is what the user declared about the records, which the statement lists. `features` are
+    the layers that a custom model was trained behind; a described network has its own.
     """
 
     task: str | None = None
     network: Mapping[str, Any] | None = None
     public: Mapping[str, Any] = field(default_factory=dict)
+    features: Sequence[Mapping[str, Any]] = ()
 
 
 NO_ORIGIN = Origin()
@@ -84,12 +86,14 @@ def write_release(
 ) -> None:
     """Write a release folder, whole or not at all; the same release is not written twice."""
     tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
-    described = {
+    described: dict[str, Any] = {
         "format": FORMAT,
         "task": origin.task,
         "network": None if origin.network is None else dict(origin.network),
         "model": type(model).__name__,
     }
+    if origin.features:
+        described["features"] = [dict(layer) for layer in origin.features]
     weights = save_tensors(tensors, {"dpsur": json.dumps(described)})
     statement = as_published(statement)
     statement = {**statement, "weights": {"file": WEIGHTS, "sha256": sha256(weights)}}
@@ -129,7 +133,7 @@ def read_release(
     """Load a release: the model, its privacy statement and its origin.
 
     `path` is a run folder or the release folder in it. A model that is not one of this package's
-    networks must be passed in, built as it was for training.
+    networks must be passed in, built as it was for training; the layers of its features are added.
     """
     folder = release_folder(path)
     weights, statement_file = folder / WEIGHTS, folder / STATEMENT
@@ -163,6 +167,8 @@ def read_release(
                 "build that model and pass it in: dpsur.load(folder, model)"
             )
         model = _built(folder, origin.network, sum(value.numel() for value in tensors.values()))
+    elif origin.features and not isinstance(model, WithFeatures):
+        model = WithFeatures(_built_layers(folder, origin.features), model)
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:
@@ -200,7 +206,10 @@ def _described_origin(described: Any) -> Origin:
     task, network = described["task"], described["network"]
     if not isinstance(task, (str, type(None))) or not isinstance(network, (dict, type(None))):
         raise ValueError(f"{WEIGHTS} names its task or network in an unknown way")
-    return Origin(task, network)
+    features = described.get("features", [])
+    if not isinstance(features, list) or not all(isinstance(one, dict) for one in features):
+        raise ValueError(f"{WEIGHTS} names its features in an unknown way")
+    return Origin(task, network, features=features)
 
 
 def _built(folder: Path, network: Mapping[str, Any], held: int) -> nn.Module:
@@ -215,6 +224,18 @@ def _built(folder: Path, network: Mapping[str, Any], held: int) -> nn.Module:
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"the network that the weights in {folder} name cannot be built: {reason}"
+        ) from error
+
+
+def _built_layers(folder: Path, features: Sequence[Mapping[str, Any]]) -> nn.Sequential:
+    """The layers of features that a release names."""
+    try:
+        _check_sizes(list(features))
+        return build_layers(features)
+    except (*MALFORMED, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"the features that the weights in {folder} name cannot be built: {reason}"
         ) from error
 
 

@@ -62,11 +62,11 @@ def task_of(config: RunConfig) -> Task:
 
 def with_features(config: RunConfig, records: Records, device: torch.device) -> Records:
     """The records of a run with their features computed, on a device, for several runs to share."""
-    features = features_named(features_of(config))
+    features, scale = features_named(features_of(config)), task_of(config).pixel_scale
     train, test = (
         None
         if part is None
-        else Examples(compute(features, part.inputs, device=device), part.targets)
+        else Examples(compute(features, part.inputs, device=device, scale=scale), part.targets)
         for part in (records.train, records.test)
     )
     assert train is not None
@@ -103,7 +103,13 @@ def build_task_session(
     InputFeatures(config.features, config.normalisation).check(_shape(records))
     model = _initialised(config, build)
     session = build_session(
-        config, model, records.train, loss=task.loss, test_set=records.test, released=released
+        config,
+        model,
+        records.train,
+        loss=task.loss,
+        test_set=records.test,
+        released=released,
+        pixel_scale=task.pixel_scale,
     )
     return session, _origin(task, description, session, config.keep_fraction)
 
@@ -233,7 +239,8 @@ def _origin(
     if network is not None and session.layer_descriptions:
         layers = [dict(layer) for layer in session.layer_descriptions]
         network = {"name": "with-features", "features": layers, "network": network}
-    return Origin(name, network, public)
+    features = () if network is not None else session.layer_descriptions
+    return Origin(name, network, public, features)
 
 
 def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callable[[], nn.Module]:

@@ -16,7 +16,13 @@ from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import FIGURES, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.claims import claim_faults
-from dpsur.privacy.events import Gaussian, Trial, event_from_json, feature_statistics
+from dpsur.privacy.events import (
+    Gaussian,
+    Trial,
+    event_from_json,
+    feature_mean,
+    feature_statistics,
+)
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.plans import plan_from_statement
 from dpsur.privacy.plans.rejections import least_cap
@@ -66,7 +72,9 @@ PARTS: Final[Mapping[str, frozenset[str]]] = {
     "mechanism.filter": frozenset({"order", "allowance", "steps"}),
     "mechanism.menu": frozenset({"offer", "steering", "steps"}),
 }
+# Private statistics of features in a file of weights, and what they are charged.
 STATISTICS = re.compile(r"features\.\d+\.(mean|deviation)")
+CENTRE = re.compile(r"features\.\d+\.centre")
 VERSION = re.compile(r"\d[\w.+!-]*|absent")
 
 CHECKED: Final = (
@@ -242,12 +250,15 @@ def _setup_faults(folder: Path, setup: list[Mapping[str, Any]]) -> list[str]:
     """Private statistics of features are in the weights if and only if they were charged."""
     events = tuple(event_from_json(event) for event in setup)
     faults = []
+    names = _statistics_in((folder / WEIGHTS).read_bytes())
+    held = bool(names)
     if events:
         last = events[-1]
         noise = last.noise_multiplier if isinstance(last, Gaussian) else 1.0
-        if events != feature_statistics(noise):
+        centred = [name for name in names if CENTRE.fullmatch(name)]
+        charged = feature_mean if centred else feature_statistics
+        if events != charged(noise) or (centred and centred != names):
             faults.append("mechanism.setup is not what private feature statistics are charged")
-    held = _holds_statistics((folder / WEIGHTS).read_bytes())
     if held and not events:
         faults.append(
             "the weights hold statistics of features, which no event before training is charged for"
@@ -257,13 +268,13 @@ def _setup_faults(folder: Path, setup: list[Mapping[str, Any]]) -> list[str]:
     return faults
 
 
-def _holds_statistics(content: bytes) -> bool:
-    """Whether weights come with a layer that normalises features by private statistics."""
+def _statistics_in(content: bytes) -> list[str]:
+    """The tensors of layers that normalise features by private statistics."""
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     described = json.loads(header["__metadata__"]["dpsur"])
     if described["model"] != "WithFeatures":  # of `dpsur.features.layers`
-        return False
-    return any(STATISTICS.fullmatch(name) for name in header)
+        return []
+    return [n for n in header if STATISTICS.fullmatch(n) or CENTRE.fullmatch(n)]
 
 
 def _page_faults(folder: Path, statement: dict[str, Any]) -> list[str]:

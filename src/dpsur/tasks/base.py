@@ -7,11 +7,25 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from dpsur.features import PixelScale
+from dpsur.features.encoder import DIMENSION, SCATTERING_DIMENSION, SCATTERING_SHAPE
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 
 # Names of what a network sees.
 PIXELS, SCATTERING, TOKENS, VECTORS = "pixels", "scattering", "tokens", "vectors"
+ENCODER, SCATTERING_ENCODER = "encoder", "scattering+encoder"
+
+
+def linear_heads(shape: tuple[int, int, int], classes: int) -> dict[str, dict[str, Any]]:
+    """Linear models for the features of the encoder, for images of a shape."""
+    channels = shape[0]
+    inputs = DIMENSION if channels in (1, 3) else DIMENSION * channels
+    heads = {ENCODER: {"name": "linear-head", "inputs": inputs, "classes": classes}}
+    if shape == SCATTERING_SHAPE:
+        inputs = DIMENSION + SCATTERING_DIMENSION
+        heads[SCATTERING_ENCODER] = {"name": "linear-head", "inputs": inputs, "classes": classes}
+    return heads
 
 
 @dataclass(frozen=True)
@@ -23,7 +37,9 @@ class Task:
     training records and the test records, or None where a user's own data has no test records.
     `settings` maps a method's name to hyper-parameters that suit its default features better than
     the method's own defaults do. `public` is what the user declared to be public about the records,
-    such as the number of classes; a release states it.
+    such as the number of classes; a release states it. `pixel_scale` is what images were
+    standardised with, None for images in [0, 1]. `records`, `shape` and `classes` are the number of
+    training records, the shape of one and the number of classes, where they are known beforehand.
     """
 
     name: str
@@ -33,6 +49,10 @@ class Task:
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     loss: LossFunction = F.cross_entropy
     public: Mapping[str, Any] = field(default_factory=dict)
+    pixel_scale: PixelScale | None = None
+    records: int | None = None
+    shape: tuple[int, ...] | None = None
+    classes: int | None = None
 
     @property
     def default_features(self) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from dpsur.functional.records import Examples
-from dpsur.tasks.base import PIXELS, SCATTERING, Task
+from dpsur.tasks.base import PIXELS, SCATTERING, Task, linear_heads
 from dpsur.tasks.datasets import CIFAR10, load_arrays
 from dpsur.tasks.datasets.base import Array
 from dpsur.tasks.datasets.formats import BATCHES
@@ -45,6 +45,11 @@ CIFAR10_TASK = Task(
     networks={
         SCATTERING: {"name": "cifar-scattering-cnn"},
         PIXELS: {"name": "cifar-pixel-cnn"},
+        **linear_heads((3, 32, 32), classes=10),
     },
     load=load,
+    pixel_scale=(MEAN, DEVIATION),
+    records=50_000,
+    shape=(3, 32, 32),
+    classes=10,
 )

@@ -6,13 +6,14 @@ import numpy as np
 import torch
 
 from dpsur.functional.records import Examples
-from dpsur.tasks.base import PIXELS, SCATTERING, Task
+from dpsur.tasks.base import PIXELS, SCATTERING, Task, linear_heads
 from dpsur.tasks.datasets import FASHION_MNIST, MNIST, load_arrays
 from dpsur.tasks.datasets.base import Array, Arrays
 
 NETWORKS = {
     SCATTERING: {"name": "scattering-cnn", "classes": 10},
     PIXELS: {"name": "pixel-cnn", "classes": 10},
+    **linear_heads((1, 28, 28), classes=10),
 }
 
 
@@ -39,6 +40,9 @@ MNIST_TASK = Task(
     summary="MNIST digits (60,000 to train, 10,000 to test)",
     networks=NETWORKS,
     load=load,
+    records=60_000,
+    shape=(1, 28, 28),
+    classes=10,
 )
 
 
@@ -52,4 +56,7 @@ FMNIST_TASK = Task(
     summary="Fashion-MNIST articles of clothing (60,000 to train, 10,000 to test)",
     networks=NETWORKS,
     load=load_fashion,
+    records=60_000,
+    shape=(1, 28, 28),
+    classes=10,
 )

@@ -68,8 +68,11 @@ MNIST_5K = Task(
             "width": 7,
             "classes": 10,
         },
-        "pixels": NETWORKS["pixels"],
+        **{name: network for name, network in NETWORKS.items() if name != SCATTERING},
     },
     load=load,
+    records=TRAIN_RECORDS,
+    shape=(1, 28, 28),
+    classes=10,
     settings={"dpsur": {"learning_rate": 1.0}, "dpsgd": {"learning_rate": 2.0}},
 )

@@ -17,7 +17,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.features import features_named
 from dpsur.functional.records import Examples
 from dpsur.networks.general import LEAST_IMAGE
-from dpsur.tasks.base import PIXELS, SCATTERING, VECTORS, Task
+from dpsur.tasks.base import PIXELS, SCATTERING, VECTORS, Task, linear_heads
 from dpsur.tasks.datasets.archives import read_arrays
 from dpsur.tasks.datasets.base import Array, Arrays, DamagedFileError
 
@@ -49,6 +49,9 @@ def npz_task(name: str, classes: int | None = None) -> Task:
         networks=_networks(tuple(train.inputs.shape[1:]), classes),
         load=lambda _: (train, test),
         public={"classes": classes},
+        records=len(train),
+        shape=tuple(train.inputs.shape[1:]),
+        classes=classes,
     )
 
 
@@ -212,7 +215,7 @@ def _networks(shape: tuple[int, ...], classes: int) -> dict[str, dict[str, Any]]
         channels, height, width = shape
         sides = {"channels": channels, "height": height, "width": width}
         networks = {features: {"name": "small-cnn", **sides, "classes": classes}}
-        return networks | _on_scattering(shape, classes)
+        return networks | _on_scattering(shape, classes) | linear_heads(shape, classes)
     inputs = prod(shape)
     if inputs <= WIDEST_FOR_HIDDEN_LAYER:
         return {features: {"name": "mlp", "inputs": inputs, "hidden": HIDDEN, "classes": classes}}

@@ -1,0 +1,55 @@
+"""A private linear model on the features of the shipped encoder, for any images and any epsilon.
+
+One setting for all data: it follows from the number of records and the shape of an image, which are
+public, and was chosen on held-out training records of CIFAR-10 and Fashion-MNIST
+(docs/features.md).
+"""
+
+from dpsur.errors import InvalidInputError
+from dpsur.features import MEAN
+from dpsur.features.encoder import SCATTERING_SHAPE
+from dpsur.presets.base import DataFacts, Preset
+
+METHODS = ("dpsgd", "dpsur")
+# Expected batches of a seventh of the records, rounded to a power of two: 8,192 of 50,000 to
+# 60,000. Batches twice as large, and half or twice the updates, are within 0.1 points.
+RECORDS_PER_BATCH_RECORD = 7
+UPDATES = 600
+CLIP_NORM = 0.2
+
+
+def encoder_preset(method: str, facts: DataFacts | None) -> Preset:
+    """The settings of a method for data of which these facts are public.
+
+    The learning rate is left to the rule for linear models. Every update is kept: with a rate that
+    is right, a test of candidates costs more than it gains.
+    """
+    if method not in METHODS:
+        known = ", ".join(METHODS)
+        raise InvalidInputError(
+            f"preset encoder has no settings for method {method}; it has {known}"
+        )
+    if facts is None or len(facts.shape) != 3:
+        raise InvalidInputError(
+            "preset encoder needs images of shape (channels, height, width), and this task has "
+            "other records; leave the preset out"
+        )
+    options = {
+        "batch_size": batch_size(facts.records),
+        "updates": UPDATES,
+        "max_grad_norm": CLIP_NORM,
+        "learning_rate": None,
+        "schedule": "cosine",
+        "momentum": 0.9,
+        "gate": "none",
+    }
+    features = "scattering+encoder" if facts.shape == SCATTERING_SHAPE else "encoder"
+    return Preset(options, features, MEAN)
+
+
+def batch_size(records: int) -> int:
+    """The power of two nearest to a seventh of the records, on the logarithmic scale."""
+    size = 1
+    while size * 2**0.5 < records / RECORDS_PER_BATCH_RECORD:
+        size *= 2
+    return size

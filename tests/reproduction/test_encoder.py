@@ -1,0 +1,62 @@
+"""The training of the encoder, and the page about it."""
+
+import torch
+
+from dpsur.features import Encoder, procedural
+from reproduction import encoder, features_page
+from reproduction.command import main
+from reproduction.encoder_network import WideResNet, frozen
+from reproduction.rows import read_rows
+
+
+def test_the_frozen_network_is_the_trained_one():
+    network = WideResNet(depth=10, width=1)
+    network.reset(3)
+    images = procedural.generate(6, size=32, shares={"noise": 1}).float() / 255
+    network.train()
+    with torch.no_grad():
+        for _ in range(3):
+            network(images)  # batch statistics that are not those of a fresh network
+        for name, values in network.named_parameters():
+            if "norm" in name:
+                values.add_(0.1 * torch.randn(values.shape))
+        expected = network.eval()(images)
+        found = frozen(network)(images)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_a_tiny_encoder_is_trained_written_and_read(tmp_path, monkeypatch, capsys):
+    small = [
+        encoder.Recipe(seed=seed, temperature=0.2, depth=10, width=1, shares={"noise": 1.0})
+        for seed in (1, 2)
+    ]
+    monkeypatch.setattr(encoder, "RECIPES", small)
+    path = tmp_path / "small.safetensors"
+    sizes = ("--steps", "2", "--images", "16", "--batch", "8", "--device", "cpu")
+    assert main(["encoder", "--out", str(path), *sizes]) == 0
+    digest = capsys.readouterr().out.split()[-1]
+    made = Encoder(path)
+    assert str(made.asset) == digest
+    rows = made(procedural.generate(3, size=16, shares={"noise": 1}))
+    assert rows.shape == (3, 2 * (16 * 16 + 32 * 16 + 64 * 4))
+    torch.testing.assert_close(rows.norm(dim=1), torch.ones(3), atol=1e-2, rtol=0)
+
+
+def test_a_file_must_be_named(capsys):
+    assert main(["encoder"]) == 2
+    assert "give --out FILE" in capsys.readouterr().err
+
+
+def test_the_page_shows_what_its_rows_give():
+    text = features_page.PAGE.read_text(encoding="utf-8")
+    (block,) = features_page.BLOCK.findall(text)
+    assert block[1] == features_page.table()
+    assert Encoder().asset is not None
+    assert str(Encoder().asset) in text
+
+
+def test_every_row_says_that_a_simulator_made_it():
+    rows = read_rows(features_page.ROWS)
+    assert {row["made_by"] for row in rows} == {"simulator"}
+    assert features_page.ROWS.stat().st_size < 300_000
