@@ -114,8 +114,8 @@ def private_mean(features: Tensor, noise_multiplier: float, stream: Stream) -> t
             f"features must have the shape (records, features), got {tuple(features.shape)}"
         )
     total = torch.zeros(features.shape[1], dtype=torch.float64, device=stream.device)
-    for piece in torch.split(features, PIECE):
-        total += clipped_rows_sum(piece.to(stream.device).double(), MEAN_BOUND).params["sum"]
+    for rows in torch.split(features, MICROBATCH):
+        total += clipped_rows_sum(rows.to(stream.device).double(), MEAN_BOUND).params["sum"]
     noisy = add_gaussian(ClippedSum({"sum": total}, MEAN_BOUND), noise_multiplier, stream)
     return noisy["sum"] / len(features), Gaussian(noise_multiplier)
 
