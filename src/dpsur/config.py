@@ -156,8 +156,9 @@ class RunConfig(checks.NamedArguments):
     preset: str | None = option(
         None,
         "settings for the method, the task and epsilon 1, 2, 3 or 4: the paper's, or (dpsgd, "
-        "dpsur) the best known here; encoder is for any images and any epsilon (dpsgd, dpsur); "
-        "other options take precedence",
+        "dpsur) the best known here; encoder is for any images and any epsilon (dpsgd, dpsur), "
+        "and auto chooses from public facts (images so far) and says why; other options take "
+        "precedence",
         names=PRESETS,
         group=WHAT,
     )

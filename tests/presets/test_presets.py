@@ -4,6 +4,7 @@ import csv
 import math
 from importlib.resources import files
 
+import numpy as np
 import pytest
 
 from dpsur.config import RunConfig
@@ -12,7 +13,7 @@ from dpsur.features import FEATURES, NORMALISATIONS
 from dpsur.methods import METHODS, Nonprivate
 from dpsur.methods.gradient_method import linear_head_rate
 from dpsur.networks import build_network
-from dpsur.presets import PRESETS, DataFacts, preset_named
+from dpsur.presets import PRESETS, DataFacts, explain_auto, preset_named
 from dpsur.presets import best as best_presets
 from dpsur.presets.paper import TEMPERED
 from dpsur.presets.settings import DATASET_SIZES, DELTA, EPSILONS
@@ -178,6 +179,7 @@ def test_presets_can_be_changed_and_not_spoiled():
         (("best", "dpis", "mnist", 3), "no settings for method dpis; it has dpsgd, dpsur"),
         (("best", "dpsur", "mnist", 7), "no settings for epsilon 7"),
         (("encoder", "dpsgd", "imdb", 3), "preset encoder needs images of shape"),
+        (("auto", "dpsgd", "imdb", 3), "preset auto knows images so far"),
         (("encoder", "dpis", "mnist", 3), "preset encoder has no settings for method dpis"),
     ],
 )
@@ -187,7 +189,7 @@ def test_presets_that_are_not_there(arguments, message):
 
 
 def test_every_method_of_the_paper_has_a_preset():
-    assert list(PRESETS) == ["paper", "best", "encoder"]
+    assert list(PRESETS) == ["paper", "best", "encoder", "auto"]
     for method in COMPARED:
         assert preset_named("paper", method, "mnist", 1).options
 
@@ -242,3 +244,27 @@ def test_the_rule_gives_the_rates_that_were_measured():
     assert linear_head_rate(8192, 15.12, 0.2, 600) == pytest.approx(22.1, abs=0.1)
     with pytest.raises(InvalidInputError, match="learning_rate"):
         Nonprivate(learning_rate=None)
+
+
+def test_auto_never_reads_the_name_of_a_task(tmp_path):
+    """A file and its copy under another name, even that of a known data set, get the same."""
+    images = np.zeros((90, 28, 28), np.uint8)
+    configs = []
+    for name in ("mnist.npz", "holiday.npz"):
+        np.savez(tmp_path / name, x=images, y=np.arange(90) % 3, classes=3)
+        values = {"task": f"npz:{tmp_path / name}", "preset": "auto", "epsilon": 0.7}
+        configs.append(RunConfig.from_names(values, "dpsur"))
+    one, two = configs
+    assert one.method == two.method
+    assert one.features == two.features == "scattering+encoder"
+    assert one.method.batch_size == 16
+
+
+def test_auto_says_what_it_chose_in_five_lines():
+    facts = DataFacts(50_000, (3, 32, 32), 10)
+    lines = explain_auto("dpsgd", facts, 2.0, 1e-5)
+    assert len(lines) == 5
+    text = " ".join(lines)
+    preset = preset_named("auto", "dpsgd", "any", 2.0, facts)
+    for value in (preset.features, preset.normalisation, "8192", "600 updates", "epsilon 2"):
+        assert value in text

@@ -16,6 +16,7 @@ from dpsur.privacy.events import (
     SampledGaussian,
     Test,
     Trial,
+    feature_mean,
     feature_statistics,
 )
 from dpsur.privacy.statement import format_epsilon
@@ -88,6 +89,13 @@ def add_mechanism_options(parser: argparse.ArgumentParser, *, noise_required: bo
         help="noise multiplier of private feature statistics, released before training (a run with "
         "normalisation private uses 8); their clip bounds are charged with them",
     )
+    group.add_argument(
+        "--feature-mean",
+        type=float,
+        metavar="SIGMA",
+        help="noise multiplier of a private mean of features of norm 1, released before training "
+        "(normalisation mean)",
+    )
 
 
 def rate(name: str, size: int, dataset_size: int) -> float:
@@ -119,10 +127,10 @@ def described_test(options: argparse.Namespace) -> Test | None:
 
 
 def setup_events(options: argparse.Namespace) -> tuple[Event, ...]:
-    """What feature statistics cost, as a run with them is charged."""
-    if options.feature_statistics is None:
-        return ()
-    return feature_statistics(options.feature_statistics)
+    """What statistics or a mean of features cost, as a run with them is charged."""
+    statistics, mean = options.feature_statistics, options.feature_mean
+    charged = () if statistics is None else feature_statistics(statistics)
+    return charged if mean is None else (*charged, *feature_mean(mean))
 
 
 def run(options: argparse.Namespace) -> int:

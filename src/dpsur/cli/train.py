@@ -15,15 +15,16 @@ from dpsur.cli.run_options import (
     stored_config,
 )
 from dpsur.cli.signals import Stop, stop_on_signal
-from dpsur.config import RunConfig
+from dpsur.config import RunConfig, data_facts
 from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, describe_os_error
+from dpsur.presets import AUTO, explain_auto
 from dpsur.privacy.plans.rejections import NOT_HIDDEN
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.files import RunFolder, finite, resume_command
 from dpsur.runs.fit import execute
 from dpsur.runs.release import as_published
 from dpsur.runs.result import Run
-from dpsur.runs.tasks import build_task_session
+from dpsur.runs.tasks import build_task_session, task_of
 from dpsur.runs.validation import check_single_process
 from dpsur.status import silenced
 
@@ -61,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
         config, folder = stored_config(options)
     else:
         config, folder = new_config(options)
+        if config.preset == AUTO and not (options.quiet or options.json):
+            _explain(config)
     if options.show_private and config.hide_rejections != NOT_HIDDEN:
         raise InvalidInputError(
             f"--show-private shows what --hide-rejections {config.hide_rejections} hides; "
@@ -77,6 +80,14 @@ def run(options: argparse.Namespace) -> int:
             raise FileError(f"{describe_os_error(error)}; {_next_command(folder)}") from error
     _print_result(result, folder, as_json=options.json)
     return 0
+
+
+def _explain(config: RunConfig) -> None:
+    """Say what the preset auto has chosen and why. Options that were given take precedence."""
+    facts = data_facts(task_of(config), config.keep_fraction)
+    budget = config.budget
+    for line in explain_auto(config.method.name, facts, budget.epsilon, budget.delta):
+        print(f"dpsur: {line}", file=sys.stderr)
 
 
 def _train(

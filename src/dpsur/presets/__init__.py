@@ -4,13 +4,14 @@ from collections.abc import Callable
 from typing import Final
 
 from dpsur.errors import InvalidInputError
+from dpsur.presets.auto import auto_preset, explain_auto
 from dpsur.presets.base import DataFacts, Preset
 from dpsur.presets.best import best_preset
 from dpsur.presets.encoder import encoder_preset
 from dpsur.presets.paper import paper_preset
 from dpsur.presets.settings import EPSILONS
 
-PAPER, BEST, ENCODER = "paper", "best", "encoder"
+PAPER, BEST, ENCODER, AUTO = "paper", "best", "encoder", "auto"
 Builder = Callable[[str, str, float, DataFacts | None], Preset]
 
 
@@ -30,16 +31,21 @@ def _of_table(name: str, preset: Callable[[str, str, int], Preset]) -> Builder:
     return build
 
 
-def _of_facts(method: str, task: str, epsilon: float, facts: DataFacts | None) -> Preset:
+def _of_facts(preset: Callable[[str, DataFacts | None], Preset]) -> Builder:
     """A preset that follows from public facts: neither the task's name nor epsilon matters."""
-    del task, epsilon
-    return encoder_preset(method, facts)
+
+    def build(method: str, task: str, epsilon: float, facts: DataFacts | None) -> Preset:
+        del task, epsilon
+        return preset(method, facts)
+
+    return build
 
 
 PRESETS: Final[dict[str, Builder]] = {
     PAPER: _of_table(PAPER, paper_preset),
     BEST: _of_table(BEST, best_preset),
-    ENCODER: _of_facts,
+    ENCODER: _of_facts(encoder_preset),
+    AUTO: _of_facts(auto_preset),
 }
 
 
@@ -52,4 +58,14 @@ def preset_named(
     return PRESETS[name](method, task, epsilon, facts)
 
 
-__all__ = ["BEST", "ENCODER", "PAPER", "PRESETS", "DataFacts", "Preset", "preset_named"]
+__all__ = [
+    "AUTO",
+    "BEST",
+    "ENCODER",
+    "PAPER",
+    "PRESETS",
+    "DataFacts",
+    "Preset",
+    "explain_auto",
+    "preset_named",
+]

@@ -21,8 +21,8 @@ CLIP_NORM = 0.2
 def encoder_preset(method: str, facts: DataFacts | None) -> Preset:
     """The settings of a method for data of which these facts are public.
 
-    The learning rate is left to the rule for linear models. Every update is kept: with a rate that
-    is right, a test of candidates costs more than it gains.
+    The learning rate is left to the rule for linear models. Every update is kept, with either
+    method: the settings were measured so.
     """
     if method not in METHODS:
         known = ", ".join(METHODS)
