@@ -1,0 +1,309 @@
+"""A plan for blocks of updates with a precise test after each, all of them charged."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar
+
+from dpsur import checks
+from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.privacy.accounting import (
+    RESTORE,
+    Accounting,
+    accounting_named,
+    check_covers_steering,
+    only_figure,
+)
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.events import (
+    Event,
+    Gaussian,
+    SampledGaussian,
+    Step,
+    Trial,
+    event_from_json,
+    event_to_json,
+)
+from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plans.protocol import stated_counts, stated_steps
+from dpsur.privacy.plans.rejections import steps_differ
+from dpsur.privacy.search import least_noise, noise_at_least
+
+BlockTest = Gaussian | SampledGaussian
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """Updates of one kind in blocks, and a noisy test after each block.
+
+    `blocks` are the numbers of updates before each test; 0 means that a test comes at once. What a
+    test decides (keep a block or restore an earlier state, which learning rate comes next) is
+    post-processing of its noisy value, and so may be anything.
+
+    Formal guarantee: the number and order of updates and tests, their sampling rates and noise
+    multipliers are fixed before the run, and every one of them is charged, whatever a test says. So
+    the run, with all values of its tests, is an adaptive composition of these mechanisms and
+    satisfies `epsilon()` at the budget's delta under adding or removing one record. Nothing is
+    conditioned on acceptance: that is why the argument is not the one that fails for the paper.
+    """
+
+    budget: Budget
+    accounting: str
+    update: SampledGaussian
+    test: BlockTest
+    blocks: tuple[int, ...]
+    setup: tuple[Event, ...] = ()
+    on_reject: ClassVar[str] = RESTORE
+    unit: ClassVar[str] = "updates"
+    to_the_cap: ClassVar[bool] = False  # verdicts are public
+    same_steps: ClassVar[bool] = False
+    position_follows_counts: ClassVar[bool] = True
+    verdicts_are_public: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_covers_steering(self.accounting)
+        if not self.blocks or any(type(size) is not int or size < 0 for size in self.blocks):
+            raise InvalidInputError(
+                f"blocks must be whole numbers of updates, got {self.blocks!r}"
+            )
+        checks.at_least_one("the number of updates", self.updates)
+
+    @staticmethod
+    def for_budget(
+        budget: Budget,
+        accounting: str,
+        sample_rate: float,
+        test: BlockTest,
+        blocks: tuple[int, ...],
+        *,
+        setup: tuple[Event, ...] = (),
+    ) -> "BlockPlan":
+        """The plan whose updates have the least noise that the budget allows beside its tests."""
+
+        @cache
+        def with_noise(noise: float) -> BlockPlan:
+            update = SampledGaussian(sample_rate, noise)
+            return BlockPlan(budget, accounting, update, test, blocks, setup)
+
+        @cache
+        def epsilon_of(noise: float) -> float:
+            return with_noise(noise).epsilon()
+
+        @cache
+        def ideal_epsilon_of(noise: float) -> float:
+            plan = with_noise(noise)
+            return plan._accounting.ideal_epsilon(plan._charges(plan.blocks), budget.delta)
+
+        others = [*((event, 1) for event in setup), (test, len(blocks))]
+        if accounting_named(accounting).epsilon(others, budget.delta) >= budget.epsilon:
+            raise BudgetError(
+                f"{len(blocks)} tests of blocks spend epsilon {budget.epsilon:g} by themselves; "
+                "raise val_noise_multiplier or epsilon"
+            )
+        # The tail of the noise seldom matters, and then the noise does not depend on its bound.
+        ideal = least_noise(ideal_epsilon_of, budget.epsilon)
+        noise = noise_at_least(epsilon_of, budget.epsilon, ideal)
+        if noise is None:
+            raise BudgetError(
+                f"epsilon {budget.epsilon:g} is too small for {sum(blocks)} updates, whatever the "
+                "noise; raise epsilon or make fewer updates"
+            )
+        return with_noise(noise)
+
+    def affords(self, ledger: Ledger, step: Step) -> bool:
+        """Whether one more step fits. Asked before the step, never after."""
+        if self.completed(ledger):
+            return False
+        due = self.due(ledger)
+        if step != due:
+            raise BudgetError(f"{step} was not planned: after {ledger.steps} steps comes {due}")
+        return True
+
+    def due(self, ledger: Ledger) -> Step:
+        """What comes next: an update, or a test where a block is done."""
+        tests = self._tests(ledger)
+        reached = sum(self.blocks[: tests + 1])
+        return self.test if ledger.updates >= reached else Trial(self.update)
+
+    def _tests(self, ledger: Ledger) -> int:
+        return sum(entry.trials for entry in ledger.entries if entry.step == self.test)
+
+    def completed(self, ledger: Ledger) -> bool:
+        """Whether the run did what was planned, so that its result may be released."""
+        return self._tests(ledger) >= len(self.blocks)
+
+    def drops(self, ledger: Ledger) -> bool:  # noqa: ARG002
+        """Never: a trial whose outcome is dropped is not made."""
+        return False
+
+    @property
+    def updates(self) -> int:
+        """All updates, whether what they led to is kept or not."""
+        return sum(self.blocks)
+
+    @property
+    def trials(self) -> int:
+        """Every trial is an update."""
+        return self.updates
+
+    @property
+    def typical(self) -> Trial:
+        """One update."""
+        return Trial(self.update)
+
+    @property
+    def fixed_counts(self) -> Mapping[str, int]:
+        """The number of updates."""
+        return {"updates": self.updates}
+
+    @property
+    def length(self) -> int:
+        """What a schedule counts to."""
+        return self.updates
+
+    @property
+    def kept(self) -> int:
+        """Updates of a completed run, all of which are charged."""
+        return self.updates
+
+    def position(self, ledger: Ledger) -> int:
+        """How far a run has come on that scale."""
+        return ledger.updates
+
+    def covers(self, delta: float) -> bool:  # noqa: ARG002
+        """Whether there is an epsilon at this delta: at each, since nothing was set aside."""
+        return True
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """Epsilon of the completed run at the budget's delta, or at another one."""
+        delta = self.budget.delta if delta is None else delta
+        return self._accounting.epsilon(self._charges(self.blocks), delta)
+
+    def spent(self, ledger: Ledger) -> float:
+        """Epsilon so far, as a progress figure."""
+        charges: list[tuple[Event, int]] = [
+            *((event, 1) for event in self.setup),
+            (Trial(self.update), ledger.updates),
+            (self.test, self._tests(ledger)),
+        ]
+        return self._accounting.epsilon(charges, self.budget.delta)
+
+    @property
+    def _accounting(self) -> Accounting:
+        return accounting_named(self.accounting)
+
+    def _charges(self, blocks: tuple[int, ...]) -> list[tuple[Event, int]]:
+        """All updates and all tests, kept or not."""
+        return [
+            *((event, 1) for event in self.setup),
+            (Trial(self.update), sum(blocks)),
+            (self.test, len(blocks)),
+        ]
+
+    def describe(self) -> str:
+        """One line for whoever starts the run."""
+        noise = self.update.noise_multiplier
+        return (
+            f"{self.updates} updates at noise multiplier {noise:.3f} and {len(self.blocks)} tests "
+            f"of blocks at {self.test.noise_multiplier:.3g}, {self.accounting}"
+        )
+
+    def limited(self, most: int) -> "BlockPlan":
+        """The same plan with its last blocks cut off or shortened; tests stay."""
+        left, blocks = most, []
+        for size in self.blocks:
+            blocks.append(min(size, left))
+            left -= blocks[-1]
+        return replace(self, blocks=tuple(blocks))
+
+    def hide_rejections(self, way: str) -> "BlockPlan":
+        """There are none to hide: what tests say is charged and public."""
+        raise steps_differ(way)
+
+    def figures(self) -> dict[str, float | None]:
+        """Epsilon under its own accounting; others are not made for it."""
+        return only_figure(self.accounting, self.epsilon())
+
+    def to_statement(self, ledger: Ledger) -> dict[str, Any]:
+        """The mechanism in a privacy statement: blocks, tests, and the steps in order."""
+        return {
+            "trial": event_to_json(self.typical),
+            "filter": None,
+            "blocks": {
+                "updates": list(self.blocks),
+                "test": event_to_json(self.test),
+                "steps": stated_steps(self, ledger),
+            },
+            **stated_counts(self),
+        }
+
+    @staticmethod
+    def from_statement(statement: Mapping[str, Any]) -> "BlockPlan":
+        """The plan that a privacy statement describes."""
+        mechanism = statement["mechanism"]
+        return BlockPlan.from_json(
+            {
+                **statement["budget"],
+                "accounting": statement["guarantee"]["accounting"],
+                "update": mechanism["trial"]["update"],
+                "test": mechanism["blocks"]["test"],
+                "blocks": mechanism["blocks"]["updates"],
+                "setup": mechanism["setup"],
+            }
+        )
+
+    def step_faults(self, mechanism: Mapping[str, Any], tolerance: float) -> list[str]:  # noqa: ARG002
+        """The steps of a run must be the planned ones, in the planned order."""
+        rows = [
+            {"step": row["step"], "trials": row["charged"], "updates": row["charged"]}
+            for row in mechanism["blocks"]["steps"]
+        ]
+        ledger = Ledger.from_json({"setup": [], "entries": rows})
+        faults = []
+        if not self.allows(ledger):
+            faults.append("the steps are not those of a run by the stated blocks")
+        if mechanism != self.to_statement(ledger):
+            faults.append("the mechanism says more or something else than its blocks")
+        return faults
+
+    def allows(self, ledger: Ledger) -> bool:
+        """Whether the steps of a ledger are those of a whole run under this plan."""
+        done = Ledger()
+        try:
+            for entry in ledger.entries:
+                for _ in range(entry.trials):
+                    if not self.affords(done, entry.step):
+                        return False
+                    done = done.record(entry.step, updates=1)
+        except BudgetError:
+            return False
+        return self.completed(done)
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the plan as plain values."""
+        return {
+            "epsilon": self.budget.epsilon,
+            "delta": self.budget.delta,
+            "accounting": self.accounting,
+            "update": event_to_json(self.update),
+            "test": event_to_json(self.test),
+            "blocks": list(self.blocks),
+            "setup": [event_to_json(event) for event in self.setup],
+        }
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "BlockPlan":
+        """Read what `to_json` wrote."""
+        update, test = (event_from_json(values[name]) for name in ("update", "test"))
+        if not isinstance(update, SampledGaussian):
+            raise InvalidInputError(f"blocks are made of sampled Gaussians, got {update!r}")
+        if not isinstance(test, Gaussian | SampledGaussian):
+            raise InvalidInputError(f"a test of a block is a Gaussian, got {test!r}")
+        return BlockPlan(
+            budget=Budget(values["epsilon"], values["delta"]),
+            accounting=values["accounting"],
+            update=update,
+            test=test,
+            blocks=tuple(values["blocks"]),
+            setup=tuple(event_from_json(event) for event in values["setup"]),
+        )
