@@ -186,17 +186,17 @@ def _reproduce(experiment: Experiment, options: argparse.Namespace, known: int) 
     started = time.monotonic()
     results, out, asked = Path(options.results), Path(options.out), _asked(options)
 
-    def tell(count: int, total: int) -> None:
+    def report(count: int, total: int) -> None:
         seconds = time.monotonic() - started
         print(f"{experiment.name}: row {count} of {total}, {seconds:.0f} s", file=sys.stderr)
 
     if not options.render_only and not (options.jobs > 1 and experiment.shared):
-        fill(experiment, results, asked, tell)
+        fill(experiment, results, asked, report)
     filled = look_up(experiment, rows_file(experiment, results), asked)
     written = [] if options.rows_only else render(experiment, filled, out)
     made = len(filled.rows) - known
     if options.claims is not None:
-        return  # whoever started this process tells what became of all
+        return  # the process that started this one reports for all
     missing = f", {len(filled.missing)} cells without one" if filled.missing else ""
     print(f"{experiment.name}: {len(filled.rows)} rows, {made} of them new{missing}")
     for path in written:

@@ -11,7 +11,7 @@ likelier, switch it on: the test accepts them more often. x has the linear loss 
 adversary of the lower bound chooses; a single record's loss may be so large that it decides the
 mean of any batch it is in.
 
-`unselected`, the control: the same candidates, and a test that tells none of them apart.
+`unselected`, the control: the same candidates, and a test that distinguishes none of them.
 
 `python -m reproduction.counterexample` prints the figures that docs/privacy.md quotes.
 """

@@ -17,7 +17,7 @@ SOURCES = ("src/dpsur", "reproduction")
 def provenance() -> dict[str, Any]:
     """The commit and the versions that a row was made with, and when.
 
-    From the times of its rows it can be told how long a grid took.
+    The times of its rows say how long a grid took.
     """
     made_at = datetime.now(UTC).isoformat(timespec="seconds")
     return {"commit": _commit(), "versions": versions(), "made_at": made_at}

@@ -50,7 +50,7 @@ def fill(
     count = 0
     for count, row in enumerate(experiment.make(missing, options), start=1):
         line = json.dumps({"experiment": experiment.name, **row, **provenance()})
-        # Otherwise the row would not be found next time, and be made again for ever.
+        # Otherwise the row would not be found next time, and be measured again for ever.
         assert experiment.key(json.loads(line)) in awaited, f"this row fills no cell: {line}"
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

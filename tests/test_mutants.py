@@ -391,7 +391,7 @@ def losses_may_remember(patch):
 
 
 def padding_is_not_tried(patch):
-    patch.setattr(support, "probe_padding", lambda *_: None)
+    patch.setattr(support, "check_padding", lambda *_: None)
 
 
 class Mutant(NamedTuple):

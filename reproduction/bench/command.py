@@ -13,10 +13,9 @@ import torch
 
 from dpsur import checks
 from dpsur.bench.arms import ARMS, arm_named
-from dpsur.bench.cell import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_MULTIPLIER
 from dpsur.bench.own_steps import VAL_BATCH_SIZE
 from dpsur.bench.run import line, rows
-from dpsur.bench.settings import Settings
+from dpsur.bench.settings import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_MULTIPLIER, Settings
 from dpsur.errors import InvalidInputError
 from reproduction.bench.networks import NETWORKS, network_named
 from reproduction.bench.report import markdown

@@ -19,9 +19,9 @@ from torch import Tensor
 from dpsur.mechanism.cuda_graphs import graph_of
 from dpsur.per_example.contributions import Factors
 from dpsur.per_example.kernels.convolution import Geometry, _input_gradient, from_patches
-from dpsur.per_example.kernels.cuda_per_example import fused
-from dpsur.per_example.kernels.cuda_weight_grad import summed
-from dpsur.per_example.rules.patches import Window, inner_products, instantiated, patches
+from dpsur.per_example.kernels.cuda_per_example import fused_gradients
+from dpsur.per_example.kernels.cuda_weight_grad import summed_gradient
+from dpsur.per_example.rules.patches import Window, inner_products, instantiate, patches
 
 # name, batch, channels, side, output channels, stride, padding, kernel: the paper's networks
 LAYERS = (
@@ -62,12 +62,12 @@ def ways_of(
         "weight gradient": {
             "library": lambda: geometry.backward(outputs, inputs, weight, [False, True, False])[1],
             "patches": lambda: from_patches(inputs, outputs, window, ones, finite=True),
-            "summed": lambda: summed(inputs, outputs, window),
+            "summed": lambda: summed_gradient(inputs, outputs, window),
             "long patches": lambda: in_pieces_added(long_patches, inputs, outputs, window, step),
         },
         "per-example gradients": {
-            "patches": lambda: instantiated(inputs, outputs, window, 1),
-            "fused": lambda: fused(inputs, outputs, window),
+            "patches": lambda: instantiate(inputs, outputs, window, 1),
+            "fused": lambda: fused_gradients(inputs, outputs, window),
         },
     }
     if max(geometry.strides) == 1:

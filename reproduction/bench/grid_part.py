@@ -1,4 +1,4 @@
-"""How long grids of runs take on one GPU: a part of them made again, several processes at once.
+"""How long grids of runs take on one GPU: a part of them regenerated, several processes at once.
 
     python -m reproduction.bench.grid_part GRID_TIME OUT [--part K/N] [--jobs J] [--tasks TASK ...]
 
@@ -72,7 +72,7 @@ def in_turn(part: list[list[Row]], times: Times) -> list[list[Row]]:
 def process(
     number: int, jobs: int, part: Sequence[list[Row]], taken: Sequence[Any], done: Any
 ) -> None:
-    """Run configurations until there are none, and tell what each took.
+    """Run configurations until there are none, and report what each took.
 
     Every other process begins at the end: large networks fill the GPU, small ones wait for it, so
     that both together take less than one after the other.

@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 class EnoughError(Exception):
-    """Ends a run that has told what was asked."""
+    """Ends a run of which enough was timed."""
 
 
 class Clock:

@@ -7,9 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dpsur.bench.arms import arm_named
-from dpsur.bench.cell import Cell
 from dpsur.bench.measurement import release, synchronize
-from dpsur.bench.settings import Settings, machine
+from dpsur.bench.settings import Cell, Settings, machine
 
 WARM_UP_STEPS, STEPS = 5, 10
 _WIDTH = 100

@@ -10,9 +10,8 @@ from dpsur import figure_style as style
 from reproduction.arms import ARMS
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Row
-from reproduction.grid import TrainingGrid
 from reproduction.series import Look, Point, best_of, draw, legend_below, series
-from reproduction.training import TrainingCell
+from reproduction.training import TrainingCell, TrainingGrid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -205,7 +204,7 @@ def _value_records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _spread(point: Point) -> float | None:
-    """One seed tells of none."""
+    """One seed has none."""
     return point.spread if point.seeds > 1 else None
 
 

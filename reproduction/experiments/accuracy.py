@@ -11,8 +11,7 @@ from reproduction.arms import ARMS, DPSUR_ARMS, FAULT_ARMS, HF_PUBLISHED, METHOD
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Row
 from reproduction.experiments.accuracy_pages import draw_accuracy, extra_pages, has_points
-from reproduction.grid import TrainingGrid
-from reproduction.training import TrainingCell, mean_and_spread
+from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
 TASKS = ("fmnist", "mnist", "cifar10", "imdb")
 MANY, FEW = tuple(range(5)), tuple(range(3))

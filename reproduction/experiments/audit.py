@@ -8,10 +8,9 @@ import torch
 from dpsur.attacks.targets import as_seen_by
 from dpsur.audits.bounds import CONTRADICTED, Finding
 from dpsur.audits.canaries import gradient_canaries
-from dpsur.audits.figure import draw_findings
+from dpsur.audits.findings import ceiling, draw_findings
 from dpsur.audits.mechanism import EXACT_ONLY, UNITS, audit_exactly, audit_unit
 from dpsur.audits.negative_controls import FAULTS, SOUND, Fault
-from dpsur.audits.power import ceiling
 from dpsur.audits.repeated import PLACES, TINY, audit_repeated
 from dpsur.audits.training import ONE_RUN, audit_training
 from dpsur.mechanism.streams import INIT, SETUP, Streams

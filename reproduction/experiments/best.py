@@ -10,8 +10,7 @@ from reproduction.arms import ARMS, BEST_ARMS
 from reproduction.artifacts import Artifact, Column, Table, table_page
 from reproduction.base import Row
 from reproduction.experiments.accuracy import paper_accuracy
-from reproduction.grid import TrainingGrid
-from reproduction.training import TrainingCell, mean_and_spread
+from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
 SEEDS = tuple(range(5))
 # What the paper calls the data, where we have another name for what is made of them.

@@ -1,4 +1,4 @@
-"""Loss and accuracy against the budget spent, while runs go on."""
+"""Loss and accuracy against the budget spent, during runs."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,9 +9,8 @@ from dpsur import figure_style as style
 from reproduction.arms import ARMS
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Row
-from reproduction.grid import TrainingGrid
 from reproduction.series import Look, legend_below
-from reproduction.training import TrainingCell, mean_and_spread
+from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

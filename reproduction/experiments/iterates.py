@@ -6,8 +6,7 @@ from typing import Any
 from reproduction.artifacts import Artifact, Column, Table, table_page
 from reproduction.base import Row
 from reproduction.experiments.accuracy import paper_accuracy
-from reproduction.grid import TrainingGrid
-from reproduction.training import TrainingCell, mean_and_spread
+from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
 ARM = "released-code"
 SEEDS, FEW = (0, 1, 2, 3, 4), (0, 1, 2)

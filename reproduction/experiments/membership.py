@@ -33,8 +33,7 @@ from dpsur.runs.build_session import choose_device
 from dpsur.tasks import task_named
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row
-from reproduction.grid import limit_gpu_share
-from reproduction.training import BLOCK, NEVER, WITH_TF32, device_name
+from reproduction.training import BLOCK, NEVER, WITH_TF32, device_name, limit_gpu_share
 
 TASKS = ("fmnist", "cifar10")
 NONPRIVATE, PRIVATE = "nonprivate", ("dpsur", "dpsgd")
@@ -119,7 +118,7 @@ class Membership(OneByOne):
                             yield {"config": _config(task, method, epsilon, seed), "seed": seed}
 
     def make(self, cells: Sequence[Cell], options: Options) -> Iterator[Row]:
-        """Fill this process's share, which is told by the place in the whole grid."""
+        """Fill this process's share, which follows from the place in the whole grid."""
         limit_gpu_share(options)
         mine = {self.key(cell) for cell in options.share(list(self.cells(options)))}
         for cell in cells:
@@ -162,7 +161,7 @@ EXPERIMENT = Membership()
 
 
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
-    """Figures in millionths: of some ten thousand records, more would tell nothing."""
+    """Figures in millionths: of some ten thousand records, more would mean nothing."""
     return {
         name: {part: round(value, 6) for part, value in figure.items()}
         if isinstance(figure, dict)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from dpsur import figure_style as style
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Row
-from reproduction.grid import TrainingGrid
 from reproduction.series import Look, Point, best_of, draw, legend_below, series
-from reproduction.training import TrainingCell
+from reproduction.training import TrainingCell, TrainingGrid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,8 +24,7 @@ from reproduction.experiments.tuning_grids import (
     SHORTER_STEPS,
     STRETCHED,
 )
-from reproduction.grid import TrainingGrid
-from reproduction.training import TrainingCell, mean_and_spread
+from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "results" / "tuning.jsonl"

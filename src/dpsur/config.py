@@ -1,4 +1,4 @@
-"""Everything a run is told: one frozen value, built once and passed down whole.
+"""The configuration of a run: one frozen value, built once and passed down whole.
 
 `RunConfig` declares every option of a run that can be written down. Beside it a run on your own
 data gets objects: a model, records and a loss (see `dpsur.fit`).
@@ -15,7 +15,7 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.features import FEATURES, NORMALISATIONS, features_named
 from dpsur.methods import METHODS, Dpsur, Method, Nonprivate, method_named
-from dpsur.options import build, check_options, flag, from_plain, option, to_plain
+from dpsur.options import build, check_options, flag, from_plain, option, shorten, to_plain
 from dpsur.presets import PRESETS, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
@@ -103,9 +103,21 @@ def _is_method(name: str, value: Any) -> None:
         )
 
 
+def _is_device(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise InvalidInputError(f"unknown {name} {value!r}; use cpu, cuda or auto")
+
+
+def _is_path(name: str, value: Any) -> None:
+    if not isinstance(value, (str, PathLike)):
+        raise InvalidInputError(
+            f"{name} must be a path, got {checks.shown(value)}; write {name}='folder'"
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class RunConfig(checks.NamedArguments):
-    """What a run is told. None leaves the choice to the task or the method.
+    """The configuration of a run. None leaves the choice to the task or the method.
 
     `task` names a task, or is None where a model and records are given as objects. `keep_fraction`
     is the share of its records to train on. `hold_out` training records are set aside and
@@ -200,15 +212,16 @@ class RunConfig(checks.NamedArguments):
     out: str | PathLike[str] | None = option(
         None,
         "new folder for the run (default: runs/TASK-METHOD, numbered where that exists)",
+        check=_is_path,
         metavar="DIR",
         group=RUN,
         stored=False,
     )
-    device: str = option("auto", "cpu, cuda or auto", group=RUN)
+    device: str = option("auto", "cpu, cuda or auto", check=_is_device, group=RUN)
     seed: int | None = option(
         None,
-        "make the run repeatable; whoever knows the seed can undo the privacy (default: seeded by "
-        "the operating system)",
+        "make the run repeatable; anyone who knows the seed can undo the privacy (default: seeded "
+        "by the operating system)",
         group=RUN,
     )
     network_seed: int | None = option(None, "of the initial weights", command_line=False)
@@ -268,7 +281,9 @@ class RunConfig(checks.NamedArguments):
         values = dict(stored)
         name, options = values.pop("method", Dpsur.name), values.pop("options", {})
         if not isinstance(name, str) or name not in METHODS:
-            raise InvalidInputError(f"there is no method {name!r}")
+            raise InvalidInputError(f"there is no method {shorten(name)}")
+        if not isinstance(options, dict):
+            raise InvalidInputError(f"options cannot be {shorten(options)}")
         method = METHODS[name](**from_plain(METHODS[name], options))
         return build(cls, from_plain(cls, values), method=method)
 

@@ -4,13 +4,13 @@ An option is a field of a frozen dataclass, made by `option`: its name, type, de
 allowed range. The command line, the checks and the JSON of a stored run are derived from that.
 """
 
-import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypeVar
 
 from dpsur import checks
@@ -26,7 +26,6 @@ _WORDS = {
     bool: "True or False",
     str: "a string",
     Path: "a path",
-    PathLike: "a path",
 }
 
 
@@ -125,7 +124,7 @@ def flag(name: str) -> str:
 def declared(owner: type) -> dict[str, Option]:
     """The options of a dataclass and of its parts, by name, in the order of their declaration.
 
-    A part is a field that is a dataclass with options of its own.
+    A part is a field that is a dataclass with options.
     """
     return {found.name: found for found in _declared(owner, None)}
 
@@ -141,7 +140,7 @@ def _declared(owner: type, part: str | None) -> Iterator[Option]:
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:
-    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    parts = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return tuple(typing.get_origin(part) or part for part in parts)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from dpsur.attacks.classifier import Fitting, fit_committee, seeded
 from dpsur.attacks.data import as_many, join, split_pool, standardised
 from dpsur.attacks.features import last_layer_gradients, log_odds
+from dpsur.attacks.learned_attacks import learn_from_shadow, shadow_attack, white_box_attack
 from dpsur.attacks.metrics import Scores, measure
 from dpsur.attacks.models import ManyModels, Recipe, SeparateModels
 from dpsur.attacks.score_attacks import (
@@ -22,9 +23,7 @@ from dpsur.attacks.score_attacks import (
     train_shadows,
     true_probability,
 )
-from dpsur.attacks.shadow import learn_from_shadow, shadow_attack
 from dpsur.attacks.suite import ATTACKS, SHUFFLED, attack_target
-from dpsur.attacks.white_box import white_box_attack
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
 from tests.statistics import FALSE_ALARM

@@ -10,6 +10,7 @@ from dpsur.audits.rejection_leak import count_leak
 from dpsur.audits.sampler import draw_trials
 from dpsur.audits.worst_case_problems import gate_alone
 from dpsur.errors import InvalidInputError
+from dpsur.mechanism.streams import NOISE, SETUP, Streams
 from dpsur.privacy.events import CoinTest, LossTest
 
 TEST = LossTest(0.05, 0.5, -1.0)
@@ -36,9 +37,9 @@ def test_the_count_of_trials_has_this_law():
     """Acceptance of trials with a record that sways them is what the computation takes it to be."""
     setting = Setting(40, 40, 1e4, 8, 0.5, 1, -1.0)
     unit = gate_alone(setting, reach=1e-9)  # every move is beyond its reach: x always accepts
-    generator = torch.Generator().manual_seed(0)
+    stream = Streams(0, torch.device("cpu")).at(SETUP)[NOISE]
     rates = [
-        float(draw_trials(unit, 200_000, generator, present=present).accept.double().mean())
+        float(draw_trials(unit, 200_000, stream, present=present).accept.double().mean())
         for present in (False, True)
     ]
     accept = setting.test.acceptance(0.0)

@@ -18,14 +18,15 @@ from dpsur.audits.worst_case_problems import (
     gate_alone,
     no_selection,
 )
+from dpsur.mechanism.streams import NOISE, SETUP, Stream, Streams
 from tests.statistics import FALSE_ALARM, assert_frequency
 
 SMALL = Setting(6, 3, 1.0, 3, 0.5, 2, -0.5, delta=0.01)
 SMALL_COIN = CoinSetting(6, 3, 1.0, 3, 1.0, 2, 0.0, delta=0.01, accept_ratio=5.0)
 
 
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(7)
+def stream() -> Stream:
+    return Streams(7, torch.device("cpu")).at(SETUP)[NOISE]
 
 
 def same_law(first, second) -> bool:
@@ -39,17 +40,17 @@ def looped():
 
 def test_many_at_once_have_the_law_of_the_loop(looped):
     assert looped.shape == (150, 2)
-    assert same_law(looped, accepted_updates(dead_unit(SMALL), 20_000, generator(), present=True))
+    assert same_law(looped, accepted_updates(dead_unit(SMALL), 20_000, stream(), present=True))
     coin = gate_alone(SMALL_COIN)
-    at_once = accepted_updates(coin, 20_000, generator(), present=True)
+    at_once = accepted_updates(coin, 20_000, stream(), present=True)
     assert same_law(in_the_loop(coin, 100, seed=3, present=True), at_once)
 
 
 def test_other_laws_are_told_apart(looped):
     """The control of the test above: the same comparison sees selection, and a shift."""
-    unselected = draw_trials(dead_unit(SMALL), 20_000, generator(), present=True).z
+    unselected = draw_trials(dead_unit(SMALL), 20_000, stream(), present=True).z
     assert not same_law(looped, unselected)
-    at_once = accepted_updates(dead_unit(SMALL), 20_000, generator(), present=True)
+    at_once = accepted_updates(dead_unit(SMALL), 20_000, stream(), present=True)
     assert not same_law(looped, at_once + 1)
 
 
@@ -78,7 +79,7 @@ def test_arrays_and_tensors_share_the_losses():
 
 def test_acceptance_of_the_trials():
     unit = replace(dead_unit(SMALL), others=lambda w: 0.0 * w - 1.0, extra=lambda w: 0.0 * w - 1.0)
-    trials = draw_trials(unit, 100_000, generator(), present=True)
+    trials = draw_trials(unit, 100_000, stream(), present=True)
     empty = 0.5**6
     expected = (1 - empty) * SMALL.test.accept_max + empty * SMALL.test.acceptance(0.0)
     assert_frequency(int(trials.accept.sum()), 100_000, expected)

@@ -11,8 +11,8 @@ from torch import nn
 
 from dpsur.audits.bounds import CONTRADICTED, NOT_CONTRADICTED
 from dpsur.audits.canaries import BLOCK, gradient_canaries, input_canaries
+from dpsur.audits.findings import ceiling, is_idle
 from dpsur.audits.negative_controls import FAULTS, SOUND
-from dpsur.audits.power import ceiling, is_idle
 from dpsur.audits.repeated import DELTA, PLACES, TINY, audit_repeated, outcomes
 from dpsur.audits.training import audit_training, guess
 from dpsur.errors import InvalidInputError
@@ -159,6 +159,15 @@ def test_gross_faults_are_caught(name, runs):
     found = audit_repeated(TINY[PLACES[name]], FAULTS[name], runs, confidence=0.95)
     assert found.verdict == CONTRADICTED
     assert name in found.subject
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_cannot_be_replayed_is_not_captured(name):
+    """A gate with memory outside of the state, and batches that have no padded form."""
+    tiny = TINY[PLACES[name]]
+    procedure = FAULTS[name].bind(tiny.method(9), tiny.problem(present=True), tiny.plan())
+    exact_only = ("drawn-size", "fixed-batches", "stale-loss")
+    assert (procedure.padded() is None) == (name in exact_only)
 
 
 def test_kept_momentum_is_caught():

@@ -144,7 +144,10 @@ BAD = [
 @pytest.mark.parametrize(
     ("arguments", "message"), BAD, ids=lambda v: " ".join(v[:2]) if isinstance(v, list) else ""
 )
-def test_bad_input_is_one_line_status_two_and_writes_nothing(arguments, message, tmp_path, capsys):
+def test_bad_input_is_one_line_status_two_and_writes_nothing(
+    arguments, message, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("dpsur.status.PATIENCE", 600.0)  # a slow machine would say that it plans
     out_folder = tmp_path / "deep" / "run"
     status, out, err = dpsur("train", "--out", str(out_folder), *arguments, capsys=capsys)
     assert status == 2
@@ -169,7 +172,7 @@ def test_a_run_without_a_folder_gets_a_new_one(tmp_path, capsys, monkeypatch):
     for folder in ("runs/mnist-5k-dpsgd", "runs/mnist-5k-dpsgd-2", "runs/mnist-5k-dpsgd-3"):
         status, out, err = dpsur("train", "--method", "dpsgd", *QUICK, capsys=capsys)
         assert status == 0
-        assert f"the run goes to {folder}\n" in err
+        assert f"writing the run to {folder}\n" in err
         assert f"release: {folder}/release " in out
         assert (tmp_path / folder / "release" / "privacy.json").is_file()
     np.savez(tmp_path / "secret.npz", x=np.zeros((200, 3)), y=np.arange(200) % 2)

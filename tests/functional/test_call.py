@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from dpsur.functional.call import call_with, every_module
+from dpsur.functional.call import every_module, use_weights
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.gate import stacked_outputs
 from dpsur.per_example import check_model, clipped_sum
-from dpsur.per_example.generic import one_at_a_time, per_example_gradients
+from dpsur.per_example.generic import batched_gradients, one_at_a_time
 
 
 class Tied(nn.Module):
@@ -55,7 +55,8 @@ def test_it_is_what_functional_call_computes():
         assert value is own[name]
         return weights[name]
 
-    outputs = call_with(model, weight, inputs)
+    with use_weights(model, weight) as called:
+        outputs = called(inputs)
     assert asked == list(weights)  # each once, by its first name
     after = dict(model.named_parameters(remove_duplicate=False))
     assert list(after) == list(own)
@@ -68,15 +69,16 @@ def test_weights_come_back_if_the_model_fails():
     model = Tied()
     own = dict(model.named_parameters(remove_duplicate=False))
     weights = weights_for(model, 2.0)
-    with pytest.raises(RuntimeError):
-        call_with(model, lambda name, _: weights[name], torch.randn(4, 5))
+    swapped = use_weights(model, lambda name, _: weights[name])
+    with pytest.raises(RuntimeError), swapped as called:
+        called(torch.randn(4, 5))
     assert all(value is own[name] for name, value in model.named_parameters(remove_duplicate=False))
 
 
 def engine(problem, params):
     return {
         "outputs": lambda: problem.outputs(params, problem.train.inputs),
-        "batched": lambda: per_example_gradients(problem, params, problem.train),
+        "batched": lambda: batched_gradients(problem, params, problem.train),
         "one by one": lambda: one_at_a_time(problem, params, problem.train),
         "planned": lambda: clipped_sum(problem, params, problem.train, 0.1),
         "checked": lambda: check_model(problem.model, problem.train),
@@ -97,7 +99,8 @@ def test_a_module_in_two_places_that_shares_its_weight_gets_it_back(way):
     assert all(torch.equal(after[name], value) for name, value in values.items())
 
 
-def test_what_cannot_be_lent_to_is_left_to_functional_call():
+def test_modules_of_special_kinds_are_called_by_functional_call():
     model = nn.DataParallel(nn.Linear(2, 2))
-    with pytest.raises(RuntimeError, match="DataParallel"):
-        call_with(model, lambda _, value: value.detach(), torch.randn(1, 2))
+    swapped = use_weights(model, lambda _, value: value.detach())
+    with pytest.raises(RuntimeError, match="DataParallel"), swapped as called:
+        called(torch.randn(1, 2))

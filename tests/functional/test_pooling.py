@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.functional.pooling import quick_pooling
+from dpsur.functional.pooling import fast_pooling
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.per_example import clipped_sum
@@ -119,7 +119,7 @@ def test_clipped_sums_of_a_network_with_such_layers(frozen, monkeypatch):
 def test_evaluations_compute_the_same(name):
     layer, values = LAYERS[name], maps()
     expected = layer(values)
-    with quick_pooling([layer]):
+    with fast_pooling([layer]):
         assert torch.equal(layer(values), expected)
     assert "forward" not in vars(layer)
 
@@ -156,7 +156,7 @@ def test_layers_of_others_are_left_to_them():
     changed = nn.MaxPool2d(2)
     changed.forward = lambda _: "mine"
     indices, own = nn.MaxPool2d(2, return_indices=True), Own(2)
-    with quick_pooling([changed, indices, own]):
+    with fast_pooling([changed, indices, own]):
         assert changed(maps()) == "mine"
         assert len(indices(maps())) == 2
         assert torch.equal(own(maps()), F.max_pool2d(maps(), 2) + 1)

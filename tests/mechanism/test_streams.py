@@ -116,7 +116,7 @@ def test_integer_operations_give_the_words_of_numpy(first):
 @pytest.mark.parametrize("first", [0, 2**33 + 7])
 def test_a_gpu_draws_the_same_numbers(compiled, first, monkeypatch):
     if not compiled:
-        monkeypatch.setattr(philox.nvrtc, "compiled", lambda *_: None)
+        monkeypatch.setattr(philox.nvrtc, "compile_kernel", lambda *_: None)
     key, gpu = Key(bytes(range(16))), torch.device("cuda")
     for normal in (False, True):
         here = philox._on_cpu(key, 9, (3, 1, first), 1000, normal=normal)

@@ -13,14 +13,14 @@ from torch.utils import cpp_extension
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.per_example import clipped_sum
-from dpsur.per_example.engine_choice import Engine, _hushed, plan_for
+from dpsur.per_example.engine_choice import Engine, _silence_warnings, plan_for
 from dpsur.per_example.kernels import convolution as kernels
-from dpsur.per_example.kernels.cuda_per_example import fused
-from dpsur.per_example.kernels.cuda_weight_grad import blocks_for, summed
-from dpsur.per_example.kernels.nvrtc import SlowerWarning, _warn_once, compiled
+from dpsur.per_example.kernels.cuda_per_example import fused_gradients
+from dpsur.per_example.kernels.cuda_weight_grad import blocks_for, summed_gradient
+from dpsur.per_example.kernels.nvrtc import SlowerWarning, _warn_once, compile_kernel
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.rules import patches
-from dpsur.per_example.rules.patches import Window, instantiated
+from dpsur.per_example.rules.patches import Window, instantiate
 from tests.per_example.test_gradient_rules import clipped, gradients
 
 convolution = sys.modules["dpsur.per_example.rules.convolution"]  # not the rule of that name
@@ -153,8 +153,8 @@ def test_the_fused_kernel_gives_the_gradients_that_patches_give(channels, height
     inputs = torch.randn(5, channels, side, side, device=device, dtype=torch.float64)
     sides = [side + 2 * m - n + 1 for n, m in zip(window.sizes, window.margins, strict=True)]
     outputs = torch.randn(5, height, *sides, device=device, dtype=torch.float64)
-    exact = instantiated(inputs, outputs, window, 1)
-    found = fused(inputs.float(), outputs.float(), window)
+    exact = instantiate(inputs, outputs, window, 1)
+    found = fused_gradients(inputs.float(), outputs.float(), window)
     assert found is not None
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4 * max(sides))
 
@@ -168,19 +168,19 @@ def test_patches_remain_where_the_kernel_cannot_be_compiled(error, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "_compile_kernel", refuse, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    compiled.cache_clear()
+    compile_kernel.cache_clear()
     _warn_once.cache_clear()
     with pytest.warns(SlowerWarning, match=f"{error.__name__}.*kernel.*same.*slower"):
-        first = compiled("", "kernel", (), 0)
-    second = compiled("", "kernel", (("HIGH", 2),), 0)  # a second warning would be an error
+        first = compile_kernel("", "kernel", (), 0)
+    second = compile_kernel("", "kernel", (("HIGH", 2),), 0)  # a second warning would be an error
     assert first is None
     assert second is None
-    compiled.cache_clear()
+    compile_kernel.cache_clear()
 
 
 def test_what_is_said_once_is_heard_from_a_trial_of_a_plan_too():
     def trial():
-        with _hushed():
+        with _silence_warnings():
             warnings.warn("a trial that failed", UserWarning, stacklevel=1)
             warnings.warn("slower", SlowerWarning, stacklevel=1)
 
@@ -193,29 +193,29 @@ def test_what_is_said_once_is_heard_from_a_trial_of_a_plan_too():
 def test_the_kernel_is_compiled_with_and_without_a_toolkit(home, monkeypatch):
     seen = []
 
-    def compile_kernel(source, name):
+    def fake_compiler(source, name):
         seen.append(cpp_extension.include_paths("cuda"))  # as PyTorch does
         return name
 
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", home)
-    monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", fake_compiler, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    compiled.cache_clear()
-    assert compiled("", "kernel", (), 0) == "kernel"
-    compiled.cache_clear()
+    compile_kernel.cache_clear()
+    assert compile_kernel("", "kernel", (), 0) == "kernel"
+    compile_kernel.cache_clear()
     assert home is None or any(home in path for path in seen[0])
     assert home == cpp_extension.CUDA_HOME
 
 
 def test_there_is_no_fused_kernel_where_it_does_not_fit():
     inputs, outputs = torch.randn(2, 32, 16, 16), torch.randn(2, 32, 16, 16)
-    assert fused(inputs, outputs, SAME) is None  # on the CPU
+    assert fused_gradients(inputs, outputs, SAME) is None  # on the CPU
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     for narrow in (inputs[:, :31], inputs[:0]):
-        assert fused(narrow.to(device), outputs[: len(narrow)].to(device), SAME) is None
+        assert fused_gradients(narrow.to(device), outputs[: len(narrow)].to(device), SAME) is None
     strided = Window((3, 3), (2, 2), (1, 1), (1, 1))
-    assert fused(inputs.to(device), outputs[..., :8, :8].to(device), strided) is None
-    assert fused(inputs.to(device).double(), outputs.to(device).double(), SAME) is None
+    assert fused_gradients(inputs.to(device), outputs[..., :8, :8].to(device), strided) is None
+    assert fused_gradients(inputs.to(device).double(), outputs.to(device).double(), SAME) is None
 
 
 def test_what_blocks_leave_behind_takes_no_more_than_the_inputs():
@@ -247,6 +247,6 @@ def test_the_summing_kernel_gives_the_usual_gradient(channels, height, sides, wi
     weight = torch.randn(height, channels, *window.sizes, device=device, dtype=torch.float64)
     outputs = torch.randn_like(geometry.apply(inputs, weight, None))
     exact = geometry.backward(outputs, inputs, weight, [False, True, False])[1]
-    found = summed(inputs.float(), outputs.float(), window)
+    found = summed_gradient(inputs.float(), outputs.float(), window)
     assert found is not None
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-3 * examples**0.5)

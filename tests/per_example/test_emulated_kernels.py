@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dpsur.per_example.kernels import nvrtc as compiler
-from dpsur.per_example.kernels.cuda_per_example import fused
-from dpsur.per_example.kernels.cuda_weight_grad import summed
-from dpsur.per_example.rules.patches import Window, instantiated
+from dpsur.per_example.kernels.cuda_per_example import fused_gradients
+from dpsur.per_example.kernels.cuda_weight_grad import summed_gradient
+from dpsur.per_example.rules.patches import Window, instantiate
 from tests.per_example.emulation import Emulated
 
 FLOATS = ("float*", "float*", "float*")
@@ -31,9 +31,9 @@ def on_the_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(compiler, "DEVICE", "cpu")
-    compiler.compiled.cache_clear()
+    compiler.compile_kernel.cache_clear()
     yield sources
-    compiler.compiled.cache_clear()
+    compiler.compile_kernel.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_the_fused_kernel_gives_the_gradients_that_patches_give(
         for side, margin, size in zip(sides, window.margins, window.sizes, strict=True)
     ]
     outputs = torch.randn(2, height, *places)
-    found = fused(inputs, outputs, window)
+    found = fused_gradients(inputs, outputs, window)
     assert found is not None
     assert len(on_the_cpu) == 1
-    exact = instantiated(inputs.double(), outputs.double(), window, 1)
+    exact = instantiate(inputs.double(), outputs.double(), window, 1)
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-3)
-    shifted = instantiated(inputs.roll(1, -1).double(), outputs.double(), window, 1)
+    shifted = instantiate(inputs.roll(1, -1).double(), outputs.double(), window, 1)
     assert not torch.allclose(found.double(), shifted, rtol=1e-4, atol=1e-3)
 
 
@@ -83,9 +83,9 @@ def test_the_summing_kernel_gives_the_usual_gradient(channels, height, sides, wi
         )
     ]
     outputs = torch.randn(33, height, *places)
-    found = summed(inputs, outputs, window)
+    found = summed_gradient(inputs, outputs, window)
     assert found is not None
     assert len(on_the_cpu) == 1
-    exact = instantiated(inputs.double(), outputs.double(), window, 1).sum(0)
+    exact = instantiate(inputs.double(), outputs.double(), window, 1).sum(0)
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-3)
     assert not torch.allclose(found.double(), exact.roll(1, 1), rtol=1e-4, atol=1e-3)

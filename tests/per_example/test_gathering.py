@@ -8,10 +8,11 @@ from torch import nn
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.sampling import padded_batch
+from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.per_example import GradientBudget, clipped_sum
 from dpsur.per_example import input_cache as gathering
 from dpsur.per_example.engine_choice import plan_for
-from dpsur.per_example.input_cache import gathered, turning_pays
+from dpsur.per_example.input_cache import channels_last_pays, gather
 from tests.per_example.test_gradient_rules import clipped, gradients
 
 SIZE, CHANNELS, SIDE, BOUND = 40, 64, 5, 0.05
@@ -43,9 +44,9 @@ def problem_of(model, dtype=torch.float32):
     return Problem(model, F.cross_entropy, examples)
 
 
-def is_turned(problem):
+def is_channels_last(problem):
     plan = plan_for(problem, problem.initial_params(), problem.train.inputs, GradientBudget())
-    return plan.turned
+    return plan.channels_last
 
 
 def assert_same(ours, expected):
@@ -65,7 +66,7 @@ def expected_sum(problem, rows=PICKED):
 
 def test_the_sum_is_the_same_when_the_table_is_made_and_when_it_is_there():
     problem = problem_of(network())
-    assert is_turned(problem)
+    assert is_channels_last(problem)
     expected = expected_sum(problem)
     for _ in range(2):
         assert_same(picked_sum(problem), expected)
@@ -81,17 +82,19 @@ def test_without_room_for_a_table_rows_are_gathered_as_they_are():
 
 def test_gathered_rows_are_the_rows():
     problem = problem_of(network())
-    for turned in (True, False, True):
-        batch = gathered(problem, problem.train, PICKED, GradientBudget(), turned=turned)
+    for channels_last in (True, False, True):
+        batch = gather(
+            problem, problem.train, PICKED, GradientBudget(), channels_last=channels_last
+        )
         assert torch.equal(batch.inputs, problem.train.inputs[PICKED])
         assert torch.equal(batch.targets, problem.train.targets[PICKED])
-        assert batch.inputs.is_contiguous() is not turned
+        assert batch.inputs.is_contiguous() is not channels_last
 
 
 @pytest.mark.parametrize("bad", [0.0, float("nan")])
-def test_padded_batches_are_turned_too(bad):
+def test_padded_batches_are_channels_last_too(bad):
     problem = problem_of(network())
-    batch = padded_batch(problem.train, 0.2, torch.Generator().manual_seed(3))
+    batch = padded_batch(problem.train, 0.2, Streams(3, problem.device).at(1)[BATCH])
     drawn = batch.rows[batch.mask]
     left_out = next(row for row in range(SIZE) if row not in drawn)
     problem.train.inputs[left_out, 0, 0, 0] = bad
@@ -100,7 +103,7 @@ def test_padded_batches_are_turned_too(bad):
     assert_same(total.params, expected_sum(problem, drawn))
 
 
-def test_data_that_is_written_to_is_turned_again():
+def test_data_that_is_written_to_is_channels_last_again():
     problem = problem_of(network())
     picked_sum(problem)
     problem.train.inputs.mul_(-2.0)
@@ -112,7 +115,7 @@ def test_later_layers_see_what_they_always_see():
     model = network()
     model[1].register_forward_hook(lambda _, args, __: seen.append(args[0].is_contiguous()))
     problem = problem_of(model)
-    assert is_turned(problem)
+    assert is_channels_last(problem)
     seen.clear()
     picked_sum(problem)
     assert seen == [True]
@@ -132,13 +135,13 @@ def test_later_layers_see_what_they_always_see():
 )
 def test_models_that_do_not_gain_or_cannot_do_with_it_are_given_rows_as_they_are(model, dtype):
     problem = problem_of(model, dtype)
-    assert not is_turned(problem)
+    assert not is_channels_last(problem)
     assert_same(picked_sum(problem), expected_sum(problem))
 
 
 def test_few_channels_are_left_alone(monkeypatch):
     problem = problem_of(network())
     inputs = problem.train.inputs[:2]
-    assert turning_pays(problem, problem.initial_params(), inputs)
+    assert channels_last_pays(problem, problem.initial_params(), inputs)
     monkeypatch.setattr(gathering, "_LEAST_CHANNELS", CHANNELS + 1)
-    assert not turning_pays(problem, problem.initial_params(), inputs)
+    assert not channels_last_pays(problem, problem.initial_params(), inputs)

@@ -16,8 +16,8 @@ from dpsur.per_example import GradientBudget, clipped_sum
 from dpsur.per_example import self_check as comparison
 from dpsur.per_example.contributions import clip_factors
 from dpsur.per_example.engine_choice import Engine, plan_for
-from dpsur.per_example.norms import guarded
-from dpsur.per_example.rules.embedding import Lookups, added_up
+from dpsur.per_example.norms import guard
+from dpsur.per_example.rules.embedding import Lookups, add_up_repeats
 from dpsur.per_example.tape import Tape
 
 # torch says so when it has to copy for "same" padding, or has no fast kernel for a test's layer
@@ -697,7 +697,7 @@ def test_without_the_guard_some_such_record_passes(kind, monkeypatch):
     """The control: plain sums of inner products let a record through."""
 
     monkeypatch.setattr(
-        "dpsur.per_example.norms.guarded", lambda squares, largest, terms: squares.clamp(min=0)
+        "dpsur.per_example.norms.guard", lambda squares, largest, terms: squares.clamp(min=0)
     )
     worst = 0.0
     for seed in range(20):
@@ -750,9 +750,9 @@ def test_sums_that_are_not_the_measured_ones_pass_it(monkeypatch):
     plain = Tape.norms
 
     def forgetful(tape):
-        uses = dict(tape.uses)
+        uses = dict(tape.contributions)
         norms = plain(tape)
-        tape.uses = uses
+        tape.contributions = uses
         return norms
 
     monkeypatch.setattr(Tape, "norms", forgetful)
@@ -800,7 +800,7 @@ def test_positions_that_are_summed_one_by_one_do(monkeypatch):
     single = {}
 
     def remembering(outputs, places):
-        sums = added_up(outputs, places)
+        sums = add_up_repeats(outputs, places)
         single[id(sums)] = outputs, sums
         return sums
 
@@ -810,7 +810,7 @@ def test_positions_that_are_summed_one_by_one_do(monkeypatch):
 
     plain = Lookups.weighted_sum
     rule = importlib.import_module("dpsur.per_example.rules.embedding")
-    monkeypatch.setattr(rule, "added_up", remembering)
+    monkeypatch.setattr(rule, "add_up_repeats", remembering)
     monkeypatch.setattr(Lookups, "weighted_sum", one_by_one)
     assert moved_by_one_token(stored=False) > 10
 
@@ -882,7 +882,7 @@ def test_gradients_of_one_size_do_not_find_a_high_threshold(monkeypatch):
     assert moved_by_the_last(problem, 0.1) > 1
 
 
-def test_rows_in_company_alone_do_not_find_what_depends_on_their_number(monkeypatch):
+def test_rows_in_one_batch_alone_do_not_find_what_depends_on_their_number(monkeypatch):
     """The control: no row is compared with itself in a batch of one."""
     monkeypatch.setattr(comparison, "_outputs_alone", lambda *_: None)
     assert engine_for(hooked(MIXED_BACKWARD["divided by its size"])) is Engine.ONE_PASS
@@ -1004,7 +1004,7 @@ def test_factors_are_right_for_every_norm(dtype):
 def test_an_overflow_among_inner_products_stays_one():
     """It may come out as minus infinity, which is less than any bound on rounding errors."""
     squares, largest = torch.tensor([-torch.inf, -1.0, 4.0]), torch.tensor([1e18, 1e4, 2.0])
-    safe = guarded(squares, largest, 100)
+    safe = guard(squares, largest, 100)
     assert safe[0] == torch.inf
     assert safe[1] >= 1.0
     assert safe[2] == 4.0

@@ -218,7 +218,7 @@ class TestRefusals:
                 return x - x.mean(0, keepdim=True)
 
         model = nn.Sequential(nn.Linear(2, 4), Centre(), nn.Linear(4, 3))
-        with pytest.raises(UnsupportedModelError, match=r"module 1 \(Centre\).*company"):
+        with pytest.raises(UnsupportedModelError, match=r"module 1 \(Centre\).*other examples"):
             check_model(model, blobs())
 
     def test_a_mixer_in_training_mode_alone_is_found(self):
@@ -230,7 +230,7 @@ class TestRefusals:
 
         for before in (nn.Identity(), nn.Dropout(0.5)):
             model = nn.Sequential(nn.Linear(2, 4), before, Centre(), nn.Linear(4, 3))
-            with pytest.raises(UnsupportedModelError, match=r"module 2 \(Centre\).*company"):
+            with pytest.raises(UnsupportedModelError, match=r"module 2 \(Centre\).*other examples"):
                 check_model(model, blobs())
 
     def test_a_buffer_that_changes_in_training_mode_alone_is_refused(self):
@@ -289,7 +289,7 @@ def test_dropout_draws_fresh_randomness_for_each_example():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(40, 1, bias=False))
     problem = Problem(model, lambda out, _: out.sum(), Examples(torch.ones(2, 40), torch.zeros(2)))
     params = problem.initial_params()
-    from dpsur.per_example.generic import per_example_gradients
+    from dpsur.per_example.generic import batched_gradients
 
-    rows = per_example_gradients(problem, params, problem.train)["1.weight"]
+    rows = batched_gradients(problem, params, problem.train)["1.weight"]
     assert not torch.equal(rows[0], rows[1])

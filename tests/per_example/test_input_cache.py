@@ -11,6 +11,7 @@ from torch import nn
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.sampling import padded_batch
+from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.per_example import GradientBudget, clipped_sum
 from dpsur.per_example import input_cache as stored
 from tests.per_example.test_gradient_rules import clipped, gradients
@@ -73,7 +74,7 @@ def test_stored_or_not_the_sum_is_the_same(build, budget):
 def test_padded_batches_use_the_tables(build):
     problem = doubled(problem_of(build))
     params = problem.initial_params()
-    batch = padded_batch(problem.train, 0.2, torch.Generator().manual_seed(3))
+    batch = padded_batch(problem.train, 0.2, Streams(3, problem.device).at(1)[BATCH])
     drawn = batch.examples.select(batch.mask.nonzero()[:, 0])
     expected = clipped(gradients(problem, params, drawn), BOUND)
     total = clipped_sum(problem, params, problem.train, BOUND, mask=batch.mask, rows=batch.rows)

@@ -153,18 +153,18 @@ class NormalisesData(Network):
         return super().forward(x)
 
 
-COMPANY, MEMORY = "other company in the batch", "after it has seen others"
+OTHERS, MEMORY = "when other examples are in the batch", "after it has seen others"
 REFUSED = {
-    Mixup: COMPANY,
-    Experts: COMPANY,
-    NoisyExperts: COMPANY,
-    LargestOfBatch: COMPANY,
-    Pixels: COMPANY,
-    SmallPixels: COMPANY,
-    CentresManyRecords: COMPANY,
-    HiddenByZeros: COMPANY,
-    ClosedGate: COMPANY,
-    Sometimes: COMPANY,
+    Mixup: OTHERS,
+    Experts: OTHERS,
+    NoisyExperts: OTHERS,
+    LargestOfBatch: OTHERS,
+    Pixels: OTHERS,
+    SmallPixels: OTHERS,
+    CentresManyRecords: OTHERS,
+    HiddenByZeros: OTHERS,
+    ClosedGate: OTHERS,
+    Sometimes: OTHERS,
     Remembers: MEMORY,
     WritesData: "parameter seen changes during a forward pass",
     Overwrites: "overwrites its inputs",
@@ -387,7 +387,7 @@ TEXTS = Examples(torch.zeros(1, 12, dtype=torch.int64), torch.zeros(1, dtype=tor
     ],
 )
 def test_a_model_that_trims_to_the_longest_text_is_refused(kind):
-    with pytest.raises(UnsupportedModelError, match=COMPANY) as caught:
+    with pytest.raises(UnsupportedModelError, match=OTHERS) as caught:
         check_model(kind(), TEXTS)
     assert "\n" not in str(caught.value)
     assert "own end" in str(caught.value) or kind is OfWhatRepeats
@@ -418,7 +418,7 @@ class TrimmedAtMinusOne(TrimmedSeries):
 
 @pytest.mark.parametrize("kind", [TrimmedSeries, TrimmedAtMinusOne])
 def test_a_model_that_trims_series_of_numbers_is_refused(kind):
-    with pytest.raises(UnsupportedModelError, match=COMPANY):
+    with pytest.raises(UnsupportedModelError, match=OTHERS):
         check_model(kind(), Examples(torch.zeros(1, 9, 3), torch.zeros(1)))
 
 

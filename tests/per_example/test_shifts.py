@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dpsur.per_example.rules import patches as patches_module
-from dpsur.per_example.rules.patches import Window, _summed_along, patches, shifting_pays
+from dpsur.per_example.rules.patches import Window, _sum_along, patches, shifting_pays
 
 # Sizes of the map, then sizes, dilations and margins of a kernel that keeps them.
 KEEPING = [
@@ -21,7 +21,7 @@ def along_all(inputs, window):
     flat = inputs.flatten(2)
     grams = torch.bmm(flat.mT, flat).view(-1, *sides, *sides)
     for dimension in range(len(sides)):
-        grams = _summed_along(grams, window, dimension)
+        grams = _sum_along(grams, window, dimension)
     return grams
 
 

@@ -13,7 +13,8 @@ from dpsur.cli import main
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import flatten
-from dpsur.mechanism.loop import make_trial, start, train
+from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
+from dpsur.mechanism.loop import make_trial, run_loop, start, train
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import METHODS, Dpsur
 from dpsur.privacy.budget import Budget
@@ -237,6 +238,20 @@ def test_padded_and_exact_versions_agree(method):
         for name, value in flatten(one.state).items():
             torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-5)
     assert len(set(accepted)) == 2
+
+
+@pytest.mark.parametrize("method", OWN, ids=lambda method: method.name)
+def test_blocks_with_a_state_in_fixed_memory_agree(method):
+    """What a CUDA graph replays, here on the host: the next state overwrites the last one."""
+    plan, streams = plan_for(0.0, trials=200, updates=8), Streams(0, CPU)
+    procedure = bound(method(), plan)
+    alone = train(procedure, plan, streams)
+    loop = CudaGraphLoop(procedure, procedure.padded(), plan, streams, start(procedure), block=5)
+    together = run_loop(loop, plan)
+    assert together.ledger == alone.ledger
+    assert alone.ledger.trials > 8
+    for name, value in flatten(alone.state).items():
+        torch.testing.assert_close(value, flatten(together.state)[name], rtol=1e-4, atol=1e-5)
 
 
 def test_layers_that_draw_are_not_padded():

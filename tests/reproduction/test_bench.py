@@ -10,8 +10,7 @@ import torch
 
 from dpsur.bench import memory, run
 from dpsur.bench.arms import ARMS, Arm, arm_named
-from dpsur.bench.cell import Cell
-from dpsur.bench.settings import Settings, machine
+from dpsur.bench.settings import Cell, Settings, machine
 from dpsur.errors import InvalidInputError
 from reproduction.bench.command import NETWORKS_FROM, measured_rows
 from reproduction.bench.networks import NETWORKS, network_named

@@ -13,7 +13,7 @@ from dpsur.errors import DpsurError, InvalidInputError
 from dpsur.functional.records import Examples
 from dpsur.tasks import TASKS
 from reproduction import command as command_module
-from reproduction import grid, training
+from reproduction import training
 from reproduction.base import Options
 from reproduction.experiments import accuracy, tuning
 from reproduction.registry import experiment_named
@@ -44,7 +44,7 @@ def made_up_rows(config, seeds, device):
 
 @pytest.fixture
 def no_training(monkeypatch):
-    monkeypatch.setattr(grid, "trained_rows", made_up_rows)
+    monkeypatch.setattr(training, "trained_rows", made_up_rows)
 
 
 def keys(path):
@@ -312,3 +312,23 @@ def test_every_other_process_begins_with_the_last_records(no_training, tmp_path)
         lines = (folder / "accuracy.jsonl").read_text().splitlines()
         orders.append(list(dict.fromkeys(json.loads(line)["config"]["task"] for line in lines)))
     assert orders[0] == orders[2] == orders[1][::-1] == ["fmnist", "mnist", "cifar10"]
+
+
+@pytest.mark.parametrize(
+    ("shard", "kind", "expected"),
+    [
+        ((1, 4), "cuda", [(0.25, 3)]),
+        ((0, 2), "cuda:1", [(0.5, 1)]),
+        ((0, 1), "cuda", []),
+        ((1, 4), "cpu", []),
+    ],
+)
+def test_a_shard_takes_its_share_of_the_memory(monkeypatch, shard, kind, expected):
+    taken = []
+    monkeypatch.setattr(training, "choose_device", lambda _: torch.device(kind))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *given: taken.append(given)
+    )
+    training.limit_gpu_share(Options(shard=shard))
+    assert taken == expected

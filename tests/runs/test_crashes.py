@@ -18,7 +18,7 @@ import dpsur
 from dpsur.environment import cache_folder
 from dpsur.errors import DiagnosticsWarning, FileError
 from dpsur.runs import observers as recorder
-from dpsur.runs.checkpoint import FILE_NAME
+from dpsur.runs.checkpoint import FILE_NAME, FORMAT
 from dpsur.runs.files import RunFolder, holds_release, resume_command
 from tests.conftest import blobs, small_model
 from tests.runs.test_checkpoint import fit, interrupted, weights_file
@@ -211,14 +211,18 @@ def test_a_damaged_release_is_no_release(tmp_path):
     assert not holds_release(release)
 
 
-def test_a_checkpoint_of_another_version_is_not_called_damaged(tmp_path):
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_checkpoint_of_another_version_is_not_called_damaged(tmp_path, version):
+    """Neither an older one, which held positions of generators, nor a newer one."""
     interrupted(tmp_path / "out")
     path = tmp_path / "out" / "private" / FILE_NAME
     content = path.read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-    newer = {"dpsur": header["dpsur"].replace("checkpoint/1", "checkpoint/2"), "digest": "new"}
-    path.write_bytes(save_tensors(load_tensors(content), newer))
-    with pytest.raises(dpsur.CheckpointError, match="another version.*dpsur-checkpoint/2") as error:
+    facts = header["dpsur"].replace(FORMAT, f"dpsur-checkpoint/{version}")
+    assert facts != header["dpsur"]
+    path.write_bytes(save_tensors(load_tensors(content), {"dpsur": facts, "digest": "other"}))
+    message = f"another version.*format dpsur-checkpoint/{version}; this one reads {FORMAT}"
+    with pytest.raises(dpsur.CheckpointError, match=message) as error:
         fit(tmp_path / "out", resume=True)
     assert "whole" not in str(error.value)
 

@@ -227,15 +227,15 @@ def test_an_existing_folder_is_not_overwritten(tmp_path):
 
 
 def test_a_folder_in_which_another_run_has_begun_is_left_alone(tmp_path, monkeypatch):
-    prepare = fit.prepare
+    build = fit.build_session
 
     def slowly(*args, **settings):
-        monkeypatch.setattr(fit, "prepare", prepare)
+        monkeypatch.setattr(fit, "build_session", build)
         quick_fit(out=tmp_path / "out", seed=1)
-        return prepare(*args, **settings)
+        return build(*args, **settings)
 
-    monkeypatch.setattr(fit, "prepare", slowly)
-    with pytest.raises(dpsur.InvalidInputError, match="another run has begun in the folder"):
+    monkeypatch.setattr(fit, "build_session", slowly)
+    with pytest.raises(dpsur.InvalidInputError, match="another run has started in the folder"):
         quick_fit(out=tmp_path / "out")
     read_release(tmp_path / "out" / "release", small_model())
 
@@ -267,7 +267,7 @@ def nan_row():
             "train_set holds a label that the model has no output for",
         ),
         ({"train_set": iter([])}, "map-style data set"),
-        ({"train_set": [1, 2, 3]}, "a record of train_set is no pair"),
+        ({"train_set": [1, 2, 3]}, "a record of train_set is not a pair"),
         ({"accounting": "guess"}, "unknown accounting 'guess'"),
         ({"device": "warp"}, "unknown device 'warp'"),
         ({"method": dpsur.Dpsur(batch_size=201)}, "batch_size 201 is larger.*sample rate of 1"),

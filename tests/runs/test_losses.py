@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpsur
-from dpsur.functional.problem import Problem, weighted_by_record
+from dpsur.functional.problem import Problem, weight_by_record
 from dpsur.runs.validation import check_loss
 from tests.conftest import blobs, small_model
 
@@ -42,7 +42,7 @@ WEIGHTED = [
 
 @pytest.mark.parametrize("loss", WEIGHTED)
 def test_weights_of_classes_count_for_every_record(loss):
-    problem = Problem(small_model(), weighted_by_record(loss), blobs())
+    problem = Problem(small_model(), weight_by_record(loss), blobs())
     params = problem.initial_params()
     plain = Problem(problem.model, F.cross_entropy, problem.train).losses(params, problem.train)
     found = problem.losses(params, problem.train)
@@ -53,11 +53,11 @@ def test_weights_of_classes_count_for_every_record(loss):
 def test_weights_of_log_likelihoods_and_of_many_places():
     outputs, targets = torch.randn(4, 3, 5), torch.tensor([[0, 1, 2, 0, 1]]).expand(4, 5)
     scores = F.log_softmax(outputs, 1)
-    weighted = weighted_by_record(nn.NLLLoss(weight=WEIGHTS))
+    weighted = weight_by_record(nn.NLLLoss(weight=WEIGHTS))
     wanted = (WEIGHTS[targets] * F.nll_loss(scores, targets, reduction="none")).mean()
     torch.testing.assert_close(weighted(scores, targets), wanted)
     for loss in (nn.CrossEntropyLoss(), F.cross_entropy, functools.partial(F.mse_loss)):
-        assert weighted_by_record(loss) is loss
+        assert weight_by_record(loss) is loss
 
 
 def test_a_class_without_weight_is_not_learned():

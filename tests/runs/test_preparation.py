@@ -269,7 +269,7 @@ def test_an_unseeded_run_goes_on_with_the_statistics_it_has_released(tmp_path, m
     ("started", "resumed", "message"),
     [
         ("private", "group", "belongs to another run"),
-        ("group", "private", "released no statistics.*not started with normalisation private"),
+        ("group", "private", "holds no private statistics.*not started with normalisation private"),
     ],
 )
 def test_another_normalisation_does_not_go_on(tmp_path, started, resumed, message):

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 import dpsur
 from dpsur.config import RunConfig, Speed
-from dpsur.functional.records import HostExamples, placed
+from dpsur.functional.records import HostExamples, place
 from dpsur.mechanism.sampling import exact_batch
+from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.methods.dpis import Dpis
 from dpsur.privacy.statement import BF16_ON, TF32_OFF
 from dpsur.runs.build_session import build_session
@@ -78,13 +79,14 @@ def test_a_resumed_run_on_the_host_draws_what_it_would_have(tmp_path):
 
 
 def draws(records, seed, count=5):
-    generator = torch.Generator().manual_seed(seed)
-    return [exact_batch(records, 0.3, generator).examples for _ in range(count)]
+    streams = Streams(seed, CPU)
+    steps = range(1, count + 1)
+    return [exact_batch(records, 0.3, streams.at(step)[BATCH]).examples for step in steps]
 
 
 def test_what_is_gathered_ahead_is_what_is_drawn_next(monkeypatch):
     records = blobs()
-    host = placed(records, CPU, limit=1)
+    host = place(records, CPU, limit=1)
     assert isinstance(host, HostExamples)
     gathered = []
     gather = HostExamples._gather
@@ -102,23 +104,22 @@ def test_what_is_gathered_ahead_is_what_is_drawn_next(monkeypatch):
 
 
 def test_another_draw_than_expected_is_gathered_anew():
-    """The generator is moved between two draws, so that what was gathered ahead is wrong."""
+    """A step is left out between two draws, so that what was gathered ahead is wrong."""
     records = blobs()
-    host = placed(records, CPU, limit=1)
+    host = place(records, CPU, limit=1)
     found = []
     for data in (records, host):
-        generator = torch.Generator().manual_seed(3)
-        exact_batch(data, 0.3, generator)
-        torch.rand(1, generator=generator)
-        found.append(exact_batch(data, 0.3, generator).examples)
+        streams = Streams(3, CPU)
+        exact_batch(data, 0.3, streams.at(1)[BATCH])
+        found.append(exact_batch(data, 0.3, streams.at(3)[BATCH]).examples)
     assert torch.equal(found[0].inputs, found[1].inputs)
 
 
 def test_records_that_fit_go_to_the_device():
     records = blobs()
     size = records.inputs.nbytes + records.targets.nbytes
-    assert not isinstance(placed(records, CPU, limit=size), HostExamples)
-    assert not isinstance(placed(records, CPU, limit=None), HostExamples)
-    assert isinstance(placed(records, CPU, limit=size - 1), HostExamples)
+    assert not isinstance(place(records, CPU, limit=size), HostExamples)
+    assert not isinstance(place(records, CPU, limit=None), HostExamples)
+    assert isinstance(place(records, CPU, limit=size - 1), HostExamples)
     with pytest.raises(dpsur.InvalidInputError, match="data_bytes"):
         Speed(data_bytes=0)

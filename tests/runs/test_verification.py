@@ -20,6 +20,7 @@ from dpsur.cli import main as dpsur_main
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import METHODS
 from dpsur.privacy.page import render_markdown
+from dpsur.privacy.plans import plan_from_statement
 from dpsur.runs import verification
 from dpsur.runs.files import to_json
 from dpsur.runs.verification import CHECKED, MALFORMED, NOT_CHECKED, verify
@@ -324,7 +325,7 @@ def edited(folder, change):
     """The faults of a release after a change whose figures and page were made to match."""
     statement = json.loads((folder / "privacy.json").read_text(encoding="utf-8"))
     change(statement)
-    figures = verification.recomputed_epsilons(statement)
+    figures = plan_from_statement(statement).figures()
     statement["epsilon"] = figures
     statement["guarantee"]["epsilon"] = figures["proven"]
     (folder / "privacy.json").write_bytes(to_json(statement))

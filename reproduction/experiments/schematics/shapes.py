@@ -69,7 +69,7 @@ def badge(axes: "Axes", centre: Point, number: str) -> None:
 
 
 def say(axes: "Axes", where: Point, text: str, **words: Any) -> None:
-    """Words, centred unless told otherwise."""
+    """Words, centred unless said otherwise."""
     axes.text(*where, text, **{"ha": "center", "va": "center", "linespacing": 1.25, **words})
 
 

@@ -66,8 +66,8 @@ class Committee:
     def scores(self, features: Features) -> Tensor:
         """Log-odds of membership, averaged over the networks; above 0 means member."""
 
-        def one(params: Params, *piece: Tensor) -> Tensor:
-            result: Tensor = functional_call(self.template, params, piece)
+        def one(params: Params, *inputs: Tensor) -> Tensor:
+            result: Tensor = functional_call(self.template, params, inputs)
             return result
 
         ask = vmap(one, in_dims=(0, *(None for _ in features)))

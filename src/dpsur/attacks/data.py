@@ -34,8 +34,8 @@ def split_pool(pool: Examples, seed: int) -> Split:
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))
     part = len(pool) / sum(SHARES)
     ends = [round(part * sum(SHARES[: k + 1])) for k in range(4)]
-    pieces = [order[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    return Split(pool, *pieces)
+    parts = [order[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return Split(pool, *parts)
 
 
 def join(*sets: Examples) -> Examples:

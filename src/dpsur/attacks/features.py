@@ -61,11 +61,11 @@ def last_layer_gradients(module: nn.Module, examples: Examples) -> tuple[Tensor,
     device = layer.weight.device
     for start in range(0, len(examples), ROWS_AT_ONCE):
         rows = torch.arange(start, min(start + ROWS_AT_ONCE, len(examples)))
-        piece = examples.select(rows.to(examples.inputs.device)).to(device)
+        part = examples.select(rows.to(examples.inputs.device)).to(device)
         with torch.no_grad(), _recorded(layer) as seen:
-            answer = module(piece.inputs)
+            answer = module(part.inputs)
         hidden = F.pad(seen[0], (0, 1), value=1.0)
-        errors = answer.softmax(1) - F.one_hot(piece.targets, answer.shape[1]).to(answer.dtype)
+        errors = answer.softmax(1) - F.one_hot(part.targets, answer.shape[1]).to(answer.dtype)
         outputs.append(answer)
         gradients.append(errors.unsqueeze(2) * hidden.unsqueeze(1))
     return torch.cat(outputs), torch.cat(gradients)

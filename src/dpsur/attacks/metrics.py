@@ -51,7 +51,7 @@ class Scores:
 
     @staticmethod
     def apart(scores: Array, is_member: Flags, threshold: float | None = None) -> "Scores":
-        """Of all records, told apart by a flag; without a threshold the upper half is guessed."""
+        """Of all records, separated by a flag; without a threshold the upper half is guessed."""
         members, others = scores[is_member], scores[~is_member]
         if threshold is None:
             return Scores.halved(members, others)

@@ -57,7 +57,7 @@ class StackedModels:
         return len(next(iter(self.params.values())))
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Scores per class, in pieces of bounded size."""
+        """Scores per class, in microbatches of bounded size."""
         device = next(iter(self.params.values())).device
 
         def one(params: Params, buffers: Params, rows: Tensor) -> Tensor:
@@ -65,11 +65,11 @@ class StackedModels:
             return result
 
         with torch.no_grad():
-            pieces = [
-                vmap(one, in_dims=(0, 0, None))(self.params, self.buffers, piece.to(device))
-                for piece in torch.split(inputs, ROWS_AT_ONCE)
+            parts = [
+                vmap(one, in_dims=(0, 0, None))(self.params, self.buffers, part.to(device))
+                for part in torch.split(inputs, ROWS_AT_ONCE)
             ]
-        return torch.cat(pieces, dim=1)
+        return torch.cat(parts, dim=1)
 
     def module(self, index: int) -> nn.Module:
         """A module with the weights of one model."""
@@ -89,14 +89,14 @@ class SeparateModels:
         return len(self.modules)
 
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Scores per class, in pieces of bounded size."""
+        """Scores per class, in microbatches of bounded size."""
         with torch.no_grad():
             return torch.stack(
                 [
                     torch.cat(
                         [
-                            module(piece.to(_device(module)))
-                            for piece in torch.split(inputs, ROWS_AT_ONCE)
+                            module(part.to(_device(module)))
+                            for part in torch.split(inputs, ROWS_AT_ONCE)
                         ]
                     )
                     for module in self.modules
@@ -128,7 +128,7 @@ class Recipe:
     # Every input to mean 0 and deviation 1, the usual preparation. The targets then overfit about
     # as much as the paper's do, which is what the attacks need to have something to find.
     standardise: bool = True
-    # Nothing is promised of these targets, so products may be rounded where a card has TF32.
+    # Nothing is promised of these targets, so products may be rounded where a GPU has TF32.
     tf32: bool = True
 
     def __post_init__(self) -> None:

@@ -18,7 +18,8 @@ def gap_attack(target: Models, members: Examples, others: Examples) -> Scores:
 
     def correct(examples: Examples) -> torch.Tensor:
         answers = posteriors(target, examples)
-        return (answers.argmax(1) == examples.targets.to(answers.device)).double().cpu()
+        right: torch.Tensor = answers.argmax(1) == examples.targets.to(answers.device)
+        return right.double().cpu()
 
     return Scores(correct(members).numpy(), correct(others).numpy(), 0.5)
 
@@ -55,8 +56,8 @@ def train_shadows(
 def random_parts(pool: int, size: int, parts: int, seed: int) -> list[Tensor]:
     """Random parts of equal size that cover every record equally often, but for one.
 
-    One shuffled deck after another is dealt out. A part that runs over the end of a deck goes on
-    with the next, less the records that it has already.
+    One shuffled deck after another is dealt out. A part that runs over the end of a deck
+    continues with the next, less the records that it has already.
     """
     generator = torch.Generator().manual_seed(seed)
     deck = torch.randperm(pool, generator=generator)

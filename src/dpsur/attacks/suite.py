@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dpsur.attacks.data import Split, as_many
+from dpsur.attacks.learned_attacks import learn_from_shadow, shadow_attack, white_box_attack
 from dpsur.attacks.metrics import Scores
 from dpsur.attacks.models import Models, SeparateModels, Trainer
 from dpsur.attacks.score_attacks import (
@@ -20,8 +21,6 @@ from dpsur.attacks.score_attacks import (
     train_shadows,
     true_probability,
 )
-from dpsur.attacks.shadow import learn_from_shadow, shadow_attack
-from dpsur.attacks.white_box import white_box_attack
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
 

@@ -1,6 +1,6 @@
 """Records made to be recognised, planted among the private ones by fair coins.
 
-A gradient canary's gradient is a coordinate of its own: the model gets a block with one weight per
+A gradient canary's gradient is a separate coordinate: the model gets a block with one weight per
 canary, and a canary's loss is linear in its weight, so that its clipped gradient has exactly the
 clip norm at every step. Nothing else moves that weight but noise. An input canary is an ordinary
 record with a label drawn at random, which only a model that has seen it will get right.
@@ -27,7 +27,7 @@ BLOCK = "canaries.weight"
 
 @dataclass(frozen=True)
 class Planted:
-    """A problem with canaries in it: `included` tells which, `scores` what training says of each.
+    """A problem with canaries in it: `included` says which, `scores` what training says of each.
 
     `scores` maps the problem and trained weights to one number per canary, larger for a canary that
     seems to have been trained on.

@@ -29,7 +29,7 @@ REPETITIONS = 50_000
 CONFIDENCE = 0.999
 
 # Large sample rates and little noise: few updates then say much. The threshold lies low, so that
-# the test tells candidates apart sharply; the published accounting does not see the threshold.
+# the test separates candidates sharply; the published accounting does not see the threshold.
 _ONE = Setting(1000, 1000, 1.0, 5, 0.7, 1, -3.0, delta=DELTA)
 _FOUR = Setting(500, 500, 2.0, 5, 0.5, 4, -2.0, delta=DELTA)
 _SAMPLED = Setting(500, 250, 1.0, 5, 0.7, 4, -3.0, delta=DELTA)

@@ -6,7 +6,7 @@ None of them may be used for anything else.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from torch import Tensor
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
+from dpsur.mechanism.dp_gradient import noisy_mean_gradient
 from dpsur.mechanism.gate import LossTestGate, mean_losses
 from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
-from dpsur.mechanism.sampling import Batch, poisson_sample
+from dpsur.mechanism.sampling import Batch
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
-from dpsur.mechanism.streams import BATCH, VAL_NOISE, Draws, Stream
+from dpsur.mechanism.streams import BATCH, NOISE, VAL_NOISE, Draws
 from dpsur.mechanism.trial import Selective
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.privacy.events import Step
@@ -110,12 +111,20 @@ class DividedByDrawnSize(DpGradient):
 
     def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
         """The gradient with the wrong divisor."""
-        gradient, overflow = super().gradient(state, draws)
-        size = len(self.sampler.problem.train)
-        again = Stream(draws._streams, BATCH, draws.step)  # the draw of the batch
-        drawn = len(poisson_sample(size, self.update.sample_rate, again))
-        factor = self.update.sample_rate * size / max(1, drawn)
-        return {name: value * factor for name, value in gradient.items()}, overflow
+        problem, update = self.sampler.problem, self.update
+        batch = self.sampler.batch(update.sample_rate, draws)
+        drawn = len(batch) if batch.mask is None else int(batch.mask.sum())
+        with self.sampler.layer_randomness(draws):
+            gradient = noisy_mean_gradient(
+                problem,
+                state.params,
+                batch,
+                max(1, drawn) / len(problem.train),  # in the place of the sample rate
+                update.noise_multiplier,
+                self.max_grad_norm,
+                draws[NOISE],
+            )
+        return gradient, batch.overflow
 
     def padded(self) -> None:
         """Counts exact batches only."""
@@ -145,23 +154,38 @@ class _FixedSampler(Sampler):
         return
 
 
+@dataclass(frozen=True)
 class StaleLoss(LossTestGate):
-    """The loss before an update is remembered from the batch that accepted the last one."""
+    """The loss before an update is remembered from the batch that accepted the last one.
+
+    It is remembered outside of the state, so that nothing undoes it: the fault itself.
+    """
+
+    remembered: dict[str, Tensor] = field(default_factory=dict)
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
         """Compare the candidate's loss with a loss on other records."""
         batch = self._fresh_batch(draws)
         after, before = mean_losses(self.problem, candidate.state.params, state.params, batch)
-        remembered = _remembered.get(id(self))
-        if remembered is not None and int(draws.step) > 1:
-            before = remembered
+        if int(draws.step) > 1:  # a procedure may be run again from the start
+            before = self.remembered["loss"]
         accept = self.rule.decide(after - before, draws[VAL_NOISE])
-        _remembered[id(self)] = torch.where(accept, after, before)
+        self.remembered["loss"] = torch.where(accept, after, before)
         return Verdict(accept)
 
 
-# What `StaleLoss` remembers, outside of the state: the fault itself.
-_remembered: dict[int, Tensor] = {}
+class _NotReplayed(Selective):
+    """A procedure that remembers something outside of its state, so that no graph can replay it."""
+
+    def padded(self) -> None:
+        """Makes one trial after another."""
+        return
+
+
+def _stale_loss(method: GradientMethod, problem: Problem, plan: PrivacyPlan) -> Procedure:
+    procedure = with_gate(_as(StaleLoss))(method, problem, plan)
+    assert isinstance(procedure, Selective)
+    return _NotReplayed(procedure.proposer, procedure.gate, procedure.setup)
 
 
 class KeptMomentum(LossTestGate):
@@ -187,16 +211,9 @@ FAULTS: dict[str, Fault] = {
         Fault("no-noise", less_noise(NEXT_TO_NOTHING)),
         Fault("noise-1/4", less_noise(1 / 4)),
         Fault("noise-2/3", less_noise(2 / 3)),
-        Fault(
-            "drawn-size",
-            with_source(_divided_by_drawn_size),
-            own_divisor=True,
-        ),
-        Fault(
-            "fixed-batches",
-            with_source(_fixed_batches),
-        ),
+        Fault("drawn-size", with_source(_divided_by_drawn_size), own_divisor=True),
+        Fault("fixed-batches", with_source(_fixed_batches)),
         Fault("kept-momentum", with_gate(_as(KeptMomentum)), needs_test=True),
-        Fault("stale-loss", with_gate(_as(StaleLoss)), needs_test=True),
+        Fault("stale-loss", _stale_loss, needs_test=True),
     )
 }

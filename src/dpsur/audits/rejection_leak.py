@@ -1,4 +1,4 @@
-"""What the number of rejected trials tells, to someone who sees nothing else.
+"""What the number of rejected trials reveals to someone who sees nothing else.
 
 Under the `proven` accounting that number is private. It shows in the time a run takes. With an
 acceptance probability a, the trials until T updates have a negative binomial law, and a record
@@ -45,7 +45,7 @@ def count_leak(
 ) -> CountLeak:
     """The worse of a record that makes its batches accept most and one that makes them least.
 
-    `rounded_to` rounds the count up to multiples, as a run does that goes on with trials whose
+    `rounded_to` rounds the count up to multiples, as a run does that continues with trials whose
     result is dropped until a block is full. `delayed` adds, to every accepted update, a delay of as
     many trials as another search takes at the least acceptance probability: the law of what is
     seen is then that of the sum of both. It is one or the other.

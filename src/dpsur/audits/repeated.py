@@ -73,7 +73,7 @@ class Tiny:
             _Slope(), lambda outputs, _: outputs.sum(), Examples(slopes, torch.zeros(len(slopes)))
         )
 
-    def told(self, path: Sequence[float]) -> float:
+    def observed(self, path: Sequence[float]) -> float:
         """What the auditor looks at, of the weights after each accepted update."""
         return path[-1]
 
@@ -112,7 +112,7 @@ class Outlier(Tiny):
 
         return Problem(OneWeight(), loss, Examples(kinds, torch.zeros(len(kinds))))
 
-    def told(self, path: Sequence[float]) -> float:
+    def observed(self, path: Sequence[float]) -> float:
         """How far the first update went; with a minus where the second came back."""
         first, second = abs(path[0]), abs(path[1])
         return first if second > first else -first
@@ -128,8 +128,8 @@ class _Slope(nn.Module):
 
 
 _ALL = SampledGaussian(1.0, 1.0)
-# Tells hardly anything apart and accepts one in fifteen: its own price is small, and it leaves many
-# rejected gradients.
+# Hardly distinguishes candidates and accepts one in fifteen: its own price is small, and it leaves
+# many rejected gradients.
 _STRICT = LossTest(0.5, 10.0, -30.0)
 # Of x in a batch by itself the probability is 1/64; in one that accepts, where x decides, 1/3.
 _RARELY_LOOKS = CoinTest(1 / 64, 32.0)
@@ -167,14 +167,14 @@ PLACES = {
 
 
 def outcomes(tiny: Tiny, fault: Fault, repetitions: int, seed: int, *, present: bool) -> Array:
-    """What the released weights tell, one number a repetition."""
+    """What the auditor sees of the released weights, one number a repetition."""
     problem, plan = tiny.problem(present=present), tiny.plan()
     streams = Streams(seed, torch.device("cpu"))
-    # The size of the data set is public: where it is divided by, that must not tell x.
+    # The size of the data set is public: dividing by it must not reveal x.
     records = tiny.others + 1 if fault.own_divisor else len(problem.train)
     procedure = fault.bind(tiny.method(records), problem, plan)
     runs = (streams.spawn(2 * repetition + present) for repetition in range(repetitions))
-    return np.array([tiny.told(_path(procedure, plan, run)) for run in runs])
+    return np.array([tiny.observed(_path(procedure, plan, run)) for run in runs])
 
 
 def _path(procedure: Procedure, plan: Plan, streams: Streams) -> list[float]:

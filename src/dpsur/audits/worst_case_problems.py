@@ -59,7 +59,7 @@ class Unit:
         return Instance(self.setting, self.others, self.extra)
 
     def repeated(self, updates: int) -> "Unit":
-        """The problem with another number of updates, each of a unit of its own."""
+        """The problem with another number of updates, each of another unit."""
         return replace(self, setting=replace(self.setting, updates=updates))
 
     def problem(self, *, present: bool) -> Problem:
@@ -137,7 +137,7 @@ def gate_alone(setting: Setting, reach: float = 1.0, gain: float = 1e12) -> Unit
 
 
 def no_selection(setting: Setting) -> Unit:
-    """The control: the candidates of the dead unit, and a test that tells none of them apart."""
+    """The control: the candidates of the dead unit, and a test that distinguishes none of them."""
     wide = replace(setting, loss_clip=1e9)
     return Unit("no selection", wide, lambda weight: 0.0 * weight, lambda weight: -2.0 * weight)
 

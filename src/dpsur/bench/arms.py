@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from dpsur.bench.cell import MakeArm
 from dpsur.bench.own_steps import dpsgd_captured, dpsgd_step, dpsur_captured, dpsur_trial
 from dpsur.bench.peer_steps import (
     CapturedPlainStep,
@@ -14,6 +13,7 @@ from dpsur.bench.peer_steps import (
     ghost_step,
     hooks_step,
 )
+from dpsur.bench.settings import MakeArm
 from dpsur.errors import InvalidInputError
 
 

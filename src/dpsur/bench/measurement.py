@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dpsur.bench.cell import NotInstalledError, Step
+from dpsur.bench.settings import NotInstalledError, Step
 from dpsur.errors import UnsupportedModelError
 
 OK = "ok"
@@ -21,7 +21,7 @@ UNSUPPORTED = "unsupported"
 NOT_INSTALLED = "not-installed"
 TOO_SLOW = "too-slow"
 FAILED = "failed"
-# What torch says on the CPU, where running out of memory has no exception of its own.
+# What torch says on the CPU, where running out of memory has no separate exception.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "cannot allocate memory")
 _LONGEST_REASON = 200
 # Warm-up ends after this many steps or, where steps are slow, this many seconds.
@@ -139,7 +139,7 @@ def _enough(seconds: list[float], burst: int) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

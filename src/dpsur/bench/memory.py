@@ -1,7 +1,7 @@
 """Peak memory of a step, and whether it can be made at all.
 
 On CUDA the allocator counts. On the CPU it is the rise of resident memory, measured in a separate
-process: what other arms left behind cannot be told apart in a common one. As a command, this module
+process: in a common one it would mix with what other arms left behind. As a command, this module
 is that process: `python -m dpsur.bench.memory '{"network": ...}'`.
 """
 
@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from dpsur.bench.arms import Arm, arm_named
-from dpsur.bench.cell import Cell, Network
 from dpsur.bench.measurement import (
     FAILED,
     OK,
@@ -28,7 +27,7 @@ from dpsur.bench.measurement import (
     release,
     synchronize,
 )
-from dpsur.bench.settings import Settings, network_named
+from dpsur.bench.settings import Cell, Network, Settings, network_named
 
 TIME_LIMIT = 300.0
 TINY_BATCH = 2
@@ -40,7 +39,7 @@ _SHARE_OF_MEMORY = 0.9
 
 
 def probe(network: str, batch_size: int, arm: str, settings: Settings) -> Outcome:
-    """Make a few steps and tell their peak memory, or why they could not be made."""
+    """Make a few steps and report their peak memory, or why they could not be made."""
     if settings.device.type != "cpu":
         return peak(settings.network(network), batch_size, arm, settings.device)
     task = {

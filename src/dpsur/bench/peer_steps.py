@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpsur.bench.cell import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, NotInstalledError, sgd
+from dpsur.bench.settings import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, NotInstalledError, sgd
 from dpsur.functional.parameters import Params
 from dpsur.mechanism.cuda_graphs import graph_of
 
@@ -177,6 +177,6 @@ def ghost_step(cell: Cell) -> OpacusStep:
 
 
 def _one_batch(cell: Cell) -> "DataLoader[tuple[torch.Tensor, ...]]":
-    """A loader whose only batch is the cell's: it tells the engine the batch size."""
+    """A loader whose only batch is the cell's: the engine reads the batch size from it."""
     data = TensorDataset(cell.batch.inputs, cell.batch.targets)
     return DataLoader(data, batch_size=len(cell.batch))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dpsur.bench.arms import OPACUS, PLAIN, arm_named
-from dpsur.bench.cell import Cell, Network, Step
 from dpsur.bench.measurement import (
     OK,
     TOO_SLOW,
@@ -16,7 +15,7 @@ from dpsur.bench.measurement import (
     release,
 )
 from dpsur.bench.memory import probe
-from dpsur.bench.settings import CpuContention, Settings, machine
+from dpsur.bench.settings import Cell, CpuContention, Network, Settings, Step, machine
 
 LONGEST_STEP = 30.0
 

@@ -46,7 +46,7 @@ GROUPS = {
     },
     "data": {
         "tasks": ("dpsur.cli.listings:set_up_tasks", "list the tasks that can be trained"),
-        "data": ("dpsur.cli.data:set_up", "download the public data sets, show which are there"),
+        "data": ("dpsur.cli.data:set_up", "download the public data sets, list them"),
         "cache": ("dpsur.cli.cache:set_up", "show or empty the cache"),
     },
 }

@@ -34,11 +34,11 @@ Who was in the training set?
   dpsur attack --task fmnist --method dpsgd --epsilon 3
   dpsur attack --release run                       what `dpsur train` released
 
-The records are cut at random 2:1:2:1: the target is trained on the first part, the second are
-others, and the third and fourth are the same for the shadow model. Lines marked "shuffled" are
-controls: the same attack on records whose membership was drawn by lot, which must find nothing.
-Of a release the training records are members and the test records are not; only gap and white-box,
-which train no model, are made there.
+The records are split at random 2:1:2:1: the target is trained on the first part, the second are
+non-members, and the third and fourth serve the shadow model in the same way. Lines marked
+"shuffled" are controls: the same attack on random membership labels, which must find nothing.
+For a release the training records are members and the test records are not; only gap and
+white-box, which train no model, are run on it.
 """
 USUAL = ("gap", "shadow", "white-box")
 WITHOUT_TRAINING = ("gap", "white-box")
@@ -166,7 +166,7 @@ def _release(options: argparse.Namespace, names: list[str], device: torch.device
         raise InvalidInputError(f"{options.release} names no task whose records to attack with")
     train, test = task_named(origin.task).load(None)
     if test is None:
-        raise InvalidInputError(f"task {origin.task} has no records that are no members")
+        raise InvalidInputError(f"task {origin.task} has no test records to use as non-members")
     train = subset(train, statement["public"].get("keep_fraction"))  # those that it was trained on
     count = min(len(train), len(test))
     members = train.select(as_many(torch.arange(len(train)), count, options.seed))

@@ -12,9 +12,9 @@ from dpsur import checks
 from dpsur.attacks.targets import as_seen_by
 from dpsur.audits.bounds import CONTRADICTED, Finding
 from dpsur.audits.canaries import Planter, gradient_canaries, input_canaries
+from dpsur.audits.findings import ceiling, draw_findings, is_idle
 from dpsur.audits.mechanism import audit_mechanisms
 from dpsur.audits.negative_controls import FAULTS, SOUND
-from dpsur.audits.power import ceiling, is_idle
 from dpsur.audits.repeated import PLACES, TINY, audit_repeated
 from dpsur.audits.training import audit_training
 from dpsur.cli.run_options import add_method_options, build_method
@@ -207,7 +207,6 @@ def _planter(
 
 def _plot(path: Path, findings: list[Finding]) -> None:
     from dpsur import figure_style as style
-    from dpsur.audits.figure import draw_findings
 
     try:
         with style.common():

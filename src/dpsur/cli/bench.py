@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     for row in rows(settings_from(options), _say):
         cores = row["cores_used_by_others"] or 0.0
         if cores > TOLERATED_CONTENTION and row["batch_size"] != warned:
-            _say(f"not to be trusted: other processes kept {cores:.1f} cores busy meanwhile")
+            _say(f"unreliable: other processes used {cores:.1f} cores during the measurement")
             warned = row["batch_size"]
         print(json.dumps(row) if options.json else line(row), flush=True)
     return 0

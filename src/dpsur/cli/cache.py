@@ -1,4 +1,4 @@
-"""`dpsur cache`: what is kept to save time, how large it is, and how to be rid of it."""
+"""`dpsur cache`: show the cache and its size, or empty it."""
 
 import argparse
 import contextlib
@@ -12,9 +12,9 @@ from dpsur.runs.files import PRIVATE
 from dpsur.tasks.datasets import DATA_SETS
 
 DESCRIPTION = """\
-Show or empty the cache. All of it can be made again; features and decoded data cost minutes.
+Show or empty the cache. All of it can be recomputed; features and decoded data take minutes.
 
-  dpsur cache list               what is kept, and how large it is
+  dpsur cache list               what it holds, and how large it is
   dpsur cache empty features     delete one part
   dpsur cache empty all          delete everything but the downloads
 
@@ -30,10 +30,10 @@ PARTS = {
         "features of records that were trained on",
         ("features/*.npy", "features/*.tmp", "features/key"),
     ),
-    ERRORS: ("private values that errors did not show", (f"{PRIVATE}/{LOG}",)),
+    ERRORS: ("private values left out of error messages", (f"{PRIVATE}/{LOG}",)),
     DATA: ("decoded copies of data sets", tuple(f"data/{name}/**/*" for name in DATA_SETS)),
     DOWNLOADS: (
-        "what `dpsur data fetch` brought",
+        "downloads of `dpsur data fetch`",
         tuple(f"downloads/{data_set.folders[0]}/**/*" for data_set in DATA_SETS.values()),
     ),
 }
@@ -43,7 +43,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = DESCRIPTION
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="show what is kept")
+    listing = actions.add_parser("list", help="show what the cache holds")
     listing.add_argument("--json", action="store_true", help="print one JSON object")
     listing.set_defaults(run=_list)
     emptying = actions.add_parser("empty", help="delete parts of the cache")
@@ -69,7 +69,7 @@ def _list(options: argparse.Namespace) -> int:
         rows = {part: {"files": n, "bytes": size} for part, (n, size) in found.items()}
         print(json.dumps({"folder": str(cache_folder()), "parts": rows}))
         return 0
-    print(f"{cache_folder()} (another one: {CACHE_VARIABLE})")
+    print(f"{cache_folder()} (set {CACHE_VARIABLE} to change it)")
     for part, (n, size) in found.items():
         print(f"{part:<12}{n:>6} files {_shown(size):>10}  {PARTS[part][0]}")
     return 0

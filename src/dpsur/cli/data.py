@@ -1,4 +1,4 @@
-"""`dpsur data`: fetch the public data sets, and show which are there."""
+"""`dpsur data`: download the public data sets, and show which are installed."""
 
 import argparse
 import json
@@ -12,14 +12,14 @@ from dpsur.tasks.datasets import DATA_SETS, fetch
 from dpsur.tasks.datasets.load import MISSING, READY, Status, status_of
 
 DESCRIPTION = """\
-Fetch the public data sets, and show which are there.
+Download the public data sets, and show which are installed.
 
-  dpsur data list                what is there, and what to do for the rest
+  dpsur data list                what is installed, and how to get the rest
   dpsur data fetch mnist         download from the first public source that answers
   dpsur data fetch all           all of them (about 390 MB on disk)
 
 Files are looked for in --data-dir; without it in $DPSUR_DATA, then among the downloads in
-$DPSUR_CACHE (usually ~/.cache/dpsur), where decoded copies are kept too. docs/data.md says how to
+$DPSUR_CACHE (usually ~/.cache/dpsur), which also holds decoded copies. docs/data.md says how to
 place files by hand.
 """
 ALL = "all"
@@ -31,17 +31,17 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     fetching = actions.add_parser("fetch", help="download data sets and check them")
     fetching.description = (
-        "Download data sets and check them. An interrupted download goes on where it stopped."
+        "Download data sets and check them. An interrupted download resumes where it stopped."
     )
     fetching.add_argument(
         "names", metavar="NAME", nargs="+", help=f"one of: {', '.join((*DATA_SETS, ALL))}"
     )
     fetching.add_argument("--quiet", action="store_true", help="no progress, only errors")
     fetching.set_defaults(run=_fetch)
-    listing = actions.add_parser("list", help="show which data sets are there")
+    listing = actions.add_parser("list", help="show which data sets are installed")
     listing.description = (
-        "Show which data sets are there.\n\nready: checked before; found: checked when first used; "
-        "or incomplete, missing, wrong."
+        "Show which data sets are installed.\n\nready: checked before; found: checked when first "
+        "used; or incomplete, missing, wrong."
     )
     listing.add_argument("--check", action="store_true", help="decode and check what is found")
     listing.add_argument("--json", action="store_true", help="print one JSON object")

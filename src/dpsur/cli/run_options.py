@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -137,15 +137,21 @@ def set_by_tasks() -> set[str]:
 
 def new_config(options: argparse.Namespace) -> tuple[RunConfig, RunFolder]:
     """The config that the command line asks for, and the new folder, checked but not made."""
-    values = _given(options)
-    method = values.pop("method", None) or RunConfig().method.name
-    if values.get("seed") is None:
-        values["network_seed"] = secrets.randbits(62)
-    config = RunConfig.from_names(values, method, **given_method_options(options))
+    config = config_of(options)
+    if config.seed is None:
+        config = replace(config, network_seed=secrets.randbits(62))
     assert config.task is not None
-    folder = RunFolder(config.out) if config.out else UnnamedFolder(config.task, method)
+    name = config.method.name
+    folder = RunFolder(config.out) if config.out else UnnamedFolder(config.task, name)
     folder.check_new()
     return config, folder
+
+
+def config_of(options: argparse.Namespace) -> RunConfig:
+    """The config that the command line asks for."""
+    values = _given(options)
+    method = values.pop("method", None) or RunConfig().method.name
+    return RunConfig.from_names(values, method, **given_method_options(options))
 
 
 def stored_config(options: argparse.Namespace) -> tuple[RunConfig, RunFolder]:

@@ -120,8 +120,8 @@ def apply_layers(
 
     @torch.no_grad()
     def fill(start: int) -> None:
-        piece = slice(start, start + step)
-        result[piece] = layers(inputs[piece].to(device))
+        rows = slice(start, start + step)
+        result[rows] = layers(inputs[rows].to(device))
 
     starts = range(0, len(inputs), step)
     if device.type == "cuda":
@@ -137,8 +137,8 @@ def apply_layers(
 def _one_core_each() -> Iterator[int]:
     """Let every operation use one thread; return how many may run side by side.
 
-    Threads with a piece each never wait for one another. Threads that share every operation do, and
-    are several times slower than one where other programs keep the cores busy.
+    Threads with a microbatch each never wait for one another. Threads that share every operation
+    do, and are several times slower than one where other programs keep the cores busy.
     """
     threads = int(torch.get_num_threads())
     torch.set_num_threads(1)

@@ -76,7 +76,7 @@ def _morlet(height: int, width: int, scale: int, turn: int, angles: int) -> Arra
 
 
 _MOST_SCALES, _LARGEST_FILTERS = 8, 2**25
-# Numbers in the largest intermediate: what a core's cache holds, or a small part of a card.
+# Numbers in the largest intermediate: what a core's cache holds, or a small part of a GPU.
 _NUMBERS_PER_THREAD, _NUMBERS_ON_A_CARD = 2**20, 2**27
 
 
@@ -134,16 +134,18 @@ class Scattering2d(nn.Module):
         return 1 + self.scales * self.angles + pairs * self.angles**2
 
     def forward(self, images: Tensor) -> Tensor:
-        """The features of every image by itself, in pieces of bounded memory."""
+        """The features of every image by itself, in microbatches of bounded memory."""
         if images.dim() != 4 or images.shape[2:] != (self.height, self.width):
             raise InvalidInputError(
                 f"scattering takes images of shape (N, C, {self.height}, {self.width}), "
                 f"got {tuple(images.shape)}"
             )
         planes = images.flatten(0, 1).to(self.get_buffer("rows_0").dtype)
-        pieces = torch.split(planes, self._planes_at_once(planes.device)) if len(planes) else ()
+        microbatches = (
+            torch.split(planes, self._planes_at_once(planes.device)) if len(planes) else ()
+        )
         empty = planes[:0].new_empty(0, self.paths, *self._output_size())
-        features = torch.cat([empty, *map(self._planes, pieces)])
+        features = torch.cat([empty, *map(self._planes, microbatches)])
         return features.reshape(len(images), images.shape[1] * self.paths, *self._output_size())
 
     def _output_size(self) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from dpsur.privacy.events import Event, Gaussian
 # Variances are noisy and may come out negative; a channel is scaled by at least this.
 LEAST_VARIANCE = 1e-6
 # Records that are worked on at once.
-PIECE = 2048
+MICROBATCH = 2048
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def clipped_rows_sum(rows: Tensor, bound: float) -> ClippedSum:
 def channel_moments(features: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Spatial mean and spatial mean square of each record's channels, by itself."""
     means, squares = [], []
-    for piece in torch.split(features, PIECE):
-        flat = piece.to(device).double().reshape(len(piece), features.shape[1], -1)
+    for rows in torch.split(features, MICROBATCH):
+        flat = rows.to(device).double().reshape(len(rows), features.shape[1], -1)
         means.append(flat.mean(2))
         squares.append(flat.square().mean(2))
     return torch.cat(means), torch.cat(squares)

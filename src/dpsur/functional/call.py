@@ -2,18 +2,23 @@
 
 What `torch.func.functional_call` does, with one walk through the modules instead of several: for a
 small network these take longer than its arithmetic. And a model always gets its own weights back,
-where `functional_call` leaves some of the lent ones behind: in a module that stands in two places
-and whose weight another module shares.
+where `functional_call` leaves some of the temporary ones behind: in a module that stands in two
+places and whose weight another module shares.
+
+How inputs reach the model: a tuple as positional arguments, a dict as keyword arguments, anything
+else (a tensor, a list, a named tuple, a dataclass) as the only argument.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpsur.functional.parameters import Params
+from dpsur.functional.tree import TensorTree
 
 # Only functional_call knows what to say to these.
 _OTHERS = (torch.jit.ScriptModule, nn.DataParallel)
@@ -33,29 +38,46 @@ def every_module(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-def call_on(model: nn.Module, params: Params, inputs: Tensor) -> Tensor:
+def arguments(inputs: TensorTree) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments that a model gets for its inputs."""
+    if type(inputs) is tuple:
+        return inputs, {}
+    if type(inputs) is dict:
+        return (), inputs
+    return (inputs,), {}
+
+
+def call(model: Callable[..., Any], inputs: TensorTree) -> TensorTree:
+    """Outputs of a model with its own weights."""
+    positional, named = arguments(inputs)
+    return model(*positional, **named)
+
+
+def call_on(model: nn.Module, params: Params, inputs: TensorTree) -> TensorTree:
     """Outputs of a model with other values for the parameters that are named."""
-    return call_with(model, lambda name, own: params.get(name, own), inputs)
+    with use_weights(model, lambda name, own: params.get(name, own)) as called:
+        return call(called, inputs)
 
 
-def call_with(model: nn.Module, weight: Callable[[str, Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """Outputs of a model whose parameters are replaced by what `weight` makes of name and value.
+@contextmanager
+def use_weights(
+    model: nn.Module, weight: Callable[[str, Tensor], Tensor]
+) -> Iterator[Callable[..., Any]]:
+    """Replace every parameter by what `weight` makes of name and value; yields what to call.
 
     A parameter that has several names goes by the first, wherever it is used.
     """
     modules = every_module(model)
-    outputs: Tensor
     if any(isinstance(module, _OTHERS) for module in modules):
         weights = {name: weight(name, value) for name, value in model.named_parameters()}
-        outputs = functional_call(model, weights, (inputs,))
+        yield lambda *args, **kwargs: functional_call(model, weights, args, kwargs)
     else:
-        with _lent(modules, weight):
-            outputs = model(inputs)
-    return outputs
+        with _swap(modules, weight):
+            yield model
 
 
 @contextmanager
-def _lent(modules: dict[nn.Module, str], weight: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+def _swap(modules: dict[nn.Module, str], weight: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """Put other tensors in the place of parameters, and the parameters back afterwards."""
     replacements: dict[int, Tensor] = {}
     own = [

@@ -2,7 +2,7 @@
 
 On a map whose channels lie one after the other, PyTorch asks for every value whether it is the
 largest so far; processors guess the answers, and guess wrong. Where channels lie innermost many are
-compared at once. So the map is turned for the forward pass. What is computed is the same.
+compared at once. So the forward pass uses the channels-last layout. What is computed is the same.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# The kind of device, the least channels and the least numbers for which turning a map pays.
+# The kind of device, the least channels and the least numbers for which channels-last pays.
 DEVICE, _LEAST_CHANNELS, _LEAST_NUMBERS = "cpu", 4, 2**14
 
 
-def worth_turning(input: Tensor) -> bool:
+def pools_faster_channels_last(input: Tensor) -> bool:
     """Whether a map is one that is pooled faster with its channels innermost."""
     return (
         input.device.type == DEVICE
@@ -29,14 +29,14 @@ def worth_turning(input: Tensor) -> bool:
     )
 
 
-def turned(input: Tensor) -> Tensor:
+def channels_last(input: Tensor) -> Tensor:
     """The same map with its channels innermost in memory."""
     return input.contiguous(memory_format=torch.channels_last)
 
 
 @contextmanager
-def quick_pooling(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let max pooling layers turn their maps where no gradient is wanted of them."""
+def fast_pooling(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let max pooling layers use the channels-last layout where no gradient is wanted of them."""
     layers = [
         module
         for module in modules
@@ -45,7 +45,7 @@ def quick_pooling(modules: Iterable[nn.Module]) -> Iterator[None]:
         and "forward" not in vars(module)  # somebody else's
     ]
     for layer in layers:
-        layer.forward = partial(_pooled, layer)  # type: ignore[method-assign]
+        layer.forward = partial(_pool, layer)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -53,7 +53,7 @@ def quick_pooling(modules: Iterable[nn.Module]) -> Iterator[None]:
             del layer.forward
 
 
-def _pooled(layer: nn.MaxPool2d, input: Tensor) -> Any:
-    if not worth_turning(input):
+def _pool(layer: nn.MaxPool2d, input: Tensor) -> Any:
+    if not pools_faster_channels_last(input):
         return nn.MaxPool2d.forward(layer, input)
-    return nn.MaxPool2d.forward(layer, turned(input)).contiguous()
+    return nn.MaxPool2d.forward(layer, channels_last(input)).contiguous()

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,18 +15,27 @@ from torch import Tensor, nn
 from dpsur.errors import UnsupportedModelError
 from dpsur.functional.call import call_on, every_module
 from dpsur.functional.parameters import Params, elementwise
-from dpsur.functional.pooling import quick_pooling
+from dpsur.functional.pooling import fast_pooling
 from dpsur.functional.records import Examples
+from dpsur.functional.tree import (
+    TensorTree,
+    concatenate_rows,
+    map_tensors,
+    split_rows,
+    tensors_of,
+    with_tensors,
+)
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+# Of outputs and targets, trees of tensors, to a number.
+LossFunction = Callable[[Any, Any], Tensor]
 
-
+# Records per call where no gradient is taken.
 EVALUATION_ROWS = 2048
 
 
 @dataclass(frozen=True, repr=False)
-class Problem:
-    """What is to be learned. The module is only a shape: its own weights are never changed.
+class Objective:
+    """A model and a loss as functions of the weights. The module's own weights are never changed.
 
     `bf16` lets layers round to bfloat16 where gradients are taken. Losses that decide about a
     candidate are never rounded so: their differences are smaller than that.
@@ -33,17 +43,7 @@ class Problem:
 
     model: nn.Module
     loss: LossFunction
-    train: Examples
-    bf16: bool = False
-    # What is computed once about the records, for this problem alone: `per_example/input_cache.py`.
-    tables: dict[Hashable, Tensor | int | None] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    # Where batches are gathered, one after the other: `per_example/clipping.py`.
-    places: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def __repr__(self) -> str:
-        return f"Problem({type(self.model).__name__}, {self.train!r})"
+    bf16: bool = field(default=False, kw_only=True)
 
     @property
     def device(self) -> torch.device:
@@ -66,33 +66,66 @@ class Problem:
         }
         return elementwise(lambda values: values, trained) if trained else trained
 
-    def outputs(self, params: Params, inputs: Tensor) -> Tensor:
-        """Model outputs in evaluation mode, in pieces of bounded size."""
+    def outputs(self, params: Params, inputs: TensorTree) -> TensorTree:
+        """Model outputs in evaluation mode, computed for a bounded number of records at once."""
         with (
             torch.no_grad(),
             mode(self.model, training=False),
-            left_alone(self.model, params),
-            quick_pooling(every_module(self.model)),
+            forbid_side_effects(self.model, params),
+            fast_pooling(every_module(self.model)),
         ):
-            pieces = [
-                call_on(self.model, params, piece) for piece in torch.split(inputs, EVALUATION_ROWS)
+            parts = [
+                output_rows(call_on(self.model, params, part))
+                for part in split_rows(inputs, EVALUATION_ROWS)
             ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return concatenate_rows(parts)
 
     def losses(self, params: Params, examples: Examples) -> Tensor:
         """The loss of each record by itself, in evaluation mode."""
         return example_losses(self.loss, self.outputs(params, examples.inputs), examples.targets)
 
 
-def example_losses(loss: LossFunction, outputs: Tensor, targets: Tensor) -> Tensor:
+@dataclass(frozen=True, repr=False)
+class Problem(Objective):
+    """What is to be learned: an objective and the private records."""
+
+    train: Examples
+    # What is computed once about the records, for this problem alone: `per_example/input_cache.py`.
+    tables: dict[Hashable, Tensor | int | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    # Where batches are gathered, one after the other: `per_example/input_cache.py`.
+    places: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return f"Problem({type(self.model).__name__}, {self.train!r})"
+
+
+def output_rows(outputs: Any) -> TensorTree:
+    """The tensors among a model's outputs; any other object, such as a cache, becomes None."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    return map_tensors(lambda value: value, outputs, otherwise=lambda _: None)
+
+
+def example_losses(loss: LossFunction, outputs: TensorTree, targets: TensorTree) -> Tensor:
     """Apply a loss to every record alone, so that its own reduction does not matter."""
-    if loss is F.cross_entropy and outputs.dim() == 2 and targets.dtype == torch.int64:
+    if (
+        loss is F.cross_entropy
+        and isinstance(outputs, Tensor)
+        and isinstance(targets, Tensor)
+        and outputs.dim() == 2
+        and targets.dtype == torch.int64
+    ):
         return F.cross_entropy(outputs, targets, reduction="none")
 
-    def one(output: Tensor, target: Tensor) -> Tensor:
-        return loss(output.unsqueeze(0), target.unsqueeze(0)).reshape(())
+    def one(output: list[Tensor], target: list[Tensor]) -> Tensor:
+        return loss(
+            with_tensors(outputs, (value.unsqueeze(0) for value in output)),
+            with_tensors(targets, (value.unsqueeze(0) for value in target)),
+        ).reshape(())
 
-    return torch.func.vmap(one)(outputs, targets)
+    return torch.func.vmap(one)(tensors_of(outputs), tensors_of(targets))
 
 
 class WeightedLoss(nn.Module):
@@ -111,7 +144,7 @@ class WeightedLoss(nn.Module):
         return self.unreduced(outputs, targets).mean()
 
 
-def weighted_by_record(loss: LossFunction) -> LossFunction:
+def weight_by_record(loss: LossFunction) -> LossFunction:
     """The same loss, or one that keeps its class weights where they would cancel."""
     if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
         if loss.weight is None or loss.reduction != "mean":
@@ -130,16 +163,15 @@ def weighted_by_record(loss: LossFunction) -> LossFunction:
 def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Put every submodule into one mode and back into its own afterwards.
 
-    In between, recurrent layers leave the weights that they are lent where they are. On CUDA they
-    would move them into a buffer of their own, and with them the tensors of whoever lent them: the
-    places of a captured state, which then no longer receives its updates.
+    Meanwhile recurrent layers do not move their weights. On CUDA they would copy them into one
+    buffer and point the tensors of a captured state there, which then no longer receives updates.
     """
     modules = every_module(model)
     others = [module for module in modules if module.training is not training]
     for module in others:
         module.training = training
     try:
-        with _staying([module for module in modules if isinstance(module, nn.RNNBase)]):
+        with _without_flattening([module for module in modules if isinstance(module, nn.RNNBase)]):
             yield
     finally:
         for module in others:
@@ -147,18 +179,18 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def left_alone(model: nn.Module, params: Params) -> Iterator[None]:
-    """Fail if a model changes the weights that it is lent, or its own, while it is called.
+def forbid_side_effects(model: nn.Module, params: Params) -> Iterator[None]:
+    """Fail if a model changes the weights that it is given, or its own, while it is called.
 
     Such a change would carry private records into the release without noise. Versions of tensors
     are counted on the host, so nothing waits for the device; what goes through `.data` is not
     counted, and is looked for before training (`check_model`).
     """
-    lent = {f"parameter {name}": value for name, value in params.items()}
-    watched = {**lent, **_own_tensors(model)}
+    given = {f"parameter {name}": value for name, value in params.items()}
+    watched = {**given, **_own_tensors(model)}
     versions = {name: value._version for name, value in watched.items()}
     yield
-    for name, value in {**lent, **_own_tensors(model)}.items():
+    for name, value in {**given, **_own_tensors(model)}.items():
         # a tensor under a new name, or another one under a known name, is a change too
         if value is not watched.get(name) or value._version != versions[name]:
             raise UnsupportedModelError(
@@ -181,12 +213,12 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _staying(recurrent: list[nn.RNNBase]) -> Iterator[None]:
+def _without_flattening(recurrent: list[nn.RNNBase]) -> Iterator[None]:
     if not recurrent:
         yield
         return
     for module in recurrent:
-        vars(module)["flatten_parameters"] = _stay
+        vars(module)["flatten_parameters"] = _do_nothing
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "RNN module weights are not part of single")
@@ -196,5 +228,5 @@ def _staying(recurrent: list[nn.RNNBase]) -> Iterator[None]:
             vars(module).pop("flatten_parameters", None)
 
 
-def _stay() -> None:
+def _do_nothing() -> None:
     """In place of `nn.RNNBase.flatten_parameters`."""

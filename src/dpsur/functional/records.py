@@ -7,52 +7,88 @@ import torch
 from torch import Tensor
 
 from dpsur.errors import InvalidInputError
+from dpsur.functional.tree import (
+    TensorTree,
+    check_rows,
+    describe_rows,
+    device_of,
+    map_tensors,
+    row_count,
+    slice_rows,
+    tensors_of,
+)
 
 
 @dataclass(frozen=True, repr=False)
 class Examples:
-    """Records as two tensors with one row per record."""
+    """Records: inputs and targets with one row per record.
 
-    inputs: Tensor
-    targets: Tensor
+    Each is a tensor or a tree of tensors (tuples, lists, dicts, dataclasses; see
+    `functional/tree.py`). Targets without any tensor, such as None, are for a loss that needs none.
+    """
+
+    inputs: TensorTree
+    targets: TensorTree
 
     def __post_init__(self) -> None:
-        if len(self.inputs) != len(self.targets):
+        if isinstance(self.inputs, Tensor) and isinstance(self.targets, Tensor):
+            inputs, targets = len(self.inputs), len(self.targets)
+        else:
+            found = check_rows(self.inputs, "inputs")
+            if found is None:
+                raise InvalidInputError("inputs hold no tensor; there must be one row per record")
+            inputs, wanted = found, check_rows(self.targets, "targets")
+            targets = inputs if wanted is None else wanted
+        if inputs != targets:
             raise InvalidInputError(
-                f"{len(self.inputs)} inputs but {len(self.targets)} targets: "
-                "there must be one target per input"
+                f"{inputs} inputs but {targets} targets: there must be one target per input"
             )
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return row_count(self.inputs)
 
     def __repr__(self) -> str:
-        inputs, targets = self.inputs, self.targets
         return (
-            f"{type(self).__name__}({len(self)} records, inputs {tuple(inputs.shape[1:])} of "
-            f"{inputs.dtype}, targets {tuple(targets.shape[1:])} of {targets.dtype})"
+            f"{type(self).__name__}({len(self)} records, inputs of {describe_rows(self.inputs)}, "
+            f"targets of {describe_rows(self.targets)})"
         )
+
+    @property
+    def record_shape(self) -> tuple[int, ...]:
+        """The shape of one record's inputs; () where they are several tensors."""
+        return tuple(self.inputs.shape[1:]) if isinstance(self.inputs, Tensor) else ()
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the records take."""
+        return sum(value.nbytes for value in tensors_of((self.inputs, self.targets)))
 
     def select(self, rows: Tensor) -> "Examples":
         """Return the named rows: their indices, or a truth value for each."""
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
         # on a CPU several times as fast as indexing: whole rows are copied
-        return Examples(self.inputs.index_select(0, rows), self.targets.index_select(0, rows))
+        return Examples(
+            map_tensors(lambda value: value.index_select(0, rows), self.inputs),
+            map_tensors(lambda value: value.index_select(0, rows), self.targets),
+        )
 
     def part(self, some: slice) -> "Examples":
         """Return neighbouring rows."""
-        return Examples(self.inputs[some], self.targets[some])
+        return Examples(slice_rows(self.inputs, some), slice_rows(self.targets, some))
 
     def to(self, device: torch.device) -> "Examples":
-        """Move both tensors to a device."""
-        return Examples(self.inputs.to(device), self.targets.to(device))
+        """Move all tensors to a device."""
+        return Examples(
+            map_tensors(lambda value: value.to(device), self.inputs),
+            map_tensors(lambda value: value.to(device), self.targets),
+        )
 
 
-# The part of a card's free memory that records may take; the rest is for training on them.
+# The part of a GPU's free memory that records may take; the rest is for training on them.
 _PART_FOR_RECORDS = 0.5
 
-Gathered = tuple[Tensor, "Future[Examples]"]
+Prefetched = tuple[Tensor, "Future[Examples]"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,18 +96,18 @@ class HostExamples(Examples):
     """Records on the host that hand out rows on `device`."""
 
     device: torch.device
-    _ahead: dict[str, Gathered] = field(default_factory=dict, repr=False, compare=False)
+    _ahead: dict[str, Prefetched] = field(default_factory=dict, repr=False, compare=False)
     _worker: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1), repr=False, compare=False
     )
 
     def select(self, rows: Tensor) -> Examples:
         """Return the named rows, on the device."""
-        return self._sent(self._gather(rows.cpu()))
+        return self._send(self._gather(rows.cpu()))
 
     def part(self, some: slice) -> Examples:
         """Return neighbouring rows, on the device."""
-        return self._sent(Examples(self.inputs[some], self.targets[some]))
+        return self._send(Examples(slice_rows(self.inputs, some), slice_rows(self.targets, some)))
 
     def fetch(self, rows: Tensor, following: Tensor, source: str) -> "HostExamples":
         """Gather rows on the host, then begin with those that `source` is to draw next."""
@@ -79,17 +115,20 @@ class HostExamples(Examples):
         ahead = self._ahead.pop(source, None)
         found = None
         if ahead is not None:
-            foreseen, gathered = ahead
-            found = gathered.result() if torch.equal(foreseen, wanted) else None
+            foreseen, prefetched = ahead
+            found = prefetched.result() if torch.equal(foreseen, wanted) else None
         found = self._gather(wanted) if found is None else found
         self._ahead[source] = expected, self._worker.submit(self._gather, expected)
         return HostExamples(found.inputs, found.targets, self.device, _worker=self._worker)
 
     def _gather(self, rows: Tensor) -> Examples:
-        return Examples(self._rows_of(self.inputs, rows), self._rows_of(self.targets, rows))
+        return Examples(
+            map_tensors(lambda values: self._rows_of(values, rows), self.inputs),
+            map_tensors(lambda values: self._rows_of(values, rows), self.targets),
+        )
 
     def _rows_of(self, values: Tensor, rows: Tensor) -> Tensor:
-        # A card fetches pinned memory by itself; only batches are pinned, not the whole set.
+        # A GPU fetches pinned memory by itself; only batches are pinned, not the whole set.
         place = torch.empty(
             (len(rows), *values.shape[1:]),
             dtype=values.dtype,
@@ -97,24 +136,24 @@ class HostExamples(Examples):
         )
         return torch.index_select(values, 0, rows, out=place)
 
-    def _sent(self, examples: Examples) -> Examples:
+    def _send(self, examples: Examples) -> Examples:
         return Examples(
-            examples.inputs.to(self.device, non_blocking=True),
-            examples.targets.to(self.device, non_blocking=True),
+            map_tensors(lambda value: value.to(self.device, non_blocking=True), examples.inputs),
+            map_tensors(lambda value: value.to(self.device, non_blocking=True), examples.targets),
         )
 
 
-def placed(examples: Examples, device: torch.device, limit: int | None) -> Examples:
+def place(examples: Examples, device: torch.device, limit: int | None) -> Examples:
     """Records on the device, or on the host where they take more than `limit` bytes of it.
 
-    Without a limit a card gives half of its free memory, and a CPU whatever there is.
+    Without a limit a GPU gives half of its free memory, and a CPU whatever there is.
     """
-    size = examples.inputs.nbytes + examples.targets.nbytes
     if limit is None:
-        there = examples.inputs.device.type == device.type
+        there = device_of(examples.inputs).type == device.type
         if there or device.type != "cuda":
             return examples.to(device)
         limit = int(_PART_FOR_RECORDS * torch.cuda.mem_get_info(device)[0])
-    if size <= limit:
+    if examples.nbytes <= limit:
         return examples.to(device)
-    return HostExamples(examples.inputs.cpu(), examples.targets.cpu(), device)
+    host = examples.to(torch.device("cpu"))
+    return HostExamples(host.inputs, host.targets, device)

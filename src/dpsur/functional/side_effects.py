@@ -32,7 +32,7 @@ def refuse_memory(
     *,
     weights: bool = True,
 ) -> None:
-    """Refuse a model or loss that changes while it is called on made-up records.
+    """Refuse a model or loss that changes while it is called on synthetic records.
 
     `call` makes the n-th call, each with other records and another number of them. What the first
     one sets for good is a cache, and fine if another copy sets the same on other records.

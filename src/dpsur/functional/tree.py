@@ -1,63 +1,180 @@
-"""Nested values of tensors: frozen dataclasses, mappings and None.
+"""Nested values of tensors: batches, outputs, targets and the state of a run.
 
-Walking by structure, not by a list of names, means that a field added to the state later is
+A tree is a tensor, or a tuple, list, mapping or dataclass of trees, or None. Objects like the
+`ModelOutput` of Hugging Face are dataclasses; any other type that `torch.utils._pytree` knows works
+too. Walking by structure, not by a list of names, means that a field added to the state later is
 restored on rejection and saved in checkpoints without anyone having to remember it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree
 
-from dpsur.errors import CheckpointError
+from dpsur.errors import CheckpointError, InvalidInputError
 
 Tree = TypeVar("Tree")
+# A tree of tensors with one row per record in each; often a single tensor.
+TensorTree: TypeAlias = Any
 
 
 def map_tensors(
-    function: Callable[..., Tensor],
+    function: Callable[..., Any],
     first: Tree,
-    *others: Tree,
+    *others: Any,
     together: Callable[..., dict[str, Tensor]] | None = None,
+    otherwise: Callable[[Any], Any] | None = None,
 ) -> Tree:
     """Apply a function to corresponding tensors of equally built trees.
 
-    `together`, if given, applies it to all tensors of a mapping at once.
+    `together`, if given, applies it to all tensors of a mapping at once. `otherwise` is applied to
+    what is no tree of tensors; without it that is an error.
     """
-    result: Any
     if isinstance(first, Tensor):
-        result = function(first, *others)
-    elif first is None:
-        result = None
-    elif isinstance(first, Mapping):
-        if together and first and all(isinstance(value, Tensor) for value in first.values()):
-            return together(function, first, *others)  # type: ignore[return-value]
-        result = {
+        return function(first, *others)  # type: ignore[no-any-return]
+    if first is None:
+        return None  # type: ignore[return-value]
+    if (
+        together
+        and isinstance(first, Mapping)
+        and first
+        and all(isinstance(value, Tensor) for value in first.values())
+    ):
+        return together(function, first, *others)  # type: ignore[return-value]
+    children = _children(first)
+    if children is None:
+        if otherwise is None:
+            raise TypeError(f"not a tree of tensors: {type(first).__name__}")
+        return otherwise(first)  # type: ignore[no-any-return]
+    beside = [_children(other) for other in others]
+    result: Tree = _rebuild(
+        first,
+        {
             key: map_tensors(
-                function, value, *(_get(other, key) for other in others), together=together
-            )
-            for key, value in first.items()
-        }
-    elif is_dataclass(first):
-        parts = {
-            field.name: map_tensors(
                 function,
-                getattr(first, field.name),
-                *(getattr(other, field.name) for other in others),
+                child,
+                *(None if other is None else other[key] for other in beside),
                 together=together,
+                otherwise=otherwise,
             )
-            for field in fields(first)
-        }
-        kind: Any = type(first)
-        result = kind(**parts)
-    else:
-        raise TypeError(f"not a tree of tensors: {type(first).__name__}")
-    return result  # type: ignore[no-any-return]
+            for key, child in children.items()
+        },
+    )
+    return result
 
 
-def _get(tree: Any, key: Any) -> Any:
-    return tree[key]
+def _children(tree: Any) -> dict[Any, Any] | None:
+    """What a tree consists of, by name or place; None for what is no tree."""
+    if is_dataclass(tree) and not isinstance(tree, type):  # some of them are mappings too
+        return {field.name: getattr(tree, field.name) for field in fields(tree) if field.init}
+    if isinstance(tree, Mapping):
+        return dict(tree)
+    if isinstance(tree, (tuple, list)):
+        return dict(enumerate(tree))
+    known = _pytree.SUPPORTED_NODES.get(type(tree))
+    return None if known is None else dict(enumerate(known.flatten_fn(tree)[0]))
+
+
+def _rebuild(tree: Any, children: dict[Any, Any]) -> Any:
+    """A tree like another one, of other children. A mapping of any kind becomes a dict."""
+    kind: Any = type(tree)
+    if is_dataclass(tree):
+        return kind(**children)
+    if isinstance(tree, Mapping):
+        return children
+    if isinstance(tree, (tuple, list)):
+        return kind(*children.values()) if hasattr(kind, "_fields") else kind(children.values())
+    known = _pytree.SUPPORTED_NODES[kind]
+    return known.unflatten_fn(list(children.values()), known.flatten_fn(tree)[1])
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of a tree in the order of its structure."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    found: list[Tensor] = []
+    map_tensors(found.append, tree, otherwise=lambda _: None)
+    return found
+
+
+def with_tensors(tree: Tree, tensors: Iterable[Tensor]) -> Tree:
+    """The same structure around other tensors, in the order of `tensors_of`."""
+    following = iter(tensors)
+    return map_tensors(lambda _: next(following), tree, otherwise=lambda value: value)
+
+
+def row_count(rows: TensorTree) -> int:
+    """How many records a tree holds: the length of its first tensor."""
+    return len(rows) if isinstance(rows, Tensor) else len(tensors_of(rows)[0])
+
+
+def device_of(rows: TensorTree) -> torch.device:
+    """Where the first tensor of a tree is."""
+    return tensors_of(rows)[0].device
+
+
+def slice_rows(rows: TensorTree, some: slice) -> TensorTree:
+    """Neighbouring rows of every tensor, as views."""
+    return map_tensors(lambda value: value[some], rows)
+
+
+def split_rows(rows: TensorTree, size: int) -> list[TensorTree]:
+    """A tree in parts of at most `size` rows."""
+    if isinstance(rows, Tensor):
+        return list(torch.split(rows, size))
+    count = row_count(rows)
+    return [slice_rows(rows, slice(start, start + size)) for start in range(0, count, size)]
+
+
+def concatenate_rows(parts: list[TensorTree], dim: int = 0) -> TensorTree:
+    """Parts of the same structure, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return map_tensors(lambda *each: torch.cat(each, dim), *parts)
+
+
+def signature(rows: TensorTree) -> tuple[Any, ...]:
+    """What two batches share whose records have the same structure, shapes and types."""
+    if isinstance(rows, Tensor):
+        return tuple(rows.shape[1:]), rows.dtype
+    return tuple(
+        (name, tuple(value.shape[1:]), value.dtype) for name, value in flatten(rows).items()
+    )
+
+
+def describe_rows(rows: TensorTree, count: int | None = None) -> str:
+    """Shapes and types in words, such as `shape (28, 28) and type torch.float32`."""
+    lead = () if count is None else (count,)
+    if isinstance(rows, Tensor):
+        return f"shape {(*lead, *rows.shape[1:])} and type {rows.dtype}"
+    each = (f"{k}: {(*lead, *v.shape[1:])} {v.dtype}" for k, v in flatten(rows).items())
+    return f"structure {{{', '.join(each)}}}"
+
+
+def check_rows(rows: TensorTree, name: str) -> int | None:
+    """Refuse a tree that does not hold one row per record everywhere; return their number."""
+    count = first = None
+    try:
+        found = flatten(rows)
+    except TypeError as error:
+        raise InvalidInputError(
+            f"{name} must consist of tensors (in tuples, lists, dicts or dataclasses): {error}"
+        ) from None
+    for path, value in found.items():
+        where = f"{name}[{path}]" if path else name
+        if not value.dim():
+            raise InvalidInputError(f"{where} must have a row per record, got a single number")
+        if count is None:
+            count, first = len(value), where
+        elif len(value) != count:
+            raise InvalidInputError(
+                f"{where} has {len(value)} rows but {first} has {count}: there must be one row per "
+                "record in each"
+            )
+    return count
 
 
 def flatten(tree: Any) -> dict[str, Tensor]:
@@ -66,10 +183,9 @@ def flatten(tree: Any) -> dict[str, Tensor]:
         return {"": tree}
     if tree is None:
         return {}
-    if isinstance(tree, Mapping):
-        children = dict(tree)
-    else:
-        children = {field.name: getattr(tree, field.name) for field in fields(tree)}
+    children = _children(tree)
+    if children is None:
+        raise TypeError(f"not a tree of tensors: {type(tree).__name__}")
     return {
         f"{key}/{path}" if path else str(key): value
         for key, child in children.items()

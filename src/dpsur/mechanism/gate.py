@@ -23,13 +23,23 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.functional.call import call_on
 from dpsur.functional.parameters import Params
-from dpsur.functional.problem import EVALUATION_ROWS, Problem, example_losses, mode
+from dpsur.functional.problem import EVALUATION_ROWS, Problem, example_losses, mode, output_rows
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.records import Examples
+from dpsur.functional.tree import (
+    TensorTree,
+    concatenate_rows,
+    device_of,
+    map_tensors,
+    signature,
+    split_rows,
+    tensors_of,
+    with_tensors,
+)
 from dpsur.mechanism.sampling import Batch, Draw, padded_batch, steady_batch
 from dpsur.mechanism.state import Candidate, State, Verdict
 from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws, Stream
-from dpsur.per_example.model_check import made_up
+from dpsur.per_example.mixing_check import synthetic
 from dpsur.privacy.events import CoinTest, Test
 
 # Where one evaluation of both costs less than two, and for which layers with weights.
@@ -47,54 +57,61 @@ def pair_losses(problem: Problem, one: Params, other: Params, examples: Examples
     outputs = stacked_outputs(problem, one, other, inputs)
     losses = example_losses(
         problem.loss,
-        outputs.flatten(0, 1),
-        torch.cat([examples.targets, examples.targets]),
+        map_tensors(lambda values: values.flatten(0, 1), outputs),
+        concatenate_rows([examples.targets, examples.targets]),
     )
     return losses.view(2, -1)
 
 
-def evaluated_at_once(problem: Problem, params: Params, inputs: Tensor) -> bool:
+def evaluated_at_once(problem: Problem, params: Params, inputs: TensorTree) -> bool:
     """Whether two sets of weights get one evaluation."""
     return stacking_pays(problem, inputs) and can_be_stacked(problem, params, inputs)
 
 
-def stacking_pays(problem: Problem, inputs: Tensor) -> bool:
+def stacking_pays(problem: Problem, inputs: TensorTree) -> bool:
     """Whether one evaluation of both costs less than two, from the device and the layers."""
     weighty = [m for m in problem.model.modules() if any(True for _ in m.parameters(recurse=False))]
-    return inputs.device.type in PAYS_ON and all(isinstance(m, PAYS_FOR) for m in weighty)
+    return device_of(inputs).type in PAYS_ON and all(isinstance(m, PAYS_FOR) for m in weighty)
 
 
-def stacked_outputs(problem: Problem, one: Params, other: Params, inputs: Tensor) -> Tensor:
+def stacked_outputs(problem: Problem, one: Params, other: Params, inputs: TensorTree) -> TensorTree:
     """Outputs for both sets of weights, stacked."""
     both = {name: torch.stack([value, other[name]]) for name, value in one.items()}
     model = problem.model
+    structure: TensorTree = None
 
-    def outputs(params: Params, piece: Tensor) -> Tensor:
-        return call_on(model, params, piece)
+    def outputs(params: Params, part: list[Tensor]) -> list[Tensor]:
+        nonlocal structure
+        structure = output_rows(call_on(model, params, with_tensors(inputs, part)))
+        return tensors_of(structure)
 
     evaluate = vmap(outputs, in_dims=(0, None))
     with torch.no_grad(), mode(model, training=False), sdpa_kernel(SDPBackend.MATH):
-        pieces = [evaluate(both, piece) for piece in torch.split(inputs, EVALUATION_ROWS)]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        found = [evaluate(both, tensors_of(part)) for part in split_rows(inputs, EVALUATION_ROWS)]
+    return concatenate_rows([with_tensors(structure, part) for part in found], 1)
 
 
-def can_be_stacked(problem: Problem, params: Params, inputs: Tensor) -> bool:
-    """Whether one evaluation gives what two give, tried once on made-up records and weights."""
+def can_be_stacked(problem: Problem, params: Params, inputs: TensorTree) -> bool:
+    """Whether one evaluation gives what two give, tried once on synthetic records and weights."""
     known = _agrees.setdefault(problem.model, {})
-    key = (tuple(inputs.shape[1:]), inputs.dtype, inputs.device)
+    device = device_of(inputs)
+    key = (signature(inputs), device)
     if key not in known:
-        with seeded_globally(0, inputs.device), warnings.catch_warnings():
+        with seeded_globally(0, device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a trial that may fail
-            known[key] = _tried(problem, params, made_up(inputs, 3))
+            known[key] = _tried(problem, params, synthetic(inputs, 3))
     return known[key]
 
 
-def _tried(problem: Problem, params: Params, inputs: Tensor) -> bool:
+def _tried(problem: Problem, params: Params, inputs: TensorTree) -> bool:
     other = {name: value + 0.05 * torch.randn_like(value) for name, value in params.items()}
     try:
         stacked = stacked_outputs(problem, params, other, inputs)
-        apart = torch.stack([problem.outputs(one, inputs) for one in (params, other)])
-        return torch.allclose(stacked, apart, rtol=_TOLERANCE, atol=_TOLERANCE)
+        apart = [tensors_of(problem.outputs(one, inputs)) for one in (params, other)]
+        return all(
+            torch.allclose(together, torch.stack(each), rtol=_TOLERANCE, atol=_TOLERANCE)
+            for together, *each in zip(tensors_of(stacked), *apart, strict=True)
+        )
     except Exception:  # whatever goes wrong, two evaluations remain
         return False
 

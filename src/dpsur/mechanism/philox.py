@@ -148,7 +148,7 @@ def _on_cuda(
     if not isinstance(step, Tensor):
         step = torch.full((), step, dtype=torch.int64, device=device)
     words = key.on(device)
-    kernel = nvrtc.compiled(_SOURCE, "draw", (), _index(device))
+    kernel = nvrtc.compile_kernel(_SOURCE, "draw", (), _index(device))
     if kernel is None:
         found = philox_words(words, step, address, blocks)
         if normal:

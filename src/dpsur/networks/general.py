@@ -1,4 +1,4 @@
-"""Networks for data of one's own, sized by the shape of an input."""
+"""Networks for your own data, sized by the shape of an input."""
 
 from collections.abc import Sequence
 

@@ -1,20 +1,22 @@
 """Clip the gradient of every record by itself and add them up (Alg. 1, L4-7)."""
 
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
-from dpsur.functional.problem import Problem
+from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.process_settings import precision
 from dpsur.functional.records import Examples
+from dpsur.functional.tree import TensorTree, device_of, map_tensors
 from dpsur.per_example.contributions import clip_factors
-from dpsur.per_example.engine_choice import Plan, plan_for, tape_of
-from dpsur.per_example.input_cache import KnownInputs, gathered
+from dpsur.per_example.engine_choice import Plan, make_tape, plan_for
+from dpsur.per_example.input_cache import KnownInputs, gather
 from dpsur.per_example.memory_budget import GradientBudget
-from dpsur.per_example.one_pass import Piece
+from dpsur.per_example.one_pass import Microbatch
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ _DEFAULT_BUDGET = GradientBudget()
 
 
 def clipped_sum(
-    problem: Problem,
+    objective: Objective,
     params: Params,
     examples: Examples,
     max_grad_norm: float,
@@ -41,8 +43,8 @@ def clipped_sum(
 ) -> ClippedSum:
     """Sum of the per-example gradients of a batch, each scaled down to the norm bound.
 
-    The batch is all of `examples`, or those that `rows` names, gathered a piece at a time. Where
-    they are the training set of the problem, what depends on the data alone is computed once.
+    The batch is all of `examples`, or those that `rows` names, gathered a microbatch at a
+    time. For the training set of a problem, what depends on the data alone is computed once.
 
     Formal guarantee: adding or removing one record of the batch moves the sum by at most
     `max_grad_norm` in L2 norm (over the reals), whatever the record: a gradient that is not finite
@@ -65,49 +67,63 @@ def clipped_sum(
     if not size:
         nothing = {name: torch.zeros_like(value) for name, value in params.items()}
         return ClippedSum(nothing, sensitivity=max_grad_norm)
-    plan = plan_for(problem, params, examples.inputs, budget)
+    plan = plan_for(objective, params, examples.inputs, budget)
     total: Params = {}
     for start in range(0, size, plan.rows):
         some = slice(start, start + plan.rows)
-        piece = _piece(problem, examples, some, rows, mask, plan, budget)
+        microbatch = _microbatch(objective, examples, some, rows, mask, plan, budget)
         if coins is not None:
-            piece = replace(piece, coins=coins[some])
-        part = _piece_sum(problem, params, piece, max_grad_norm, plan)
-        total = part if not start else {name: total[name] + part[name] for name in total}
+            microbatch = replace(microbatch, coins=coins[some])
+        partial = _microbatch_sum(objective, params, microbatch, max_grad_norm, plan)
+        total = partial if not start else {name: total[name] + partial[name] for name in total}
     return ClippedSum(total, sensitivity=max_grad_norm)
 
 
-def _piece(
-    problem: Problem,
+def _microbatch(
+    objective: Objective,
     examples: Examples,
     some: slice,
     rows: Tensor | None,
     mask: Tensor | None,
     plan: Plan,
     budget: GradientBudget,
-) -> Piece:
+) -> Microbatch:
     """Some rows of a batch, with what they hold under the mask replaced."""
     keep = None if mask is None else mask[some]
     if rows is None:
         batch, known = examples.part(some), None
     else:
-        batch = gathered(problem, examples, rows[some], budget, turned=plan.turned)
+        batch = gather(objective, examples, rows[some], budget, channels_last=plan.channels_last)
         known = None
-        if examples.inputs is problem.train.inputs:
-            known = KnownInputs(examples.inputs, rows[some], batch.inputs, problem.tables, budget)
+        if _is_cached(objective, examples):
+            known = KnownInputs(examples.inputs, rows[some], batch.inputs, objective.tables, budget)
     if keep is not None and not (known is not None and known.finite):
         batch = Examples(_blank(batch.inputs, keep), _blank(batch.targets, keep))
         known = None if known is None else replace(known, inputs=batch.inputs)
-    return Piece(batch, keep, known)
+    return Microbatch(batch, keep, known)
 
 
-def _blank(values: Tensor, mask: Tensor) -> Tensor:
+def _is_cached(objective: Objective, examples: Examples) -> TypeGuard[Problem]:
+    """Whether what depends on these inputs alone is computed once: they are the training set's."""
+    return (
+        isinstance(objective, Problem)
+        and examples.inputs is objective.train.inputs
+        and isinstance(examples.inputs, Tensor)
+    )
+
+
+def _blank(values: TensorTree, mask: Tensor) -> TensorTree:
     """Replace what masked rows hold, for a target that is no class would be an error."""
-    return torch.where(mask.view(-1, *[1] * (values.dim() - 1)), values, torch.zeros_like(values))
+
+    def replace_masked(column: Tensor) -> Tensor:
+        keep = mask.view(-1, *[1] * (column.dim() - 1))
+        return torch.where(keep, column, torch.zeros_like(column))
+
+    return map_tensors(replace_masked, values)
 
 
-def _piece_sum(
-    problem: Problem, params: Params, piece: Piece, max_grad_norm: float, plan: Plan
+def _microbatch_sum(
+    objective: Objective, params: Params, microbatch: Microbatch, max_grad_norm: float, plan: Plan
 ) -> Params:
     """Sum of clipped per-example gradients.
 
@@ -115,16 +131,16 @@ def _piece_sum(
     min(1, max_grad_norm / norm), where norm is that of the same gradient over all parameters; zero
     if the norm is not finite or the row is not kept. Nothing here waits for the device.
     """
-    tape = tape_of(problem, params, piece, plan)
+    tape = make_tape(objective, params, microbatch, plan)
     with torch.no_grad(), precision(tf32=False):
-        factors = clip_factors(tape.norms(), max_grad_norm, piece.keep, piece.coins)
+        factors = clip_factors(tape.norms(), max_grad_norm, microbatch.keep, microbatch.coins)
         # The last layer first: what it kept is given back before larger things are worked on.
         sums = {name: tape.weighted_sum(name, factors, last=True) for name in reversed(params)}
         return {name: sums[name] for name in params}
 
 
 def clipped_norms(
-    problem: Problem, params: Params, batch: Examples, max_grad_norm: float
+    objective: Objective, params: Params, batch: Examples, max_grad_norm: float
 ) -> Tensor:
     """Norm of each record's clipped gradient, in double precision.
 
@@ -132,13 +148,13 @@ def clipped_norms(
     gradient that is not finite counts as zero.
     """
     if not len(batch):
-        return torch.zeros(0, dtype=torch.float64, device=batch.inputs.device)
-    plan = plan_for(problem, params, batch.inputs, GradientBudget())
-    pieces = []
+        return torch.zeros(0, dtype=torch.float64, device=device_of(batch.inputs))
+    plan = plan_for(objective, params, batch.inputs, GradientBudget())
+    norms = []
     for start in range(0, len(batch), plan.rows):
         some = slice(start, start + plan.rows)
-        tape = tape_of(problem, params, Piece(batch.part(some)), plan)
+        tape = make_tape(objective, params, Microbatch(batch.part(some)), plan)
         with torch.no_grad(), precision(tf32=False):
-            pieces.append(tape.norms())
-    norms = torch.cat(pieces).double()
-    return torch.where(norms.isfinite(), norms.clamp(max=max_grad_norm), 0.0)
+            norms.append(tape.norms())
+    found = torch.cat(norms).double()
+    return torch.where(found.isfinite(), found.clamp(max=max_grad_norm), 0.0)

@@ -79,12 +79,12 @@ def clip_factors(
 MEMORY_COST = 16
 
 
-class Use(ABC):
+class Contribution(ABC):
     """One use of one parameter (or of some of its rows) by a batch of examples."""
 
     @abstractmethod
     def measure(self) -> Measure:
-        """What tells the norm of every example's gradient."""
+        """The norms of the examples' gradients, or the inner products that give them."""
 
     @abstractmethod
     def weighted_sum(self, factors: Factors) -> Tensor:
@@ -104,7 +104,7 @@ class Use(ABC):
 
 
 @dataclass(frozen=True)
-class Rows(Use):
+class Rows(Contribution):
     """Gradients that are simply there, one row per example. `shape` is the parameter's."""
 
     rows: Tensor
@@ -128,7 +128,7 @@ class Rows(Use):
 
 
 @dataclass(frozen=True)
-class Products(Use):
+class Products(Contribution):
     """Gradients that are sums of outer products over positions: outputs^T inputs.
 
     `inputs` has the shape (examples, positions, in), `outputs` (examples, positions, out).
@@ -167,7 +167,7 @@ class Products(Use):
         """Both factors."""
         return (self.inputs, self.outputs)
 
-    def cheapest(self) -> Use:
+    def cheapest(self) -> Contribution:
         """Form the gradients now where that is cheaper than inner products; shapes decide."""
         positions, width, height = (
             self.inputs.shape[1],
@@ -199,7 +199,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Outer(Use):
+class Outer(Contribution):
     """Gradients that are one outer product each. `input_norms`: where they are known already."""
 
     inputs: Tensor
@@ -229,7 +229,7 @@ class Outer(Use):
 
 
 @dataclass(frozen=True)
-class Shift(Use):
+class Shift(Contribution):
     """A bias that is added once per example: its gradient is the output's."""
 
     output: Output
@@ -260,29 +260,29 @@ def instantiating_pays(positions: int, width: int, height: int) -> bool:
     return positions > 1 and MEMORY_COST * width * height < inner_products
 
 
-def combined(uses: list[Use]) -> Use:
+def combine(contributions: list[Contribution]) -> Contribution:
     """Several uses of one parameter as one, for norms: their gradients add up before the norm."""
-    if len(uses) == 1:
-        return uses[0]
-    products = [use.products() for use in uses]
+    if len(contributions) == 1:
+        return contributions[0]
+    products = [contribution.products() for contribution in contributions]
     if all(product is not None for product in products):
         found = [product for product in products if product is not None]
         return Products(
             torch.cat([product.inputs for product in found], 1),
             torch.cat([product.outputs for product in found], 1),
         ).cheapest()
-    total = uses[0].per_example()
-    for use in uses[1:]:
-        total = total + use.per_example().view_as(total)
+    total = contributions[0].per_example()
+    for contribution in contributions[1:]:
+        total = total + contribution.per_example().view_as(total)
     return Rows(total)
 
 
-def wide(values: Tensor) -> Tensor:
+def widen(values: Tensor) -> Tensor:
     """Norms and sums are never taken in half precision."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
-def split(values: Tensor, dimension: int, sizes: tuple[int, int]) -> Tensor:
+def split_dimension(values: Tensor, dimension: int, sizes: tuple[int, int]) -> Tensor:
     """View one dimension as two; one of their sizes may be -1."""
     dimension %= values.dim()
     return values.reshape(*values.shape[:dimension], *sizes, *values.shape[dimension + 1 :])

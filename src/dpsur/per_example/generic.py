@@ -7,52 +7,64 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpsur.functional.call import call_on
 from dpsur.functional.parameters import Params
-from dpsur.functional.problem import LossFunction, Problem, left_alone, mode
+from dpsur.functional.problem import LossFunction, Objective, forbid_side_effects, mode, output_rows
 from dpsur.functional.records import Examples
-from dpsur.per_example.contributions import wide
+from dpsur.functional.tree import TensorTree, map_tensors, split_rows, tensors_of, with_tensors
+from dpsur.per_example.contributions import widen
 from dpsur.per_example.tape import NotSupportedError
 
 # torch.func has no batching rule for these; they are differentiated one record at a time.
 WITHOUT_VMAP = (nn.RNNBase,)
 
 
-def per_example_gradients(problem: Problem, params: Params, batch: Examples) -> Params:
+def batched_gradients(objective: Objective, params: Params, batch: Examples) -> Params:
     """Gradients with one row per record, in training mode. Layers draw fresh randomness each."""
-    if any(isinstance(module, WITHOUT_VMAP) for module in problem.model.modules()):
-        return one_at_a_time(problem, params, batch)
+    if any(isinstance(module, WITHOUT_VMAP) for module in objective.model.modules()):
+        return one_at_a_time(objective, params, batch)
     try:
-        return _batched(problem, problem.loss, params, batch)
+        return _batched(objective, objective.loss, params, batch)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # a loss that cannot be batched, which `engine_choice` reports
+    except RuntimeError:  # a loss that cannot be batched, which `engine_report` names
         pass
     # outside of `except`, so that an error of the loss itself comes through by itself
-    return one_at_a_time(problem, params, batch)
+    return one_at_a_time(objective, params, batch)
 
 
-def batching_fault(problem: Problem, params: Params, inputs: Tensor) -> Exception | None:
-    """Why torch.func cannot differentiate the model, tried on made-up inputs; None if it can."""
-    for name, module in problem.model.named_modules():
+def batching_fault(objective: Objective, params: Params, inputs: TensorTree) -> Exception | None:
+    """Why torch.func cannot differentiate the model, tried on synthetic inputs; None if it can."""
+    for name, module in objective.model.named_modules():
         if isinstance(module, WITHOUT_VMAP):
             kind = type(module).__name__
             return NotSupportedError(f"torch.func cannot batch {kind}", f"{name}.weight")
     try:
-        _batched(problem, lambda output, _: output.sum(), params, Examples(inputs, inputs))
+        _batched(objective, _total, params, Examples(inputs, None))
     except Exception as error:  # whatever goes wrong, one record at a time may still work
         return error
     return None
 
 
-def one_at_a_time(problem: Problem, params: Params, batch: Examples) -> Params:
+def _total(outputs: TensorTree, _: TensorTree) -> Tensor:
+    """A loss that every number of the outputs matters to."""
+    sums = [value.sum() for value in tensors_of(outputs) if value.is_floating_point()]
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+def outputs_on(model: nn.Module, params: Params, inputs: TensorTree) -> TensorTree:
+    """Outputs with other weights, in full precision for the loss."""
+    return map_tensors(widen, output_rows(call_on(model, params, inputs)))
+
+
+def one_at_a_time(objective: Objective, params: Params, batch: Examples) -> Params:
     """One backward pass per record: slow, and right for every model."""
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     rows = []
-    alone = left_alone(problem.model, params)
-    with mode(problem.model, training=True), alone, torch.enable_grad():
-        for input_, target in zip(batch.inputs, batch.targets, strict=True):
-            with problem.training_precision():
-                output = call_on(problem.model, leaves, input_.unsqueeze(0))
-            loss = problem.loss(wide(output), target.unsqueeze(0)).reshape(())
+    unchanged = forbid_side_effects(objective.model, params)
+    with mode(objective.model, training=True), unchanged, torch.enable_grad():
+        for inputs, targets in split_rows((batch.inputs, batch.targets), 1):
+            with objective.training_precision():
+                outputs = outputs_on(objective.model, leaves, inputs)
+            loss = objective.loss(outputs, targets).reshape(())
             rows.append(
                 torch.autograd.grad(
                     loss, list(leaves.values()), allow_unused=True, materialize_grads=True
@@ -62,15 +74,19 @@ def one_at_a_time(problem: Problem, params: Params, batch: Examples) -> Params:
     return dict(zip(leaves, stacked, strict=True))
 
 
-def _batched(problem: Problem, loss: LossFunction, params: Params, batch: Examples) -> Params:
-    def loss_of_one(params: Params, input_: Tensor, target: Tensor) -> Tensor:
-        with problem.training_precision():
-            output = call_on(problem.model, params, input_.unsqueeze(0))
-        return loss(wide(output), target.unsqueeze(0)).reshape(())
+def _batched(objective: Objective, loss: LossFunction, params: Params, batch: Examples) -> Params:
+    def loss_of_one(params: Params, inputs: list[Tensor], targets: list[Tensor]) -> Tensor:
+        inputs_row = with_tensors(batch.inputs, (value.unsqueeze(0) for value in inputs))
+        targets_row = with_tensors(batch.targets, (value.unsqueeze(0) for value in targets))
+        with objective.training_precision():
+            outputs = outputs_on(objective.model, params, inputs_row)
+        return loss(outputs, targets_row).reshape(())
 
     gradient_of_one = vmap(grad(loss_of_one), in_dims=(None, 0, 0), randomness="different")
-    alone = left_alone(problem.model, params)
-    with mode(problem.model, training=True), alone, sdpa_kernel(SDPBackend.MATH):
+    unchanged = forbid_side_effects(objective.model, params)
+    with mode(objective.model, training=True), unchanged, sdpa_kernel(SDPBackend.MATH):
         # the only attention kernel with a batching rule
-        gradients: Params = gradient_of_one(params, batch.inputs, batch.targets)
+        gradients: Params = gradient_of_one(
+            params, tensors_of(batch.inputs), tensors_of(batch.targets)
+        )
     return gradients

@@ -8,6 +8,7 @@ written to; writing to it behind PyTorch's back, through an array of NumPy, whil
 is not noticed.
 """
 
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 
 from dpsur.functional.call import call_on
 from dpsur.functional.parameters import Params
-from dpsur.functional.problem import Problem, left_alone, mode
+from dpsur.functional.problem import Objective, Problem, forbid_side_effects, mode, output_rows
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.records import Examples
+from dpsur.functional.tree import TensorTree, map_tensors, tensors_of
 from dpsur.per_example.memory_budget import GradientBudget
+
+_log = logging.getLogger("dpsur.engine")
 
 # Numbers of the data set that are worked on at once, beside a batch that fills the memory. Few, for
 # what they take on the way is part of the peak of a small step.
@@ -60,7 +64,7 @@ class KnownInputs:
         """Whether no record holds NaN or infinity."""
         tables = _current(self.tables, self.data)
         if "finite" not in tables:
-            tables["finite"] = all(bool(piece.isfinite().all()) for piece in _pieces(self.data))
+            tables["finite"] = all(bool(part.isfinite().all()) for part in _parts(self.data))
         return bool(tables["finite"])
 
     def look_up(self, name: Hashable, compute: Callable[[Tensor], Tensor]) -> Tensor | None:
@@ -85,18 +89,18 @@ def table_of(
     if key not in tables:
         one = compute(data[:1])
         size = one.element_size() * one.numel() * len(data)
-        tables[key] = _filled(data, one, compute) if budget.has_room(size, data.device) else None
+        tables[key] = _fill(data, one, compute) if budget.has_room(size, data.device) else None
     table = tables[key]
     return table if isinstance(table, Tensor) else None
 
 
-def _filled(data: Tensor, one: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """A table, a piece of the data after the other."""
+def _fill(data: Tensor, one: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """A table, some rows of the data after the other."""
     table = one.new_empty(len(data), *one.shape[1:])
     start = 0
-    for piece in _pieces(data):
-        table[start : start + len(piece)] = compute(piece)
-        start += len(piece)
+    for part in _parts(data):
+        table[start : start + len(part)] = compute(part)
+        start += len(part)
     if data.is_cuda:  # another stream may be the next to read it
         torch.cuda.current_stream(data.device).synchronize()
     return table
@@ -110,52 +114,65 @@ def _current(tables: Tables, data: Tensor) -> Tables:
     return tables
 
 
-def _pieces(data: Tensor) -> tuple[Tensor, ...]:
+def _parts(data: Tensor) -> tuple[Tensor, ...]:
     return torch.split(data, max(1, _NUMBERS_AT_ONCE // max(1, data[0].numel())))
 
 
-# Turning pays for at least so many channels, and for layers whose outputs are smaller than their
-# inputs: outputs have to be turned back.
+# Channels-last pays for at least so many channels, and for layers whose outputs are smaller than
+# their inputs: outputs have to be put back in order.
 _LEAST_CHANNELS = 64
 _TOLERANCE = 1e-3
 
 
-def gathered(
-    problem: Problem, examples: Examples, rows: Tensor, budget: GradientBudget, *, turned: bool
+def gather(
+    objective: Objective,
+    examples: Examples,
+    rows: Tensor,
+    budget: GradientBudget,
+    *,
+    channels_last: bool,
 ) -> Examples:
     """Copies of some rows; on a CPU in the memory of the batch before, which is still in its cache.
 
     Whoever uses the rows is done with them before the next batch is drawn.
     """
     data = examples.inputs
-    own = type(examples) is Examples and data is problem.train.inputs
-    if not own or data.device.type != "cpu":
+    if not (
+        isinstance(objective, Problem)
+        and type(examples) is Examples
+        and data is objective.train.inputs
+        and isinstance(data, Tensor)
+        and data.device.type == "cpu"
+    ):
         return examples.select(rows)
-    table = table_of(data, problem.tables, budget, "turned", _turned) if turned else None
+    tables, places = objective.tables, objective.places
+    table = (
+        table_of(data, tables, budget, "channels last", _channels_last) if channels_last else None
+    )
     source = data if table is None else table
-    place = problem.places.get("inputs")
+    place = places.get("inputs")
     if place is None or len(place) < len(rows) or place.shape[1:] != source.shape[1:]:
         # some room to spare, since the next sample may be larger; it takes no memory until used
         place = source.new_empty(len(rows) + len(rows) // 8, *source.shape[1:])
-        problem.places["inputs"] = place
+        places["inputs"] = place
     inputs = torch.index_select(source, 0, rows, out=place[: len(rows)])
-    targets = examples.targets.index_select(0, rows)
+    targets = map_tensors(lambda value: value.index_select(0, rows), examples.targets)
     return Examples(inputs if table is None else inputs.movedim(-1, 1), targets)
 
 
-def _turned(data: Tensor) -> Tensor:
+def _channels_last(data: Tensor) -> Tensor:
     """A view: numbers are moved when they are written to the table."""
     return data.movedim(1, -1)
 
 
-def turning_pays(problem: Problem, params: Params, inputs: Tensor) -> bool:
+def channels_last_pays(objective: Objective, params: Params, inputs: TensorTree) -> bool:
     """Whether a model's first layer gains by it, and the model can do with it: tried on `inputs`.
 
-    A model that views its inputs in another shape fails on turned ones.
+    A model that views its inputs in another shape fails on channels-last ones.
     """
-    if inputs.device.type != "cpu" or inputs.dtype != torch.float32:
+    if not isinstance(inputs, Tensor) or inputs.device.type != "cpu":
         return False
-    if inputs.dim() != 4 or inputs.shape[1] < _LEAST_CHANNELS:
+    if inputs.dtype != torch.float32 or inputs.dim() != 4 or inputs.shape[1] < _LEAST_CHANNELS:
         return False
     gains = False
 
@@ -165,25 +182,30 @@ def turning_pays(problem: Problem, params: Params, inputs: Tensor) -> bool:
             any(value is inputs for value in args) and output.numel() < inputs.numel()
         )
 
-    layers = [one for one in problem.model.modules() if isinstance(one, nn.Conv2d)]
+    layers = [one for one in objective.model.modules() if isinstance(one, nn.Conv2d)]
     handles = [layer.register_forward_hook(note) for layer in layers if layer.groups == 1]
     try:
-        expected = _outputs(problem, params, inputs)
+        expected = _outputs(objective, params, inputs)
     finally:
         for handle in handles:
             handle.remove()
     if not gains:
         return False
     try:
-        turned = inputs.contiguous(memory_format=torch.channels_last)
-        found = _outputs(problem, params, turned)
-    except Exception:  # such a model gets its inputs in the order that they came in
+        other = inputs.contiguous(memory_format=torch.channels_last)
+        found = _outputs(objective, params, other)
+    except Exception as error:
+        # such a model gets its inputs in the order that they came in
+        _log.info(
+            "dpsur: inputs are not gathered channels-last: the model fails on them: %s", error
+        )
         return False
-    return torch.allclose(found, expected, _TOLERANCE, _TOLERANCE)
+    pairs = zip(found, expected, strict=True)
+    return all(torch.allclose(one, other, _TOLERANCE, _TOLERANCE) for one, other in pairs)
 
 
-def _outputs(problem: Problem, params: Params, inputs: Tensor) -> Tensor:
-    model = problem.model
-    same_draws = seeded_globally(0, inputs.device)
-    with torch.no_grad(), mode(model, training=True), left_alone(model, params), same_draws:
-        return call_on(model, params, inputs)
+def _outputs(objective: Objective, params: Params, inputs: Tensor) -> list[Tensor]:
+    model = objective.model
+    same_draws, unchanged = seeded_globally(0, inputs.device), forbid_side_effects(model, params)
+    with torch.no_grad(), mode(model, training=True), unchanged, same_draws:
+        return tensors_of(output_rows(call_on(model, params, inputs)))

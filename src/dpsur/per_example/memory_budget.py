@@ -9,29 +9,29 @@ import torch
 _HEADROOM = 2
 # More is slower on a CPU: what does not fit its caches is fetched, and cleared, from memory.
 _ON_THE_HOST = 2**27
-# The part of a card's free memory that a batch may take.
+# The part of a GPU's free memory that a batch may take.
 _PART_OF_FREE = 0.5
-# The part of free memory, on a card or on the host, that a table about the data may take.
+# The part of free memory, on a GPU or on the host, that a table about the data may take.
 _PART_FOR_TABLES = 0.25
 
 
 @dataclass(frozen=True)
 class GradientBudget:
-    """A bound on the memory for one piece of a batch. It cannot change the sum of the pieces.
+    """A bound on the memory for one microbatch. It cannot change the sum over microbatches.
 
-    Without a number of bytes it is 128 MiB on the host and half of what is free on a card, as it is
-    when a model is first seen: later pieces have the same size, so that they can be captured.
+    Without a number of bytes it is 128 MiB on the host and half of what is free on a GPU, as it is
+    when a model is first seen: later microbatches have the same size, so that they can be captured.
     """
 
     bytes: int | None = None
 
     def rows(self, bytes_per_example: int, device: torch.device) -> int:
-        """Examples per piece: a power of two, at least one."""
+        """Examples per microbatch: a power of two, at least one."""
         affordable = self._available(device) // (_HEADROOM * max(1, bytes_per_example))
         return 1 << max(0, int(affordable).bit_length() - 1)
 
     def has_room(self, size: int, device: torch.device) -> bool:
-        """Whether so many bytes may be kept for good, beside what a piece takes."""
+        """Whether so many bytes may be kept for good, beside what a microbatch takes."""
         if self.bytes is not None:
             return size <= self.bytes
         return size <= _PART_FOR_TABLES * _free(device)

@@ -12,8 +12,15 @@ from dpsur.errors import UnsupportedModelError, from_custom_code
 from dpsur.functional.problem import mode
 from dpsur.functional.records import Examples
 from dpsur.functional.side_effects import refuse_memory
-from dpsur.per_example.mixing_check import probe, random_rows, same_bits, watched
-from dpsur.per_example.padding_check import probe_padding
+from dpsur.functional.tree import TensorTree, describe_rows, map_tensors
+from dpsur.per_example.mixing_check import (
+    call_watched,
+    check_mixing,
+    random_rows,
+    same_bits,
+    synthetic,
+)
+from dpsur.per_example.padding_check import check_padding
 
 # Layers that shorten the rows of their table in place, if they are given a max_norm.
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -21,21 +28,22 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _ROWS = (2, 1, 3)
 
 
-def check_model(model: nn.Module, examples: Examples) -> Tensor:
-    """Check a model before any record reaches it, on made-up inputs of the records' shape.
+def check_model(model: nn.Module, examples: Examples) -> TensorTree:
+    """Check a model before any record reaches it, on synthetic inputs of the records' shape.
 
-    Returns the outputs for the made-up inputs, whose shape tells what the model predicts.
+    Returns the outputs for the synthetic inputs, whose shape says what the model predicts.
     """
     _check_parameters(model)
     _check_known_mixers(model)
-    return _probe(model, examples.inputs)
+    return _try_out(model, examples.inputs)
 
 
 def draws_randomness(model: nn.Module, examples: Examples) -> bool:
     """Whether a forward pass in training mode draws random numbers, as dropout does."""
     with torch.no_grad(), mode(model, training=True):
         where = next(model.parameters()).device  # not always where the records are
-        return watched(model, made_up(examples.inputs, 2).to(where)).drew
+        rows = map_tensors(lambda value: value.to(where), synthetic(examples.inputs, 2))
+        return call_watched(model, rows).drew
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -78,19 +86,19 @@ def _check_known_mixers(model: nn.Module) -> None:
             )
 
 
-def _probe(model: nn.Module, inputs: Tensor) -> Tensor:
-    """The probe, with what it did to the model and what went wrong in words."""
+def _try_out(model: nn.Module, inputs: TensorTree) -> TensorTree:
+    """Call the model on synthetic inputs in many ways, and say what went wrong."""
     before = {name: value.clone() for name, value in _tensors(model)}
     try:
         refuse_memory("model", model, partial(_call, inputs), UnsupportedModelError, weights=False)
-        outputs = probe(model, inputs)
-        probe_padding(model, inputs)
+        outputs = check_mixing(model, inputs)
+        check_padding(model, inputs)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         if isinstance(error, UnsupportedModelError):
             raise
-        about = f"inputs of shape {(2, *inputs.shape[1:])} and type {inputs.dtype}"
+        about = f"inputs of {describe_rows(inputs, 2)}"
         if from_custom_code(error):  # which its author knows best how to read
-            error.add_note(f"dpsur: raised when the model was tried on made-up {about}")
+            error.add_note(f"dpsur: raised when the model was tried on synthetic {about}")
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModelError(f"the model cannot take {about}: {reason}") from error
@@ -103,20 +111,15 @@ def _probe(model: nn.Module, inputs: Tensor) -> Tensor:
     return outputs
 
 
-def _call(inputs: Tensor, model: nn.Module, number: int) -> None:
-    """Call a model in all the ways that training does, each time on other made-up records."""
+def _call(inputs: TensorTree, model: nn.Module, number: int) -> None:
+    """Call a model in all the ways that training does, each time on other synthetic records."""
     rows = random_rows(inputs, _ROWS[number], seed=10 + number)
     for training, gradients in product((True, False), (True, False)):
         with mode(model, training=training), torch.set_grad_enabled(gradients):
-            watched(model, rows)
+            call_watched(model, rows)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Whatever a release holds: buffers, and parameters whether they are trained or not."""
     yield from ((f"buffer {name}", value) for name, value in model.named_buffers())
     yield from ((f"parameter {name}", value.detach()) for name, value in model.named_parameters())
-
-
-def made_up(inputs: Tensor, rows: int) -> Tensor:
-    """Records of the same shape and type that say nothing about the real ones."""
-    return random_rows(inputs, rows, seed=0)

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dpsur.functional.call import every_module
 from dpsur.functional.parameters import Params
+from dpsur.functional.tree import tensors_of, with_tensors
 from dpsur.per_example.rules import FASTER, RULES, kind_of
 from dpsur.per_example.tape import NotSupportedError, Tape
 
@@ -23,7 +24,7 @@ class Assignment:
     """Which module follows which rule, and which parameters get a copy for every example.
 
     Modules are named by their places in `every_module`: this is kept for as long as the model is,
-    and must not keep it alive. Rules are named by kinds of layers; None is `copying`.
+    and must not keep it alive. Rules are named by kinds of layers; None is `copy_per_example`.
     """
 
     forwards: list[tuple[int, type[nn.Module] | None]]
@@ -70,18 +71,20 @@ def _leads_with_one(parameter: Tensor) -> bool:
 
 
 @contextmanager
-def replaced(assignment: Assignment, model: nn.Module, tape: Tape) -> Iterator[None]:
+def use_rules(assignment: Assignment, model: nn.Module, tape: Tape) -> Iterator[None]:
     """Replace forward methods and put them back afterwards."""
     modules = list(every_module(model))
     changed: list[tuple[dict[str, Any], Any]] = []
     try:
         for place, kind in assignment.forwards:
             module = modules[place]
-            forward = copying if kind is None else (FASTER if kind in FASTER else RULES)[kind]
+            forward = (
+                copy_per_example if kind is None else (FASTER if kind in FASTER else RULES)[kind]
+            )
             # set behind the module's back: its own way of setting attributes is slow
             own = vars(module)
             changed.append((own, own.get("forward")))
-            extra = (module.forward,) if forward is copying else ()
+            extra = (module.forward,) if forward is copy_per_example else ()
             own["forward"] = partial(forward, module, tape, *extra)
         yield
     finally:
@@ -103,26 +106,25 @@ class _Shell(nn.Module):
         return self._own(*args, **kwargs)
 
 
-def copying(
+def copy_per_example(
     module: nn.Module, tape: Tape, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Tensor:
-    """Run a module without a rule with its own copy of the parameters for every example."""
-    axes = []
-    for argument in args:
-        layout = tape.layout(argument) if isinstance(argument, Tensor) else None
-        axes.append(None if layout is None else layout.axis)
-        if layout is not None and layout.fold > 1:
-            raise NotSupportedError("a module without a rule that sees parts of examples")
-    if any(isinstance(value, Tensor) for value in kwargs.values()):
-        raise NotSupportedError("a module without a rule that takes tensors by name")
+) -> Any:
+    """Run a module without a rule with its own copy of the parameters for every example.
+
+    Arguments and outputs are trees of tensors; what else is among the arguments is the same for
+    all examples.
+    """
+    given = tensors_of((args, kwargs))
+    layouts = [tape.layout(value) for value in given]
+    if any(layout is not None and layout.fold > 1 for layout in layouts):
+        raise NotSupportedError("a module without a rule that sees parts of examples")
+    axes = [None if layout is None else layout.axis for layout in layouts]
     if tape.dry:
-        output = forward(*args, **kwargs)
-        if not isinstance(output, Tensor):
-            raise NotSupportedError("a module without a rule that does not return one tensor")
-        tape.layout(output)
-        return output
-    where = tape.expected_layout(torch.Size())
-    if where is None or where.fold > 1 or not any(axis is not None for axis in axes):
+        outputs = forward(*args, **kwargs)
+        for value in _outputs_of(outputs):
+            tape.layout(value)
+        return outputs
+    if not any(axis is not None for axis in axes):
         raise NotSupportedError("a module without a rule that does not see whole examples")
     shell = _Shell(module, forward)
     copies = {
@@ -130,16 +132,34 @@ def copying(
         for local, value in module.named_parameters()
         if (slot := tape.slot(value)) is not None
     }
+    structure: Any = None
+    places: list[int] = []
 
-    def one(copy: Params, *some: Any) -> Tensor:
+    def one(copy: Params, some: list[Tensor]) -> list[Tensor]:
+        nonlocal structure
         alone = [
             value if axis is None else value.unsqueeze(axis)
             for value, axis in zip(some, axes, strict=True)
         ]
-        output: Tensor = functional_call(shell, copy, tuple(alone), kwargs)
-        return output.squeeze(where.axis)
+        positional, named = with_tensors((args, kwargs), alone)
+        structure = functional_call(shell, copy, positional, named)
+        outputs = _outputs_of(structure)
+        for _ in outputs:
+            where = tape.expected_layout(torch.Size())
+            if where is None or where.fold > 1:
+                raise NotSupportedError("a module without a rule that returns parts of examples")
+            places.append(where.axis)
+        return [value.squeeze(axis) for value, axis in zip(outputs, places, strict=True)]
 
-    batched = vmap(one, in_dims=(0, *axes), out_dims=where.axis, randomness="different")
+    batched = vmap(one, in_dims=(0, axes), randomness="different")
     with sdpa_kernel(SDPBackend.MATH):  # the only attention kernel with a batching rule
-        result: Tensor = batched(copies, *args)
-    return result
+        results = batched(copies, given)
+    moved = [value.movedim(0, axis) for value, axis in zip(results, places, strict=True)]
+    return with_tensors(structure, moved)
+
+
+def _outputs_of(outputs: Any) -> list[Tensor]:
+    found = tensors_of(outputs)
+    if not found:
+        raise NotSupportedError("a module without a rule that returns no tensor")
+    return found

@@ -48,7 +48,7 @@ class InnerNorms:
         return InnerNorms(squares, (inputs * outputs).sqrt_().sum(1), terms)
 
     @staticmethod
-    def joined(parts: "Sequence[InnerNorms]") -> "InnerNorms":
+    def concatenate(parts: "Sequence[InnerNorms]") -> "InnerNorms":
         """Of several groups of examples."""
         if len(parts) == 1:
             return parts[0]
@@ -75,15 +75,15 @@ def whole_norms(measures: Sequence[Measure], entries: int) -> Tensor:
     if inner:
         squares = torch.stack([one.squares for one in inner])
         largest = torch.stack([one.largest for one in inner])
-        roots = guarded(squares, largest, max(one.terms for one in inner)).sqrt_()
+        roots = guard(squares, largest, max(one.terms for one in inner)).sqrt_()
         parts = roots if parts is None else torch.cat([parts, roots])
     assert parts is not None
-    total = _joined(parts)
+    total = _combine(parts)
     positions = sum(one.terms**2 for one in inner)
     return total.add_(lost_to_underflow(entries + len(parts) + positions, total.dtype))
 
 
-def _joined(parts: Tensor) -> Tensor:
+def _combine(parts: Tensor) -> Tensor:
     """Norms along the first dimension, where `vector_norm` is slow on a CPU."""
     if parts.device.type == "cpu":
         return parts.square_().sum(0).sqrt_()
@@ -91,7 +91,7 @@ def _joined(parts: Tensor) -> Tensor:
     return norms
 
 
-def guarded(squares: Tensor, largest: Tensor, terms: int) -> Tensor:
+def guard(squares: Tensor, largest: Tensor, terms: int) -> Tensor:
     """Squared norms that are never too small.
 
     Where large positions nearly cancel, the sum is mostly rounding error and may even come out

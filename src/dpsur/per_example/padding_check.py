@@ -1,7 +1,7 @@
-"""Padded records must not depend on the length of the others: tried on made-up padded ones.
+"""Padded records must not depend on the length of the others: tried on synthetic padded ones.
 
 A model that cuts a batch to its longest text gives a short text another output when a long one is
-beside it. To see this, made-up records have to be padded the way that the model expects. So their
+beside it. To see this, synthetic records have to be padded the way that the model expects. So their
 padding is made of the numbers that the model compares its inputs with, that it holds, or that stand
 in its code; of zeros and ones; and of each record's own last value. A model that finds its padding
 in yet another way is not seen through.
@@ -22,7 +22,14 @@ from dpsur.functional.parameters import Params
 from dpsur.functional.problem import mode
 from dpsur.functional.process_settings import precision
 from dpsur.functional.side_effects import constants
-from dpsur.per_example.mixing_check import judge, moved, random_rows, watched
+from dpsur.functional.tree import TensorTree, device_of, slice_rows, tensors_of, with_tensors
+from dpsur.per_example.mixing_check import (
+    call_watched,
+    judge,
+    numbers_per_record,
+    perturb,
+    random_rows,
+)
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "isin", "sub", "rsub", "where")
 _FEW = 16  # numbers in a tensor that a model may compare its inputs with
@@ -36,83 +43,131 @@ REMEDY = (
 )
 
 
-def probe_padding(model: nn.Module, inputs: Tensor) -> None:
-    """Refuse a model for which the output of a padded record depends on the other records."""
-    if inputs.dim() < 2 or inputs.is_complex():
+def check_padding(model: nn.Module, inputs: TensorTree) -> None:
+    """Refuse a model for which the output of a padded record depends on the other records.
+
+    Of several inputs each is padded in turn. Those of the same length, such as masks, are padded
+    along with it, and left as they are.
+    """
+    columns = tensors_of(inputs)
+    places = [i for i, v in enumerate(columns) if v.dim() > 1 and not v.is_complex()]
+    if not places:
         return
     with ExitStack() as stack:
         for context in (torch.no_grad(), precision(tf32=False), _inside_tables(model)):
             stack.enter_context(context)
         stack.enter_context(_without_dropout(model))
-        weights = moved(dict(model.named_parameters()))
-        values, likely = _values(model, inputs)
-        for training in (True, False):
-            with mode(model, training=training):
-                first = watched(model, random_rows(inputs, 2, seed=0))
-                if first.drew:
-                    continue  # other lengths would mean other draws, whatever the model does
-                size = inputs[:1].numel() + sum(value[0].numel() for value in first.seen.values())
-                kinds = min(_MOST_KINDS, max(_LEAST_KINDS, _NUMBERS // (4 * size)))
-                for _, rows in zip(range(kinds), _padded(inputs, values, likely), strict=False):
-                    _compare(model, weights, rows)
+        weights = perturb(dict(model.named_parameters()))
+        for place in places:
+            _check_column(model, weights, inputs, place)
 
 
-def _compare(model: nn.Module, weights: Params, rows: Tensor) -> None:
+def _check_column(model: nn.Module, weights: Params, inputs: TensorTree, place: int) -> None:
+    values, likely = _values(model, inputs, tensors_of(inputs)[place])
+    for training in (True, False):
+        with mode(model, training=training):
+            first = call_watched(model, random_rows(inputs, 2, seed=0))
+            if first.drew:
+                continue  # other lengths would mean other draws, whatever the model does
+            size = numbers_per_record(inputs) + sum(v[0].numel() for v in first.seen.values())
+            kinds = min(_MOST_KINDS, max(_LEAST_KINDS, _NUMBERS // (4 * size)))
+            padded = _padded(inputs, place, values, likely)
+            for _, rows in zip(range(kinds), padded, strict=False):
+                _compare(model, weights, rows)
+
+
+def _compare(model: nn.Module, weights: Params, rows: TensorTree) -> None:
     """Compare the shorter of two records with itself alone."""
-    first = torch.tensor([0], device=rows.device)
     try:
-        together = watched(model, rows, weights).seen
-        alone = watched(model, rows[first], weights).seen
+        together = call_watched(model, rows, weights).seen
+        alone = call_watched(model, slice_rows(rows, slice(1)), weights).seen
     except (IndexError, RuntimeError, TypeError, ValueError, AssertionError) as error:
         if isinstance(error, UnsupportedModelError):
             raise
         return  # such padding is nothing that the model can take
-    judge(model, alone, together, first, REMEDY)
+    judge(model, alone, together, torch.tensor([0], device=device_of(rows)), REMEDY)
 
 
-def _padded(inputs: Tensor, values: list[float], likely: int) -> Iterator[Tensor]:
-    """Two made-up records of different lengths, padded with a value or with their own last one.
+def _padded(
+    inputs: TensorTree, place: int, values: list[float], likely: int
+) -> Iterator[TensorTree]:
+    """Two synthetic records of different lengths, padded with a value or with their own last one.
 
     The first values are tried on both sides.
     """
-    base, dims = random_rows(inputs, 2, seed=6), inputs.dim()
+    columns = tensors_of(random_rows(inputs, 2, seed=6))
+    base, dims = columns[place], columns[place].dim()
     for value in (*values, None):
         for axis in range(1, dims):
-            size = inputs.shape[axis]
+            size = base.shape[axis]
             if size < 2:
                 continue
             lengths = torch.tensor([max(1, size // 3), max(2, size - 1)], device=base.device)
-            lengths = lengths.view(2, *[1] * (dims - 1))
-            place = torch.arange(size, device=base.device)
-            beyond = place.view(1, *[size if a == axis else 1 for a in range(1, dims)]) >= lengths
+            beyond = _beyond(base, axis, lengths)
             if value is None:
-                last = (lengths - 1).expand_as(base.narrow(axis, 0, 1))
+                last = (lengths - 1).view(2, *[1] * (dims - 1))
+                last = last.expand_as(base.narrow(axis, 0, 1))
                 rows = torch.where(beyond, base.take_along_dim(last, axis), base)
             else:
                 filling, other = (torch.tensor(v).to(base) for v in (value, float(value == 0)))
                 rows = torch.where(beyond, filling, torch.where(base == filling, other, base))
-            yield rows
-            if value in values[:likely]:
-                yield rows.flip(axis)
+            both_sides = value in values[:likely]
+            for others in _beside(columns, place, axis, lengths):
+                whole = [*others[:place], rows, *others[place + 1 :]]
+                yield with_tensors(inputs, whole)
+                if both_sides:
+                    yield with_tensors(inputs, [_flip(one, axis, size) for one in whole])
 
 
-def _values(model: nn.Module, inputs: Tensor) -> tuple[list[float], int]:
+def _beyond(values: Tensor, axis: int, lengths: Tensor) -> Tensor:
+    """Which entries lie behind the end of their record."""
+    size, dims = values.shape[axis], values.dim()
+    place = torch.arange(size, device=values.device)
+    along = place.view(1, *[size if a == axis else 1 for a in range(1, dims)])
+    return along >= lengths.to(values.device).view(2, *[1] * (dims - 1))
+
+
+def _beside(
+    columns: list[Tensor], place: int, axis: int, lengths: Tensor
+) -> Iterator[list[Tensor]]:
+    """The other inputs: those of the same length padded like a mask, then all as they are."""
+    size = columns[place].shape[axis]
+
+    def pad(values: Tensor) -> Tensor:
+        inside = values if values.is_floating_point() else torch.ones_like(values)
+        return torch.where(_beyond(values, axis, lengths), torch.zeros_like(values), inside)
+
+    padded = [
+        pad(values) if i != place and values.dim() > axis and values.shape[axis] == size else values
+        for i, values in enumerate(columns)
+    ]
+    if any(one is not other for one, other in zip(padded, columns, strict=True)):
+        yield padded
+    yield columns
+
+
+def _flip(values: Tensor, axis: int, size: int) -> Tensor:
+    same_length = values.dim() > axis and values.shape[axis] == size
+    return values.flip(axis) if same_length else values
+
+
+def _values(model: nn.Module, inputs: TensorTree, column: Tensor) -> tuple[list[float], int]:
     """What records may be padded with, the likeliest first, and how many are likely."""
     tables = [module for module in every_module(model) if isinstance(module, _TABLES)]
     likely = [float(t.padding_idx) for t in tables if t.padding_idx is not None]
-    if inputs.is_cuda and not tables and not inputs.is_floating_point():
+    if column.is_cuda and not tables and not column.is_floating_point():
         return [0, 1], 2  # a table that is no module is looked up unwatched
     compared = _Compared()
     for training in (True, False):
         with mode(model, training=training), suppress(Exception), compared:
-            watched(model, random_rows(inputs, 2, seed=0))
+            call_watched(model, random_rows(inputs, 2, seed=0))
     every = dict.fromkeys([*compared.found, *likely, 0.0])
-    both_sides = sum(_fits(value, inputs.dtype) for value in every)
-    if not inputs.is_floating_point():  # tokens, which are looked at in plain Python too
+    both_sides = sum(_fits(value, column.dtype) for value in every)
+    if not column.is_floating_point():  # tokens, which are looked at in plain Python too
         ends = [float(table.num_embeddings - 1) for table in tables]
         held = sorted(constants(model), key=lambda value: (abs(value), value))
         every |= dict.fromkeys([1.0, *ends, *held])
-    values = [value for value in every if _fits(value, inputs.dtype)]
+    values = [value for value in every if _fits(value, column.dtype)]
     return values[:_MOST_VALUES], both_sides
 
 

@@ -1,6 +1,6 @@
-"""The rules of layers against plain autograd, row by row, on made-up records.
+"""The rules of layers against plain autograd, row by row, on synthetic records.
 
-A row's gradient has to be the same whatever the gradients of its company are: a model may mix
+A row's gradient has to be the same whatever those of other examples are: a model may mix
 records in its backward pass alone, as a hook does that clips a gradient by the norm of the batch.
 """
 
@@ -11,14 +11,22 @@ from torch import Tensor
 
 from dpsur.functional.call import call_on
 from dpsur.functional.parameters import Params
-from dpsur.functional.problem import Problem, left_alone, mode
+from dpsur.functional.problem import Objective, forbid_side_effects, mode, output_rows
+from dpsur.functional.tree import (
+    TensorTree,
+    device_of,
+    map_tensors,
+    row_count,
+    split_rows,
+    tensors_of,
+)
 from dpsur.per_example.contributions import Factors
 from dpsur.per_example.mixing_check import generator_state
 from dpsur.per_example.modules import Assignment
-from dpsur.per_example.one_pass import taped_outputs
+from dpsur.per_example.one_pass import watched_outputs
 from dpsur.per_example.tape import Layout, NotSupportedError, Tape
 
-# Relative to the norm of a row's gradient. In company the forward pass is the same one. Alone it is
+# Relative to the norm of a row's gradient. In one batch the forward pass is the same. Alone it is
 # another: kernels for another number of rows round otherwise, and a ReLU may open that was shut.
 _TOLERANCE, _TOLERANCE_ALONE = 1e-3, 0.1
 # Rows side by side whose gradients have these sizes: what is done to a batch because of the largest
@@ -31,86 +39,114 @@ Gradients = tuple[Tensor, ...]
 
 
 def compare(
-    problem: Problem,
+    objective: Objective,
     trial: Params,
-    inputs: Tensor,
+    inputs: TensorTree,
     assignment: Assignment,
     layouts: list[Layout | None],
 ) -> int:
     """Raise where the rules are not right for a row; return the bytes that a pass holds on to."""
     leaves = {name: value.clone().requires_grad_() for name, value in trial.items()}
-    tape = Tape(leaves, len(inputs), layouts)
+    tape = Tape(leaves, row_count(inputs), layouts)
     held: list[Tensor] = []
 
     def hold(value: Tensor) -> Tensor:
         held.append(value)
         return value
 
-    before = generator_state(inputs)
+    device = device_of(inputs)
+    before = generator_state(device)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(hold, lambda value: value):
         # a copy, for a model that overwrites its inputs
-        outputs = taped_outputs(problem, tape, inputs.clone(), assignment)
-    drew = not torch.equal(before, generator_state(inputs))
+        copy = map_tensors(torch.clone, inputs)
+        outputs = _differentiable(watched_outputs(objective, tape, copy, assignment))
+    drew = not torch.equal(before, generator_state(device))
     # a record that is alone gets other draws
-    alone = None if drew else _outputs_alone(problem, leaves, inputs)
+    alone = None if drew else _outputs_alone(objective, leaves, inputs)
+    together = [[value[row] for value in outputs] for row in range(tape.examples)]
     for direction in _directions(outputs):
         ours = _by_the_rules(tape, outputs, direction)
         names = list(tape.params)
-        _judge(names, ours, _by_autograd(tape, list(outputs), direction), _TOLERANCE)
+        _judge(names, ours, _by_autograd(tape, together, direction), _TOLERANCE)
         if alone is not None:
             _judge(names, ours, _by_autograd(tape, alone, direction), _TOLERANCE_ALONE)
-    found = [use for kept in tape.uses.values() for uses in kept.values() for use in uses]
-    held += [value for use in found for value in use.tensors()]
+    found = [
+        contribution
+        for kept in tape.contributions.values()
+        for contributions in kept.values()
+        for contribution in contributions
+    ]
+    held += [value for contribution in found for value in contribution.tensors()]
     return sum(
         {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in held}.values()
     )
 
 
-def _outputs_alone(problem: Problem, leaves: Params, inputs: Tensor) -> list[Tensor]:
-    """What the model itself makes of every record without any company."""
-    model = problem.model
-    with torch.enable_grad(), mode(model, training=True), left_alone(model, leaves):
-        rows = [row.clone() for row in torch.split(inputs, 1)]
-        return [call_on(model, leaves, row)[0] for row in rows]
+def _differentiable(outputs: TensorTree) -> list[Tensor]:
+    """The outputs that can have a gradient."""
+    return [value for value in tensors_of(outputs) if value.is_floating_point()]
 
 
-def _directions(outputs: Tensor) -> Iterator[Tensor]:
+def _outputs_alone(objective: Objective, leaves: Params, inputs: TensorTree) -> list[list[Tensor]]:
+    """What the model itself makes of every record without other examples in the batch."""
+    model = objective.model
+    with torch.enable_grad(), mode(model, training=True), forbid_side_effects(model, leaves):
+        rows = [map_tensors(torch.clone, row) for row in split_rows(inputs, 1)]
+        found = [_differentiable(output_rows(call_on(model, leaves, row))) for row in rows]
+        return [[value[0] for value in outputs] for outputs in found]
+
+
+def _directions(outputs: list[Tensor]) -> Iterator[list[Tensor]]:
     """Gradients of the outputs: rows of one size, and of very different sizes in every order."""
-    direction = torch.randn_like(outputs)
+    direction = [torch.randn_like(value) for value in outputs]
     yield direction
-    sizes = torch.tensor(_SIZES, dtype=outputs.dtype, device=outputs.device)
     for shift in range(len(_SIZES)):
-        each = sizes.roll(shift)[: len(outputs)]
-        yield direction * each.view(-1, *[1] * (outputs.dim() - 1))
+        yield [_resize(value, shift) for value in direction]
+
+
+def _resize(values: Tensor, shift: int) -> Tensor:
+    sizes = torch.tensor(_SIZES, dtype=values.dtype, device=values.device)
+    each = sizes.roll(shift)[: len(values)]
+    return values * each.view(-1, *[1] * (values.dim() - 1))
+
+
+def _along(outputs: list[Tensor], direction: list[Tensor]) -> Tensor:
+    """The sum of all products of outputs and directions."""
+    terms = [(value * each).sum() for value, each in zip(outputs, direction, strict=True)]
+    if not terms:
+        raise NotSupportedError("the model returns no tensor of fractions")
+    return sum(terms[1:], terms[0])
 
 
 def _by_the_rules(
-    tape: Tape, outputs: Tensor, direction: Tensor
+    tape: Tape, outputs: list[Tensor], direction: list[Tensor]
 ) -> list[tuple[Tensor, list[Tensor]]]:
     """Norm and gradient of every row, from one backward pass of all of them."""
-    tape.uses.clear()
+    tape.contributions.clear()
     tape.recording = True
     leaves = list(tape.params.values())
-    torch.autograd.grad((outputs * direction).sum(), leaves, retain_graph=True, allow_unused=True)
+    torch.autograd.grad(_along(outputs, direction), leaves, retain_graph=True, allow_unused=True)
     tape.recording = False
     norms, found = tape.norms(), []
-    for row in range(len(outputs)):
-        only = Factors((torch.arange(len(outputs), device=norms.device) == row).to(norms), None)
+    for row in range(tape.examples):
+        only = Factors((torch.arange(tape.examples, device=norms.device) == row).to(norms), None)
         found.append((norms[row], [tape.weighted_sum(name, only) for name in tape.params]))
     return found
 
 
-def _by_autograd(tape: Tape, outputs: list[Tensor], direction: Tensor) -> list[Gradients]:
+def _by_autograd(
+    tape: Tape, outputs: list[list[Tensor]], direction: list[Tensor]
+) -> list[Gradients]:
     """Every row's gradient, from a backward pass in which no other row has one."""
     return [
         torch.autograd.grad(
-            (output * each).sum(),
+            _along(output, [each[row] for each in direction]),
             list(tape.params.values()),
             retain_graph=True,
             allow_unused=True,
             materialize_grads=True,
         )
-        for output, each in zip(outputs, direction, strict=True)
+        for row, output in enumerate(outputs)
     ]
 
 

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from dpsur.functional.parameters import Params
 from dpsur.functional.process_settings import precision
-from dpsur.per_example.contributions import Factors, Rows, Use, combined, split, wide
+from dpsur.per_example.contributions import (
+    Contribution,
+    Factors,
+    Rows,
+    combine,
+    split_dimension,
+    widen,
+)
 from dpsur.per_example.input_cache import KnownInputs
 from dpsur.per_example.norms import whole_norms
 
@@ -32,7 +39,7 @@ class Layout:
 
     def by_example(self, values: Tensor) -> Tensor:
         """View with the shape (examples, fold, ...)."""
-        return split(wide(values).movedim(self.axis, 0), 0, (-1, self.fold))
+        return split_dimension(widen(values).movedim(self.axis, 0), 0, (-1, self.fold))
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Slot:
 
 # Some rows of a parameter; None is all of it.
 Range = tuple[int, int] | None
-Record = Callable[[Tensor], Iterable[tuple[Slot, Use]]]
+Record = Callable[[Tensor], Iterable[tuple[Slot, Contribution]]]
 
 
 @dataclass
@@ -61,7 +68,7 @@ class Tape:
     examples: int
     layouts: list[Layout | None] | None = None
     shapes: list[torch.Size] = field(default_factory=list)
-    uses: dict[str, dict[Range, list[Use]]] = field(default_factory=dict)
+    contributions: dict[str, dict[Range, list[Contribution]]] = field(default_factory=dict)
     leaves: list[Tensor] = field(default_factory=list)
     recording: bool = True
     known: KnownInputs | None = None
@@ -121,8 +128,8 @@ class Tape:
         def note(gradient: Tensor) -> None:
             if self.recording:
                 with precision(tf32=False):  # what norms are made of
-                    for slot, use in record(gradient):
-                        self.add(slot, use)
+                    for slot, contribution in record(gradient):
+                        self.add(slot, contribution)
 
         if not output.requires_grad:
             rooted: Tensor = _Root.apply(self._anchor, (output,), note)  # type: ignore[no-untyped-call]
@@ -131,9 +138,11 @@ class Tape:
         output.register_hook(note)  # type: ignore[no-untyped-call]
         return output
 
-    def add(self, slot: Slot, use: Use) -> None:
+    def add(self, slot: Slot, contribution: Contribution) -> None:
         """Note a use of a parameter."""
-        self.uses.setdefault(slot.parameter, {}).setdefault(slot.rows, []).append(use)
+        self.contributions.setdefault(slot.parameter, {}).setdefault(slot.rows, []).append(
+            contribution
+        )
 
     def copies(self, name: str) -> Tensor:
         """A parameter with a copy for every example (that takes no memory until its gradient)."""
@@ -145,14 +154,16 @@ class Tape:
 
         def note(gradient: Tensor) -> None:
             if self.recording:
-                self.add(Slot(name), Rows(wide(gradient)))
+                self.add(Slot(name), Rows(widen(gradient)))
 
         copies.register_hook(note)  # type: ignore[no-untyped-call]
         return copies
 
     def norms(self) -> Tensor:
         """Norm of every example's whole gradient."""
-        measures = [use.measure() for name in self.params for use in self._disjoint(name)]
+        measures = [
+            contribution.measure() for name in self.params for contribution in self._disjoint(name)
+        ]
         if measures:
             return whole_norms(measures, sum(value.numel() for value in self.params.values()))
         first = next(iter(self.params.values()))
@@ -164,11 +175,12 @@ class Tape:
         What was kept for it is given back if this is the `last` time that it is asked for.
         """
         total = None
-        kept = self.uses.get(name, {})
+        kept = self.contributions.get(name, {})
         for rows in list(kept):
-            uses = kept.pop(rows) if last else kept[rows]
+            contributions = kept.pop(rows) if last else kept[rows]
             part = sum(
-                (use.weighted_sum(factors) for use in uses[1:]), uses[0].weighted_sum(factors)
+                (contribution.weighted_sum(factors) for contribution in contributions[1:]),
+                contributions[0].weighted_sum(factors),
             )
             if rows is None:
                 total = part.view_as(self.params[name]) if total is None else total + part
@@ -177,34 +189,39 @@ class Tape:
                 total[slice(*rows)] += part
         return torch.zeros_like(self.params[name]) if total is None else total
 
-    def _disjoint(self, name: str) -> list[Use]:
+    def _disjoint(self, name: str) -> list[Contribution]:
         """The uses of a parameter such that no two of them touch the same entry.
 
         Gradients that were added up for this are kept and used for the sum too: added up again in
         another way, those that nearly cancel would be rounded unlike their norm.
         """
-        kept = self.uses.get(name, {})
-        if overlapping(list(kept)):
-            merged: dict[Range, Use] = {None: self._added_up(name, kept)}
+        kept = self.contributions.get(name, {})
+        if overlap(list(kept)):
+            merged: dict[Range, Contribution] = {None: self._add_up(name, kept)}
         else:
-            merged = {rows: combined(uses) for rows, uses in kept.items()}
-        self.uses[name] = {
-            rows: [use] if isinstance(use, Rows) else kept[rows] for rows, use in merged.items()
+            merged = {rows: combine(contributions) for rows, contributions in kept.items()}
+        self.contributions[name] = {
+            rows: [contribution] if isinstance(contribution, Rows) else kept[rows]
+            for rows, contribution in merged.items()
         }
         return list(merged.values())
 
-    def _added_up(self, name: str, kept: dict[Range, list[Use]]) -> Rows:
+    def per_example(self, name: str) -> Tensor:
+        """Every example's gradient of a parameter, one row each."""
+        return self._add_up(name, self.contributions.get(name, {})).rows
+
+    def _add_up(self, name: str, kept: dict[Range, list[Contribution]]) -> Rows:
         """Every example's gradient of a parameter."""
         value = self.params[name]
         whole = value.new_zeros(self.examples, *value.shape)
-        for rows, uses in kept.items():
+        for rows, contributions in kept.items():
             some = slice(None) if rows is None else slice(*rows)
-            for use in uses:
-                whole[:, some] += use.per_example().view_as(whole[:, some])
+            for contribution in contributions:
+                whole[:, some] += contribution.per_example().view_as(whole[:, some])
         return Rows(whole)
 
 
-def overlapping(ranges: list[Range]) -> bool:
+def overlap(ranges: list[Range]) -> bool:
     """Whether two ranges of rows meet; None is the whole parameter."""
     if None in ranges:
         return len(ranges) > 1

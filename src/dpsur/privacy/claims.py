@@ -241,7 +241,7 @@ def _implied_settings(mechanism: Mapping[str, Any]) -> dict[str, Any]:
         if gate is None:
             found["updates"] = mechanism["trials"] or mechanism["updates"]
             found["trials"] = None
-    if "menu" in mechanism:  # each choice on it has noise of its own
+    if "menu" in mechanism:  # each choice on it has its own noise
         found["noise_multiplier"] = None
         found["norm_noise_multiplier"] = mechanism["menu"]["steering"]["noise_multiplier"]
         found["refresh_every"] = mechanism["menu"]["offer"]["repeats"]

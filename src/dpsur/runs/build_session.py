@@ -9,7 +9,7 @@ from torch import nn
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction, Problem
-from dpsur.functional.records import Examples, placed
+from dpsur.functional.records import Examples, place
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
 from dpsur.per_example import check_model
@@ -62,12 +62,12 @@ def build_session(
     features = InputFeatures(config.features or config.method.features, config.normalisation)
     original = copy.deepcopy(config.method.adapt(model))
     model = copy.deepcopy(original).to(device)
-    shape = features.check(tuple(train.inputs.shape[1:]))
+    shape = features.check(train.record_shape)
     outputs = check_model(model, like_features(train, shape).part(slice(1)).to(device))
     for name, examples in (("train_set", train), ("test_set", test)):
         if examples is not None:
             check_labels(examples, outputs, loss, name)
-            if shape == tuple(examples.inputs.shape[1:]):
+            if shape == examples.record_shape:
                 check_tokens(model, examples, name)
     loss = loss_on(loss, device)
     check_loss(loss, outputs, train.targets)
@@ -77,7 +77,7 @@ def build_session(
     streams = Streams(config.seed, device)
     inputs = compute_inputs(features, train, test, streams, released)
     test = None if inputs.test is None else inputs.test.to(device)
-    records = placed(inputs.train, device, config.speed.data_bytes)
+    records = place(inputs.train, device, config.speed.data_bytes)
     problem = Problem(model, loss, records, bf16=config.speed.bf16)
     return Session(
         config=config,

@@ -103,7 +103,7 @@ def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
 def load_statistics(path: Path) -> Statistics:
     """The statistics that a run has released already, so that it never draws them a second time.
 
-    Whether they belong to the run at hand is for `load_checkpoint` to tell: inputs that were
+    Whether they belong to the run at hand is checked by `load_checkpoint`: inputs that were
     prepared with others have another fingerprint.
     """
     return _under(_STATISTICS, _read(path)[0])

@@ -4,6 +4,8 @@ import functools
 import random
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from dpsur.errors import InvalidInputError
+from dpsur.functional.call import call
 from dpsur.functional.problem import EVALUATION_ROWS, LossFunction, mode
 from dpsur.functional.records import Examples
+from dpsur.functional.tree import (
+    TensorTree,
+    describe_rows,
+    flatten,
+    map_tensors,
+    split_rows,
+    tensors_of,
+)
 from dpsur.per_example.mixing_check import same_bits
 
 # Records of a data set that are read again, to see whether it draws them at random.
@@ -26,14 +37,15 @@ CLASSIFICATION_LOSS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 def as_examples(data: Any, name: str, fraction: torch.dtype = torch.float32) -> Examples:
     """Take a pair of tensors or arrays, a map-style data set or ready examples, and check them.
 
-    Fractions in numpy arrays, which are double by default, become numbers of the type `fraction`.
+    Inputs and targets may be several tensors each, in tuples, dicts or dataclasses. Fractions in
+    numpy arrays, which are double by default, become numbers of the type `fraction`.
     """
     _check_kind(data, name)
     if isinstance(data, Examples):
         examples = data
-    elif isinstance(data, (tuple, list)) and len(data) == 2 and all(map(_is_column, data)):
-        inputs, targets = (_tensor(part, name, fraction) for part in data)
-        for part in (inputs, targets):
+    elif _is_pair_of_columns(data):
+        inputs, targets = (_tree(part, name, fraction) for part in data)
+        for part in tensors_of((inputs, targets)):
             if not part.dim():
                 raise InvalidInputError(f"{name} must have a row per record, got a single number")
         examples = Examples(inputs, targets)
@@ -82,6 +94,53 @@ def _is_column(values: Any) -> bool:
     return len(values) != 2 or nested[0] == nested[1]
 
 
+def _is_pair_of_columns(data: Any) -> bool:
+    """Whether this is a pair (inputs, targets) with a row per record in each of their tensors."""
+    if not isinstance(data, (tuple, list)) or len(data) != 2:
+        return False
+    if all(map(_is_column, data)):
+        return True
+    if isinstance(data, list) or not any(map(_is_structure, data)):
+        return False
+    if any(isinstance(part, Mapping) for part in data):
+        return True
+    lengths = {len(value) if np.ndim(value) else None for value in _arrays(data)}
+    return len(lengths) == 1 and None not in lengths  # otherwise two records
+
+
+def _is_structure(values: Any) -> bool:
+    """Whether this is a tree of several arrays, not a vector that is written as a tuple."""
+    if isinstance(values, Mapping) or (is_dataclass(values) and not isinstance(values, type)):
+        return True
+    return isinstance(values, tuple) and any(
+        isinstance(value, (Tensor, np.ndarray)) or _is_structure(value) for value in values
+    )
+
+
+def _arrays(values: Any) -> list[Any]:
+    if isinstance(values, (tuple, list)):
+        return [one for value in values for one in _arrays(value)]
+    if _is_structure(values):
+        held = values if isinstance(values, Mapping) else vars(values)
+        return [one for value in held.values() for one in _arrays(value)]
+    return [values]
+
+
+def _tree(values: Any, name: str, fraction: torch.dtype) -> TensorTree:
+    """A tree of tensors of a tree of arrays; None stays."""
+    if values is None:
+        return None
+    if not _is_structure(values):
+        return _tensor(values, name, fraction)
+    if isinstance(values, Mapping) and not is_dataclass(values):
+        return {str(key): _tree(value, name, fraction) for key, value in values.items()}
+    if isinstance(values, tuple):
+        parts = [_tree(value, name, fraction) for value in values]
+        return type(values)(*parts) if hasattr(values, "_fields") else tuple(parts)
+    held = {field.name: getattr(values, field.name) for field in fields(values) if field.init}
+    return replace(values, **{key: _tree(value, name, fraction) for key, value in held.items()})
+
+
 def _tensor(values: Any, name: str, fraction: torch.dtype) -> Tensor:
     try:
         if isinstance(values, list):
@@ -108,38 +167,48 @@ def _stack(data: Any, name: str, fraction: torch.dtype) -> Examples:
         item = data[index]
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise InvalidInputError(
-                f"a record of {name} is no pair (input, target); return a pair for every record",
+                f"a record of {name} is not a pair (input, target); return a pair for every record",
                 private=f"{name}[{index}] is of type {type(item).__name__}",
             )
-        one, other = (_tensor(part, name, fraction) for part in item)
+        one, other = (_tree(part, name, fraction) for part in item)
         inputs.append(one)
         targets.append(other)
-        if inputs[-1].shape != inputs[0].shape or targets[-1].shape != targets[0].shape:
+        if _shapes(one) != _shapes(inputs[0]) or _shapes(other) != _shapes(targets[0]):
             raise InvalidInputError(
                 f"the records of {name} have inputs or targets of several shapes; pad or crop them "
                 "to one shape",
-                private=f"{name}[{index}] has an input of shape {tuple(inputs[-1].shape)} and a "
-                f"target of shape {tuple(targets[-1].shape)}, the first record "
-                f"{tuple(inputs[0].shape)} and {tuple(targets[0].shape)}",
+                private=f"{name}[{index}] has an input of shape {_shapes(one)} and a "
+                f"target of shape {_shapes(other)}, the first record "
+                f"{_shapes(inputs[0])} and {_shapes(targets[0])}",
             )
     _check_steady(data, inputs, targets, name, fraction)
-    return Examples(torch.stack(inputs), torch.stack(targets))
+    return Examples(_stacked(inputs), _stacked(targets))
+
+
+def _stacked(rows: list[TensorTree]) -> TensorTree:
+    return map_tensors(lambda *each: torch.stack(each), *rows)
+
+
+def _shapes(record: TensorTree) -> Any:
+    if isinstance(record, Tensor):
+        return tuple(record.shape)
+    return {path: tuple(value.shape) for path, value in flatten(record).items()}
 
 
 def _check_steady(
-    data: Any, inputs: list[Tensor], targets: list[Tensor], name: str, fraction: torch.dtype
+    data: Any, inputs: list[TensorTree], targets: list[TensorTree], name: str, fraction: torch.dtype
 ) -> None:
     """Refuse a data set that gives a record differently each time: it is read once and kept.
 
-    The generators that a data set may draw from are put back afterwards.
+    The generators that a data set may draw from are restored afterwards.
     """
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     count = min(len(inputs), _READ_AGAIN)
     rows = [place * len(inputs) // count for place in range(count)]
     try:
         for row in rows * -(-2 * _READ_AGAIN // count):
-            again = [_tensor(part, name, fraction) for part in data[row]]
-            for value, first in zip(again, (inputs[row], targets[row]), strict=True):
+            again = tensors_of(tuple(_tree(part, name, fraction) for part in data[row]))
+            for value, first in zip(again, tensors_of((inputs[row], targets[row])), strict=True):
                 if value.shape != first.shape or not same_bits(value, first):
                     raise InvalidInputError(
                         f"{name} gives another record {row} when it is read twice, as random "
@@ -155,7 +224,8 @@ def _check_steady(
 def _check_values(examples: Examples, name: str) -> None:
     if len(examples) == 0:
         raise InvalidInputError(f"{name} is empty; there must be at least one record")
-    for part, values in (("inputs", examples.inputs), ("targets", examples.targets)):
+    every = flatten({"inputs": examples.inputs, "targets": examples.targets})
+    for part, values in every.items():
         if values.dtype.is_floating_point and not values.isfinite().all():
             bad = (~values.isfinite()).reshape(len(values), -1).any(1).nonzero().flatten()
             raise InvalidInputError(
@@ -168,6 +238,13 @@ def check_alike(test: Examples, train: Examples) -> None:
     """Refuse test records of another shape or type than those that are trained on."""
     for part in ("inputs", "targets"):
         found, wanted = getattr(test, part), getattr(train, part)
+        if not isinstance(found, Tensor) or not isinstance(wanted, Tensor):
+            if _kinds(found, part) != _kinds(wanted, part):
+                raise InvalidInputError(
+                    f"the {part} of test_set have the {describe_rows(found)}, those of train_set "
+                    f"the {describe_rows(wanted)}; prepare both in the same way"
+                )
+            continue
         same_type = found.dtype == wanted.dtype
         if part == "targets":  # class indices come in several sizes
             same_type = found.dtype.is_floating_point == wanted.dtype.is_floating_point
@@ -179,6 +256,14 @@ def check_alike(test: Examples, train: Examples) -> None:
             )
 
 
+def _kinds(rows: TensorTree, part: str) -> dict[str, Any]:
+    """Shapes and types by path; of targets only whether they are whole numbers."""
+    return {
+        path: (value.shape[1:], value.dtype.is_floating_point if part == "targets" else value.dtype)
+        for path, value in flatten(rows).items()
+    }
+
+
 def is_classification(loss: LossFunction) -> bool:
     """Whether the loss takes class indices."""
     if isinstance(loss, functools.partial):
@@ -188,18 +273,29 @@ def is_classification(loss: LossFunction) -> bool:
 
 def with_indices(examples: Examples, loss: LossFunction) -> Examples:
     """The same records with whole numbers as targets in the type that losses of torch take."""
-    kind = examples.targets.dtype
-    counts = not (kind.is_floating_point or kind.is_complex)
-    if not counts or (kind == torch.bool and not is_classification(loss)):
-        return examples
-    return Examples(examples.inputs, examples.targets.long())
+
+    def convert(targets: Tensor) -> Tensor:
+        kind = targets.dtype
+        counts = not (kind.is_floating_point or kind.is_complex)
+        if not counts or (kind == torch.bool and not is_classification(loss)):
+            return targets
+        return targets.long()
+
+    return Examples(examples.inputs, map_tensors(convert, examples.targets))
 
 
-def check_labels(examples: Examples, outputs: Tensor, loss: LossFunction, name: str) -> None:
+def check_labels(examples: Examples, outputs: TensorTree, loss: LossFunction, name: str) -> None:
     """Refuse labels that do not fit a classification loss, or that the model has no output for."""
     targets = examples.targets
     if not is_classification(loss):
         return
+    for what, values in (("the model returns", outputs), (f"the targets of {name} are", targets)):
+        if not isinstance(values, Tensor):
+            raise InvalidInputError(
+                f"{what} {type(values).__name__}, but a classification loss takes one tensor; "
+                "write a loss that picks it, such as lambda outputs, targets: "
+                "F.cross_entropy(outputs['logits'], targets)"
+            )
     if outputs.dim() < 2:
         raise InvalidInputError(
             f"the model returns outputs of shape {tuple(outputs.shape)}; a classification loss "
@@ -238,19 +334,18 @@ class _BeyondTable(Exception):  # noqa: N818
 def check_tokens(model: nn.Module, examples: Examples, name: str) -> None:
     """Refuse records with a number that an embedding of the model has no row for.
 
-    First with made-up records of the least and largest numbers at each place. Where those do not
+    First with synthetic records of the least and largest numbers at each place. Where those do not
     fit, a real record is looked for: a model may combine its inputs before it looks them up.
     """
     inputs, place = examples.inputs, next(model.parameters()).device
-    # Tables that are no modules are looked up unwatched, which a card does not survive.
+    # Tables that are no modules are looked up unwatched, and a bad index breaks the CUDA context.
     looks_up = place.type == "cpu" or _tables(model)
-    if inputs.dtype not in _WHOLE or not looks_up:
+    if all(value.dtype not in _WHOLE for value in tensors_of(inputs)) or not looks_up:
         return
-    extremes = torch.stack([inputs.amin(0), inputs.amax(0)])
-    if _table_fault(model, extremes.to(place)) is None:
+    if _table_fault(model, map_tensors(partial(_extremes, place), inputs)) is None:
         return
-    for piece in torch.split(inputs, EVALUATION_ROWS):
-        fault = _table_fault(model, piece.to(place))
+    for part in split_rows(inputs, EVALUATION_ROWS):
+        fault = _table_fault(model, map_tensors(lambda value: value.to(place), part))
         if fault is not None:
             where, number = fault
             raise InvalidInputError(
@@ -260,16 +355,23 @@ def check_tokens(model: nn.Module, examples: Examples, name: str) -> None:
             ) from None
 
 
+def _extremes(place: torch.device, values: Tensor) -> Tensor:
+    """Two records: of the least and of the largest whole numbers; of others a first and a last."""
+    if values.dtype not in _WHOLE:
+        return torch.stack([values[0], values[-1]]).to(place)
+    return torch.stack([values.amin(0), values.amax(0)]).to(place)
+
+
 def _tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
 
 
-def _table_fault(model: nn.Module, inputs: Tensor) -> tuple[str, str] | None:
+def _table_fault(model: nn.Module, inputs: TensorTree) -> tuple[str, str] | None:
     """Which lookup fails, and by which number, which is private."""
     with torch.no_grad(), mode(model, training=False), _watched(model):
         try:
-            model(inputs)
+            call(model, inputs)
         except _BeyondTable as found:
             where, number = found.args
             return where, number

@@ -1,28 +1,31 @@
 """How good a model is on public records."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpsur.errors import InvalidInputError
+from dpsur.functional.call import call
 from dpsur.functional.parameters import Params
-from dpsur.functional.problem import LossFunction, Problem, example_losses, mode
+from dpsur.functional.problem import LossFunction, Problem, example_losses, mode, output_rows
 from dpsur.functional.records import Examples
+from dpsur.functional.tree import describe_rows, map_tensors
 from dpsur.runs.data import check_labels, check_tokens
 
 
 def check_fits(model: nn.Module, examples: Examples, loss: LossFunction, name: str) -> None:
     """Refuse records that a model cannot be applied to, before all of them are tried."""
-    record = examples.inputs[:1].to(next(model.parameters()).device)
+    device = next(model.parameters()).device
+    record = map_tensors(lambda value: value[:1].to(device), examples.inputs)
     try:
         with torch.no_grad(), mode(model, training=False):
-            outputs = model(record)
+            outputs = output_rows(call(model, record))
     except InvalidInputError:
         raise
     except Exception as error:  # a model may raise anything about inputs that it was not made for
         reason = " ".join(str(error).split()).partition(". ")[0]
         raise InvalidInputError(
-            f"the model cannot be applied to records of {name}, of shape "
-            f"{tuple(record.shape[1:])} and type {record.dtype} ({reason}); name the task that it "
+            f"the model cannot be applied to records of {name}, of "
+            f"{describe_rows(record)} ({reason}); name the task that it "
             "was trained on"
         ) from None
     check_labels(examples, outputs, loss, name)
@@ -33,7 +36,8 @@ def evaluate(problem: Problem, params: Params, examples: Examples) -> dict[str, 
     """Mean loss and, where targets are class indices, accuracy."""
     outputs = problem.outputs(params, examples.inputs)
     scores = {"loss": float(example_losses(problem.loss, outputs, examples.targets).mean())}
-    if outputs.dim() == 2 and not examples.targets.dtype.is_floating_point:
+    one = isinstance(outputs, Tensor) and isinstance(examples.targets, Tensor)
+    if one and outputs.dim() == 2 and not examples.targets.dtype.is_floating_point:
         right = outputs.argmax(dim=1) == examples.targets
         scores["accuracy"] = float(right.to(torch.float64).mean())
     return scores

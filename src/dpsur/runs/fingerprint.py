@@ -1,9 +1,9 @@
-"""What a model and a loss compute, as a digest that tells one from another in any process.
+"""What a model and a loss compute, as a digest that is the same in every process.
 
 Two copies of an interrupted run share the noise that is still to come. Were they resumed with
 different losses or networks, their releases could be subtracted from each other and the noise would
-be gone, so a checkpoint is tied to both. This tells mistakes apart, not forgeries: code that the
-interpreter does not see, such as a compiled extension, is told by its name alone.
+be gone, so a checkpoint is tied to both. This detects mistakes, not forgeries: code that the
+interpreter does not see, such as a compiled extension, counts by its name alone.
 """
 
 import functools
@@ -20,7 +20,7 @@ from dpsur.runs.files import sha256
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-# What comes from these is told by its name: another version of them is not another loss.
+# What comes from these counts by its name: another version of them is not another loss.
 _KNOWN = ("torch", "builtins", "math", "numpy")
 
 

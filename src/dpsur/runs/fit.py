@@ -1,6 +1,7 @@
 """Train a model under a privacy budget."""
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -138,7 +139,7 @@ def execute(
     private folder, so that the command line can resume it.
     """
     for text in objections(session):
-        warnings.warn(text, PrivacyWarning, stacklevel=3)
+        warnings.warn(text, PrivacyWarning, stacklevel=_caller())
     observers = [*_delays(session), *observers]
     if folder is None:
         recorder = Recorder()
@@ -148,7 +149,7 @@ def execute(
     with folder.lock():
         if not resume and not folder.unstarted:
             raise InvalidInputError(
-                f"another run has begun in the folder {folder.root} meanwhile; choose another one"
+                f"another run has started in the folder {folder.root}; choose another folder"
             )
         folder.clean()
         folder.check_release_is_free()
@@ -160,6 +161,14 @@ def execute(
         write_release(folder.release, run.model, run.statement, origin)
         draw_curves(recorder.rows, folder.private / CURVES)
     return replace(run, saved=folder.release)
+
+
+def _caller() -> int:
+    """The `stacklevel` of the first caller of the calling function outside this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("dpsur."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _delays(session: Session) -> list[Observer]:

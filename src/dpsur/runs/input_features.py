@@ -71,6 +71,10 @@ class InputFeatures:
 
     def check(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one record's features, or an error where the inputs do not suit them."""
+        if self.features is not None and not shape:
+            raise InvalidInputError(
+                f"features {self.features} need inputs of one tensor; use features none"
+            )
         if self.features is not None:
             shape = features_named(self.features).output_shape(shape)
         if self.kind != NONE and len(shape) < 2:
@@ -87,8 +91,8 @@ class InputFeatures:
 
 
 def like_features(train: Examples, shape: tuple[int, ...]) -> Examples:
-    """Made-up records of the shape of the features, to check a model with."""
-    if shape == tuple(train.inputs.shape[1:]):
+    """Synthetic records of the shape of the features, to check a model with."""
+    if shape == train.record_shape:
         return train
     return Examples(torch.zeros(1, *shape).expand(len(train), *shape), train.targets)
 
@@ -121,7 +125,7 @@ def compute_inputs(
     device = streams.device
     if asked.features is not None:
         features = features_named(asked.features)
-        descriptions += features.layers(tuple(train.inputs.shape[1:]))
+        descriptions += features.layers(train.record_shape)
         train = Examples(compute(features, train.inputs, device=device), train.targets)
         if test is not None:
             test = Examples(compute(features, test.inputs, device=device), test.targets)
@@ -130,7 +134,7 @@ def compute_inputs(
         statistics = _private_statistics(asked, train.inputs, streams.at(SETUP)[FEATURES])
     elif asked.kind == PRIVATE:
         statistics = _checked(released)
-    norm = _normalisation(asked, train.inputs.shape[1], statistics)
+    norm = _normalisation(asked, next(iter(train.record_shape), 0), statistics)
     layers = build_layers(descriptions)
     if norm is not None:
         layer, description = norm

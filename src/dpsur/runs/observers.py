@@ -30,7 +30,7 @@ class Recorder:
         self._clock = time.perf_counter()
 
     def started(self, plan: PrivacyPlan, progress: Progress) -> None:  # noqa: ARG002
-        """Forget rows of trials after the checkpoint: those trials are made again."""
+        """Forget rows of trials after the checkpoint: those trials are repeated."""
         if self._path is None:
             return
         self._on_disk(self._reload)
@@ -114,7 +114,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    # The last line may be cut off by a crash; its trial is made again after the checkpoint.
+    # The last line may be cut off by a crash; its trial is repeated after the checkpoint.
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -172,7 +172,7 @@ def _curves(rows: list[dict[str, Any]]) -> bytes:
 
 
 class RandomDelays:
-    """An observer that waits after every accepted update, before those after it are told.
+    """An observer that waits after every accepted update, before the observers after it are called.
 
     A delay takes as long as a search for another update would where candidates are accepted least
     often: a geometric number of trials. It is not drawn from the streams of the run, which it

@@ -67,7 +67,7 @@ def released_model(original: nn.Module, layers: nn.Sequential, released: Params)
     In evaluation mode: a user who predicts with it must not meet dropout.
 
     Not the network that was trained: that one may have kept something of the records it has seen,
-    such as the last batch, in an attribute of its own.
+    such as the last batch, in an attribute.
     """
     network = copy.deepcopy(original).cpu()
     with torch.no_grad():
@@ -159,7 +159,7 @@ def read_release(
     if model is None:
         if origin.network is None:
             raise InvalidInputError(
-                f"{folder} holds weights of a model of its own ({described.get('model')}); "
+                f"{folder} holds weights of a custom model ({described.get('model')}); "
                 "build that model and pass it in: dpsur.load(folder, model)"
             )
         model = _built(folder, origin.network, sum(value.numel() for value in tensors.values()))
@@ -174,7 +174,7 @@ def read_release(
 def _checked_statement(statement: Any) -> dict[str, Any]:
     """Refuse a statement that lacks, or has in another form, what is read from it here."""
     if not isinstance(statement, dict) or statement.get("format") != STATEMENT_FORMAT:
-        raise ValueError(f"{STATEMENT} is no privacy statement of the format {STATEMENT_FORMAT}")
+        raise ValueError(f"{STATEMENT} is not a privacy statement of the format {STATEMENT_FORMAT}")
     guarantee = statement["guarantee"]
     accounting_named(guarantee["accounting"])
     figures = (guarantee["epsilon"], statement["epsilon"]["proven"])

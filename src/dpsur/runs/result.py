@@ -10,7 +10,7 @@ from torch import nn
 
 from dpsur import checks
 from dpsur.methods import Method
-from dpsur.per_example import EngineChoice
+from dpsur.per_example import EngineReport
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.statement import format_epsilon
@@ -35,7 +35,7 @@ class Run:
 
     `model` has the released weights and is in evaluation mode; call `model.train()` to train it
     further. `epsilon` is the cost under each accounting (None where one does not apply),
-    `statement` what to tell a reviewer, `scores` the result on the public test set, `engine` how
+    `statement` what to show a reviewer, `scores` the result on the public test set, `engine` how
     gradients were found and why, `saved` where the release was written. `private` is kept apart: it
     must not be published.
     """
@@ -48,14 +48,14 @@ class Run:
     plan: PrivacyPlan
     private: PrivateDiagnostics
     origin: Origin = NO_ORIGIN
-    engine: EngineChoice | None = None
+    engine: EngineReport | None = None
     saved: Path | None = None
 
     def __repr__(self) -> str:
-        told = self.statement["guarantee"]
+        guarantee = self.statement["guarantee"]
         return (
-            f"Run of {self.method.name}: epsilon {format_epsilon(told['epsilon'])}, delta "
-            f"{told['delta']:g} (accounting {told['accounting']})\n"
+            f"Run of {self.method.name}: epsilon {format_epsilon(guarantee['epsilon'])}, delta "
+            f"{guarantee['delta']:g} (accounting {guarantee['accounting']})\n"
             f"  {self.statement['accepted_updates']} updates, "
             f"{'not saved' if self.saved is None else f'saved to {self.saved}'}"
         )

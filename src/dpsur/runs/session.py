@@ -13,12 +13,13 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.process_settings import precision, repeatable
 from dpsur.functional.records import Examples, HostExamples
 from dpsur.functional.side_effects import Unchanged, check_fixed_parts, fixed_parts
+from dpsur.functional.tree import flatten
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.loop import EagerLoop, Loop, Progress, check_completed, start
 from dpsur.mechanism.state import Procedure, Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method, Nonprivate
-from dpsur.per_example import EngineChoice, engine_choice, log_choice
+from dpsur.per_example import EngineReport, engine_report, log_engine
 from dpsur.privacy.events import Trial
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import duration, elapsed
@@ -82,11 +83,11 @@ class Session:
     def __repr__(self) -> str:
         return f"Session({self.method!r}, {len(self.problem.train)} records)"
 
-    def engine(self) -> EngineChoice:
+    def engine(self) -> EngineReport:
         """How gradients are found, and why."""
         if isinstance(self.method, Nonprivate):
-            return EngineChoice("batch", f"method {self.method.name} needs no gradient per example")
-        return engine_choice(self.problem)
+            return EngineReport("batch", f"method {self.method.name} needs no gradient per example")
+        return engine_report(self.problem)
 
     def run(
         self,
@@ -151,7 +152,7 @@ class Session:
             "model": model_identity(self.original),
             "loss": loss_identity(self.problem.loss),
             "shapes": {name: list(value.shape) for name, value in trained.items()},
-            "records": digest_of(records),
+            "records": digest_of(flatten(records)),
             "fixed": digest_of(fixed_parts(self.original)),
         }
         return Fingerprint(
@@ -183,7 +184,7 @@ class ActiveRun:
         if folder is not None and resume:
             saved = load_checkpoint(folder.checkpoint, self._fingerprint)
             progress = restore(saved, progress, session.streams)
-        log_choice(session.engine())
+        log_engine(session.engine())
         self._unchanged = Unchanged(session.problem.model, session.problem.loss)
         self._saved_at = progress.ledger.trials
         self._evaluated_at = elapsed(session.plan, progress.ledger)

@@ -15,6 +15,7 @@ from dpsur import checks
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
+from dpsur.functional.problem import Problem
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import INIT, SETUP, Streams
@@ -31,6 +32,8 @@ SUBSET_KEY = b"dpsur-subset/1"
 HOLD_OUT_SEED = 2025
 # Features that leave inputs alone.
 AS_THEY_ARE = "pixels"
+# Rows of a sample problem.
+SAMPLE = 3
 
 
 @dataclass(frozen=True)
@@ -92,26 +95,55 @@ def build_task_session(
     resumed.
     """
     task, config = task_of(config), replace(config, features=features_of(config))
-    description = None if config.model is not None else _network(task, config)
-    build = _builder(description, config.model)
-    device = choose_device(config.device)
+    description, build = _network_of(task, config)
     records = load_records(config) if records is None else records
-    asked = InputFeatures(config.features, config.normalisation)
     if records.featured:
-        config = replace(config, features=AS_THEY_ARE, normalisation=asked.kind)
-        asked = InputFeatures(config.features, config.normalisation)
-    asked.check(tuple(records.train.inputs.shape[1:]))
-    with _initialisation(config, device):
-        model = build()
+        kind = InputFeatures(config.features, config.normalisation).kind
+        config = replace(config, features=AS_THEY_ARE, normalisation=kind)
+    InputFeatures(config.features, config.normalisation).check(_shape(records))
+    model = _initialised(config, build)
     session = build_session(
-        config,
-        model,
-        records.train,
-        loss=task.loss,
-        test_set=records.test,
-        released=released,
+        config, model, records.train, loss=task.loss, test_set=records.test, released=released
     )
     return session, _origin(task, description, session, config.keep_fraction)
+
+
+def sample_problem(config: RunConfig) -> Problem:
+    """The model of a run on a task, with zeros in the shape of its features: to inspect, not train.
+
+    Of the records only shape and type are used.
+    """
+    task, config = task_of(config), replace(config, features=features_of(config))
+    _, build = _network_of(task, config)
+    records = load_records(config)
+    shape = InputFeatures(config.features, config.normalisation).check(_shape(records))
+    model = config.method.adapt(_initialised(config, build))
+    few = records.train.part(slice(SAMPLE))
+    inputs = torch.zeros_like(few.inputs)
+    if shape != _shape(records):
+        inputs = torch.zeros(len(few), *shape)
+    zeros = Examples(inputs, torch.zeros_like(few.targets))
+    device = choose_device(config.device)
+    return Problem(model.to(device), task.loss, zeros.to(device), bf16=config.speed.bf16)
+
+
+def _shape(records: Records) -> tuple[int, ...]:
+    return tuple(records.train.inputs.shape[1:])
+
+
+def _network_of(
+    task: Task, config: RunConfig
+) -> tuple[dict[str, Any] | None, Callable[[], nn.Module]]:
+    """The description of the task's network, if it is that, and what builds the network."""
+    description = None if config.model is not None else _network(task, config)
+    return description, _builder(description, config.model)
+
+
+def _initialised(config: RunConfig, build: Callable[[], nn.Module]) -> nn.Module:
+    """The network with its initial weights."""
+    device = choose_device(config.device)
+    with _initialisation(config, device):
+        return build()
 
 
 def _initialisation(config: RunConfig, device: torch.device) -> AbstractContextManager[None]:
@@ -218,7 +250,7 @@ def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callabl
             f"model {name} cannot be imported ({error}); the module must be on PYTHONPATH"
         ) from error
     if not callable(found):
-        raise InvalidInputError(f"model {name} is no function that builds a network")
+        raise InvalidInputError(f"model {name} is not a function that builds a network")
     return lambda: _built(found, name)
 
 

@@ -4,6 +4,7 @@ import copy
 import os
 import traceback
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,19 @@ from torch.nn.parameter import is_lazy
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError, UnsupportedModelError, from_custom_code
-from dpsur.functional.problem import LossFunction, weighted_by_record
+from dpsur.functional.problem import LossFunction, weight_by_record
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.side_effects import refuse_memory
+from dpsur.functional.tree import (
+    TensorTree,
+    describe_rows,
+    device_of,
+    map_tensors,
+    row_count,
+    slice_rows,
+    split_rows,
+    tensors_of,
+)
 from dpsur.per_example.one_pass import losses_one_by_one
 
 
@@ -24,7 +35,7 @@ def check_single_process() -> None:
     if given.isdecimal() and int(given) > 1:
         raise InvalidInputError(
             f"WORLD_SIZE is {given}: a run takes one process, and several (torchrun) would each "
-            "spend the budget on a model of its own; start it without torchrun, or unset WORLD_SIZE"
+            "spend the budget on a separate model; start it without torchrun, or unset WORLD_SIZE"
         )
 
 
@@ -47,18 +58,18 @@ def check_observers(observers: Any) -> None:
 
 
 def check_is_loss(loss: Any) -> None:
-    """Refuse what is no loss function."""
+    """Refuse what is not a loss function."""
     example = "a function such as F.cross_entropy or a module such as nn.CrossEntropyLoss()"
     if isinstance(loss, type):
         raise InvalidInputError(
-            f"loss is the class {loss.__name__}, not a loss; make one of it: {loss.__name__}()"
+            f"loss is the class {loss.__name__}, not a loss; create an instance: {loss.__name__}()"
         )
     if not callable(loss):
         raise InvalidInputError(f"loss must be {example}, got {checks.shown(loss)}")
 
 
 def check_module(model: Any) -> None:
-    """Refuse what is no network, or one whose weights are not there or have sparse gradients."""
+    """Refuse what is not a network, or one with uninitialised weights or sparse gradients."""
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise UnsupportedModelError(
@@ -87,7 +98,7 @@ def check_module(model: Any) -> None:
 _FRACTIONS = (0.5, 1.0, 0.0)
 _COUNTS = (0, 1)
 ROWS_AT_ONCE = 4096
-# Made-up records on which a loss is called to see whether it remembers any.
+# Sizes of synthetic batches on which a loss is called to see whether it keeps state.
 _ROWS = (2, 1, 3)
 
 
@@ -95,22 +106,21 @@ def loss_on(loss: LossFunction, device: torch.device) -> LossFunction:
     """The loss as it is applied to single records, with what it holds on the device."""
     if isinstance(loss, nn.Module):
         loss = copy.deepcopy(loss).to(device)
-    return weighted_by_record(loss)
+    return weight_by_record(loss)
 
 
-def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor) -> None:
+def check_loss(loss: LossFunction, outputs: TensorTree, targets: TensorTree) -> None:
     """Refuse a loss that does not give one number with a gradient for one record.
 
-    `outputs` are those for made-up inputs. Of the targets only shape and type are looked at. A loss
-    passes that works for one of several made-up targets.
+    `outputs` are those for synthetic inputs. Of the targets only shape and type are used. A loss
+    passes that works for one of several synthetic targets.
     """
-    values = _FRACTIONS if targets.dtype.is_floating_point else _COUNTS
     faults: list[str | Exception] = []
-    for value in values:
-        target = torch.full_like(targets[:1], value, device=outputs.device)
-        fault = _fault(loss, outputs[:1], target)
+    for values in zip(_FRACTIONS, (*_COUNTS, _COUNTS[0]), strict=True):
+        target = map_tensors(partial(_filled_with, values, device_of(outputs)), targets)
+        fault = _fault(loss, slice_rows(outputs, slice(1)), target)
         if fault is None:
-            _check_memory(loss, outputs.detach(), target)
+            _check_memory(loss, map_tensors(Tensor.detach, outputs), target)
             return
         faults.append(fault)
     if isinstance(faults[0], Exception):
@@ -118,30 +128,55 @@ def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor) -> None:
     raise InvalidInputError(faults[0])
 
 
-def _check_memory(loss: LossFunction, outputs: Tensor, target: Tensor) -> None:
+def _filled_with(values: tuple[float, int], device: torch.device, targets: Tensor) -> Tensor:
+    """A target of one value: a fraction or a whole number."""
+    fraction, count = values
+    value = fraction if targets.dtype.is_floating_point else count
+    return torch.full_like(targets[:1], value, device=device)
+
+
+def _leaf(values: Tensor) -> Tensor:
+    """A tensor that can have a gradient, if it is one of fractions."""
+    return values.detach().requires_grad_() if values.is_floating_point() else values
+
+
+def _computed(values: Tensor) -> Tensor:
+    """A tensor that, like an output, is no leaf."""
+    return values * 1 if values.is_floating_point() else values
+
+
+def _check_memory(loss: LossFunction, outputs: TensorTree, target: TensorTree) -> None:
     """Refuse a loss that remembers records: by what it holds, and by the values that it gives."""
+    device = device_of(outputs)
 
     def call(loss: LossFunction, number: int) -> None:
         """As training does, with and without gradients."""
         count = _ROWS[number]
-        rows = outputs[(torch.arange(count, device=outputs.device) + number) % len(outputs)]
-        leaf = (rows * (1 - 0.1 * number)).requires_grad_()
-        targets = target.expand(count, *target.shape[1:])
+        chosen = (torch.arange(count, device=device) + number) % row_count(outputs)
+
+        def scaled(values: Tensor) -> Tensor:
+            rows = values[chosen]
+            return _leaf(rows * (1 - 0.1 * number) if rows.is_floating_point() else rows)
+
+        leaf = map_tensors(scaled, outputs)
+        leaves = [value for value in tensors_of(leaf) if value.requires_grad]
+        targets = map_tensors(lambda value: value.expand(count, *value.shape[1:]), target)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with torch.enable_grad():
-                total = losses_one_by_one(loss, leaf * 1, targets).sum()
-                torch.autograd.grad(total, leaf, allow_unused=True)
-                loss(leaf[:1] * 1, target)
+                total = losses_one_by_one(loss, map_tensors(_computed, leaf), targets).sum()
+                torch.autograd.grad(total, leaves, allow_unused=True)
+                loss(map_tensors(_computed, slice_rows(leaf, slice(1))), target)
             with torch.no_grad():
-                losses_one_by_one(loss, leaf.detach(), targets)
+                losses_one_by_one(loss, map_tensors(Tensor.detach, leaf), targets)
 
     def value() -> Tensor:
-        with torch.no_grad(), seeded_globally(0, outputs.device):
-            return loss(outputs[:1] * 1, target).detach().clone()
+        with torch.no_grad(), seeded_globally(0, device):
+            one = map_tensors(_computed, slice_rows(outputs, slice(1)))
+            return loss(one, target).detach().clone()
 
     before = value()
-    with seeded_globally(0, outputs.device):
+    with seeded_globally(0, device):
         refuse_memory("loss", loss, call, InvalidInputError)
     if not torch.equal(value().nan_to_num(), before.nan_to_num()):
         raise InvalidInputError(
@@ -150,19 +185,23 @@ def _check_memory(loss: LossFunction, outputs: Tensor, target: Tensor) -> None:
         )
 
 
-def check_targets(loss: LossFunction, outputs: Tensor, targets: Tensor, name: str) -> None:
+def check_targets(loss: LossFunction, outputs: TensorTree, targets: TensorTree, name: str) -> None:
     """Refuse records with a target that the loss cannot take, before one of them is drawn.
 
-    A run that such a record ended would tell by its end that the record was there.
+    A run that such a record ended would reveal that the record is in the data.
     """
-    for piece in torch.split(targets, ROWS_AT_ONCE):
-        guesses = outputs[:1].detach().expand(len(piece), *outputs.shape[1:])
+    if not tensors_of(targets):
+        return
+    device = device_of(outputs)
+    for part in split_rows(targets, ROWS_AT_ONCE):
+        count = row_count(part)
+        guesses = map_tensors(partial(_repeated, count), outputs)
         try:
             with torch.no_grad():
-                losses_one_by_one(loss, guesses, piece.to(outputs.device))
+                losses_one_by_one(loss, guesses, map_tensors(lambda value: value.to(device), part))
         except torch.OutOfMemoryError:
             raise  # says nothing of the targets
-        except Exception as error:  # whatever a loss of a user's own may raise
+        except Exception as error:  # a custom loss may raise anything
             raise InvalidInputError(
                 f"the loss cannot be computed for some target of {name} ({type(error).__name__}); "
                 "change the loss or those targets",
@@ -170,20 +209,28 @@ def check_targets(loss: LossFunction, outputs: Tensor, targets: Tensor, name: st
             ) from None  # its words may quote a target
 
 
-def _fault(loss: LossFunction, output: Tensor, target: Tensor) -> str | Exception | None:
-    """What is wrong with the loss of one record, if anything. A user's own error stays as it is."""
+def _repeated(count: int, outputs: Tensor) -> Tensor:
+    return outputs[:1].detach().expand(count, *outputs.shape[1:])
+
+
+def _shape(rows: TensorTree) -> str:
+    return f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else describe_rows(rows, 1)
+
+
+def _fault(loss: LossFunction, output: TensorTree, target: TensorTree) -> str | Exception | None:
+    """What is wrong with the loss of one record, or the error that custom code raised."""
     about = (
-        f"for one record, with outputs of shape {tuple(output.shape)} and targets of shape "
-        f"{tuple(target.shape)} and type {target.dtype}"
+        f"for one record, with outputs of {_shape(output)} and targets of "
+        f"{describe_rows(target, 1)}"
     )
-    leaf = output.detach().requires_grad_()
+    leaf = map_tensors(_leaf, output)
     try:
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # training gives the same warnings
-            found: Any = loss(leaf * 1, target)
+            found: Any = loss(map_tensors(_computed, leaf), target)
     except Exception as error:
         if from_custom_code(error):
-            error.add_note(f"dpsur: raised when the loss was tried on made-up values {about}")
+            error.add_note(f"dpsur: raised when the loss was tried on synthetic values {about}")
             return error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"the loss cannot be computed {about}: {reason}; change the loss or the targets"

@@ -1,35 +1,31 @@
-"""Check a release against its own statement."""
+"""Check a release against its own statement: form, figures, claims, weights and page.
+
+`replanning` checks that the stated settings lead to the stated mechanism.
+"""
 
 import json
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import Any, Final
 
 from dpsur.environment import versions
-from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import FIGURES, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.claims import claim_faults
 from dpsur.privacy.events import Gaussian, Trial, event_from_json, feature_statistics
-from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.page import render_markdown
-from dpsur.privacy.plans import FilteredPlan, PrivacyPlan, plan_from_statement
-from dpsur.privacy.plans.filtered import RenyiFilter
-from dpsur.privacy.plans.rejections import CONSTANT, hiding_plan, least_cap
+from dpsur.privacy.plans import plan_from_statement
+from dpsur.privacy.plans.rejections import least_cap
 from dpsur.privacy.statement import FORMAT
 from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, from_json, release_folder, sha256
-
-if TYPE_CHECKING:
-    from dpsur.methods import Method
+from dpsur.runs.replanning import key_faults, plan_faults
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
 TOLERANCE = 1e-5
-# Noise that a search found is known to about a ten-thousandth.
-SEARCHED = 1e-3
 # What reading and recomputing a statement raises where a value is missing or of another kind.
 MALFORMED = (
     LookupError,
@@ -104,7 +100,7 @@ NOT_CHECKED: Final = (
 def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | None]]:
     """What is wrong with a release, and its recomputed figures. No faults means it is consistent.
 
-    This is no signature: whoever can write the weights can write a statement to match.
+    This is not a signature: anyone who can change the weights can change the statement to match.
     """
     folder = release_folder(path)
     statement = _read(folder / STATEMENT)
@@ -114,7 +110,7 @@ def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | N
     try:
         faults += [*_weight_faults(folder, statement), *_page_faults(folder, statement)]
         if not faults:  # planning takes seconds, and a statement that contradicts itself has failed
-            faults = _plan_faults(statement)
+            faults = plan_faults(statement)
     except MALFORMED as error:
         return [_unreadable(error)], {}
     return faults, figures
@@ -209,129 +205,23 @@ def _cap_faults(statement: dict[str, Any]) -> list[str]:
 def _form_faults(statement: dict[str, Any]) -> list[str]:
     """Nothing may be left out, and nothing added that the rest would not be held against."""
     mechanism = statement["mechanism"]
-    faults = _key_faults("", statement, KEYS)
+    faults = key_faults("", statement, KEYS)
     for name, keys in PARTS.items():
         part: Any = statement
         for key in name.split("."):
             part = part.get(key)
         if part is not None or name not in ("mechanism.filter", "mechanism.menu"):
             more = {"menu"} if name == "mechanism" and "menu" in mechanism else set()
-            faults += _key_faults(f"{name}.", part, keys | more)
+            faults += key_faults(f"{name}.", part, keys | more)
     for steered in (mechanism["filter"], mechanism.get("menu")):
         for row in () if steered is None else steered["steps"]:
-            faults += _key_faults("a step's ", row, {"step", "charged"})
+            faults += key_faults("a step's ", row, {"step", "charged"})
     if not isinstance(statement["random"]["seeded"], bool):
         faults.append("random.seeded is neither true nor false")
     for name, version in statement["versions"].items():
         if not (isinstance(version, str) and VERSION.fullmatch(version)):
-            faults.append(f"versions.{name} is {version!r}, which is no version")
+            faults.append(f"versions.{name} is {version!r}, which is not a version")
     return faults
-
-
-def _key_faults(where: str, part: Mapping[str, Any], keys: set[str] | frozenset[str]) -> list[str]:
-    missing = [f"{where}{key} is missing" for key in sorted(keys - part.keys())]
-    added = [f"{where}{key} is no part of a statement" for key in sorted(part.keys() - keys)]
-    return [*missing, *added]
-
-
-def _plan_faults(statement: dict[str, Any]) -> list[str]:
-    """Settings are planned with again, and what comes out must be the stated mechanism."""
-    from dpsur.methods import METHODS  # with it torch, which the help does not need
-
-    name, settings = statement["method"], statement["settings"]
-    if name not in METHODS:
-        return [
-            f"method {name!r} is none that is installed here ({', '.join(METHODS)}); a custom "
-            "method must be listed in METHODS to be verified"
-        ]
-    kind, mechanism = METHODS[name], statement["mechanism"]
-    faults = _key_faults("settings.", settings, {field.name for field in fields(kind)})
-    faults = faults or [
-        f"settings.{field.name} is {settings[field.name]!r}, which is of another type"
-        for field in fields(kind)
-        if not _is_of(settings[field.name], field.type)
-    ]
-    if faults:
-        return faults
-    try:
-        method = kind(**settings)
-        settled, plan = _planned(method, statement)
-    except BudgetError as error:
-        return [f"the settings do not fit the budget: {error}"]
-    except InvalidInputError as error:
-        return [f"the settings are not those of the method {name}: {error}"]
-    faults += [
-        f"settings.{key} is {settings[key]!r}, a run has {value!r} there"
-        for key, value in finite(asdict(settled)).items()
-        if not _near(settings[key], value)
-    ]
-    expected = finite(plan.to_statement(Ledger()))
-    if "menu" in expected:
-        return [*faults, *_offer_faults(mechanism, expected)]
-    if isinstance(plan, FilteredPlan) and mechanism["filter"] is not None:
-        stated = mechanism["filter"]
-        expected["filter"]["steps"] = stated["steps"]
-        if settings.get("noise_multiplier", 0.0) is None:
-            # It may have been given for a typical update, which decided the order.
-            noise = mechanism["trial"]["update"]["noise_multiplier"]
-            expected["trial"]["update"]["noise_multiplier"] = noise
-            allowed = RenyiFilter.for_budget(plan.kept_budget, stated["order"]).allowance
-            expected["filter"] |= {"order": stated["order"], "allowance": allowed}
-    faults += [
-        f"mechanism.{key} is {mechanism[key]!r}, a run with these settings has {value!r} there"
-        for key, value in expected.items()
-        if not _near(mechanism[key], value)
-    ]
-    return faults
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    """Whether a plain value can be that of a setting; a whole number is a fraction too."""
-    if isinstance(kind, str):  # the annotation of a custom method that was never evaluated
-        return True
-    kinds = get_args(kind) or (kind,)
-    if isinstance(value, bool):
-        return bool in kinds
-    return type(value) in kinds or (type(value) is int and float in kinds)
-
-
-def _planned(method: "Method", statement: dict[str, Any]) -> "tuple[Method, PrivacyPlan]":
-    """What a run with the stated settings would be settled to."""
-    budget, mechanism = statement["budget"], statement["mechanism"]
-    settled, plan = method.settle(
-        statement["dataset_size"],
-        Budget(math.inf if budget["epsilon"] is None else budget["epsilon"], budget["delta"]),
-        statement["guarantee"]["accounting"],
-        tuple(event_from_json(event) for event in mechanism["setup"]),
-    )
-    return settled, hiding_plan(plan, CONSTANT) if mechanism["to_the_cap"] else plan
-
-
-def _near(one: Any, other: Any) -> bool:
-    """Whether plain values are equal, fractions to the accuracy of a search."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_near(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_near, one, other))
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=SEARCHED)
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
-
-
-def _offer_faults(mechanism: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """A menu offers the rates of its settings. Their noise is held against epsilon alone.
-
-    It was chosen for a typical update and for all updates of a run that may have been cut short.
-    """
-    if "menu" not in mechanism:
-        return ["a run with these settings has a menu of updates, the mechanism has none"]
-    stated, due = (values["menu"]["offer"]["choices"] for values in (mechanism, expected))
-    pairs = zip(stated, due, strict=False)
-    alike = len(stated) == len(due) and all(
-        _near(one["sample_rate"], other["sample_rate"]) for one, other in pairs
-    )
-    same = _near(mechanism["menu"]["steering"], expected["menu"]["steering"])
-    return [] if alike and same else ["the menu is not that of a run with these settings"]
 
 
 def _weight_faults(folder: Path, statement: dict[str, Any]) -> list[str]:

@@ -38,7 +38,7 @@ def task_named(name: str, classes: int | None = None) -> Task:
     except KeyError:
         known = ", ".join(TASKS)
         raise InvalidInputError(
-            f"unknown task {name!r}; choose one of {known}, or {NPZ}FILE for records of your own"
+            f"unknown task {name!r}; choose one of {known}, or {NPZ}FILE for your own data"
         ) from None
 
 

@@ -45,7 +45,7 @@ def npz_task(name: str, classes: int | None = None) -> Task:
             _check_labels(path, labels, examples.targets, classes)
     return Task(
         name=name,
-        summary=f"{len(train)} records of your own to train, {len(test or ())} to test",
+        summary=f"{len(train)} records to train, {len(test or ())} to test",
         networks=_networks(tuple(train.inputs.shape[1:]), classes),
         load=lambda _: (train, test),
         public={"classes": classes},

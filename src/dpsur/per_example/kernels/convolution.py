@@ -1,4 +1,4 @@
-"""Kernels for convolutions on a card, where those that are usually chosen are slow.
+"""Kernels for convolutions on a GPU, where those that are usually chosen are slow.
 
 In full float32 the library for convolutions chooses by heuristics that are an order of magnitude
 off for some shapes. What is chosen here instead computes the same. The limits are round numbers
@@ -71,7 +71,7 @@ class Geometry:
         return Geometry(self.strides, margins, self.dilations, 1)
 
 
-def convolved(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """A convolution whose input gradient is found by the better kernel."""
     if input.device.type not in PAYS_ON or not input.requires_grad:
         return geometry.apply(input, weight, bias)
@@ -108,11 +108,11 @@ class _Convolved(torch.autograd.Function):
 def _input_gradient(
     gradient: Tensor, input: Tensor | None, weight: Tensor, geometry: Geometry
 ) -> Tensor:
-    """Without strides a convolution with the kernel turned round, which has faster kernels."""
+    """Without strides a convolution with the kernel flipped, which has faster kernels."""
     back = geometry.reversed(weight.shape[2:])
     if back is not None:
-        turned = weight.flip(list(range(2, weight.dim()))).transpose(0, 1).contiguous()
-        return back.apply(gradient, turned, None)
+        flipped = weight.flip(list(range(2, weight.dim()))).transpose(0, 1).contiguous()
+        return back.apply(gradient, flipped, None)
     if weight.dim() == 4 and geometry.groups == 1 and prod(gradient.shape[2:]) <= _SMALL_MAP:
         weight = weight.contiguous(memory_format=torch.channels_last)
     assert input is not None

@@ -1,4 +1,4 @@
-"""Per-example gradients of convolutions on a card, by a kernel of our own that copies no patches.
+"""Per-example gradients of convolutions on a GPU, by a custom kernel that copies no patches.
 
 With patches most of the time goes into copying every pixel once per entry of the kernel. Here a
 block of threads takes one example and 32 by 32 channels, goes down the rows of the map with those
@@ -17,7 +17,7 @@ _TILE, _THREADS = 32, 256
 # Maps of which sizes, and kernels of how many entries: sums are kept in registers, rows in shared
 # memory. On smaller maps inner products are cheaper still.
 _LEAST_SIDE, _MOST_SIDE, _MOST_ENTRIES = 12, 64, 9
-# Shared memory that every card has for a block.
+# Shared memory that every GPU has for a block.
 _SHARED_BYTES = 48 * 1024
 # The first dimension of a grid; more examples are left to patches.
 _MOST_BLOCKS = 2**31 - 1
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(256) per_example(
 """
 
 
-def fused(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
+def fused_gradients(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
     """Gradient of the kernel for every example, (examples, out, in, *kernel), or None.
 
     None stands for shapes, devices and versions for which there is no such kernel.
@@ -101,7 +101,7 @@ def fused(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
     if not _suits(inputs, outputs, window):
         return None
     constants = compiler.shapes(inputs, outputs, window)
-    kernel = compiler.compiled(_SOURCE, "per_example", constants, inputs.device.index)
+    kernel = compiler.compile_kernel(_SOURCE, "per_example", constants, inputs.device.index)
     if kernel is None:
         return None
     inputs, outputs = inputs.contiguous(), outputs.contiguous()

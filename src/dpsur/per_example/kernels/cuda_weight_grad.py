@@ -1,4 +1,4 @@
-"""The gradient of a convolution on small maps, summed over examples, on a card.
+"""The gradient of a convolution on small maps, summed over examples, on a GPU.
 
 Kernels that are usually chosen for such a gradient are far slower than its arithmetic. Here a block
 of threads goes through some of the examples, with some channels of each in shared memory while it
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HIGH * WIDE > 16 ? 3 : 2) 
 """
 
 
-def summed(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
+def summed_gradient(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
     """The gradient of the kernel, summed over examples, (out, in, *kernel), or None.
 
     None stands for shapes, devices and versions for which there is no such kernel.
@@ -106,7 +106,7 @@ def summed(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor | None:
     threads = -(-together * window.sizes[0] // _WARP) * _WARP
     constants = compiler.shapes(inputs, outputs, window)
     constants += (("TOGETHER", together), ("THREADS", threads), ("SLOPES_APART", _SLOPES_APART))
-    kernel = compiler.compiled(_SOURCE, "summed", constants, inputs.device.index)
+    kernel = compiler.compile_kernel(_SOURCE, "summed", constants, inputs.device.index)
     if kernel is None:
         return None
     inputs, outputs = inputs.contiguous(), outputs.contiguous()

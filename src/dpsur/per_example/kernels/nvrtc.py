@@ -1,4 +1,4 @@
-"""Kernels of our own for a card, compiled when they are first needed."""
+"""Custom kernels for a GPU, compiled when they are first needed."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,8 +24,8 @@ class SlowerWarning(UserWarning):
 
 
 @cache
-def compiled(source: str, name: str, constants: Constants, device: int) -> Kernel | None:
-    """The kernel with its constants on one card; None, and a warning, if it cannot be compiled."""
+def compile_kernel(source: str, name: str, constants: Constants, device: int) -> Kernel | None:
+    """The kernel with its constants on one GPU; None, and a warning, if it cannot be compiled."""
     compile_kernel: Any = getattr(torch.cuda, "_compile_kernel", None)
     if compile_kernel is None or torch.version.hip:
         return None

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpsur.per_example.contributions import split
+from dpsur.per_example.contributions import split_dimension
 from dpsur.per_example.rules.linear import linear_map
 from dpsur.per_example.tape import NotSupportedError, Tape
 
@@ -28,7 +28,9 @@ def attention(
     if not module.batch_first:
         projected = [one.transpose(0, 1) for one in projected]
     heads, width = module.num_heads, module.head_dim
-    queries, keys, values = (split(one, -1, (heads, width)).transpose(1, 2) for one in projected)
+    queries, keys, values = (
+        split_dimension(one, -1, (heads, width)).transpose(1, 2) for one in projected
+    )
     mask = _mask(attn_mask, key_padding_mask, queries)
     dropout = module.dropout if module.training else 0.0
     weights = None
@@ -71,7 +73,7 @@ def _mask(attn_mask: Tensor | None, padding: Tensor | None, queries: Tensor) -> 
     if attn_mask is not None:
         total = _additive(attn_mask, queries)
         if total.dim() == 3:
-            total = split(total, 0, (len(queries), -1))
+            total = split_dimension(total, 0, (len(queries), -1))
     if padding is not None:
         hidden = _additive(padding, queries)[:, None, None]
         total = hidden if total is None else total + hidden

@@ -10,24 +10,24 @@ from torch import Tensor, nn
 
 from dpsur.per_example.contributions import (
     MEMORY_COST,
+    Contribution,
     Factors,
     Products,
     Rows,
-    Use,
     instantiating_pays,
-    split,
-    wide,
+    split_dimension,
+    widen,
 )
-from dpsur.per_example.kernels.convolution import Geometry, convolved, from_patches, patches_pay
-from dpsur.per_example.kernels.cuda_per_example import fused
-from dpsur.per_example.kernels.cuda_weight_grad import summed, summing_pays
+from dpsur.per_example.kernels.convolution import Geometry, convolve, from_patches, patches_pay
+from dpsur.per_example.kernels.cuda_per_example import fused_gradients
+from dpsur.per_example.kernels.cuda_weight_grad import summed_gradient, summing_pays
 from dpsur.per_example.norms import InnerNorms, Measure
 from dpsur.per_example.rules.patches import (
     Window,
     inner_products,
     inner_products_cost,
     inner_products_of,
-    instantiated,
+    instantiate,
     patches,
     scratch_rows,
 )
@@ -37,7 +37,7 @@ _Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 @dataclass(frozen=True)
-class Sliding(Use):
+class Sliding(Contribution):
     """A kernel slid over padded inputs, with norms from inner products between positions."""
 
     inputs: Tensor
@@ -63,7 +63,7 @@ class Sliding(Use):
             some = outputs[start : start + step]
             between = inner_products(self.inputs[start : start + step], self.window, places)
             parts.append(InnerNorms.of(between, torch.bmm(some.mT, some), terms))
-        return InnerNorms.joined(parts)
+        return InnerNorms.concatenate(parts)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """The usual gradient of the weight, from scaled output gradients."""
@@ -73,7 +73,7 @@ class Sliding(Use):
             each = Factors(factors.values.repeat_interleave(self.fold), keep)
         window, finite = self.window, self.finite_inputs
         if summing_pays(self.inputs, self.outputs, window):
-            found = summed(*self._scaled(each), window)
+            found = summed_gradient(*self._scaled(each), window)
             if found is not None:
                 return found
         if patches_pay(self.inputs, self.outputs):
@@ -120,9 +120,9 @@ def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
     plain = padded is None
     margins = tuple(int(margin) for margin in module.padding) if plain else (0,) * dimensions
     geometry = Geometry(strides, margins, dilations, module.groups)
-    output = convolved(input if padded is None else padded, module.weight, module.bias, geometry)
+    output = convolve(input if padded is None else padded, module.weight, module.bias, geometry)
     known = tape.known_inputs(input) if plain else None
-    if known is not None:  # perhaps turned round for this layer, but for no other
+    if known is not None:  # perhaps in channels-last layout for this layer, but for no other
         output = output.contiguous()
     layout = tape.examples_in(output, axis=0)
     weight, bias = tape.slot(module.weight), tape.slot(module.bias)
@@ -130,18 +130,18 @@ def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
     window = Window(tuple(module.kernel_size), strides, dilations, margins)
     known = known if fold == 1 else None
 
-    def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:
-        outputs = wide(gradient)
+    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
+        outputs = widen(gradient)
         if bias is not None:
             yield bias, Rows(_unfolded(outputs.flatten(2).sum(2), fold))
         if weight is None:
             return
-        inputs = wide(input if padded is None else padded).detach()
+        inputs = widen(input if padded is None else padded).detach()
         places = prod(outputs.shape[2:])
         grams = None
         if known is not None and groups == 1 and places**2 <= input[0].numel():
             grams = known.look_up(
-                (window, places), lambda data: inner_products_of(wide(data), window, places)
+                (window, places), lambda data: inner_products_of(widen(data), window, places)
             )
         finite = known is not None and known.finite
         if grams is not None:
@@ -156,8 +156,8 @@ def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
 
 def _each(inputs: Tensor, outputs: Tensor, window: Window, groups: int) -> Tensor:
     """Gradient of the kernel for every example, the fastest way there is."""
-    found = fused(inputs, outputs, window) if groups == 1 else None
-    return instantiated(inputs, outputs, window, groups) if found is None else found
+    found = fused_gradients(inputs, outputs, window) if groups == 1 else None
+    return instantiate(inputs, outputs, window, groups) if found is None else found
 
 
 def _instantiate(inputs: Tensor, outputs: Tensor, window: Window, fold: int) -> bool:
@@ -173,7 +173,7 @@ def _instantiate(inputs: Tensor, outputs: Tensor, window: Window, fold: int) -> 
 
 def _unfolded(rows: Tensor, fold: int) -> Tensor:
     """Add up the rows that belong to one example."""
-    return rows if fold == 1 else split(rows, 0, (-1, fold)).sum(1)
+    return rows if fold == 1 else split_dimension(rows, 0, (-1, fold)).sum(1)
 
 
 def _padded(module: _Convolution, input: Tensor) -> Tensor | None:

@@ -7,18 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpsur.per_example.contributions import Factors, Products, Use
+from dpsur.per_example.contributions import Contribution, Factors, Products
 from dpsur.per_example.norms import part_norms
 from dpsur.per_example.tape import NotSupportedError, Slot, Tape
 
 
 @dataclass(frozen=True)
-class Lookups(Use):
+class Lookups(Contribution):
     """Rows of a table read by `tokens` (examples, positions), with gradients of what was read.
 
     Those of a token that an example reads several times are added up in one of the positions
-    (`added_up`), so that what is summed is what was measured: positions that cancel have no norm,
-    and added one by one to a table of all examples they would take others' digits away.
+    (`add_up_repeats`), so that what is summed is what was measured: positions that cancel have no
+    norm, and added one by one to a table of all examples they would take others' digits away.
     """
 
     tokens: Tensor
@@ -62,7 +62,7 @@ def first_places(tokens: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(1, order, order.gather(1, starts))
 
 
-def added_up(outputs: Tensor, places: Tensor) -> Tensor:
+def add_up_repeats(outputs: Tensor, places: Tensor) -> Tensor:
     """Gradients of the same token, added up in its first position; zero in the others."""
     examples, positions, width = outputs.shape
     places = places + torch.arange(examples, device=places.device).unsqueeze(1) * positions
@@ -81,13 +81,13 @@ def embedding(module: nn.Embedding, tape: Tape, input: Tensor) -> Tensor:
     table_rows, padding = module.num_embeddings, module.padding_idx
     known = tape.known_inputs(input) if input.dim() == 2 else None
 
-    def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:
+    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
         tokens = layout.by_example(input).reshape(tape.examples, -1)
         outputs = layout.by_example(gradient).reshape(*tokens.shape, gradient.shape[-1])
         if padding is not None:
             outputs = torch.where((tokens == padding).unsqueeze(-1), 0.0, outputs)
         places = None if known is None else known.look_up("places", first_places)
         places = first_places(tokens) if places is None else places
-        yield slot, Lookups(tokens, added_up(outputs, places), table_rows)
+        yield slot, Lookups(tokens, add_up_repeats(outputs, places), table_rows)
 
     return tape.watch(output, record)

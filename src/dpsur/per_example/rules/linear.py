@@ -5,7 +5,15 @@ from collections.abc import Iterable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpsur.per_example.contributions import Outer, Output, Products, Rows, Shift, Use, wide
+from dpsur.per_example.contributions import (
+    Contribution,
+    Outer,
+    Output,
+    Products,
+    Rows,
+    Shift,
+    widen,
+)
 from dpsur.per_example.norms import row_norms
 from dpsur.per_example.tape import Slot, Tape
 
@@ -16,7 +24,7 @@ def linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
 
 
 def _norms(data: Tensor) -> Tensor:
-    return row_norms(wide(data))
+    return row_norms(widen(data))
 
 
 def linear_map(
@@ -39,13 +47,13 @@ def linear_map(
 
     known = tape.known_inputs(x)
 
-    def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:
+    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
         rows, width = tape.examples, gradient.shape[-1]
         if gradient.numel() == rows * width:  # one vector per example, wherever they are held
-            output = Output(wide(gradient).reshape(rows, width))
+            output = Output(widen(gradient).reshape(rows, width))
             if weight_slot is not None:
                 norms = None if known is None else known.look_up("norms", _norms)
-                inputs = wide(x).detach().reshape(rows, x.shape[-1])
+                inputs = widen(x).detach().reshape(rows, x.shape[-1])
                 yield weight_slot, Outer(inputs, output, norms)
             if bias_slot is not None:
                 yield bias_slot, Shift(output)

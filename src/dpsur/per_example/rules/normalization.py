@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpsur.per_example.contributions import Rows, Use
+from dpsur.per_example.contributions import Contribution, Rows
 from dpsur.per_example.tape import NotSupportedError, Slot, Tape
 
 # From values in the shape (examples, fold, ...) to one row per example in the parameter's shape.
@@ -13,36 +13,36 @@ Collect = Callable[[Tensor], Tensor]
 
 
 def group_norm(module: nn.GroupNorm, tape: Tape, input: Tensor) -> Tensor:
-    """Channels are normalised in groups; one scale and shift per channel."""
+    """Channels are normalise in groups; one scale and shift per channel."""
     output = F.group_norm(input, module.num_groups, module.weight, module.bias, module.eps)
 
-    def normalised() -> Tensor:
+    def normalise() -> Tensor:
         return F.group_norm(input, module.num_groups, None, None, module.eps)
 
-    return _scaled(tape, output, module.weight, module.bias, normalised, _by_channel)
+    return _scaled(tape, output, module.weight, module.bias, normalise, _by_channel)
 
 
 def instance_norm(module: nn.InstanceNorm2d, tape: Tape, input: Tensor) -> Tensor:
-    """Every channel of an example is normalised by itself."""
+    """Every channel of an example is normalise by itself."""
     if module.track_running_stats or input.dim() != _instance_norm_dims(module):
         raise NotSupportedError("instance norm with running statistics or without a batch")
     output = F.instance_norm(input, weight=module.weight, bias=module.bias, eps=module.eps)
 
-    def normalised() -> Tensor:
+    def normalise() -> Tensor:
         return F.instance_norm(input, eps=module.eps)
 
-    return _scaled(tape, output, module.weight, module.bias, normalised, _by_channel)
+    return _scaled(tape, output, module.weight, module.bias, normalise, _by_channel)
 
 
 def layer_norm(module: nn.LayerNorm, tape: Tape, input: Tensor) -> Tensor:
-    """The last dimensions are normalised together; one scale and shift per entry of them."""
+    """The last dimensions are normalise together; one scale and shift per entry of them."""
     shape = list(module.normalized_shape)
     output = F.layer_norm(input, shape, module.weight, module.bias, module.eps)
 
-    def normalised() -> Tensor:
+    def normalise() -> Tensor:
         return F.layer_norm(input, shape, None, None, module.eps)
 
-    return _scaled(tape, output, module.weight, module.bias, normalised, _by_entry(shape))
+    return _scaled(tape, output, module.weight, module.bias, normalise, _by_entry(shape))
 
 
 def rms_norm(module: nn.RMSNorm, tape: Tape, input: Tensor) -> Tensor:
@@ -50,10 +50,10 @@ def rms_norm(module: nn.RMSNorm, tape: Tape, input: Tensor) -> Tensor:
     shape = list(module.normalized_shape)
     output = F.rms_norm(input, shape, module.weight, module.eps)
 
-    def normalised() -> Tensor:
+    def normalise() -> Tensor:
         return F.rms_norm(input, shape, None, module.eps)
 
-    return _scaled(tape, output, module.weight, None, normalised, _by_entry(shape))
+    return _scaled(tape, output, module.weight, None, normalise, _by_entry(shape))
 
 
 def _scaled(
@@ -61,15 +61,15 @@ def _scaled(
     output: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    normalised: Callable[[], Tensor],
+    normalise: Callable[[], Tensor],
     collect: Collect,
 ) -> Tensor:
     layout = tape.examples_in(output, axis=0 if collect is _by_channel else None)
     scale, shift = tape.slot(weight), tape.slot(bias)
 
-    def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:
+    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
         if scale is not None:
-            yield scale, Rows(collect(layout.by_example(gradient * normalised())))
+            yield scale, Rows(collect(layout.by_example(gradient * normalise())))
         if shift is not None:
             yield shift, Rows(collect(layout.by_example(gradient)))
 

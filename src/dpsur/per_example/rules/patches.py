@@ -78,7 +78,7 @@ def patches(padded: Tensor, window: Window, *, inside: bool) -> Tensor:
     return views.permute(0, 1, *kernel, *positions).reshape(*rows, -1)
 
 
-def instantiated(inputs: Tensor, outputs: Tensor, window: Window, groups: int) -> Tensor:
+def instantiate(inputs: Tensor, outputs: Tensor, window: Window, groups: int) -> Tensor:
     """Gradient of the kernel for every example, in the shape (examples, out, in, *kernel)."""
     examples, channels = inputs.shape[:2]
     height, positions = outputs.shape[1], prod(outputs.shape[2:])
@@ -116,14 +116,14 @@ def inner_products(inputs: Tensor, window: Window, places: int) -> Tensor:
     flat, spatial = inputs.flatten(2), inputs.shape[2:]
     grams = torch.bmm(flat.mT, flat).view(-1, *spatial, *spatial)
     for dimension in range(len(spatial)):
-        grams = _summed_along(grams, window, dimension)
+        grams = _sum_along(grams, window, dimension)
     return grams.reshape(len(inputs), places, places)
 
 
-def _summed_along(grams: Tensor, window: Window, dimension: int) -> Tensor:
+def _sum_along(grams: Tensor, window: Window, dimension: int) -> Tensor:
     """Add up inner products of pixels along one dimension of the kernel; margins hold zeros."""
     if shifting_pays(grams, window, dimension):
-        return summed_by_shifts(grams, window, dimension)
+        return sum_by_shifts(grams, window, dimension)
     axes = 1 + dimension, 1 + dimension + len(window.sizes)
     size, stride = window.sizes[dimension], window.strides[dimension]
     dilation, margin = window.dilations[dimension], window.margins[dimension]
@@ -211,7 +211,7 @@ def shifting_pays(grams: Tensor, window: Window, dimension: int) -> bool:
     )
 
 
-def summed_by_shifts(grams: Tensor, window: Window, dimension: int) -> Tensor:
+def sum_by_shifts(grams: Tensor, window: Window, dimension: int) -> Tensor:
     """Inner products (examples, *map, *map), added up along one dimension of the kernel."""
     flat, sides = grams.flatten(1), tuple(grams.shape[1:])
     total = flat.clone()

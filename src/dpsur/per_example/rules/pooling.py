@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpsur.functional.pooling import turned, worth_turning
+from dpsur.functional.pooling import channels_last, pools_faster_channels_last
 from dpsur.per_example.rules.patches import examples_at_once
 from dpsur.per_example.tape import Tape
 
@@ -14,7 +14,7 @@ _Pair = tuple[int, int]
 
 def max_pool(module: nn.MaxPool2d, tape: Tape, input: Tensor) -> Any:  # noqa: ARG001
     """What `nn.MaxPool2d` returns."""
-    if module.return_indices or not worth_turning(input):
+    if module.return_indices or not pools_faster_channels_last(input):
         return nn.MaxPool2d.forward(module, input)
     stride = module.kernel_size if module.stride is None else module.stride
     settings = (*map(_pair, (module.kernel_size, stride, module.padding, module.dilation)),)
@@ -33,7 +33,7 @@ class _MaxPool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, settings: tuple[Any, ...]) -> Tensor:
-        output, places = torch.ops.aten.max_pool2d_with_indices(turned(input), *settings)
+        output, places = torch.ops.aten.max_pool2d_with_indices(channels_last(input), *settings)
         few = input.shape[2] * input.shape[3] <= torch.iinfo(torch.int16).max
         ctx.settings = settings
         ctx.save_for_backward(input, places.to(torch.int16) if few else places)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpsur.per_example.contributions import Products, Rows, Use, wide
+from dpsur.per_example.contributions import Contribution, Products, Rows, widen
 from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
 
 
@@ -76,7 +76,7 @@ def run(
     # Rounding would add up over the times of a sequence: a recurrence keeps its precision.
     with torch.autocast(input.device.type, enabled=False):
         return _layers(
-            module, tape, layout, wide(input), [wide(one) for one in initial], recurrence
+            module, tape, layout, widen(input), [widen(one) for one in initial], recurrence
         )
 
 
@@ -132,7 +132,7 @@ def _layer(
 
 def _record(
     tape: Tape, fold: int, seen: list[Tensor], weights: Weights, trace: Trace
-) -> Callable[[Tensor], Iterable[tuple[Slot, Use]]]:
+) -> Callable[[Tensor], Iterable[tuple[Slot, Contribution]]]:
     layout = Layout(1, fold)
 
     def by_example(values: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def _record(
         for values in (weights.inputs, weights.hidden, weights.input_bias, weights.hidden_bias)
     ]
 
-    def record(gradient: Tensor) -> Iterable[tuple[Slot, Use]]:
+    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
         assert trace.states is not None
         assert trace.hidden_gates is not None
         for direction, one in enumerate(seen):

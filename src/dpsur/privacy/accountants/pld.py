@@ -111,7 +111,7 @@ def _shape(event: Event, count: int) -> _Shape:
         return _Shape(math.inf, 0.0)
     q = 1.0 if isinstance(event, Gaussian) else event.sample_rate
     unsampled = precision(event.noise_multiplier) / 2
-    # The chi-square divergence tells mean and variance where the noise is large. Where it is
+    # The chi-square divergence gives mean and variance where the noise is large. Where it is
     # small, a record in the batch shows plainly and one outside of it not at all.
     chi_square = q * q * math.expm1(min(2 * unsampled, 700.0))
     mean = min(q * unsampled, math.log1p(chi_square))

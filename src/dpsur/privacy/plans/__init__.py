@@ -12,9 +12,17 @@ from typing import Any
 from dpsur.privacy.plans.filtered import FilteredPlan
 from dpsur.privacy.plans.fixed import Plan
 from dpsur.privacy.plans.menu import MenuPlan
+from dpsur.privacy.plans.open_ended import PrivacyLedger
 from dpsur.privacy.plans.protocol import PrivacyPlan
 
-__all__ = ["FilteredPlan", "MenuPlan", "Plan", "PrivacyPlan", "plan_from_statement"]
+__all__ = [
+    "FilteredPlan",
+    "MenuPlan",
+    "Plan",
+    "PrivacyLedger",
+    "PrivacyPlan",
+    "plan_from_statement",
+]
 
 
 def plan_from_statement(statement: Mapping[str, Any]) -> PrivacyPlan:

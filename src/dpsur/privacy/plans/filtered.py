@@ -304,11 +304,12 @@ class FilteredPlan:
         kept = _kept(delta, capped=self._pays_for_updates)
         return epsilon_at(self.order, self.allowance, kept)
 
-    def spent(self, ledger: Ledger) -> float:
+    def spent(self, ledger: Ledger, delta: float | None = None) -> float:
         """Epsilon so far, as a progress figure."""
         if not ledger.entries and not ledger.setup:
             return 0.0
-        return epsilon_at(self.order, self.divergence(ledger), self.budget.delta)
+        delta = self.budget.delta if delta is None else delta
+        return epsilon_at(self.order, self.divergence(ledger), delta)
 
     def left_after_setup(self) -> float:
         """The allowance without what happens before the first step."""

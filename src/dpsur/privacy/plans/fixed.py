@@ -122,9 +122,10 @@ class Plan:
         accounting = accounting_named(self.accounting)
         return accounting.planned(self.setup, self.trial, self.length, delta)
 
-    def spent(self, ledger: Ledger) -> float:
+    def spent(self, ledger: Ledger, delta: float | None = None) -> float:
         """Epsilon so far, as a progress figure."""
-        return accounting_named(self.accounting).spent(ledger, self.budget.delta)
+        delta = self.budget.delta if delta is None else delta
+        return accounting_named(self.accounting).spent(ledger, delta)
 
     @property
     def unit(self) -> str:

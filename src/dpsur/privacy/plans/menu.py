@@ -193,11 +193,12 @@ class MenuPlan:
         delta = self.budget.delta if delta is None else delta
         return self._accounting.epsilon(self._charges(self.updates), delta)
 
-    def spent(self, ledger: Ledger) -> float:
+    def spent(self, ledger: Ledger, delta: float | None = None) -> float:
         """Epsilon so far, as a progress figure: a block that has begun counts as a whole."""
         releases = sum(entry.trials for entry in ledger.entries if entry.step == self.steering)
         reached = min(self.updates, releases * self.menu.repeats)
-        return self._accounting.epsilon(self._charges(reached), self.budget.delta)
+        delta = self.budget.delta if delta is None else delta
+        return self._accounting.epsilon(self._charges(reached), delta)
 
     @property
     def _accounting(self) -> Accounting:

@@ -119,7 +119,7 @@ class PrivacyPlan(Protocol):
         """Epsilon of the completed run at the budget's delta, or at another one."""
         ...
 
-    def spent(self, ledger: Ledger) -> float:
+    def spent(self, ledger: Ledger, delta: float | None = None) -> float:
         """Epsilon so far, as a progress figure: the guarantee is `epsilon()`."""
         ...
 

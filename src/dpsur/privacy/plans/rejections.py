@@ -98,7 +98,7 @@ def least_cap(test: Test, updates: int, budget: Budget) -> int:
 def duration(plan: PrivacyPlan) -> int:
     """How long a run is for whoever watches it: in trials where their number is a constant.
 
-    What happens by this scale, evaluations and what is shown of a run, tells of no rejections then.
+    Evaluations and progress reports follow this scale, so that they reveal no rejections then.
     """
     return plan.trials if plan.to_the_cap else plan.length
 

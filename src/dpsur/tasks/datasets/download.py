@@ -67,7 +67,7 @@ def fetch_file(wanted: Download, folder: Path, report: Report = silent) -> Path:
     """Bring a file into a folder, unless it is there already.
 
     What has arrived is kept as `FILE.part` until the file is whole and right, so that a later call,
-    of this source or another one, goes on from there.
+    of this source or another one, resumes from there.
     """
     target = folder / wanted.file
     if matches(target, wanted.checksum):

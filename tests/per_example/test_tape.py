@@ -1,0 +1,37 @@
+"""A tape of a forward pass, a loss and a backward pass that the caller makes."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpsur.functional.problem import Objective
+from dpsur.per_example import GradientBudget
+from dpsur.per_example.api import per_example_gradients
+from dpsur.per_example.contributions import clip_factors
+from dpsur.per_example.engine_choice import plan_for
+from dpsur.per_example.one_pass import tape_for
+
+
+def test_a_callers_own_backward_pass_gives_norms_and_sums():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    x, y = torch.randn(6, 5), torch.arange(6) % 3
+    objective = Objective(model, F.cross_entropy)
+    params = dict(model.named_parameters())
+    plan = plan_for(objective, params, x, GradientBudget())
+
+    def forward(called):
+        return called(x)
+
+    tape, outputs = tape_for(model, params, forward, len(x), plan.assignment, [*plan.layouts])
+    F.cross_entropy(outputs, y, reduction="sum").backward()
+    assert all(value.grad is None for value in model.parameters())
+    gradients = per_example_gradients(model, F.cross_entropy, x, y)
+    norms = torch.cat([rows.flatten(1) for rows in gradients.values()], 1).norm(dim=1)
+    torch.testing.assert_close(tape.norms(), norms)
+    factors = clip_factors(tape.norms(), 0.5, None)
+    for name, rows in gradients.items():
+        wanted = torch.tensordot((0.5 / norms).clamp(max=1), rows, 1)
+        torch.testing.assert_close(tape.weighted_sum(name, factors), wanted)
+        torch.testing.assert_close(tape.per_example(name), rows)
+    assert all(isinstance(value, nn.Parameter) for value in model.parameters())
