@@ -153,8 +153,8 @@ class BlockPlan:
 
     @property
     def fixed_counts(self) -> Mapping[str, int]:
-        """The number of updates."""
-        return {"updates": self.updates}
+        """The updates of the last block, which the setting counts: a search comes on top."""
+        return {"updates": self.blocks[-1]}
 
     @property
     def length(self) -> int:
@@ -209,12 +209,15 @@ class BlockPlan:
         )
 
     def limited(self, most: int) -> "BlockPlan":
-        """The same plan with its last blocks cut off or shortened; tests stay."""
-        left, blocks = most, []
-        for size in self.blocks:
-            blocks.append(min(size, left))
-            left -= blocks[-1]
-        return replace(self, blocks=tuple(blocks))
+        """The same plan with a shorter last block; the search and all tests stay."""
+        searched = sum(self.blocks[:-1])
+        if most <= searched:
+            raise InvalidInputError(
+                f"max_updates {most} ends the run before its last block: the blocks that search for "
+                f"a learning rate make {searched} updates; raise it, or lower blocks or "
+                "block_updates"
+            )
+        return replace(self, blocks=(*self.blocks[:-1], min(self.blocks[-1], most - searched)))
 
     def hide_rejections(self, way: str) -> "BlockPlan":
         """There are none to hide: what tests say is charged and public."""
