@@ -21,7 +21,7 @@ from dpsur.functional.records import Examples
 from dpsur.mechanism.noise import add_gaussian
 from dpsur.mechanism.optim import Schedule
 from dpsur.mechanism.proposer import DpGradient, GradientProposer
-from dpsur.mechanism.state import Candidate, State, Verdict
+from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws
 from dpsur.per_example import ClippedSum, clipped_norms
 from dpsur.privacy.events import Event, SampledGaussian, Step, Trial
@@ -340,6 +340,11 @@ class BlockGate:
                 }
             )
         return found
+
+
+def released_metrics(procedure: Procedure, state: State) -> list[dict[str, Any]] | None:
+    """The noisy values that a run has paid for; None where it makes no tests of blocks."""
+    return procedure.metrics(state) if isinstance(procedure, BlockGate) else None
 
 
 def _memory(state: State) -> dict[str, Tensor]:
