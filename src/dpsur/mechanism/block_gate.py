@@ -146,7 +146,9 @@ class BlockGate:
         _, quantity = self.quantities()[int(memory["tests"])]
         if quantity == GRADIENT_NORM:
             with self._source.sampler.layer_randomness(draws):
-                return self._noisy_sum(lambda rows: gradient_bins(problem, state.params, rows), draws)
+                return self._noisy_sum(
+                    lambda rows: gradient_bins(problem, state.params, rows), draws
+                )
         if quantity == LOSS_SCALE:
             return self._noisy_sum(lambda rows: loss_bins(problem, state.params, rows), draws)
         if quantity == SCORE:
@@ -274,7 +276,9 @@ class BlockGate:
             return 1.0
         memory, first = _memory(state), _saved(state)["first"]
         update, size = self.plan.update, self.plan.blocks[block + self._before_blocks]
-        squares = [(value - first[name]).double().square().sum() for name, value in state.params.items()]
+        squares = [
+            (value - first[name]).double().square().sum() for name, value in state.params.items()
+        ]
         way = float(torch.stack(squares).sum())
         if not way > 0 or math.isinf(way):
             return 1.0

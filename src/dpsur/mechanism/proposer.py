@@ -132,9 +132,7 @@ class GradientProposer:
         )
         updates = state.updates + 1
         average = followed(self.average, state.average, params, updates)
-        after = replace(
-            state, params=params, optimizer=optimizer, updates=updates, average=average
-        )
+        after = replace(state, params=params, optimizer=optimizer, updates=updates, average=average)
         return Candidate(after, overflow)
 
     def padded(self) -> "GradientProposer | None":

@@ -196,9 +196,7 @@ def _menu_rows(chosen: Mapping[str, Any], settings: Mapping[str, Any]) -> list[t
     ]
 
 
-def _block_rows(
-    mechanism: Mapping[str, Any], settings: Mapping[str, Any]
-) -> list[tuple[str, str]]:
+def _block_rows(mechanism: Mapping[str, Any], settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Updates and tests in the order that was fixed before the run."""
     update, chosen = mechanism["trial"]["update"], mechanism["blocks"]
     test, sizes = chosen["test"], chosen["updates"]
@@ -233,9 +231,7 @@ def _metrics(statement: Mapping[str, Any]) -> list[str]:
     for row in statement["metrics"]:
         rate = "" if row["learning_rate"] is None else f"{row['learning_rate']:.4g}"
         error = "" if row["standard_error"] is None else f" ± {row['standard_error']:.2g}"
-        rows.append(
-            f"| {row['after']} | {row['quantity']} | {rate} | {row['value']:.4g}{error} |"
-        )
+        rows.append(f"| {row['after']} | {row['quantity']} | {rate} | {row['value']:.4g}{error} |")
     return [
         "## Noisy values that were paid for",
         "",

@@ -63,9 +63,7 @@ class BlockPlan:
     def __post_init__(self) -> None:
         check_covers_steering(self.accounting)
         if not self.blocks or any(type(size) is not int or size < 0 for size in self.blocks):
-            raise InvalidInputError(
-                f"blocks must be whole numbers of updates, got {self.blocks!r}"
-            )
+            raise InvalidInputError(f"blocks must be whole numbers of updates, got {self.blocks!r}")
         checks.at_least_one("the number of updates", self.updates)
 
     @staticmethod
@@ -179,14 +177,14 @@ class BlockPlan:
         delta = self.budget.delta if delta is None else delta
         return self._accounting.epsilon(self._charges(self.blocks), delta)
 
-    def spent(self, ledger: Ledger) -> float:
+    def spent(self, ledger: Ledger, delta: float | None = None) -> float:
         """Epsilon so far, as a progress figure."""
         charges: list[tuple[Event, int]] = [
             *((event, 1) for event in self.setup),
             (Trial(self.update), ledger.updates),
             (self.test, self._tests(ledger)),
         ]
-        return self._accounting.epsilon(charges, self.budget.delta)
+        return self._accounting.epsilon(charges, self.budget.delta if delta is None else delta)
 
     @property
     def _accounting(self) -> Accounting:
