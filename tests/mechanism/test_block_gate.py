@@ -209,7 +209,7 @@ def noise_is_never_repeated():
 
 
 def nothing_of_a_searched_block_survives():
-    """After its test, weights, optimizer, averages and their counts are the first ones, bit by bit."""
+    """After its test, weights, optimizer and averages are the first ones, bit by bit."""
     gate, plan = bound(average_decay=0.9, momentum=0.9)
     first = flatten(_trained(gate.initial_state()))
     seen = 0
@@ -360,7 +360,9 @@ def test_the_best_rate_is_the_top_of_a_parabola_within_half_a_step():
     for _ in range(200):
         tried = list(3.0 + np.array([0.0, 1.5, -1.5, generator.choice([0.75, -0.75])]))
         values = list(generator.normal(size=4))
-        places, heights = (np.array(x) for x in zip(*sorted(zip(tried, values)), strict=True))
+        places, heights = (
+            np.array(x) for x in zip(*sorted(zip(tried, values, strict=True)), strict=True)
+        )
         best = int(np.argmax(heights))
         if best in (0, 3):
             expected = places[best]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.privacy.accountants.noise_tail import tail_refusal
 from dpsur.options import flag
+from dpsur.privacy.accountants.noise_tail import tail_refusal
 from dpsur.privacy.accounting import FIGURES, accounting_named, figures, planned_charges
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import (

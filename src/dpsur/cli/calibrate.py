@@ -143,8 +143,8 @@ def _blocks(options: argparse.Namespace, budget: Budget) -> dict[str, float | in
             "--blocks needs --updates, and takes none of --trials, --accept-ratio, "
             "--accept-threshold and --test-share"
         )
-    names = ("batch_size", "noise_multiplier", "val_batch_size", "val_noise_multiplier")
-    names = (*names, "updates", "blocks", "block_updates")
+    noise = ("noise_multiplier", "val_noise_multiplier")
+    names = ("batch_size", "val_batch_size", "updates", "blocks", "block_updates", *noise)
     method = Dpsgd(gate="block", **{name: getattr(options, name) for name in names})
     size, setup = options.dataset_size, setup_events(options)
     settled, plan = method.settle(size, budget, options.accounting, setup)

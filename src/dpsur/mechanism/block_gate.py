@@ -8,7 +8,7 @@ values that are paid for. Rule and constants are explained in docs/selection.md.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from dpsur.functional.records import Examples
 from dpsur.mechanism.noise import add_gaussian
 from dpsur.mechanism.optim import Schedule
 from dpsur.mechanism.proposer import DpGradient, GradientProposer
+from dpsur.mechanism.rate_search import best_exponent, between, next_exponent
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws
 from dpsur.per_example import ClippedSum, clipped_norms
@@ -30,7 +31,6 @@ from dpsur.privacy.plans.blocks import BlockPlan
 # Where the search starts: learning rate times clipping norm of plain SGD, and the rate of Adam.
 FIRST_PRODUCT: Final = 8.0
 FIRST_ADAM_RATE: Final = 0.08
-SEARCH_STEP: Final = 1.5  # octaves between the first three rates
 CLIP_PART: Final = 8.0  # the clipping norm is the median gradient norm over this
 SHARE_OCTAVES: Final = 1.3  # by which the last block is slower where noise moves the weights
 # Bins of a noisy histogram: half octaves from 2^-24 to 2^24, what lies outside in the end bins.
@@ -324,7 +324,7 @@ class BlockGate:
         """The learning rate that a block starts with; the one at hand unless another is named."""
         memory = _memory(state)
         place = int(memory["tests"]) - self._before_blocks if block is None else block
-        rate = 2.0 ** float(memory["exponents"][place])
+        rate: float = 2.0 ** float(memory["exponents"][place])
         return rate if self.scale_free else rate / float(memory["max_grad_norm"])
 
     def metrics(self, state: State) -> list[dict[str, Any]]:
@@ -367,7 +367,7 @@ def _put(values: Tensor, place: int, value: float) -> Tensor:
     return values
 
 
-# --- what a record adds to a test: a row of L2 norm at most 1, whatever the record is ---------------
+# --- what a record adds to a test: a row of L2 norm at most 1, whatever the record is -------------
 
 
 def is_classification(problem: Problem) -> bool:
@@ -415,9 +415,6 @@ def _bins(sizes: Tensor) -> Tensor:
     return torch.nn.functional.one_hot(places.clamp(0, BINS - 1), BINS).double()
 
 
-# --- the rule -------------------------------------------------------------------------------------
-
-
 def median_of(noisy: Tensor, noise: float) -> float | None:
     """The median by a noisy histogram, the middle of its bin; None if all bins look empty."""
     counts = torch.where(noisy > EMPTY_BELOW * noise, noisy, 0.0).cumsum(0)
@@ -425,47 +422,3 @@ def median_of(noisy: Tensor, noise: float) -> float | None:
         return None
     place = int((counts < counts[-1] / 2).sum())
     return float(2.0 ** (LOWEST_OCTAVE + (place + 0.5) / BINS_PER_OCTAVE))
-
-
-def next_exponent(start: float, tried: Sequence[float], values: Sequence[float]) -> float:
-    """Which rate to try next: three around the start, then beyond an end or beside the best."""
-    if len(tried) < 3:
-        return start + (0.0, SEARCH_STEP, -SEARCH_STEP)[len(tried)]
-    places, heights = _sorted(tried, values)
-    best = heights.index(max(heights))
-    if best == 0:
-        return places[0] - SEARCH_STEP
-    if best == len(places) - 1:
-        return places[-1] + SEARCH_STEP
-    better = best + 1 if heights[best + 1] > heights[best - 1] else best - 1
-    return (places[best] + places[better]) / 2
-
-
-def best_exponent(tried: Sequence[float], values: Sequence[float]) -> float:
-    """The top of a parabola through the best value and its neighbours, at most half way to them."""
-    places, heights = _sorted(tried, values)
-    best = heights.index(max(heights))
-    if best in (0, len(places) - 1):
-        return places[best]
-    left, middle, right = places[best - 1 : best + 2]
-    before, top, after = heights[best - 1 : best + 2]
-    rise, fall = (middle - left) * (top - after), (right - middle) * (top - before)
-    if not rise + fall > 0:
-        return middle
-    peak = middle - ((middle - left) * rise - (right - middle) * fall) / (2 * (rise + fall))
-    return min(max(peak, (left + middle) / 2), (middle + right) / 2)
-
-
-def between(place: float, places: Sequence[float], heights: Sequence[float]) -> float:
-    """A height by linear interpolation, constant beyond the ends."""
-    known, levels = _sorted(places, heights)
-    for index in range(1, len(known)):
-        if place <= known[index] and known[index] > known[index - 1]:
-            part = max(0.0, (place - known[index - 1]) / (known[index] - known[index - 1]))
-            return levels[index - 1] + part * (levels[index] - levels[index - 1])
-    return levels[-1]
-
-
-def _sorted(places: Sequence[float], heights: Sequence[float]) -> tuple[list[float], list[float]]:
-    pairs = sorted(zip(places, heights, strict=True))
-    return [place for place, _ in pairs], [height for _, height in pairs]

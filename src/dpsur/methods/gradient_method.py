@@ -6,7 +6,6 @@ it adds.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -36,7 +35,6 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import (
     CoinTest,
     Event,
-    Gaussian,
     LossTest,
     NonPrivate,
     SampledGaussian,
@@ -44,6 +42,7 @@ from dpsur.privacy.events import (
     Trial,
 )
 from dpsur.privacy.plans import BlockPlan, Plan, PrivacyPlan
+from dpsur.privacy.plans.blocks import plan_blocks
 from dpsur.privacy.plans.fixed import Request, make_plan
 from dpsur.privacy.search import largest_ratio, least_noise
 
@@ -67,17 +66,7 @@ COIN_TEST_SHARE = 0.3
 # Of the gate block (docs/selection.md): blocks of a search, and updates in each of them.
 USUAL_BLOCKS = 4
 BLOCKS_PER_RUN, SHORTEST_BLOCK = 16, 40
-# What its tests may add to the noise of the updates, and the least noise of a test by default.
-BLOCK_TESTS_COST = 0.015
-LEAST_BLOCK_TEST_NOISE = 1.0
 MEDIAN, GIVEN = "median", "given"
-
-
-def block_test(sample_rate: float | None, noise_multiplier: float) -> Gaussian | SampledGaussian:
-    """The test of a block: on all records, or on a Poisson sample of them."""
-    if sample_rate is None:
-        return Gaussian(noise_multiplier)
-    return SampledGaussian(sample_rate, noise_multiplier)
 
 
 def _example_test(gate: str) -> Test:
@@ -312,72 +301,25 @@ class GradientMethod(OptimizerMethod):
         count = self.blocks or USUAL_BLOCKS
         size = self.block_updates or max(SHORTEST_BLOCK, -(-updates // BLOCKS_PER_RUN))
         first = (0, 0) if self.clip_norm == MEDIAN else (0,)
-        sizes = (*first, *[size] * count, updates)
-        rate = settled.batch_size / dataset_size
-        test_rate = None if self.val_batch_size is None else self.val_batch_size / dataset_size
-
-        def plan_with(noise: float, test_noise: float) -> BlockPlan:
-            test = block_test(test_rate, test_noise)
-            update = SampledGaussian(rate, noise)
-            return BlockPlan(budget, accounting, update, test, sizes, setup)
-
-        noise, test_noise = self.noise_multiplier, self.val_noise_multiplier
-        if test_noise is None:
-            if noise is None:
-                plain = self._noise_without_tests(rate, sum(sizes), budget, accounting, setup)
-                noise = (1 + BLOCK_TESTS_COST) * plain
-            test_noise = self._block_test_noise(plan_with, noise, budget)
-        if noise is None:
-            test = block_test(test_rate, test_noise)
-            plan = BlockPlan.for_budget(budget, accounting, rate, test, sizes, setup=setup)
-        else:
-            plan = plan_with(noise, test_noise)
-        spent = plan.epsilon()
-        if not spent <= budget.epsilon:
-            raise BudgetError(
-                f"{plan.updates} updates at noise multiplier {noise:g} and {len(sizes)} tests of "
-                f"blocks at {test_noise:g} spend epsilon {spent:.4g}, more than {budget.epsilon:g}; "
-                "leave one of the noise multipliers open, or make fewer updates"
-            )
+        plan = plan_blocks(
+            budget,
+            accounting,
+            (*first, *[size] * count, updates),
+            sample_rate=settled.batch_size / dataset_size,
+            test_rate=None if self.val_batch_size is None else self.val_batch_size / dataset_size,
+            noise_multiplier=self.noise_multiplier,
+            test_noise=self.val_noise_multiplier,
+            setup=setup,
+        )
         settled = replace(
             settled,
             noise_multiplier=plan.update.noise_multiplier,
-            val_noise_multiplier=test_noise,
+            val_noise_multiplier=plan.test.noise_multiplier,
             updates=updates,
             blocks=count,
             block_updates=size,
         )
         return settled, plan
-
-    def _noise_without_tests(
-        self, rate: float, count: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
-    ) -> float:
-        """The least noise at which so many updates fit the budget by themselves."""
-
-        def epsilon_of(noise: float) -> float:
-            trial = Trial(SampledGaussian(rate, noise))
-            return accounting_named(accounting).planned(setup, trial, count, budget.delta)
-
-        found = least_noise(epsilon_of, budget.epsilon)
-        if found is None:
-            raise BudgetError(
-                f"epsilon {budget.epsilon:g} is too small for {count} updates, whatever the noise; "
-                "raise epsilon or make fewer updates"
-            )
-        return found
-
-    def _block_test_noise(
-        self, plan_with: Callable[[float, float], BlockPlan], noise: float, budget: Budget
-    ) -> float:
-        """The least noise of tests that the budget allows beside the updates."""
-        found = least_noise(lambda test: plan_with(noise, test).epsilon(), budget.epsilon)
-        if found is None:
-            raise BudgetError(
-                f"updates at noise multiplier {noise:g} leave nothing of epsilon "
-                f"{budget.epsilon:g} for tests of blocks; raise noise_multiplier or leave it out, "
-                "or make fewer updates"
-            )
-        return max(found, LEAST_BLOCK_TEST_NOISE)
 
     def _with_gate(self, dataset_size: int, budget: Budget, accounting: Accounting) -> Self:
         gate = self._implied_gate() or ("coin" if accounting.name == "proven" else "loss")

@@ -30,6 +30,9 @@ from dpsur.privacy.plans.rejections import steps_differ
 from dpsur.privacy.search import least_noise, noise_at_least
 
 BlockTest = Gaussian | SampledGaussian
+# What tests may add to the noise of the updates by default, and the least noise that they get.
+TESTS_COST = 0.015
+LEAST_TEST_NOISE = 1.0
 
 
 @dataclass(frozen=True)
@@ -211,8 +214,8 @@ class BlockPlan:
         searched = sum(self.blocks[:-1])
         if most <= searched:
             raise InvalidInputError(
-                f"max_updates {most} ends the run before its last block: the blocks that search for "
-                f"a learning rate make {searched} updates; raise it, or lower blocks or "
+                f"max_updates {most} ends the run before its last block: the blocks that search "
+                f"for a learning rate make {searched} updates; raise it, or lower blocks or "
                 "block_updates"
             )
         return replace(self, blocks=(*self.blocks[:-1], min(self.blocks[-1], most - searched)))
@@ -308,3 +311,77 @@ class BlockPlan:
             blocks=tuple(values["blocks"]),
             setup=tuple(event_from_json(event) for event in values["setup"]),
         )
+
+
+def plan_blocks(
+    budget: Budget,
+    accounting: str,
+    blocks: tuple[int, ...],
+    *,
+    sample_rate: float,
+    test_rate: float | None = None,
+    noise_multiplier: float | None = None,
+    test_noise: float | None = None,
+    setup: tuple[Event, ...] = (),
+) -> BlockPlan:
+    """The plan with the noise that was given, or with what the budget needs where it was not.
+
+    Without a `test_rate` tests look at all records. If both kinds of noise are left open, tests
+    raise the noise of the updates by `TESTS_COST`; if only that of tests is, they take what the
+    updates leave of the budget.
+    """
+
+    def plan_with(noise: float, of_tests: float) -> BlockPlan:
+        update = SampledGaussian(sample_rate, noise)
+        return BlockPlan(budget, accounting, update, _test(test_rate, of_tests), blocks, setup)
+
+    if noise_multiplier is None and test_noise is not None:
+        test = _test(test_rate, test_noise)
+        return BlockPlan.for_budget(budget, accounting, sample_rate, test, blocks, setup=setup)
+    noise = noise_multiplier
+    if noise is None:
+        plain = _noise_without_tests(budget, accounting, sample_rate, sum(blocks), setup)
+        noise = (1 + TESTS_COST) * plain
+    if test_noise is None:
+        found = least_noise(lambda value: plan_with(noise, value).epsilon(), budget.epsilon)
+        if found is None:
+            raise BudgetError(
+                f"updates at noise multiplier {noise:g} leave nothing of epsilon "
+                f"{budget.epsilon:g} for tests of blocks; raise noise_multiplier or leave it out, "
+                "or make fewer updates"
+            )
+        test_noise = max(found, LEAST_TEST_NOISE)
+    plan = plan_with(noise, test_noise)
+    spent = plan.epsilon()
+    if not spent <= budget.epsilon:
+        raise BudgetError(
+            f"{plan.updates} updates at noise multiplier {noise:g} and {len(blocks)} tests of "
+            f"blocks at {test_noise:g} spend epsilon {spent:.4g}, more than "
+            f"{budget.epsilon:g}; leave one of the noise multipliers open, or make fewer updates"
+        )
+    return plan
+
+
+def _test(sample_rate: float | None, noise_multiplier: float) -> BlockTest:
+    """The test of a block: on all records, or on a Poisson sample of them."""
+    if sample_rate is None:
+        return Gaussian(noise_multiplier)
+    return SampledGaussian(sample_rate, noise_multiplier)
+
+
+def _noise_without_tests(
+    budget: Budget, accounting: str, sample_rate: float, count: int, setup: tuple[Event, ...]
+) -> float:
+    """The least noise at which so many updates fit the budget by themselves."""
+
+    def epsilon_of(noise: float) -> float:
+        trial = Trial(SampledGaussian(sample_rate, noise))
+        return accounting_named(accounting).planned(setup, trial, count, budget.delta)
+
+    found = least_noise(epsilon_of, budget.epsilon)
+    if found is None:
+        raise BudgetError(
+            f"epsilon {budget.epsilon:g} is too small for {count} updates, whatever the noise; "
+            "raise epsilon or make fewer updates"
+        )
+    return found
