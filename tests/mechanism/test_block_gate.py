@@ -17,8 +17,9 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import flatten
 from dpsur.mechanism import block_gate, dp_gradient, proposer
-from dpsur.mechanism.block_gate import BlockGate, best_exponent, between, median_of, next_exponent
+from dpsur.mechanism.block_gate import BlockGate, median_of
 from dpsur.mechanism.loop import has_next, make_trial, start, train
+from dpsur.mechanism.rate_search import best_exponent, between, next_exponent
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import NOISE, VAL_NOISE, Draws, Stream, Streams
 from dpsur.methods import Dpis, Dpsgd, Dpsur
@@ -360,9 +361,8 @@ def test_the_best_rate_is_the_top_of_a_parabola_within_half_a_step():
     for _ in range(200):
         tried = list(3.0 + np.array([0.0, 1.5, -1.5, generator.choice([0.75, -0.75])]))
         values = list(generator.normal(size=4))
-        places, heights = (
-            np.array(x) for x in zip(*sorted(zip(tried, values, strict=True)), strict=True)
-        )
+        order = np.argsort(tried)
+        places, heights = np.array(tried)[order], np.array(values)[order]
         best = int(np.argmax(heights))
         if best in (0, 3):
             expected = places[best]

@@ -213,8 +213,8 @@ def _block_rows(mechanism: Mapping[str, Any], settings: Mapping[str, Any]) -> li
         (
             "Blocks",
             f"{len(sizes)} tests, after {', '.join(map(str, sizes))} updates; order and numbers "
-            "were fixed before the run, and every update and every test is charged, kept or not; the "
-            "weights after an earlier block are released if its test was clearly better",
+            "were fixed before the run, and every update and every test is charged, kept or not; "
+            "the weights after an earlier block are released if its test was clearly better",
         ),
         (
             "Test of a block",
