@@ -96,7 +96,8 @@ def test_there_are_pairs_to_check():
 def test_what_is_not_there_is_noticed():
     """The checks above reject a page with every kind of fault."""
     page = (
-        "# A head\n[a](#a-head) [b](#none) [c](nowhere.md) `run_loop`,\n`train` (`mechanism/loop.py`)"
+        "# A head\n[a](#a-head) [b](#none) [c](nowhere.md) "
+        "`run_loop`,\n`train` (`mechanism/loop.py`)"
     )
     assert dead_links(page, ROOT) == ["#none", "nowhere.md"]
     assert wrong_pairs(page) == []

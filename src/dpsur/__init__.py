@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     from dpsur.config import Pace, Speed
     from dpsur.mechanism.api import dp_gradient, poisson_batches
     from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
+    from dpsur.per_example import EngineReport, explain
+    from dpsur.per_example.api import clipped_sum, per_example_gradients
     from dpsur.privacy.budget import Budget
+    from dpsur.privacy.calibrate import calibrate, selective_epsilon
+    from dpsur.privacy.events import CoinTest, Gaussian, LossTest, SampledGaussian, Trial
+    from dpsur.privacy.plans import PrivacyLedger
+    from dpsur.privacy.statement import Statement
     from dpsur.runs.fit import fit
     from dpsur.runs.release import load
     from dpsur.runs.result import Run
@@ -39,21 +45,34 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Budget": "dpsur.privacy.budget",
+    "calibrate": "dpsur.privacy.calibrate",
+    "clipped_sum": "dpsur.per_example.api",
+    "CoinTest": "dpsur.privacy.events",
+    "dp_gradient": "dpsur.mechanism.api",
     "Dpagd": "dpsur.methods",
     "Dpis": "dpsur.methods",
     "Dpsgd": "dpsur.methods",
     "DpsgdHf": "dpsur.methods",
     "DpsgdTs": "dpsur.methods",
     "Dpsur": "dpsur.methods",
+    "EngineReport": "dpsur.per_example",
+    "explain": "dpsur.per_example",
+    "fit": "dpsur.runs.fit",
+    "Gaussian": "dpsur.privacy.events",
+    "load": "dpsur.runs.release",
+    "LossTest": "dpsur.privacy.events",
     "Nonprivate": "dpsur.methods",
     "Observer": "dpsur.runs.session",
     "Pace": "dpsur.config",
-    "Run": "dpsur.runs.result",
-    "dp_gradient": "dpsur.mechanism.api",
-    "Speed": "dpsur.config",
-    "fit": "dpsur.runs.fit",
-    "load": "dpsur.runs.release",
+    "per_example_gradients": "dpsur.per_example.api",
     "poisson_batches": "dpsur.mechanism.api",
+    "PrivacyLedger": "dpsur.privacy.plans",
+    "Run": "dpsur.runs.result",
+    "SampledGaussian": "dpsur.privacy.events",
+    "selective_epsilon": "dpsur.privacy.calibrate",
+    "Speed": "dpsur.config",
+    "Statement": "dpsur.privacy.statement",
+    "Trial": "dpsur.privacy.events",
     "verify": "dpsur.runs.verification",
 }
 # Packages that are imported when they are first named.
@@ -63,6 +82,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "CheckpointError",
+    "CoinTest",
     "DiagnosticsWarning",
     "Dpagd",
     "Dpis",
@@ -71,22 +91,34 @@ __all__ = [
     "DpsgdTs",
     "Dpsur",
     "DpsurError",
+    "EngineReport",
     "FileError",
+    "Gaussian",
     "InterruptedRunError",
     "InvalidInputError",
+    "LossTest",
     "Nonprivate",
     "NothingReleasedError",
     "Observer",
     "Pace",
+    "PrivacyLedger",
     "PrivacyWarning",
     "Run",
+    "SampledGaussian",
     "Speed",
+    "Statement",
+    "Trial",
     "UnsupportedModelError",
     "__version__",
+    "calibrate",
+    "clipped_sum",
     "dp_gradient",
+    "explain",
     "fit",
     "load",
+    "per_example_gradients",
     "poisson_batches",
+    "selective_epsilon",
     "verify",
 ]
 

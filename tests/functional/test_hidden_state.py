@@ -225,7 +225,7 @@ LOSSES = {
 @pytest.mark.parametrize("build", LOSSES)
 def test_a_loss_with_memory_is_refused_before_training(build, monkeypatch):
     monkeypatch.setattr(
-        "dpsur.runs.session.Session.start", lambda *_, **__: pytest.fail("a trial was made")
+        "dpsur.runs.session.Session.run", lambda *_, **__: pytest.fail("a trial was made")
     )
     with pytest.raises(InvalidInputError, match=f"loss.*{LOSSES[build]}") as caught:
         dpsur.fit(small_model(), (X, Y), loss=build(), budget=BUDGET, method=dpsur.Dpsgd(updates=2))

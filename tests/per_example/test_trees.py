@@ -12,7 +12,7 @@ from dpsur.errors import InvalidInputError, UnsupportedModelError
 from dpsur.functional.call import call_on
 from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.records import Examples, HostExamples, place
-from dpsur.functional.tree import map_tensors, split_rows, tensors_of
+from dpsur.functional.tree import map_tensors, split_rows, tensors_of, with_tensors
 from dpsur.mechanism.gate import pair_losses, stacked_outputs
 from dpsur.per_example import (
     GradientBudget,
@@ -308,3 +308,36 @@ def test_objects_among_outputs_do_not_reach_the_loss():
     assert outputs.cache is None
     doubled = map_tensors(lambda value: value * 2, outputs)
     assert torch.equal(doubled.logits, outputs.logits * 2)
+
+
+@pytest.mark.parametrize("column", ["words", "mask"])
+def test_what_a_masked_row_holds_in_any_input_does_not_matter(column):
+    """Columns that are not blanked would reach a table or carry NaN into the sum."""
+    problem = problem_of("dict")
+    params = problem.initial_params()
+    mask = torch.tensor([True] * (ROWS - 1) + [False])
+    expected = clipped_sum(problem, params, problem.train.part(slice(ROWS - 1)), 0.3).params
+    inputs = texts()
+    inputs[column][-1] = WORDS + 5 if column == "words" else float("nan")
+    targets = torch.cat([CLASSES[:-1], torch.tensor([99])])
+    found = clipped_sum(problem, params, Examples(inputs, targets), 0.3, mask=mask).params
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+def test_a_blank_that_forgets_a_column_is_seen(monkeypatch):
+    def first_only(values, mask):
+        tensors = tensors_of(values)
+        keep = mask.view(-1, *[1] * (tensors[0].dim() - 1))
+        return with_tensors(values, [torch.where(keep, tensors[0], 0), *tensors[1:]])
+
+    monkeypatch.setattr("dpsur.per_example.clipping._blank", first_only)
+    test_what_a_masked_row_holds_in_any_input_does_not_matter("words")
+    problem = problem_of("tuple")
+    params = problem.initial_params()
+    mask = torch.tensor([True] * (ROWS - 1) + [False])
+    targets = {"class": CLASSES, "size": torch.full((ROWS, 3), 1.0)}
+    targets["class"] = torch.cat([CLASSES[:-1], torch.tensor([99])])
+    wrong = Examples(problem.train.inputs, {"size": targets["size"], "class": targets["class"]})
+    with pytest.raises(IndexError):
+        clipped_sum(problem, params, wrong, 0.3, mask=mask)

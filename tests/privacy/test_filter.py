@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accountants.proven import event_divergence
-from dpsur.privacy.accountants.rdp import epsilon_at
+from dpsur.privacy.accountants.rdp import RenyiFilter, epsilon_at
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, SampledGaussian
-from dpsur.privacy.plans.filtered import RenyiFilter
 
 BUDGET = Budget(2.0, 1e-5)
 

@@ -7,13 +7,13 @@ import pytest
 
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accountants.proven import event_divergence
-from dpsur.privacy.accountants.rdp import epsilon_at
+from dpsur.privacy.accountants.rdp import RenyiFilter, epsilon_at
 from dpsur.privacy.accounting import CAP_SHARE
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NoisyChoice, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import FilteredPlan, Plan
-from dpsur.privacy.plans.filtered import ALLOWANCE_PARTS, MOST_TRIALS, TAIL_SHARE, RenyiFilter
+from dpsur.privacy.plans.filtered import ALLOWANCE_PARTS, MOST_TRIALS, TAIL_SHARE
 from dpsur.privacy.plans.rejections import trial_cap
 
 BUDGET = Budget(3.0, 1e-5)

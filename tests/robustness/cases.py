@@ -767,10 +767,8 @@ def bench_model(size: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 def _options(arguments: list[str]) -> list[argparse.Action]:
     """The options of a command, or of its action."""
-    import importlib
-
     parser = Parser()
-    importlib.import_module(dpsur.cli.COMMANDS[arguments[0]][0]).set_up(parser)
+    dpsur.cli.set_up(arguments[0], parser)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             parser = action.choices[arguments[1]]

@@ -69,8 +69,8 @@ class Fault:
 
 def import_everything() -> None:
     """Import all commands and what they import late, so that forked children need not."""
-    for module, _ in dpsur.cli.COMMANDS.values():
-        importlib.import_module(module)
+    for home in dpsur.cli.COMMANDS.values():
+        importlib.import_module(home.partition(":")[0])
     import torch
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -24,7 +24,7 @@ def forbidden(*_, **__):
 
 @pytest.fixture
 def no_trials(monkeypatch):
-    monkeypatch.setattr("dpsur.runs.session.Session.start", forbidden)
+    monkeypatch.setattr("dpsur.runs.session.Session.run", forbidden)
 
 
 def fit(model=None, data=(X, Y), **changes):

@@ -135,12 +135,17 @@ def build_parser(given: Sequence[str]) -> Parser:
     commands = parser.add_subparsers(
         prog="dpsur", metavar="COMMAND", required=True, help=argparse.SUPPRESS
     )
-    for name, home in COMMANDS.items():
+    for name in COMMANDS:
         command = commands.add_parser(name)
         if given[:1] == [name]:
-            module, _, function = home.partition(":")
-            getattr(import_module(module), function)(command)
+            set_up(name, command)
     return parser
+
+
+def set_up(name: str, parser: argparse.ArgumentParser) -> None:
+    """Give a parser the description and the options of a command."""
+    module, _, function = COMMANDS[name].partition(":")
+    getattr(import_module(module), function)(parser)
 
 
 class _ShowOnce:

@@ -34,7 +34,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the engine."""
+    """Print the engine, and how it serves each module."""
     problem = sample_problem(config_of(options))
     print(f"model: {type(problem.model).__name__}")
     print(engine_report(problem))

@@ -9,12 +9,12 @@ from torch.utils import _pytree as pytree
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.functional.problem import LossFunction, Problem
-from dpsur.functional.records import Examples
+from dpsur.functional.problem import LossFunction
+from dpsur.functional.tree import TensorTree
 from dpsur.mechanism.noise import add_gaussian
 from dpsur.mechanism.sampling import poisson_sample
 from dpsur.mechanism.streams import BATCH, NOISE, Streams
-from dpsur.per_example import clipped_sum
+from dpsur.per_example.api import clipped_sum
 
 
 def poisson_batches(
@@ -49,8 +49,8 @@ def poisson_batches(
 def dp_gradient(
     model: nn.Module,
     loss: LossFunction,
-    inputs: Tensor,
-    targets: Tensor,
+    inputs: TensorTree,
+    targets: TensorTree,
     *,
     max_grad_norm: float,
     noise_multiplier: float,
@@ -69,8 +69,8 @@ def dp_gradient(
     checks.positive("max_grad_norm", max_grad_norm)
     checks.positive("noise_multiplier", noise_multiplier)
     checks.positive("expected_batch_size", expected_batch_size)
-    problem = Problem(model, loss, Examples(inputs, targets))
-    total = clipped_sum(problem, problem.initial_params(), problem.train, max_grad_norm)
-    noise = Streams(seed, problem.device).at(1)[NOISE]
+    total = clipped_sum(model, loss, inputs, targets, max_grad_norm)
+    device = next(iter(total.params.values())).device
+    noise = Streams(seed, device).at(1)[NOISE]
     noisy = add_gaussian(total, noise_multiplier, noise)
     return {name: value / expected_batch_size for name, value in noisy.items()}

@@ -30,8 +30,8 @@ SAMPLER = (
 )
 ARITHMETIC = (
     "Gradients are clipped and summed in floating point, and noise is drawn and added in float64; "
-    "the proofs are over the real numbers. Noise comes from PyTorch's generators, which are not "
-    "cryptographically secure."
+    "the proofs are over the real numbers. Random numbers come from Philox4x64-10 under a secret "
+    "key of 128 bits, a generator that is not cryptographically secure."
 )
 TF32_OFF = "Products were computed in full float32."
 TF32_ON = (

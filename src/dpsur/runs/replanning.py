@@ -6,11 +6,11 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.privacy.accountants.rdp import RenyiFilter
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import event_from_json
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import FilteredPlan, PrivacyPlan
-from dpsur.privacy.plans.filtered import RenyiFilter
 from dpsur.privacy.plans.rejections import CONSTANT, hiding_plan
 from dpsur.runs.files import finite
 

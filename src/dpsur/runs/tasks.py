@@ -128,7 +128,7 @@ def sample_problem(config: RunConfig) -> Problem:
 
 
 def _shape(records: Records) -> tuple[int, ...]:
-    return tuple(records.train.inputs.shape[1:])
+    return records.train.record_shape
 
 
 def _network_of(

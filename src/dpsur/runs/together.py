@@ -1,7 +1,7 @@
 """Several runs at once in one process, for seeds of one experiment.
 
-A small network does not fill a card. Runs whose trials are captured are replayed on streams of
-their own, a block of each in turn, and read when it is done. Other runs, and all runs on a CPU,
+A small network does not fill a GPU. Runs on CUDA graphs are replayed on separate streams, a block
+of each in turn. Other runs, and all runs on a CPU,
 simply come one after the other. Either way every run ends as it would alone.
 """
 
