@@ -63,7 +63,6 @@ class Method(checks.NamedArguments, ABC):
         return fields(cls)
 
 
-USUAL_LEARNING_RATE = 4.0
 AVERAGE_HELP = "release an exponential average of the weights with this decay instead of the last"
 
 
@@ -76,7 +75,7 @@ def make_average(decay: float | None) -> WeightAverage | None:
 class OptimizerMethod(Method):
     """How a gradient becomes an update: options of every method that steps along one."""
 
-    learning_rate: float = option(USUAL_LEARNING_RATE, "learning rate at the start")
+    learning_rate: float = option(4.0, "learning rate at the start")
     schedule: str = option("linear", "how the learning rate decays over the run", tuple(SHAPES))
     optimizer: str = option("sgd", "optimizer", ("sgd", "adam"))
     momentum: float = option(0.9, "momentum (sgd)")

@@ -17,12 +17,7 @@ from dpsur.mechanism.gate import AlwaysAccept, LossTestGate, make_rule
 from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.state import Gate, Procedure
 from dpsur.mechanism.trial import Selective
-from dpsur.methods.base import (
-    USUAL_LEARNING_RATE,
-    OptimizerMethod,
-    check_batch_size,
-    power_of_two_near,
-)
+from dpsur.methods.base import OptimizerMethod, check_batch_size, power_of_two_near
 from dpsur.options import option
 from dpsur.privacy.accounting import (
     KEEP_MOMENTUM,
@@ -284,11 +279,11 @@ class GradientMethod(OptimizerMethod):
 
     def _first_exponent(self) -> float:
         """Where the search starts: at a learning rate that was given, else by rule."""
-        given = self.learning_rate != USUAL_LEARNING_RATE
-        if self.optimizer == "adam":
-            return math.log2(self.learning_rate if given else FIRST_ADAM_RATE)
-        by_rule = FIRST_PRODUCT * (1 - self.momentum)
-        return math.log2(self.learning_rate * self.max_grad_norm if given else by_rule)
+        rate: float | None = self.learning_rate
+        if rate is None or rate == OptimizerMethod.learning_rate:  # the default: left open
+            by_rule = FIRST_PRODUCT * (1 - self.momentum)
+            return math.log2(FIRST_ADAM_RATE if self.optimizer == "adam" else by_rule)
+        return math.log2(rate if self.optimizer == "adam" else rate * self.max_grad_norm)
 
     def _settle_blocks(
         self, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]

@@ -67,9 +67,9 @@ PARTS: Final[Mapping[str, frozenset[str]]] = {
     "mechanism.menu": frozenset({"offer", "steering", "steps"}),
     "mechanism.blocks": frozenset({"updates", "test", "steps"}),
 }
-OPTIONAL = ("mechanism.filter", "mechanism.menu", "mechanism.blocks")
 STATISTICS = re.compile(r"features\.\d+\.(mean|deviation)")
 VERSION = re.compile(r"\d[\w.+!-]*|absent")
+OPTIONAL = ("mechanism.filter", "mechanism.menu", "mechanism.blocks")
 
 CHECKED: Final = (
     "every epsilon follows from the stated mechanism, delta and cap on trials, and fits the budget",
