@@ -43,7 +43,7 @@ def select(found: list[Row], form: str, start: int = 0, clip: float = 1) -> list
         row
         for row in found
         if row["form"] == form
-        and row["start_octaves"] == start
+        and row.get("start_octaves") == start
         and row.get("clip_off_by", 1) == clip
         and row.get("median_over", 8) == 8
     ]
@@ -100,7 +100,47 @@ def clip() -> str:
     return table(head, lines)
 
 
-TABLES = {"short": short, "wide": wide, "clip": clip}
+def _grid(found: list[Row], clip: float) -> dict[float, float]:
+    """Accuracy by rate of plain DP-SGD with linear decay, at a clipping norm."""
+    return {
+        row["rate"]: row["held_out"]
+        for row in found
+        if row["form"] == "grid, linear decay" and row["clip"] == clip
+    }
+
+
+def grid() -> str:
+    """Plain DP-SGD with other clipping norms: the tuned rate kept, and the best for that norm."""
+    head = ["task, epsilon", *(f"C = {name}" for name in CLIPS.values())]
+    lines = []
+    for name, found in cells(rows()):
+        plain = _grid(found, 1)
+        others = {factor: _grid(found, factor) for factor in CLIPS if factor != 1}
+        if not plain or not all(others.values()):
+            continue
+        tuned = max(plain, key=plain.__getitem__)
+        line = [name]
+        for factor in CLIPS:
+            known = others.get(factor, plain)
+            kept = f"{known[tuned]:.1f}" if tuned in known else "–"
+            line.append(f"{kept} / {max(known.values()):.1f}")
+        lines.append(line)
+    return table(head, lines)
+
+
+def product() -> str:
+    """Linear decay at one product of rate and clipping norm for all, beside the best of a grid."""
+    head = ["task, epsilon", "best", "rate times C = 4", "8", "16"]
+    lines = []
+    for name, found in cells(rows()):
+        known = _grid(found, 1)
+        if {4.0, 8.0, 16.0} & known.keys() and not name.startswith("imdb-tr"):
+            at = [f"{known[rate]:.1f}" if rate in known else "–" for rate in (4.0, 8.0, 16.0)]
+            lines.append([name, f"{max(known.values()):.1f}", *at])
+    return table(head, lines)
+
+
+TABLES = {"short": short, "wide": wide, "clip": clip, "grid": grid, "product": product}
 
 
 def rendered(text: str) -> str:
