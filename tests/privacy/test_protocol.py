@@ -6,9 +6,16 @@ import json
 import pytest
 
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import CoinTest, Menu, SampledGaussian, Trial
+from dpsur.privacy.events import CoinTest, Gaussian, Menu, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import FilteredPlan, MenuPlan, Plan, PrivacyPlan, plan_from_statement
+from dpsur.privacy.plans import (
+    BlockPlan,
+    FilteredPlan,
+    MenuPlan,
+    Plan,
+    PrivacyPlan,
+    plan_from_statement,
+)
 
 BUDGET = Budget(3.0, 1e-5)
 UPDATE = SampledGaussian(0.1, 2.0)
@@ -19,6 +26,7 @@ PLANS = {
     "filter": FilteredPlan(BUDGET, "every-trial", 8.0, 0.5, Trial(UPDATE), None),
     "gated filter": FilteredPlan(BUDGET, "proven", 8.0, 0.5, GATED, 10, 60),
     "menu": MenuPlan(BUDGET, "proven", Menu((UPDATE, UPDATE), 5), SampledGaussian(0.2, 20.0), 10),
+    "blocks": BlockPlan(BUDGET, "proven", UPDATE, Gaussian(20.0), (0, 2, 2, 6)),
 }
 
 

@@ -7,11 +7,14 @@ from pathlib import Path
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
+from dpsur.options import flag
 from dpsur.privacy.accountants.noise_tail import tail_refusal
-from dpsur.privacy.accounting import accounting_named, figures, planned_charges
+from dpsur.privacy.accounting import FIGURES, accounting_named, figures, planned_charges
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import (
     CoinTest,
     Event,
+    Gaussian,
     LossTest,
     SampledGaussian,
     Test,
@@ -19,6 +22,7 @@ from dpsur.privacy.events import (
     feature_mean,
     feature_statistics,
 )
+from dpsur.privacy.plans import BlockPlan
 from dpsur.privacy.statement import format_epsilon
 from dpsur.status import status
 
@@ -33,6 +37,11 @@ proven       certified for selective release, the number of accepted updates fix
 proven_lower what an adversary attains at the same orders: no analysis of this kind gives less
 every_trial  every trial charged, their number fixed in advance by --trials
 published    the paper's analysis: a claim that is not proved for selective release
+
+The gate block charges every update and every test; give the updates before each test:
+
+  dpsur account --dataset-size 60000 --batch-size 2048 --noise-multiplier 8 \\
+      --block-sizes 0,0,40,40,40,40,600 --val-noise-multiplier 60 --delta 1e-5
 """
 LABELS = {
     "proven": "proven",
@@ -49,6 +58,11 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     add_mechanism_options(parser, noise_required=True)
     parser.add_argument("--updates", type=int, metavar="T", help="accepted updates")
     parser.add_argument("--trials", type=int, metavar="M", help="trials, for every_trial")
+    parser.add_argument(
+        "--block-sizes",
+        metavar="SIZES",
+        help="updates before each test of the gate block, such as 0,0,40,40,40,40,600",
+    )
     parser.add_argument("--delta", type=float, required=True, help="of (epsilon, delta)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -137,6 +151,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the figures."""
     if not 0 < options.delta < 1:
         raise InvalidInputError(f"delta must be in (0, 1), got {options.delta}")
+    if options.block_sizes is not None:
+        return _print_figures(_block_figures(options), as_json=options.json)
     if options.updates is None and options.trials is None:
         raise InvalidInputError("give --updates T, --trials M or both")
     for name in ("updates", "trials"):
@@ -156,13 +172,49 @@ def run(options: argparse.Namespace) -> int:
     _say_why_infinite(setup, trial, options.delta, updates or trials or 1)
     if options.plot is not None:
         _plot(Path(options.plot), setup, trial, options.delta, updates, trials)
-    if options.json:
+    return _print_figures(found, as_json=options.json)
+
+
+def _print_figures(found: dict[str, float | None], *, as_json: bool) -> int:
+    if as_json:
         print(json.dumps(found))
         return 0
     for key, label in LABELS.items():
         value = found[key]
         print(f"{label:<34} {'does not apply' if value is None else format_epsilon(value)}")
     return 0
+
+
+def _block_figures(options: argparse.Namespace) -> dict[str, float | None]:
+    """Epsilon of blocks of updates with a test after each, under the accountings that cover it."""
+    refused = ("updates", "trials", "accept_threshold", "accept_ratio", "plot")
+    for name in refused:
+        if getattr(options, name) is not None:
+            raise InvalidInputError(f"{flag(name)} has no meaning with --block-sizes; leave it out")
+    if options.val_noise_multiplier is None:
+        raise InvalidInputError("tests of blocks need --val-noise-multiplier")
+    try:
+        sizes = tuple(int(size) for size in options.block_sizes.split(","))
+    except ValueError:
+        raise InvalidInputError(
+            f"--block-sizes must be whole numbers with commas, got {options.block_sizes!r}"
+        ) from None
+    update = SampledGaussian(
+        rate("batch_size", options.batch_size, options.dataset_size), options.noise_multiplier
+    )
+    test: Gaussian | SampledGaussian = Gaussian(options.val_noise_multiplier)
+    if options.val_batch_size is not None:
+        test_rate = rate("val_batch_size", options.val_batch_size, options.dataset_size)
+        test = SampledGaussian(test_rate, options.val_noise_multiplier)
+    found: dict[str, float | None] = dict.fromkeys(FIGURES)
+    with status("computing epsilon of blocks and tests"):
+        for name in ("proven", "every-trial"):
+            # the budget is not part of the figure
+            plan = BlockPlan(
+                Budget(1.0, options.delta), name, update, test, sizes, setup_events(options)
+            )
+            found[name.replace("-", "_")] = plan.epsilon()
+    return found
 
 
 def _say_why_infinite(setup: tuple[Event, ...], trial: Trial, delta: float, count: int) -> None:

@@ -10,7 +10,7 @@ from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibrate import design_gate
 from dpsur.privacy.events import SampledGaussian, Trial
-from dpsur.privacy.plans import Plan
+from dpsur.privacy.plans import BlockPlan, Plan
 from dpsur.privacy.plans.fixed import Request, make_plan
 from dpsur.privacy.statement import format_epsilon
 from dpsur.status import status
@@ -24,6 +24,12 @@ share of the budget buys, and the noise multiplier beside it.
 
   dpsur calibrate --dataset-size 60000 --batch-size 2048 --updates 600 --epsilon 3 --delta 1e-5 \\
       --val-batch-size 256 --accept-ratio 2
+
+With --blocks, noise of updates and of tests for the gate block, whose search comes on top of
+--updates:
+
+  dpsur calibrate --dataset-size 60000 --batch-size 2048 --updates 600 --blocks 4 --epsilon 3 \\
+      --delta 1e-5
 """
 
 
@@ -33,6 +39,10 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     add_mechanism_options(parser, noise_required=False)
     parser.add_argument("--updates", type=int, metavar="T", help="accepted updates")
     parser.add_argument("--trials", type=int, metavar="M", help="trials (accounting every-trial)")
+    parser.add_argument("--blocks", type=int, metavar="M", help="short blocks of the gate block")
+    parser.add_argument(
+        "--block-updates", type=int, metavar="n", help="updates in each of them (default: by rule)"
+    )
     parser.add_argument("--epsilon", type=float, required=True, help="the budget")
     parser.add_argument("--delta", type=float, required=True, help="of (epsilon, delta)")
     parser.add_argument(
@@ -57,6 +67,9 @@ def run(options: argparse.Namespace) -> int:
     budget = Budget(options.epsilon, options.delta)
     accounting = accounting_named(options.accounting)
     sample_rate = rate("batch_size", options.batch_size, options.dataset_size)
+    if options.blocks is not None or options.block_updates is not None:
+        with status(f"choosing noise of updates and tests for epsilon {budget.epsilon:g}"):
+            return _print(_blocks(options, budget), as_json=options.json)
     count = _count(options, accounting.charges)
     if options.test_share is not None:
         with status(f"choosing a test and the noise for epsilon {budget.epsilon:g}"):
@@ -76,7 +89,11 @@ def run(options: argparse.Namespace) -> int:
             )
         with status(f"choosing noise or count for epsilon {budget.epsilon:g}"):
             answer = _answer(make_plan(request, budget, accounting.name))
-    if options.json:
+    return _print(answer, as_json=options.json)
+
+
+def _print(answer: dict[str, float | int | None], *, as_json: bool) -> int:
+    if as_json:
         print(json.dumps(answer))
         return 0
     for key, value in answer.items():
@@ -112,6 +129,33 @@ def _answer(plan: Plan) -> dict[str, float | int | None]:
         "updates": plan.updates,
         "trials": plan.trials if plan.updates is None else None,
         "trial_cap": None if plan.updates is None else plan.trials,
+        "epsilon": plan.epsilon(),
+    }
+
+
+def _blocks(options: argparse.Namespace, budget: Budget) -> dict[str, float | int | None]:
+    """What the gate block settles to for a run of so many updates."""
+    from dpsur.methods import Dpsgd  # with it torch, which the other answers do not need
+
+    given = (options.trials, options.accept_ratio, options.accept_threshold, options.test_share)
+    if options.updates is None or given != (None,) * 4:
+        raise InvalidInputError(
+            "--blocks needs --updates, and takes none of --trials, --accept-ratio, "
+            "--accept-threshold and --test-share"
+        )
+    noise = ("noise_multiplier", "val_noise_multiplier")
+    names = ("batch_size", "val_batch_size", "updates", "blocks", "block_updates", *noise)
+    method = Dpsgd(gate="block", **{name: getattr(options, name) for name in names})
+    size, setup = options.dataset_size, setup_events(options)
+    settled, plan = method.settle(size, budget, options.accounting, setup)
+    assert isinstance(plan, BlockPlan)
+    return {
+        "noise_multiplier": plan.update.noise_multiplier,
+        "val_noise_multiplier": plan.test.noise_multiplier,
+        "updates": settled.updates,
+        "blocks": settled.blocks,
+        "block_updates": settled.block_updates,
+        "tests": len(plan.blocks),
         "epsilon": plan.epsilon(),
     }
 

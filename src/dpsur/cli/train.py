@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from dpsur.cli.evaluate import describe_guarantee
 from dpsur.cli.progress import ProgressBar
@@ -130,16 +131,24 @@ def _print_result(run: Run, folder: RunFolder, *, as_json: bool) -> None:
     guarantee = as_published(run.statement)["guarantee"]
     release: Path = folder.release
     if as_json:
-        result = {
+        result: dict[str, Any] = {
             "scores": run.scores,
             "guarantee": guarantee,
             "epsilon": run.epsilon,
             "release": str(release),
         }
+        if "metrics" in run.statement:
+            result["metrics"] = run.statement["metrics"]
         print(json.dumps(finite(result), allow_nan=False))
         return
     if run.scores is not None and "accuracy" in run.scores:
         (released,) = run.statement["released"]
         print(f"test accuracy: {run.scores['accuracy']:.2%} ({released}, public test set)")
+    for row in run.statement.get("metrics", []):
+        error = "" if row["standard_error"] is None else f" +- {row['standard_error']:.2g}"
+        rate = (
+            "" if row["learning_rate"] is None else f" at learning rate {row['learning_rate']:.3g}"
+        )
+        print(f"{row['quantity']} of {row['after']}{rate}: {row['value']:.4g}{error} (noisy, paid)")
     print(describe_guarantee(run.statement))
     print(f"release: {release} (to publish); private: {folder.private} (keep)")

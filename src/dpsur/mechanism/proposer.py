@@ -132,7 +132,8 @@ class GradientProposer:
         )
         updates = state.updates + 1
         average = update_average(self.average, state.average, params, updates)
-        return Candidate(State(params, optimizer, updates, average, state.memory), overflow)
+        after = replace(state, params=params, optimizer=optimizer, updates=updates, average=average)
+        return Candidate(after, overflow)
 
     def padded(self) -> "GradientProposer | None":
         """The same on padded batches."""

@@ -36,6 +36,7 @@ class State:
     updates: Tensor
     average: Params | None = None
     memory: Mapping[str, Tensor] | None = None  # what an adaptive method has released so far
+    saved: Mapping[str, Params] | None = None  # weights that a later test may restore
 
     def __repr__(self) -> str:
         return f"State({sum(value.numel() for value in self.params.values())} weights; private)"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpsur import checks
-from dpsur.errors import BudgetError
+from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
 from dpsur.mechanism.dp_gradient import add_gaussian, dp_mean_gradient
@@ -16,7 +16,7 @@ from dpsur.mechanism.proposer import GradientProposer, Sampler
 from dpsur.mechanism.state import Candidate, Procedure, State
 from dpsur.mechanism.streams import COINS, NOISE, STEERING, Draws
 from dpsur.mechanism.trial import Selective
-from dpsur.methods.gradient_method import NO_GATE, GradientMethod
+from dpsur.methods.gradient_method import BLOCK_GATE, NO_GATE, GradientMethod
 from dpsur.options import option
 from dpsur.per_example import ClippedSum, clipped_norms
 from dpsur.privacy.accountants.proven import event_divergence
@@ -74,6 +74,11 @@ class Dpis(GradientMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self._implied_gate() == BLOCK_GATE:
+            raise InvalidInputError(
+                "the gate block is not built for dpis, whose noise follows from noisy norms; use "
+                "dpsgd or another gate"
+            )
         checks.at_least_one_each(self, "refresh_every", "norm_batch_size")
         if self.norm_noise_multiplier is not None:
             checks.positive("norm_noise_multiplier", self.norm_noise_multiplier)

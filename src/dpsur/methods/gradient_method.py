@@ -12,26 +12,44 @@ from typing import Any, Self
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.problem import Problem
+from dpsur.mechanism.block_gate import FIRST_ADAM_RATE, FIRST_PRODUCT, BlockGate
 from dpsur.mechanism.gate import AlwaysAccept, LossTestGate, make_rule
 from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.state import Gate, Procedure
 from dpsur.mechanism.trial import Selective
 from dpsur.methods.base import OptimizerMethod, check_batch_size, power_of_two_near
 from dpsur.options import option
-from dpsur.privacy.accounting import KEEP_MOMENTUM, RESTORE, Accounting, accounting_named
+from dpsur.privacy.accounting import (
+    KEEP_MOMENTUM,
+    RESTORE,
+    Accounting,
+    accounting_named,
+    check_covers_steering,
+)
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import CoinTest, Event, LossTest, NonPrivate, SampledGaussian, Test, Trial
-from dpsur.privacy.plans import Plan, PrivacyPlan
+from dpsur.privacy.events import (
+    CoinTest,
+    Event,
+    LossTest,
+    NonPrivate,
+    SampledGaussian,
+    Test,
+    Trial,
+)
+from dpsur.privacy.plans import BlockPlan, Plan, PrivacyPlan
+from dpsur.privacy.plans.blocks import plan_blocks
 from dpsur.privacy.plans.fixed import Request, make_plan
 from dpsur.privacy.search import largest_ratio, least_noise
 
 DEFAULT_EPOCHS = 20
 NO_GATE = "none"
-GATES = ("loss", "coin", NO_GATE)
+BLOCK_GATE = "block"
+GATES = ("loss", "coin", BLOCK_GATE, NO_GATE)
 GATE_HELP = (
     "the test of a candidate: loss is the paper's noisy loss difference; coin accepts every "
-    "improvement, and a worse candidate with probability 1/accept-ratio; none keeps all candidates "
-    "(dpsur, if unset: coin under the proven accounting, which alone covers it, else loss)"
+    "improvement, and a worse candidate with probability 1/accept-ratio; block tests blocks of "
+    "updates on all records and finds the learning rate by that; none keeps all candidates (dpsur, "
+    "if unset: coin under the proven accounting, which alone covers it, else loss)"
 )
 USUAL_TEST_NOISE = 1.0
 USUAL_RATIO = 2.0
@@ -40,6 +58,10 @@ USUAL_LOSS_CLIP = 0.001
 # the training digits of mnist-5k: under `proven` the ratio costs more than its tests alone.
 LOSS_TEST_SHARE = 0.5
 COIN_TEST_SHARE = 0.3
+# Of the gate block (docs/selection.md): blocks of a search, and updates in each of them.
+USUAL_BLOCKS = 4
+BLOCKS_PER_RUN, SHORTEST_BLOCK = 16, 40
+MEDIAN, GIVEN = "median", "given"
 
 
 # Of the rule below: the best of 0.1, 0.14, 0.2, 0.28 and 0.4 on held-out records of CIFAR-10 and
@@ -93,7 +115,8 @@ class GradientMethod(OptimizerMethod):
     val_noise_multiplier: float | None = option(
         None,
         "noise of the gate loss relative to twice its clip bound (default: 1, or more where the "
-        "tests alone would spend over half of the budget)",
+        "tests alone would spend over half of the budget); of the gate block, relative to what one "
+        "record can change (default: what raises the noise of the updates by 1.5%)",
     )
     loss_clip: float = option(USUAL_LOSS_CLIP, "clip bound of the loss difference, C_v (gate loss)")
     accept_threshold: float | None = option(
@@ -116,9 +139,25 @@ class GradientMethod(OptimizerMethod):
         None, "trials to make, accepted or not (accounting every-trial; otherwise use updates)"
     )
 
+    blocks: int | None = option(
+        None, f"short blocks that the gate block finds a learning rate by (default: {USUAL_BLOCKS})"
+    )
+    block_updates: int | None = option(
+        None,
+        "updates in each of those blocks, which come on top of updates (default: a sixteenth of "
+        f"updates, at least {SHORTEST_BLOCK})",
+    )
+    clip_norm: str = option(
+        MEDIAN,
+        "where the gate block takes the clip norm from: median is an eighth of the median gradient "
+        "norm by a noisy histogram, given is max_grad_norm",
+        (MEDIAN, GIVEN),
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive("max_grad_norm", self.max_grad_norm)
+        checks.one_of("clip_norm", self.clip_norm, (MEDIAN, GIVEN))
         if self.noise_multiplier is not None:
             checks.positive("noise_multiplier", self.noise_multiplier)
         checks.positive("loss_clip", self.loss_clip)
@@ -131,8 +170,11 @@ class GradientMethod(OptimizerMethod):
             checks.positive("val_noise_multiplier", self.val_noise_multiplier)
         if self.accept_ratio is not None:
             CoinTest(1.0, self.accept_ratio)
-        checks.at_least_one_each(self, "batch_size", "updates", "val_batch_size", "trials")
-        self._implied_gate()
+        checks.at_least_one_each(
+            self, "batch_size", "updates", "val_batch_size", "trials", "blocks", "block_updates"
+        )
+        if self._implied_gate() == BLOCK_GATE:
+            self._check_block_gate()
         for name in ("val_batch_size", "trials"):
             if self.gate == NO_GATE and getattr(self, name) is not None:
                 raise InvalidInputError(
@@ -153,6 +195,10 @@ class GradientMethod(OptimizerMethod):
         setup: tuple[Event, ...] = (),
     ) -> tuple[Self, PrivacyPlan]:
         """Choose what was left open, then noise and length against the budget."""
+        if self._implied_gate() == BLOCK_GATE:
+            return replace(self, gate=BLOCK_GATE)._settle_blocks(
+                dataset_size, budget, accounting, setup
+            )
         return self._settle_repeated(dataset_size, budget, accounting, setup)
 
     def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
@@ -164,6 +210,16 @@ class GradientMethod(OptimizerMethod):
             self.make_schedule(plan.length),
             self.make_average(),
         )
+        if isinstance(plan, BlockPlan):
+            return BlockGate(
+                plan,
+                proposer,
+                self.max_grad_norm,
+                self._first_exponent(),
+                clip_by_median=self.clip_norm == MEDIAN,
+                scale_free=self.optimizer == "adam",
+                momentum=self.momentum if self.optimizer == "sgd" else 0.0,
+            )
         gate = self.make_gate(problem, plan)
         if gate.rejects and gate.test is None and plan.updates is not None:
             raise InvalidInputError(
@@ -203,7 +259,8 @@ class GradientMethod(OptimizerMethod):
         """Sizes of batches: given ones are checked, others follow from the size of the data."""
         given = {"batch_size": self.batch_size}
         usual = {"batch_size": 8 * dataset_size**0.5, "val_batch_size": dataset_size**0.5}
-        if self.gate != NO_GATE:
+        tests_all = self.gate == BLOCK_GATE and self.val_batch_size is None
+        if self.gate != NO_GATE and not tests_all:
             given["val_batch_size"] = self.val_batch_size
         chosen: dict[str, Any] = {}
         for name, size in given.items():
@@ -218,9 +275,12 @@ class GradientMethod(OptimizerMethod):
         belong = {
             "loss": ("val_noise_multiplier", "accept_threshold", "loss_clip"),
             "coin": ("accept_ratio",),
+            BLOCK_GATE: ("blocks", "block_updates", "clip_norm"),
         }
-        usual = {"loss_clip": USUAL_LOSS_CLIP}  # the others are left open
+        usual = {"loss_clip": USUAL_LOSS_CLIP, "clip_norm": MEDIAN}  # the others are left open
         implied = self.gate
+        if implied == BLOCK_GATE:  # whose tests have noise as well
+            belong["loss"] = ("accept_threshold", "loss_clip")
         for gate, names in belong.items():
             given = [name for name in names if getattr(self, name) != usual.get(name)]
             if given and implied not in (None, gate):
@@ -231,6 +291,58 @@ class GradientMethod(OptimizerMethod):
             if given:
                 implied = gate
         return implied
+
+    def _check_block_gate(self) -> None:
+        """Refuse what has no meaning where every update is charged and blocks are tested."""
+        if self.trials is not None:
+            raise InvalidInputError(
+                f"trials {self.trials} has no meaning with the gate block, which charges every "
+                "update; give updates instead"
+            )
+        if self.on_reject != RESTORE:
+            raise InvalidInputError(
+                f"on_reject {self.on_reject} has no meaning with the gate block, which restores "
+                "whole blocks; leave it out"
+            )
+
+    def _first_exponent(self) -> float:
+        """Where the search starts: at a learning rate that was given, else by rule."""
+        rate: float | None = self.learning_rate
+        if rate is None or rate == OptimizerMethod.learning_rate:  # the default: left open
+            by_rule = FIRST_PRODUCT * (1 - self.momentum)
+            return math.log2(FIRST_ADAM_RATE if self.optimizer == "adam" else by_rule)
+        return math.log2(rate if self.optimizer == "adam" else rate * self.max_grad_norm)
+
+    def _settle_blocks(
+        self, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
+    ) -> tuple[Self, BlockPlan]:
+        """Fix blocks, tests and noise: everything but what released values may decide."""
+        check_covers_steering(accounting)
+        settled = self._with_batches(dataset_size)
+        assert settled.batch_size is not None
+        updates = self.updates or settled._default_count(dataset_size)
+        count = self.blocks or USUAL_BLOCKS
+        size = self.block_updates or max(SHORTEST_BLOCK, -(-updates // BLOCKS_PER_RUN))
+        first = (0, 0) if self.clip_norm == MEDIAN else (0,)
+        plan = plan_blocks(
+            budget,
+            accounting,
+            (*first, *[size] * count, updates),
+            sample_rate=settled.batch_size / dataset_size,
+            test_rate=None if self.val_batch_size is None else self.val_batch_size / dataset_size,
+            noise_multiplier=self.noise_multiplier,
+            test_noise=self.val_noise_multiplier,
+            setup=setup,
+        )
+        settled = replace(
+            settled,
+            noise_multiplier=plan.update.noise_multiplier,
+            val_noise_multiplier=plan.test.noise_multiplier,
+            updates=updates,
+            blocks=count,
+            block_updates=size,
+        )
+        return settled, plan
 
     def _with_gate(self, dataset_size: int, budget: Budget, accounting: Accounting) -> Self:
         gate = self._implied_gate() or ("coin" if accounting.name == "proven" else "loss")

@@ -39,6 +39,7 @@ SETTINGS_OF: Final = {
     CoinTest.__name__: {"accept_ratio": "accept_ratio"},
     NoisyChoice.__name__: {"choice_epsilon": "choice_epsilon"},
 }
+METRIC_KEYS: Final = {"after", "quantity", "learning_rate", "value", "standard_error"}
 GATE_OF: Final = {LossTest.__name__: "loss", CoinTest.__name__: "coin"}
 
 
@@ -54,6 +55,7 @@ def claim_faults(statement: Mapping[str, Any]) -> list[str]:
         *_step_faults(statement),
         *_setting_faults(statement),
         *_warning_faults(statement),
+        *_metric_faults(statement),
     ]
 
 
@@ -78,7 +80,7 @@ def _check_form(mechanism: Mapping[str, Any]) -> None:
 
 def _stated_steps(mechanism: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     """What a run did that steered itself; None where all was fixed in advance."""
-    steered = mechanism["menu"] if "menu" in mechanism else mechanism["filter"]
+    steered = mechanism.get("menu", mechanism.get("blocks", mechanism["filter"]))
     return None if steered is None else steered["steps"]
 
 
@@ -168,6 +170,8 @@ def _rate_faults(statement: Mapping[str, Any]) -> Iterator[str]:
     pairs = [("batch_size", update), ("val_batch_size", trial["test"])]
     if "menu" in mechanism and "norm_batch_size" in settings:
         pairs.append(("norm_batch_size", mechanism["menu"]["steering"]))
+    if "blocks" in mechanism:
+        pairs.append(("val_batch_size", mechanism["blocks"]["test"]))
     for name, event in pairs:
         if event is None or "sample_rate" not in event:
             continue
@@ -245,11 +249,41 @@ def _implied_settings(mechanism: Mapping[str, Any]) -> dict[str, Any]:
         found["noise_multiplier"] = None
         found["norm_noise_multiplier"] = mechanism["menu"]["steering"]["noise_multiplier"]
         found["refresh_every"] = mechanism["menu"]["offer"]["repeats"]
+    if "blocks" in mechanism:
+        found["gate"] = "block"
+        found["updates"] = mechanism["blocks"]["updates"][-1]
+        found["val_noise_multiplier"] = mechanism["blocks"]["test"]["noise_multiplier"]
+        events.append(update)
     for event in events:
         if event is not None:
             names = SETTINGS_OF.get(event["kind"], {})
             found |= {name: event[key] for name, key in names.items()}
     return found
+
+
+def _metric_faults(statement: Mapping[str, Any]) -> Iterator[str]:
+    """One noisy value for each test, with the standard error that its noise gives."""
+    mechanism, stated = statement["mechanism"], statement.get("metrics")
+    if "blocks" not in mechanism:
+        if stated is not None:
+            yield "metrics are stated, and no test of the mechanism pays for them"
+        return
+    if stated is None or len(stated) != len(mechanism["blocks"]["updates"]):
+        yield "there is not one metric for each test of the mechanism"
+        return
+    test = mechanism["blocks"]["test"]
+    rate = test.get("sample_rate", 1.0)
+    tested = rate * statement["dataset_size"]
+    error = math.hypot(test["noise_multiplier"] / tested, math.sqrt((1 - rate) / tested))
+    for row in stated:
+        if row.keys() != METRIC_KEYS:
+            yield f"a metric has the keys {sorted(row)}, not {sorted(METRIC_KEYS)}"
+        elif not isinstance(row["value"], float):
+            yield f"a metric has the value {row['value']!r}, which is not a number"
+        elif row["standard_error"] is not None and not math.isclose(
+            row["standard_error"], error, rel_tol=1e-9
+        ):
+            yield f"a metric has the standard error {row['standard_error']}, its test has {error}"
 
 
 def _warning_faults(statement: Mapping[str, Any]) -> Iterator[str]:

@@ -23,6 +23,7 @@ def render_markdown(statement: Mapping[str, Any]) -> str:
         "",
         *_table(_mechanism_rows(statement)),
         "",
+        *_metrics(statement),
         *_assumptions(statement),
         "## Versions",
         "",
@@ -129,6 +130,8 @@ def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows += _filter_rows(mechanism["filter"])
     elif "menu" in mechanism:
         rows += _menu_rows(mechanism["menu"], settings)
+    elif "blocks" in mechanism:
+        rows += _block_rows(mechanism, settings)
     elif update["kind"] == SampledGaussian.__name__:
         rows.append(
             (
@@ -190,6 +193,57 @@ def _menu_rows(chosen: Mapping[str, Any], settings: Mapping[str, Any]) -> list[t
             f"a noisy sum before every {chosen['offer']['repeats']} updates, sample rate "
             f"{steering['sample_rate']:.5g}, noise multiplier {steering['noise_multiplier']:.5g}",
         ),
+    ]
+
+
+def _block_rows(mechanism: Mapping[str, Any], settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Updates and tests in the order that was fixed before the run."""
+    update, chosen = mechanism["trial"]["update"], mechanism["blocks"]
+    test, sizes = chosen["test"], chosen["updates"]
+    by_rule = settings["clip_norm"] == "median"
+    clip = "set by the first test" if by_rule else f"{settings['max_grad_norm']:g}"
+    looks_at = f"sample rate {test['sample_rate']:.5g}" if "sample_rate" in test else "all records"
+    return [
+        (
+            "Update",
+            f"sample rate {update['sample_rate']:.5g}, noise multiplier "
+            f"{update['noise_multiplier']:.5g}, gradient clip norm {clip}; noise in proportion to "
+            "the clip norm in force",
+        ),
+        (
+            "Blocks",
+            f"{len(sizes)} tests, after {', '.join(map(str, sizes))} updates; order and numbers "
+            "were fixed before the run, and every update and every test is charged, kept or not; "
+            "the weights after an earlier block are released if its test was clearly better",
+        ),
+        (
+            "Test of a block",
+            f"{looks_at}, noise multiplier {test['noise_multiplier']:.5g}, each record's value "
+            "bounded by 1",
+        ),
+    ]
+
+
+def _metrics(statement: Mapping[str, Any]) -> list[str]:
+    """Noisy values that the tests released; nothing where there are none."""
+    if "metrics" not in statement:
+        return []
+    rows = []
+    for row in statement["metrics"]:
+        rate = "" if row["learning_rate"] is None else f"{row['learning_rate']:.4g}"
+        error = "" if row["standard_error"] is None else f" ± {row['standard_error']:.2g}"
+        rows.append(f"| {row['after']} | {row['quantity']} | {rate} | {row['value']:.4g}{error} |")
+    return [
+        "## Noisy values that were paid for",
+        "",
+        "Each is the result of a test on the training records with its noise, which epsilon "
+        "covers, plus or minus a standard error. Each record's value was clipped first; the bias "
+        "from that is not part of the error.",
+        "",
+        "| after | quantity | learning rate | value |",
+        "|---|---|---|---|",
+        *rows,
+        "",
     ]
 
 

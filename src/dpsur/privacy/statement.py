@@ -6,7 +6,7 @@ random numbers, arithmetic, tuning and side channels.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,7 @@ class RunFacts:
     versions: Mapping[str, str]
     hide_rejections: str = NOT_HIDDEN
     public: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Sequence[Mapping[str, Any]] | None = None  # noisy values that were paid for
 
 
 class Statement(dict[str, Any]):
@@ -111,6 +112,7 @@ class Statement(dict[str, Any]):
 def privacy_statement(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Statement:
     """Everything a reviewer asks, as plain values, with nothing private among them."""
     accounting = accounting_named(plan.accounting)
+    metrics = {} if facts.metrics is None else {"metrics": [dict(row) for row in facts.metrics]}
     return Statement(
         {
             "format": FORMAT,
@@ -142,6 +144,7 @@ def privacy_statement(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Sta
             "not_covered": list(NOT_COVERED),
             "warnings": warnings_for(plan, facts.dataset_size, seeded=facts.seeded),
             "versions": dict(facts.versions),
+            **metrics,
         }
     )
 

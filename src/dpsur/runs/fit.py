@@ -16,6 +16,7 @@ from dpsur.config import Pace, RunConfig, Speed
 from dpsur.environment import versions
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.functional.problem import LossFunction
+from dpsur.mechanism.block_gate import released_metrics
 from dpsur.mechanism.loop import Progress
 from dpsur.methods import Dpsur, Method
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
@@ -205,6 +206,7 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
         hide_rejections=session.config.hide_rejections,
         versions=versions(),
         public=origin.public,
+        metrics=released_metrics(session.procedure, progress.state),
     )
     return Run(
         model=released_model(session.original, session.layers, released),

@@ -71,19 +71,21 @@ PARTS: Final[Mapping[str, frozenset[str]]] = {
     ),
     "mechanism.filter": frozenset({"order", "allowance", "steps"}),
     "mechanism.menu": frozenset({"offer", "steering", "steps"}),
+    "mechanism.blocks": frozenset({"updates", "test", "steps"}),
 }
 # Private statistics of features in a file of weights, and what they are charged.
 STATISTICS = re.compile(r"features\.\d+\.(mean|deviation)")
 CENTRE = re.compile(r"features\.\d+\.centre")
 VERSION = re.compile(r"\d[\w.+!-]*|absent")
+OPTIONAL = ("mechanism.filter", "mechanism.menu", "mechanism.blocks")
 
 CHECKED: Final = (
     "every epsilon follows from the stated mechanism, delta and cap on trials, and fits the budget",
     "the missing tail of the noise and the cap on trials are paid for by delta",
     "method and settings are those of a method of this installation, and planning a run with them "
     "again, for the stated records, budget and accounting, gives the stated mechanism: rates, "
-    "noise, counts, caps, filter or menu",
-    "the steps of a run that steered itself fit its filter or are those of its menu",
+    "noise, counts, caps, filter, menu or blocks",
+    "the steps of a run that steered itself fit its filter or are those of its menu or its blocks",
     "events before training are those of private feature statistics, and are stated if and only if "
     "the weights hold such statistics",
     "definition, theorem, assumptions, unit, side channels and warnings are those that belong to "
@@ -102,6 +104,7 @@ NOT_CHECKED: Final = (
     "choices of a menu were made, within what the plan allows",
     "whether the run was seeded, hid rejections by random delays, or used TF32 or bfloat16",
     "which versions were used, and what the user declared to be public",
+    "the noisy values that tests of blocks released, and what they decided",
 )
 
 
@@ -213,15 +216,15 @@ def _cap_faults(statement: dict[str, Any]) -> list[str]:
 def _form_faults(statement: dict[str, Any]) -> list[str]:
     """Nothing may be left out, and nothing added that the rest would not be held against."""
     mechanism = statement["mechanism"]
-    faults = key_faults("", statement, KEYS)
+    faults = key_faults("", statement, KEYS | ({"metrics"} if "blocks" in mechanism else set()))
     for name, keys in PARTS.items():
         part: Any = statement
         for key in name.split("."):
             part = part.get(key)
-        if part is not None or name not in ("mechanism.filter", "mechanism.menu"):
-            more = {"menu"} if name == "mechanism" and "menu" in mechanism else set()
+        if part is not None or name not in OPTIONAL:
+            more = {"menu", "blocks"} & mechanism.keys() if name == "mechanism" else set()
             faults += key_faults(f"{name}.", part, keys | more)
-    for steered in (mechanism["filter"], mechanism.get("menu")):
+    for steered in (mechanism["filter"], mechanism.get("menu"), mechanism.get("blocks")):
         for row in () if steered is None else steered["steps"]:
             faults += key_faults("a step's ", row, {"step", "charged"})
     if not isinstance(statement["random"]["seeded"], bool):

@@ -1,0 +1,563 @@
+"""Laws of the gate over blocks, each of which a named mutant breaks."""
+
+import math
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.functional.tree import flatten
+from dpsur.mechanism import block_gate, dp_gradient, proposer
+from dpsur.mechanism.block_gate import BlockGate, median_of
+from dpsur.mechanism.loop import has_next, make_trial, start, train
+from dpsur.mechanism.rate_search import best_exponent, between, next_exponent
+from dpsur.mechanism.sampling import exact_batch
+from dpsur.mechanism.streams import NOISE, VAL_NOISE, Draws, Stream, Streams
+from dpsur.methods import Dpis, Dpsgd, Dpsur
+from dpsur.privacy.accountants import pld
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.events import Gaussian, SampledGaussian, Trial
+from dpsur.privacy.plans import BlockPlan
+from tests.conftest import blobs, small_model
+from tests.statistics import assert_standard_deviation
+
+CPU = torch.device("cpu")
+SIZE = 60
+BUDGET = Budget(3.0, 1e-3)
+SHORT = {"gate": "block", "batch_size": 20, "updates": 5, "blocks": 4, "block_updates": 3}
+TESTED = {**SHORT, "val_noise_multiplier": 8.0}
+
+
+def problem_of(records: Examples | None = None) -> Problem:
+    return Problem(small_model(), F.cross_entropy, blobs(SIZE) if records is None else records)
+
+
+@cache
+def settled(method: Dpsgd, size: int):
+    return method.settle(size, BUDGET, "proven")
+
+
+def bound(problem: Problem | None = None, settle=settled, **changes):
+    """A gate and its plan."""
+    problem = problem or problem_of()
+    method, plan = settle(Dpsgd(**{**TESTED, **changes}), len(problem.train))
+    gate = method.bind(problem, plan)
+    assert isinstance(gate, BlockGate)
+    return gate, plan
+
+
+def steps_of(gate, plan, seed: int = 0):
+    """Every progress of a run, the first one included."""
+    progress, streams = start(gate), Streams(seed, CPU)
+    yield progress
+    while has_next(gate, plan, progress):
+        progress, _ = make_trial(gate, plan, streams, progress)
+        yield progress
+
+
+# --- laws ---------------------------------------------------------------------------------------
+
+
+def what_was_drawn_fits_the_budget():
+    """Adds up what the run did to the records, as seen from outside, not what it recorded."""
+    gate, plan = bound(settle=settled.__wrapped__)  # not from the cache: mutants change the price
+    done, rates = [], []
+
+    def spy_batch(examples, rate, stream):
+        rates.append(rate)
+        return exact_batch(examples, rate, stream)
+
+    def spy_update(total, multiplier, stream, real=dp_gradient.add_gaussian):
+        done.append(SampledGaussian(rates[-1], multiplier))
+        return real(total, multiplier, stream)
+
+    def spy_test(total, multiplier, stream, real=block_gate.add_gaussian):
+        assert total.sensitivity == 1.0
+        done.append(Gaussian(multiplier))
+        return real(total, multiplier, stream)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proposer, "steady_batch", spy_batch)
+        patch.setattr(dp_gradient, "add_gaussian", spy_update)
+        patch.setattr(block_gate, "add_gaussian", spy_test)
+        end = train(gate, plan, Streams(0, CPU))
+    assert len(done) == 7 + 4 * 3 + 5
+    assert pld.composed_epsilon([(event, 1) for event in done], BUDGET.delta) <= BUDGET.epsilon
+    assert plan.spent(end.ledger) == plan.epsilon() <= BUDGET.epsilon
+
+
+def a_run_depends_on_the_records_through_noisy_sums_only():
+    """With the noisy sums replaced by numbers of our own, two data sets lead to the same end."""
+    other = blobs(SIZE, seed=7)
+    other = Examples(other.inputs * 3, other.targets.flip(0))
+
+    def noise_alone(total, multiplier, stream):
+        return {
+            n: stream.normal(v.numel()).view(v.shape).to(v.dtype) for n, v in total.params.items()
+        }
+
+    ends = []
+    for records in (blobs(SIZE), other):
+        gate, plan = bound(problem_of(records), clip_norm="given")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dp_gradient, "add_gaussian", noise_alone)
+            patch.setattr(block_gate, "add_gaussian", noise_alone)
+            ends.append(flatten(train(gate, plan, Streams(3, CPU)).state))
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name]), name
+
+
+def a_record_moves_a_test_by_at_most_one():
+    """Whatever the record: with an enormous loss, with values that are no numbers."""
+    odd = torch.tensor([[1e6, -1e6], [math.nan, 0.0], [math.inf, 0.0], [0.0, 0.0]])
+    for row, scale, classes in product(odd, (1, 50), (True, False)):
+        weights = {n: scale * value for n, value in problem_of().initial_params().items()}
+        sums = []
+        for records in (blobs(SIZE), _with(blobs(SIZE), row)):
+            loss = F.cross_entropy if classes else _steep
+            targets = records.targets if classes else records.targets.float()
+            problem = Problem(small_model(), loss, Examples(records.inputs, targets))
+            gate, _ = bound(problem)
+            sums.append(_exact_tests(gate, weights))
+        for one, two in zip(*sums, strict=True):
+            assert float((one - two).norm()) <= 1 + 1e-9
+
+
+def _steep(outputs, targets):
+    return 1e3 * (outputs[:, 0] - targets).square().mean()
+
+
+def _with(records: Examples, row: torch.Tensor) -> Examples:
+    inputs = torch.cat([records.inputs, row[None]])
+    return Examples(inputs, torch.cat([records.targets, records.targets[:1]]))
+
+
+def _exact_tests(gate, weights):
+    """The sums of all kinds of tests before noise."""
+    state = gate.initial_state()
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_gate, "add_gaussian", lambda total, *_: total.params)
+        for number in range(3):
+            memory = {
+                **state.memory,
+                "tests": torch.tensor(number),
+                "loss_scale": torch.tensor(1.0),
+            }
+            at = replace(state, params=weights, memory=memory)
+            found.append(gate._test(at, Streams(0, CPU).at(1)))
+    return found
+
+
+class Still(nn.Module):
+    """Its gradients are zero, so that all that moves the weights is noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return (x * self.weight).sum(1, keepdim=True)
+
+
+def noise_is_in_proportion_to_the_clip_norm_in_force():
+    """Its deviation is noise multiplier times the norm that the first test has set."""
+    records = Examples(torch.zeros(SIZE, 3), torch.zeros(SIZE))
+    gate, plan = bound(Problem(Still(), lambda out, _: out.sum(), records), max_grad_norm=0.1)
+    state = gate.initial_state()
+    memory = {
+        **state.memory,
+        "tests": torch.tensor(2),
+        "max_grad_norm": torch.tensor(0.7, dtype=torch.float64),
+    }
+    state = replace(state, memory=memory)
+    moves = [
+        gate.propose(state, Streams(0, CPU).at(step), torch.tensor(0)).state.params["weight"] - 1
+        for step in range(300)
+    ]
+    rate = gate._rate(state)
+    expected = rate * plan.update.noise_multiplier * 0.7 / 20
+    assert_standard_deviation(torch.stack(moves).double().numpy(), expected)
+
+
+def noise_is_never_repeated():
+    """Every test and every update has noise of its own, also after a block was restored."""
+    gate, plan = bound(clip_norm="given")
+    drawn = {NOISE: [], VAL_NOISE: []}
+    real = Stream.normal
+
+    def spy(self, count, offset=None):
+        found = real(self, count, offset)
+        if self.purpose in drawn and self._next <= 4 * -(-count // 4):
+            drawn[self.purpose].append(float(found[0]))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "normal", spy)
+        train(gate, plan, Streams(0, CPU))
+    assert len(drawn[VAL_NOISE]) == 6
+    for values in drawn.values():
+        assert len(set(values)) == len(values)
+
+
+def nothing_of_a_searched_block_survives():
+    """After its test, weights, optimizer and averages are the first ones, bit by bit."""
+    gate, plan = bound(average_decay=0.9, momentum=0.9)
+    first = flatten(_trained(gate.initial_state()))
+    seen = 0
+    for progress in steps_of(gate, plan):
+        tests = int(progress.state.memory["tests"])
+        if 3 <= tests <= 6 and not int(progress.state.memory["made"]):
+            seen += 1
+            found = flatten(_trained(progress.state))
+            for name, value in first.items():
+                assert torch.equal(value, found[name]), name
+            for name, value in gate.initial_state().saved["first"].items():
+                assert torch.equal(value, progress.state.saved["first"][name])
+    assert seen == 4
+
+
+def _trained(state):
+    return replace(state, memory=None, saved=None)
+
+
+# --- mutants ------------------------------------------------------------------------------------
+
+
+def uncharged_tests(patch):
+    real = BlockPlan._charges
+    patch.setattr(
+        BlockPlan,
+        "_charges",
+        lambda self, blocks: [part for part in real(self, blocks) if part[0] != self.test],
+    )
+
+
+def restored_blocks_not_charged(patch):
+    real = BlockPlan._charges
+    patch.setattr(BlockPlan, "_charges", lambda self, blocks: real(self, (0, blocks[-1])))
+
+
+def verdict_from_the_value_without_noise(patch):
+    real = BlockGate._after_test
+
+    def wrong(self, state, noisy):
+        if noisy.numel() == 1:
+            noisy = block_gate.class_scores(self._problem, state.params, self._problem.train).sum(0)
+        return real(self, state, noisy)
+
+    patch.setattr(BlockGate, "_after_test", wrong)
+
+
+def the_sum_clipped_instead_of_each_record(patch):
+    def wrong(problem, params, rows):
+        losses = problem.losses(params, rows).double().nan_to_num(1e9, 1e9)
+        mean = (-losses.mean() / (2 * math.log(3))).clamp(-1, 1)
+        return mean.repeat(len(rows))[:, None]
+
+    patch.setattr(block_gate, "class_scores", wrong)
+
+
+def unclipped_loss_decreases(patch):
+    def wrong(problem, params, first, bound, rows):
+        return (problem.losses(first, rows) - problem.losses(params, rows)).double()[:, None]
+
+    patch.setattr(block_gate, "loss_decreases", wrong)
+
+
+def noise_at_an_old_clip_norm(patch):
+    real = dp_gradient.clipped_sum
+
+    def wrong(*arguments, **more):
+        return replace(real(*arguments, **more), sensitivity=0.1)
+
+    patch.setattr(dp_gradient, "clipped_sum", wrong)
+
+
+def repeated_test_noise(patch):
+    real = Draws.__getitem__
+
+    def wrong(self, purpose):
+        if purpose == VAL_NOISE:
+            return Stream(self._streams, purpose, 1)
+        return real(self, purpose)
+
+    patch.setattr(Draws, "__getitem__", wrong)
+
+
+def _restart_keeping(name):
+    def apply(patch):
+        real = BlockGate._restarted
+        patch.setattr(
+            BlockGate,
+            "_restarted",
+            lambda self, state: replace(real(self, state), **{name: getattr(state, name)}),
+        )
+
+    apply.__name__ = f"{name}_survive"
+    return apply
+
+
+class Mutant(NamedTuple):
+    law: object
+    apply: object
+
+
+MUTANTS = [
+    Mutant(what_was_drawn_fits_the_budget, uncharged_tests),
+    Mutant(what_was_drawn_fits_the_budget, restored_blocks_not_charged),
+    Mutant(
+        a_run_depends_on_the_records_through_noisy_sums_only, verdict_from_the_value_without_noise
+    ),
+    Mutant(a_record_moves_a_test_by_at_most_one, the_sum_clipped_instead_of_each_record),
+    Mutant(a_record_moves_a_test_by_at_most_one, unclipped_loss_decreases),
+    Mutant(noise_is_in_proportion_to_the_clip_norm_in_force, noise_at_an_old_clip_norm),
+    Mutant(noise_is_never_repeated, repeated_test_noise),
+    *(
+        Mutant(nothing_of_a_searched_block_survives, _restart_keeping(name))
+        for name in ("params", "optimizer", "average", "updates")
+    ),
+]
+LAWS = sorted({mutant.law for mutant in MUTANTS}, key=lambda law: law.__name__)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_law_holds(law):
+    law()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.apply.__name__}-{m.law.__name__}")
+def test_mutant_is_killed(mutant, monkeypatch):
+    mutant.apply(monkeypatch)
+    with pytest.raises(AssertionError):
+        mutant.law()
+
+
+# --- the rule -----------------------------------------------------------------------------------
+
+
+def test_the_first_three_rates_then_beside_or_beyond_the_best():
+    assert next_exponent(3.0, [], []) == 3.0
+    assert next_exponent(3.0, [3.0], [0.5]) == 4.5
+    assert next_exponent(3.0, [3.0, 4.5], [0.5, 0.1]) == 1.5
+    tried = [3.0, 4.5, 1.5]
+    assert next_exponent(3.0, tried, [0.5, 0.6, 0.1]) == 6.0
+    assert next_exponent(3.0, tried, [0.5, 0.1, 0.6]) == 0.0
+    assert next_exponent(3.0, tried, [0.5, 0.4, 0.1]) == 3.75
+    assert next_exponent(3.0, tried, [0.5, 0.1, 0.4]) == 2.25
+
+
+def test_the_best_rate_is_the_top_of_a_parabola_within_half_a_step():
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        tried = list(3.0 + np.array([0.0, 1.5, -1.5, generator.choice([0.75, -0.75])]))
+        values = list(generator.normal(size=4))
+        order = np.argsort(tried)
+        places, heights = np.array(tried)[order], np.array(values)[order]
+        best = int(np.argmax(heights))
+        if best in (0, 3):
+            expected = places[best]
+        else:
+            near = slice(best - 1, best + 2)
+            a, b, _ = np.polyfit(places[near] - places[best], heights[near], 2)
+            low, high = (places[near][[0, 2]] - places[best]) / 2
+            expected = places[best] + np.clip(-b / (2 * a), low, high)
+        assert best_exponent(tried, values) == pytest.approx(expected, abs=1e-9)
+
+
+def test_interpolation():
+    assert between(1.0, [0.0, 2.0], [0.0, 1.0]) == 0.5
+    assert between(-1.0, [0.0, 2.0], [0.2, 1.0]) == 0.2
+    assert between(9.0, [2.0, 0.0], [1.0, 0.2]) == 1.0
+    assert between(3.0, [3.0], [0.4]) == 0.4
+
+
+def test_the_median_of_a_noisy_histogram():
+    sizes = torch.full((5000,), 3.0, dtype=torch.float64)
+    sizes[:1000] = 1e-9
+    sizes[-1000:] = math.inf  # which counts as zero
+    sizes[1000:1100] = 1e12
+    bins = block_gate._bins(sizes)
+    assert torch.equal(bins.sum(1), torch.ones(5000, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(0)
+    noisy = bins.sum(0) + 30 * torch.randn(block_gate.BINS, generator=generator).double()
+    assert median_of(noisy, 30.0) == pytest.approx(3.0, rel=0.2)
+    assert median_of(torch.zeros(block_gate.BINS), 30.0) is None
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+
+def scripted(patch, values):
+    """Let tests release these values, times the number of records that they look at."""
+    following = iter(values)
+
+    def wrong(self, values_of, draws):
+        return torch.tensor([next(following) * self.tested], dtype=torch.float64)
+
+    patch.setattr(BlockGate, "_noisy_sum", wrong)
+
+
+@pytest.mark.parametrize(("last", "fallback"), [(0.49, False), (-0.5, True)])
+def test_the_best_block_is_released_if_the_last_one_is_clearly_worse(last, fallback, monkeypatch):
+    gate, plan = bound(clip_norm="given", average_decay=0.9)
+    scripted(monkeypatch, [0.0, 0.1, 0.5, 0.2, 0.3, last])
+    ends = []
+    for progress in steps_of(gate, plan):
+        ends.append(progress.state)
+    best = next(state for state in ends if int(state.memory["tests"]) == 3).saved
+    found = ends[-1]
+    assert int(found.memory["best"]) == 1
+    assert torch.equal(found.params["0.weight"], best["best"]["0.weight"]) == fallback
+    assert torch.equal(found.average["0.weight"], best["best_average"]["0.weight"]) == fallback
+    values = [row["value"] for row in gate.metrics(found)]
+    assert values == pytest.approx([0.0, 0.1, 0.5, 0.2, 0.3, last])
+
+
+def test_a_block_decays_from_its_rate_and_starts_where_the_rule_says():
+    gate, plan = bound(clip_norm="given", momentum=0.5, max_grad_norm=0.25)
+    rates = []
+    real = gate.updates.optimizer.step
+
+    class Spy:
+        def init(self, params):
+            return gate.updates.optimizer.init(params)
+
+        def step(self, params, gradient, state, learning_rate):
+            rates.append(float(learning_rate))
+            return real(params, gradient, state, learning_rate)
+
+    spied = replace(gate, updates=replace(gate.updates, optimizer=Spy()))
+    train(spied, plan, Streams(0, CPU))
+    first = 8 * (1 - 0.5) / 0.25
+    assert rates[:3] == pytest.approx([first, first * 2 / 3, first / 3])
+    assert rates[3] == pytest.approx(first * 2**1.5)
+    assert rates[6] == pytest.approx(first / 2**1.5)
+    assert len(rates) == 17
+    assert rates[13] / rates[12] == pytest.approx(4 / 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "start_at"),
+    [
+        ({}, 0.8),
+        ({"momentum": 0.0}, 8.0),
+        ({"learning_rate": 3.0, "max_grad_norm": 0.5}, 1.5),
+        ({"optimizer": "adam"}, 0.08),
+        ({"optimizer": "adam", "learning_rate": 0.01}, 0.01),
+    ],
+)
+def test_where_the_search_starts(options, start_at):
+    gate, _ = bound(**options)
+    assert 2**gate.exponent == pytest.approx(start_at)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"optimizer": "adam"}, {"val_batch_size": 30}, {"clip_norm": "given", "blocks": 1}],
+)
+def test_runs_of_all_kinds_end_as_planned(options):
+    gate, plan = bound(**options)
+    end = train(gate, plan, Streams(0, CPU))
+    assert plan.completed(end.ledger)
+    assert end.ledger.updates == plan.updates
+    assert all(math.isfinite(row["value"]) for row in gate.metrics(end.state))
+
+
+def test_a_loss_without_classes():
+    records = blobs(SIZE)
+    problem = Problem(nn.Linear(2, 1), F.mse_loss, Examples(records.inputs, records.inputs[:, :1]))
+    gate, plan = bound(problem, val_noise_multiplier=4.0)
+    end = train(gate, plan, Streams(0, CPU))
+    quantities = [row["quantity"] for row in gate.metrics(end.state)]
+    assert quantities == [
+        "median gradient norm", "median loss", *["clipped loss decrease"] * 5
+    ]  # fmt: skip
+    assert float(end.state.memory["loss_scale"]) > 0
+
+
+def test_it_finds_a_rate_and_learns():
+    problem = Problem(small_model(), F.cross_entropy, blobs(2000))
+    method = Dpsgd(gate="block", batch_size=200, updates=30, block_updates=20, momentum=0.0)
+    method, plan = method.settle(2000, BUDGET, "proven")
+    gate = method.bind(problem, plan)
+    end = train(gate, plan, Streams(0, CPU))
+    outputs = problem.outputs(end.state.released_params, problem.train.inputs)
+    assert float((outputs.argmax(1) == problem.train.targets).float().mean()) > 0.9
+    assert float(end.state.memory["max_grad_norm"]) != method.max_grad_norm
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+
+def test_defaults_by_rule():
+    method, plan = Dpsgd(gate="block", batch_size=4096, updates=600).settle(
+        50_000, Budget(1.0, 1e-5), "proven"
+    )
+    assert (method.blocks, method.block_updates) == (4, 40)
+    assert plan.blocks == (0, 0, 40, 40, 40, 40, 600)
+    assert method.val_noise_multiplier == pytest.approx(57, abs=1)
+    plain, _ = Dpsgd(batch_size=4096, updates=760).settle(50_000, Budget(1.0, 1e-5), "proven")
+    assert method.noise_multiplier / plain.noise_multiplier == pytest.approx(1.015, abs=1e-3)
+    again, same = method.settle(50_000, Budget(1.0, 1e-5), "proven")
+    assert (again, same) == (method, plan)
+    assert Dpsgd(gate="block", updates=1000).settle(9000, BUDGET, "proven")[0].block_updates == 63
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trials": 5}, "trials 5 has no meaning with the gate block"),
+        ({"on_reject": "keep-momentum"}, "on_reject keep-momentum has no meaning with the gate"),
+        (
+            {"gate": "coin"},
+            "blocks 4 belongs to the gate block and cannot be used with the gate co",
+        ),
+        (
+            {"gate": "none", "blocks": None, "block_updates": None, "clip_norm": "given"},
+            "clip_norm",
+        ),
+        ({"accept_ratio": 2.0}, "accept_ratio 2.0 belongs to the gate coin"),
+        ({"loss_clip": 1.0}, "loss_clip 1.0 belongs to the gate loss"),
+        ({"blocks": 0}, "blocks must be a whole number of at least 1"),
+        ({"clip_norm": "mean"}, "clip_norm must be one of median, given"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, message):
+    with pytest.raises(InvalidInputError, match=message):
+        Dpsgd(**{**SHORT, **options})
+
+
+def test_where_it_is_not_built_it_is_refused():
+    with pytest.raises(InvalidInputError, match="the gate block is not built for dpis"):
+        Dpis(gate="block")
+    with pytest.raises(InvalidInputError, match="not covered by the published accounting"):
+        Dpsgd(**SHORT).settle(SIZE, BUDGET, "published")
+
+
+def test_noise_that_does_not_fit_is_refused():
+    with pytest.raises(BudgetError, match="spend epsilon"):
+        Dpsgd(**TESTED, noise_multiplier=0.8).settle(SIZE, BUDGET, "proven")
+    with pytest.raises(BudgetError, match="leave nothing of epsilon"):
+        Dpsgd(**SHORT, noise_multiplier=0.8).settle(SIZE, BUDGET, "proven")
+    with pytest.raises(BudgetError, match="7 tests of blocks spend epsilon 3 by themselves"):
+        Dpsgd(**SHORT, val_noise_multiplier=0.5).settle(SIZE, BUDGET, "proven")
+
+
+def test_options_of_blocks_imply_the_gate():
+    method, plan = Dpsur(batch_size=20, updates=5, blocks=2, block_updates=2).settle(
+        SIZE, BUDGET, "every-trial"
+    )
+    assert method.gate == "block"
+    assert isinstance(plan, BlockPlan)
+    assert plan.step_faults is not None
+    assert Trial(plan.update) == plan.typical
