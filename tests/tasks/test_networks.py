@@ -29,6 +29,7 @@ GROUPS = {"name": "group-norm", "groups": 27, "channels": 81}
 ON_FEATURES = {"name": "linear-features", "channels": 81, "height": 2, "width": 3, "classes": 4}
 GENERAL = [
     ({"name": "linear", "inputs": 6, "classes": 4}, (6,)),
+    ({"name": "linear-head", "inputs": 6, "classes": 4}, (6,)),
     (ON_FEATURES, (81, 2, 3)),
     ({"name": "mlp", "inputs": 6, "hidden": 5, "classes": 4}, (6,)),
     ({"name": "mlp", "inputs": 6, "hidden": [5, 3], "classes": 4, "activation": "relu"}, (6,)),

@@ -36,7 +36,14 @@ def test_the_network_follows_the_shape(tmp_path, shape, features, network):
     values = np.random.default_rng(0).normal(size=shape)
     task = task_named(write(tmp_path, x=values, y=Y))
     assert task.default_features == features
-    assert task.networks == {features: network}
+    networks = dict(task.networks)
+    head = networks.pop("encoder", None)
+    assert networks == {features: network}
+    if network["name"] == "small-cnn":
+        inputs = 8192 * network["channels"]
+        assert head == {"name": "linear-head", "inputs": inputs, "classes": 3}
+    else:
+        assert head is None
     train, test = task.load(None)
     assert test is None
     assert train.inputs.dtype == torch.float32
