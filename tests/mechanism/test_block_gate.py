@@ -158,6 +158,19 @@ def _exact_tests(gate, weights):
     return found
 
 
+def a_test_has_the_accounted_noise():
+    """What a test releases is off the exact sum by its noise multiplier, in every coordinate."""
+    gate, plan = bound()
+    state = gate.initial_state()
+    for tests, draws in ((0, 6), (1, 500)):
+        at = replace(state, memory={**state.memory, "tests": torch.tensor(tests)})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(block_gate, "add_gaussian", lambda total, *_: total.params)
+            exact = gate._test(at, Streams(0, CPU).at(1))
+        found = [gate._test(at, Streams(0, CPU).at(step)) - exact for step in range(1, draws)]
+        assert_standard_deviation(torch.stack(found).numpy(), plan.test.noise_multiplier)
+
+
 class Still(nn.Module):
     """Its gradients are zero, so that all that moves the weights is noise."""
 
@@ -274,6 +287,13 @@ def unclipped_loss_decreases(patch):
     patch.setattr(block_gate, "loss_decreases", wrong)
 
 
+def half_the_noise_on_tests(patch):
+    real = block_gate.add_gaussian
+    patch.setattr(
+        block_gate, "add_gaussian", lambda total, noise, stream: real(total, noise / 2, stream)
+    )
+
+
 def noise_at_an_old_clip_norm(patch):
     real = dp_gradient.clipped_sum
 
@@ -320,6 +340,7 @@ MUTANTS = [
     ),
     Mutant(a_record_moves_a_test_by_at_most_one, the_sum_clipped_instead_of_each_record),
     Mutant(a_record_moves_a_test_by_at_most_one, unclipped_loss_decreases),
+    Mutant(a_test_has_the_accounted_noise, half_the_noise_on_tests),
     Mutant(noise_is_in_proportion_to_the_clip_norm_in_force, noise_at_an_old_clip_norm),
     Mutant(noise_is_never_repeated, repeated_test_noise),
     *(
@@ -559,5 +580,4 @@ def test_options_of_blocks_imply_the_gate():
     )
     assert method.gate == "block"
     assert isinstance(plan, BlockPlan)
-    assert plan.step_faults is not None
-    assert Trial(plan.update) == plan.typical
+    assert plan.typical == Trial(plan.update)
