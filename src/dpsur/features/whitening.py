@@ -46,8 +46,6 @@ class Whitening(nn.Module):
         super().__init__()
         self.root = float(tensors["root"])
         self.by_scale = bool(tensors.get("by_scale", True))
-        self.blocks = sum(name.startswith("mean.") for name in tensors)
-        self.scales = sum(name.startswith("cells.") for name in tensors)
         for name, values in tensors.items():
             if name not in ("root", "by_scale"):
                 self.register_buffer(name.replace(".", "_"), values.float(), persistent=False)
