@@ -78,6 +78,7 @@ UNCHECKED = (
     *(f"settings.{name}" for name in (
         "learning_rate", "schedule", "optimizer", "momentum", "adam_beta1", "adam_beta2",
         "adam_eps", "average_decay", "max_grad_norm", "loss_clip", "largest_step", "step_sizes",
+        "raise_by",
     )),
 )  # fmt: skip
 

@@ -97,7 +97,7 @@ NOT_CHECKED: Final = (
     "that the run was made as stated, on records that were counted right: this is not a signature",
     "the number of records and the batch sizes where all of them are changed in proportion",
     "settings that no guarantee depends on: learning rates, schedules, momentum, weight decay, "
-    "clip norms, step lengths, the decay of an average",
+    "clip norms, step lengths, by how much a gradient's budget is raised, the decay of an average",
     "a budget that is larger than what was asked for, where noise and counts were given",
     "one method in place of another with the same settings",
     "how many of the charged trials were accepted, how many steps a filter let pass, and which "
