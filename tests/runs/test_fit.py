@@ -304,7 +304,7 @@ def test_bad_input_is_refused_before_training(changes, message):
         ({"schedule": "step"}, "schedule must be one of"),
         ({"momentum": 1.0}, "momentum"),
         ({"accept_ratio": 0.5}, "accept_ratio.*0.5"),
-        ({"gate": "door"}, "gate must be one of loss, coin, none; got 'door'"),
+        ({"gate": "door"}, "gate must be one of loss, coin, block, none; got 'door'"),
         ({"on_reject": "forget"}, "on_reject must be one of"),
         ({"average_decay": 1.5}, "average_decay"),
         ({"adam_eps": 0.0, "optimizer": "adam"}, "adam_eps"),
