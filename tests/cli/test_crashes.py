@@ -277,7 +277,12 @@ def test_a_run_survives_the_loss_of_standard_error(stream, task, tmp_path):
 def interrupt_when(ready, arguments, folder=None):
     """Start the command, send SIGINT once `ready(process)`, and return what came of it."""
     process = subprocess.Popen(
-        [*PROCESS, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder
+        [*PROCESS, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=folder,
+        # a suite that runs in the background may ignore SIGINT, and its children with it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not ready(process) and process.poll() is None and time.monotonic() < deadline:
