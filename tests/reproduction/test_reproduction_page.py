@@ -1064,7 +1064,11 @@ def test_the_state_of_the_grid_is_that_of_the_rows():
 
 def test_every_experiment_has_rows():
     assert "Every experiment has rows:" in PROSE
-    assert all(rows_of(name) for name in EXPERIMENTS if name != "schematics")
+    # drawings have none; heads is no experiment of the paper
+    without = {"schematics", "heads"}
+    assert all(rows_of(name) for name in EXPERIMENTS if name not in without)
+    features = (ROOT / "docs" / "features.md").read_text()
+    assert rows_of("heads") or "they are not made yet" in features
     for complete in ("ablation", "robustness", "convergence", "iterates", "membership"):
         experiment = experiment_named(complete)
         made = {experiment.key(row) for row in rows_of(complete)}
