@@ -22,7 +22,7 @@ def test_epsilon_at_a_delta_that_is_none():
 @pytest.mark.parametrize("value", ["1", None, [1.0], math.nan])
 def test_numbers_that_are_none(value):
     for make in (
-        lambda: dpsur.Dpsgd(learning_rate=value),
+        lambda: dpsur.Dpsgd(max_grad_norm=value),
         lambda: dpsur.Dpsgd(momentum=value),
         lambda: dpsur.Budget(value, 1e-5),
         lambda: dpsur.Budget(1.0, value),
