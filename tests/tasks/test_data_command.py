@@ -110,6 +110,7 @@ def test_records_without_test_records_cannot_be_tested_on(capsys, tmp_path, monk
     np.savez(path, x=np.zeros((4, 2)), y=np.arange(4))
     release = (nn.Linear(2, 4), {}, Origin())
     monkeypatch.setattr(evaluate, "read_release", lambda folder: release)
+    monkeypatch.setattr(evaluate, "statement_faults", lambda statement: ([], {}))
     status, _, err = dpsur("evaluate", tmp_path, "--task", f"npz:{path}", capsys=capsys)
     assert status == 2
     assert "add x_test and y_test" in err

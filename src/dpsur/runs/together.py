@@ -1,8 +1,7 @@
 """Several runs at once in one process, for seeds of one experiment.
 
-A small network does not fill a GPU. Runs on CUDA graphs are replayed on separate streams, a block
-of each in turn. Other runs, and all runs on a CPU,
-simply come one after the other. Either way every run ends as it would alone.
+A small network does not fill a GPU. Runs take turns, a block of trials each; those on CUDA graphs
+are replayed on separate streams. Every run ends as it would alone.
 """
 
 import warnings
