@@ -76,7 +76,10 @@ _HOMES = {
     "verify": "dpsur.runs.verification",
 }
 # Packages that are imported when they are first named.
-_PACKAGES = ("attacks", "audits", "bench", "features", "methods", "networks", "presets", "privacy")
+_PACKAGES = (
+    *("attacks", "audits", "bench", "cli", "features", "functional", "mechanism", "methods"),
+    *("networks", "per_example", "presets", "privacy", "runs", "tasks"),
+)
 
 __all__ = [
     "Budget",

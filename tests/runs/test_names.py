@@ -13,13 +13,14 @@ from tests.conftest import blobs, small_model
 def test_every_name_is_where_it_is_said_to_be():
     for name in dpsur.__all__:
         assert getattr(dpsur, name) is not None
-    assert dpsur.Pace is import_module("dpsur.runs.session").Pace
+    assert dpsur.Pace is import_module("dpsur.config").Pace
     assert dpsur.verify is import_module("dpsur.runs.verification").verify
+    assert dir(dpsur) == sorted(dpsur.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = dpsur.nothing
 
 
-def test_rooms_are_attributes_of_a_fresh_import():
+def test_packages_are_attributes_of_a_fresh_import():
     code = "import dpsur; print(dpsur.methods.Dpsgd.name, dpsur.privacy, dpsur.runs)"
     found = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
