@@ -234,7 +234,7 @@ def _origin(
     # The task of a user's file is not named: the path of private records is not released.
     name = task.name if task.name in TASKS else None
     public = dict(task.public)
-    if keep_fraction is not None:
+    if keep_fraction not in (None, 1):  # all records are kept
         public["keep_fraction"] = keep_fraction
     if network is not None and session.layer_descriptions:
         layers = [dict(layer) for layer in session.layer_descriptions]
