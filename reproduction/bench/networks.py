@@ -1,4 +1,4 @@
-"""The networks to measure, each with made-up inputs of the right shape.
+"""The networks to measure, each with synthetic inputs of the right shape.
 
 The paper's are those of the tasks; the others are written here. Every weight is in a layer that all
 arms know, and nothing works in place, so that no arm is ruled out by how a network is written.

@@ -65,7 +65,7 @@ def test_random_layers_are_seen_and_not_padded():
 
 
 class Counted(CudaGraphLoop):
-    """Counts the trials that were made again with exact batches."""
+    """Counts the trials that were repeated with exact batches."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)

@@ -1,4 +1,4 @@
-"""The kernels chosen for a card compute what the usual ones do; here they run on the CPU."""
+"""The kernels chosen for a GPU compute what the usual ones do; here they run on the CPU."""
 
 import contextlib
 import sys

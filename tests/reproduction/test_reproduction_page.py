@@ -254,7 +254,7 @@ def claims_about_time(number):
     assert part["config"] == {"part": "0/10", "jobs": 4}  # "every tenth", "four processes"
     assert part["device"] == "NVIDIA H200"
     whole = shown(".0f", [part["minutes_of_all"]])
-    yield rf"all rows of accuracies takes about {number} minutes of one card", whole
+    yield rf"all rows of accuracies takes about {number} minutes of one GPU", whole
     yield rf"So the whole takes {number} minutes, by this estimate", whole
     yield (
         rf"{number} of {number} runs in {number} minutes",
@@ -310,7 +310,7 @@ def claims_about_agreement(number, four):
     )
     again = made_again()
     yield (
-        rf"made again, it is {number} of {number}\.",
+        rf"repeated, it is {number} of {number}\.",
         (str(sum(abs(gap) <= 0.7 for gap in again)), str(len(again))),
     )
     gaps = {t: [abs(r["difference"]) for r in released(t)] for t in DATA_SETS}
@@ -792,7 +792,7 @@ def ablated(arm, **change):
 
 def claims_about_single_settings(number):
     again, halved = (r for r in iterate_records(rows_of("iterates")) if r["task"] == "cifar10")
-    yield rf"again when it is made again, by {number}\.", shown(".2f", [again["last_difference"]])
+    yield rf"again when it is repeated, by {number}\.", shown(".2f", [again["last_difference"]])
     yield rf"figure after {number} of their updates", shown(".2f", [again["reached"]])
     usual = preset_named("paper", "dpsur", "cifar10", 4).options["learning_rate"]
     assert halved["changed"] == f"learning_rate {usual / 2}"

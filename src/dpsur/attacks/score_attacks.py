@@ -56,7 +56,7 @@ def train_shadows(
 def random_parts(pool: int, size: int, parts: int, seed: int) -> list[Tensor]:
     """Random parts of equal size that cover every record equally often, but for one.
 
-    One shuffled deck after another is dealt out. A part that runs over the end of a deck goes on
+    One shuffled deck after another is dealt out. A part that runs over the end of a deck continues
     with the next, less the records that it has already.
     """
     generator = torch.Generator().manual_seed(seed)

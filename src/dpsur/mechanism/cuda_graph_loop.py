@@ -168,7 +168,7 @@ def _copy(state: State) -> State:
 class CudaGraphLoop:
     """Makes the planned trials in captured blocks.
 
-    A block in which a padded batch overflowed is made again with exact batches, so that no record
+    A block in which a padded batch overflowed is repeated with exact batches, so that no record
     is ever left out.
     """
 

@@ -126,7 +126,7 @@ def make_trial(
     step = procedure.step(state)
     device = state.updates.device
     position = torch.tensor(plan.position(ledger), device=device)
-    # after the last update trials may go on, so that their number is the same for all data
+    # after the last update trials may continue, so that their number is the same for all data
     active = torch.tensor(False, device=device) if plan.drops(ledger) else None
     state, verdict = trial(procedure, state, streams.at(ledger.steps + 1), position, active=active)
     return Progress(state, ledger.record(step, updates=int(verdict.accept))), verdict

@@ -12,7 +12,7 @@ from dpsur.functional.records import Examples, HostExamples
 from dpsur.mechanism.streams import Stream
 
 # A padded batch holds this many standard deviations more than is expected. More are drawn about
-# once in a million trials; that is noticed, and the trial is made again with the exact batch.
+# once in a million trials; that is detected, and the trial is repeated with the exact batch.
 SPARE_DEVIATIONS = 5.0
 
 

@@ -49,7 +49,7 @@ class Dpagd(Method):
     among `step_sizes` candidates from 0 to `largest_step`, all evaluated from the same weights on
     one fresh sample. The length 0 means that the direction is too noisy: the gradient's budget is
     raised by `raise_by`, a fresh noisy gradient is averaged with the old by their precisions, and
-    the choice is made again. Every trial is charged, whatever was chosen.
+    the choice is repeated. Every trial is charged, whatever was chosen.
 
     Ours are: Poisson samples for gradients and choices, both charged as sampled mechanisms; a fresh
     sample for a retry, so that its charge stands alone; the privacy filter; and an average of the
