@@ -28,7 +28,7 @@ record can gain over chance, at a_min. *Seen*: a lower bound at 95% from {RUNS:,
 and without the record.
 
 What helps, at a_min. *Blocks*: the count is rounded up to whole blocks of trials, as by a run that
-continues, with results that are dropped, until a block is full. *Delays*: after every accepted update
+continues, with results that are dropped, until a block is full. *Delays*: after an accepted update
 the run waits for as long as another search takes at a_min (`--hide-rejections delay`). *Constant*:
 it continues to a number of trials that is fixed in advance (`--hide-rejections constant`), and the
 count tells nothing: its ε is 0. *Time* is relative to a run that hides nothing at a(0), counted in
