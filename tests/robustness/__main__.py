@@ -284,11 +284,13 @@ def render(rows: Sequence[Row]) -> str:
         f"{'process' if about['jobs'] == 1 else 'processes'}, Python {about['python']}, torch "
         f"{about['torch']}, commit {about['commit']}, {about['date']}.",
         "",
-        "| mutated inputs | cases | refused | completed | tracebacks | crashes | hangs | "
+        "| mutated inputs | cases | refused | completed | stopped | tracebacks | crashes | hangs | "
         "unclear errors | wrong guarantees |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    columns = ("cases", "refused", "completed", *FAILURES[:1], *FAILURES[1:])
+    columns = ("cases", "refused", "completed", "stopped", *FAILURES)
+    for row in mutated:  # what is left is commands that worked on when their time was over
+        row["stopped"] = row["cases"] - sum(row[key] for key in ("refused", "completed", *FAILURES))
     total = {key: sum(row[key] for row in mutated) for key in columns}
     for row in (*mutated, {"name": "**all**", **total}):
         lines.append(f"| {row['name']} | {' | '.join(f'{row[key]:,}' for key in columns)} |")
