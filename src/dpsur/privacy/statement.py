@@ -68,7 +68,7 @@ WATCHED = {
     ),
 }
 PRIVATE_FOLDER = (
-    "Checkpoints, metrics and random-stream positions in the private folder of the run."
+    "Checkpoints, metrics and the key of the random numbers in the private folder of the run."
 )
 NOT_COVERED = (
     "Preprocessing done before the records reached this library, and the public test set.",
