@@ -247,17 +247,17 @@ def _trained(state):
 
 
 def uncharged_tests(patch):
-    real = BlockPlan._charges
+    real = BlockPlan.charges
     patch.setattr(
-        BlockPlan,
-        "_charges",
-        lambda self, blocks: [part for part in real(self, blocks) if part[0] != self.test],
+        BlockPlan, "charges", lambda self: [part for part in real(self) if part[0] != self.test]
     )
 
 
 def restored_blocks_not_charged(patch):
-    real = BlockPlan._charges
-    patch.setattr(BlockPlan, "_charges", lambda self, blocks: real(self, (0, blocks[-1])))
+    real = BlockPlan.charges
+    patch.setattr(
+        BlockPlan, "charges", lambda self: real(replace(self, blocks=(0, self.blocks[-1])))
+    )
 
 
 def verdict_from_the_value_without_noise(patch):

@@ -8,11 +8,8 @@ from typing import Any, ClassVar
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accounting import (
-    RESTORE,
-    Accounting,
     accounting_named,
     check_covers_steering,
-    only_figure,
 )
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import (
@@ -25,8 +22,8 @@ from dpsur.privacy.events import (
     event_to_json,
 )
 from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plans.charged import ChargedSequence
 from dpsur.privacy.plans.protocol import stated_counts, stated_steps
-from dpsur.privacy.plans.rejections import steps_differ
 from dpsur.privacy.search import least_noise, noise_at_least
 
 BlockTest = Gaussian | SampledGaussian
@@ -36,7 +33,7 @@ LEAST_TEST_NOISE = 1.0
 
 
 @dataclass(frozen=True)
-class BlockPlan:
+class BlockPlan(ChargedSequence):
     """Updates of one kind in blocks, and a noisy test after each block.
 
     `blocks` are the numbers of updates before each test; 0 means that a test comes at once. What a
@@ -56,12 +53,7 @@ class BlockPlan:
     test: BlockTest
     blocks: tuple[int, ...]
     setup: tuple[Event, ...] = ()
-    on_reject: ClassVar[str] = RESTORE
-    unit: ClassVar[str] = "updates"
-    to_the_cap: ClassVar[bool] = False  # verdicts are public
-    same_steps: ClassVar[bool] = False
-    position_follows_counts: ClassVar[bool] = True
-    verdicts_are_public: ClassVar[bool] = True
+    part: ClassVar[str] = "blocks"
 
     def __post_init__(self) -> None:
         check_covers_steering(self.accounting)
@@ -93,7 +85,7 @@ class BlockPlan:
         @cache
         def ideal_epsilon_of(noise: float) -> float:
             plan = with_noise(noise)
-            return plan._accounting.ideal_epsilon(plan._charges(plan.blocks), budget.delta)
+            return plan._accounting.ideal_epsilon(plan.charges(), budget.delta)
 
         others = [*((event, 1) for event in setup), (test, len(blocks))]
         if accounting_named(accounting).epsilon(others, budget.delta) >= budget.epsilon:
@@ -133,19 +125,10 @@ class BlockPlan:
         """Whether the run did what was planned, so that its result may be released."""
         return self._tests(ledger) >= len(self.blocks)
 
-    def drops(self, ledger: Ledger) -> bool:  # noqa: ARG002
-        """Never: a trial whose outcome is dropped is not made."""
-        return False
-
     @property
     def updates(self) -> int:
         """All updates, whether what they led to is kept or not."""
         return sum(self.blocks)
-
-    @property
-    def trials(self) -> int:
-        """Every trial is an update."""
-        return self.updates
 
     @property
     def typical(self) -> Trial:
@@ -157,29 +140,6 @@ class BlockPlan:
         """The updates of the last block, which the setting counts: a search comes on top."""
         return {"updates": self.blocks[-1]}
 
-    @property
-    def length(self) -> int:
-        """What a schedule counts to."""
-        return self.updates
-
-    @property
-    def kept(self) -> int:
-        """Updates of a completed run, all of which are charged."""
-        return self.updates
-
-    def position(self, ledger: Ledger) -> int:
-        """How far a run has come on that scale."""
-        return ledger.updates
-
-    def covers(self, delta: float) -> bool:  # noqa: ARG002
-        """Whether there is an epsilon at this delta: at each, since nothing was set aside."""
-        return True
-
-    def epsilon(self, delta: float | None = None) -> float:
-        """Epsilon of the completed run at the budget's delta, or at another one."""
-        delta = self.budget.delta if delta is None else delta
-        return self._accounting.epsilon(self._charges(self.blocks), delta)
-
     def spent(self, ledger: Ledger, delta: float | None = None) -> float:
         """Epsilon so far, as a progress figure."""
         charges: list[tuple[Event, int]] = [
@@ -187,18 +147,14 @@ class BlockPlan:
             (Trial(self.update), ledger.updates),
             (self.test, self._tests(ledger)),
         ]
-        return self._accounting.epsilon(charges, self.budget.delta if delta is None else delta)
+        return self.epsilon_of(charges, delta)
 
-    @property
-    def _accounting(self) -> Accounting:
-        return accounting_named(self.accounting)
-
-    def _charges(self, blocks: tuple[int, ...]) -> list[tuple[Event, int]]:
+    def charges(self) -> list[tuple[Event, int]]:
         """All updates and all tests, kept or not."""
         return [
             *((event, 1) for event in self.setup),
-            (Trial(self.update), sum(blocks)),
-            (self.test, len(blocks)),
+            (Trial(self.update), self.updates),
+            (self.test, len(self.blocks)),
         ]
 
     def describe(self) -> str:
@@ -219,14 +175,6 @@ class BlockPlan:
                 "block_updates"
             )
         return replace(self, blocks=(*self.blocks[:-1], min(self.blocks[-1], most - searched)))
-
-    def hide_rejections(self, way: str) -> "BlockPlan":
-        """There are none to hide: what tests say is charged and public."""
-        raise steps_differ(way)
-
-    def figures(self) -> dict[str, float | None]:
-        """Epsilon under its own accounting; others are not made for it."""
-        return only_figure(self.accounting, self.epsilon())
 
     def to_statement(self, ledger: Ledger) -> dict[str, Any]:
         """The mechanism in a privacy statement: blocks, tests, and the steps in order."""
@@ -255,33 +203,6 @@ class BlockPlan:
                 "setup": mechanism["setup"],
             }
         )
-
-    def step_faults(self, mechanism: Mapping[str, Any], tolerance: float) -> list[str]:  # noqa: ARG002
-        """The steps of a run must be the planned ones, in the planned order."""
-        rows = [
-            {"step": row["step"], "trials": row["charged"], "updates": row["charged"]}
-            for row in mechanism["blocks"]["steps"]
-        ]
-        ledger = Ledger.from_json({"setup": [], "entries": rows})
-        faults = []
-        if not self.allows(ledger):
-            faults.append("the steps are not those of a run by the stated blocks")
-        if mechanism != self.to_statement(ledger):
-            faults.append("the mechanism says more or something else than its blocks")
-        return faults
-
-    def allows(self, ledger: Ledger) -> bool:
-        """Whether the steps of a ledger are those of a whole run under this plan."""
-        done = Ledger()
-        try:
-            for entry in ledger.entries:
-                for _ in range(entry.trials):
-                    if not self.affords(done, entry.step):
-                        return False
-                    done = done.record(entry.step, updates=1)
-        except BudgetError:
-            return False
-        return self.completed(done)
 
     def to_json(self) -> dict[str, Any]:
         """Write the plan as plain values."""

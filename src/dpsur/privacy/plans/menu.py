@@ -16,11 +16,8 @@ from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accountants.rdp import PAPER_ORDERS, epsilon_from_rdp, sampled_gaussian_rdp
 from dpsur.privacy.accounting import (
-    RESTORE,
-    Accounting,
     accounting_named,
     check_covers_steering,
-    only_figure,
 )
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import (
@@ -33,8 +30,8 @@ from dpsur.privacy.events import (
     event_to_json,
 )
 from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plans.charged import ChargedSequence
 from dpsur.privacy.plans.protocol import stated_counts, stated_steps
-from dpsur.privacy.plans.rejections import steps_differ
 from dpsur.privacy.search import least_noise, noise_at_least
 
 # Each rate is a tenth above the one before, up to so many times the first.
@@ -43,7 +40,7 @@ MOST_TIMES_THE_FIRST = 8.0
 
 
 @dataclass(frozen=True)
-class MenuPlan:
+class MenuPlan(ChargedSequence):
     """Blocks of equal updates, each after a release that decides which choice of the menu it is.
 
     One release of `steering`, then `menu.repeats` updates of one choice, and so on until there are
@@ -59,12 +56,7 @@ class MenuPlan:
     steering: SampledGaussian
     updates: int
     setup: tuple[Event, ...] = ()
-    on_reject: ClassVar[str] = RESTORE
-    unit: ClassVar[str] = "updates"
-    same_steps: ClassVar[bool] = False
-    position_follows_counts: ClassVar[bool] = True
-    to_the_cap: ClassVar[bool] = False  # there are no rejections to hide
-    verdicts_are_public: ClassVar[bool] = True
+    part: ClassVar[str] = "menu"
 
     def __post_init__(self) -> None:
         check_covers_steering(self.accounting)
@@ -125,28 +117,9 @@ class MenuPlan:
             return (self.steering,)
         return (last,)
 
-    def allows(self, ledger: Ledger) -> bool:
-        """Whether the steps of a ledger are those of a whole run under this plan."""
-        done = Ledger()
-        try:
-            for entry in ledger.entries:
-                if not entry.trials:  # no run notes what it did not do
-                    return False
-                for _ in range(entry.trials):
-                    if not self.affords(done, entry.step):
-                        return False
-                    done = done.record(entry.step, updates=1)
-        except BudgetError:
-            return False
-        return self.completed(done)
-
     def completed(self, ledger: Ledger) -> bool:
         """Whether the run did what was planned, so that its result may be released."""
         return ledger.updates >= self.updates
-
-    def drops(self, ledger: Ledger) -> bool:  # noqa: ARG002
-        """Never: a trial whose outcome is dropped is not made."""
-        return False
 
     def nearest(self, rate: float) -> SampledGaussian:
         """The choice whose rate is nearest, by ratio. The rate may come from released values only.
@@ -165,44 +138,15 @@ class MenuPlan:
         """Counts that the plan fixes, by the name of the setting that they belong to."""
         return {"updates": self.updates, "trials": self.updates}
 
-    @property
-    def trials(self) -> int:
-        """Every trial is an update."""
-        return self.updates
-
-    @property
-    def length(self) -> int:
-        """What a schedule counts to."""
-        return self.updates
-
-    @property
-    def kept(self) -> int:
-        """Updates of a completed run."""
-        return self.updates
-
-    def position(self, ledger: Ledger) -> int:
-        """How far a run has come on that scale."""
-        return ledger.updates
-
-    def covers(self, delta: float) -> bool:  # noqa: ARG002
-        """Whether there is an epsilon at this delta: at each, since nothing was set aside."""
-        return True
-
-    def epsilon(self, delta: float | None = None) -> float:
-        """Epsilon of the completed run at the budget's delta, or at another one."""
-        delta = self.budget.delta if delta is None else delta
-        return self._accounting.epsilon(self._charges(self.updates), delta)
-
     def spent(self, ledger: Ledger, delta: float | None = None) -> float:
         """Epsilon so far, as a progress figure: a block that has begun counts as a whole."""
         releases = sum(entry.trials for entry in ledger.entries if entry.step == self.steering)
         reached = min(self.updates, releases * self.menu.repeats)
-        delta = self.budget.delta if delta is None else delta
-        return self._accounting.epsilon(self._charges(reached), delta)
+        return self.epsilon_of(self._charges(reached), delta)
 
-    @property
-    def _accounting(self) -> Accounting:
-        return accounting_named(self.accounting)
+    def charges(self) -> list[tuple[Event, int]]:
+        """All updates, with the releases before their blocks."""
+        return self._charges(self.updates)
 
     def _charges(self, updates: int) -> list[tuple[Event, int]]:
         """What so many updates are charged, with the releases before their blocks."""
@@ -224,14 +168,6 @@ class MenuPlan:
     def limited(self, most: int) -> "MenuPlan":
         """The same plan, ended after fewer updates."""
         return replace(self, updates=min(most, self.updates))
-
-    def hide_rejections(self, way: str) -> "MenuPlan":
-        """Refused: trials differ in cost."""
-        raise steps_differ(way)
-
-    def figures(self) -> dict[str, float | None]:
-        """Epsilon under its own accounting; there is no guarantee under another."""
-        return only_figure(self.accounting, self.epsilon())
 
     def to_statement(self, ledger: Ledger) -> dict[str, Any]:
         """The mechanism in a privacy statement, with the choices that were made."""
@@ -260,20 +196,6 @@ class MenuPlan:
                 "setup": mechanism["setup"],
             }
         )
-
-    def step_faults(self, mechanism: Mapping[str, Any], tolerance: float) -> list[str]:  # noqa: ARG002
-        """The steps of a run must be those that the menu offers, as many as were planned."""
-        rows = [
-            {"step": row["step"], "trials": row["charged"], "updates": row["charged"]}
-            for row in mechanism["menu"]["steps"]
-        ]
-        ledger = Ledger.from_json({"setup": [], "entries": rows})
-        faults = []
-        if not self.allows(ledger):
-            faults.append("the steps are not those of a run by the stated menu")
-        if mechanism != self.to_statement(ledger):
-            faults.append("the mechanism says more or something else than its menu")
-        return faults
 
     def to_json(self) -> dict[str, Any]:
         """Write the plan as plain values."""
