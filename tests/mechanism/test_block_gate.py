@@ -191,14 +191,15 @@ def noise_is_in_proportion_to_the_clip_norm_in_force():
         **state.memory,
         "tests": torch.tensor(2),
         "max_grad_norm": torch.tensor(0.7, dtype=torch.float64),
+        "rate": torch.tensor(3.0, dtype=torch.float64),
+        "size": torch.tensor(3),
     }
     state = replace(state, memory=memory)
     moves = [
         gate.propose(state, Streams(0, CPU).at(step), torch.tensor(0)).state.params["weight"] - 1
         for step in range(300)
     ]
-    rate = gate._rate(state)
-    expected = rate * plan.update.noise_multiplier * 0.7 / 20
+    expected = 3.0 * plan.update.noise_multiplier * 0.7 / 20
     assert_standard_deviation(torch.stack(moves).double().numpy(), expected)
 
 

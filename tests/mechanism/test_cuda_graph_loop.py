@@ -71,8 +71,8 @@ class Counted(CudaGraphLoop):
         super().__init__(*arguments)
         self.again = []
 
-    def _exactly(self):
-        verdicts = super()._exactly()
+    def _exactly(self, count):
+        verdicts = super()._exactly(count)
         self.again.append(len(verdicts))
         return verdicts
 

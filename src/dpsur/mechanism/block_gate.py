@@ -19,7 +19,7 @@ from dpsur.functional.parameters import Params
 from dpsur.functional.problem import EVALUATION_ROWS, Problem, example_losses
 from dpsur.functional.records import Examples
 from dpsur.mechanism.dp_gradient import add_gaussian
-from dpsur.mechanism.optim import Schedule
+from dpsur.mechanism.optim import SHAPES
 from dpsur.mechanism.proposer import DpGradient, GradientProposer
 from dpsur.mechanism.rate_search import best_exponent, between, next_exponent
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
@@ -64,6 +64,7 @@ class BlockGate:
     updates: GradientProposer
     max_grad_norm: float
     exponent: float
+    schedule: str = "linear"
     clip_by_median: bool = True
     scale_free: bool = False
     momentum: float = 0.0
@@ -97,6 +98,8 @@ class BlockGate:
             "shares": number.repeat(blocks),  # of noise in the displacement
             "best": count,  # the block with the best value so far
             "max_grad_norm": torch.full_like(number, self.max_grad_norm),  # in force
+            "rate": number,  # of the block at hand, at its start
+            "size": count,  # its updates
             "loss_scale": number,
         }
         saved = {"first": state.params, "best": state.params}
@@ -108,14 +111,23 @@ class BlockGate:
         """Make an update, or a test and what follows from it."""
         if self._test_is_due(state):
             return Candidate(self._after_test(state, self._test(state, draws)))
+        return self.update(state, draws)
+
+    def update(self, state: State, draws: Draws) -> Candidate:
+        """Make an update with the rate and the clipping norm in force, which stay on the device."""
         memory = _memory(state)
-        size = self.plan.blocks[int(memory["tests"])]
-        schedule = Schedule(self.updates.schedule.shape, self._rate(state), size)
-        source = replace(self._source, max_grad_norm=float(memory["max_grad_norm"]))
-        steps = replace(self.updates, source=source, schedule=schedule)
+        rate, size = memory["rate"], memory["size"]
+        source = replace(self._source, max_grad_norm=memory["max_grad_norm"])
+        steps = replace(
+            self.updates, source=source, schedule=lambda made: rate * self._decay(made, size)
+        )
         found = steps.propose(state, draws, memory["made"])
         memory = {**memory, "made": memory["made"] + 1}
         return replace(found, state=replace(found.state, memory=memory))
+
+    def _decay(self, made: Tensor, size: Tensor | int) -> Tensor:
+        """The rate after so many updates of a block, as a part of the first one."""
+        return SHAPES[self.schedule](made.double() / size)
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:  # noqa: ARG002
         """Every step is kept, since every step is charged: a test restores whole blocks."""
@@ -125,9 +137,10 @@ class BlockGate:
         """Never asked for."""
         return state
 
-    def padded(self) -> None:
-        """Steps of two kinds, and rates that follow from tests: not captured."""
-        return
+    def padded(self) -> "PaddedUpdates | None":
+        """The updates on padded batches; a test is no trial and is made exactly."""
+        updates = self.updates.padded()
+        return None if updates is None else PaddedUpdates(replace(self, updates=updates))
 
     # --- tests ------------------------------------------------------------------------------------
 
@@ -257,8 +270,12 @@ class BlockGate:
             exponent = best_exponent(tried, values)
             share = between(exponent, tried, memory["shares"].tolist()[:block])
             exponent -= SHARE_OCTAVES * share**2
-        exponents = _put(memory["exponents"], block, exponent)
-        return replace(state, memory={**memory, "exponents": exponents})
+        memory["exponents"] = _put(memory["exponents"], block, exponent)
+        state = replace(state, memory=memory)
+        size = self.plan.blocks[block + self._before_blocks]
+        memory["rate"] = torch.full_like(memory["rate"], self._rate(state, block))
+        memory["size"] = torch.full_like(memory["size"], size)
+        return replace(state, memory=memory)
 
     def _last_or_best(self, state: State) -> State:
         """The end of the last block, unless a searched block was clearly better."""
@@ -282,8 +299,8 @@ class BlockGate:
         way = float(torch.stack(squares).sum())
         if not way > 0 or math.isinf(way):
             return 1.0
-        schedule = Schedule(self.updates.schedule.shape, self._rate(state, block), size)
-        rates = schedule(torch.arange(size)) / (1 - self.momentum)
+        rates = self._rate(state, block) * self._decay(torch.arange(size), size)
+        rates = rates / (1 - self.momentum)
         batch = update.sample_rate * len(self._problem.train)
         step = update.noise_multiplier * float(memory["max_grad_norm"]) / batch
         weights = sum(value.numel() for value in state.params.values())
@@ -320,11 +337,10 @@ class BlockGate:
         values: list[float] = _memory(state)["values"].tolist()
         return values[self._before_blocks :]
 
-    def _rate(self, state: State, block: int | None = None) -> float:
-        """The learning rate that a block starts with; the one at hand unless another is named."""
+    def _rate(self, state: State, block: int) -> float:
+        """The learning rate that a block starts with."""
         memory = _memory(state)
-        place = int(memory["tests"]) - self._before_blocks if block is None else block
-        rate: float = 2.0 ** float(memory["exponents"][place])
+        rate: float = 2.0 ** float(memory["exponents"][block])
         return rate if self.scale_free else rate / float(memory["max_grad_norm"])
 
     def metrics(self, state: State) -> list[dict[str, Any]]:
@@ -344,6 +360,42 @@ class BlockGate:
                 }
             )
         return found
+
+
+@dataclass(frozen=True)
+class PaddedUpdates:
+    """The updates of a block on batches of static shape, which can be captured."""
+
+    gate: BlockGate
+
+    @property
+    def setup(self) -> tuple[Event, ...]:
+        """What the plan charges before the first step."""
+        return self.gate.setup
+
+    def step(self, state: State) -> Step:  # noqa: ARG002
+        """An update."""
+        return Trial(self.gate.plan.update)
+
+    def initial_state(self) -> State:
+        """That of the gate."""
+        return self.gate.initial_state()
+
+    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:  # noqa: ARG002
+        """Make an update."""
+        return self.gate.update(state, draws)
+
+    def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
+        """Every update is kept."""
+        return self.gate.judge(state, candidate, draws)
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:  # noqa: ARG002
+        """Never asked for."""
+        return state
+
+    def padded(self) -> "PaddedUpdates":
+        """Itself."""
+        return self
 
 
 def released_metrics(procedure: Procedure, state: State) -> list[dict[str, Any]] | None:

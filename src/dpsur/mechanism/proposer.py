@@ -4,6 +4,7 @@
 `GradientSource`: `DpGradient` is the noisy sum of clipped gradients that DP-SGD takes.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -14,7 +15,7 @@ from torch import Tensor
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
 from dpsur.mechanism.dp_gradient import dp_mean_gradient
-from dpsur.mechanism.optim import Optimizer, Schedule, WeightAverage, update_average
+from dpsur.mechanism.optim import Optimizer, WeightAverage, update_average
 from dpsur.mechanism.sampling import Batch, padded_batch, steady_batch
 from dpsur.mechanism.state import Candidate, State
 from dpsur.mechanism.streams import BATCH, LAYERS, NOISE, Draws
@@ -73,7 +74,7 @@ class DpGradient:
 
     sampler: Sampler
     update: SampledGaussian
-    max_grad_norm: float
+    max_grad_norm: float | Tensor
 
     def step(self, state: State) -> Step:  # noqa: ARG002
         """The same event every time."""
@@ -107,7 +108,7 @@ class GradientProposer:
     problem: Problem
     source: GradientSource
     optimizer: Optimizer
-    schedule: Schedule
+    schedule: Callable[[Tensor], Tensor]
     average: WeightAverage | None = None
 
     def step(self, state: State) -> Step:

@@ -216,6 +216,7 @@ class GradientMethod(OptimizerMethod):
                 proposer,
                 self.max_grad_norm,
                 self._first_exponent(),
+                schedule=self.schedule,
                 clip_by_median=self.clip_norm == MEDIAN,
                 scale_free=self.optimizer == "adam",
                 momentum=self.momentum if self.optimizer == "sgd" else 0.0,

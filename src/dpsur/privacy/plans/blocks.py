@@ -118,6 +118,10 @@ class BlockPlan(ChargedSequence):
         reached = sum(self.blocks[: tests + 1])
         return self.test if ledger.updates >= reached else Trial(self.update)
 
+    def alike(self, ledger: Ledger) -> int:
+        """The updates that are left of a block, which differ in nothing that is charged."""
+        return sum(self.blocks[: self._tests(ledger) + 1]) - ledger.updates
+
     def _tests(self, ledger: Ledger) -> int:
         return sum(entry.trials for entry in ledger.entries if entry.step == self.test)
 

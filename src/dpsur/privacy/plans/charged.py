@@ -65,6 +65,10 @@ class ChargedSequence(ABC):
         """How far a run has come on that scale."""
         return ledger.updates
 
+    def alike(self, ledger: Ledger) -> int:  # noqa: ARG002
+        """One: what the next step costs may depend on what this one released."""
+        return 1
+
     def drops(self, ledger: Ledger) -> bool:  # noqa: ARG002
         """Never: a trial whose outcome is dropped is not made."""
         return False
