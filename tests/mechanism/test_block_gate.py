@@ -368,14 +368,31 @@ def test_mutant_is_killed(mutant, monkeypatch):
 
 
 def test_the_first_three_rates_then_beside_or_beyond_the_best():
-    assert next_exponent(3.0, [], []) == 3.0
-    assert next_exponent(3.0, [3.0], [0.5]) == 4.5
-    assert next_exponent(3.0, [3.0, 4.5], [0.5, 0.1]) == 1.5
+    start = (3.0,)
+    assert next_exponent(start, [], []) == 3.0
+    assert next_exponent(start, [3.0], [0.5]) == 4.5
+    assert next_exponent(start, [3.0, 4.5], [0.5, 0.1]) == 1.5
     tried = [3.0, 4.5, 1.5]
-    assert next_exponent(3.0, tried, [0.5, 0.6, 0.1]) == 6.0
-    assert next_exponent(3.0, tried, [0.5, 0.1, 0.6]) == 0.0
-    assert next_exponent(3.0, tried, [0.5, 0.4, 0.1]) == 3.75
-    assert next_exponent(3.0, tried, [0.5, 0.1, 0.4]) == 2.25
+    assert next_exponent(start, tried, [0.5, 0.6, 0.1]) == 6.0
+    assert next_exponent(start, tried, [0.5, 0.1, 0.6]) == 0.0
+    assert next_exponent(start, tried, [0.5, 0.4, 0.1]) == 3.75
+    assert next_exponent(start, tried, [0.5, 0.1, 0.4]) == 2.25
+
+
+def test_a_given_start_is_tried_and_used_only_if_it_is_better():
+    for given, value, centre in ((9.0, 0.1, 3.0), (9.0, 0.9, 9.0), (-4.0, 0.9, -4.0)):
+        starts = (3.0, given)
+        tried, values = [], []
+        for found in (0.5, value, 0.3, 0.2):
+            tried.append(next_exponent(starts, tried, values))
+            values.append(found)
+        assert tried == [3.0, given, centre + 1.5, centre - 1.5]
+        # the other start, 6 octaves away, is neither a neighbour nor an end
+        assert abs(next_exponent(starts, tried, values) - centre) == 0.75
+        assert abs(best_exponent(2, tried, values) - centre) <= 0.75
+    tried, values = [3.0, 9.0, 4.5, 1.5], [0.5, 0.1, 0.6, 0.2]
+    assert next_exponent((3.0, 9.0), tried, values) == 6.0
+    assert best_exponent(2, tried, values) == 4.5
 
 
 def test_the_best_rate_is_the_top_of_a_parabola_within_half_a_step():
@@ -393,7 +410,7 @@ def test_the_best_rate_is_the_top_of_a_parabola_within_half_a_step():
             a, b, _ = np.polyfit(places[near] - places[best], heights[near], 2)
             low, high = (places[near][[0, 2]] - places[best]) / 2
             expected = places[best] + np.clip(-b / (2 * a), low, high)
-        assert best_exponent(tried, values) == pytest.approx(expected, abs=1e-9)
+        assert best_exponent(1, tried, values) == pytest.approx(expected, abs=1e-9)
 
 
 def test_interpolation():
@@ -471,16 +488,16 @@ def test_a_block_decays_from_its_rate_and_starts_where_the_rule_says():
 @pytest.mark.parametrize(
     ("options", "start_at"),
     [
-        ({}, 0.8),
-        ({"momentum": 0.0}, 8.0),
-        ({"learning_rate": 3.0, "max_grad_norm": 0.5}, 1.5),
-        ({"optimizer": "adam"}, 0.08),
-        ({"optimizer": "adam", "learning_rate": 0.01}, 0.01),
+        ({}, [0.8]),
+        ({"momentum": 0.0}, [8.0]),
+        ({"learning_rate": 3.0, "max_grad_norm": 0.5}, [0.8, 1.5]),
+        ({"optimizer": "adam"}, [0.08]),
+        ({"optimizer": "adam", "learning_rate": 0.01}, [0.08, 0.01]),
     ],
 )
 def test_where_the_search_starts(options, start_at):
     gate, _ = bound(**options)
-    assert 2**gate.exponent == pytest.approx(start_at)
+    assert [2**start for start in gate.starts] == pytest.approx(start_at)
 
 
 @pytest.mark.parametrize(

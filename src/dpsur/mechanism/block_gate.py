@@ -49,7 +49,7 @@ class BlockGate:
     """Updates in blocks, and tests that decide about them: a procedure for a `BlockPlan`.
 
     `updates` makes the updates; its learning rate and clipping norm are replaced by those in force.
-    `exponent` is where the search starts: log2 of rate times clipping norm, or of the rate where
+    `starts` are where the search starts: log2 of rate times clipping norm, or of the rate where
     gradients are rescaled anyway (`scale_free`, Adam). `momentum` is that of the optimizer.
 
     Formal guarantee: every update is a sampled Gaussian with noise in proportion to the clipping
@@ -63,7 +63,7 @@ class BlockGate:
     plan: BlockPlan
     updates: GradientProposer
     max_grad_norm: float
-    exponent: float
+    starts: tuple[float, ...]
     schedule: str = "linear"
     clip_by_median: bool = True
     scale_free: bool = False
@@ -263,11 +263,11 @@ class BlockGate:
         memory = _memory(state)
         tried, values = memory["exponents"].tolist()[:block], self._block_values(state)[:block]
         if block < self._searched:
-            exponent = next_exponent(self.exponent, tried, values)
+            exponent = next_exponent(self.starts, tried, values)
         elif not tried:
-            exponent = self.exponent
+            exponent = self.starts[-1]
         else:
-            exponent = best_exponent(tried, values)
+            exponent = best_exponent(len(self.starts), tried, values)
             share = between(exponent, tried, memory["shares"].tolist()[:block])
             exponent -= SHARE_OCTAVES * share**2
         memory["exponents"] = _put(memory["exponents"], block, exponent)

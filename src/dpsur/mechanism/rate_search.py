@@ -7,14 +7,24 @@ constants: docs/selection.md.
 from collections.abc import Sequence
 from typing import Final
 
-SEARCH_STEP: Final = 1.5  # octaves between the first three rates
+SEARCH_STEP: Final = 1.5  # octaves from the best start to its neighbours
+FAR_OFF: Final = 2 * SEARCH_STEP  # octaves beyond which another start plays no part
 
 
-def next_exponent(start: float, tried: Sequence[float], values: Sequence[float]) -> float:
-    """Which rate to try next: three around the start, then beyond an end or beside the best."""
-    if len(tried) < 3:
-        return start + (0.0, SEARCH_STEP, -SEARCH_STEP)[len(tried)]
-    places, heights = _sorted(tried, values)
+def next_exponent(
+    starts: Sequence[float], tried: Sequence[float], values: Sequence[float]
+) -> float:
+    """Which rate to try next.
+
+    All starts, then one step up and down from the best of them, then beyond an end or beside the
+    best. So a start that is far off costs one block and nothing else.
+    """
+    if len(tried) < len(starts):
+        return starts[len(tried)]
+    centre, around = _around_best_start(len(starts), tried, values)
+    if len(tried) < len(starts) + 2:
+        return centre + (SEARCH_STEP, -SEARCH_STEP)[len(tried) - len(starts)]
+    places, heights = around
     best = heights.index(max(heights))
     if best == 0:
         return places[0] - SEARCH_STEP
@@ -24,9 +34,12 @@ def next_exponent(start: float, tried: Sequence[float], values: Sequence[float])
     return (places[best] + places[better]) / 2
 
 
-def best_exponent(tried: Sequence[float], values: Sequence[float]) -> float:
-    """The top of a parabola through the best value and its neighbours, at most half way to them."""
-    places, heights = _sorted(tried, values)
+def best_exponent(count: int, tried: Sequence[float], values: Sequence[float]) -> float:
+    """The top of a parabola through the best value and its neighbours, at most half way to them.
+
+    The first `count` of the rates were starts.
+    """
+    _, (places, heights) = _around_best_start(count, tried, values)
     best = heights.index(max(heights))
     if best in (0, len(places) - 1):
         return places[best]
@@ -47,6 +60,20 @@ def between(place: float, places: Sequence[float], heights: Sequence[float]) -> 
             part = max(0.0, (place - known[index - 1]) / (known[index] - known[index - 1]))
             return levels[index - 1] + part * (levels[index] - levels[index - 1])
     return levels[-1]
+
+
+def _around_best_start(
+    count: int, tried: Sequence[float], values: Sequence[float]
+) -> tuple[float, tuple[list[float], list[float]]]:
+    """The best start, and what was tried without the starts that are too far from it to matter."""
+    known = min(count, len(tried))
+    centre = tried[max(range(known), key=lambda place: values[place])]
+    near = [
+        place
+        for place, exponent in enumerate(tried)
+        if place >= known or abs(exponent - centre) <= FAR_OFF
+    ]
+    return centre, _sorted([tried[place] for place in near], [values[place] for place in near])
 
 
 def _sorted(places: Sequence[float], heights: Sequence[float]) -> tuple[list[float], list[float]]:

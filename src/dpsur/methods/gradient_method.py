@@ -140,7 +140,9 @@ class GradientMethod(OptimizerMethod):
     )
 
     blocks: int | None = option(
-        None, f"short blocks that the gate block finds a learning rate by (default: {USUAL_BLOCKS})"
+        None,
+        f"short blocks that the gate block finds a learning rate by (default: {USUAL_BLOCKS}, and "
+        "one more for a learning rate that is given)",
     )
     block_updates: int | None = option(
         None,
@@ -215,7 +217,7 @@ class GradientMethod(OptimizerMethod):
                 plan,
                 proposer,
                 self.max_grad_norm,
-                self._first_exponent(),
+                self._starts(),
                 schedule=self.schedule,
                 clip_by_median=self.clip_norm == MEDIAN,
                 scale_free=self.optimizer == "adam",
@@ -306,13 +308,13 @@ class GradientMethod(OptimizerMethod):
                 "whole blocks; leave it out"
             )
 
-    def _first_exponent(self) -> float:
-        """Where the search starts: at a learning rate that was given, else by rule."""
-        rate: float | None = self.learning_rate
+    def _starts(self) -> tuple[float, ...]:
+        """Where the search starts: by rule, and at a learning rate that was given."""
+        adam, rate = self.optimizer == "adam", self.learning_rate
+        by_rule = FIRST_ADAM_RATE if adam else FIRST_PRODUCT * (1 - self.momentum)
         if rate is None or rate == OptimizerMethod.learning_rate:  # the default: left open
-            by_rule = FIRST_PRODUCT * (1 - self.momentum)
-            return math.log2(FIRST_ADAM_RATE if self.optimizer == "adam" else by_rule)
-        return math.log2(rate if self.optimizer == "adam" else rate * self.max_grad_norm)
+            return (math.log2(by_rule),)
+        return math.log2(by_rule), math.log2(rate if adam else rate * self.max_grad_norm)
 
     def _settle_blocks(
         self, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
@@ -322,7 +324,7 @@ class GradientMethod(OptimizerMethod):
         settled = self._with_batches(dataset_size)
         assert settled.batch_size is not None
         updates = self.updates or settled._default_count(dataset_size)
-        count = self.blocks or USUAL_BLOCKS
+        count = self.blocks or USUAL_BLOCKS + len(self._starts()) - 1
         size = self.block_updates or max(SHORTEST_BLOCK, -(-updates // BLOCKS_PER_RUN))
         first = (0, 0) if self.clip_norm == MEDIAN else (0,)
         plan = plan_blocks(
