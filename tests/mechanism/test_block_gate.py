@@ -23,6 +23,7 @@ from dpsur.mechanism.rate_search import best_exponent, between, next_exponent
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import NOISE, VAL_NOISE, Draws, Stream, Streams
 from dpsur.methods import Dpis, Dpsgd, Dpsur
+from dpsur.methods.dpis import ImportanceGradient
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, SampledGaussian, Trial
@@ -577,10 +578,36 @@ def test_what_does_not_fit_is_refused(options, message):
 
 
 def test_where_it_is_not_built_it_is_refused():
-    with pytest.raises(InvalidInputError, match="the gate block is not built for dpis"):
-        Dpis(gate="block")
+    with pytest.raises(InvalidInputError, match="noise_multiplier 9 cannot be fixed with the gate"):
+        Dpis(gate="block", noise_multiplier=9.0).settle(SIZE, BUDGET, "proven")
     with pytest.raises(InvalidInputError, match="not covered by the published accounting"):
         Dpsgd(**SHORT).settle(SIZE, BUDGET, "published")
+
+
+STEERED = {**TESTED, "refresh_every": 2, "norm_noise_multiplier": 9.0}
+
+
+def test_importance_sampling_releases_norms_at_the_start_of_every_block(monkeypatch):
+    problem = problem_of()
+    method, plan = Dpis(**STEERED).settle(SIZE, BUDGET, "proven")
+    gate = method.bind(problem, plan)
+    assert gate.padded() is None
+    norm, releases = None, 0
+    for progress in steps_of(gate, plan):
+        memory, last = progress.state.memory, progress.ledger.entries[-1:]
+        if last and last[0].step == plan.steering:
+            releases += 1
+            norm = float(memory["max_grad_norm"])
+            assert 0 <= float(memory["norm_sum"]) <= SIZE * norm
+    assert releases == 4 * 2 + 3
+    assert plan.spent(progress.ledger) == plan.epsilon() <= BUDGET.epsilon
+    assert BlockPlan.from_json(plan.to_json()) == plan
+    charged = sum(n * getattr(e, "repeats", 0) for e, n in plan.charges())
+    assert charged == plan.updates == 17
+    # without a release of its own a block would be steered by the norms of other weights
+    monkeypatch.setattr(ImportanceGradient, "restarted", lambda self, memory: memory)
+    with pytest.raises(BudgetError, match="was not planned"):
+        list(steps_of(gate, plan))
 
 
 def test_noise_that_does_not_fit_is_refused():

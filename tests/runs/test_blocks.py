@@ -117,6 +117,26 @@ def test_other_methods(name, accounting, tmp_path):
     assert run.epsilon[accounting.replace("-", "_")] <= 3
 
 
+STEERED = {"noise_multiplier": None, "refresh_every": 2, "norm_noise_multiplier": 9.0, "blocks": 2}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_importance_sampling_in_blocks(optimizer, tmp_path):
+    options = {**STEERED, "optimizer": optimizer}
+    run = fit("dpis", out=tmp_path / "run", options=options)
+    assert isinstance(run.plan, BlockPlan)
+    assert run.plan.blocks == (0, 0, 3, 3, 4)
+    assert verify(tmp_path / "run")[0] == []
+    assert "None" not in (tmp_path / "run" / "release" / "PRIVACY.md").read_text()
+    for stop in (1, 4, 8):
+        folder = tmp_path / f"stopped-{stop}"
+        with pytest.raises(KeyboardInterrupt):
+            fit("dpis", out=folder, observers=[StopAt(stop)], options=options)
+        resumed = fit("dpis", out=folder, resume=True, options=options)
+        assert torch.equal(weights(run), weights(resumed))
+        assert run.private.ledger == resumed.private.ledger
+
+
 def test_a_sampled_test_and_a_given_clip_norm(tmp_path):
     more = {"val_batch_size": 30, "clip_norm": "given"}
     run = fit(out=tmp_path / "run", options=more)

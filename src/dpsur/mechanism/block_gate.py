@@ -10,7 +10,7 @@ values that are paid for. Rule and constants are explained in docs/selection.md.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from dpsur.functional.problem import EVALUATION_ROWS, Problem, example_losses
 from dpsur.functional.records import Examples
 from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.optim import SHAPES
-from dpsur.mechanism.proposer import DpGradient, GradientProposer
+from dpsur.mechanism.proposer import BlockSource, GradientProposer
 from dpsur.mechanism.rate_search import best_exponent, between, next_exponent
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws
@@ -52,7 +52,8 @@ class BlockGate:
     `starts` are where the search starts: log2 of rate times clipping norm, or of the rate where
     gradients are rescaled anyway (`scale_free`, Adam). `momentum` is that of the optimizer.
 
-    Formal guarantee: every update is a sampled Gaussian with noise in proportion to the clipping
+    Formal guarantee: every update, and every release that a source of gradients is steered by, is a
+    sampled Gaussian with noise in proportion to the clipping
     norm in force, every test a (sampled) Gaussian on a sum of per-record values of L2 norm at most
     1, as the plan states them and in its order. Everything else that a step depends on is in the
     state: released values and weights that charged updates led to. A restored state takes
@@ -69,9 +70,6 @@ class BlockGate:
     scale_free: bool = False
     momentum: float = 0.0
 
-    def __post_init__(self) -> None:
-        assert isinstance(self.updates.source, DpGradient)
-
     # --- the procedure ----------------------------------------------------------------------------
 
     @property
@@ -80,8 +78,8 @@ class BlockGate:
         return self.plan.setup
 
     def step(self, state: State) -> Step:
-        """A test where a block is done, else an update: it follows from counts alone."""
-        return self.plan.test if self._test_is_due(state) else Trial(self.plan.update)
+        """A test where a block is done, else what the source of gradients has next."""
+        return self.plan.test if self._test_is_due(state) else self._source.step(state)
 
     def initial_state(self) -> State:
         """The first weights, which later blocks restart from, and nothing known yet."""
@@ -91,6 +89,7 @@ class BlockGate:
         count = torch.zeros((), dtype=torch.int64, device=device)
         number = torch.zeros((), dtype=torch.float64, device=device)
         memory = {
+            **self._source.initial_memory(state),
             "tests": count,  # made so far
             "made": count,  # updates of the block at hand
             "values": number.repeat(tests),  # what the tests released
@@ -111,13 +110,16 @@ class BlockGate:
         """Make an update, or a test and what follows from it."""
         if self._test_is_due(state):
             return Candidate(self._after_test(state, self._test(state, draws)))
+        if not isinstance(self._source.step(state), Trial):
+            norm = _memory(state)["max_grad_norm"]
+            return Candidate(self._source.with_clip_norm(norm).released(state, draws))
         return self.update(state, draws)
 
     def update(self, state: State, draws: Draws) -> Candidate:
         """Make an update with the rate and the clipping norm in force, which stay on the device."""
         memory = _memory(state)
         rate, size = memory["rate"], memory["size"]
-        source = replace(self._source, max_grad_norm=memory["max_grad_norm"])
+        source = self._source.with_clip_norm(memory["max_grad_norm"])
         steps = replace(
             self.updates, source=source, schedule=lambda made: rate * self._decay(made, size)
         )
@@ -256,6 +258,7 @@ class BlockGate:
             optimizer=self.updates.optimizer.init(first),
             updates=torch.zeros_like(state.updates),
             average=None if state.average is None else first,
+            memory=self._source.restarted(_memory(state)),
         )
 
     def _with_rate(self, state: State, block: int) -> State:
@@ -292,7 +295,7 @@ class BlockGate:
         if self.scale_free:
             return 1.0
         memory, first = _memory(state), _saved(state)["first"]
-        update, size = self.plan.update, self.plan.blocks[block + self._before_blocks]
+        update, size = self._source.event(state), self.plan.blocks[block + self._before_blocks]
         squares = [
             (value - first[name]).double().square().sum() for name, value in state.params.items()
         ]
@@ -323,9 +326,8 @@ class BlockGate:
         return self.updates.problem
 
     @property
-    def _source(self) -> DpGradient:
-        assert isinstance(self.updates.source, DpGradient)
-        return self.updates.source
+    def _source(self) -> BlockSource:
+        return cast(BlockSource, self.updates.source)
 
     def _test_is_due(self, state: State) -> bool:
         memory = _memory(state)

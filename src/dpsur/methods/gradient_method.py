@@ -31,6 +31,7 @@ from dpsur.privacy.events import (
     CoinTest,
     Event,
     LossTest,
+    Menu,
     NonPrivate,
     SampledGaussian,
     Test,
@@ -213,16 +214,7 @@ class GradientMethod(OptimizerMethod):
             self.make_average(),
         )
         if isinstance(plan, BlockPlan):
-            return BlockGate(
-                plan,
-                proposer,
-                self.max_grad_norm,
-                self._starts(),
-                schedule=self.schedule,
-                clip_by_median=self.clip_norm == MEDIAN,
-                scale_free=self.optimizer == "adam",
-                momentum=self.momentum if self.optimizer == "sgd" else 0.0,
-            )
+            return self.block_gate(plan, proposer)
         gate = self.make_gate(problem, plan)
         if gate.rejects and gate.test is None and plan.updates is not None:
             raise InvalidInputError(
@@ -231,6 +223,19 @@ class GradientMethod(OptimizerMethod):
                 "every-trial, which charges every candidate"
             )
         return Selective(proposer, gate, plan.setup)
+
+    def block_gate(self, plan: BlockPlan, updates: GradientProposer) -> BlockGate:
+        """The gate over blocks of these updates."""
+        return BlockGate(
+            plan,
+            updates,
+            self.max_grad_norm,
+            self._starts(),
+            schedule=self.schedule,
+            clip_by_median=self.clip_norm == MEDIAN,
+            scale_free=self.optimizer == "adam",
+            momentum=self.momentum if self.optimizer == "sgd" else 0.0,
+        )
 
     def gradient_source(self, problem: Problem, plan: PrivacyPlan) -> GradientSource:
         """Where gradients come from: noisy sums of clipped gradients."""
@@ -317,7 +322,13 @@ class GradientMethod(OptimizerMethod):
         return math.log2(by_rule), math.log2(rate if adam else rate * self.max_grad_norm)
 
     def _settle_blocks(
-        self, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
+        self,
+        dataset_size: int,
+        budget: Budget,
+        accounting: str,
+        setup: tuple[Event, ...],
+        menu: Menu | None = None,
+        steering: SampledGaussian | None = None,
     ) -> tuple[Self, BlockPlan]:
         """Fix blocks, tests and noise: everything but what released values may decide."""
         check_covers_steering(accounting)
@@ -327,6 +338,7 @@ class GradientMethod(OptimizerMethod):
         count = self.blocks or USUAL_BLOCKS + len(self._starts()) - 1
         size = self.block_updates or max(SHORTEST_BLOCK, -(-updates // BLOCKS_PER_RUN))
         first = (0, 0) if self.clip_norm == MEDIAN else (0,)
+        settled = replace(settled, updates=updates, blocks=count, block_updates=size)
         plan = plan_blocks(
             budget,
             accounting,
@@ -336,14 +348,13 @@ class GradientMethod(OptimizerMethod):
             noise_multiplier=self.noise_multiplier,
             test_noise=self.val_noise_multiplier,
             setup=setup,
+            menu=menu,
+            steering=steering,
         )
         settled = replace(
             settled,
             noise_multiplier=plan.update.noise_multiplier,
             val_noise_multiplier=plan.test.noise_multiplier,
-            updates=updates,
-            blocks=count,
-            block_updates=size,
         )
         return settled, plan
 

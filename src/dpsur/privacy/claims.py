@@ -161,6 +161,12 @@ def _accepted(statement: Mapping[str, Any]) -> tuple[int, int]:
     return 0, charged
 
 
+def stated_menu(mechanism: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The menu that updates were chosen from and what they were chosen by; None without one."""
+    found: Mapping[str, Any] = mechanism.get("menu", mechanism.get("blocks", {}))
+    return found if "offer" in found else None
+
+
 def _rate_faults(statement: Mapping[str, Any]) -> Iterator[str]:
     """The sizes that people read must be those that the accountant was given."""
     mechanism, settings = statement["mechanism"], statement["settings"]
@@ -168,8 +174,9 @@ def _rate_faults(statement: Mapping[str, Any]) -> Iterator[str]:
     # Behind a filter the rate follows from released values; every step states its own.
     update = None if mechanism["filter"] is not None else trial["update"]
     pairs = [("batch_size", update), ("val_batch_size", trial["test"])]
-    if "menu" in mechanism and "norm_batch_size" in settings:
-        pairs.append(("norm_batch_size", mechanism["menu"]["steering"]))
+    menu = stated_menu(mechanism)
+    if menu is not None and "norm_batch_size" in settings:
+        pairs.append(("norm_batch_size", menu["steering"]))
     if "blocks" in mechanism:
         pairs.append(("val_batch_size", mechanism["blocks"]["test"]))
     for name, event in pairs:
@@ -245,15 +252,17 @@ def _implied_settings(mechanism: Mapping[str, Any]) -> dict[str, Any]:
         if gate is None:
             found["updates"] = mechanism["trials"] or mechanism["updates"]
             found["trials"] = None
-    if "menu" in mechanism:  # each choice on it has its own noise
+    menu = stated_menu(mechanism)
+    if menu is not None:  # each choice on it has its own noise
         found["noise_multiplier"] = None
-        found["norm_noise_multiplier"] = mechanism["menu"]["steering"]["noise_multiplier"]
-        found["refresh_every"] = mechanism["menu"]["offer"]["repeats"]
+        found["norm_noise_multiplier"] = menu["steering"]["noise_multiplier"]
+        found["refresh_every"] = menu["offer"]["repeats"]
     if "blocks" in mechanism:
         found["gate"] = "block"
         found["updates"] = mechanism["blocks"]["updates"][-1]
         found["val_noise_multiplier"] = mechanism["blocks"]["test"]["noise_multiplier"]
-        events.append(update)
+        if menu is None:
+            events.append(update)
     for event in events:
         if event is not None:
             names = SETTINGS_OF.get(event["kind"], {})

@@ -1,6 +1,7 @@
 """A plan for blocks of updates with a precise test after each, all of them charged."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import (
     Event,
     Gaussian,
+    Menu,
     SampledGaussian,
     Step,
     Trial,
@@ -27,6 +29,7 @@ from dpsur.privacy.plans.protocol import stated_counts, stated_steps
 from dpsur.privacy.search import least_noise, noise_at_least
 
 BlockTest = Gaussian | SampledGaussian
+MENU_FIELDS = ("offer", "steering")  # as a statement calls them
 # What tests may add to the noise of the updates by default, and the least noise that they get.
 TESTS_COST = 0.015
 LEAST_TEST_NOISE = 1.0
@@ -39,6 +42,10 @@ class BlockPlan(ChargedSequence):
     `blocks` are the numbers of updates before each test; 0 means that a test comes at once. What a
     test decides (keep a block or restore an earlier state, which learning rate comes next) is
     post-processing of its noisy value, and so may be anything.
+
+    With a `menu`, a block consists of releases of `steering`, each followed by at most
+    `menu.repeats` updates of a choice from the menu, as in a `MenuPlan`; a block starts with a
+    release. `update` is then the first choice.
 
     Formal guarantee: the number and order of updates and tests, their sampling rates and noise
     multipliers are fixed before the run, and every one of them is charged, whatever a test says. So
@@ -53,6 +60,8 @@ class BlockPlan(ChargedSequence):
     test: BlockTest
     blocks: tuple[int, ...]
     setup: tuple[Event, ...] = ()
+    menu: Menu | None = None
+    steering: SampledGaussian | None = None
     part: ClassVar[str] = "blocks"
 
     def __post_init__(self) -> None:
@@ -60,6 +69,15 @@ class BlockPlan(ChargedSequence):
         if not self.blocks or any(type(size) is not int or size < 0 for size in self.blocks):
             raise InvalidInputError(f"blocks must be whole numbers of updates, got {self.blocks!r}")
         checks.at_least_one("the number of updates", self.updates)
+        if (self.menu is None) != (self.steering is None):
+            raise InvalidInputError("a menu and the release that it is chosen by come together")
+        if self.menu is not None and self.update != self.menu.choices[0]:
+            raise InvalidInputError(f"the update {self.update} is not the first of the menu")
+        if self.steering == self.test:
+            raise InvalidInputError(
+                f"tests of blocks and releases of norms are both {self.test}, so that a ledger "
+                "cannot tell them apart; change val_noise_multiplier or norm_noise_multiplier"
+            )
 
     @staticmethod
     def for_budget(
@@ -70,13 +88,18 @@ class BlockPlan(ChargedSequence):
         blocks: tuple[int, ...],
         *,
         setup: tuple[Event, ...] = (),
+        menu: Menu | None = None,
+        steering: SampledGaussian | None = None,
     ) -> "BlockPlan":
-        """The plan whose updates have the least noise that the budget allows beside its tests."""
+        """The plan whose updates have the least noise that the budget allows beside its tests.
+
+        Of a menu the ratios are kept.
+        """
 
         @cache
         def with_noise(noise: float) -> BlockPlan:
-            update = SampledGaussian(sample_rate, noise)
-            return BlockPlan(budget, accounting, update, test, blocks, setup)
+            update, scaled = _updates(sample_rate, noise, menu)
+            return BlockPlan(budget, accounting, update, test, blocks, setup, scaled, steering)
 
         @cache
         def epsilon_of(noise: float) -> float:
@@ -87,7 +110,7 @@ class BlockPlan(ChargedSequence):
             plan = with_noise(noise)
             return plan._accounting.ideal_epsilon(plan.charges(), budget.delta)
 
-        others = [*((event, 1) for event in setup), (test, len(blocks))]
+        others = [(e, n) for e, n in with_noise(1.0).charges() if not isinstance(e, Trial | Menu)]
         if accounting_named(accounting).epsilon(others, budget.delta) >= budget.epsilon:
             raise BudgetError(
                 f"{len(blocks)} tests of blocks spend epsilon {budget.epsilon:g} by themselves; "
@@ -108,15 +131,26 @@ class BlockPlan(ChargedSequence):
         if self.completed(ledger):
             return False
         due = self.due(ledger)
-        if step != due:
-            raise BudgetError(f"{step} was not planned: after {ledger.steps} steps comes {due}")
+        if step not in due:
+            planned = due[0] if len(due) == 1 else f"a choice of the menu of {len(due)}"
+            raise BudgetError(f"{step} was not planned: after {ledger.steps} steps comes {planned}")
         return True
 
-    def due(self, ledger: Ledger) -> Step:
-        """What comes next: an update, or a test where a block is done."""
-        tests = self._tests(ledger)
-        reached = sum(self.blocks[: tests + 1])
-        return self.test if ledger.updates >= reached else Trial(self.update)
+    def due(self, ledger: Ledger) -> tuple[Step, ...]:
+        """What may come next: an update, a test where a block is done; with a menu, a release."""
+        left = self.alike(ledger)
+        if not left:
+            return (self.test,)
+        if self.menu is None:
+            return (Trial(self.update),)
+        assert self.steering is not None
+        last = ledger.entries[-1].step if ledger.entries else None
+        if last == self.steering:
+            return tuple(Trial(choice) for choice in self.menu.choices)
+        made = self.blocks[self._tests(ledger)] - left
+        if not isinstance(last, Trial) or made % self.menu.repeats == 0:
+            return (self.steering,)
+        return (last,)
 
     def alike(self, ledger: Ledger) -> int:
         """The updates that are left of a block, which differ in nothing that is charged."""
@@ -146,20 +180,31 @@ class BlockPlan(ChargedSequence):
 
     def spent(self, ledger: Ledger, delta: float | None = None) -> float:
         """Epsilon so far, as a progress figure."""
-        charges: list[tuple[Event, int]] = [
-            *((event, 1) for event in self.setup),
-            (Trial(self.update), ledger.updates),
-            (self.test, self._tests(ledger)),
-        ]
-        return self.epsilon_of(charges, delta)
+        tests = self._tests(ledger)
+        begun = ledger.updates - sum(self.blocks[:tests])
+        if begun and self.menu is not None:  # what has begun counts as a whole
+            whole = -(-begun // self.menu.repeats) * self.menu.repeats
+            begun = min(self.blocks[tests], whole)
+        return self.epsilon_of(self._charges((*self.blocks[:tests], begun), tests), delta)
 
     def charges(self) -> list[tuple[Event, int]]:
         """All updates and all tests, kept or not."""
-        return [
-            *((event, 1) for event in self.setup),
-            (Trial(self.update), self.updates),
-            (self.test, len(self.blocks)),
-        ]
+        return self._charges(self.blocks, len(self.blocks))
+
+    def _charges(self, blocks: tuple[int, ...], tests: int) -> list[tuple[Event, int]]:
+        """What blocks of these sizes and so many tests are charged."""
+        made: list[tuple[Event, int]] = [(Trial(self.update), sum(blocks))]
+        if self.menu is not None:
+            assert self.steering is not None
+            repeats = self.menu.repeats
+            shorter = Counter(size % repeats for size in blocks if size % repeats)
+            made = [
+                (self.steering, sum(-(-size // repeats) for size in blocks)),
+                (self.menu, sum(size // repeats for size in blocks)),
+                *((replace(self.menu, repeats=rest), n) for rest, n in sorted(shorter.items())),
+            ]
+        found = [*((event, 1) for event in self.setup), *made, (self.test, tests)]
+        return [(event, count) for event, count in found if count]
 
     def describe(self) -> str:
         """One line for whoever starts the run."""
@@ -188,6 +233,7 @@ class BlockPlan(ChargedSequence):
             "blocks": {
                 "updates": list(self.blocks),
                 "test": event_to_json(self.test),
+                **self._stated_menu(),
                 "steps": stated_steps(self, ledger),
             },
             **stated_counts(self),
@@ -205,8 +251,14 @@ class BlockPlan(ChargedSequence):
                 "test": mechanism["blocks"]["test"],
                 "blocks": mechanism["blocks"]["updates"],
                 "setup": mechanism["setup"],
+                **{n: mechanism["blocks"][n] for n in MENU_FIELDS if n in mechanism["blocks"]},
             }
         )
+
+    def _stated_menu(self) -> dict[str, Any]:
+        if self.menu is None or self.steering is None:
+            return {}
+        return {"offer": event_to_json(self.menu), "steering": event_to_json(self.steering)}
 
     def to_json(self) -> dict[str, Any]:
         """Write the plan as plain values."""
@@ -218,6 +270,7 @@ class BlockPlan(ChargedSequence):
             "test": event_to_json(self.test),
             "blocks": list(self.blocks),
             "setup": [event_to_json(event) for event in self.setup],
+            **self._stated_menu(),
         }
 
     @staticmethod
@@ -228,6 +281,13 @@ class BlockPlan(ChargedSequence):
             raise InvalidInputError(f"blocks are made of sampled Gaussians, got {update!r}")
         if not isinstance(test, Gaussian | SampledGaussian):
             raise InvalidInputError(f"a test of a block is a Gaussian, got {test!r}")
+        menu, steering = (
+            event_from_json(values[name]) if name in values else None for name in MENU_FIELDS
+        )
+        if not isinstance(menu, Menu | None) or not isinstance(steering, SampledGaussian | None):
+            raise InvalidInputError(
+                f"a menu of updates is steered by a SampledGaussian, got {menu!r}, {steering!r}"
+            )
         return BlockPlan(
             budget=Budget(values["epsilon"], values["delta"]),
             accounting=values["accounting"],
@@ -235,6 +295,8 @@ class BlockPlan(ChargedSequence):
             test=test,
             blocks=tuple(values["blocks"]),
             setup=tuple(event_from_json(event) for event in values["setup"]),
+            menu=menu,
+            steering=steering,
         )
 
 
@@ -248,25 +310,30 @@ def plan_blocks(
     noise_multiplier: float | None = None,
     test_noise: float | None = None,
     setup: tuple[Event, ...] = (),
+    menu: Menu | None = None,
+    steering: SampledGaussian | None = None,
 ) -> BlockPlan:
     """The plan with the noise that was given, or with what the budget needs where it was not.
 
     Without a `test_rate` tests look at all records. If both kinds of noise are left open, tests
     raise the noise of the updates by `TESTS_COST`; if only that of tests is, they take what the
-    updates leave of the budget.
+    updates leave of the budget. `menu` and `steering` are those of a `BlockPlan`; the noise is that
+    of the first choice, and the others keep their ratio to it.
     """
 
     def plan_with(noise: float, of_tests: float) -> BlockPlan:
-        update = SampledGaussian(sample_rate, noise)
-        return BlockPlan(budget, accounting, update, _test(test_rate, of_tests), blocks, setup)
+        update, scaled = _updates(sample_rate, noise, menu)
+        test = _test(test_rate, of_tests)
+        return BlockPlan(budget, accounting, update, test, blocks, setup, scaled, steering)
 
     if noise_multiplier is None and test_noise is not None:
         test = _test(test_rate, test_noise)
-        return BlockPlan.for_budget(budget, accounting, sample_rate, test, blocks, setup=setup)
+        return BlockPlan.for_budget(
+            budget, accounting, sample_rate, test, blocks, setup=setup, menu=menu, steering=steering
+        )
     noise = noise_multiplier
     if noise is None:
-        plain = _noise_without_tests(budget, accounting, sample_rate, sum(blocks), setup)
-        noise = (1 + TESTS_COST) * plain
+        noise = (1 + TESTS_COST) * _noise_without_tests(plan_with)
     if test_noise is None:
         found = least_noise(lambda value: plan_with(noise, value).epsilon(), budget.epsilon)
         if found is None:
@@ -294,19 +361,28 @@ def _test(sample_rate: float | None, noise_multiplier: float) -> BlockTest:
     return SampledGaussian(sample_rate, noise_multiplier)
 
 
-def _noise_without_tests(
-    budget: Budget, accounting: str, sample_rate: float, count: int, setup: tuple[Event, ...]
-) -> float:
-    """The least noise at which so many updates fit the budget by themselves."""
+def _updates(
+    sample_rate: float, noise: float, menu: Menu | None
+) -> tuple[SampledGaussian, Menu | None]:
+    """The update of this noise, and the menu that it is the first choice of."""
+    if menu is None:
+        return SampledGaussian(sample_rate, noise), None
+    scaled = menu.scaled(noise / menu.choices[0].noise_multiplier)
+    return scaled.choices[0], scaled
+
+
+def _noise_without_tests(plan_with: Callable[[float, float], BlockPlan]) -> float:
+    """The least noise at which the updates fit the budget by themselves."""
 
     def epsilon_of(noise: float) -> float:
-        trial = Trial(SampledGaussian(sample_rate, noise))
-        return accounting_named(accounting).planned(setup, trial, count, budget.delta)
+        plan = plan_with(noise, LEAST_TEST_NOISE)
+        return plan.epsilon_of(plan._charges(plan.blocks, 0))
 
-    found = least_noise(epsilon_of, budget.epsilon)
+    plan = plan_with(1.0, LEAST_TEST_NOISE)
+    found = least_noise(epsilon_of, plan.budget.epsilon)
     if found is None:
         raise BudgetError(
-            f"epsilon {budget.epsilon:g} is too small for {count} updates, whatever the noise; "
-            "raise epsilon or make fewer updates"
+            f"epsilon {plan.budget.epsilon:g} is too small for {plan.updates} updates, whatever "
+            "the noise; raise epsilon or make fewer updates"
         )
     return found
