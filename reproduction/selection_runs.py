@@ -364,9 +364,9 @@ def _session(config: Mapping[str, Any], seed: int, device: str | None, **changes
 def _with_noise(method: GradientMethod, size: int, epsilon: float) -> GradientMethod:
     """The method with the noise of its plan, which is found once for all rates and norms."""
     same = replace(method, max_grad_norm=CLIP)
-    if method.gate != "block" and method.learning_rate is not None:
-        same = replace(same, learning_rate=1.0)
-    elif method.learning_rate != type(method).learning_rate:  # a given one costs a block
+    if (
+        method.gate != "block" and method.learning_rate is not None
+    ) or method.learning_rate != type(method).learning_rate:
         same = replace(same, learning_rate=1.0)
     settled = _settled(_Same(same), size, epsilon)
     noise = {"noise_multiplier": settled.noise_multiplier}

@@ -129,8 +129,23 @@ def a_record_moves_a_test_by_at_most_one():
             problem = Problem(small_model(), loss, Examples(records.inputs, targets))
             gate, _ = bound(problem)
             sums.append(_exact_tests(gate, weights))
+            if classes:
+                sums[-1].append(block_gate.class_metrics(problem, weights, problem.train).sum(0))
         for one, two in zip(*sums, strict=True):
             assert float((one - two).norm()) <= 1 + 1e-9
+
+
+def metrics_of_a_record_are_jointly_at_most_one():
+    """Whatever the scores of the classes: right with a loss of ln K is the worst case."""
+    problem = problem_of()
+    outputs = torch.cat([torch.zeros(1, 3), 9 * torch.randn(500, 3), torch.eye(3) * 1e-3])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Problem, "outputs", lambda *_: outputs)
+        rows = Examples(outputs, outputs.argmax(1))
+        values = block_gate.class_metrics(problem, problem.initial_params(), rows)
+    lengths = torch.sqrt(values.square().sum(1))
+    assert float(lengths.max()) <= 1 + 1e-9
+    assert float(lengths.max()) > 0.99  # and no less is charged for
 
 
 def _steep(outputs, targets):
@@ -282,6 +297,12 @@ def the_sum_clipped_instead_of_each_record(patch):
     patch.setattr(block_gate, "class_scores", wrong)
 
 
+def metrics_of_separate_sensitivity(patch):
+    """Each within 1 by itself, both together not."""
+    patch.setattr(block_gate, "METRICS_NORM", 1.0)
+    patch.setattr(torch.Tensor, "norm", lambda self, *_, **__: torch.zeros(len(self), 1))
+
+
 def unclipped_loss_decreases(patch):
     def wrong(problem, params, first, bound, rows):
         return (problem.losses(first, rows) - problem.losses(params, rows)).double()[:, None]
@@ -342,6 +363,7 @@ MUTANTS = [
     ),
     Mutant(a_record_moves_a_test_by_at_most_one, the_sum_clipped_instead_of_each_record),
     Mutant(a_record_moves_a_test_by_at_most_one, unclipped_loss_decreases),
+    Mutant(metrics_of_a_record_are_jointly_at_most_one, metrics_of_separate_sensitivity),
     Mutant(a_test_has_the_accounted_noise, half_the_noise_on_tests),
     Mutant(noise_is_in_proportion_to_the_clip_norm_in_force, noise_at_an_old_clip_norm),
     Mutant(noise_is_never_repeated, repeated_test_noise),

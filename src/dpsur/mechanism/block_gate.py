@@ -8,7 +8,7 @@ values that are paid for. Rule and constants are explained in docs/selection.md.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
@@ -41,6 +41,10 @@ EMPTY_BELOW: Final = 2.0
 
 GRADIENT_NORM, LOSS_SCALE = "median gradient norm", "median loss"
 SCORE, LOSS_DECREASE = "score", "clipped loss decrease"
+ACCURACY, LOSS = "training accuracy", "training loss"
+# The largest norm of (label right, loss over 2 ln K): the loss of a record whose label has the
+# largest probability is at most ln K. Losses that are not cross-entropy are clipped to it.
+METRICS_NORM: Final = math.sqrt(1.25)
 FIRST, BLOCK, LAST = "first weights", "block", "last block"
 
 
@@ -69,6 +73,7 @@ class BlockGate:
     clip_by_median: bool = True
     scale_free: bool = False
     momentum: float = 0.0
+    with_metrics: bool = False
 
     # --- the procedure ----------------------------------------------------------------------------
 
@@ -93,6 +98,7 @@ class BlockGate:
             "tests": count,  # made so far
             "made": count,  # updates of the block at hand
             "values": number.repeat(tests),  # what the tests released
+            **({"measured": number.repeat(tests, 2)} if self.with_metrics else {}),
             "exponents": number.repeat(blocks),  # log2 of the rates, as above
             "shares": number.repeat(blocks),  # of noise in the displacement
             "best": count,  # the block with the best value so far
@@ -106,16 +112,16 @@ class BlockGate:
             saved["best_average"] = state.average
         return replace(state, memory=memory, saved=saved)
 
-    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:  # noqa: ARG002
+    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
         """Make an update, or a test and what follows from it."""
         if self._test_is_due(state):
             return Candidate(self._after_test(state, self._test(state, draws)))
         if not isinstance(self._source.step(state), Trial):
             norm = _memory(state)["max_grad_norm"]
             return Candidate(self._source.with_clip_norm(norm).released(state, draws))
-        return self.update(state, draws)
+        return self.update(state, draws, position)
 
-    def update(self, state: State, draws: Draws) -> Candidate:
+    def update(self, state: State, draws: Draws, position: Tensor) -> Candidate:  # noqa: ARG002
         """Make an update with the rate and the clipping norm in force, which stay on the device."""
         memory = _memory(state)
         rate, size = memory["rate"], memory["size"]
@@ -166,6 +172,8 @@ class BlockGate:
                 )
         if quantity == LOSS_SCALE:
             return self._noisy_sum(lambda rows: loss_bins(problem, state.params, rows), draws)
+        if quantity == SCORE and self.with_metrics:
+            return self._noisy_sum(lambda rows: class_metrics(problem, state.params, rows), draws)
         if quantity == SCORE:
             return self._noisy_sum(lambda rows: class_scores(problem, state.params, rows), draws)
         first, bound = _saved(state)["first"], memory["loss_scale"]
@@ -174,41 +182,22 @@ class BlockGate:
         )
 
     def _noisy_sum(self, values_of: Callable[[Examples], Tensor], draws: Draws) -> Tensor:
-        """The sum of values of all records, or of a Poisson sample, with noise.
-
-        Each record adds a row of L2 norm at most 1, so that this is the sensitivity.
-        """
-        total = torch.zeros((), dtype=torch.float64, device=self._problem.device)
-        for rows, mask in self._test_records(draws):
-            values = values_of(rows)
-            if mask is not None:
-                values = torch.where(mask[:, None], values, 0.0)
-            total = total + values.sum(0)
-        test, noise = ClippedSum({"test": total}, 1.0), self.plan.test.noise_multiplier
-        return add_gaussian(test, noise, draws[VAL_NOISE])["test"]
-
-    def _test_records(self, draws: Draws) -> Iterator[tuple[Examples, Tensor | None]]:
-        test, train = self.plan.test, self._problem.train
-        if isinstance(test, SampledGaussian):
-            batch = self._source.sampler.batch(test.sample_rate, draws, VAL_BATCH)
-            yield batch.examples, batch.mask
-            return
-        for start in range(0, len(train), EVALUATION_ROWS):
-            yield train.part(slice(start, start + EVALUATION_ROWS)), None
+        return noisy_sum(values_of, self.plan, self.updates, draws)
 
     @property
     def tested(self) -> float:
         """The expected number of records that a test looks at."""
-        test = self.plan.test
-        rate = test.sample_rate if isinstance(test, SampledGaussian) else 1.0
-        return rate * len(self._problem.train)
+        return _tested(self.plan, self._problem)
 
     @property
     def standard_error(self) -> float:
         """Of a test's mean: its noise and, of a sample, at most that of values in [-1, 1]."""
-        test, noise = self.plan.test, self.plan.test.noise_multiplier / self.tested
-        rate = test.sample_rate if isinstance(test, SampledGaussian) else 1.0
-        return math.hypot(noise, math.sqrt((1 - rate) / self.tested))
+        return _standard_error(self.plan, self._problem)
+
+    @property
+    def _score_scale(self) -> float:
+        """By how much a record can change the score: as a difference of two metrics by more."""
+        return math.sqrt(2) * METRICS_NORM if self.with_metrics else 1.0
 
     # --- what follows from a test: post-processing of released values ---------------------------
 
@@ -226,6 +215,10 @@ class BlockGate:
             elif value:
                 norm = memory["max_grad_norm"]
                 memory["max_grad_norm"] = torch.full_like(norm, value / CLIP_PART)
+        elif len(noisy) == 2:
+            right, loss = (METRICS_NORM * noisy / self.tested).tolist()
+            memory["measured"] = _put(memory["measured"], done, torch.tensor([right, loss]))
+            value = right - loss
         else:
             value = float(noisy) / self.tested
         memory["values"] = _put(memory["values"], done, value)
@@ -283,7 +276,7 @@ class BlockGate:
     def _last_or_best(self, state: State) -> State:
         """The end of the last block, unless a searched block was clearly better."""
         *searched, last = self._block_values(state)
-        if not searched or last >= max(searched) - 2 * self.standard_error:
+        if not searched or last >= max(searched) - 2 * self.standard_error * self._score_scale:
             return state
         saved = _saved(state)
         average = None if state.average is None else saved["best_average"]
@@ -346,29 +339,138 @@ class BlockGate:
         return rate if self.scale_free else rate / float(memory["max_grad_norm"])
 
     def metrics(self, state: State) -> list[dict[str, Any]]:
-        """What the tests released, which is paid for and public."""
-        values = _memory(state)["values"].tolist()
+        """What the tests released so far, which is paid for and public."""
+        memory = _memory(state)
+        values, done = memory["values"].tolist(), int(memory["tests"])
         found = []
-        for number, (after, quantity) in enumerate(self.quantities()):
+        for number, (after, quantity) in enumerate(self.quantities()[:done]):
             block = number - self._before_blocks
-            mean = quantity in (SCORE, LOSS_DECREASE)
-            found.append(
-                {
-                    "after": after,
-                    "quantity": quantity,
-                    "learning_rate": self._rate(state, block) if block >= 0 else None,
-                    "value": values[number],
-                    "standard_error": self.standard_error if mean else None,
-                }
-            )
+            rate = self._rate(state, block) if block >= 0 else None
+            scale = self._score_scale if quantity in (SCORE, LOSS_DECREASE) else None
+            error = self.standard_error
+            found.append(_metric(number, after, quantity, rate, values[number], scale, error))
+            if quantity == SCORE and self.with_metrics:
+                pair, bound = memory["measured"][number].tolist(), self._loss_bound
+                found += _both(number, after, rate, pair, bound, error)
         return found
+
+    @property
+    def _loss_bound(self) -> float:
+        return 2 * math.log(class_count(self._problem))
+
+
+def _metric(
+    test: int,
+    after: str,
+    quantity: str,
+    rate: float | None,
+    value: float,
+    scale: float | None,
+    error: float,
+) -> dict[str, Any]:
+    """A noisy value that a test released. `scale` is by how much a record can change its sum."""
+    return {
+        "test": test,
+        "after": after,
+        "quantity": quantity,
+        "learning_rate": rate,
+        "value": value,
+        "scale": scale,
+        "standard_error": None if scale is None else scale * error,
+    }
+
+
+def _both(
+    test: int, after: str, rate: float | None, pair: Sequence[float], bound: float, error: float
+) -> list[dict[str, Any]]:
+    """Training accuracy and training loss, from one test."""
+    right, loss = pair
+    return [
+        _metric(test, after, ACCURACY, rate, right, METRICS_NORM, error),
+        _metric(test, after, LOSS, rate, bound * loss, bound * METRICS_NORM, error),
+    ]
+
+
+@dataclass(frozen=True)
+class MeasuredUpdates:
+    """Plain updates, and now and then a noisy training loss and accuracy, all charged.
+
+    A procedure for a `BlockPlan` whose tests only measure. Formal guarantee: that of the plan.
+    """
+
+    plan: BlockPlan
+    updates: GradientProposer
+
+    @property
+    def setup(self) -> tuple[Event, ...]:
+        """What the plan charges before the first step."""
+        return self.plan.setup
+
+    def step(self, state: State) -> Step:
+        """A test where a block is done, else an update."""
+        return self.plan.test if self._test_is_due(state) else self.updates.step(state)
+
+    def initial_state(self) -> State:
+        """The first weights, and nothing measured."""
+        state = self.updates.initial_state()
+        count = torch.zeros((), dtype=torch.int64, device=state.updates.device)
+        measured = torch.zeros(len(self.plan.blocks), 2, dtype=torch.float64, device=count.device)
+        return replace(state, memory={"tests": count, "measured": measured})
+
+    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
+        """Make an update, or measure."""
+        if not self._test_is_due(state):
+            return self.update(state, draws, position)
+        memory, problem = _memory(state), self.updates.problem
+        noisy = noisy_sum(
+            lambda rows: class_metrics(problem, state.released_params, rows),
+            self.plan,
+            self.updates,
+            draws,
+        )
+        pair = METRICS_NORM * noisy / _tested(self.plan, problem)
+        memory["measured"] = _put(memory["measured"], int(memory["tests"]), pair)
+        memory["tests"] = memory["tests"] + 1
+        return Candidate(replace(state, memory=memory))
+
+    def update(self, state: State, draws: Draws, position: Tensor) -> Candidate:
+        """Make an update."""
+        return self.updates.propose(state, draws, position)
+
+    def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:  # noqa: ARG002
+        """Every step is kept."""
+        return Verdict(torch.ones((), dtype=torch.bool, device=state.updates.device))
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:  # noqa: ARG002
+        """Never asked for."""
+        return state
+
+    def padded(self) -> "PaddedUpdates | None":
+        """The updates on padded batches."""
+        updates = self.updates.padded()
+        return None if updates is None else PaddedUpdates(replace(self, updates=updates))
+
+    def metrics(self, state: State) -> list[dict[str, Any]]:
+        """What was measured so far, which is paid for and public."""
+        memory, problem = _memory(state), self.updates.problem
+        bound = 2 * math.log(class_count(problem))
+        error = _standard_error(self.plan, problem)
+        found = []
+        for test in range(int(memory["tests"])):
+            after = f"update {sum(self.plan.blocks[: test + 1])}"
+            found += _both(test, after, None, memory["measured"][test].tolist(), bound, error)
+        return found
+
+    def _test_is_due(self, state: State) -> bool:
+        done = int(_memory(state)["tests"])
+        return int(state.updates) >= sum(self.plan.blocks[: done + 1])
 
 
 @dataclass(frozen=True)
 class PaddedUpdates:
     """The updates of a block on batches of static shape, which can be captured."""
 
-    gate: BlockGate
+    gate: BlockGate | MeasuredUpdates
 
     @property
     def setup(self) -> tuple[Event, ...]:
@@ -383,9 +485,9 @@ class PaddedUpdates:
         """That of the gate."""
         return self.gate.initial_state()
 
-    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:  # noqa: ARG002
+    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
         """Make an update."""
-        return self.gate.update(state, draws)
+        return self.gate.update(state, draws, position)
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
         """Every update is kept."""
@@ -401,8 +503,10 @@ class PaddedUpdates:
 
 
 def released_metrics(procedure: Procedure, state: State) -> list[dict[str, Any]] | None:
-    """The noisy values that a run has paid for; None where it makes no tests of blocks."""
-    return procedure.metrics(state) if isinstance(procedure, BlockGate) else None
+    """The noisy values that a run has paid for so far; None where it pays for none."""
+    if isinstance(procedure, BlockGate | MeasuredUpdates):
+        return procedure.metrics(state)
+    return None
 
 
 def _memory(state: State) -> dict[str, Tensor]:
@@ -415,22 +519,91 @@ def _saved(state: State) -> dict[str, Params]:
     return dict(state.saved)
 
 
-def _put(values: Tensor, place: int, value: float) -> Tensor:
+def _put(values: Tensor, place: int, value: float | Tensor) -> Tensor:
     values = values.clone()
     values[place] = value
     return values
 
 
+# --- tests ----------------------------------------------------------------------------------------
+
+
+def noisy_sum(
+    values_of: Callable[[Examples], Tensor],
+    plan: BlockPlan,
+    updates: GradientProposer,
+    draws: Draws,
+) -> Tensor:
+    """The sum of values of all records, or of a Poisson sample, with noise.
+
+    Each record adds a row of L2 norm at most 1, so that this is the sensitivity.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=updates.problem.device)
+    for rows, mask in _test_records(plan, updates, draws):
+        values = values_of(rows)
+        if mask is not None:
+            values = torch.where(mask[:, None], values, 0.0)
+        total = total + values.sum(0)
+    test, noise = ClippedSum({"test": total}, 1.0), plan.test.noise_multiplier
+    return add_gaussian(test, noise, draws[VAL_NOISE])["test"]
+
+
+def _test_records(
+    plan: BlockPlan, updates: GradientProposer, draws: Draws
+) -> Iterator[tuple[Examples, Tensor | None]]:
+    test, train = plan.test, updates.problem.train
+    if isinstance(test, SampledGaussian):
+        source = cast(BlockSource, updates.source)
+        batch = source.sampler.batch(test.sample_rate, draws, VAL_BATCH)
+        yield batch.examples, batch.mask
+        return
+    for start in range(0, len(train), EVALUATION_ROWS):
+        yield train.part(slice(start, start + EVALUATION_ROWS)), None
+
+
+def _rate_of(plan: BlockPlan) -> float:
+    return plan.test.sample_rate if isinstance(plan.test, SampledGaussian) else 1.0
+
+
+def _tested(plan: BlockPlan, problem: Problem) -> float:
+    return _rate_of(plan) * len(problem.train)
+
+
+def _standard_error(plan: BlockPlan, problem: Problem) -> float:
+    tested = _tested(plan, problem)
+    noise = plan.test.noise_multiplier / tested
+    return math.hypot(noise, math.sqrt((1 - _rate_of(plan)) / tested))
+
+
 # --- what a record adds to a test: a row of L2 norm at most 1, whatever the record is -------------
+
+
+def class_count(problem: Problem) -> int:
+    """How many classes outputs are scores of, where targets are indices of them; else 0."""
+    targets = problem.train.targets
+    if not isinstance(targets, Tensor) or targets.dim() != 1 or targets.dtype != torch.int64:
+        return 0
+    one = problem.outputs(problem.initial_params(), problem.train.part(slice(1)).inputs)
+    classes = isinstance(one, Tensor) and one.dim() == 2 and one.shape[1] > 1
+    return int(one.shape[1]) if classes else 0
 
 
 def is_classification(problem: Problem) -> bool:
     """Whether outputs are scores of classes and targets are indices of classes."""
-    targets = problem.train.targets
-    if not isinstance(targets, Tensor) or targets.dim() != 1 or targets.dtype != torch.int64:
-        return False
-    one = problem.outputs(problem.initial_params(), problem.train.part(slice(1)).inputs)
-    return isinstance(one, Tensor) and one.dim() == 2 and one.shape[1] > 1
+    return class_count(problem) > 1
+
+
+def class_metrics(problem: Problem, params: Params, rows: Examples) -> Tensor:
+    """(label right, min(loss, 2 ln K) / (2 ln K)) over the largest norm that this can have."""
+    outputs = problem.outputs(params, rows.inputs)
+    assert isinstance(outputs, Tensor)
+    losses = example_losses(problem.loss, outputs, rows.targets).double()
+    bound = 2 * math.log(outputs.shape[1])
+    right = (outputs.argmax(1) == rows.targets).double()
+    parts = torch.where(losses.isfinite(), losses.clamp(0, bound) / bound, 1.0)
+    right = torch.where(losses.isfinite(), right, 0.0)
+    values = torch.stack([right, parts], 1) / METRICS_NORM
+    return values / values.norm(dim=1, keepdim=True).clamp(min=1)
 
 
 def class_scores(problem: Problem, params: Params, rows: Examples) -> Tensor:

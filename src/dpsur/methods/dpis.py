@@ -89,6 +89,11 @@ class Dpis(GradientMethod):
         check_covers_steering(accounting)
         if self._implied_gate() == BLOCK_GATE:
             return self._settle_menu_blocks(dataset_size, budget, accounting, setup)
+        if self.metrics_budget is not None:
+            raise InvalidInputError(
+                f"metrics_budget {self.metrics_budget:g} is for dpis with the gate block only; "
+                "choose that gate, or leave it out"
+            )
         settled, typical = self._settle_repeated(dataset_size, budget, accounting, setup)
         settled = replace(
             settled,

@@ -7,12 +7,19 @@ it adds.
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Self
 
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.block_gate import FIRST_ADAM_RATE, FIRST_PRODUCT, BlockGate
+from dpsur.mechanism.block_gate import (
+    FIRST_ADAM_RATE,
+    FIRST_PRODUCT,
+    BlockGate,
+    MeasuredUpdates,
+    is_classification,
+)
 from dpsur.mechanism.gate import AlwaysAccept, LossTestGate, make_rule
 from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.state import Gate, Procedure
@@ -38,7 +45,7 @@ from dpsur.privacy.events import (
     Trial,
 )
 from dpsur.privacy.plans import BlockPlan, Plan, PrivacyPlan
-from dpsur.privacy.plans.blocks import plan_blocks
+from dpsur.privacy.plans.blocks import TESTS_COST, plan_blocks
 from dpsur.privacy.plans.fixed import Request, make_plan
 from dpsur.privacy.search import largest_ratio, least_noise
 
@@ -63,6 +70,7 @@ COIN_TEST_SHARE = 0.3
 USUAL_BLOCKS = 4
 BLOCKS_PER_RUN, SHORTEST_BLOCK = 16, 40
 MEDIAN, GIVEN = "median", "given"
+METRICS_PER_RUN = 10  # how often paid metrics are measured without a gate
 
 
 # Of the rule below: the best of 0.1, 0.14, 0.2, 0.28 and 0.4 on held-out records of CIFAR-10 and
@@ -157,9 +165,22 @@ class GradientMethod(OptimizerMethod):
         (MEDIAN, GIVEN),
     )
 
+    metrics_budget: float | None = option(
+        None,
+        "pay for noisy training loss and accuracy, ten times in a run or after every test of the "
+        "gate block: by what share they may raise the noise of the updates, such as 0.01 (gates "
+        "none and block, classification)",
+    )
+    metrics_noise_multiplier: float | None = option(
+        None,
+        "noise of these figures relative to what one record can change, without a gate (default: "
+        "by metrics_budget)",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive("max_grad_norm", self.max_grad_norm)
+        self._check_metrics()
         checks.one_of("clip_norm", self.clip_norm, (MEDIAN, GIVEN))
         if self.noise_multiplier is not None:
             checks.positive("noise_multiplier", self.noise_multiplier)
@@ -190,6 +211,30 @@ class GradientMethod(OptimizerMethod):
                 "out, or choose a gate"
             )
 
+    def _check_metrics(self) -> None:
+        """Refuse metrics that are not paid for, or that a gate does not make."""
+        if self.metrics_budget is None:
+            if self.metrics_noise_multiplier is not None:
+                raise InvalidInputError(
+                    f"metrics_noise_multiplier {self.metrics_noise_multiplier:g} has no meaning "
+                    "without metrics_budget; give one, such as 0.01, or leave it out"
+                )
+            return
+        checks.positive("metrics_budget", self.metrics_budget)
+        gate = self._implied_gate()
+        if gate not in (NO_GATE, BLOCK_GATE):
+            raise InvalidInputError(
+                f"metrics_budget {self.metrics_budget:g} needs the gate none or block; the gate "
+                f"{gate or 'of ' + self.name} makes no tests that could pay for metrics"
+            )
+        if self.metrics_noise_multiplier is not None:
+            checks.positive("metrics_noise_multiplier", self.metrics_noise_multiplier)
+            if gate == BLOCK_GATE:
+                raise InvalidInputError(
+                    f"metrics_noise_multiplier {self.metrics_noise_multiplier:g} is for the gate "
+                    "none; with the gate block give val_noise_multiplier"
+                )
+
     def settle(
         self,
         dataset_size: int,
@@ -202,6 +247,8 @@ class GradientMethod(OptimizerMethod):
             return replace(self, gate=BLOCK_GATE)._settle_blocks(
                 dataset_size, budget, accounting, setup
             )
+        if self.metrics_budget is not None:
+            return self._settle_measured(dataset_size, budget, accounting, setup)
         return self._settle_repeated(dataset_size, budget, accounting, setup)
 
     def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
@@ -224,8 +271,15 @@ class GradientMethod(OptimizerMethod):
             )
         return Selective(proposer, gate, plan.setup)
 
-    def block_gate(self, plan: BlockPlan, updates: GradientProposer) -> BlockGate:
-        """The gate over blocks of these updates."""
+    def block_gate(self, plan: BlockPlan, updates: GradientProposer) -> Procedure:
+        """The gate over blocks of these updates, or updates whose blocks are measured."""
+        if self.metrics_budget is not None and not is_classification(updates.problem):
+            raise InvalidInputError(
+                f"metrics_budget {self.metrics_budget:g} pays for the accuracy and the loss of a "
+                "classifier, and these targets are not class indices; leave it out"
+            )
+        if not plan.searches:
+            return MeasuredUpdates(plan, updates)
         return BlockGate(
             plan,
             updates,
@@ -235,6 +289,7 @@ class GradientMethod(OptimizerMethod):
             clip_by_median=self.clip_norm == MEDIAN,
             scale_free=self.optimizer == "adam",
             momentum=self.momentum if self.optimizer == "sgd" else 0.0,
+            with_metrics=self.metrics_budget is not None,
         )
 
     def gradient_source(self, problem: Problem, plan: PrivacyPlan) -> GradientSource:
@@ -350,11 +405,46 @@ class GradientMethod(OptimizerMethod):
             setup=setup,
             menu=menu,
             steering=steering,
+            tests_cost=TESTS_COST + (self.metrics_budget or 0.0),
         )
         settled = replace(
             settled,
             noise_multiplier=plan.update.noise_multiplier,
             val_noise_multiplier=plan.test.noise_multiplier,
+        )
+        return settled, plan
+
+    def _settle_measured(
+        self, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
+    ) -> tuple[Self, BlockPlan]:
+        """Fix updates in equal blocks, after each of which loss and accuracy are measured."""
+        check_covers_steering(accounting)
+        settled = self._with_batches(dataset_size)
+        assert settled.batch_size is not None
+        assert self.metrics_budget is not None
+        updates = self.updates or settled._default_count(dataset_size)
+        count = min(METRICS_PER_RUN, updates)
+        ends = [updates * number // count for number in range(count + 1)]
+        plan = plan_blocks(
+            budget,
+            accounting,
+            tuple(after - before for before, after in pairwise(ends)),
+            sample_rate=settled.batch_size / dataset_size,
+            noise_multiplier=self.noise_multiplier,
+            test_noise=self.metrics_noise_multiplier,
+            setup=setup,
+            searches=False,
+            tests_cost=self.metrics_budget,
+        )
+        noise = plan.update.noise_multiplier
+        if self.learning_rate is None:
+            rate = linear_head_rate(settled.batch_size, noise, self.max_grad_norm, updates)
+            settled = replace(settled, learning_rate=rate)
+        settled = replace(
+            settled,
+            noise_multiplier=noise,
+            metrics_noise_multiplier=plan.test.noise_multiplier,
+            updates=updates,
         )
         return settled, plan
 

@@ -39,7 +39,9 @@ SETTINGS_OF: Final = {
     CoinTest.__name__: {"accept_ratio": "accept_ratio"},
     NoisyChoice.__name__: {"choice_epsilon": "choice_epsilon"},
 }
-METRIC_KEYS: Final = {"after", "quantity", "learning_rate", "value", "standard_error"}
+METRIC_KEYS: Final = {
+    "test", "after", "quantity", "learning_rate", "value", "scale", "standard_error",
+}  # fmt: skip
 GATE_OF: Final = {LossTest.__name__: "loss", CoinTest.__name__: "coin"}
 
 
@@ -258,9 +260,11 @@ def _implied_settings(mechanism: Mapping[str, Any]) -> dict[str, Any]:
         found["norm_noise_multiplier"] = menu["steering"]["noise_multiplier"]
         found["refresh_every"] = menu["offer"]["repeats"]
     if "blocks" in mechanism:
-        found["gate"] = "block"
-        found["updates"] = mechanism["blocks"]["updates"][-1]
-        found["val_noise_multiplier"] = mechanism["blocks"]["test"]["noise_multiplier"]
+        blocks = mechanism["blocks"]
+        noise = "val_noise_multiplier" if blocks["searches"] else "metrics_noise_multiplier"
+        found[noise] = blocks["test"]["noise_multiplier"]
+        found["gate"] = "block" if blocks["searches"] else "none"
+        found["updates"] = blocks["updates"][-1] if blocks["searches"] else sum(blocks["updates"])
         if menu is None:
             events.append(update)
     for event in events:
@@ -277,22 +281,27 @@ def _metric_faults(statement: Mapping[str, Any]) -> Iterator[str]:
         if stated is not None:
             yield "metrics are stated, and no test of the mechanism pays for them"
         return
-    if stated is None or len(stated) != len(mechanism["blocks"]["updates"]):
-        yield "there is not one metric for each test of the mechanism"
+    tests = len(mechanism["blocks"]["updates"])
+    if stated is None or {row.get("test") for row in stated} != set(range(tests)):
+        yield "there is not one metric or more for each test of the mechanism"
         return
     test = mechanism["blocks"]["test"]
     rate = test.get("sample_rate", 1.0)
     tested = rate * statement["dataset_size"]
-    error = math.hypot(test["noise_multiplier"] / tested, math.sqrt((1 - rate) / tested))
+    unit = math.hypot(test["noise_multiplier"] / tested, math.sqrt((1 - rate) / tested))
     for row in stated:
         if row.keys() != METRIC_KEYS:
             yield f"a metric has the keys {sorted(row)}, not {sorted(METRIC_KEYS)}"
         elif not isinstance(row["value"], float):
             yield f"a metric has the value {row['value']!r}, which is not a number"
-        elif row["standard_error"] is not None and not math.isclose(
-            row["standard_error"], error, rel_tol=1e-9
+        elif (row["standard_error"] is None) != (row["scale"] is None) or (
+            row["scale"] is not None
+            and not math.isclose(row["standard_error"], row["scale"] * unit, rel_tol=1e-9)
         ):
-            yield f"a metric has the standard error {row['standard_error']}, its test has {error}"
+            yield (
+                f"a metric of scale {row['scale']} has the standard error "
+                f"{row['standard_error']}, its test has {unit} for a scale of 1"
+            )
 
 
 def _warning_faults(statement: Mapping[str, Any]) -> Iterator[str]:

@@ -200,7 +200,7 @@ def _block_rows(mechanism: Mapping[str, Any], settings: Mapping[str, Any]) -> li
     """Updates and tests in the order that was fixed before the run."""
     update, chosen = mechanism["trial"]["update"], mechanism["blocks"]
     test, sizes = chosen["test"], chosen["updates"]
-    by_rule = settings["clip_norm"] == "median"
+    by_rule = chosen["searches"] and settings["clip_norm"] == "median"
     clip = "set by the first test" if by_rule else f"{settings['max_grad_norm']:g}"
     looks_at = f"sample rate {test['sample_rate']:.5g}" if "sample_rate" in test else "all records"
     updates = [
@@ -217,7 +217,11 @@ def _block_rows(mechanism: Mapping[str, Any], settings: Mapping[str, Any]) -> li
             "Blocks",
             f"{len(sizes)} tests, after {', '.join(map(str, sizes))} updates; order and numbers "
             "were fixed before the run, and every update and every test is charged, kept or not; "
-            "the weights after an earlier block are released if its test was clearly better",
+            + (
+                "the weights after an earlier block are released if its test was clearly better"
+                if chosen["searches"]
+                else "tests decide nothing, they measure training loss and accuracy"
+            ),
         ),
         (
             "Test of a block",

@@ -47,6 +47,10 @@ class BlockPlan(ChargedSequence):
     `menu.repeats` updates of a choice from the menu, as in a `MenuPlan`; a block starts with a
     release. `update` is then the first choice.
 
+    `searches` says that blocks before the last one search for a learning rate and come on top of
+    the updates that were asked for. Otherwise every block continues the one before, and tests only
+    measure.
+
     Formal guarantee: the number and order of updates and tests, their sampling rates and noise
     multipliers are fixed before the run, and every one of them is charged, whatever a test says. So
     the run, with all values of its tests, is an adaptive composition of these mechanisms and
@@ -62,6 +66,7 @@ class BlockPlan(ChargedSequence):
     setup: tuple[Event, ...] = ()
     menu: Menu | None = None
     steering: SampledGaussian | None = None
+    searches: bool = True
     part: ClassVar[str] = "blocks"
 
     def __post_init__(self) -> None:
@@ -69,6 +74,8 @@ class BlockPlan(ChargedSequence):
         if not self.blocks or any(type(size) is not int or size < 0 for size in self.blocks):
             raise InvalidInputError(f"blocks must be whole numbers of updates, got {self.blocks!r}")
         checks.at_least_one("the number of updates", self.updates)
+        if type(self.searches) is not bool:
+            raise InvalidInputError(f"searches must be true or false, got {self.searches!r}")
         if (self.menu is None) != (self.steering is None):
             raise InvalidInputError("a menu and the release that it is chosen by come together")
         if self.menu is not None and self.update != self.menu.choices[0]:
@@ -176,7 +183,7 @@ class BlockPlan(ChargedSequence):
     @property
     def fixed_counts(self) -> Mapping[str, int]:
         """The updates of the last block, which the setting counts: a search comes on top."""
-        return {"updates": self.blocks[-1]}
+        return {"updates": self.blocks[-1] if self.searches else self.updates}
 
     def spent(self, ledger: Ledger, delta: float | None = None) -> float:
         """Epsilon so far, as a progress figure."""
@@ -215,7 +222,14 @@ class BlockPlan(ChargedSequence):
         )
 
     def limited(self, most: int) -> "BlockPlan":
-        """The same plan with a shorter last block; the search and all tests stay."""
+        """The same plan with a shorter last block; the search and all tests stay.
+
+        Where tests only measure, blocks that are not reached are left out, with their tests.
+        """
+        if not self.searches:
+            left = [most - sum(self.blocks[:number]) for number in range(len(self.blocks))]
+            reached = zip(self.blocks, left, strict=True)
+            return replace(self, blocks=tuple(min(size, n) for size, n in reached if n > 0))
         searched = sum(self.blocks[:-1])
         if most <= searched:
             raise InvalidInputError(
@@ -232,6 +246,7 @@ class BlockPlan(ChargedSequence):
             "filter": None,
             "blocks": {
                 "updates": list(self.blocks),
+                "searches": self.searches,
                 "test": event_to_json(self.test),
                 **self._stated_menu(),
                 "steps": stated_steps(self, ledger),
@@ -250,6 +265,7 @@ class BlockPlan(ChargedSequence):
                 "update": mechanism["trial"]["update"],
                 "test": mechanism["blocks"]["test"],
                 "blocks": mechanism["blocks"]["updates"],
+                "searches": mechanism["blocks"]["searches"],
                 "setup": mechanism["setup"],
                 **{n: mechanism["blocks"][n] for n in MENU_FIELDS if n in mechanism["blocks"]},
             }
@@ -269,6 +285,7 @@ class BlockPlan(ChargedSequence):
             "update": event_to_json(self.update),
             "test": event_to_json(self.test),
             "blocks": list(self.blocks),
+            "searches": self.searches,
             "setup": [event_to_json(event) for event in self.setup],
             **self._stated_menu(),
         }
@@ -297,6 +314,7 @@ class BlockPlan(ChargedSequence):
             setup=tuple(event_from_json(event) for event in values["setup"]),
             menu=menu,
             steering=steering,
+            searches=values["searches"],
         )
 
 
@@ -312,11 +330,13 @@ def plan_blocks(
     setup: tuple[Event, ...] = (),
     menu: Menu | None = None,
     steering: SampledGaussian | None = None,
+    searches: bool = True,
+    tests_cost: float = TESTS_COST,
 ) -> BlockPlan:
     """The plan with the noise that was given, or with what the budget needs where it was not.
 
     Without a `test_rate` tests look at all records. If both kinds of noise are left open, tests
-    raise the noise of the updates by `TESTS_COST`; if only that of tests is, they take what the
+    raise the noise of the updates by `tests_cost`; if only that of tests is, they take what the
     updates leave of the budget. `menu` and `steering` are those of a `BlockPlan`; the noise is that
     of the first choice, and the others keep their ratio to it.
     """
@@ -324,25 +344,28 @@ def plan_blocks(
     def plan_with(noise: float, of_tests: float) -> BlockPlan:
         update, scaled = _updates(sample_rate, noise, menu)
         test = _test(test_rate, of_tests)
-        return BlockPlan(budget, accounting, update, test, blocks, setup, scaled, steering)
+        return BlockPlan(
+            budget, accounting, update, test, blocks, setup, scaled, steering, searches
+        )
 
     if noise_multiplier is None and test_noise is not None:
         test = _test(test_rate, test_noise)
-        return BlockPlan.for_budget(
+        found = BlockPlan.for_budget(
             budget, accounting, sample_rate, test, blocks, setup=setup, menu=menu, steering=steering
         )
+        return replace(found, searches=searches)
     noise = noise_multiplier
     if noise is None:
-        noise = (1 + TESTS_COST) * _noise_without_tests(plan_with)
+        noise = (1 + tests_cost) * _noise_without_tests(plan_with)
     if test_noise is None:
-        found = least_noise(lambda value: plan_with(noise, value).epsilon(), budget.epsilon)
-        if found is None:
+        least = least_noise(lambda value: plan_with(noise, value).epsilon(), budget.epsilon)
+        if least is None:
             raise BudgetError(
                 f"updates at noise multiplier {noise:g} leave nothing of epsilon "
                 f"{budget.epsilon:g} for tests of blocks; raise noise_multiplier or leave it out, "
                 "or make fewer updates"
             )
-        test_noise = max(found, LEAST_TEST_NOISE)
+        test_noise = max(least, LEAST_TEST_NOISE)
     plan = plan_with(noise, test_noise)
     spent = plan.epsilon()
     if not spent <= budget.epsilon:
