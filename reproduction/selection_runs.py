@@ -1,7 +1,7 @@
 """Runs of the experiments on selection: data and networks, arms, and how rows are made.
 
-All starting rates and seeds of an arm are trained at once in one process, each on its own CUDA stream:
-small networks do not fill a GPU.
+All starting rates and seeds of an arm are trained at once in one process, each on its own CUDA
+stream: small networks do not fill a GPU.
 """
 
 import gc
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dpsur.config import Pace, RunConfig, Speed
 from dpsur.errors import BudgetError
 from dpsur.functional.parameters import Params, elementwise
-from dpsur.mechanism.block_gate import class_scores
+from dpsur.mechanism.block_gate import METRICS_NORM, class_metrics
 from dpsur.mechanism.optim import Optimizer
 from dpsur.mechanism.state import OptimizerState
 from dpsur.mechanism.streams import VAL_NOISE, Streams
@@ -470,7 +470,7 @@ def privately_tuned(cell: Cell, device: str | None) -> Row:
 
 
 def _noisy_score(session: Session, run: Run) -> float:
-    """The sum of the scores of all records, with noise of its own."""
+    """The sum of the scores of all records, each in [-1, 1], with noise of its own."""
     train, device = session.problem.train, session.streams.device
     params = {
         name: value.detach().to(device) for name, value in run.model.named_parameters()
@@ -478,9 +478,11 @@ def _noisy_score(session: Session, run: Run) -> float:
     }  # fmt: skip
     names = session.problem.initial_params()
     params = {name: params[name] for name in names}
-    total = sum(
-        float(class_scores(session.problem, params, train.part(slice(at, at + 4096))).sum())
-        for at in range(0, len(train), 4096)
-    )
+    total = 0.0
+    for at in range(0, len(train), 4096):
+        right, loss = class_metrics(session.problem, params, train.part(slice(at, at + 4096))).sum(
+            0
+        )
+        total += METRICS_NORM * float(right - loss)
     stream = Streams(session.config.seed, device).at(10**6)[VAL_NOISE]
     return total + SCORE_NOISE * float(stream.normal(1)[0])

@@ -35,9 +35,9 @@ LOOKS = {
 TITLE = "Accuracy against the starting rate"
 TEXT = """
 Mean accuracy in percent on the test set over seeds, last iterate, delta 1e-5, proven accounting. A
-starting rate is off the tuned one by the factor at the head of the column; the tuned rate was chosen
-on [held-out training records](selection-tuning.md) and is not charged. *Gate block* searches by
-itself; where a rate is given it is tried in one block more.
+starting rate is off the tuned one by the factor at the head of the column; the tuned rate was
+chosen on [held-out training records](selection-tuning.md) and is not charged. *Gate block* searches
+by itself; where a rate is given it is tried in one block more.
 """
 COLUMNS = (
     Column("data, network", "case"),
@@ -54,9 +54,9 @@ CLIP_COLUMNS = (
     Column("runs", "runs"),
 )
 CLIP_TEXT = f"""
-The clipping norm off by a factor, epsilon {CLIP_EPSILON}: DP-SGD with linear decay at the tuned rate,
-and the gate block with that norm kept (`clip_norm="given"`). By default the gate block finds the norm
-itself, which is the row *gate block* above.
+The clipping norm off by a factor, epsilon {CLIP_EPSILON}: DP-SGD with linear decay at the tuned
+rate, and the gate block with that norm kept (`clip_norm="given"`). By default the gate block finds
+the norm itself, which is the row *gate block* of [the other table](selection-grid.md).
 """
 
 

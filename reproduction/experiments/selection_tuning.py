@@ -14,9 +14,10 @@ from reproduction.series import best_of, series
 TRIED = {"linear": (range(-4, 5), (0, 1)), "constant": (range(-4, 3), (0,))}
 TITLE = "Learning rates chosen on held-out records"
 TEXT = """
-Plain DP-SGD with a constant rate and with linear decay at rates in factors of 2, on five sixths of the
-training records; accuracy in percent on the other sixth. The best rate is the centre of the starting
-rates of [selection](selection-grid.md). Choosing it looked at private records and is not charged.
+Plain DP-SGD with a constant rate and with linear decay at rates in factors of 2, on five sixths of
+the training records; accuracy in percent on the other sixth. The best rate is the centre of the
+starting rates of [selection](selection-grid.md). Choosing it looked at private records and is not
+charged.
 """
 COLUMNS = (
     Column("data, network", "case"),

@@ -19,15 +19,26 @@ from dpsur.functional.tree import flatten
 from dpsur.mechanism import block_gate, dp_gradient, proposer
 from dpsur.mechanism.block_gate import BlockGate, median_of
 from dpsur.mechanism.loop import has_next, make_trial, start, train
-from dpsur.mechanism.rate_search import best_exponent, between, next_exponent
+from dpsur.mechanism.rate_search import (
+    TOO_HIGH,
+    TOO_LOW,
+    USEFUL,
+    Block,
+    best_exponent,
+    between,
+    judged,
+    next_exponent,
+)
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import NOISE, VAL_NOISE, Draws, Stream, Streams
 from dpsur.methods import Dpis, Dpsgd, Dpsur
 from dpsur.methods.dpis import ImportanceGradient
 from dpsur.privacy.accountants import pld
+from dpsur.privacy.accountants.rdp import sampled_gaussian_rdp
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, SampledGaussian, Trial
 from dpsur.privacy.plans import BlockPlan
+from dpsur.privacy.plans.blocks import cheapest_test
 from tests.conftest import blobs, small_model
 from tests.statistics import assert_standard_deviation
 
@@ -281,8 +292,10 @@ def verdict_from_the_value_without_noise(patch):
     real = BlockGate._after_test
 
     def wrong(self, state, noisy):
-        if noisy.numel() == 1:
-            noisy = block_gate.class_scores(self._problem, state.params, self._problem.train).sum(0)
+        if noisy.numel() == 2:
+            noisy = block_gate.class_metrics(self._problem, state.params, self._problem.train).sum(
+                0
+            )
         return real(self, state, noisy)
 
     patch.setattr(BlockGate, "_after_test", wrong)
@@ -292,9 +305,9 @@ def the_sum_clipped_instead_of_each_record(patch):
     def wrong(problem, params, rows):
         losses = problem.losses(params, rows).double().nan_to_num(1e9, 1e9)
         mean = (-losses.mean() / (2 * math.log(3))).clamp(-1, 1)
-        return mean.repeat(len(rows))[:, None]
+        return mean.repeat(len(rows), 2)
 
-    patch.setattr(block_gate, "class_scores", wrong)
+    patch.setattr(block_gate, "class_metrics", wrong)
 
 
 def metrics_of_separate_sensitivity(patch):
@@ -390,50 +403,80 @@ def test_mutant_is_killed(mutant, monkeypatch):
 # --- the rule -----------------------------------------------------------------------------------
 
 
-def test_the_first_three_rates_then_beside_or_beyond_the_best():
+def useful(*pairs):
+    return [Block(exponent, value) for exponent, value in pairs]
+
+
+def test_the_neighbours_of_the_best_then_beside_or_beyond_it():
     start = (3.0,)
-    assert next_exponent(start, [], []) == 3.0
-    assert next_exponent(start, [3.0], [0.5]) == 4.5
-    assert next_exponent(start, [3.0, 4.5], [0.5, 0.1]) == 1.5
-    tried = [3.0, 4.5, 1.5]
-    assert next_exponent(start, tried, [0.5, 0.6, 0.1]) == 6.0
-    assert next_exponent(start, tried, [0.5, 0.1, 0.6]) == 0.0
-    assert next_exponent(start, tried, [0.5, 0.4, 0.1]) == 3.75
-    assert next_exponent(start, tried, [0.5, 0.1, 0.4]) == 2.25
+    assert next_exponent(start, []) == 3.0
+    assert next_exponent(start, useful((3.0, 0.5))) == 4.5
+    assert next_exponent(start, useful((3.0, 0.5), (4.5, 0.1))) == 1.5
+    assert next_exponent(start, useful((3.0, 0.5), (4.5, 0.6))) == 6.0
+    assert next_exponent(start, useful((3.0, 0.5), (4.5, 0.1), (1.5, 0.6))) == 0.0
+    assert next_exponent(start, useful((3.0, 0.5), (4.5, 0.4), (1.5, 0.1))) == 3.75
+    assert next_exponent(start, useful((3.0, 0.5), (4.5, 0.1), (1.5, 0.4))) == 2.25
+
+
+def test_long_steps_while_no_rate_is_useful():
+    low, high = Block(3.0, 0.3, TOO_LOW), Block(3.0, -0.8, TOO_HIGH)
+    assert next_exponent((3.0,), [low]) == 6.0
+    assert next_exponent((3.0,), [high]) == 0.0
+    assert next_exponent((3.0,), [low, Block(6.0, -0.9, TOO_HIGH)]) == 4.5
+    assert next_exponent((3.0,), [low, Block(6.0, 0.1, USEFUL)]) == 7.5  # whatever its value
+    assert best_exponent([low, Block(6.0, 0.2, TOO_LOW)]) == 6.0
+    assert best_exponent([low, Block(6.0, -0.9, TOO_HIGH)]) == 3.0
+    assert best_exponent([high, Block(0.0, -0.9, TOO_HIGH)]) == -3.0
+
+
+def test_a_block_is_judged_by_what_it_did_to_the_loss():
+    assert judged(1.0, 0.3, 0.499, 0.0, 0.5, 0.005).kind == TOO_LOW  # a fluke of predictions
+    assert judged(1.0, 0.3, 0.4, 0.0, 0.5, 0.005).kind == USEFUL
+    assert judged(1.0, 0.3, 0.6, 0.0, 0.5, 0.005).kind == USEFUL  # sure of itself, and right
+    assert judged(1.0, -0.3, 0.9, 0.0, 0.5, 0.005).kind == TOO_HIGH
 
 
 def test_a_given_start_is_tried_and_used_only_if_it_is_better():
     for given, value, centre in ((9.0, 0.1, 3.0), (9.0, 0.9, 9.0), (-4.0, 0.9, -4.0)):
-        starts = (3.0, given)
-        tried, values = [], []
+        starts, tried = (3.0, given), []
         for found in (0.5, value, 0.3, 0.2):
-            tried.append(next_exponent(starts, tried, values))
-            values.append(found)
-        assert tried == [3.0, given, centre + 1.5, centre - 1.5]
+            tried.append(Block(next_exponent(starts, tried), found))
+        assert [block.exponent for block in tried] == [3.0, given, centre + 1.5, centre - 1.5]
         # the other start, 6 octaves away, is neither a neighbour nor an end
-        assert abs(next_exponent(starts, tried, values) - centre) == 0.75
-        assert abs(best_exponent(2, tried, values) - centre) <= 0.75
-    tried, values = [3.0, 9.0, 4.5, 1.5], [0.5, 0.1, 0.6, 0.2]
-    assert next_exponent((3.0, 9.0), tried, values) == 6.0
-    assert best_exponent(2, tried, values) == 4.5
+        assert abs(next_exponent(starts, tried) - centre) == 0.75
+        assert abs(best_exponent(tried) - centre) <= 0.75
+
+
+def test_the_search_finds_the_top_from_anywhere():
+    """Of a hill on a plain, with a cliff behind it, from a start and a rule that are far off."""
+
+    def tried_at(exponent):
+        if exponent < 4:
+            return Block(exponent, 0.2, TOO_LOW)
+        if exponent > 10:
+            return Block(exponent, -0.9, TOO_HIGH)
+        return Block(exponent, 0.8 - 0.05 * (exponent - 7) ** 2)
+
+    for by_rule, given in product((-1.0, 3.0, 6.0, 9.0, 12.0), (-10.0, 0.0, 7.0, 14.0)):
+        tried = []
+        for _ in range(5):
+            tried.append(tried_at(next_exponent((by_rule, given), tried)))
+        assert abs(best_exponent(tried) - 7) <= 3.0, (by_rule, given)
 
 
 def test_the_best_rate_is_the_top_of_a_parabola_within_half_a_step():
     generator = np.random.default_rng(0)
     for _ in range(200):
-        tried = list(3.0 + np.array([0.0, 1.5, -1.5, generator.choice([0.75, -0.75])]))
-        values = list(generator.normal(size=4))
-        order = np.argsort(tried)
-        places, heights = np.array(tried)[order], np.array(values)[order]
+        places = 3.0 + np.array([-1.5, 0.0, generator.choice([0.75, 1.5])])
+        heights = generator.normal(size=3)
         best = int(np.argmax(heights))
-        if best in (0, 3):
-            expected = places[best]
-        else:
-            near = slice(best - 1, best + 2)
-            a, b, _ = np.polyfit(places[near] - places[best], heights[near], 2)
-            low, high = (places[near][[0, 2]] - places[best]) / 2
-            expected = places[best] + np.clip(-b / (2 * a), low, high)
-        assert best_exponent(1, tried, values) == pytest.approx(expected, abs=1e-9)
+        expected = places[best]
+        if best == 1:
+            a, b, _ = np.polyfit(places - places[1], heights, 2)
+            low, high = (places[[0, 2]] - places[1]) / 2
+            expected = places[1] + np.clip(-b / (2 * a), low, high)
+        found = best_exponent(useful(*zip(places, heights, strict=True)))
+        assert found == pytest.approx(expected, abs=1e-9)
 
 
 def test_interpolation():
@@ -464,7 +507,8 @@ def scripted(patch, values):
     following = iter(values)
 
     def wrong(self, values_of, draws):
-        return torch.tensor([next(following) * self.tested], dtype=torch.float64)
+        half = next(following) * self.tested / block_gate.METRICS_NORM / 2
+        return torch.tensor([half, -half], dtype=torch.float64)
 
     patch.setattr(BlockGate, "_noisy_sum", wrong)
 
@@ -481,7 +525,7 @@ def test_the_best_block_is_released_if_the_last_one_is_clearly_worse(last, fallb
     assert int(found.memory["best"]) == 1
     assert torch.equal(found.params["0.weight"], best["best"]["0.weight"]) == fallback
     assert torch.equal(found.average["0.weight"], best["best_average"]["0.weight"]) == fallback
-    values = [row["value"] for row in gate.metrics(found)]
+    values = [row["value"] for row in gate.metrics(found) if row["quantity"] == "score"]
     assert values == pytest.approx([0.0, 0.1, 0.5, 0.2, 0.3, last])
 
 
@@ -503,7 +547,7 @@ def test_a_block_decays_from_its_rate_and_starts_where_the_rule_says():
     first = 8 * (1 - 0.5) / 0.25
     assert rates[:3] == pytest.approx([first, first * 2 / 3, first / 3])
     assert rates[3] == pytest.approx(first * 2**1.5)
-    assert rates[6] == pytest.approx(first / 2**1.5)
+    assert any(rates[6] == pytest.approx(first * 2**step) for step in (-1.5, 3.0))
     assert len(rates) == 17
     assert rates[13] / rates[12] == pytest.approx(4 / 5)
 
@@ -630,6 +674,34 @@ def test_importance_sampling_releases_norms_at_the_start_of_every_block(monkeypa
     monkeypatch.setattr(ImportanceGradient, "restarted", lambda self, memory: memory)
     with pytest.raises(BudgetError, match="was not planned"):
         list(steps_of(gate, plan))
+
+
+def test_the_smallest_sample_for_a_wanted_precision():
+    for size, error in ((10**6, 0.005), (10**7, 0.01), (60_000, 0.002)):
+        rate, noise = cheapest_test(size, error)
+        tested = rate * size
+        found = math.hypot(noise / tested, math.sqrt((1 - rate) / tested))
+        assert found == pytest.approx(error, rel=1e-9)
+        if rate == 1:
+            assert size == 60_000
+            continue
+        cost = [sampled_gaussian_rdp(q, s, 8) for q, s in ((rate, noise), (1.0, error * size))]
+        assert 1.2 < cost[0] / cost[1] <= 1.25
+        smaller = 0.95 * rate
+        left = error**2 - (1 - smaller) / (smaller * size)
+        assert sampled_gaussian_rdp(smaller, smaller * size * left**0.5, 8) > 1.25 * cost[1]
+    method, plan = Dpsgd(gate="block", updates=100, test_error=0.02, batch_size=1000).settle(
+        200_000, BUDGET, "proven"
+    )
+    assert isinstance(plan.test, SampledGaussian)
+    assert method.val_batch_size < 50_000
+    assert method.test_error is None
+    again, same = method.settle(200_000, BUDGET, "proven")
+    assert (again, same) == (method, plan)
+    with pytest.raises(InvalidInputError, match="100 records cannot give a standard error of 0.02"):
+        Dpsgd(gate="block", updates=9, test_error=0.02, val_batch_size=100).settle(
+            200_000, BUDGET, "proven"
+        )
 
 
 def test_noise_that_does_not_fit_is_refused():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -183,9 +184,29 @@ def test_metrics_are_what_they_say(tmp_path):
     assert abs(loss["value"] - mean) < 5 * loss["standard_error"]
 
 
+def test_a_run_that_stops_early_keeps_the_whole_epsilon(tmp_path):
+    """A rate next to nothing improves nothing, so that the run stops; epsilon is the plan's."""
+    options = {**MEASURED, "gate": "none", "block_updates": None, "val_noise_multiplier": None}
+    options |= {"patience": 2, "learning_rate": 1e-9, "metrics_noise_multiplier": 30.0}
+    run = fit(out=tmp_path / "run", options=options)
+    assert run.private.ledger.updates == sum(run.plan.blocks[:3]) < run.plan.updates == 24
+    assert run.statement["accepted_updates"] == run.private.ledger.updates
+    assert run.epsilon["proven"] == run.plan.epsilon() > run.plan.spent(run.private.ledger)
+    assert run.statement["guarantee"]["epsilon"] == run.plan.epsilon()
+    assert verify(tmp_path / "run")[0] == []
+    assert len(run.statement["metrics"]) == 6
+    # a part of a run is released only right after a test, and only if the plan says that it may be
+    assert run.plan.allows(run.private.ledger)
+    assert not replace(run.plan, may_stop=False).allows(run.private.ledger)
+    one_more = run.private.ledger.record(run.plan.typical, updates=1)
+    assert not run.plan.allows(one_more)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"patience": 2}, "patience 2 watches the training loss"),
+        ({"test_error": 0.1, "val_noise_multiplier": 3.0}, "test_error 0.1 sets the noise of te"),
         ({"gate": "loss"}, "metrics_budget 0.05 needs the gate none or block"),
         ({"metrics_budget": 0.0}, "metrics_budget must be"),
         ({"metrics_noise_multiplier": 2.0}, "metrics_noise_multiplier 2 is for the gate none"),

@@ -21,7 +21,7 @@ from dpsur.functional.records import Examples
 from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.optim import SHAPES
 from dpsur.mechanism.proposer import BlockSource, GradientProposer
-from dpsur.mechanism.rate_search import best_exponent, between, next_exponent
+from dpsur.mechanism.rate_search import Block, best_exponent, between, judged, next_exponent
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws
 from dpsur.per_example import ClippedSum, clipped_norms
@@ -32,6 +32,9 @@ from dpsur.privacy.plans.blocks import BlockPlan
 FIRST_PRODUCT: Final = 8.0
 FIRST_ADAM_RATE: Final = 0.08
 CLIP_PART: Final = 8.0  # the clipping norm is the median gradient norm over this
+# A block has learned something if it moved the loss by this much, of 2 ln K or of the median loss,
+# and by so many standard errors. Where that is a lot, values alone are compared.
+LEAST_MOVE, MOVE_ERRORS, COARSE_MOVE = 0.005, 3.0, 0.05
 SHARE_OCTAVES: Final = 1.3  # by which the last block is slower where noise moves the weights
 # Bins of a noisy histogram: half octaves from 2^-24 to 2^24, what lies outside in the end bins.
 LOWEST_OCTAVE, HIGHEST_OCTAVE, BINS_PER_OCTAVE = -24, 24, 2
@@ -73,7 +76,6 @@ class BlockGate:
     clip_by_median: bool = True
     scale_free: bool = False
     momentum: float = 0.0
-    with_metrics: bool = False
 
     # --- the procedure ----------------------------------------------------------------------------
 
@@ -98,7 +100,7 @@ class BlockGate:
             "tests": count,  # made so far
             "made": count,  # updates of the block at hand
             "values": number.repeat(tests),  # what the tests released
-            **({"measured": number.repeat(tests, 2)} if self.with_metrics else {}),
+            "measured": number.repeat(tests, 2),  # accuracy and loss, of classifiers
             "exponents": number.repeat(blocks),  # log2 of the rates, as above
             "shares": number.repeat(blocks),  # of noise in the displacement
             "best": count,  # the block with the best value so far
@@ -172,10 +174,8 @@ class BlockGate:
                 )
         if quantity == LOSS_SCALE:
             return self._noisy_sum(lambda rows: loss_bins(problem, state.params, rows), draws)
-        if quantity == SCORE and self.with_metrics:
-            return self._noisy_sum(lambda rows: class_metrics(problem, state.params, rows), draws)
         if quantity == SCORE:
-            return self._noisy_sum(lambda rows: class_scores(problem, state.params, rows), draws)
+            return self._noisy_sum(lambda rows: class_metrics(problem, state.params, rows), draws)
         first, bound = _saved(state)["first"], memory["loss_scale"]
         return self._noisy_sum(
             lambda rows: loss_decreases(problem, state.params, first, bound, rows), draws
@@ -196,8 +196,8 @@ class BlockGate:
 
     @property
     def _score_scale(self) -> float:
-        """By how much a record can change the score: as a difference of two metrics by more."""
-        return math.sqrt(2) * METRICS_NORM if self.with_metrics else 1.0
+        """The noise of a score over that of a test: it is the difference of two metrics."""
+        return math.sqrt(2) * METRICS_NORM if is_classification(self._problem) else 1.0
 
     # --- what follows from a test: post-processing of released values ---------------------------
 
@@ -257,14 +257,15 @@ class BlockGate:
     def _with_rate(self, state: State, block: int) -> State:
         """The rate of the next block, from the values of those before it."""
         memory = _memory(state)
-        tried, values = memory["exponents"].tolist()[:block], self._block_values(state)[:block]
+        tried = self._blocks(state, block)
         if block < self._searched:
-            exponent = next_exponent(self.starts, tried, values)
+            exponent = next_exponent(self.starts, tried)
         elif not tried:
             exponent = self.starts[-1]
         else:
-            exponent = best_exponent(len(self.starts), tried, values)
-            share = between(exponent, tried, memory["shares"].tolist()[:block])
+            exponent = best_exponent(tried)
+            places = [one.exponent for one in tried]
+            share = between(exponent, places, memory["shares"].tolist()[:block])
             exponent -= SHARE_OCTAVES * share**2
         memory["exponents"] = _put(memory["exponents"], block, exponent)
         state = replace(state, memory=memory)
@@ -272,6 +273,25 @@ class BlockGate:
         memory["rate"] = torch.full_like(memory["rate"], self._rate(state, block))
         memory["size"] = torch.full_like(memory["size"], size)
         return replace(state, memory=memory)
+
+    def _blocks(self, state: State, count: int) -> list[Block]:
+        """What the first blocks of the search say of their rates."""
+        memory, before = _memory(state), self._before_blocks
+        exponents, values = memory["exponents"].tolist(), self._block_values(state)
+        if is_classification(self._problem):
+            losses = memory["measured"][:, 1].tolist()
+            first_value, first_loss = memory["values"].tolist()[before - 1], losses[before - 1]
+            noise = METRICS_NORM * self.standard_error
+        else:  # values are decreases of the loss
+            losses = [-value for value in memory["values"].tolist()]
+            first_value, first_loss, noise = 0.0, 0.0, self.standard_error
+        margin = max(LEAST_MOVE, MOVE_ERRORS * noise)
+        if margin > COARSE_MOVE:
+            return [Block(exponents[n], values[n]) for n in range(count)]
+        return [
+            judged(exponents[n], values[n], losses[before + n], first_value, first_loss, margin)
+            for n in range(count)
+        ]
 
     def _last_or_best(self, state: State) -> State:
         """The end of the last block, unless a searched block was clearly better."""
@@ -349,7 +369,7 @@ class BlockGate:
             scale = self._score_scale if quantity in (SCORE, LOSS_DECREASE) else None
             error = self.standard_error
             found.append(_metric(number, after, quantity, rate, values[number], scale, error))
-            if quantity == SCORE and self.with_metrics:
+            if quantity == SCORE:
                 pair, bound = memory["measured"][number].tolist(), self._loss_bound
                 found += _both(number, after, rate, pair, bound, error)
         return found
@@ -395,11 +415,14 @@ def _both(
 class MeasuredUpdates:
     """Plain updates, and now and then a noisy training loss and accuracy, all charged.
 
-    A procedure for a `BlockPlan` whose tests only measure. Formal guarantee: that of the plan.
+    A procedure for a `BlockPlan` whose tests only measure. With `patience` it stops when the noisy
+    training loss has not been below its best by two standard errors for so many tests. Formal
+    guarantee: that of the plan, also if it stops.
     """
 
     plan: BlockPlan
     updates: GradientProposer
+    patience: int | None = None
 
     @property
     def setup(self) -> tuple[Event, ...]:
@@ -460,6 +483,22 @@ class MeasuredUpdates:
             after = f"update {sum(self.plan.blocks[: test + 1])}"
             found += _both(test, after, None, memory["measured"][test].tolist(), bound, error)
         return found
+
+    def stopped(self, state: State) -> bool:
+        """Whether the run is over before its plan is: it follows from released values alone."""
+        memory = _memory(state)
+        done = int(memory["tests"])
+        if self.patience is None or self._test_is_due(state) or not done:
+            return False
+        if int(state.updates) != sum(self.plan.blocks[:done]):
+            return False  # only right after a test
+        losses = memory["measured"][:done, 1].tolist()
+        margin = 2 * METRICS_NORM * _standard_error(self.plan, self.updates.problem)
+        best, since = losses[0], 0
+        for loss in losses[1:]:
+            since = 0 if loss < best - margin else since + 1
+            best = min(best, loss) if since else loss
+        return since >= self.patience
 
     def _test_is_due(self, state: State) -> bool:
         done = int(_memory(state)["tests"])
@@ -555,7 +594,13 @@ def _test_records(
     if isinstance(test, SampledGaussian):
         source = cast(BlockSource, updates.source)
         batch = source.sampler.batch(test.sample_rate, draws, VAL_BATCH)
-        yield batch.examples, batch.mask
+        for start in range(0, len(batch), EVALUATION_ROWS):
+            some = slice(start, start + EVALUATION_ROWS)
+            mask = None if batch.mask is None else batch.mask[some]
+            if batch.rows is None:
+                yield batch.data.part(some), mask
+            else:
+                yield batch.data.select(batch.rows[some]), mask
         return
     for start in range(0, len(train), EVALUATION_ROWS):
         yield train.part(slice(start, start + EVALUATION_ROWS)), None
@@ -604,17 +649,6 @@ def class_metrics(problem: Problem, params: Params, rows: Examples) -> Tensor:
     right = torch.where(losses.isfinite(), right, 0.0)
     values = torch.stack([right, parts], 1) / METRICS_NORM
     return values / values.norm(dim=1, keepdim=True).clamp(min=1)
-
-
-def class_scores(problem: Problem, params: Params, rows: Examples) -> Tensor:
-    """[label right] - min(loss, 2 ln K) / (2 ln K) for K classes, in [-1, 1]."""
-    outputs = problem.outputs(params, rows.inputs)
-    assert isinstance(outputs, Tensor)
-    losses = example_losses(problem.loss, outputs, rows.targets).double()
-    bound = 2 * math.log(outputs.shape[1])
-    right = (outputs.argmax(1) == rows.targets).double()
-    scores = right - losses.clamp(0, bound) / bound
-    return torch.where(losses.isfinite(), scores, -1.0)[:, None]
 
 
 def loss_decreases(

@@ -5,8 +5,8 @@ sampling, clipping, noise, update, both losses and the choice between accepting 
 on the GPU, and the host reads the counts once per block of trials. A counter on the GPU masks
 acceptance once the plan is done, so that the replays left in a block change nothing and exactly the
 planned updates are kept. Trials that a plan makes only to be dropped are masked too, but counted.
-Steps whose cost depends on earlier steps are blocks of a single trial. Steps that are no trials, such
-as the tests of blocks of updates, are made on the host's command between two captured blocks.
+Steps whose cost depends on earlier steps are blocks of a single trial. Steps that are no trials,
+such as the tests of blocks of updates, are made on the host's command between captured blocks.
 """
 
 from collections.abc import Callable

@@ -45,7 +45,7 @@ from dpsur.privacy.events import (
     Trial,
 )
 from dpsur.privacy.plans import BlockPlan, Plan, PrivacyPlan
-from dpsur.privacy.plans.blocks import TESTS_COST, plan_blocks
+from dpsur.privacy.plans.blocks import TESTS_COST, cheapest_test, plan_blocks
 from dpsur.privacy.plans.fixed import Request, make_plan
 from dpsur.privacy.search import largest_ratio, least_noise
 
@@ -177,10 +177,28 @@ class GradientMethod(OptimizerMethod):
         "by metrics_budget)",
     )
 
+    patience: int | None = option(
+        None,
+        "end the run when the paid training loss has not improved in so many measurements; epsilon "
+        "stays that of the whole run (with metrics_budget, gate none)",
+    )
+    test_error: float | None = option(
+        None,
+        "standard error wanted of a test of the gate block, such as 0.005: noise and, for large "
+        "data, a sampling rate follow (default: by noise, on all records)",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive("max_grad_norm", self.max_grad_norm)
         self._check_metrics()
+        if self.test_error is not None:
+            checks.positive("test_error", self.test_error)
+            if self._implied_gate() != BLOCK_GATE or self.val_noise_multiplier is not None:
+                raise InvalidInputError(
+                    f"test_error {self.test_error:g} sets the noise of tests of the gate block; "
+                    "choose that gate, and leave val_noise_multiplier out"
+                )
         checks.one_of("clip_norm", self.clip_norm, (MEDIAN, GIVEN))
         if self.noise_multiplier is not None:
             checks.positive("noise_multiplier", self.noise_multiplier)
@@ -195,7 +213,9 @@ class GradientMethod(OptimizerMethod):
         if self.accept_ratio is not None:
             CoinTest(1.0, self.accept_ratio)
         checks.at_least_one_each(
-            self, "batch_size", "updates", "val_batch_size", "trials", "blocks", "block_updates"
+            self,
+            *("batch_size", "updates", "val_batch_size", "trials", "blocks", "block_updates"),
+            "patience",
         )
         if self._implied_gate() == BLOCK_GATE:
             self._check_block_gate()
@@ -213,6 +233,12 @@ class GradientMethod(OptimizerMethod):
 
     def _check_metrics(self) -> None:
         """Refuse metrics that are not paid for, or that a gate does not make."""
+        gate = self._implied_gate()
+        if self.patience is not None and (self.metrics_budget is None or gate != NO_GATE):
+            raise InvalidInputError(
+                f"patience {self.patience} watches the training loss that metrics_budget pays for, "
+                "without a gate; give metrics_budget, or leave patience out"
+            )
         if self.metrics_budget is None:
             if self.metrics_noise_multiplier is not None:
                 raise InvalidInputError(
@@ -221,7 +247,6 @@ class GradientMethod(OptimizerMethod):
                 )
             return
         checks.positive("metrics_budget", self.metrics_budget)
-        gate = self._implied_gate()
         if gate not in (NO_GATE, BLOCK_GATE):
             raise InvalidInputError(
                 f"metrics_budget {self.metrics_budget:g} needs the gate none or block; the gate "
@@ -279,7 +304,7 @@ class GradientMethod(OptimizerMethod):
                 "classifier, and these targets are not class indices; leave it out"
             )
         if not plan.searches:
-            return MeasuredUpdates(plan, updates)
+            return MeasuredUpdates(plan, updates, self.patience)
         return BlockGate(
             plan,
             updates,
@@ -289,7 +314,6 @@ class GradientMethod(OptimizerMethod):
             clip_by_median=self.clip_norm == MEDIAN,
             scale_free=self.optimizer == "adam",
             momentum=self.momentum if self.optimizer == "sgd" else 0.0,
-            with_metrics=self.metrics_budget is not None,
         )
 
     def gradient_source(self, problem: Problem, plan: PrivacyPlan) -> GradientSource:
@@ -387,6 +411,10 @@ class GradientMethod(OptimizerMethod):
     ) -> tuple[Self, BlockPlan]:
         """Fix blocks, tests and noise: everything but what released values may decide."""
         check_covers_steering(accounting)
+        if self.test_error is not None:
+            return self._with_tests(dataset_size, self.test_error)._settle_blocks(
+                dataset_size, budget, accounting, setup, menu, steering
+            )
         settled = self._with_batches(dataset_size)
         assert settled.batch_size is not None
         updates = self.updates or settled._default_count(dataset_size)
@@ -414,6 +442,25 @@ class GradientMethod(OptimizerMethod):
         )
         return settled, plan
 
+    def _with_tests(self, dataset_size: int, error: float) -> Self:
+        """The noise of tests for a standard error, and their size unless it was given."""
+        if self.val_batch_size is None:
+            rate, noise = cheapest_test(dataset_size, error)
+            if rate == 1:
+                return replace(self, test_error=None, val_noise_multiplier=noise)
+            size = math.ceil(rate * dataset_size)
+        else:
+            check_batch_size("val_batch_size", self.val_batch_size, dataset_size)
+            size = self.val_batch_size
+        left = error**2 - (1 - size / dataset_size) / size
+        if left <= 0:
+            raise InvalidInputError(
+                f"{size} records cannot give a standard error of {error:g}, whatever the noise; "
+                "raise test_error or val_batch_size"
+            )
+        noise = size * math.sqrt(left)
+        return replace(self, test_error=None, val_batch_size=size, val_noise_multiplier=noise)
+
     def _settle_measured(
         self, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
     ) -> tuple[Self, BlockPlan]:
@@ -436,6 +483,7 @@ class GradientMethod(OptimizerMethod):
             searches=False,
             tests_cost=self.metrics_budget,
         )
+        plan = replace(plan, may_stop=self.patience is not None)
         noise = plan.update.noise_multiplier
         if self.learning_rate is None:
             rate = linear_head_rate(settled.batch_size, noise, self.max_grad_norm, updates)

@@ -52,7 +52,8 @@ def clipped_sum(
     zero whatever it holds, so that batches of different sizes can be padded to one shape. After the
     first call for a model and a shape nothing here waits for the device. `coins`, a uniform draw
     in (0, 1] per row, rounds every clipped gradient at random to the norm 0 or the bound: the
-    guarantee is the same, and so is the mean of the sum. `max_grad_norm` may be a number on the device.
+    guarantee is the same, and so is the mean of the sum. `max_grad_norm` may be a number on the
+    device.
     """
     size = len(examples) if rows is None else len(rows)
     if mask is not None and (mask.dtype != torch.bool or mask.shape != (size,)):

@@ -281,11 +281,11 @@ def _metric_faults(statement: Mapping[str, Any]) -> Iterator[str]:
         if stated is not None:
             yield "metrics are stated, and no test of the mechanism pays for them"
         return
-    tests = len(mechanism["blocks"]["updates"])
+    steps, test = mechanism["blocks"]["steps"], mechanism["blocks"]["test"]
+    tests = sum(row["charged"] for row in steps if row["step"] == test)
     if stated is None or {row.get("test") for row in stated} != set(range(tests)):
         yield "there is not one metric or more for each test of the mechanism"
         return
-    test = mechanism["blocks"]["test"]
     rate = test.get("sample_rate", 1.0)
     tested = rate * statement["dataset_size"]
     unit = math.hypot(test["noise_multiplier"] / tested, math.sqrt((1 - rate) / tested))

@@ -71,7 +71,7 @@ PARTS: Final[Mapping[str, frozenset[str]]] = {
     ),
     "mechanism.filter": frozenset({"order", "allowance", "steps"}),
     "mechanism.menu": frozenset({"offer", "steering", "steps"}),
-    "mechanism.blocks": frozenset({"updates", "searches", "test", "steps"}),
+    "mechanism.blocks": frozenset({"updates", "searches", "may_stop", "test", "steps"}),
 }
 # Private statistics of features in a file of weights, and what they are charged.
 STATISTICS = re.compile(r"features\.\d+\.(mean|deviation)")

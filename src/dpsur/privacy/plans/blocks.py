@@ -1,5 +1,6 @@
 """A plan for blocks of updates with a precise test after each, all of them charged."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from typing import Any, ClassVar
 
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.privacy.accountants.rdp import sampled_gaussian_rdp
 from dpsur.privacy.accounting import (
     accounting_named,
     check_covers_steering,
@@ -33,6 +35,9 @@ MENU_FIELDS = ("offer", "steering")  # as a statement calls them
 # What tests may add to the noise of the updates by default, and the least noise that they get.
 TESTS_COST = 0.015
 LEAST_TEST_NOISE = 1.0
+# A sampled test may cost so many times what one on all records does, compared at a Rényi order; a
+# sample of more than MOST_SAMPLED of the records is not worth drawing.
+SAMPLE_COST, COST_ORDER, MOST_SAMPLED = 1.25, 8, 0.5
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,15 @@ class BlockPlan(ChargedSequence):
 
     `searches` says that blocks before the last one search for a learning rate and come on top of
     the updates that were asked for. Otherwise every block continues the one before, and tests only
-    measure.
+    measure. With `may_stop` a run may end after any of its tests, as released values decide.
 
     Formal guarantee: the number and order of updates and tests, their sampling rates and noise
     multipliers are fixed before the run, and every one of them is charged, whatever a test says. So
     the run, with all values of its tests, is an adaptive composition of these mechanisms and
     satisfies `epsilon()` at the budget's delta under adding or removing one record. Nothing is
-    conditioned on acceptance: that is why the argument is not the one that fails for the paper.
+    conditioned on acceptance: that is why the argument is not the one that fails for the paper. A
+    run that stops early satisfies the same figure, that of the whole plan: it releases a part of
+    what the whole would. No smaller figure is stated for it.
     """
 
     budget: Budget
@@ -67,6 +74,7 @@ class BlockPlan(ChargedSequence):
     menu: Menu | None = None
     steering: SampledGaussian | None = None
     searches: bool = True
+    may_stop: bool = False
     part: ClassVar[str] = "blocks"
 
     def __post_init__(self) -> None:
@@ -74,8 +82,13 @@ class BlockPlan(ChargedSequence):
         if not self.blocks or any(type(size) is not int or size < 0 for size in self.blocks):
             raise InvalidInputError(f"blocks must be whole numbers of updates, got {self.blocks!r}")
         checks.at_least_one("the number of updates", self.updates)
-        if type(self.searches) is not bool:
-            raise InvalidInputError(f"searches must be true or false, got {self.searches!r}")
+        for name in ("searches", "may_stop"):
+            if type(getattr(self, name)) is not bool:
+                raise InvalidInputError(
+                    f"{name} must be true or false, got {getattr(self, name)!r}"
+                )
+        if self.searches and self.may_stop:
+            raise InvalidInputError("a run that searches for a learning rate does not stop early")
         if (self.menu is None) != (self.steering is None):
             raise InvalidInputError("a menu and the release that it is chosen by come together")
         if self.menu is not None and self.update != self.menu.choices[0]:
@@ -135,7 +148,7 @@ class BlockPlan(ChargedSequence):
 
     def affords(self, ledger: Ledger, step: Step) -> bool:
         """Whether one more step fits. Asked before the step, never after."""
-        if self.completed(ledger):
+        if self._tests(ledger) >= len(self.blocks):
             return False
         due = self.due(ledger)
         if step not in due:
@@ -168,12 +181,19 @@ class BlockPlan(ChargedSequence):
 
     def completed(self, ledger: Ledger) -> bool:
         """Whether the run did what was planned, so that its result may be released."""
-        return self._tests(ledger) >= len(self.blocks)
+        if self._tests(ledger) >= len(self.blocks):
+            return True
+        return self.may_stop and bool(ledger.entries) and ledger.entries[-1].step == self.test
 
     @property
     def updates(self) -> int:
         """All updates, whether what they led to is kept or not."""
         return sum(self.blocks)
+
+    @property
+    def kept(self) -> int | None:
+        """Updates of a completed run; open where it may stop early."""
+        return None if self.may_stop else self.updates
 
     @property
     def typical(self) -> Trial:
@@ -247,6 +267,7 @@ class BlockPlan(ChargedSequence):
             "blocks": {
                 "updates": list(self.blocks),
                 "searches": self.searches,
+                "may_stop": self.may_stop,
                 "test": event_to_json(self.test),
                 **self._stated_menu(),
                 "steps": stated_steps(self, ledger),
@@ -266,6 +287,7 @@ class BlockPlan(ChargedSequence):
                 "test": mechanism["blocks"]["test"],
                 "blocks": mechanism["blocks"]["updates"],
                 "searches": mechanism["blocks"]["searches"],
+                "may_stop": mechanism["blocks"]["may_stop"],
                 "setup": mechanism["setup"],
                 **{n: mechanism["blocks"][n] for n in MENU_FIELDS if n in mechanism["blocks"]},
             }
@@ -286,6 +308,7 @@ class BlockPlan(ChargedSequence):
             "test": event_to_json(self.test),
             "blocks": list(self.blocks),
             "searches": self.searches,
+            "may_stop": self.may_stop,
             "setup": [event_to_json(event) for event in self.setup],
             **self._stated_menu(),
         }
@@ -315,6 +338,7 @@ class BlockPlan(ChargedSequence):
             menu=menu,
             steering=steering,
             searches=values["searches"],
+            may_stop=values["may_stop"],
         )
 
 
@@ -375,6 +399,31 @@ def plan_blocks(
             f"{budget.epsilon:g}; leave one of the noise multipliers open, or make fewer updates"
         )
     return plan
+
+
+def cheapest_test(dataset_size: int, error: float) -> tuple[float, float]:
+    """Sampling rate and noise multiplier of the smallest sample for a standard error of a mean.
+
+    The mean is of values in [-1, 1]. For the same error a sample always costs more than all
+    records do, since it has an error of its own, and less time. The rate is the lowest at which it
+    costs at most `SAMPLE_COST` times as much, by Rényi divergence.
+    """
+    whole = error * dataset_size
+    most = SAMPLE_COST * COST_ORDER / (2 * whole**2)
+
+    def noise_at(rate: float) -> float:
+        left = error**2 - (1 - rate) / (rate * dataset_size)
+        return rate * dataset_size * math.sqrt(left) if left > 0 else 0.0
+
+    def affordable(rate: float) -> bool:
+        noise = noise_at(rate)
+        return noise > 0 and sampled_gaussian_rdp(rate, noise, COST_ORDER) <= most
+
+    low, high = 1 / (1 + dataset_size * error**2), 1.0  # below low no noise at all is allowed
+    while high > 1.001 * low:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if affordable(middle) else (middle, high)
+    return (1.0, whole) if high > MOST_SAMPLED else (high, noise_at(high))
 
 
 def _test(sample_rate: float | None, noise_multiplier: float) -> BlockTest:

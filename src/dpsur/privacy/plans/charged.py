@@ -57,7 +57,7 @@ class ChargedSequence(ABC):
         return self.trials
 
     @property
-    def kept(self) -> int:
+    def kept(self) -> int | None:
         """Updates of a completed run."""
         return self.trials
 
