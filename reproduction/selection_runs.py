@@ -47,6 +47,7 @@ EPSILONS = (1, 3)
 CLIP = 0.1  # the library's default
 HOLD_OUT_SHARE = 6  # one record of so many is held out where rates are chosen
 MOST_TOGETHER = 25
+SEARCH = 2  # raised whenever the rule by which the gate block finds a rate changes
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,7 @@ def cell_of(
         "clip": clip,
         "hold_out": case.records // HOLD_OUT_SHARE if hold_out else 0,
         "tf32": case.tf32,
+        **({"search": SEARCH} if options.get("gate") == "block" else {}),
     }
     return {"config": config, "seed": seed}
 
