@@ -47,7 +47,7 @@ EPSILONS = (1, 3)
 CLIP = 0.1  # the library's default
 HOLD_OUT_SHARE = 6  # one record of so many is held out where rates are chosen
 MOST_TOGETHER = 25
-SEARCH = 2  # raised whenever the rule by which the gate block finds a rate changes
+SEARCH = 3  # raised whenever the rule by which the gate block finds a rate changes
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class Transformer(nn.Module):
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, 2)
+        self.positions: Tensor
         self.register_buffer("positions", torch.arange(length))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -199,7 +200,6 @@ SELECTION_ARMS = {
     ),
     "private-tuning": SelectionArm("private tuning", Dpsgd, DECAY, takes_rate=False),
 }
-GIVEN_CLIP = {"clip_norm": "given"}  # of the gate block where the clipping norm is off
 
 
 def cell_of(
@@ -371,10 +371,10 @@ def _with_noise(method: GradientMethod, size: int, epsilon: float) -> GradientMe
     ) or method.learning_rate != type(method).learning_rate:
         same = replace(same, learning_rate=1.0)
     settled = _settled(_Same(same), size, epsilon)
-    noise = {"noise_multiplier": settled.noise_multiplier}
-    if method.gate != NO_GATE:
-        noise["val_noise_multiplier"] = settled.val_noise_multiplier
-    return replace(method, **noise)
+    method = replace(method, noise_multiplier=settled.noise_multiplier)
+    if method.gate == NO_GATE:
+        return method
+    return replace(method, val_noise_multiplier=settled.val_noise_multiplier)
 
 
 @dataclass(frozen=True)

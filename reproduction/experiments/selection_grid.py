@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dpsur import figure_style as style
+from dpsur.methods.gradient_method import GIVEN
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Cell, Options, Row
 from reproduction.experiments.selection_tuning import tuned_rates
 from reproduction.selection_runs import (
     CASES,
     EPSILONS,
-    GIVEN_CLIP,
     SELECTION_ARMS,
     Case,
     SelectionRuns,
@@ -132,7 +132,7 @@ def _off_clip(
             if factor != 1 and asked(case.name, "linear", epsilon):
                 yield cell_of(case, "linear", epsilon, seed, rate, clip=factor)
             if asked(case.name, "block-free", epsilon):
-                yield cell_of(case, "block-free", epsilon, seed, clip=factor, **GIVEN_CLIP)
+                yield cell_of(case, "block-free", epsilon, seed, clip=factor, clip_norm=GIVEN)
 
 
 # --- rendering ------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def by_start(rows: Sequence[Row]) -> list[dict[str, Any]]:
             for arm, about in SELECTION_ARMS.items():
                 points = points_of(rows, case.name, epsilon, arm)
                 if points:
-                    means = {f"at{octave}": None for octave in STARTS}
+                    means: dict[str, float | None] = {f"at{octave}": None for octave in STARTS}
                     means |= {f"at{point.value}": point.mean for point in points}
                     middle = min(points, key=lambda point: abs(point.value))
                     runs = sum(point.seeds for point in points)
@@ -183,7 +183,7 @@ def by_clip(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 found += [row for row in right if found and row["config"]["start"] == 0]
             points = series((row["config"]["clip"], row["accuracy"]) for row in found)
             if points:
-                means = {f"clip{factor}": None for factor in CLIPS}
+                means: dict[str, float | None] = {f"clip{factor}": None for factor in CLIPS}
                 means |= {f"clip{point.value}": point.mean for point in points}
                 runs = sum(point.seeds for point in points)
                 what = SELECTION_ARMS[arm].label

@@ -23,6 +23,7 @@ from dpsur.mechanism.rate_search import (
     TOO_HIGH,
     TOO_LOW,
     USEFUL,
+    WEAK,
     Block,
     best_exponent,
     between,
@@ -430,10 +431,24 @@ def test_long_steps_while_no_rate_is_useful():
 
 
 def test_a_block_is_judged_by_what_it_did_to_the_loss():
-    assert judged(1.0, 0.3, 0.499, 0.0, 0.5, 0.005).kind == TOO_LOW  # a fluke of predictions
-    assert judged(1.0, 0.3, 0.4, 0.0, 0.5, 0.005).kind == USEFUL
-    assert judged(1.0, 0.3, 0.6, 0.0, 0.5, 0.005).kind == USEFUL  # sure of itself, and right
-    assert judged(1.0, -0.3, 0.9, 0.0, 0.5, 0.005).kind == TOO_HIGH
+    for value, loss, kind in (
+        (0.3, 0.499, TOO_LOW),  # a fluke of predictions
+        (0.0, 0.52, TOO_LOW),
+        (0.1, 0.49, WEAK),
+        (0.3, 0.4, USEFUL),
+        (0.3, 0.6, WEAK),  # sure of itself, and right
+        (-0.3, 0.9, TOO_HIGH),
+    ):
+        assert judged(1.0, value, loss, 0.0, 0.5, 0.005).kind == kind
+
+
+def test_a_weak_block_is_left_once_for_a_much_higher_rate():
+    weak = Block(3.0, 0.1, WEAK)
+    assert next_exponent((3.0,), [weak]) == 6.0
+    assert next_exponent((3.0,), [weak, Block(6.0, 0.0, TOO_LOW)]) == 4.5
+    assert next_exponent((3.0,), [weak, Block(6.0, -0.8, TOO_HIGH)]) == 4.5
+    assert next_exponent((3.0,), [weak, Block(6.0, 0.6, USEFUL)]) == 7.5
+    assert next_exponent((3.0, 0.0), [Block(3.0, 0.0, TOO_LOW), Block(0.0, 0.1, WEAK)]) == 6.0
 
 
 def test_a_given_start_is_tried_and_used_only_if_it_is_better():

@@ -65,14 +65,15 @@ def with_source(change: Callable[[DpGradient], GradientSource]) -> Bind:
 
     def bind(method: GradientMethod, problem: Problem, plan: PrivacyPlan) -> Procedure:
         procedure = method.bind(problem, plan)
-        blocks = isinstance(procedure, BlockGate)
         assert isinstance(procedure, Selective | BlockGate)
         proposer = procedure.updates if isinstance(procedure, BlockGate) else procedure.proposer
         assert isinstance(proposer, GradientProposer)
         if not isinstance(proposer.source, DpGradient):
             raise InvalidInputError(f"the faults are not made for the method {method.name}")
         changed = replace(proposer, source=change(proposer.source))
-        return replace(procedure, **{"updates" if blocks else "proposer": changed})
+        if isinstance(procedure, BlockGate):
+            return replace(procedure, updates=changed)
+        return replace(procedure, proposer=changed)
 
     return bind
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Final
 
 SEARCH_STEP: Final = 1.5  # octaves from the best rate to its neighbours
-LONG_STEP: Final = 3.0  # octaves, while no rate has moved the loss, or all were too high
-# What a block did to the loss: nothing, more harm than good, or something worth comparing.
-TOO_LOW, TOO_HIGH, USEFUL = "too low", "too high", "useful"
+LONG_STEP: Final = 3.0  # octaves, while no rate has learned much, or all were too high
+LEARNED: Final = 0.15  # by how much the value of a block that has learned is above the first
+HARM: Final = 0.1  # by how much a loss rises where the rate was too high
+# What a block did: nothing, harm, little, or something worth comparing with its neighbours.
+TOO_LOW, TOO_HIGH, WEAK, USEFUL = "too low", "too high", "weak", "useful"
 
 
 @dataclass(frozen=True)
@@ -31,27 +33,33 @@ def judged(
     A loss that has not moved by the margin means that nothing was learned, whatever the value: the
     predictions of weights that hardly moved can change a lot.
     """
-    if abs(loss - first_loss) <= margin:
-        return Block(exponent, value, TOO_LOW)
-    harmed = loss > first_loss and value <= first_value
-    return Block(exponent, value, TOO_HIGH if harmed else USEFUL)
+    fall, gain = first_loss - loss, value - first_value
+    if fall > margin and gain > 0:
+        return Block(exponent, value, USEFUL if gain >= LEARNED else WEAK)
+    if fall < -margin and gain >= LEARNED:  # sure of itself, and right
+        return Block(exponent, value, WEAK)
+    return Block(exponent, value, TOO_HIGH if fall < -HARM else TOO_LOW)
 
 
 def next_exponent(starts: Sequence[float], tried: Sequence[Block]) -> float:
     """Which rate to try next.
 
-    All starts first. While none is useful, long steps up, or down if all were too high, or half way
-    between both. Then the neighbours of the best, and last the middle between it and the better
-    neighbour. So a start that is far off costs one block and nothing else.
+    All starts first. While none has learned anything, long steps up, or down if all were too high,
+    or half way between both. If the best has learned little, one long step up. Then the neighbours
+    of the best, and last the middle between it and the better neighbour. So a start that is far off
+    costs one block and nothing else.
     """
     if len(tried) < len(starts):
         return starts[len(tried)]
     best = _best(tried)
+    high = _exponents(tried, TOO_HIGH)
+    highest = max((block.exponent for block in tried if block.kind != TOO_HIGH), default=None)
     if best is None:
-        low, high = _exponents(tried, TOO_LOW), _exponents(tried, TOO_HIGH)
-        if not high:
-            return max(low) + LONG_STEP
-        return (max(low) + min(high)) / 2 if low else min(high) - LONG_STEP
+        if highest is None:
+            return min(high) - LONG_STEP
+        return (highest + min(high)) / 2 if high else highest + LONG_STEP
+    if best.kind == WEAK and not high and highest is not None and highest <= max(starts):
+        return highest + LONG_STEP
     below, above = _neighbours(best, tried)
     if above is None:
         return best.exponent + SEARCH_STEP
@@ -94,8 +102,8 @@ def between(place: float, places: Sequence[float], heights: Sequence[float]) -> 
 
 
 def _best(tried: Sequence[Block]) -> Block | None:
-    """The useful block of the highest value."""
-    useful = [block for block in tried if block.kind == USEFUL]
+    """The block of the highest value among those that have learned something."""
+    useful = [block for block in tried if block.kind in (USEFUL, WEAK)]
     return max(useful, key=lambda block: block.value, default=None)
 
 

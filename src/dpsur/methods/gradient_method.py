@@ -448,7 +448,7 @@ class GradientMethod(OptimizerMethod):
             rate, noise = cheapest_test(dataset_size, error)
             if rate == 1:
                 return replace(self, test_error=None, val_noise_multiplier=noise)
-            size = math.ceil(rate * dataset_size)
+            size: int = math.ceil(rate * dataset_size)
         else:
             check_batch_size("val_batch_size", self.val_batch_size, dataset_size)
             size = self.val_batch_size

@@ -231,8 +231,8 @@ class ActiveRun:
 
     def _report_metrics(self, progress: Progress) -> None:
         """Report what a test released, which is paid for, to observers that ask for it."""
-        found = released_metrics(self._session.procedure, progress.state)
-        last = [row for row in found or () if row["test"] == (found or ())[-1]["test"]]
+        found = released_metrics(self._session.procedure, progress.state) or []
+        last = [row for row in found if row["test"] == found[-1]["test"]]
         for observer in self._observers:
             measured = getattr(observer, "measured", None)
             if measured is not None and last:
