@@ -97,14 +97,23 @@ def test_rows_are_made_and_drawn(tmp_path, monkeypatch):
     for module in (selection_runs, selection_grid, selection_tuning):
         monkeypatch.setattr(module, "CASES", {small.name: small})
     given = ["--results", str(tmp_path), "--out", str(tmp_path), "--device", "cpu"]
-    given += ["--epsilons", "3", "--arms", "linear", "block-free", "dog", "private-tuning"]
-    monkeypatch.setattr(selection_grid, "CLIPS", {1 / 4: "1/4", 1: "1"})
-    monkeypatch.setattr(selection_grid, "STARTS", {-3: "1/8", 0: "1"})
+    given += ["--epsilons", "3", "--arms", "linear", "private-tuning"]
     assert main(["selection-grid", *given]) == 0
     page = (tmp_path / "tables" / "selection-grid.md").read_text()
-    assert "| A | 3 | gate block |" in page
+    assert "| A | 3 | private tuning |" in page
     assert (tmp_path / "figures" / "selection-grid.svg").exists()
     assert "| A | DP-SGD, linear decay |" in (tmp_path / "tables" / "selection-clip.md").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:this run was seeded")
+def test_a_row_of_the_gate_block_has_its_metrics(monkeypatch):
+    small = Case("tiny", "A", "mnist-5k", 4000, "pixels", 64, 2, 1, {3: 4.0}, LINEAR)
+    cells = [cell_of(small, arm, 3, 0, blocks=1, block_updates=1) for arm in ("block-free",)]
+    cells.append(cell_of(small, "dog", 3, 0))
+    block, dog = (next(selection_runs.made_together([cell], "cpu")) for cell in cells)
+    assert {row["quantity"] for row in block["metrics"]} >= {"score", "training loss"}
+    assert block["epsilon"] <= 3
+    assert "metrics" not in dog
 
 
 def test_a_block_that_was_searched_otherwise_is_another_cell():

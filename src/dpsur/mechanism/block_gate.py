@@ -648,7 +648,8 @@ def class_metrics(problem: Problem, params: Params, rows: Examples) -> Tensor:
     parts = torch.where(losses.isfinite(), losses.clamp(0, bound) / bound, 1.0)
     right = torch.where(losses.isfinite(), right, 0.0)
     values = torch.stack([right, parts], 1) / METRICS_NORM
-    return values / values.norm(dim=1, keepdim=True).clamp(min=1)
+    longest: Tensor = values.norm(dim=1, keepdim=True)
+    return values / longest.clamp(min=1)
 
 
 def loss_decreases(

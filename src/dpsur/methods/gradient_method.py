@@ -421,12 +421,13 @@ class GradientMethod(OptimizerMethod):
         count = self.blocks or USUAL_BLOCKS + len(self._starts()) - 1
         size = self.block_updates or max(SHORTEST_BLOCK, -(-updates // BLOCKS_PER_RUN))
         first = (0, 0) if self.clip_norm == MEDIAN else (0,)
+        sample_rate = settled.batch_size / dataset_size
         settled = replace(settled, updates=updates, blocks=count, block_updates=size)
         plan = plan_blocks(
             budget,
             accounting,
             (*first, *[size] * count, updates),
-            sample_rate=settled.batch_size / dataset_size,
+            sample_rate=sample_rate,
             test_rate=None if self.val_batch_size is None else self.val_batch_size / dataset_size,
             noise_multiplier=self.noise_multiplier,
             test_noise=self.val_noise_multiplier,
