@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from dpsur.config import Pace, Speed
+    from dpsur.engine.gate import LossGate
+    from dpsur.engine.microbatches import BatchMemoryManager
     from dpsur.engine.privacy_engine import PrivacyEngine
     from dpsur.mechanism.api import dp_gradient, poisson_batches
     from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from dpsur.runs.verification import verify
 
 _HOMES = {
+    "BatchMemoryManager": "dpsur.engine.microbatches",
     "Budget": "dpsur.privacy.budget",
     "calibrate": "dpsur.privacy.calibrate",
     "clipped_sum": "dpsur.per_example.api",
@@ -61,6 +64,7 @@ _HOMES = {
     "fit": "dpsur.runs.fit",
     "Gaussian": "dpsur.privacy.events",
     "load": "dpsur.runs.release",
+    "LossGate": "dpsur.engine.gate",
     "LossTest": "dpsur.privacy.events",
     "Nonprivate": "dpsur.methods",
     "Observer": "dpsur.runs.session",
@@ -84,6 +88,7 @@ _PACKAGES = (
 )
 
 __all__ = [
+    "BatchMemoryManager",
     "Budget",
     "BudgetError",
     "CheckpointError",
@@ -101,6 +106,7 @@ __all__ = [
     "Gaussian",
     "InterruptedRunError",
     "InvalidInputError",
+    "LossGate",
     "LossTest",
     "Nonprivate",
     "NothingReleasedError",

@@ -96,6 +96,8 @@ _MOST, _DEEPEST = 20_000, 12
 # Classes and functions of these packages are taken to keep no records; their instances may hold
 # what a user put there.
 _TRUSTED = {*sys.stdlib_module_names, "dpsur", "numpy", "torch"}
+# Of these the instances are looked into, and no code: it is far too much to read.
+_TRUSTED_CODE = _TRUSTED | {"accelerate", "peft", "timm", "torchvision", "transformers"}
 _CONTAINERS = (list, tuple, deque)
 _MAPPINGS = (dict, MappingProxyType)
 _OF_EVERY_MODULE = set(vars(nn.Module()))
@@ -184,11 +186,12 @@ def _seen(name: str, value: Any, *, weights: bool) -> tuple[Any, Inside | None]:
     if isinstance(value, MethodType):
         return kind, iter([(name, value.__self__), (name, value.__func__)])
     if isinstance(value, FunctionType):
-        if _trusted(value.__module__):
+        if _trusted(value.__module__, _TRUSTED_CODE):
             return None, None
         return _Constants(_numbers(value.__code__)), _of_function(name, value)
     if isinstance(value, type):
-        return (None, None) if _trusted(value.__module__) else (kind, _of_class(name, value))
+        trusted = _trusted(value.__module__, _TRUSTED_CODE)
+        return (None, None) if trusted else (kind, _of_class(name, value))
     if isinstance(value, nn.Module):
         return kind, _of_module(name, value, weights=weights)
     if _trusted(kind.__module__):
@@ -241,7 +244,7 @@ def _of_module(name: str, module: nn.Module, *, weights: bool) -> Inside:
 
 def _of_class(name: str, kind: type) -> Inside:
     for parent in kind.__mro__:
-        if _trusted(parent.__module__):
+        if _trusted(parent.__module__, _TRUSTED_CODE):
             continue
         for key, value in list(vars(parent).items()):
             function = getattr(value, "__func__", value)  # of a static or class method
@@ -282,14 +285,15 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(held)
 
 
-def _globals(code: CodeType) -> set[str]:
+@functools.cache
+def _globals(code: CodeType) -> frozenset[str]:
     """Globals that a function names, directly or in a function that it defines."""
-    return {
+    return frozenset(
         str(step.argval)
         for one in _codes(code)
         for step in dis.get_instructions(one)
         if step.opname in _GLOBALS
-    }
+    )
 
 
 def _numbers(code: CodeType) -> Iterator[float]:
@@ -297,8 +301,8 @@ def _numbers(code: CodeType) -> Iterator[float]:
         yield from (held for held in one.co_consts if isinstance(held, (int, float)))
 
 
-def _trusted(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] in _TRUSTED
+def _trusted(module: str | None, packages: set[str] = _TRUSTED) -> bool:
+    return module is not None and module.partition(".")[0] in packages
 
 
 def _same(one: Any, other: Any) -> bool:
