@@ -176,7 +176,7 @@ class Tape:
         self.names[id(value)] = name
         return value
 
-    def _carry_back(self) -> None:
+    def carry_back(self) -> None:
         """Hand on the uses of derived weights, the last one first: some are made of others."""
         for name in reversed(self._derived):
             kept = self.contributions.pop(name, None)
@@ -208,7 +208,7 @@ class Tape:
 
     def norms(self) -> Tensor:
         """Norm of every example's whole gradient."""
-        self._carry_back()
+        self.carry_back()
         measures = [
             contribution.measure() for name in self.params for contribution in self._disjoint(name)
         ]
@@ -222,7 +222,7 @@ class Tape:
 
         What was kept for it is given back if this is the `last` time that it is asked for.
         """
-        self._carry_back()
+        self.carry_back()
         total = None
         kept = self.contributions.get(name, {})
         for rows in list(kept):
@@ -257,7 +257,7 @@ class Tape:
 
     def per_example(self, name: str) -> Tensor:
         """Every example's gradient of a parameter, one row each."""
-        self._carry_back()
+        self.carry_back()
         return self._add_up(name, self.contributions.get(name, {})).rows
 
     def _add_up(self, name: str, kept: dict[Range, list[Contribution]]) -> Rows:
