@@ -37,7 +37,7 @@ from dpsur.per_example.contributions import Factors, clip_factors
 from dpsur.per_example.engine_choice import Engine, Plan, plan_for
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.model_check import check_model
-from dpsur.per_example.one_pass import broadcast_copies, copy_per_example, use_rules
+from dpsur.per_example.one_pass import copy_per_example, use_rules
 from dpsur.per_example.rules import RULES
 from dpsur.per_example.tape import Layout, Tape
 
@@ -145,8 +145,7 @@ class Watcher:
             return
         assert plan.assignment is not None
         stack.enter_context(use_rules(plan.assignment, module, tape))
-        copies = {name: broadcast_copies(tape, name) for name in plan.assignment.copied}
-        weights = tape.params | copies
+        weights = tape.params
         stack.enter_context(use_weights(module, lambda name, own: weights.get(name, own.detach())))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
@@ -331,6 +330,8 @@ class Watcher:
         """Clip each record's gradient and add them up."""
         call.differentiated, tape = True, call.tape
         tape.recording = False
+        with torch.no_grad(), precision(tf32=False):
+            tape.carry_back()
         keep = self._expects(call.rows)
         if keep is None:
             missing = next((n for n in tape.params if not tape.contributions.get(n)), None)

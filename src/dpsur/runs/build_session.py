@@ -4,11 +4,13 @@ import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.features import PixelScale
+from dpsur.functional.model_loss import is_transformers_model, model_loss
 from dpsur.functional.problem import LossFunction, Problem
 from dpsur.functional.records import Examples, place
 from dpsur.mechanism.streams import Streams
@@ -59,6 +61,8 @@ def build_session(
     """
     check_is_loss(loss)
     check_module(model)
+    if loss is F.cross_entropy and is_transformers_model(model):
+        loss = model_loss(model)  # of one record alone, where the model's own is of a batch
     device = choose_device(config.device)
     train, test = _records(train_set, test_set, model, loss)
     # a method may bring its features

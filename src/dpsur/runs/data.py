@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dpsur.errors import InvalidInputError
 from dpsur.functional.call import call
+from dpsur.functional.model_loss import split_labels
 from dpsur.functional.problem import EVALUATION_ROWS, LossFunction, mode
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import (
@@ -37,9 +38,12 @@ CLASSIFICATION_LOSS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 def as_examples(data: Any, name: str, fraction: torch.dtype = torch.float32) -> Examples:
     """Take a pair of tensors or arrays, a map-style data set or ready examples, and check them.
 
-    Inputs and targets may be several tensors each, in tuples, dicts or dataclasses. Fractions in
+    Inputs and targets may be several tensors each, in tuples, dicts or dataclasses. A dict with
+    labels, as Hugging Face data sets have it, is split into both. Fractions in
     numpy arrays, which are double by default, become numbers of the type `fraction`.
     """
+    if isinstance(data, Mapping):
+        data = split_labels(data) or data
     _check_kind(data, name)
     if isinstance(data, Examples):
         examples = data
@@ -72,8 +76,8 @@ def _check_kind(data: Any, name: str) -> None:
         )
     if isinstance(data, (str, bytes, Mapping, IterableDataset)) or data is None:
         raise InvalidInputError(
-            f"{name} must be {pair} of tensors, or a map-style data set with a length, "
-            f"got {type(data).__name__}"
+            f"{name} must be {pair} of tensors, a dict of tensors with labels, or a map-style data "
+            f"set with a length, got {type(data).__name__}"
         )
     if _is_array(data):
         kind = "tensor" if isinstance(data, Tensor) else "array"
@@ -165,9 +169,12 @@ def _stack(data: Any, name: str, fraction: torch.dtype) -> Examples:
     inputs, targets = [], []
     for index in range(len(data)):
         item = data[index]
+        if isinstance(item, Mapping):
+            item = split_labels(item) or item
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise InvalidInputError(
-                f"a record of {name} is not a pair (input, target); return a pair for every record",
+                f"a record of {name} is not a pair (input, target) or a dict with labels; return a "
+                "pair for every record",
                 private=f"{name}[{index}] is of type {type(item).__name__}",
             )
         one, other = (_tree(part, name, fraction) for part in item)

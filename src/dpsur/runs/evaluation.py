@@ -1,5 +1,7 @@
 """How good a model is on public records."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +38,8 @@ def evaluate(problem: Problem, params: Params, examples: Examples) -> dict[str, 
     """Mean loss and, where targets are class indices, accuracy."""
     outputs = problem.outputs(params, examples.inputs)
     scores = {"loss": float(example_losses(problem.loss, outputs, examples.targets).mean())}
+    if isinstance(outputs, Mapping):  # of a Hugging Face model
+        outputs = outputs.get("logits")
     one = isinstance(outputs, Tensor) and isinstance(examples.targets, Tensor)
     if one and outputs.dim() == 2 and not examples.targets.dtype.is_floating_point:
         right = outputs.argmax(dim=1) == examples.targets
