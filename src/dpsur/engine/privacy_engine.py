@@ -20,6 +20,7 @@ from dpsur.functional.parameters import elementwise
 from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.sampling import poisson_sample
 from dpsur.mechanism.streams import NOISE, VAL_BATCH, VAL_NOISE, Streams
+from dpsur.per_example.augmentation import Augment
 from dpsur.per_example.clipping import ClippedSum
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
 from dpsur.privacy.calibrate import calibrate
@@ -106,6 +107,8 @@ class PrivacyEngine:
         grad_sample_mode: str = "hooks",
         max_physical_batch_size: int | None = None,
         gate: LossGate | None = None,
+        augment: Augment | None = None,
+        views: int = 1,
         seed: int | None = None,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         """Make a model, its optimizer and its loader private; train with them as before.
@@ -136,6 +139,9 @@ class PrivacyEngine:
                 batch then comes in several microbatches, and `step` acts on the last of them.
             gate: makes every step a trial: the candidate is tested on a fresh batch, and kept or
                 undone.
+            augment: changes the inputs of the model at random, each record by itself, in training.
+            views: so many views of a record are averaged inside its one clipped gradient. The
+                loader then yields every record so many times in a row, for `augment` to change.
             seed: makes batches and noise repeatable, and void against anyone who knows it.
         """
         _refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
@@ -164,12 +170,14 @@ class PrivacyEngine:
         self._module, self._optimizer, self._dataset = module, optimizer, data_loader.dataset
         self._gate, self._saved = gate, None
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
-        self._watcher = Watcher(module, trained, max_grad_norm, loss_reduction, self._expect)
+        self._watcher = Watcher(
+            module, trained, max_grad_norm, loss_reduction, self._expect, augment, views
+        )
         sampler = PoissonSampler(size, rate, lambda: self._batch_streams())
         if max_physical_batch_size is not None:
             checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
             sampler.most = max_physical_batch_size
-        self._loader = PrivateLoader(data_loader, sampler, self)
+        self._loader = PrivateLoader(data_loader, sampler, self, views)
         self._collate = data_loader.collate_fn
         return module, make_private_optimizer(optimizer, self), self._loader
 
