@@ -157,7 +157,7 @@ class PrivateLoader(DataLoader[Any]):
         views: int = 1,
     ) -> None:
         self._epoch = len(loader)
-        self.owner = owner
+        self.owner, self.views = owner, views
         self.poisson = sampler
         options: dict[str, Any] = {}
         if loader.num_workers:

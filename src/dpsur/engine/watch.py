@@ -91,6 +91,7 @@ class Watcher:
         self.max_grad_norm, self.loss_reduction = max_grad_norm, loss_reduction
         self.sums = Sums()
         self.unwatched: str | None = None
+        self.rounded = False  # whether a call was made in bfloat16
         self._expects = expects
         self._augment, self._views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
@@ -251,6 +252,7 @@ class Watcher:
                 "torch.autocast(..., dtype=torch.bfloat16)"
             )
         bf16 = torch.is_autocast_enabled(kind)
+        self.rounded = self.rounded or bf16
         key = (signature(inputs), inputs.constants, bf16)
         if key not in self._plans:
             self._busy = True
