@@ -1,6 +1,7 @@
 """Loops that users write: microbatches, schedulers, gates, workers, checkpoints."""
 
 import copy
+import dataclasses
 import math
 import warnings
 
@@ -201,8 +202,58 @@ def test_every_trial_is_charged_with_its_test():
         dpsur.Trial(dpsur.SampledGaussian(0.2, 1.0), test), 20, delta=1e-5
     )
     assert engine.guarantee(1e-5) == ledger.guarantee()
-    with pytest.raises(dpsur.InvalidInputError, match="every-trial"):
-        dpsur.LossGate(lambda model, batch: batch, 10, accounting="proven")
+
+
+def proven_gate(verdicts):
+    """Told verdicts, under a test whose acceptance has a probability that is not tiny."""
+    gate = gate_for(verdicts, accounting="proven")
+    return dataclasses.replace(gate, val_noise_multiplier=0.5)
+
+
+def test_proven_charges_accepted_updates_and_ends_the_loader(monkeypatch, tmp_path):
+    """Three updates among six trials: the loader ends by itself, after the third."""
+    verdicts = [False, True, False, False, True, True]
+    monkeypatch.setattr(dpsur.LossGate, "accepts", lambda *_: verdicts.pop(0))
+    engine, model, optimizer, loader = private(
+        gate=proven_gate([True] * 9), steps=3, target_delta=1e-3, seed=1
+    )
+    with pytest.raises(dpsur.NothingReleasedError, match="all of its updates"):
+        engine.save(tmp_path / "early")
+    train(engine, model, optimizer, loader)
+    assert verdicts == []
+    test = dpsur.LossTest(0.5, 0.5, 0.0)
+    assert engine.guarantee() == pytest.approx(
+        dpsur.selective_epsilon(
+            sample_rate=0.2, noise_multiplier=1.0, updates=3, delta=1e-3, test=test
+        )
+    )
+    with pytest.raises(dpsur.BudgetError):
+        next(iter(loader))
+    engine.save(tmp_path / "run")
+    assert dpsur.verify(tmp_path / "run")[0] == []
+
+
+def test_proven_releases_nothing_at_the_cap(monkeypatch):
+    monkeypatch.setattr(dpsur.LossGate, "accepts", lambda *_: False)
+    engine, model, optimizer, loader = private(
+        gate=dataclasses.replace(proven_gate([]), loss=lambda *_: torch.zeros(())),
+        steps=1,
+        target_delta=1e-2,
+        seed=1,
+    )
+    before = weights(model)
+    with pytest.raises(dpsur.NothingReleasedError, match="cap on trials"):
+        train(engine, model, optimizer, loader)
+    assert same(before, weights(model))
+    with pytest.raises(dpsur.NothingReleasedError):
+        engine.statement()
+
+
+def test_proven_hides_verdicts_and_needs_a_number_of_updates():
+    with pytest.raises(dpsur.InvalidInputError, match="show_verdicts"):
+        gate_for([], accounting="proven", show_verdicts=True)
+    with pytest.raises(dpsur.InvalidInputError, match=r"needs steps"):
+        private(gate=proven_gate([]))
 
 
 def test_a_gate_tests_on_fresh_poisson_batches():
