@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import math
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -400,3 +402,13 @@ def test_microbatches_must_all_be_used():
     next(batches)
     with pytest.raises(StepError, match="microbatch"):
         next(batches)
+
+
+def test_the_page_runs(capsys):
+    """Every block of code in docs/own_loop.md, one after the other."""
+    page = (Path(__file__).parents[2] / "docs" / "own_loop.md").read_text()
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(block, names)
+    first, second = map(float, capsys.readouterr().out.split())
+    assert second <= first <= 3.0
