@@ -47,6 +47,7 @@ ARROWS = {
         "privacy",
     },
     "engine": {"runs", "mechanism", "per_example", "functional", "privacy"},
+    "opacus": {"engine", "per_example", "privacy"},
     "presets": {"runs", "features", "privacy"},
     "attacks": {"runs", "tasks", "features", "networks", "methods", "mechanism", "functional"},
     "audits": {"runs", "methods", "mechanism", "per_example", "functional", "privacy"},

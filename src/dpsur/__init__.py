@@ -29,10 +29,13 @@ if TYPE_CHECKING:
 
     from dpsur.config import Pace, Speed
     from dpsur.engine.privacy_engine import PrivacyEngine
+    from dpsur.functional.model_loss import model_loss
     from dpsur.mechanism.api import dp_gradient, poisson_batches
     from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
+    from dpsur.opacus.checkpoint import from_opacus
     from dpsur.per_example import EngineReport, explain
     from dpsur.per_example.api import clipped_sum, per_example_gradients
+    from dpsur.per_example.check_and_fix import check, fix
     from dpsur.privacy.budget import Budget
     from dpsur.privacy.calibrate import calibrate, selective_epsilon
     from dpsur.privacy.events import CoinTest, Gaussian, LossTest, SampledGaussian, Trial
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Budget": "dpsur.privacy.budget",
     "calibrate": "dpsur.privacy.calibrate",
+    "check": "dpsur.per_example.check_and_fix",
     "clipped_sum": "dpsur.per_example.api",
     "CoinTest": "dpsur.privacy.events",
     "dp_gradient": "dpsur.mechanism.api",
@@ -59,9 +63,12 @@ _HOMES = {
     "EngineReport": "dpsur.per_example",
     "explain": "dpsur.per_example",
     "fit": "dpsur.runs.fit",
+    "fix": "dpsur.per_example.check_and_fix",
+    "from_opacus": "dpsur.opacus.checkpoint",
     "Gaussian": "dpsur.privacy.events",
     "load": "dpsur.runs.release",
     "LossTest": "dpsur.privacy.events",
+    "model_loss": "dpsur.functional.model_loss",
     "Nonprivate": "dpsur.methods",
     "Observer": "dpsur.runs.session",
     "Pace": "dpsur.config",
@@ -80,7 +87,7 @@ _HOMES = {
 # Packages that are imported when they are first named.
 _PACKAGES = (
     *("attacks", "audits", "bench", "cli", "engine", "features", "functional", "mechanism"),
-    *("methods", "networks", "per_example", "presets", "privacy", "runs", "tasks"),
+    *("methods", "networks", "opacus", "per_example", "presets", "privacy", "runs", "tasks"),
 )
 
 __all__ = [
@@ -117,11 +124,15 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "calibrate",
+    "check",
     "clipped_sum",
     "dp_gradient",
     "explain",
     "fit",
+    "fix",
+    "from_opacus",
     "load",
+    "model_loss",
     "per_example_gradients",
     "poisson_batches",
     "selective_epsilon",
