@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from dpsur.config import Pace, Speed
+    from dpsur.engine.gate import LossGate
+    from dpsur.engine.microbatches import BatchMemoryManager
     from dpsur.engine.privacy_engine import PrivacyEngine
     from dpsur.functional.model_loss import model_loss
     from dpsur.mechanism.api import dp_gradient, poisson_batches
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from dpsur.runs.verification import verify
 
 _HOMES = {
+    "BatchMemoryManager": "dpsur.engine.microbatches",
     "Budget": "dpsur.privacy.budget",
     "calibrate": "dpsur.privacy.calibrate",
     "check": "dpsur.per_example.check_and_fix",
@@ -67,6 +70,7 @@ _HOMES = {
     "from_opacus": "dpsur.opacus.checkpoint",
     "Gaussian": "dpsur.privacy.events",
     "load": "dpsur.runs.release",
+    "LossGate": "dpsur.engine.gate",
     "LossTest": "dpsur.privacy.events",
     "model_loss": "dpsur.functional.model_loss",
     "Nonprivate": "dpsur.methods",
@@ -91,6 +95,7 @@ _PACKAGES = (
 )
 
 __all__ = [
+    "BatchMemoryManager",
     "Budget",
     "BudgetError",
     "CheckpointError",
@@ -108,6 +113,7 @@ __all__ = [
     "Gaussian",
     "InterruptedRunError",
     "InvalidInputError",
+    "LossGate",
     "LossTest",
     "Nonprivate",
     "NothingReleasedError",

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data import (
@@ -41,6 +41,18 @@ class Microbatch:
     def empty(self) -> bool:
         """Whether nothing was drawn, so that a record of zeros stands in."""
         return not self.drawn
+
+
+class Owner(Protocol):
+    """What an engine does around the batches of a loader."""
+
+    def begin_epoch(self, length: int) -> range:
+        """The numbers of the steps whose batches an iteration may yield."""
+        ...
+
+    def yielded(self, batch: Microbatch) -> None:
+        """A microbatch is about to be yielded."""
+        ...
 
 
 def check_loader(loader: Any) -> None:
@@ -134,11 +146,10 @@ class PrivateLoader(DataLoader[Any]):
         self,
         loader: DataLoader[Any],
         sampler: PoissonSampler,
-        begin: Callable[[int], range],
-        due: Callable[[Microbatch], None],
+        owner: "Owner",
     ) -> None:
         self._epoch = len(loader)
-        self._begin, self._due = begin, due
+        self.owner = owner
         self.poisson = sampler
         options: dict[str, Any] = {}
         if loader.num_workers:
@@ -168,7 +179,7 @@ class PrivateLoader(DataLoader[Any]):
         return self._epoch
 
     def __iter__(self) -> Any:
-        self.poisson.steps = self._begin(self._epoch)
+        self.poisson.steps = self.owner.begin_epoch(self._epoch)
         return self._batches(super().__iter__())
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -176,5 +187,5 @@ class PrivateLoader(DataLoader[Any]):
         for batch in batches:
             if planned is None:  # the sampler has begun by now
                 planned = self.poisson.planned
-            self._due(planned.popleft())
+            self.owner.yielded(planned.popleft())
             yield batch

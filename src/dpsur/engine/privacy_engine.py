@@ -11,13 +11,15 @@ from torch.utils.data import DataLoader
 
 from dpsur import checks
 from dpsur.engine.criterion import Criterion
+from dpsur.engine.gate import LossGate, Snapshot
 from dpsur.engine.loader import Microbatch, PoissonSampler, PrivateLoader, check_loader
 from dpsur.engine.optimizer import check_optimizer, make_private_optimizer
 from dpsur.engine.watch import StepError, Watcher
 from dpsur.errors import BudgetError, CheckpointError, InvalidInputError
 from dpsur.functional.parameters import elementwise
 from dpsur.mechanism.dp_gradient import add_gaussian
-from dpsur.mechanism.streams import NOISE, Streams
+from dpsur.mechanism.sampling import poisson_sample
+from dpsur.mechanism.streams import NOISE, VAL_BATCH, VAL_NOISE, Streams
 from dpsur.per_example.clipping import ClippedSum
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
 from dpsur.privacy.calibrate import calibrate
@@ -75,6 +77,12 @@ class PrivacyEngine:
         self._ledger: PrivacyLedger | None = None
         self._due: Microbatch | None = None
         self._criterion: Criterion | None = None
+        self._gate: LossGate | None = None
+        self._saved: Snapshot | None = None
+        self._test_batch: list[tuple[int, Any]] = []
+        # Schedulers do nothing after a step that did nothing or was undone.
+        self.scheduler_due = True
+        self.verdicts: list[bool] = []
 
     @checks.arguments
     def make_private(
@@ -97,6 +105,7 @@ class PrivacyEngine:
         noise_generator: Any = None,
         grad_sample_mode: str = "hooks",
         max_physical_batch_size: int | None = None,
+        gate: LossGate | None = None,
         seed: int | None = None,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         """Make a model, its optimizer and its loader private; train with them as before.
@@ -125,6 +134,8 @@ class PrivacyEngine:
             grad_sample_mode: accepted for compatibility; the fastest way is chosen by itself.
             max_physical_batch_size: largest number of records that the loader yields at once. A
                 batch then comes in several microbatches, and `step` acts on the last of them.
+            gate: makes every step a trial: the candidate is tested on a fresh batch, and kept or
+                undone.
             seed: makes batches and noise repeatable, and void against anyone who knows it.
         """
         _refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
@@ -134,31 +145,34 @@ class PrivacyEngine:
         trained = self._check(module, optimizer, data_loader)
         size, rate = _size_and_rate(data_loader)
         update = SampledGaussian(rate, noise_multiplier)
+        test = None if gate is None else gate.test(size)
+        step = Trial(update, test)
         delta = min(1e-5, 0.1 / size) if target_delta is None else target_delta
         planned = _planned_steps(epochs, steps, data_loader)
         if target_epsilon is not None and planned is None:
-            self._ledger = PrivacyLedger.for_budget(target_epsilon, delta, update)
+            self._ledger = PrivacyLedger.for_budget(target_epsilon, delta, step)
         elif planned is not None:
             self._ledger = PrivacyLedger.for_steps(
-                update, planned, delta=delta, epsilon=target_epsilon
+                step, planned, delta=delta, epsilon=target_epsilon
             )
         else:
             self._ledger = PrivacyLedger.without_limit(delta)
-        self._event: Step = Trial(update)
+        self._event: Step = step
         self._size, self._rate, self._noise = size, rate, noise_multiplier
         device = next(iter(trained.values())).device
         self._streams, self._seed = Streams(seed, device), seed
         self._module, self._optimizer, self._dataset = module, optimizer, data_loader.dataset
+        self._gate, self._saved = gate, None
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
         self._watcher = Watcher(module, trained, max_grad_norm, loss_reduction, self._expect)
         sampler = PoissonSampler(size, rate, lambda: self._batch_streams())
         if max_physical_batch_size is not None:
             checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
             sampler.most = max_physical_batch_size
-        loader = PrivateLoader(data_loader, sampler, self._begin_epoch, self._yielded)
-        return module, make_private_optimizer(optimizer, self), loader
+        self._loader = PrivateLoader(data_loader, sampler, self)
+        self._collate = data_loader.collate_fn
+        return module, make_private_optimizer(optimizer, self), self._loader
 
-    @checks.arguments
     def make_private_with_epsilon(
         self,
         *,
@@ -170,6 +184,7 @@ class PrivacyEngine:
         max_grad_norm: float,
         epochs: int | None = None,
         steps: int | None = None,
+        gate: LossGate | None = None,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         """Like `make_private`, with the least noise for which the training fits a budget.
@@ -180,12 +195,13 @@ class PrivacyEngine:
         planned = _planned_steps(epochs, steps, data_loader)
         if planned is None:
             raise InvalidInputError("give epochs or steps: the noise depends on their number")
-        _, rate = _size_and_rate(data_loader)
+        size, rate = _size_and_rate(data_loader)
         noise = calibrate(
             epsilon=target_epsilon,
             delta=target_delta,
             sample_rate=rate,
             updates=planned,
+            test=None if gate is None else gate.test(size),
             accounting=ACCOUNTING,
         )
         return self.make_private(
@@ -197,6 +213,7 @@ class PrivacyEngine:
             steps=planned,
             target_epsilon=target_epsilon,
             target_delta=target_delta,
+            gate=gate,
             **options,
         )
 
@@ -211,7 +228,7 @@ class PrivacyEngine:
             )
         if not isinstance(module, nn.Module):
             raise InvalidInputError(f"module must be an nn.Module, got {type(module).__name__}")
-        if isinstance(module, torch._dynamo.OptimizedModule):
+        if hasattr(module, "_orig_mod"):
             raise InvalidInputError(
                 "module was compiled by torch.compile, inside which layers cannot be watched; pass "
                 "the module itself"
@@ -286,7 +303,7 @@ class PrivacyEngine:
         host.key = self._streams.key
         return host
 
-    def _begin_epoch(self, length: int) -> range:
+    def begin_epoch(self, length: int) -> range:
         """The numbers of the steps whose batches an iteration of the loader may yield."""
         self._check_size()
         first = self.accountant.steps + 1
@@ -310,7 +327,7 @@ class PrivacyEngine:
                 "rate was fixed for those; make a new engine for another data set"
             )
 
-    def _yielded(self, batch: Microbatch) -> None:
+    def yielded(self, batch: Microbatch) -> None:
         """The loader is about to yield a microbatch."""
         self._check_size()
         if batch.first and self._due is not None:
@@ -350,6 +367,7 @@ class PrivacyEngine:
         seen = watcher.sums.rows
         wanted = 1 if due.empty else due.drawn
         if not due.last:
+            self.scheduler_due = False
             return False
         if not seen:
             raise StepError(
@@ -371,10 +389,37 @@ class PrivacyEngine:
         noisy = add_gaussian(total, self._noise, noise)
         expected = self._rate * self._size
         watcher.write_gradients(elementwise(lambda value: value / expected, noisy))
+        if self._gate is not None:
+            self._saved = Snapshot(self._module, self._optimizer)
+            self._test_batch = self._draw_test_batch(due.step)
+            self._before = self._gate.mean_loss(self._module, self._test_batch)
+        self._step = due.step
         return True
 
     def end_step(self) -> None:
-        """The optimizer has stepped."""
+        """The optimizer has made a candidate: keep it, or go back."""
+        self.scheduler_due = True
+        if self._gate is None or self._saved is None:
+            return
+        after = self._gate.mean_loss(self._module, self._test_batch)
+        noise = self._streams.at(self._step)[VAL_NOISE]
+        accepted = self._gate.accepts(after, self._before, noise)
+        if not accepted:
+            self._saved.restore()
+            self.scheduler_due = False
+        if self._gate.show_verdicts:
+            self.verdicts.append(accepted)
+        self._saved, self._test_batch = None, []
+
+    def _draw_test_batch(self, step: int) -> list[tuple[int, Any]]:
+        """A fresh Poisson batch, collated as the loader does, in microbatches."""
+        assert self._gate is not None
+        rate = self._gate.test(self._size).sample_rate
+        rows = poisson_sample(self._size, rate, self._batch_streams().at(step)[VAL_BATCH]).tolist()
+        most = self._loader.poisson.most or max(1, len(rows))
+        parts = [rows[start : start + most] for start in range(0, len(rows), most)]
+        collate, data = self._collate, cast(Any, self._dataset)
+        return [(len(part), collate([data[row] for row in part])) for part in parts]
 
     # Checkpoints
 
