@@ -27,11 +27,13 @@ TYPE_CHECKING = False  # importing `typing` for it would triple the time that th
 if TYPE_CHECKING:
     from typing import Any
 
+    from dpsur.cli.progress import ProgressBar
     from dpsur.config import Pace, Speed
     from dpsur.engine.gate import LossGate
     from dpsur.engine.microbatches import BatchMemoryManager
     from dpsur.engine.privacy_engine import PrivacyEngine
     from dpsur.functional.model_loss import model_loss
+    from dpsur.integrations.trackers import Tracker
     from dpsur.mechanism.api import dp_gradient, poisson_batches
     from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
     from dpsur.opacus.checkpoint import from_opacus
@@ -80,11 +82,13 @@ _HOMES = {
     "poisson_batches": "dpsur.mechanism.api",
     "PrivacyEngine": "dpsur.engine.privacy_engine",
     "PrivacyLedger": "dpsur.privacy.plans",
+    "ProgressBar": "dpsur.cli.progress",
     "Run": "dpsur.runs.result",
     "SampledGaussian": "dpsur.privacy.events",
     "selective_epsilon": "dpsur.privacy.calibrate",
     "Speed": "dpsur.config",
     "Statement": "dpsur.privacy.statement",
+    "Tracker": "dpsur.integrations.trackers",
     "Trial": "dpsur.privacy.events",
     "verify": "dpsur.runs.verification",
 }
@@ -122,10 +126,12 @@ __all__ = [
     "PrivacyEngine",
     "PrivacyLedger",
     "PrivacyWarning",
+    "ProgressBar",
     "Run",
     "SampledGaussian",
     "Speed",
     "Statement",
+    "Tracker",
     "Trial",
     "UnsupportedModelError",
     "__version__",

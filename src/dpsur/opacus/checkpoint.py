@@ -1,6 +1,7 @@
 """Checkpoints of Opacus: weights are read, what they say about privacy is only passed on."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from dpsur.privacy.events import SampledGaussian, Trial
 from dpsur.privacy.plans import PrivacyLedger
 
 _PREFIX = "_module."
+_CELL = re.compile(r"(?<=\.)l(\d+(?:_reverse)?)\.(ih|hh)\.(weight|bias)$")
 _PARTS = {"qlinear": "q", "klinear": "k", "vlinear": "v"}
 
 
@@ -114,6 +116,8 @@ def _rename(weights: Any, wanted: set[str]) -> dict[str, Tensor]:
     plain = {key.removeprefix(_PREFIX): value for key, value in weights.items()}
     if set(plain) == wanted:
         return plain
+    # recurrent layers name their weights twice: as parts of cells, and as `torch.nn` does
+    plain = {_CELL.sub(r"\3_\2_l\1", key): value for key, value in plain.items()}
     for key in [key for key in plain if key.split(".")[-2:-1] == ["qlinear"]]:
         place, _, kind = key.rpartition(".qlinear.")
         each = [plain.pop(f"{place}.{part}.{kind}") for part in _PARTS]
