@@ -129,7 +129,7 @@ def test_gradients_are_those_of_each_record_alone_and_not_of_the_batch(name):
     for row in (0, 4):
         record = {key: value[[row]] for key, value in data.items()}
         (alone,) = torch.autograd.grad(model(**record).loss, parameter)
-        assert torch.allclose(rows[weight][row], alone, rtol=1e-9, atol=1e-12)
+        assert torch.allclose(rows[weight][row], alone, rtol=1e-3, atol=1e-7)  # some is float32
     # the mutant: normalised over the tokens of the batch, a short text counts for less
     coupled = (
         F.cross_entropy(
@@ -202,22 +202,32 @@ def test_stock_models_train_through_the_engine(name, lora):
     assert not plan.failed
 
 
-def test_a_language_models_own_loss_over_the_batch_is_refused():
-    model, engine = made("gpt2"), dpsur.PrivacyEngine()
-    model, optimizer, loader = engine.make_private(
-        module=model.train(),
-        optimizer=torch.optim.SGD(model.parameters(), 0.1),
-        data_loader=DataLoader(Records("gpt2"), batch_size=12),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        epochs=1,
-        seed=0,
-    )
-    with pytest.raises(dpsur.InvalidInputError):
+def test_a_language_models_own_loss_counts_for_each_record_alone():
+    def trained(own):
+        model, engine = made("gpt2"), dpsur.PrivacyEngine()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        model, optimizer, loader = engine.make_private(
+            module=model.train(),
+            optimizer=torch.optim.SGD(model.parameters(), 1.0),
+            data_loader=DataLoader(Records("gpt2"), batch_size=12),
+            noise_multiplier=1e-3,
+            max_grad_norm=1.0,
+            epochs=1,
+            criterion=None if own else dpsur.model_loss(model),
+            seed=0,
+        )
         for batch in loader:
             optimizer.zero_grad()
-            model(**batch).loss.backward()
+            labels = batch["labels"] if own else batch.pop("labels")
+            loss = model(**batch).loss if own else engine.criterion(model(**batch), labels)
+            loss.backward()
             optimizer.step()
+        return model.transformer.wte.weight
+
+    start, own, criterion = made("gpt2").transformer.wte.weight, trained(True), trained(False)
+    assert float((own - criterion).norm()) <= 1e-3 * float((own - start).norm())
 
 
 def arguments(folder, **options):

@@ -35,7 +35,7 @@ def run(observer):
         budget=dpsur.Budget(epsilon=5.0, delta=1e-3),
         method=dpsur.Dpsur(),
         max_updates=4,
-        pace=dpsur.Pace(eval_every=2),
+        pace=dpsur.Pace(evaluate_every=2),
         observers=[observer],
         seed=0,
     )

@@ -52,7 +52,7 @@ def test_weights_are_read_and_the_history_is_only_claimed(tmp_path):
     x, there = torch.randn(6, 5, 4), theirs._module
     assert torch.allclose(model.lstm(x)[0], there.lstm(x)[0], atol=1e-5)
     assert torch.equal(model.head.weight, there.head.weight)
-    # with batch_first=True Opacus 1.6 computes something else than torch.nn, so weights are compared
+    # with batch_first=True Opacus 1.6 computes something else than torch.nn
     parts = (there.attend.qlinear, there.attend.klinear, there.attend.vlinear)
     assert torch.equal(model.attend.in_proj_weight, torch.cat([one.weight for one in parts]))
     assert torch.equal(model.attend.in_proj_bias, torch.cat([one.bias for one in parts]))

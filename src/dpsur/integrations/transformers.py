@@ -70,6 +70,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             "seed": seed,
         }
         self.compute_loss_func = self._loss
+        # or the model would get the number of tokens in the batch, to divide its loss by
+        self.model_accepts_loss_kwargs = False
 
     def _loss(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:  # noqa: ARG002
         """Each record's own loss, whatever the number of tokens in the batch."""

@@ -168,9 +168,7 @@ def _stack(data: Any, name: str, fraction: torch.dtype) -> Examples:
         raise InvalidInputError(f"{name} is empty; there must be at least one record")
     inputs, targets = [], []
     for index in range(len(data)):
-        item = data[index]
-        if isinstance(item, Mapping):
-            item = split_labels(item) or item
+        item = _record(data[index])
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise InvalidInputError(
                 f"a record of {name} is not a pair (input, target) or a dict with labels; return a "
@@ -190,6 +188,11 @@ def _stack(data: Any, name: str, fraction: torch.dtype) -> Examples:
             )
     _check_steady(data, inputs, targets, name, fraction)
     return Examples(_stacked(inputs), _stacked(targets))
+
+
+def _record(item: Any) -> Any:
+    """A record of a data set, as a pair where it is a mapping with labels."""
+    return (split_labels(item) or item) if isinstance(item, Mapping) else item
 
 
 def _stacked(rows: list[TensorTree]) -> TensorTree:
@@ -214,7 +217,7 @@ def _check_steady(
     rows = [place * len(inputs) // count for place in range(count)]
     try:
         for row in rows * -(-2 * _READ_AGAIN // count):
-            again = tensors_of(tuple(_tree(part, name, fraction) for part in data[row]))
+            again = tensors_of(tuple(_tree(part, name, fraction) for part in _record(data[row])))
             for value, first in zip(again, tensors_of((inputs[row], targets[row])), strict=True):
                 if value.shape != first.shape or not same_bits(value, first):
                     raise InvalidInputError(
