@@ -42,10 +42,13 @@ if TYPE_CHECKING:
     from dpsur.runs.result import Run
     from dpsur.runs.session import Observer
     from dpsur.runs.verification import verify
+    from dpsur.tasks.columns import Category, Number
+    from dpsur.tasks.schema import Schema
 
 _HOMES = {
     "Budget": "dpsur.privacy.budget",
     "calibrate": "dpsur.privacy.calibrate",
+    "Category": "dpsur.tasks.columns",
     "clipped_sum": "dpsur.per_example.api",
     "CoinTest": "dpsur.privacy.events",
     "dp_gradient": "dpsur.mechanism.api",
@@ -62,6 +65,7 @@ _HOMES = {
     "load": "dpsur.runs.release",
     "LossTest": "dpsur.privacy.events",
     "Nonprivate": "dpsur.methods",
+    "Number": "dpsur.tasks.columns",
     "Observer": "dpsur.runs.session",
     "Pace": "dpsur.config",
     "per_example_gradients": "dpsur.per_example.api",
@@ -69,6 +73,7 @@ _HOMES = {
     "PrivacyLedger": "dpsur.privacy.plans",
     "Run": "dpsur.runs.result",
     "SampledGaussian": "dpsur.privacy.events",
+    "Schema": "dpsur.tasks.schema",
     "selective_epsilon": "dpsur.privacy.calibrate",
     "Speed": "dpsur.config",
     "Statement": "dpsur.privacy.statement",
@@ -84,6 +89,7 @@ _PACKAGES = (
 __all__ = [
     "Budget",
     "BudgetError",
+    "Category",
     "CheckpointError",
     "CoinTest",
     "DiagnosticsWarning",
@@ -102,12 +108,14 @@ __all__ = [
     "LossTest",
     "Nonprivate",
     "NothingReleasedError",
+    "Number",
     "Observer",
     "Pace",
     "PrivacyLedger",
     "PrivacyWarning",
     "Run",
     "SampledGaussian",
+    "Schema",
     "Speed",
     "Statement",
     "Trial",

@@ -128,7 +128,10 @@ class RunConfig(checks.NamedArguments):
     """
 
     task: str | None = option(
-        DEFAULT_TASK, "or npz:FILE for your own data", names=TASKS, group=WHAT
+        DEFAULT_TASK,
+        "or npz:FILE, csv:FILE or parquet:FILE for your own data",
+        names=TASKS,
+        group=WHAT,
     )
     method: Method = option(Dpsur, "", names=METHODS, check=_is_method, stored=False, group=WHAT)
     budget: Budget = DEFAULT_BUDGET
@@ -169,7 +172,7 @@ class RunConfig(checks.NamedArguments):
     model: str | None = option(
         None,
         "your function without arguments that builds the network; its module must be on "
-        "PYTHONPATH (default: the task's network)",
+        "PYTHONPATH; for a table also linear or mlp (default: the task's network)",
         metavar="MODULE:FUNCTION",
         group=WHAT,
     )
@@ -184,6 +187,12 @@ class RunConfig(checks.NamedArguments):
         "number of classes of npz:FILE, which becomes public (default: the array classes of the "
         "file)",
         metavar="K",
+        group=WHAT,
+    )
+    schema: Path | None = option(
+        None,
+        "JSON file that declares the columns of csv:FILE or parquet:FILE; it becomes public",
+        metavar="FILE",
         group=WHAT,
     )
     keep_fraction: float | None = option(
@@ -260,7 +269,9 @@ class RunConfig(checks.NamedArguments):
         """
         kind = method_named(method)
         check_method_options(kind, options)
-        task = task_named(values.get("task", DEFAULT_TASK), values.get("classes"))
+        task = task_named(
+            values.get("task", DEFAULT_TASK), values.get("classes"), values.get("schema")
+        )
         if values.get("preset") is None:
             usual = _task_settings(values, kind, task)
             return build(cls, values, method=kind(**{**usual, **options}))

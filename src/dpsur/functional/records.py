@@ -1,5 +1,6 @@
 """Records: inputs and targets of a data set, on a device or on the host."""
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -76,6 +77,11 @@ class Examples:
     def part(self, some: slice) -> "Examples":
         """Return neighbouring rows."""
         return Examples(slice_rows(self.inputs, some), slice_rows(self.targets, some))
+
+    def parts(self, rows: int) -> "Iterator[Examples]":
+        """Return all rows in order, some at a time."""
+        for start in range(0, len(self), rows):
+            yield self.part(slice(start, start + rows))
 
     def to(self, device: torch.device) -> "Examples":
         """Move all tensors to a device."""
