@@ -83,7 +83,7 @@ _HOMES = {
 # Packages that are imported when they are first named.
 _PACKAGES = (
     *("attacks", "audits", "bench", "cli", "features", "functional", "mechanism", "methods"),
-    *("networks", "per_example", "presets", "privacy", "runs", "tasks"),
+    *("networks", "per_example", "presets", "privacy", "runs", "sklearn", "tasks"),
 )
 
 __all__ = [
