@@ -53,6 +53,13 @@ class Pace(checks.NamedArguments):
         check_options(self)
 
 
+def _is_worker_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InvalidInputError(
+            f"{name} must be a whole number from 0 on, got {checks.shown(value)}"
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class Speed(checks.NamedArguments):
     """How fast things happen. None of it changes what is computed, except for rounding.
@@ -62,8 +69,10 @@ class Speed(checks.NamedArguments):
     training pass with 8 bits; norms, sums and noise keep float32, and so do tests of candidates.
     The privacy statement records both. `data_bytes` is the device memory that the records may take
     (default: half of what is free on a GPU): where they need more they stay on the host, their
-    batches are fetched, and trials are not captured. `repeatable` makes seeded runs on CUDA use
-    slower kernels that give the same bits every time.
+    batches are fetched, and trials are not captured. A data set that takes more than that (default:
+    2 GiB of host memory) is never held: `workers` processes read its batches while the device
+    computes, none (0) or some (default: up to 4). Set `workers` to have any data set read that way.
+    `repeatable` makes seeded runs on CUDA use slower kernels that give the same bits every time.
     """
 
     capture: bool = option(
@@ -87,6 +96,12 @@ class Speed(checks.NamedArguments):
         None,
         "device memory that the records may take",
         check=checks.at_least_one,
+        command_line=False,
+    )
+    workers: int | None = option(
+        None,
+        "processes that read a data set while the device computes",
+        check=_is_worker_count,
         command_line=False,
     )
 
