@@ -2,6 +2,7 @@
 
 import csv
 import json
+import random
 
 import numpy as np
 import pandas as pd
@@ -17,6 +18,7 @@ from dpsur.runs.evaluation import score
 from dpsur.tasks import task_named
 from dpsur.tasks.tables import header, read_table, split_by_draw
 from tests.conftest import blobs
+from tests.robustness.mutations import mutate_bytes, mutate_json
 
 AGE, JOB = dpsur.Number(0, 100, missing=40), dpsur.Category(["clerk", "nurse"])
 INCOME = {"income": dpsur.Category(["low", "high"])}
@@ -395,3 +397,48 @@ def test_scores_are_those_of_scikit_learn():
     assert found["mae"] == pytest.approx(metrics.mean_absolute_error(labels, outputs))
     assert score(outputs, labels, lambda one, other: (one - other).abs().mean()) == {}
     assert score(outputs[:, :1], torch.ones(200, 1), bce).keys() == {"accuracy"}
+
+
+# --- hostile files --------------------------------------------------------------------------------
+
+
+def test_damaged_files_and_schemas_are_read_or_refused_in_one_line(tmp_path):
+    rng, ends = random.Random(0), {"read": 0, "refused": 0}
+    for number in range(90):
+        name = rng.choice(["people.csv", "people.parquet"])
+        path, schema = write(tmp_path, people(8), name=name)
+        file = rng.choice([path, schema])
+        if file is schema and rng.random() < 0.7:
+            stored, what = mutate_json(json.loads(schema.read_text()), rng)
+            schema.write_text(json.dumps(stored))
+        else:
+            content, what = mutate_bytes(file.read_bytes(), rng)
+            file.write_bytes(content)
+        text = None
+        try:
+            train, _ = task_named(f"csv:{path}", schema=schema).load(None)
+        except InvalidInputError as error:
+            text = str(error)
+        if text is not None:
+            assert len(text.splitlines()) == 1, (number, what)
+            ends["refused"] += 1
+            continue
+        assert train.inputs.isfinite().all(), (number, what)
+        assert train.inputs.abs().max() <= 1.0 + 1e-6, (number, what)
+        ends["read"] += 1
+    assert min(ends.values()) > 10
+
+
+def test_text_of_a_parquet_file_that_is_no_text_counts_as_undeclared(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="Parquet files")
+    from pyarrow import parquet
+
+    job = pa.array([b"clerk", b"\xff\xfe", None]).cast(pa.string(), safe=False)
+    table = pa.table({"age": [1, 2, 3], "job": job, "income": ["low", "high", "low"]})
+    parquet.write_table(table, tmp_path / "odd.parquet")
+    found = read_table(tmp_path / "odd.parquet", SCHEMA)
+    assert found.inputs[:, 1:].tolist() == [[1, 0, 0], [0, 0, 1], [0, 0, 1]]
+    days = pd.DataFrame({"age": pd.to_datetime(["2020-01-01"]), "job": "clerk", "income": "low"})
+    days.to_parquet(tmp_path / "days.parquet")
+    with pytest.raises(InvalidInputError, match="column 'age' .* is of type timestamp"):
+        read_table(tmp_path / "days.parquet", SCHEMA)

@@ -193,7 +193,8 @@ def _read_data_set(
     if count == 0:
         raise InvalidInputError(f"{name} is empty; there must be at least one record")
     convert = partial(_record, name=name, fraction=fraction)
-    size = count * record_bytes(convert(data[0]))
+    with _generators_restored():
+        size = count * record_bytes(convert(data[0]))
     if workers is None and size <= (HELD_BYTES if held_bytes is None else held_bytes):
         return _stack(data, name, fraction)
     _check_steady(data, {row: convert(data[row]) for row in _some_rows(count)}, name, fraction)
@@ -254,11 +255,9 @@ def _check_steady(
 ) -> None:
     """Refuse a data set that gives a record differently each time.
 
-    `firsts` are records as they were read before. The generators that a data set may draw from are
-    restored afterwards.
+    `firsts` are records as they were read before.
     """
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
+    with _generators_restored():
         for row in list(firsts) * -(-2 * _READ_AGAIN // len(firsts)):
             again = tensors_of(tuple(_tree(part, name, fraction) for part in data[row]))
             for value, first in zip(again, tensors_of(firsts[row]), strict=True):
@@ -268,6 +267,14 @@ def _check_steady(
                         "augmentation does: records are read once, so that it would have no "
                         "effect; take the random transform out of the data set"
                     )
+
+
+@contextmanager
+def _generators_restored() -> Iterator[None]:
+    """Put the generators that a data set may draw from back to where they were."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
     finally:
         torch.set_rng_state(before[0])
         np.random.set_state(before[1])

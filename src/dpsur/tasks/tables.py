@@ -8,6 +8,7 @@ many values are records like any other, with missing values or without the rest.
 import csv
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from os import PathLike
@@ -20,7 +21,7 @@ import torch
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
 from dpsur.tasks.base import VECTORS, Task
-from dpsur.tasks.columns import Table
+from dpsur.tasks.columns import Table, Values
 from dpsur.tasks.schema import LINEAR, MLP, Schema
 
 CSV, PARQUET = "csv:", "parquet:"
@@ -175,7 +176,7 @@ def _tables(path: Path, schema: Schema) -> Iterator[Table]:
                 yield dict(zip(wanted, map(_column, columns), strict=True))
 
 
-def _column(values: Sequence[str | None]) -> "np.ndarray[Any, Any]":
+def _column(values: Sequence[Any]) -> Values:
     found = np.empty(len(values), object)
     found[:] = values
     return found
@@ -209,27 +210,70 @@ def _is_parquet(path: Path) -> bool:
 
 def _parquet(path: Path) -> Any:
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import parquet
     except ImportError:
         raise InvalidInputError(
             f"{path} is a Parquet file, which needs pyarrow; run: pip install 'dpsur[tables]'"
         ) from None
-    try:
+    with _damage(path):
         return parquet.ParquetFile(path)
-    except (ArrowException, OSError) as error:
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Whatever pyarrow raises about a file, in one line; its words may quote a record."""
+    try:
+        yield
+    except InvalidInputError:
+        raise
+    except Exception as error:
         raise InvalidInputError(
             f"{path} is damaged, or no Parquet file; write it again", private=str(error)
         ) from None
 
 
 def _parquet_tables(path: Path, wanted: list[str]) -> Iterator[Table]:
-    from pyarrow import ArrowException
+    file = _parquet(path)
+    for name in wanted:
+        kind = file.schema_arrow.field(name).type
+        if not _is_plain(kind):
+            raise InvalidInputError(
+                f"column {name!r} of {path} is of type {kind}; it must hold numbers, truth values "
+                "or text"
+            )
+    batches = file.iter_batches(ROWS_AT_ONCE, columns=wanted)
+    while True:
+        with _damage(path):
+            batch = next(batches, None)
+            table = batch and {name: _values(batch.column(name)) for name in wanted}
+        if batch is None:
+            return
+        if batch.num_rows:
+            yield table
 
-    try:
-        for batch in _parquet(path).iter_batches(ROWS_AT_ONCE, columns=wanted):
-            if batch.num_rows:
-                yield {name: _column(batch.column(name).to_pylist()) for name in wanted}
-    except (ArrowException, OSError) as error:
-        raise InvalidInputError(
-            f"{path} is damaged, or no Parquet file; write it again", private=str(error)
-        ) from None
+
+def _is_plain(kind: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    known = (types.is_integer, types.is_floating, types.is_decimal, types.is_boolean)
+    return any(is_kind(kind) for is_kind in (*known, types.is_null)) or _is_text(kind)
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
+def _values(column: Any) -> Values:
+    """The values of a column; what is no text in a column of text becomes a mark."""
+    from pyarrow import large_binary, types
+
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if not _is_text(column.type):
+        return _column(column.to_pylist())
+    found = column.cast(large_binary()).to_pylist()
+    return _column([None if v is None else v.decode("utf-8", "replace") for v in found])
