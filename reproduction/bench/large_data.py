@@ -1,6 +1,7 @@
 """Memory of `fit` on a file that does not fit in memory, and speed of reading batches.
 
-    python -m reproduction.bench.large_data --out results/large_data.jsonl
+    python -m reproduction.bench.large_data --out results/large_data.jsonl   # minutes
+    python -m reproduction.bench.large_data --write                          # docs/data.md
 
 The file is sparse: it reads as zeros and takes no room on disk. Anonymous memory (RssAnon of
 /proc/self/status) is what the process has allocated; pages of the file are not part of it, since
@@ -26,8 +27,10 @@ from torch.utils.data import DataLoader, Dataset
 import dpsur
 from dpsur.functional.records import HostExamples
 from dpsur.runs.data import as_examples
-from reproduction.rows import provenance, write_rows
+from reproduction.rows import ROOT, provenance, read_rows, write_rows
 
+ROWS, PAGE = ROOT / "results" / "large_data.jsonl", ROOT / "docs" / "data.md"
+START, END = "<!-- large data: python -m reproduction.bench.large_data -->", "<!-- end -->"
 WIDTH = 5_000
 BATCH, BATCHES = 256, 40
 METHOD = dpsur.Dpsur(updates=5, noise_multiplier=20.0, accept_ratio=1.5, batch_size=BATCH)
@@ -151,17 +154,48 @@ def _their_seconds(data: Images, drawn: list[Tensor], workers: int) -> float:
     return time.perf_counter() - start
 
 
+def page_part(rows: list[dict[str, Any]]) -> str:
+    """What docs/data.md says about memory and speed."""
+    (memory,) = (row for row in rows if row["kind"] == "memory")
+    before, peak = memory["small_run_bytes"] / 1e6, memory["peak_bytes"] / 1e6
+    lines = [
+        f"On a sparse file of {memory['file_bytes'] / 1e9:.0f} GB ({memory['records']:,} records) "
+        f"anonymous memory of the process peaked at {peak:.0f} MB, after {before:.0f} MB in a run "
+        "on 512 records held in memory.",
+        "",
+        "| workers | records a second | `DataLoader` on the same batches | ratio |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["kind"] == "loader":
+            ours, theirs = row["records_per_second"], row["dataloader_records_per_second"]
+            lines.append(f"| {row['workers']} | {ours:,} | {theirs:,} | {row['ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+def rendered(page: str, rows: list[dict[str, Any]]) -> str:
+    """The page with the figures of these rows."""
+    before, _, rest = page.partition(f"{START}\n")
+    _, _, after = rest.partition(END)
+    return f"{before}{START}\n{page_part(rows)}\n{END}{after}"
+
+
 def main() -> None:
-    """Measure and write rows."""
+    """Measure and write rows, or the page from rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=20.0)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--write", action="store_true", help="write docs/data.md from stored rows")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure is not None:
         folder, count, width = options.measure
         print(json.dumps(_measure(folder, int(count), int(width))))
+        return
+    if options.write:
+        text = rendered(PAGE.read_text(encoding="utf-8"), read_rows(ROWS))
+        PAGE.write_text(text, encoding="utf-8")
         return
     rows = [memory_row(options.gigabytes)]
     with warnings.catch_warnings():

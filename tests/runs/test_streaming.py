@@ -259,6 +259,15 @@ def test_batches_are_read_about_as_fast_as_by_a_data_loader():
     assert row["ratio"] > 0.4  # two thirds of what was measured, on a machine that others use
 
 
+def test_the_figures_of_the_page_are_those_of_the_rows():
+    page = large_data.PAGE.read_text(encoding="utf-8")
+    rows = large_data.read_rows(large_data.ROWS)
+    assert large_data.rendered(page, rows) == page
+    (memory,) = (row for row in rows if row["kind"] == "memory")
+    assert memory["file_bytes"] > 20e9
+    assert memory["peak_bytes"] - memory["small_run_bytes"] < 300e6
+
+
 def test_a_model_of_several_inputs_is_streamed():
     class Both(nn.Module):
         def __init__(self):

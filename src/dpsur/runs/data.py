@@ -34,6 +34,7 @@ from dpsur.runs.streaming import (
     DataSetReader,
     is_mapped,
     record_bytes,
+    stack_records,
     usual_workers,
 )
 
@@ -229,11 +230,7 @@ def _stack(data: Any, name: str, fraction: torch.dtype | None) -> Examples:
             )
     firsts = {row: (inputs[row], targets[row]) for row in _some_rows(len(inputs))}
     _check_steady(data, firsts, name, fraction)
-    return Examples(_stacked(inputs), _stacked(targets))
-
-
-def _stacked(rows: list[TensorTree]) -> TensorTree:
-    return map_tensors(lambda *each: torch.stack(each), *rows)
+    return Examples(stack_records(inputs), stack_records(targets))
 
 
 def _shapes(record: TensorTree) -> Any:

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -143,7 +143,7 @@ def _read(data: Any, convert: Convert, rows: list[int]) -> Examples:
     items = data.__getitems__(rows) if hasattr(data, "__getitems__") else [data[r] for r in rows]
     inputs, targets = zip(*map(convert, items), strict=True)
     try:
-        return Examples(_stack(inputs), _stack(targets))
+        return Examples(stack_records(inputs), stack_records(targets))
     except RuntimeError as error:
         raise InvalidInputError(
             "the records of the data set have inputs or targets of several shapes; pad or crop "
@@ -152,7 +152,8 @@ def _read(data: Any, convert: Convert, rows: list[int]) -> Examples:
         ) from None
 
 
-def _stack(rows: tuple[TensorTree, ...]) -> TensorTree:
+def stack_records(rows: Sequence[TensorTree]) -> TensorTree:
+    """Records of the same shapes as rows."""
     return map_tensors(lambda *each: torch.stack(each), *rows)
 
 

@@ -244,11 +244,12 @@ def _parquet_tables(path: Path, wanted: list[str]) -> Iterator[Table]:
     batches = file.iter_batches(ROWS_AT_ONCE, columns=wanted)
     while True:
         with _damage(path):
-            batch = next(batches, None)
-            table = batch and {name: _values(batch.column(name)) for name in wanted}
+            batch: Any = next(batches, None)
+            rows = 0 if batch is None else batch.num_rows
+            table = {name: _values(batch.column(name)) for name in wanted if rows}
         if batch is None:
             return
-        if batch.num_rows:
+        if rows:
             yield table
 
 
