@@ -50,11 +50,14 @@ if TYPE_CHECKING:
     from dpsur.runs.result import Run
     from dpsur.runs.session import Observer
     from dpsur.runs.verification import verify
+    from dpsur.tasks.columns import Category, Number
+    from dpsur.tasks.schema import Schema
 
 _HOMES = {
     "BatchMemoryManager": "dpsur.engine.microbatches",
     "Budget": "dpsur.privacy.budget",
     "calibrate": "dpsur.privacy.calibrate",
+    "Category": "dpsur.tasks.columns",
     "check": "dpsur.per_example.check_and_fix",
     "clipped_sum": "dpsur.per_example.api",
     "CoinTest": "dpsur.privacy.events",
@@ -76,6 +79,7 @@ _HOMES = {
     "LossTest": "dpsur.privacy.events",
     "model_loss": "dpsur.functional.model_loss",
     "Nonprivate": "dpsur.methods",
+    "Number": "dpsur.tasks.columns",
     "Observer": "dpsur.runs.session",
     "Pace": "dpsur.config",
     "per_example_gradients": "dpsur.per_example.api",
@@ -85,6 +89,7 @@ _HOMES = {
     "ProgressBar": "dpsur.cli.progress",
     "Run": "dpsur.runs.result",
     "SampledGaussian": "dpsur.privacy.events",
+    "Schema": "dpsur.tasks.schema",
     "selective_epsilon": "dpsur.privacy.calibrate",
     "Speed": "dpsur.config",
     "Statement": "dpsur.privacy.statement",
@@ -94,14 +99,16 @@ _HOMES = {
 }
 # Packages that are imported when they are first named.
 _PACKAGES = (
-    *("attacks", "audits", "bench", "cli", "engine", "features", "functional", "mechanism"),
-    *("methods", "networks", "opacus", "per_example", "presets", "privacy", "runs", "tasks"),
+    *("attacks", "audits", "bench", "cli", "engine", "features", "functional", "integrations"),
+    *("mechanism", "methods", "networks", "opacus", "per_example", "presets", "privacy", "runs"),
+    *("sklearn", "tasks"),
 )
 
 __all__ = [
     "BatchMemoryManager",
     "Budget",
     "BudgetError",
+    "Category",
     "CheckpointError",
     "CoinTest",
     "DiagnosticsWarning",
@@ -121,6 +128,7 @@ __all__ = [
     "LossTest",
     "Nonprivate",
     "NothingReleasedError",
+    "Number",
     "Observer",
     "Pace",
     "PrivacyEngine",
@@ -129,6 +137,7 @@ __all__ = [
     "ProgressBar",
     "Run",
     "SampledGaussian",
+    "Schema",
     "Speed",
     "Statement",
     "Tracker",

@@ -14,6 +14,7 @@ from dpsur.mechanism.state import Verdict
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import duration, elapsed
 from dpsur.privacy.statement import format_epsilon
+from dpsur.runs.evaluation import shown_scores
 
 PRIVATE_WARNING = (
     "rejections, loss differences and timings below depend on private records: do not share them"
@@ -98,11 +99,8 @@ class ProgressBar:
             if self._bar is None:
                 self._say(f"{passed} trials")
             return
-        score = (
-            f"test accuracy {scores['accuracy']:.2%}"
-            if "accuracy" in scores
-            else f"test loss {scores['loss']:.4f}"
-        )
+        name, figure = shown_scores(scores)[0]
+        score = f"test {name} {figure}"
         spent = f"epsilon {format_epsilon(epsilon)} of {self._plan.budget.epsilon:g}"
         if self._bar is not None:
             self._spent, self._score = spent, score
