@@ -118,14 +118,21 @@ class PoissonSampler(Sampler[list[int]]):
 class _Collate:
     """The user's way to join records; for none of them, zeros in the place of one."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
-        self.collate, self.dataset = collate, dataset
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, views: int) -> None:
+        self.collate, self.dataset, self.views = collate, dataset, views
 
     def __call__(self, records: list[Any]) -> Any:
         if records:
-            return self.collate(records)
-        # Only the shape of the record is used; what is no number becomes empty.
-        return map_tensors(torch.zeros_like, self.collate([self.dataset[0]]), otherwise=_blank)
+            batch = self.collate(records)
+        else:  # only the shape of the record is used; what is no number becomes empty
+            batch = map_tensors(torch.zeros_like, self.collate([self.dataset[0]]), otherwise=_blank)
+        if self.views == 1:
+            return batch
+        return map_tensors(
+            lambda value: value.repeat_interleave(self.views, 0) if value.dim() else value,
+            batch,
+            otherwise=lambda value: value,
+        )
 
 
 def _blank(value: Any) -> Any:
@@ -147,9 +154,10 @@ class PrivateLoader(DataLoader[Any]):
         loader: DataLoader[Any],
         sampler: PoissonSampler,
         owner: "Owner",
+        views: int = 1,
     ) -> None:
         self._epoch = len(loader)
-        self.owner = owner
+        self.owner, self.views = owner, views
         self.poisson = sampler
         options: dict[str, Any] = {}
         if loader.num_workers:
@@ -161,7 +169,7 @@ class PrivateLoader(DataLoader[Any]):
             loader.dataset,
             batch_sampler=sampler,
             num_workers=loader.num_workers,
-            collate_fn=_Collate(loader.collate_fn, loader.dataset),
+            collate_fn=_Collate(loader.collate_fn, loader.dataset, views),
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,

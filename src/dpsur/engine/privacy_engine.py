@@ -1,7 +1,8 @@
 """`PrivacyEngine`: makes a model, an optimizer and a data loader private, for a custom loop."""
 
-import logging
+import os
 from collections.abc import Callable, Mapping, Sized
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,20 +16,26 @@ from dpsur.engine.gate import LossGate, Snapshot
 from dpsur.engine.loader import Microbatch, PoissonSampler, PrivateLoader, check_loader
 from dpsur.engine.optimizer import check_optimizer, make_private_optimizer
 from dpsur.engine.watch import StepError, Watcher
+from dpsur.environment import versions
 from dpsur.errors import BudgetError, CheckpointError, InvalidInputError
 from dpsur.functional.parameters import elementwise
 from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.sampling import poisson_sample
 from dpsur.mechanism.streams import NOISE, VAL_BATCH, VAL_NOISE, Streams
+from dpsur.per_example.augmentation import Augment
 from dpsur.per_example.clipping import ClippedSum
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
 from dpsur.privacy.calibrate import calibrate
 from dpsur.privacy.events import SampledGaussian, Step, Trial
-from dpsur.privacy.plans import PrivacyLedger
+from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plans import FilteredPlan, PrivacyLedger
 from dpsur.privacy.plans.open_ended import ACCOUNTING
+from dpsur.privacy.statement import RunFacts, Statement, privacy_statement
+from dpsur.runs.files import RunFolder
+from dpsur.runs.release import NO_ORIGIN, write_release
+from dpsur.runs.replanning import CUSTOM_LOOP
 
 FORMAT = "dpsur-engine/1"
-_log = logging.getLogger("dpsur.engine")
 
 
 class PrivacyEngine:
@@ -83,6 +90,7 @@ class PrivacyEngine:
         # Schedulers do nothing after a step that did nothing or was undone.
         self.scheduler_due = True
         self.verdicts: list[bool] = []
+        self._accepted = 0
 
     @checks.arguments
     def make_private(
@@ -106,6 +114,8 @@ class PrivacyEngine:
         grad_sample_mode: str = "hooks",
         max_physical_batch_size: int | None = None,
         gate: LossGate | None = None,
+        augment: Augment | None = None,
+        views: int = 1,
         seed: int | None = None,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         """Make a model, its optimizer and its loader private; train with them as before.
@@ -136,6 +146,9 @@ class PrivacyEngine:
                 batch then comes in several microbatches, and `step` acts on the last of them.
             gate: makes every step a trial: the candidate is tested on a fresh batch, and kept or
                 undone.
+            augment: changes the inputs of the model at random, each record by itself, in training.
+            views: so many views of a record are averaged inside its one clipped gradient. The
+                loader then yields every record so many times in a row, for `augment` to change.
             seed: makes batches and noise repeatable, and void against anyone who knows it.
         """
         _refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
@@ -152,6 +165,8 @@ class PrivacyEngine:
         if target_epsilon is not None and planned is None:
             self._ledger = PrivacyLedger.for_budget(target_epsilon, delta, step)
         elif planned is not None:
+            if target_epsilon is None:  # what is planned is the budget
+                target_epsilon = PrivacyLedger.for_steps(step, planned, delta=delta).guarantee()
             self._ledger = PrivacyLedger.for_steps(
                 step, planned, delta=delta, epsilon=target_epsilon
             )
@@ -161,15 +176,19 @@ class PrivacyEngine:
         self._size, self._rate, self._noise = size, rate, noise_multiplier
         device = next(iter(trained.values())).device
         self._streams, self._seed = Streams(seed, device), seed
+        if views > 1 and augment is None:
+            raise InvalidInputError(f"views={views} needs augment=..., which makes them different")
         self._module, self._optimizer, self._dataset = module, optimizer, data_loader.dataset
         self._gate, self._saved = gate, None
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
-        self._watcher = Watcher(module, trained, max_grad_norm, loss_reduction, self._expect)
+        self._watcher = Watcher(
+            module, trained, max_grad_norm, loss_reduction, self._expect, augment, views
+        )
         sampler = PoissonSampler(size, rate, lambda: self._batch_streams())
         if max_physical_batch_size is not None:
             checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
             sampler.most = max_physical_batch_size
-        self._loader = PrivateLoader(data_loader, sampler, self)
+        self._loader = PrivateLoader(data_loader, sampler, self, views)
         self._collate = data_loader.collate_fn
         return module, make_private_optimizer(optimizer, self), self._loader
 
@@ -293,6 +312,61 @@ class PrivacyEngine:
         """Epsilon that holds whenever the loop stops; infinite if nothing was planned."""
         return self.accountant.guarantee(delta)
 
+    def statement(self) -> Statement:
+        """The privacy statement of the training, for whoever gets the model.
+
+        Its epsilon is `guarantee()`, however early the loop stopped.
+        """
+        plan = self.accountant.plan
+        if plan is None:
+            raise InvalidInputError(
+                "without a plan there is no guarantee to state; give make_private epochs, steps or "
+                "target_epsilon"
+            )
+        gate = self._gate
+        steps = None if isinstance(plan, FilteredPlan) else plan.trials
+        facts = RunFacts(
+            dataset_size=self._size,
+            method=CUSTOM_LOOP,
+            settings={
+                "batch_size": self._rate * self._size,
+                "noise_multiplier": self._noise,
+                "max_grad_norm": self._watcher.max_grad_norm,
+                "steps": steps,
+                "val_batch_size": None if gate is None else gate.val_batch_size,
+                "val_noise_multiplier": None if gate is None else gate.val_noise_multiplier,
+                "accept_threshold": None if gate is None else gate.accept_threshold,
+                "loss_clip": None if gate is None else gate.loss_clip,
+                "optimizer": type(self._optimizer).__name__.removeprefix("Private"),
+                "views": self._loader.views,
+            },
+            seeded=self._streams.seeded,
+            average=False,
+            tf32=torch.backends.cuda.matmul.allow_tf32,
+            bf16=self._watcher.rounded,
+            versions=versions(),
+        )
+        charged = Ledger()
+        if self.accountant.steps:
+            charged = charged.record(
+                self._event, updates=self._accepted, trials=self.accountant.steps
+            )
+        return privacy_statement(plan, charged, facts)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write `release/` into a new folder: weights and statement, for `dpsur verify`.
+
+        Load it with `dpsur.load(path, model)`. Nothing private is written, and with a gate the
+        number of accepted updates, which is paid for.
+        """
+        statement = self.statement()
+        if self._due is not None and self._watcher.sums.rows:
+            raise StepError("a batch was begun and not stepped on; finish it before you save")
+        folder = RunFolder(path)
+        folder.check_new()
+        write_release(folder.release, self._module, statement, NO_ORIGIN)
+        return folder.release
+
     # The loop
 
     def _batch_streams(self) -> Streams:
@@ -335,6 +409,11 @@ class PrivacyEngine:
                 "a private batch was drawn and optimizer.step() was not called for the one before; "
                 "make one step for every batch of the loader (for larger batches, give the loader "
                 "a larger batch_size and set max_physical_batch_size)"
+            )
+        if batch.step != self.accountant.steps + 1:
+            raise StepError(
+                "this pass over the loader is not the latest one, and its batches belong to steps "
+                "that were made meanwhile; iterate over the loader once at a time"
             )
         if self._watcher.sums.rows != batch.before:
             raise StepError(
@@ -385,6 +464,8 @@ class PrivacyEngine:
         self.accountant.charge(self._event)
         self._due = None
         total = ClippedSum(watcher.take(), watcher.max_grad_norm)
+        # the model may have been moved since
+        self._streams.device = next(iter(watcher.trained.values())).device
         noise = self._streams.at(due.step)[NOISE]
         noisy = add_gaussian(total, self._noise, noise)
         expected = self._rate * self._size
@@ -400,10 +481,12 @@ class PrivacyEngine:
         """The optimizer has made a candidate: keep it, or go back."""
         self.scheduler_due = True
         if self._gate is None or self._saved is None:
+            self._accepted += 1
             return
         after = self._gate.mean_loss(self._module, self._test_batch)
         noise = self._streams.at(self._step)[VAL_NOISE]
         accepted = self._gate.accepts(after, self._before, noise)
+        self._accepted += accepted
         if not accepted:
             self._saved.restore()
             self.scheduler_due = False
@@ -436,6 +519,7 @@ class PrivacyEngine:
             "max_grad_norm": self._watcher.max_grad_norm,
             "records": self._size,
             "seed": self._seed,
+            "accepted": self._accepted,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -460,7 +544,7 @@ class PrivacyEngine:
                 f"the checkpoint planned {ledger.describe()}, this engine "
                 f"{self.accountant.describe()}; plan the same in make_private"
             )
-        self._ledger, self._due = ledger, None
+        self._ledger, self._due, self._accepted = ledger, None, int(state["accepted"])
         self._watcher.forget()
 
 

@@ -17,6 +17,7 @@ from dpsur.per_example.contributions import (
     Factors,
     Rows,
     combine,
+    merge_views,
     split_dimension,
     widen,
 )
@@ -190,6 +191,14 @@ class Tape:
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 for slot, contribution in carry(every if len(kept) == 1 else [], rows):
                     self.add(slot, contribution)
+
+    def merge_views(self, views: int) -> None:
+        """Let rows that are views of one record count as one example: their gradients add up."""
+        self.carry_back()
+        self.examples //= views
+        for kept in self.contributions.values():
+            for rows, contributions in kept.items():
+                kept[rows] = [merge_views(one, views) for one in contributions]
 
     def copies(self, name: str) -> Tensor:
         """A parameter with a copy for every example (that takes no memory until its gradient)."""

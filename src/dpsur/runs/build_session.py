@@ -16,6 +16,7 @@ from dpsur.functional.records import Examples, StreamedExamples, place
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
 from dpsur.per_example import check_model
+from dpsur.per_example.augmentation import Augment, check_augmentation
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
 from dpsur.privacy.events import feature_mean_noise
 from dpsur.privacy.plans import PrivacyPlan
@@ -61,6 +62,8 @@ def build_session(
     test_set: Any = None,
     released: Statistics | None = None,
     pixel_scale: PixelScale | None = None,
+    augment: Augment | None = None,
+    views: int = 1,
 ) -> Session:
     """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
 
@@ -85,6 +88,12 @@ def build_session(
     model = copy.deepcopy(original).to(device)
     shape = features.check(train.record_shape)
     outputs = check_model(model, like_features(train, shape).part(slice(1)).to(device))
+    if augment is not None and features.features not in (None, "none"):
+        raise InvalidInputError(
+            "augment works on the model's inputs, which features are computed for once; train "
+            "without features=, or without augment="
+        )
+    check_augmentation(augment, views, train.part(slice(1)).to(device).inputs)
     for name, examples in (("train_set", train), ("test_set", test)):
         if examples is not None:
             check_labels(_first(examples), outputs, loss, name)
@@ -107,7 +116,7 @@ def build_session(
     inputs = compute_inputs(features, train, test, streams, released)
     test = None if inputs.test is None else inputs.test.to(device)
     records = place(inputs.train, device, config.speed.data_bytes)
-    problem = Problem(model, loss, records, bf16=config.speed.bf16)
+    problem = Problem(model, loss, records, bf16=config.speed.bf16, augment=augment, views=views)
     return Session(
         config=config,
         method=method,

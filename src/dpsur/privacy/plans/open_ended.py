@@ -109,6 +109,16 @@ class PrivacyLedger:
         """Steps charged so far."""
         return self._charged.steps
 
+    @property
+    def plan(self) -> Plan | FilteredPlan | None:
+        """What was fixed before the first step."""
+        return self._plan
+
+    @property
+    def charged(self) -> Ledger:
+        """All steps charged so far."""
+        return self._charged
+
     def describe(self) -> str:
         """What the ledger allows, in one line."""
         if self._plan is None:
