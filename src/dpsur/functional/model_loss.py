@@ -68,7 +68,8 @@ class ModelLoss:
             logits.transpose(1, 2), targets.long(), ignore_index=_IGNORED, reduction="none"
         )
         count = (targets != _IGNORED).sum().clamp(min=1)
-        return tokens.sum() / count
+        mean: Tensor = tokens.sum() / count
+        return mean
 
 
 def _pick(outputs: Any, name: str) -> Tensor:
