@@ -17,6 +17,7 @@ from dpsur.presets.settings import DATASET_SIZES, TUNED, Block, tuned_settings
 from reproduction.artifacts import Artifact, Column, Table, table_page
 from reproduction.base import Row
 from reproduction.experiments.tuning_grids import (
+    ADAPTIVE_STEPS,
     BEST_EPSILONS,
     BEST_ON_PHOTOGRAPHS,
     GRIDS,
@@ -77,7 +78,7 @@ class Tuning(TrainingGrid):
             for epsilon, changes, seed in itertools.product(epsilons, settings, seeds or (0,)):
                 yield TrainingCell(task, arm, epsilon, seed, changes, HELD_OUT[task])
         at_three = {(*place, EPSILON): tried for place, tried in STRETCHED.items()}
-        by_budget = {**at_three, **SHORTER_STEPS, **BEST_ON_PHOTOGRAPHS}
+        by_budget = {**at_three, **SHORTER_STEPS, **ADAPTIVE_STEPS, **BEST_ON_PHOTOGRAPHS}
         for (arm, task, epsilon), tried in by_budget.items():
             held, size = HELD_OUT[task], DATASET_SIZES[task]
             stretch = size / (size - held)
