@@ -1,13 +1,14 @@
 """What is run for a cell of the accuracy table: methods, and arms that explain DPSUR's figures."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dpsur.config import data_facts
 from dpsur.methods import METHODS, Method
 from dpsur.methods.dpsur import Dpsur
 from dpsur.presets import AUTHORS, BEST, ENCODER, PAPER, Preset, preset_named
+from dpsur.presets.settings import tuned_setting
 from dpsur.tasks import TASKS
 from reproduction.released_code import (
     FirstRejectionsKept,
@@ -75,6 +76,21 @@ class ReleasedDpagdArm(Arm):
         return Preset(options, steps.features, steps.normalisation, steps.network)
 
 
+# What DPAGD was before it had momentum: the range of step lengths follows what was chosen.
+ADAPTIVE = {"momentum": 0.0, "range_schedule": "adaptive", "choice_share": 0.2}
+
+
+@dataclass(frozen=True)
+class AdaptiveArm(Arm):
+    """DPAGD with the original's range of step lengths, and the settings that were tuned for it."""
+
+    def preset(self, task: str, epsilon: float) -> Preset:
+        """The settings of its own block."""
+        preset = super().preset(task, epsilon)
+        chosen = tuned_setting(self.name, task, int(epsilon))
+        return replace(preset, chosen={**chosen, **ADAPTIVE})
+
+
 METHOD_ARMS = tuple(
     Arm(name, name, METHODS[name], name, "proven")
     for name in ("dpis", "dpsgd-hf", "dpsgd-ts", "dpagd", "dpsgd", "nonprivate")
@@ -130,6 +146,13 @@ TS_AUTHORS = Arm(
     "proven",
     preset_name=AUTHORS,
 )
+ADAPTIVE_DPAGD = AdaptiveArm(
+    "dpagd-adaptive",
+    "dpagd, no momentum, adaptive range",
+    METHODS["dpagd"],
+    "dpagd",
+    "proven",
+)
 RELEASED_DPAGD = ReleasedDpagdArm(
     "released-dpagd",
     "released code of DPAGD, claimed epsilon",
@@ -168,6 +191,7 @@ ARMS = {
         *METHOD_ARMS,
         HF_PUBLISHED,
         TS_AUTHORS,
+        ADAPTIVE_DPAGD,
         RELEASED_DPAGD,
         *BEST_ARMS,
         *ENCODER_ARMS,

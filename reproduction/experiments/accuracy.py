@@ -8,6 +8,7 @@ from typing import Any
 
 from dpsur.presets.settings import EPSILONS
 from reproduction.arms import (
+    ADAPTIVE_DPAGD,
     ARMS,
     DPSUR_ARMS,
     FAULT_ARMS,
@@ -31,6 +32,7 @@ PAPER_METHODS = {
     **{arm.name: "dpsur" for arm in (*DPSUR_ARMS, *FAULT_ARMS, RELEASED_COMMANDS)},
     HF_PUBLISHED.name: "dpsgd-hf",
     TS_AUTHORS.name: "dpsgd-ts",
+    ADAPTIVE_DPAGD.name: "dpagd",
     RELEASED_DPAGD.name: "dpagd",
 }
 TITLE = "Accuracy, beside the paper's"
@@ -86,6 +88,7 @@ class Accuracy(TrainingGrid):
         for task in TASKS:
             for epsilon in EPSILONS:
                 yield from _seeds(task, RELEASED_DPAGD.name, epsilon, seeds or FEW)
+                yield from _seeds(task, ADAPTIVE_DPAGD.name, epsilon, seeds or FEW)
         for task in TASKS:
             for epsilon in EPSILONS:
                 if has_own_settings(task, epsilon):
