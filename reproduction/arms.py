@@ -137,6 +137,10 @@ HF_PUBLISHED = Arm(
     "dpsgd-hf",
     "published",
 )
+# Plain DPSGD by that accounting, which affords as many updates as the authors' runs made.
+DPSGD_PUBLISHED = Arm(
+    "dpsgd-published", "dpsgd, published accounting", METHODS["dpsgd"], "dpsgd", "published"
+)
 # DPSGD-TS as its authors tuned it, where the paper runs it with the settings of DPSUR.
 TS_AUTHORS = Arm(
     "dpsgd-ts-authors",
@@ -190,6 +194,7 @@ ARMS = {
         *FAULT_ARMS,
         *METHOD_ARMS,
         HF_PUBLISHED,
+        DPSGD_PUBLISHED,
         TS_AUTHORS,
         ADAPTIVE_DPAGD,
         RELEASED_DPAGD,
