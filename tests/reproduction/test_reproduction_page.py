@@ -13,12 +13,14 @@ import pytest
 from dpsur.methods import METHODS, Dpagd
 from dpsur.presets import preset_named
 from dpsur.presets.settings import DATASET_SIZES, tuned_setting
+from dpsur.privacy.accountants.rdp import composed_epsilon
 from dpsur.privacy.budget import Budget
+from dpsur.privacy.events import SampledGaussian
 from dpsur.privacy.plans import FilteredPlan
 from dpsur.runs.input_features import InputFeatures
 from reproduction.arms import ARMS, DPSUR_ARMS, FAULT_ARMS
 from reproduction.base import Options
-from reproduction.experiments.ablation import ARMS_SHOWN
+from reproduction.experiments.ablation import ARMS_SHOWN, paper_claims
 from reproduction.experiments.accuracy import EXPERIMENT, MAIN_ARMS, paper_accuracy, summary
 from reproduction.experiments.accuracy_pages import DATA_SETS, RELEASED, agreement
 from reproduction.experiments.best import summary as best_summary
@@ -28,6 +30,7 @@ from reproduction.experiments.iterates import records as iterate_records
 from reproduction.experiments.membership import EXPERIMENT as MEMBERSHIP
 from reproduction.experiments.membership import NONPRIVATE
 from reproduction.experiments.membership import summary as membership_summary
+from reproduction.experiments.paper_figures import committed_records, equal_cells
 from reproduction.experiments.robustness import RATES
 from reproduction.experiments.robustness import records as rate_records
 from reproduction.registry import EXPERIMENTS, experiment_named
@@ -40,6 +43,7 @@ LINES = [line for page in PAGES for line in (ROOT / "docs" / page).read_text().s
 PROSE = " ".join(" ".join(line for line in LINES if not line.startswith("|")).split())
 TABLE = [line for line in LINES if line.startswith("|")]
 BUDGETS = (1, 2, 3, 4)
+DPSUR_ON_PHOTOS = ("CIFAR-10", "dpsur")
 INTERVAL = ("value", "low", "high")
 # Names, and budgets that a sentence is about; everything else with a digit is a finding.
 NOT_FINDINGS = (
@@ -224,6 +228,7 @@ def claims():
     four = ", ".join([number] * 3) + f" and {number}"
     yield from claims_about_superseded(number)
     yield from claims_about_agreement(number, four)
+    yield from claims_about_committed_runs(number)
     yield from claims_about_printed(number, four)
     yield from claims_about_momentum(number, four)
     yield from claims_about_attacks(number)
@@ -341,6 +346,49 @@ def claims_about_agreement(number, four):
     yield rf"one seed of the five ends {number} points below", shown(".1f", [worst_seed()])
 
 
+def claims_about_committed_runs(number):
+    paper = paper_accuracy()
+    runs, equal = committed_records(paper), equal_cells(paper)
+    places = {(run["data"], run["method"], run["epsilon"]) for run in runs}
+    assert list(equal) == [
+        *(("Fashion-MNIST", "dpagd", e) for e in (1, 2, 3)),
+        ("MNIST", "dpagd", 2),
+        *(("CIFAR-10", "dpsgd", e) for e in (1, 4)),
+        *(("IMDb", "dpagd", e) for e in (1, 2)),
+    ]  # in words
+    assert [run["equal"] for run in equal["CIFAR-10", "dpsgd", 4]] == ["best"]
+    yield rf"the results of {number} single runs", (str(len(runs)),)
+    yield (
+        rf"for {number} of the {number} private cells of the paper's table\.",
+        (str(len(places)), str(sum(epsilon > 0 for *_, epsilon in paper))),
+    )
+    yield rf"In {number} of these cells it is, to two decimals", (str(len(equal)),)
+    yield r"on MNIST at (2) and on IMDb at (1) and (2), and", ("2", "1", "2")
+    yield r"DPSGD on CIFAR-10 at (1) and at (4)\.", ("1", "4")
+    reviews = [r for r in runs if (r["data"], r["method"]) == ("IMDb", "dpagd")]
+    at_most_three = [run for run in reviews if run["epsilon"] < 4]
+    assert len({(run["iterations"], run["sigma_t"]) for run in at_most_three}) == 1
+    count, noise = at_most_three[0]["iterations"], at_most_three[0]["sigma_t"]
+    rate = 1024 / DATASET_SIZES["imdb"]
+    spent = composed_epsilon([(SampledGaussian(rate, noise), count)], 1e-5)
+    yield (
+        rf"made {number} iterations with a noise of {number}, as the committed run",
+        (str(count), f"{noise:g}"),
+    )
+    yield rf"their gradients alone cost {number}\.", shown(".2f", [spent])
+    (largest,) = (r for r in runs if r["val_batch"] == 1024)
+    (stated,) = (c for c in paper_claims("val_batch_size") if c.low == 1024)
+    assert largest["last"] == stated.accuracy
+    yield rf"for a validation batch of {number}, {number}, is", ("1024", f"{stated.accuracy:.2f}")
+    (four,) = (r for r in runs if (r["data"], r["method"], r["epsilon"]) == (*DPSUR_ON_PHOTOS, 4))
+    ours = FOUND["cifar10", RELEASED, 4]["mean"]
+    assert abs(four["last"] - ours) < abs(four["last"] - four["paper"])
+    yield (
+        rf"run of DPSUR ends at {number}, our arm at {number}, and the paper says {number}\.",
+        shown(".2f", (four["last"], ours, four["paper"])),
+    )
+
+
 def claims_about_printed(number, four):
     below = {t: [-r["difference"] for r in printed(t)] for t in DATA_SETS}
     images = below["fmnist"] + below["cifar10"]
@@ -442,9 +490,19 @@ def claims_about_momentum(number, four):
         for task in DATA_SETS
         for e in (1, 3)
     }
+    (charged,) = {
+        row["epsilon"]["every_trial"]
+        for row in ROWS
+        if [row["config"][k] for k in ("task", "arm", "epsilon")] == ["fmnist", "every-trial", 1]
+    }
     yield (
-        rf"at a proven epsilon of 1 it reaches {number}, {number} points more than DP-SGD",
-        shown(".2f", (FOUND["fmnist", "every-trial", 1]["mean"], -paid["fmnist", 1])),
+        rf"it reaches {number} at an epsilon of {number} under the accounting `every-trial`, "
+        rf"{number} points more than DP-SGD",
+        (
+            f"{FOUND['fmnist', 'every-trial', 1]['mean']:.2f}",
+            f"{charged:.3f}",
+            f"{-paid['fmnist', 1]:.2f}",
+        ),
     )
     wanted = {"task": "imdb", "arm": "every-trial", "epsilon": 3}
     fallen = min(100 * r["accuracy"] for r in ROWS if wanted.items() <= r["config"].items())
@@ -1189,8 +1247,8 @@ def test_where_rows_were_made_is_told():
     whole = {place for place, devices in places.items() if devices == {"cpu"}}
     part = {place for place, devices in places.items() if devices == {"cpu", "NVIDIA H200"}}
     assert whole == {
-        ("fmnist", "dpagd"),
-        ("mnist", "dpagd"),
+        ("fmnist", "dpagd-adaptive"),
+        ("mnist", "dpagd-adaptive"),
         ("fmnist", "every-trial"),
         ("fmnist", "kept-momentum"),
         ("fmnist", "nonprivate"),
