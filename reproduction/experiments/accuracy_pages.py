@@ -116,7 +116,7 @@ def agreement_page(records: Sequence[Record], paper: Figures) -> list[Artifact]:
         f"the paper's figure for DPSUR at the same claimed epsilon. {near} of {len(cells)} "
         f"cells are within {TOLERANCE} points; {len(run)} have rows. On IMDb the paper's text has "
         f"a validation batch of {STATED['imdb']} and the released commands have {COMMANDED}: with "
-        f"that it is {near_commanded} of {len(cells)}."
+        f"that, at the budgets where it was run, it is {near_commanded} of {len(cells)}."
     )
     reviews = [cell for cell in commanded if cell["val_batch"] != STATED[cell["task"]]]
     table = Table(AGREEMENT_COLUMNS, [*cells, *reviews])
@@ -128,12 +128,12 @@ def agreement(
 ) -> list[dict[str, Any]]:
     """Every cell of the paper's column for DPSUR, beside the released-code arm where it was run.
 
-    `reviews` is the arm for IMDb, where text and commands of the paper differ.
+    `reviews` is the arm for IMDb, where text and commands of the paper differ, at the budgets that
+    it was run at.
     """
-    arms = dict.fromkeys(DATA_SETS, RELEASED) | {"imdb": reviews}
-    ours = {(r["task"], r["epsilon"]): r for r in records if r["arm"] == arms[r["task"]]}
-    batches = STATED if reviews == RELEASED else {**STATED, "imdb": COMMANDED}
-    blank = {"mean": None, "spread": None, "seeds": None, "difference": None}
+    ours = {(r["task"], r["epsilon"]): r for r in records if r["arm"] == RELEASED}
+    ours |= {(r["task"], r["epsilon"]): r for r in records if r["arm"] == reviews}
+    blank: dict[str, Any] = {"mean": None, "spread": None, "seeds": None, "difference": None}
     found = []
     for task in DATA_SETS:
         for epsilon in EPSILONS:
@@ -143,7 +143,9 @@ def agreement(
             if difference is not None and abs(difference) <= TOLERANCE:
                 within = "yes"
             cell = {field: record[field] for field in blank}
-            cell |= {"task": task, "epsilon": epsilon, "within": within, "val_batch": batches[task]}
+            commanded = record.get("arm") == COMMANDS
+            val_batch = COMMANDED if commanded else STATED[task]
+            cell |= {"task": task, "epsilon": epsilon, "within": within, "val_batch": val_batch}
             found.append({**cell, "paper": paper[task, "dpsur", epsilon]})
     return found
 

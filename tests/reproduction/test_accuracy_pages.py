@@ -60,7 +60,7 @@ def test_reviews_are_counted_with_the_batch_of_the_text_and_of_the_commands():
     pages = {one.path: one.text for one in EXPERIMENT.render(rows) if isinstance(one, Page)}
     text = " ".join(pages["tables/accuracy_agreement.md"].split())
     assert "16 of 16 cells are within 0.7 points; 16 have rows." in text
-    assert "with that it is 12 of 16." in text
+    assert "with that, at the budgets where it was run, it is 12 of 16." in text
 
 
 def test_differences_have_every_cell_of_the_paper_and_a_reason_for_those_that_are_far():
