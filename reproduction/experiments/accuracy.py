@@ -20,9 +20,9 @@ from reproduction.arms import (
     TS_AUTHORS,
 )
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
-from reproduction.base import Row
+from reproduction.base import Options, Row
 from reproduction.experiments.accuracy_pages import draw_accuracy, extra_pages, has_points
-from reproduction.experiments.paper_figures import figure_pages
+from reproduction.experiments.paper_figures import figure_pages, state_page
 from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
 TASKS = ("fmnist", "mnist", "cifar10", "imdb")
@@ -115,7 +115,8 @@ class Accuracy(TrainingGrid):
         drawn = Picture(self.name, lambda: draw_accuracy(records, paper))
         picture = drawn if has_points(records) else None
         whole = table_page(self.name, TITLE, TEXT, Table(COLUMNS, records), picture)
-        return [*whole, *extra_pages(records, paper), *figure_pages(records, paper)]
+        lacking = state_page(list(self.cells(Options())), rows)
+        return [*whole, *extra_pages(records, paper), *figure_pages(records, paper), *lacking]
 
 
 EXPERIMENT = Accuracy()

@@ -1,7 +1,7 @@
 """The paper's table of accuracies cell by cell: how far we are, why, and where it comes from."""
 
 import csv
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
@@ -9,6 +9,7 @@ from typing import Any
 
 from dpsur.presets.settings import EPSILONS
 from reproduction.artifacts import Artifact, Column, Table, table_page
+from reproduction.base import Cell
 from reproduction.experiments.accuracy_pages import DATA_SETS, NAME, TOLERANCE, Figures, Record
 
 METHODS = ("dpsur", "dpis", "dpsgd-hf", "dpsgd-ts", "dpagd", "dpsgd", "nonprivate")
@@ -28,6 +29,15 @@ NOW: Mapping[str, Sequence[str]] = {
 PROVEN: Mapping[str, Sequence[str]] = {"dpsur": ("proven",), "dpagd": ("dpagd",)}
 
 DIFFERENCES, COMMITTED = "accuracy_differences", "accuracy_committed"
+STATE, STATE_TITLE = "accuracy_rows", "Cells of the accuracy table that lack rows"
+STATE_COLUMNS = (
+    Column("data set", "data"),
+    Column("arm", "arm"),
+    Column("epsilon", "epsilon"),
+    Column("rows", "made"),
+    Column("of", "wanted"),
+    Column("command", "command"),
+)
 DIFFERENCES_TITLE = "Ours minus the paper's, for every method, data set and epsilon"
 DIFFERENCES_COLUMNS = (
     Column("data set", "data"),
@@ -159,6 +169,34 @@ def _compared(
         "proven": None if proven is None else proven["difference"],
         "reason": reason if far else None,
     }
+
+
+def state_page(cells: Sequence[Cell], rows: Sequence[Cell]) -> list[Artifact]:
+    """Which cells have fewer rows than they should, and the command that makes the others."""
+    wanted, made = (Counter(_place(one) for one in some) for some in (cells, rows))
+    lacking = [
+        {
+            "data": DATA_SETS[task],
+            "arm": arm,
+            "epsilon": epsilon,
+            "made": made[task, arm, epsilon],
+            "wanted": count,
+            "command": f"`python -m reproduction {NAME} --arms {arm} --tasks {task} "
+            f"--epsilons {epsilon}`",
+        }
+        for (task, arm, epsilon), count in wanted.items()
+        if made[task, arm, epsilon] < count
+    ]
+    text = (
+        f"{len(wanted) - len(lacking)} of {len(wanted)} cells have rows for all of their seeds. "
+        f"These do not; the command makes what is missing, on a GPU unless `--device cpu` is given."
+    )
+    return table_page(STATE, STATE_TITLE, text, Table(STATE_COLUMNS, lacking), experiment=NAME)
+
+
+def _place(one: Cell) -> tuple[str, str, int]:
+    config = one["config"]
+    return config["task"], config["arm"], config["epsilon"]
 
 
 @cache
