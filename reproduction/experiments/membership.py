@@ -66,7 +66,7 @@ Targets without privacy are the paper's pixel CNNs, with ReLU as DPSGD's have: 1
 0.01, momentum 0.9, weight decay 5e-4, batch 128, every pixel standardised over all records. Private
 targets have the paper's settings; of DPSUR there are two, on the scattering features that the paper
 trains it with and on pixels, since the attack code that was released with it has no scattering
-networks. Their length is what the budget allows under the proven accounting
+networks (no line: no rows yet). Their length is what the budget allows under the proven accounting
 at the size of the target's part; shadow models are trained by the same method. LiRA and RMIA need
 many more shadow models, and are made of the first seed alone: on targets without privacy with
 {SHADOW_MODELS["fmnist"]} models on Fashion-MNIST and {SHADOW_MODELS["cifar10"]} on CIFAR-10, on
