@@ -602,8 +602,8 @@ def _test_records(
             else:
                 yield batch.data.select(batch.rows[some]), mask
         return
-    for start in range(0, len(train), EVALUATION_ROWS):
-        yield train.part(slice(start, start + EVALUATION_ROWS)), None
+    for part in train.parts(EVALUATION_ROWS):
+        yield part, None
 
 
 def _rate_of(plan: BlockPlan) -> float:
