@@ -49,6 +49,10 @@ class NothingReleasedError(DpsurError):
     """The run used up its trials before its updates; its result must not be published."""
 
 
+class DistributedError(DpsurError):
+    """Another process of a distributed run has failed, or differs; nothing is released."""
+
+
 class PrivacyWarning(UserWarning):
     """Something about a guarantee that the user should know."""
 
