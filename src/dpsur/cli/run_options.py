@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from dpsur.config import PRIVACY, RUN, WHAT, RunConfig, check_method_options
+from dpsur.distributed import Ranks, connect, is_distributed, restarted
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.options import Option, declared, flag
+from dpsur.runs.build_session import choose_device
 from dpsur.runs.files import RunFolder, start_command
 from dpsur.tasks import TASKS
 from dpsur.tasks.npz import PREFIX
@@ -145,6 +147,42 @@ def new_config(options: argparse.Namespace) -> tuple[RunConfig, RunFolder]:
     folder = RunFolder(config.out) if config.out else UnnamedFolder(config.task, name)
     folder.check_new()
     return config, folder
+
+
+def join_ranks(options: argparse.Namespace) -> Ranks:
+    """Join the other processes of this run, if `torchrun` has started several.
+
+    A run in a folder that was named is resumed after an elastic restart.
+    """
+    if is_distributed() and not (options.out or options.resume):
+        raise InvalidInputError(
+            "a run of several processes needs a folder that all of them can name; set --out"
+        )
+    if restarted() and options.resume is None and options.out is not None:
+        folder = RunFolder(options.out)
+        if folder.checkpoint.exists() and folder.config.exists():
+            for name in (*_given(options), *given_method_options(options)):
+                setattr(options, name, None)
+            options.resume = str(folder.root)
+    device = choose_device(options.device or RunConfig().device)
+    return connect(device, options.rank_timeout or RunConfig().pace.rank_timeout)
+
+
+def agreed_config(options: argparse.Namespace, ranks: Ranks) -> tuple[RunConfig, RunFolder]:
+    """The config of a new or resumed run and its folder, as rank 0 finds them."""
+
+    def found() -> tuple[RunConfig, RunFolder]:
+        return new_config(options) if options.resume is None else stored_config(options)
+
+    if ranks.size == 1:
+        return found()
+
+    def stored() -> bytes:
+        config, folder = found()
+        return json.dumps({"config": config.to_json(), "folder": str(folder.root)}).encode()
+
+    agreed = json.loads(ranks.from_main(stored))
+    return RunConfig.from_json(agreed["config"]), RunFolder(agreed["folder"])
 
 
 def config_of(options: argparse.Namespace) -> RunConfig:

@@ -117,8 +117,7 @@ class Ranks:
         longest = max(int(size) for size in sizes)
         padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
         found = [
-            json.loads(part.cpu().numpy().tobytes())
-            for part in self.gather(padded.to(self.device))
+            json.loads(part.cpu().numpy().tobytes()) for part in self.gather(padded.to(self.device))
         ]
         for rank, other in enumerate(found):
             names = [
@@ -129,6 +128,14 @@ class Ranks:
                     f"rank {rank} has other {' and '.join(names)} than rank 0; start every rank "
                     "with the same script, settings and data"
                 )
+
+    def decided(self, decide: Callable[[], bool]) -> bool:
+        """What rank 0 decides."""
+        return self.from_main(lambda: b"1" if decide() else b"") == b"1"
+
+    def wait_for_all(self) -> None:
+        """Return when every rank has come here."""
+        self.any(False)
 
     def any(self, flag: bool) -> bool:
         """Whether a flag is set on some rank."""
@@ -310,12 +317,7 @@ def connect(device: torch.device, timeout: float = DEFAULT_TIMEOUT) -> Ranks:
         torch.cuda.set_device(device)
     owned = not dist.is_initialized()
     if owned:
-        _join("nccl" if device.type == "cuda" else "gloo", timeout)
-    if device.type == "cuda" and dist.get_backend() == "gloo":
-        raise InvalidInputError(
-            "the process group has the backend gloo, but this run computes on CUDA; make it with "
-            "the backend nccl, or leave that to dpsur"
-        )
+        _join("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
     return Ranks(dist.get_rank(), dist.get_world_size(), device, owned or _made_here)
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from dpsur.config import RunConfig
+from dpsur.distributed import connect
+from dpsur.distributed.ranks import local_device
 from dpsur.errors import InvalidInputError
 from dpsur.features import PixelScale
 from dpsur.functional.problem import LossFunction, Problem
@@ -20,6 +22,7 @@ from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import hiding_plan
 from dpsur.runs.checkpoint import Statistics
 from dpsur.runs.data import as_examples, check_alike, check_labels, check_tokens, with_indices
+from dpsur.runs.files import to_json
 from dpsur.runs.input_features import InputFeatures, compute_inputs, like_features
 from dpsur.runs.session import Session
 from dpsur.runs.validation import check_is_loss, check_loss, check_module, check_targets, loss_on
@@ -27,9 +30,12 @@ from dpsur.status import status
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """Resolve "auto", and refuse a device that is not there."""
+    """Resolve "auto", and refuse a device that is not there.
+
+    Of several processes on a machine each gets its own CUDA device.
+    """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return local_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
@@ -39,7 +45,7 @@ def choose_device(device: str | torch.device) -> torch.device:
             f"device {device} was asked for, but this machine has no usable CUDA device; "
             "use --device cpu"
         )
-    return chosen
+    return local_device(chosen)
 
 
 def build_session(
@@ -55,11 +61,17 @@ def build_session(
     """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
 
     `released` are the statistics of a run that is resumed (see `load_statistics`), so that they are
-    drawn once for one run. `pixel_scale` is what images were standardised with.
+    drawn once for one run. `pixel_scale` is what images were standardised with. Under `torchrun`
+    every process builds the same session, from the weights of rank 0.
     """
     check_is_loss(loss)
     check_module(model)
     device = choose_device(config.device)
+    ranks = connect(device, config.pace.rank_timeout)
+    stored = config.to_json()
+    for name in ("device", "data_dir"):  # differ between machines; the records are compared later
+        stored.pop(name, None)
+    ranks.check_same({"settings": to_json(stored).decode()})
     train, test = _records(train_set, test_set, model, loss)
     # a method may bring its features
     features = InputFeatures(
@@ -69,6 +81,7 @@ def build_session(
         scale=pixel_scale,
     )
     original = copy.deepcopy(config.method.adapt(model))
+    ranks.broadcast_module(original)
     model = copy.deepcopy(original).to(device)
     shape = features.check(train.record_shape)
     outputs = check_model(model, like_features(train, shape).part(slice(1)).to(device))
@@ -83,7 +96,7 @@ def build_session(
     check_targets(loss, outputs, train.targets, "train_set")
     _check_size(model)
     method, plan = _settle(config, len(train), features)
-    streams = Streams(config.seed, device)
+    streams = Streams(config.seed, device, ranks)
     inputs = compute_inputs(features, train, test, streams, released)
     test = None if inputs.test is None else inputs.test.to(device)
     records = place(inputs.train, device, config.speed.data_bytes)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from dpsur.distributed import ALONE, Ranks
 from dpsur.errors import InvalidInputError
 from dpsur.functional.call import call
 from dpsur.functional.parameters import Params
@@ -32,12 +33,26 @@ def check_fits(model: nn.Module, examples: Examples, loss: LossFunction, name: s
     check_tokens(model, examples, name)
 
 
-def evaluate(problem: Problem, params: Params, examples: Examples) -> dict[str, float]:
-    """Mean loss and, where targets are class indices, accuracy."""
+def evaluate(
+    problem: Problem, params: Params, examples: Examples, ranks: Ranks = ALONE
+) -> dict[str, float]:
+    """Mean loss and, where targets are class indices, accuracy; each rank evaluates its share."""
+    count = len(examples)
+    if count < ranks.size:
+        ranks = ALONE
+    if ranks.size > 1:
+        own = ranks.own_range(count)
+        examples = examples.part(slice(own.start, own.stop))
     outputs = problem.outputs(params, examples.inputs)
-    scores = {"loss": float(example_losses(problem.loss, outputs, examples.targets).mean())}
+
+    def mean(values: Tensor) -> float:
+        if ranks.size == 1:
+            return float(values.mean())
+        return float(ranks.sum(values.double().sum()) / count)
+
+    scores = {"loss": mean(example_losses(problem.loss, outputs, examples.targets))}
     one = isinstance(outputs, Tensor) and isinstance(examples.targets, Tensor)
     if one and outputs.dim() == 2 and not examples.targets.dtype.is_floating_point:
         right = outputs.argmax(dim=1) == examples.targets
-        scores["accuracy"] = float(right.to(torch.float64).mean())
+        scores["accuracy"] = mean(right.to(torch.float64))
     return scores
