@@ -46,6 +46,7 @@ ARROWS = {
         "functional",
         "privacy",
     },
+    "engine": {"runs", "mechanism", "per_example", "functional", "privacy"},
     "presets": {"runs", "features", "privacy"},
     "attacks": {"runs", "tasks", "features", "networks", "methods", "mechanism", "functional"},
     "audits": {"runs", "methods", "mechanism", "per_example", "functional", "privacy"},

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from dpsur.config import Pace, Speed
+    from dpsur.engine.privacy_engine import PrivacyEngine
     from dpsur.mechanism.api import dp_gradient, poisson_batches
     from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
     from dpsur.per_example import EngineReport, explain
@@ -66,6 +67,7 @@ _HOMES = {
     "Pace": "dpsur.config",
     "per_example_gradients": "dpsur.per_example.api",
     "poisson_batches": "dpsur.mechanism.api",
+    "PrivacyEngine": "dpsur.engine.privacy_engine",
     "PrivacyLedger": "dpsur.privacy.plans",
     "Run": "dpsur.runs.result",
     "SampledGaussian": "dpsur.privacy.events",
@@ -77,8 +79,8 @@ _HOMES = {
 }
 # Packages that are imported when they are first named.
 _PACKAGES = (
-    *("attacks", "audits", "bench", "cli", "features", "functional", "mechanism", "methods"),
-    *("networks", "per_example", "presets", "privacy", "runs", "tasks"),
+    *("attacks", "audits", "bench", "cli", "engine", "features", "functional", "mechanism"),
+    *("methods", "networks", "per_example", "presets", "privacy", "runs", "tasks"),
 )
 
 __all__ = [
@@ -104,6 +106,7 @@ __all__ = [
     "NothingReleasedError",
     "Observer",
     "Pace",
+    "PrivacyEngine",
     "PrivacyLedger",
     "PrivacyWarning",
     "Run",

@@ -1,0 +1,462 @@
+"""`PrivacyEngine`: makes a model, an optimizer and a data loader private, for a custom loop."""
+
+import logging
+from collections.abc import Callable, Mapping, Sized
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dpsur import checks
+from dpsur.engine.criterion import Criterion
+from dpsur.engine.loader import Microbatch, PoissonSampler, PrivateLoader, check_loader
+from dpsur.engine.optimizer import check_optimizer, make_private_optimizer
+from dpsur.engine.watch import StepError, Watcher
+from dpsur.errors import BudgetError, CheckpointError, InvalidInputError
+from dpsur.functional.parameters import elementwise
+from dpsur.mechanism.dp_gradient import add_gaussian
+from dpsur.mechanism.streams import NOISE, Streams
+from dpsur.per_example.clipping import ClippedSum
+from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
+from dpsur.privacy.calibrate import calibrate
+from dpsur.privacy.events import SampledGaussian, Step, Trial
+from dpsur.privacy.plans import PrivacyLedger
+from dpsur.privacy.plans.open_ended import ACCOUNTING
+
+FORMAT = "dpsur-engine/1"
+_log = logging.getLogger("dpsur.engine")
+
+
+class PrivacyEngine:
+    """Differentially private training in a custom loop.
+
+        engine = dpsur.PrivacyEngine()
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=optimizer, data_loader=loader,
+            noise_multiplier=1.0, max_grad_norm=1.0, epochs=10)
+        for epoch in range(10):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = criterion(model(x), y)
+                loss.backward()
+                optimizer.step()
+        print(engine.get_epsilon(delta=1e-5))
+
+    The model is the module itself, the optimizer is the same object with another class, and the
+    loader draws Poisson batches from the same data set.
+
+    Formal guarantee: every `optimizer.step()` is a sampled Gaussian mechanism of the loader's
+    sample rate and the noise multiplier, charged before it is made. All weights that the loop sees
+    after steps satisfy (`guarantee(delta)`, delta)-DP for adding or removing one record of the data
+    set, if the loop uses the records in no other way. What the loop prints of a batch (losses,
+    accuracies, batch sizes) is not private.
+    """
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+        """Begin with an empty ledger.
+
+        Args:
+            accountant: "prv" or "pld": privacy loss distributions, the only accounting here.
+            secure_mode: refused; noise comes from a counter-based generator under a secret key of
+                128 bits in any case.
+        """
+        if accountant not in ("prv", "pld"):
+            raise InvalidInputError(
+                f"accountant {accountant!r} is not supported; leave it out: figures come from "
+                "privacy loss distributions, as those of 'prv' do"
+            )
+        if secure_mode:
+            raise InvalidInputError(
+                "secure_mode=True is not supported: random numbers come from Philox4x64-10 under a "
+                "secret key, which is not a cryptographic generator; leave it out"
+            )
+        self._ledger: PrivacyLedger | None = None
+        self._due: Microbatch | None = None
+        self._criterion: Criterion | None = None
+
+    @checks.arguments
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float,
+        criterion: Callable[..., Tensor] | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: Any = None,
+        grad_sample_mode: str = "hooks",
+        max_physical_batch_size: int | None = None,
+        seed: int | None = None,
+    ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
+        """Make a model, its optimizer and its loader private; train with them as before.
+
+        Args:
+            module: the model. It stays the module it is, without a wrapper.
+            optimizer: any of `torch.optim` that makes one step per gradient. Parameter groups,
+                state and schedulers stay as they are.
+            data_loader: a loader of a map-style data set. Poisson sampling takes the place of its
+                sampler; the sample rate is one over its length.
+            noise_multiplier: standard deviation of the noise over `max_grad_norm`.
+            max_grad_norm: the norm that each record's gradient is clipped to.
+            criterion: a loss to be computed for each record alone, as `engine.criterion(outputs,
+                targets)`; needed for losses that normalise over the batch.
+            epochs: with `steps` left out, plans as many steps as so many passes over the loader.
+            steps: the number of steps of the whole training. It is fixed here, and with it the
+                epsilon that the training is guaranteed to stay within.
+            target_epsilon: instead of a number of steps, the allowance of a filter.
+            target_delta: the delta of the guarantee; by default at most a tenth of one over the
+                number of records.
+            batch_first: must be True: records are in the first dimension.
+            loss_reduction: "mean" or "sum": how the loss adds up records. It is checked.
+            poisson_sampling: must be True: nothing else is accounted for.
+            clipping: must be "flat": one norm over all parameters.
+            noise_generator: refused; use `seed`.
+            grad_sample_mode: accepted for compatibility; the fastest way is chosen by itself.
+            max_physical_batch_size: largest number of records that the loader yields at once. A
+                batch then comes in several microbatches, and `step` acts on the last of them.
+            seed: makes batches and noise repeatable, and void against anyone who knows it.
+        """
+        _refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
+        checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        checks.positive("noise_multiplier", noise_multiplier)
+        checks.positive("max_grad_norm", max_grad_norm)
+        trained = self._check(module, optimizer, data_loader)
+        size, rate = _size_and_rate(data_loader)
+        update = SampledGaussian(rate, noise_multiplier)
+        delta = min(1e-5, 0.1 / size) if target_delta is None else target_delta
+        planned = _planned_steps(epochs, steps, data_loader)
+        if target_epsilon is not None and planned is None:
+            self._ledger = PrivacyLedger.for_budget(target_epsilon, delta, update)
+        elif planned is not None:
+            self._ledger = PrivacyLedger.for_steps(
+                update, planned, delta=delta, epsilon=target_epsilon
+            )
+        else:
+            self._ledger = PrivacyLedger.without_limit(delta)
+        self._event: Step = Trial(update)
+        self._size, self._rate, self._noise = size, rate, noise_multiplier
+        device = next(iter(trained.values())).device
+        self._streams, self._seed = Streams(seed, device), seed
+        self._module, self._optimizer, self._dataset = module, optimizer, data_loader.dataset
+        self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
+        self._watcher = Watcher(module, trained, max_grad_norm, loss_reduction, self._expect)
+        sampler = PoissonSampler(size, rate, lambda: self._batch_streams())
+        if max_physical_batch_size is not None:
+            checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
+            sampler.most = max_physical_batch_size
+        loader = PrivateLoader(data_loader, sampler, self._begin_epoch, self._yielded)
+        return module, make_private_optimizer(optimizer, self), loader
+
+    @checks.arguments
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        max_grad_norm: float,
+        epochs: int | None = None,
+        steps: int | None = None,
+        **options: Any,
+    ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
+        """Like `make_private`, with the least noise for which the training fits a budget.
+
+        `epochs` or `steps` says how long the training is; both are fixed here.
+        """
+        check_loader(data_loader)
+        planned = _planned_steps(epochs, steps, data_loader)
+        if planned is None:
+            raise InvalidInputError("give epochs or steps: the noise depends on their number")
+        _, rate = _size_and_rate(data_loader)
+        noise = calibrate(
+            epsilon=target_epsilon,
+            delta=target_delta,
+            sample_rate=rate,
+            updates=planned,
+            accounting=ACCOUNTING,
+        )
+        return self.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise,
+            max_grad_norm=max_grad_norm,
+            steps=planned,
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            **options,
+        )
+
+    def _check(
+        self, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader[Any]
+    ) -> dict[str, nn.Parameter]:
+        """Refuse what cannot be made private; returns the parameters to be trained."""
+        if self._ledger is not None:
+            raise InvalidInputError(
+                "this engine is in use; make one PrivacyEngine for each training, and add up their "
+                "epsilons if they use the same records"
+            )
+        if not isinstance(module, nn.Module):
+            raise InvalidInputError(f"module must be an nn.Module, got {type(module).__name__}")
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            raise InvalidInputError(
+                "module was compiled by torch.compile, inside which layers cannot be watched; pass "
+                "the module itself"
+            )
+        check_optimizer(optimizer)
+        check_loader(data_loader)
+        names = {id(value): name for name, value in module.named_parameters()}
+        given = [value for group in optimizer.param_groups for value in group["params"]]
+        if any(id(value) not in names for value in given):
+            raise InvalidInputError(
+                "the optimizer has parameters that are not the module's; build it from "
+                "module.parameters(), after the module is on its device"
+            )
+        held = {id(value) for value in given}
+        trained = {
+            name: value
+            for name, value in module.named_parameters()
+            if value.requires_grad and id(value) in held
+        }
+        for name, value in module.named_parameters():
+            if value.requires_grad and id(value) not in held:
+                raise InvalidInputError(
+                    f"parameter {name} requires a gradient but is not in the optimizer; freeze it "
+                    "with requires_grad_(False), or add it to the optimizer"
+                )
+        if not trained:
+            raise InvalidInputError("no parameter in the optimizer requires a gradient")
+        count = sum(value.numel() for value in trained.values())
+        if count > MOST_WEIGHTS:
+            raise InvalidInputError(
+                f"the model has {count} trainable weights, and guarantees are computed for at most "
+                f"{MOST_WEIGHTS}; freeze some of them with requires_grad_(False)"
+            )
+        return trained
+
+    @property
+    def criterion(self) -> Criterion:
+        """The loss that was given to `make_private`, computed for each record alone."""
+        if self._criterion is None:
+            raise InvalidInputError("give the loss to make_private: criterion=...")
+        return self._criterion
+
+    # What is spent
+
+    @property
+    def accountant(self) -> PrivacyLedger:
+        """The ledger that every step is charged to."""
+        if self._ledger is None:
+            raise InvalidInputError("call make_private first")
+        return self._ledger
+
+    def get_epsilon(self, delta: float) -> float:
+        """Epsilon of the steps made so far: a progress figure.
+
+        It is a guarantee of its own only for a number of steps that was fixed in advance. A loop
+        that stops because of what it sees has the guarantee of everything that was planned,
+        `guarantee(delta)`, however early it stops.
+        """
+        return self.accountant.get_epsilon(delta)
+
+    def guarantee(self, delta: float | None = None) -> float:
+        """Epsilon that holds whenever the loop stops; infinite if nothing was planned."""
+        return self.accountant.guarantee(delta)
+
+    # The loop
+
+    def _batch_streams(self) -> Streams:
+        """Batches are drawn on the host."""
+        if self._streams.device.type == "cpu":
+            return self._streams
+        host = Streams(0, torch.device("cpu"), self._streams.rank)
+        host.key = self._streams.key
+        return host
+
+    def _begin_epoch(self, length: int) -> range:
+        """The numbers of the steps whose batches an iteration of the loader may yield."""
+        self._check_size()
+        first = self.accountant.steps + 1
+        self._due = None  # what was looked at and not used is drawn again
+        self._watcher.forget()
+        if not self.accountant.affords(self._event):
+            raise self._spent()
+        return range(first, first + length)
+
+    def _spent(self) -> BudgetError:
+        return BudgetError(
+            f"the budget is spent after {self.accountant.steps} steps "
+            f"({self.accountant.describe()}); stop here, or plan more steps in make_private"
+        )
+
+    def _check_size(self) -> None:
+        now = len(cast(Sized, self._dataset))
+        if now != self._size:
+            raise StepError(
+                f"the data set has {now} records, and had {self._size} in make_private: the sample "
+                "rate was fixed for those; make a new engine for another data set"
+            )
+
+    def _yielded(self, batch: Microbatch) -> None:
+        """The loader is about to yield a microbatch."""
+        self._check_size()
+        if batch.first and self._due is not None:
+            raise StepError(
+                "a private batch was drawn and optimizer.step() was not called for the one before; "
+                "make one step for every batch of the loader (for larger batches, give the loader "
+                "a larger batch_size and set max_physical_batch_size)"
+            )
+        if self._watcher.sums.rows != batch.before:
+            raise StepError(
+                "a microbatch was drawn, and backward() was not called exactly once for each "
+                "record of those before; call it for every microbatch"
+            )
+        self._due = batch
+
+    def _expect(self, rows: int) -> Tensor | None:
+        """Called before each watched forward pass: a private batch has to be there."""
+        if self._due is None:
+            raise StepError(
+                "the model was called in training mode without a batch of the private loader; "
+                "iterate over the loader that make_private returned, and evaluate with "
+                "model.eval() or torch.no_grad()"
+            )
+        if self._due.empty:
+            device = next(iter(self._watcher.trained.values())).device
+            return torch.zeros(rows, dtype=torch.bool, device=device)
+        return None
+
+    def begin_step(self) -> bool:
+        """Charge a step, and put the private gradient in place. Called by `optimizer.step()`."""
+        due, watcher = self._due, self._watcher
+        if due is None:
+            raise StepError(
+                "optimizer.step() was called without a new batch of the private loader; make one "
+                "step for every batch that the loader from make_private yields"
+            )
+        seen = watcher.sums.rows
+        wanted = 1 if due.empty else due.drawn
+        if not due.last:
+            return False
+        if not seen:
+            raise StepError(
+                "optimizer.step() was called without a private backward pass: "
+                + (watcher.unwatched or "call loss.backward() on outputs of the model first")
+            )
+        if seen != wanted and not due.empty:
+            raise StepError(
+                f"backward passes went through {seen} records, but the private batch has another "
+                "number of them; use each record of the batch exactly once, and no others",
+                private=f"the private batch has {wanted} records",
+            )
+        watcher.check_parameters()
+        watcher.check_gradients()
+        self.accountant.charge(self._event)
+        self._due = None
+        total = ClippedSum(watcher.take(), watcher.max_grad_norm)
+        noise = self._streams.at(due.step)[NOISE]
+        noisy = add_gaussian(total, self._noise, noise)
+        expected = self._rate * self._size
+        watcher.write_gradients(elementwise(lambda value: value / expected, noisy))
+        return True
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of the loop keeps beside those of the model and the optimizer.
+
+        Private: it holds the key of the random numbers of a seeded run.
+        """
+        return {
+            "format": FORMAT,
+            "ledger": self.accountant.to_json(),
+            "sample_rate": self._rate,
+            "noise_multiplier": self._noise,
+            "max_grad_norm": self._watcher.max_grad_norm,
+            "records": self._size,
+            "seed": self._seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a ledger, after `make_private` with the same settings.
+
+        Restore the model and the optimizer from the same moment. The key of the random numbers is
+        a new one, unless the run is seeded: noise of steps that the checkpoint does not know is
+        never drawn again.
+        """
+        if state.get("format") != FORMAT:
+            raise CheckpointError(f"not the state of an engine in the format {FORMAT}")
+        own = self.state_dict()
+        for name in ("sample_rate", "noise_multiplier", "max_grad_norm", "records", "seed"):
+            if own[name] != state[name]:
+                raise CheckpointError(
+                    f"the checkpoint was made with {name} {state[name]}, this engine has "
+                    f"{own[name]}; call make_private with the settings of the checkpoint"
+                )
+        ledger = PrivacyLedger.from_json(state["ledger"])
+        if ledger.describe() != self.accountant.describe():
+            raise CheckpointError(
+                f"the checkpoint planned {ledger.describe()}, this engine "
+                f"{self.accountant.describe()}; plan the same in make_private"
+            )
+        self._ledger, self._due = ledger, None
+        self._watcher.forget()
+
+
+def _refuse_options(
+    batch_first: bool,
+    poisson_sampling: bool,
+    clipping: str,
+    noise_generator: Any,
+    grad_sample_mode: str,
+) -> None:
+    if not batch_first:
+        raise InvalidInputError(
+            "batch_first=False is not supported; put the records into the first dimension"
+        )
+    if not poisson_sampling:
+        raise InvalidInputError(
+            "poisson_sampling=False is not supported: no epsilon is known for shuffled batches; "
+            "leave it out"
+        )
+    if clipping != "flat":
+        raise InvalidInputError(
+            f"clipping={clipping!r} is not supported; use 'flat', one norm over all parameters"
+        )
+    if noise_generator is not None:
+        raise InvalidInputError(
+            "noise_generator is not supported: noise is drawn in double precision from a secret "
+            "key; for a repeatable run pass seed=..."
+        )
+    checks.one_of("grad_sample_mode", grad_sample_mode, ("hooks", "functorch", "ew", "ghost"))
+
+
+def _size_and_rate(loader: DataLoader[Any]) -> tuple[int, float]:
+    return len(cast(Sized, loader.dataset)), 1 / len(loader)
+
+
+def _planned_steps(epochs: int | None, steps: int | None, loader: DataLoader[Any]) -> int | None:
+    if epochs is not None and steps is not None:
+        raise InvalidInputError("give epochs or steps, not both")
+    if epochs is not None:
+        checks.at_least_one("epochs", epochs)
+        return int(epochs) * len(loader)
+    if steps is not None:
+        checks.at_least_one("steps", steps)
+    return steps
