@@ -6,13 +6,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 import dpsur
 from dpsur.config import Pace
-from dpsur.distributed import connect
+from dpsur.distributed import Ranks, Reduction, connect
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
+from dpsur.mechanism import dp_gradient
 from dpsur.mechanism.loop import train
+from dpsur.mechanism.sampling import Batch
 from dpsur.mechanism.streams import Streams
 from tests.methods.problems import BUDGET
 
@@ -75,3 +79,86 @@ def fit(method, *, count=61, seed=3, settings_by_rank=None, **settings):
         "statement": dict(run.statement),
         "saved": run.saved,
     }
+
+
+def engine(size, *, wrap=False, sampler=False, most=None, steps=20, optimizer="sgd"):
+    """A custom loop with `PrivacyEngine`: weights, epsilon and the sizes of the rank's batches."""
+    ranks = connect(CPU)
+    inputs, targets = records(size)
+    model = network()
+    if ranks.rank:
+        with torch.no_grad():  # an unseeded script starts with other weights on every rank
+            model[0].weight.add_(1.0)
+    data = torch.utils.data.TensorDataset(inputs, targets)
+    own = DistributedSampler(data, ranks.size, ranks.rank) if sampler else None
+    loader = DataLoader(data, batch_size=9 // (ranks.size if sampler else 1), sampler=own)
+    module = DistributedDataParallel(model) if wrap and ranks.size > 1 else model
+    kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
+    optim = kind(module.parameters(), lr=0.1)
+    privacy = dpsur.PrivacyEngine()
+    module, optim, loader = privacy.make_private(
+        module=module,
+        optimizer=optim,
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+        steps=steps,
+        max_physical_batch_size=most,
+        seed=7,
+    )
+    made = 0
+    while made < steps:
+        for x, y in loader:
+            optim.zero_grad()
+            F.cross_entropy(module(x), y).backward()
+            optim.step()
+            made = privacy.accountant.steps
+            if made == steps:
+                break
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    ledger = privacy.accountant.to_json()
+    return {"weights": weights, "ledger": ledger, "accepted": [], "rate": loader.sample_rate}
+
+
+def pure_noise(wrong=None):
+    """Gradients of empty batches, in units of their noise."""
+    inputs, targets = records(50)
+    problem = Problem(network(), F.cross_entropy, Examples(inputs, targets))
+    streams = Streams(3, CPU, connect(CPU))
+    params = problem.initial_params()
+    empty = Batch(problem.train, rows=torch.zeros(0, dtype=torch.int64), ranks=streams.ranks)
+    found = []
+    add = dp_gradient.add_gaussian
+    if wrong == "noise of each rank":
+
+        def add_each(total, noise, stream):
+            own = Streams(90 + stream.ranks.rank, CPU, stream.ranks).at(int(stream._step))
+            reduction = Reduction(stream.ranks)
+            for name, value in add(total, noise, own["noise"]).items():
+                reduction.add(name, value)
+            return reduction.result()
+
+        dp_gradient.add_gaussian = add_each
+    try:
+        for step in range(1, 201):
+            noise = streams.at(step)["noise"]
+            gradient = dp_gradient.dp_mean_gradient(problem, params, empty, 0.1, 2.0, 0.5, noise)
+            vector = torch.cat([value.reshape(-1) for value in gradient.values()]) * 5.0 / (2 * 0.5)
+            found.append(vector / streams.ranks.size if wrong == "divided by ranks" else vector)
+    finally:
+        dp_gradient.add_gaussian = add
+    return torch.cat(found)
+
+
+def make_wrong_run(wrong, method, plan):
+    result, total = Reduction.result, Ranks.sum
+    if wrong == "averaged":
+        Reduction.result = lambda self: {
+            name: value / self._ranks.size for name, value in result(self).items()
+        }
+    else:
+        Ranks.sum = lambda self, values: values
+    try:
+        return make_run(method, plan)
+    finally:
+        Reduction.result, Ranks.sum = result, total

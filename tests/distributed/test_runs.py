@@ -1,6 +1,7 @@
 """A run of several processes is the run of one."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -109,3 +110,22 @@ def test_float32_differs_by_rounding(processes):
     alone = jobs.make_run(method, plan, COUNT, torch.float32)
     found = processes.run(3, jobs.make_run, method, plan, COUNT, torch.float32)
     assert_all_same(alone, found, 1e-5)
+
+
+@pytest.mark.parametrize("count", [61, 5])
+@pytest.mark.parametrize("changes", [{}, {"wrap": True, "most": 2}, {"optimizer": "adam"}])
+def test_a_custom_loop_is_the_same_on_any_number_of_ranks(processes, count, changes):
+    """Also in microbatches, of which the ranks have different numbers, and inside DDP."""
+    if count == 5 and "optimizer" in changes:
+        return
+    alone = jobs.engine(count, **changes)
+    for size in (2, 4):
+        found = processes.run(size, partial(jobs.engine, count, **changes))
+        assert_all_same(alone, found)
+
+
+def test_a_distributed_sampler_gives_the_batch_size_of_each_rank(processes):
+    """3 records of each of 3 ranks: the rate is that of batches of 9 in one process."""
+    found = processes.run(3, partial(jobs.engine, 60, sampler=True, steps=3))
+    alone = jobs.engine(60, steps=3)
+    assert all(one["rate"] == pytest.approx(alone["rate"], rel=0.01) for one in found)

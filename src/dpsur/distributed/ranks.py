@@ -265,6 +265,17 @@ def checksum(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside `DistributedDataParallel`, which is kept from averaging gradients.
+
+    The sums of clipped gradients are added up here, so that nothing is left for the wrapper to do.
+    """
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        module.require_backward_grad_sync = False
+        return unwrap(module.module)
+    return module
+
+
 # --- joining and leaving --------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -20,7 +21,8 @@ from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.sampling import poisson_sample
 from dpsur.mechanism.streams import BATCH, Streams
 
-_PLAIN_SAMPLERS = (RandomSampler, SequentialSampler)
+# Poisson sampling takes their place; it is over the whole data set, whatever the rank.
+_PLAIN_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Microbatch:
     """Some of the records of one Poisson batch, as the loader is about to yield them."""
 
     step: int
-    drawn: int  # records of the whole batch
+    drawn: int  # records of the whole batch that this rank has
     before: int  # records in the microbatches before this one
     last: bool
 
@@ -76,7 +78,8 @@ class PoissonSampler(Sampler[list[int]]):
 
     Every record joins every batch independently with probability `sample_rate`. The number of a
     batch is part of the address of its random numbers, so a batch that was drawn ahead and not used
-    is drawn again, not replaced by another.
+    is drawn again, not replaced by another. Of several ranks each yields its share of the batch,
+    perhaps nothing.
     """
 
     def __init__(self, size: int, sample_rate: float, streams: Callable[[], Streams]) -> None:
@@ -89,9 +92,9 @@ class PoissonSampler(Sampler[list[int]]):
         planned: deque[Microbatch] = deque()
         self.planned = planned
         for step in self.steps:
-            rows = poisson_sample(
-                self.size, self.sample_rate, self._streams().at(step)[BATCH]
-            ).tolist()
+            stream = self._streams().at(step)[BATCH]
+            drawn = poisson_sample(self.size, self.sample_rate, stream)
+            rows = stream.ranks.own(drawn).tolist()
             size = self.most or max(1, len(rows))
             parts = [rows[start : start + size] for start in range(0, len(rows), size)] or [[]]
             for place, part in enumerate(parts):

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpsur import checks
+from dpsur.distributed import Reduction, connect
+from dpsur.distributed.ranks import unwrap
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.loader import Microbatch, PoissonSampler, PrivateLoader, check_loader
 from dpsur.engine.optimizer import check_optimizer, make_private_optimizer
@@ -26,6 +28,7 @@ from dpsur.privacy.plans import PrivacyLedger
 from dpsur.privacy.plans.open_ended import ACCOUNTING
 
 FORMAT = "dpsur-engine/1"
+COMPARED_EVERY = 50  # steps after which the weights of all ranks are compared
 _log = logging.getLogger("dpsur.engine")
 
 
@@ -45,7 +48,9 @@ class PrivacyEngine:
         print(engine.get_epsilon(delta=1e-5))
 
     The model is the module itself, the optimizer is the same object with another class, and the
-    loader draws Poisson batches from the same data set.
+    loader draws Poisson batches from the same data set. Under `torchrun` every rank runs the same
+    loop: the loader yields its share of a batch that is drawn over the whole data set, and the
+    clipped sums of all ranks are added up before the noise, of which there is one draw.
 
     Formal guarantee: every `optimizer.step()` is a sampled Gaussian mechanism of the loader's
     sample rate and the noise multiplier, charged before it is made. All weights that the loop sees
@@ -131,6 +136,7 @@ class PrivacyEngine:
         checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
         checks.positive("noise_multiplier", noise_multiplier)
         checks.positive("max_grad_norm", max_grad_norm)
+        module = unwrap(module)
         trained = self._check(module, optimizer, data_loader)
         size, rate = _size_and_rate(data_loader)
         update = SampledGaussian(rate, noise_multiplier)
@@ -147,7 +153,16 @@ class PrivacyEngine:
         self._event: Step = Trial(update)
         self._size, self._rate, self._noise = size, rate, noise_multiplier
         device = next(iter(trained.values())).device
-        self._streams, self._seed = Streams(seed, device), seed
+        ranks = connect(device)
+        ranks.check_same(
+            {
+                "settings": f"{update} {max_grad_norm} {self._ledger.describe()} {seed}",
+                "number of records": str(size),
+                "parameters": str([(name, value.shape) for name, value in trained.items()]),
+            }
+        )
+        ranks.broadcast_module(module)
+        self._streams, self._seed = Streams(seed, device, ranks), seed
         self._module, self._optimizer, self._dataset = module, optimizer, data_loader.dataset
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
         self._watcher = Watcher(module, trained, max_grad_norm, loss_reduction, self._expect)
@@ -282,7 +297,7 @@ class PrivacyEngine:
         """Batches are drawn on the host."""
         if self._streams.device.type == "cpu":
             return self._streams
-        host = Streams(0, torch.device("cpu"), self._streams.rank)
+        host = Streams(0, torch.device("cpu"), self._streams.ranks)
         host.key = self._streams.key
         return host
 
@@ -366,7 +381,10 @@ class PrivacyEngine:
         watcher.check_gradients()
         self.accountant.charge(self._event)
         self._due = None
-        total = ClippedSum(watcher.take(), watcher.max_grad_norm)
+        reduction = Reduction(self._streams.ranks)
+        for name, value in watcher.take().items():
+            reduction.add(name, value)
+        total = ClippedSum(reduction.result(), watcher.max_grad_norm)
         noise = self._streams.at(due.step)[NOISE]
         noisy = add_gaussian(total, self._noise, noise)
         expected = self._rate * self._size
@@ -374,7 +392,11 @@ class PrivacyEngine:
         return True
 
     def end_step(self) -> None:
-        """The optimizer has stepped."""
+        """The optimizer has stepped. Now and then the weights of all ranks are compared."""
+        steps = self.accountant.steps
+        if steps % COMPARED_EVERY == 0:
+            trained = {name: value.detach() for name, value in self._watcher.trained.items()}
+            self._streams.ranks.check_state(trained, f"after step {steps}")
 
     # Checkpoints
 
