@@ -1,5 +1,6 @@
 """What the processes of a test do."""
 
+import json
 import warnings
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import dpsur
-from dpsur.config import Pace
+from dpsur.config import Pace, RunConfig
 from dpsur.distributed import Ranks, Reduction, connect
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
@@ -18,6 +19,9 @@ from dpsur.mechanism import dp_gradient
 from dpsur.mechanism.loop import train
 from dpsur.mechanism.sampling import Batch
 from dpsur.mechanism.streams import Streams
+from dpsur.runs.build_session import build_session
+from dpsur.runs.files import RunFolder
+from dpsur.runs.fit import execute
 from tests.methods.problems import BUDGET
 
 CPU = torch.device("cpu")
@@ -71,14 +75,7 @@ def fit(method, *, count=61, seed=3, settings_by_rank=None, **settings):
             pace=Pace(checkpoint_every=5),
             **settings,
         )
-    return {
-        "weights": dict(run.model.state_dict()),
-        "ledger": run.private.ledger.to_json(),
-        "accepted": [row["accepted"] for row in run.private.rows if row["kind"] == "trial"],
-        "scores": dict(run.scores or {}),
-        "statement": dict(run.statement),
-        "saved": run.saved,
-    }
+    return outcome(run) | {"scores": dict(run.scores or {}), "saved": run.saved}
 
 
 def engine(size, *, wrap=False, sampler=False, most=None, steps=20, optimizer="sgd"):
@@ -162,3 +159,89 @@ def make_wrong_run(wrong, method, plan):
         return make_run(method, plan)
     finally:
         Reduction.result, Ranks.sum = result, total
+
+
+def session_of(method, count=61):
+    inputs, targets = records(count)
+    config = RunConfig(
+        task=None,
+        method=method,
+        budget=BUDGET,
+        seed=3,
+        device="cpu",
+        pace=Pace(checkpoint_every=4),
+    )
+    return build_session(config, network(), (inputs, targets), loss=F.cross_entropy)
+
+
+def run_in(folder, method, stop_at=None):
+    """A run with checkpoints, which rank 1 may ask to stop after some trials; resumed if it can."""
+    session, folder = session_of(method), RunFolder(folder)
+    resume, calls = folder.checkpoint.exists(), []
+
+    def stop_requested():
+        calls.append(None)
+        return session.ranks.rank == 1 and len(calls) == stop_at
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dpsur.PrivacyWarning)
+        try:
+            run = execute(session, folder=folder, resume=resume, stop_requested=stop_requested)
+        except dpsur.InterruptedRunError:
+            return len(calls)
+    return outcome(run)
+
+
+def outcome(run):
+    return {
+        "weights": dict(run.model.state_dict()),
+        "ledger": run.private.ledger.to_json(),
+        "accepted": [row["accepted"] for row in run.private.rows if row["kind"] == "trial"],
+    }
+
+
+def drifting_run(method):
+    """A run in which the state of one rank changes by one bit."""
+    session = session_of(method)
+    ranks, step = session.ranks, type(session.procedure).propose
+    calls = []
+
+    def propose(self, state, draws, position):
+        found = step(self, state, draws, position)
+        calls.append(None)
+        if ranks.rank == 1 and len(calls) == 3:
+            next(iter(found.state.params.values())).view(torch.int64).view(-1)[0] ^= 1
+        return found
+
+    type(session.procedure).propose = propose
+    try:
+        session.run()
+    finally:
+        type(session.procedure).propose = step
+
+
+def ledger_of(folder):
+    content = RunFolder(folder).checkpoint.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return json.loads(header["__metadata__"]["dpsur"])["ledger"]
+
+
+DYING_SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import dpsur
+from tests.distributed import jobs
+from tests.distributed.test_runs import NOISE
+
+out, marker = sys.argv[1], Path(sys.argv[2])
+
+class Dies:
+    def started(self, plan, progress): pass
+    def evaluated(self, *_): pass
+    def trials(self, progress, verdicts):
+        if progress.ledger.trials == 8 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+jobs.fit(dpsur.Dpsgd(**NOISE, updates=12), out=out, observers=[Dies()])
+"""
