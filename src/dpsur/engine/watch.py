@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from dpsur.engine.loss_graph import Cut, check_loss_graph
 from dpsur.errors import InvalidInputError, UnsupportedModelError
-from dpsur.functional.call import Arguments, every_module, use_weights, without_scalars
+from dpsur.functional.call import Arguments, every_module, use_weights
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Objective, forbid_side_effects, without_flattening
 from dpsur.functional.process_settings import precision
@@ -156,13 +156,26 @@ class Watcher:
         stack.close()
         if outputs is None:  # the forward pass raised
             return None
-        if self._recomputes(plan):
-            outputs = self._recompute(tape, plan, args, kwargs)
-        tape.recording = False  # until a loss was inspected
         call = Call(tape, tape.examples)
-        for value in tensors_of(without_scalars(outputs)):
-            if value.grad_fn is not None and len(value) == tape.examples:
+
+        def note(value: Tensor) -> Tensor:
+            if value.grad_fn is not None and value.dim() and len(value) == tape.examples:
                 call.cut[value.grad_fn, value.output_nr] = len(value)
+            return value
+
+        def total(given: Tensor, found: Tensor) -> Tensor:
+            """A loss that the model computes itself was computed for each record alone."""
+            note(found)
+            if given.dim():
+                return found
+            return found.mean() if self.loss_reduction == "mean" else found.sum()
+
+        if self._recomputes(plan):
+            found = self._recompute(tape, plan, args, kwargs)
+            outputs = map_tensors(total, outputs, found, otherwise=lambda value: value)
+        else:
+            map_tensors(note, outputs, otherwise=lambda value: value)
+        tape.recording = False  # until a loss was inspected
         # a call whose outputs were dropped is forgotten with its graph
         self._calls = [*[one for one in self._calls if not one.differentiated][-3:], call]
         return outputs
@@ -200,7 +213,11 @@ class Watcher:
                 outputs.append(functional_call(self.module, weights, one.args, one.kwargs))
             finally:
                 self._busy = False
-        return map_tensors(lambda *each: torch.cat(each), *outputs)
+        return map_tensors(
+            lambda *each: torch.cat(each) if each[0].dim() else torch.stack(each),
+            *outputs,
+            otherwise=lambda value: value,
+        )
 
     # The plan
 

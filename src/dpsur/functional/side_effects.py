@@ -167,7 +167,9 @@ def _seen(name: str, value: Any, *, weights: bool) -> tuple[Any, Inside | None]:
         return _tensor(value), None
     if isinstance(value, np.ndarray):
         return value.copy(), None
-    if isinstance(value, (bytearray, array, set, itertools.count)):
+    if isinstance(value, set):
+        return sorted(map(repr, value)), None  # the order of a copy may be another
+    if isinstance(value, (bytearray, array, itertools.count)):
         return (bytes(value) if isinstance(value, (bytearray, array)) else repr(value)), None
     if value is None or isinstance(value, (int, float, complex, str, bytes, np.generic)):
         return value, None
