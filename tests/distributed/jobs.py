@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -78,7 +80,11 @@ def fit(method, *, count=61, seed=3, settings_by_rank=None, **settings):
     return outcome(run) | {"scores": dict(run.scores or {}), "saved": run.saved}
 
 
-def engine(size, *, wrap=False, sampler=False, most=None, steps=20, optimizer="sgd"):
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def engine(size, *, wrap=False, shard=False, sampler=False, most=None, steps=20, optimizer="sgd"):
     """A custom loop with `PrivacyEngine`: weights, epsilon and the sizes of the rank's batches."""
     ranks = connect(CPU)
     inputs, targets = records(size)
@@ -90,6 +96,11 @@ def engine(size, *, wrap=False, sampler=False, most=None, steps=20, optimizer="s
     own = DistributedSampler(data, ranks.size, ranks.rank) if sampler else None
     loader = DataLoader(data, batch_size=9 // (ranks.size if sampler else 1), sampler=own)
     module = DistributedDataParallel(model) if wrap and ranks.size > 1 else model
+    if shard and ranks.size > 1:
+        model = network()
+        fully_shard(model[0])
+        fully_shard(model[2])
+        module = fully_shard(model)
     kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
     optim = kind(module.parameters(), lr=0.1)
     privacy = dpsur.PrivacyEngine()
@@ -112,7 +123,7 @@ def engine(size, *, wrap=False, sampler=False, most=None, steps=20, optimizer="s
             made = privacy.accountant.steps
             if made == steps:
                 break
-    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    weights = {name: whole(value.detach()).clone() for name, value in model.named_parameters()}
     ledger = privacy.accountant.to_json()
     return {"weights": weights, "ledger": ledger, "accepted": [], "rate": loader.sample_rate}
 

@@ -113,13 +113,20 @@ def test_float32_differs_by_rounding(processes):
 
 
 @pytest.mark.parametrize("count", [61, 5])
-@pytest.mark.parametrize("changes", [{}, {"wrap": True, "most": 2}, {"optimizer": "adam"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"wrap": True, "most": 2},
+        {"optimizer": "adam"},
+        {"shard": True},
+        {"shard": True, "most": 2, "optimizer": "adam"},
+    ],
+)
 def test_a_custom_loop_is_the_same_on_any_number_of_ranks(processes, count, changes):
     """Also in microbatches, of which the ranks have different numbers, and inside DDP."""
-    if count == 5 and "optimizer" in changes:
-        return
     alone = jobs.engine(count, **changes)
-    for size in (2, 4):
+    for size in (2, 3, 4) if changes.get("shard") else (2, 4):
         found = processes.run(size, partial(jobs.engine, count, **changes))
         assert_all_same(alone, found)
 

@@ -30,7 +30,7 @@ class Microbatch:
     """Some of the records of one Poisson batch, as the loader is about to yield them."""
 
     step: int
-    drawn: int  # records of the whole batch that this rank has
+    rows: int  # records of this microbatch; for none a record of zeros stands in
     before: int  # records in the microbatches before this one
     last: bool
 
@@ -41,8 +41,8 @@ class Microbatch:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was drawn, so that a record of zeros stands in."""
-        return not self.drawn
+        """Whether there is nothing in it, so that a record of zeros stands in."""
+        return not self.rows
 
 
 def check_loader(loader: Any) -> None:
@@ -95,11 +95,12 @@ class PoissonSampler(Sampler[list[int]]):
             stream = self._streams().at(step)[BATCH]
             drawn = poisson_sample(self.size, self.sample_rate, stream)
             rows = stream.ranks.own(drawn).tolist()
-            size = self.most or max(1, len(rows))
-            parts = [rows[start : start + size] for start in range(0, len(rows), size)] or [[]]
-            for place, part in enumerate(parts):
-                last = place == len(parts) - 1
-                planned.append(Microbatch(step, len(rows), place * size, last))
+            # all ranks make as many passes as the one with most records: some need each other's
+            most = max(1, -(-len(drawn) // stream.ranks.size))
+            size = self.most or most
+            for start in range(0, most, size):
+                part = rows[start : start + size]
+                planned.append(Microbatch(step, len(part), start, start + size >= most))
                 yield part
 
     def __len__(self) -> int:

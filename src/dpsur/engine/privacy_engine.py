@@ -15,6 +15,7 @@ from dpsur.distributed.ranks import unwrap
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.loader import Microbatch, PoissonSampler, PrivateLoader, check_loader
 from dpsur.engine.optimizer import check_optimizer, make_private_optimizer
+from dpsur.engine.sharding import Sharding, is_sharded
 from dpsur.engine.watch import StepError, Watcher
 from dpsur.errors import BudgetError, CheckpointError, InvalidInputError
 from dpsur.functional.parameters import elementwise
@@ -161,11 +162,15 @@ class PrivacyEngine:
                 "parameters": str([(name, value.shape) for name, value in trained.items()]),
             }
         )
-        ranks.broadcast_module(module)
+        sharding = Sharding(module, trained, ranks) if is_sharded(module) else None
+        if sharding is None:
+            ranks.broadcast_module(module)
         self._streams, self._seed = Streams(seed, device, ranks), seed
         self._module, self._optimizer, self._dataset = module, optimizer, data_loader.dataset
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
-        self._watcher = Watcher(module, trained, max_grad_norm, loss_reduction, self._expect)
+        self._watcher = Watcher(
+            module, trained, max_grad_norm, loss_reduction, self._expect, sharding=sharding
+        )
         sampler = PoissonSampler(size, rate, lambda: self._batch_streams())
         if max_physical_batch_size is not None:
             checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
@@ -363,7 +368,7 @@ class PrivacyEngine:
                 "step for every batch that the loader from make_private yields"
             )
         seen = watcher.sums.rows
-        wanted = 1 if due.empty else due.drawn
+        wanted = due.before + max(1, due.rows)
         if not due.last:
             return False
         if not seen:
@@ -381,12 +386,16 @@ class PrivacyEngine:
         watcher.check_gradients()
         self.accountant.charge(self._event)
         self._due = None
-        reduction = Reduction(self._streams.ranks)
-        for name, value in watcher.take().items():
-            reduction.add(name, value)
-        total = ClippedSum(reduction.result(), watcher.max_grad_norm)
         noise = self._streams.at(due.step)[NOISE]
-        noisy = add_gaussian(total, self._noise, noise)
+        if watcher.sharding is not None:  # its sums are those of all ranks already
+            total = ClippedSum(watcher.take(), watcher.max_grad_norm)
+            noisy = watcher.sharding.add_gaussian(total, self._noise, noise)
+        else:
+            reduction = Reduction(self._streams.ranks)
+            for name, value in watcher.take().items():
+                reduction.add(name, value)
+            total = ClippedSum(reduction.result(), watcher.max_grad_norm)
+            noisy = add_gaussian(total, self._noise, noise)
         expected = self._rate * self._size
         watcher.write_gradients(elementwise(lambda value: value / expected, noisy))
         return True
@@ -394,7 +403,7 @@ class PrivacyEngine:
     def end_step(self) -> None:
         """The optimizer has stepped. Now and then the weights of all ranks are compared."""
         steps = self.accountant.steps
-        if steps % COMPARED_EVERY == 0:
+        if steps % COMPARED_EVERY == 0 and self._watcher.sharding is None:
             trained = {name: value.detach() for name, value in self._watcher.trained.items()}
             self._streams.ranks.check_state(trained, f"after step {steps}")
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpsur.engine.loss_graph import Cut, check_loss_graph
+from dpsur.engine.sharding import Sharding
 from dpsur.errors import InvalidInputError, UnsupportedModelError
 from dpsur.functional.call import Arguments, every_module, use_weights
 from dpsur.functional.parameters import Params
@@ -84,8 +85,9 @@ class Watcher:
         loss_reduction: str,
         expects: Callable[[int], Tensor | None],
         budget: GradientBudget | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
-        self.module, self.trained = module, trained
+        self.module, self.trained, self.sharding = module, trained, sharding
         self.max_grad_norm, self.loss_reduction = max_grad_norm, loss_reduction
         self.sums = Sums()
         self.unwatched: str | None = None
@@ -134,9 +136,17 @@ class Watcher:
         self._expects(rows)
         self.check_parameters()
         plan = self._plan(inputs)
-        params = {name: value.detach() for name, value in self.trained.items()}
-        tape = Tape(params, rows, list(plan.layouts) or [Layout(0)] * _MOST_TENSORS)
+        layouts = list(plan.layouts) or [Layout(0)] * _MOST_TENSORS
         stack = ExitStack()
+        if self.sharding is not None:
+            assert plan.assignment is not None
+            tape = self.sharding.tape(rows, layouts)
+            self._open = stack, tape, plan
+            stack.enter_context(self.sharding.watched())
+            stack.enter_context(use_rules(plan.assignment, module, tape))
+            return
+        params = {name: value.detach() for name, value in self.trained.items()}
+        tape = Tape(params, rows, layouts)
         self._open = stack, tape, plan
         stack.enter_context(without_flattening(every_module(module)))
         stack.enter_context(forbid_side_effects(module, {}))
@@ -241,14 +251,21 @@ class Watcher:
         return self._plans[key]
 
     def _make_plan(self, inputs: Arguments, bf16: bool) -> Plan:
+        module = self.module if self.sharding is None else self.sharding.plain_copy()
         if not self._plans:
-            check_model(self.module, Examples(slice_rows(inputs, slice(1)), None))
-        params = {name: value.detach() for name, value in self.trained.items()}
-        objective = Objective(self.module, _no_loss, bf16=bf16)
-        return plan_for(objective, params, inputs, self._budget)
+            check_model(module, Examples(slice_rows(inputs, slice(1)), None))
+        named = dict(module.named_parameters())
+        params = {name: named[name].detach() for name in self.trained}
+        objective = Objective(module, _no_loss, bf16=bf16)
+        plan = plan_for(objective, params, inputs, self._budget)
+        if self.sharding is not None:
+            self.sharding.check_plan(plan)
+        return plan
 
     def check_parameters(self) -> None:
         """Refuse a module whose parameters are no longer those of the set-up."""
+        if self.sharding is not None:
+            self.sharding.reshard()
         now = dict(self.module.named_parameters())
         for name, value in self.trained.items():
             if now.get(name) is not value:
@@ -346,9 +363,11 @@ class Watcher:
             factors = Factors(factors.values * scale, factors.keep)
             if factors.keep is not None:
                 factors.values.masked_fill_(~factors.keep, 0.0)
-            sums = {
-                name: tape.weighted_sum(name, factors, last=True) for name in reversed(tape.params)
-            }
+            sums: Params = {}
+            for name in reversed(tape.params):
+                total = tape.weighted_sum(name, factors, last=True)
+                # of a sharded parameter only this rank's part is kept, of the sum of all ranks
+                sums[name] = total if self.sharding is None else self.sharding.reduce(name, total)
         self.sums.add(call.rows, sums)
         tape.leaves.clear()
         self._mark_gradients()
@@ -392,7 +411,9 @@ class Watcher:
         """The clipped sums of the batch, which are forgotten here."""
         sums, self.sums, self._calls = self.sums, Sums(), []
         return {
-            name: sums.params.get(name, torch.zeros_like(value.detach()))
+            name: found
+            if (found := sums.params.get(name)) is not None
+            else torch.zeros_like(value.detach())
             for name, value in self.trained.items()
         }
 
@@ -400,7 +421,8 @@ class Watcher:
         """Hand the private gradient to the optimizer."""
         for name, value in self.trained.items():
             grad = self._grads[name][0] if name in self._grads else torch.zeros_like(value)
-            grad.copy_(gradients[name])
+            new = gradients[name]
+            grad.copy_(new if self.sharding is None else self.sharding.distribute(name, new))
             value.grad = grad
             self._grads[name] = grad, grad._version
 
