@@ -81,7 +81,7 @@ def _worker(rank: int, size: int, store: str, repetitions: int, results: Any) ->
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, size),
+        init_method=f"file://{store}",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=300),
@@ -341,7 +341,8 @@ def rendered(page: str) -> str:
     for name, text in tables().items():
         block = re.compile(rf"(<!-- table: {name} -->\n)(.*?)(<!-- end -->)", re.DOTALL)
         assert block.search(page), name
-        page = block.sub(lambda found, text=text: f"{found[1]}{text}\n{found[3]}", page)  # type: ignore[misc]
+        start, end = block.search(page).span(2)  # type: ignore[union-attr]
+        page = f"{page[:start]}{text}\n{page[end:]}"
     return page
 
 

@@ -7,8 +7,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -256,3 +262,92 @@ class Dies:
 
 jobs.fit(dpsur.Dpsgd(**NOISE, updates=12), out=out, observers=[Dies()])
 """
+
+
+class Block(nn.Module):
+    """A block of a decoder: causal attention and two linear layers."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        rows, length, width = x.shape
+        parts = self.attention(self.before(x)).view(rows, length, 3, self.heads, -1)
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(seen.transpose(1, 2).reshape(rows, length, width))
+        return x + self.narrow(F.gelu(self.widen(self.between(x))))
+
+
+class Decoder(nn.Module):
+    """A model of the shape of GPT-2."""
+
+    def __init__(self, words=50, width=32, blocks=2, heads=4, length=12):
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
+        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens):
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x = self.words(tokens) + self.places(places)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x)).transpose(1, 2)
+
+
+def decoder(shard, steps=4, count=24, words=50, length=12, **sizes):
+    """Train a decoder: its weights, and the bytes of weights, gradients and moments per rank."""
+    ranks = connect(CPU)
+    torch.manual_seed(0)
+    model = Decoder(words=words, length=length, **sizes).double()
+    tokens = torch.randint(words, (count, length + 1))
+    data = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    if shard:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    privacy = dpsur.PrivacyEngine()
+    module, optim, loader = privacy.make_private(
+        module=model,
+        optimizer=optim,
+        data_loader=DataLoader(data, batch_size=6),
+        noise_multiplier=0.5,
+        max_grad_norm=1.0,
+        steps=steps,
+        seed=5,
+    )
+    for x, y in loader:
+        optim.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        optim.step()
+    held = 0
+    for value in model.parameters():
+        for each in (value, value.grad, *optim.state[value].values()):
+            local = each.to_local() if isinstance(each, DTensor) else each
+            held += local.nbytes
+    weights = {name: whole(value.detach()).clone() for name, value in model.named_parameters()}
+    ledger = privacy.accountant.to_json()
+    return {"weights": weights, "ledger": ledger, "accepted": [], "bytes": held, "rank": ranks.rank}
+
+
+def tensor_parallel():
+    """A module that is split as tensor parallelism splits it."""
+    ranks = connect(CPU)
+    model = network()
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = DataLoader(torch.utils.data.TensorDataset(*records(20)), batch_size=4)
+    dpsur.PrivacyEngine().make_private(
+        module=model, optimizer=optim, data_loader=data, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+
+
+def fit_sharded():
+    dpsur.fit(fully_shard(network()), records(20), budget=BUDGET, method=dpsur.Dpsgd(updates=1))

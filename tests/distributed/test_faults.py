@@ -90,8 +90,8 @@ def wait_for(path, started, seconds=90):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs_ends_the_others_with_one_line(tmp_path, how):
     out = tmp_path / "run"
-    command = [*COMMAND, "--updates", "4000", "--out", str(out), "--rank-timeout", "15"]
-    started = launch.start(2, command)
+    command = [*COMMAND, "--updates", "4000", "--noise-multiplier", "90", "--rank-timeout", "15"]
+    started = launch.start(2, [*command, "--out", str(out)])
     folder = RunFolder(out)
     wait_for(folder.checkpoint, started)
     started[1].send_signal(how)

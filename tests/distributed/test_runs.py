@@ -136,3 +136,21 @@ def test_a_distributed_sampler_gives_the_batch_size_of_each_rank(processes):
     found = processes.run(3, partial(jobs.engine, 60, sampler=True, steps=3))
     alone = jobs.engine(60, steps=3)
     assert all(one["rate"] == pytest.approx(alone["rate"], rel=0.01) for one in found)
+
+
+def test_a_sharded_decoder_is_the_decoder_of_one_process(processes):
+    """Of the shape of GPT-2; each rank holds its part of weights, gradients and moments."""
+    alone = jobs.decoder(False)
+    for size in (2, 3):
+        found = processes.run(size, jobs.decoder, True)
+        assert_all_same(alone, found)
+        assert max(one["bytes"] for one in found) < 1.2 * alone["bytes"] / size
+
+
+def test_what_is_split_otherwise_is_refused_by_name(processes):
+    for found in processes.run(2, jobs.tensor_parallel):
+        assert isinstance(found, dpsur.UnsupportedModelError), found
+        assert "tensor parallelism is not supported" in str(found)
+    for found in processes.run(2, jobs.fit_sharded):
+        assert isinstance(found, dpsur.UnsupportedModelError), found
+        assert "PrivacyEngine" in str(found)

@@ -238,7 +238,7 @@ class Reduction:
         for bucket, (vector, work) in zip(self._names, self._sent, strict=False):
             with self._ranks._collective():
                 work.wait()
-            parts = vector.split([value.numel() for _, value in bucket])
+            parts = torch.split(vector, [value.numel() for _, value in bucket])
             for (name, value), part in zip(bucket, parts, strict=True):
                 found[name] = part.view(value.shape)
         return found
@@ -256,12 +256,14 @@ def checksum(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors.values():
         flat = tensor.detach().reshape(-1)
-        words = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
-        places = torch.arange(len(words), device=flat.device) * 2 + 1
-        total = total * 1000003 + (words * places).sum().to(device)
+        for part in torch.split(flat, _CHECKED_AT_ONCE):
+            words = part.view(_INTEGERS[part.element_size()]).to(torch.int64)
+            places = torch.arange(len(words), device=flat.device) * 2 + 1
+            total = total * 1000003 + (words * places).sum().to(device)
     return total
 
 
+_CHECKED_AT_ONCE: Final = 2**22
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -297,14 +299,9 @@ def restarted() -> bool:
     return given.isdecimal() and int(given) > 0
 
 
-def main_by_environment() -> bool:
-    """Whether this is rank 0, before the ranks are connected."""
-    return os.environ.get("RANK", "0") == "0" or not is_distributed()
-
-
 def local_device(device: torch.device) -> torch.device:
     """The CUDA device of this process among those of its machine; a CPU is as it is."""
-    if device.type != "cuda" or device.index is not None or not is_distributed():
+    if str(device) != "cuda" or not is_distributed():
         return device
     place = int(os.environ.get("LOCAL_RANK", "0"))
     count = torch.cuda.device_count()

@@ -361,6 +361,10 @@ class PrivacyEngine:
 
     def begin_step(self) -> bool:
         """Charge a step, and put the private gradient in place. Called by `optimizer.step()`."""
+        with self._streams.ranks.ends_together():
+            return self._begin_step()
+
+    def _begin_step(self) -> bool:
         due, watcher = self._due, self._watcher
         if due is None:
             raise StepError(

@@ -78,7 +78,7 @@ class Sharding:
     def tape(self, rows: int, layouts: list[Any]) -> Tape:
         """A tape that knows whole parameters by their shapes alone."""
         shapes = {
-            name: value.to_local().new_empty(()).expand(value.shape)
+            name: torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
             for name, value in self.trained.items()
         }
         return _ShardedTape(self.module, shapes, rows, layouts)
@@ -94,8 +94,8 @@ class Sharding:
         finally:
             for value in self.trained.values():
                 value.requires_grad_(True)
-        for name, value in self.module.named_buffers():
-            if value is not self._buffers.get(name) or value._version != versions[name]:
+        for name, buffer in self.module.named_buffers():
+            if buffer is not self._buffers.get(name) or buffer._version != versions[name]:
                 raise UnsupportedModelError(
                     f"buffer {name} changes during a forward pass and would carry private records "
                     "into the release; make the forward pass free of side effects"

@@ -8,7 +8,7 @@ from torch import nn
 
 from dpsur.config import RunConfig
 from dpsur.distributed import connect
-from dpsur.distributed.ranks import local_device
+from dpsur.distributed.ranks import local_device, unwrap
 from dpsur.errors import InvalidInputError
 from dpsur.features import PixelScale
 from dpsur.functional.problem import LossFunction, Problem
@@ -66,6 +66,7 @@ def build_session(
     """
     check_is_loss(loss)
     check_module(model)
+    model = unwrap(model)
     device = choose_device(config.device)
     ranks = connect(device, config.pace.rank_timeout)
     stored = config.to_json()

@@ -65,6 +65,12 @@ def check_module(model: Any) -> None:
             f"the model must be a torch.nn.Module, got {given}; build the network and pass it in"
         )
     for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if hasattr(value, "device_mesh"):
+            raise UnsupportedModelError(
+                f"{name} is split over several processes (fully_shard, tensor parallelism), and "
+                "fit trains a copy on each; pass the model unsharded, or train the sharded one "
+                "with dpsur.PrivacyEngine"
+            )
         if is_lazy(value):
             raise UnsupportedModelError(
                 f"{name} has no shape yet, as in lazy modules; call the model once on inputs of "
