@@ -8,6 +8,7 @@ The batch of 256 is the expected size over all ranks. Restarted ranks continue f
 """
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -52,6 +53,10 @@ def main() -> None:
             fully_shard(layer)
         fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    path = None if options.out is None else options.out / "checkpoint"
+    resumed = path is not None and (path / ".metadata").exists()
+    if resumed:  # before make_private: torch makes a step of its own to set up the moments
+        load(path, model, optimizer)
     engine = dpsur.PrivacyEngine()
     module, optimizer, loader = engine.make_private(
         module=model,
@@ -61,9 +66,10 @@ def main() -> None:
         max_grad_norm=1.0,
         epochs=options.epochs,
     )
-    path = None if options.out is None else options.out / "checkpoint"
-    if path is not None and (path / ".metadata").exists():
-        load(path, module, optimizer, engine)
+    if resumed:
+        spent = {"engine": ""}
+        dcp.load(spent, checkpoint_id=str(path))
+        engine.load_state_dict(json.loads(spent["engine"]))
     while engine.accountant.steps < options.epochs * len(loader):
         for inputs, targets in loader:
             optimizer.zero_grad()
@@ -81,19 +87,19 @@ def main() -> None:
 def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, engine) -> None:
     """Write the shards of all ranks, and what the engine has spent. Private."""
     weights, moments = get_state_dict(module, optimizer)
-    state = {"model": weights, "optimizer": moments, "engine": engine.state_dict()}
+    spent = json.dumps(engine.state_dict())
+    state = {"model": weights, "optimizer": moments, "engine": spent}
     dcp.save(state, checkpoint_id=str(path))
 
 
-def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, engine) -> None:
-    """Continue from a checkpoint, on any number of ranks."""
+def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Weights and moments of a checkpoint, on any number of ranks."""
     weights, moments = get_state_dict(module, optimizer)
-    state = {"model": weights, "optimizer": moments, "engine": engine.state_dict()}
+    state = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=str(path))
     set_state_dict(
         module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    engine.load_state_dict(state["engine"])
 
 
 if __name__ == "__main__":
