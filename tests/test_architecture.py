@@ -49,6 +49,8 @@ ARROWS = {
         "privacy",
     },
     "engine": {"distributed", "runs", "mechanism", "per_example", "functional", "privacy"},
+    "opacus": {"engine", "per_example", "privacy"},
+    "integrations": {"engine", "mechanism", "functional", "privacy"},
     "presets": {"runs", "features", "privacy"},
     "attacks": {"runs", "tasks", "features", "networks", "methods", "mechanism", "functional"},
     "audits": {"runs", "methods", "mechanism", "per_example", "functional", "privacy"},

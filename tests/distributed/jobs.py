@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import dpsur
 from dpsur.config import Pace, RunConfig
 from dpsur.distributed import Ranks, Reduction, connect
+from dpsur.engine.gate import LossGate
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism import dp_gradient
@@ -90,7 +91,17 @@ def whole(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def engine(size, *, wrap=False, shard=False, sampler=False, most=None, steps=20, optimizer="sgd"):
+def engine(
+    size,
+    *,
+    wrap=False,
+    shard=False,
+    gate=False,
+    sampler=False,
+    most=None,
+    steps=20,
+    optimizer="sgd",
+):
     """A custom loop with `PrivacyEngine`: weights, epsilon and the sizes of the rank's batches."""
     ranks = connect(CPU)
     inputs, targets = records(size)
@@ -118,6 +129,7 @@ def engine(size, *, wrap=False, shard=False, sampler=False, most=None, steps=20,
         max_grad_norm=0.5,
         steps=steps,
         max_physical_batch_size=most,
+        gate=LossGate(_test_loss, 7, show_verdicts=True, loss_clip=0.5) if gate else None,
         seed=7,
     )
     made = 0
@@ -130,8 +142,16 @@ def engine(size, *, wrap=False, shard=False, sampler=False, most=None, steps=20,
             if made == steps:
                 break
     weights = {name: whole(value.detach()).clone() for name, value in model.named_parameters()}
-    ledger = privacy.accountant.to_json()
-    return {"weights": weights, "ledger": ledger, "accepted": [], "rate": loader.sample_rate}
+    return {
+        "weights": weights,
+        "ledger": privacy.accountant.to_json(),
+        "accepted": list(privacy.verdicts) if gate else [],
+        "rate": loader.sample_rate,
+    }
+
+
+def _test_loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def pure_noise(wrong=None):

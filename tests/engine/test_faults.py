@@ -127,6 +127,17 @@ def test_a_batch_that_is_skipped():
         next(batches)
 
 
+def test_two_passes_over_the_loader_at_a_time():
+    """Their batches and noise would have the same addresses."""
+    _, model, optimizer, loader = set_up()
+    one, other = iter(loader), iter(loader)
+    x, y = next(one)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with pytest.raises(StepError, match="not the latest one"):
+        next(other)
+
+
 def test_an_empty_batch_is_a_noisy_step():
     """At this rate most batches are empty; every one of them is a step that moves the weights."""
     engine, model, optimizer, loader = private(batch_size=1, seed=5, lr=1.0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dpsur.errors import InvalidInputError
 from dpsur.functional.call import Arguments
-from dpsur.functional.problem import weight_by_record
+from dpsur.functional.problem import output_rows, weight_by_record
 from dpsur.functional.tree import check_rows, map_tensors, slice_rows, tensors_of, with_tensors
 from dpsur.per_example.one_pass import losses_one_by_one
 from dpsur.runs.validation import check_is_loss, check_loss
@@ -29,6 +29,8 @@ class Criterion:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a batch, through which a gradient may be taken once."""
+        if args:  # objects among a model's outputs, such as caches, are not for the loss
+            args = (output_rows(args[0]), *args[1:])
         given = Arguments(args, kwargs)
         records = check_rows(given, "the arguments of the loss")
         if not records:

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data import (
@@ -43,6 +43,22 @@ class Microbatch:
     def empty(self) -> bool:
         """Whether there is nothing in it, so that a record of zeros stands in."""
         return not self.rows
+
+
+class Owner(Protocol):
+    """What an engine does around the batches of a loader."""
+
+    def begin_epoch(self, length: int) -> range:
+        """The numbers of the steps whose batches an iteration may yield."""
+        ...
+
+    def finished(self) -> bool:
+        """Whether no further batch is to be yielded."""
+        ...
+
+    def yielded(self, batch: Microbatch) -> None:
+        """A microbatch is about to be yielded."""
+        ...
 
 
 def check_loader(loader: Any) -> None:
@@ -107,17 +123,25 @@ class PoissonSampler(Sampler[list[int]]):
         return len(self.steps)
 
 
-class _Collate:
+class Collate:
     """The user's way to join records; for none of them, zeros in the place of one."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
-        self.collate, self.dataset = collate, dataset
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, views: int) -> None:
+        self.collate, self.dataset, self.views = collate, dataset, views
 
     def __call__(self, records: list[Any]) -> Any:
+        """A batch of some records, or the placeholder."""
         if records:
-            return self.collate(records)
-        # Only the shape of the record is used; what is no number becomes empty.
-        return map_tensors(torch.zeros_like, self.collate([self.dataset[0]]), otherwise=_blank)
+            batch = self.collate(records)
+        else:  # only the shape of the record is used; what is no number becomes empty
+            batch = map_tensors(torch.zeros_like, self.collate([self.dataset[0]]), otherwise=_blank)
+        if self.views == 1:
+            return batch
+        return map_tensors(
+            lambda value: value.repeat_interleave(self.views, 0) if value.dim() else value,
+            batch,
+            otherwise=lambda value: value,
+        )
 
 
 def _blank(value: Any) -> Any:
@@ -138,11 +162,11 @@ class PrivateLoader(DataLoader[Any]):
         self,
         loader: DataLoader[Any],
         sampler: PoissonSampler,
-        begin: Callable[[int], range],
-        due: Callable[[Microbatch], None],
+        owner: "Owner",
+        views: int = 1,
     ) -> None:
         self._epoch = len(loader)
-        self._begin, self._due = begin, due
+        self.owner, self.views = owner, views
         self.poisson = sampler
         options: dict[str, Any] = {}
         if loader.num_workers:
@@ -154,7 +178,7 @@ class PrivateLoader(DataLoader[Any]):
             loader.dataset,
             batch_sampler=sampler,
             num_workers=loader.num_workers,
-            collate_fn=_Collate(loader.collate_fn, loader.dataset),
+            collate_fn=Collate(loader.collate_fn, loader.dataset, views),
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
@@ -172,13 +196,15 @@ class PrivateLoader(DataLoader[Any]):
         return self._epoch
 
     def __iter__(self) -> Any:
-        self.poisson.steps = self._begin(self._epoch)
+        self.poisson.steps = self.owner.begin_epoch(self._epoch)
         return self._batches(super().__iter__())
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         planned = None
         for batch in batches:
+            if self.owner.finished():
+                return
             if planned is None:  # the sampler has begun by now
                 planned = self.poisson.planned
-            self._due(planned.popleft())
+            self.owner.yielded(planned.popleft())
             yield batch

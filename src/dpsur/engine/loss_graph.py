@@ -218,7 +218,7 @@ class _Walk:
     def _of_rows(self, node: Any, kind: str, rows: list[Rows], shape: tuple[int, ...]) -> State:
         first = rows[0]
         if getattr(node, "_forward_cls", None) is PerRecord:
-            if any(one.shape[0] != self.records for one in rows):
+            if any(one.shape[0] != node.records for one in rows) or node.records % self.records:
                 raise self._unknown(node, "it was given parts of records")
             return Total(float(self.records) if node.mean else 1.0, node.mean)
         if kind in _ELEMENTWISE and len(rows) == 1 and shape == first.shape:

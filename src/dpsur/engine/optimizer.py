@@ -1,10 +1,12 @@
 """A `torch.optim` optimizer whose `step` is a private step."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim.lr_scheduler import LRScheduler
 
 from dpsur.errors import InvalidInputError
 
@@ -16,6 +18,8 @@ _REFUSED = {
 
 class Steps(Protocol):
     """What an engine does around the step of an optimizer."""
+
+    scheduler_due: bool
 
     def begin_step(self) -> bool:
         """Put the private gradient in place; False: this microbatch is not the last."""
@@ -67,9 +71,32 @@ def make_private_optimizer(optimizer: Optimizer, engine: Steps) -> Optimizer:
     optimizer.engine = engine  # type: ignore[attr-defined]
     # `torch.optim` has its hooks and profiler around the step of the original class
     private.step.hooked = True  # type: ignore[attr-defined]
+    _wrap_schedulers(LRScheduler)
     if getattr(wrapped, "_wrapped_by_lr_sched", False):
         _let_schedulers_know(optimizer)
     return optimizer
+
+
+def _wrap_schedulers(kind: type[LRScheduler]) -> None:
+    """Let schedulers of a private optimizer do nothing after a step that was skipped or undone."""
+    plain = vars(kind).get("step")
+    if plain is not None and not hasattr(plain, "asks_the_engine"):
+
+        @functools.wraps(plain)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            optimizer = getattr(self, "optimizer", None)
+            if (
+                isinstance(optimizer, PrivateOptimizer)
+                and not optimizer.engine.scheduler_due
+                and not getattr(self, "_is_initial", False)
+            ):
+                return None
+            return plain(self, *args, **kwargs)
+
+        step.asks_the_engine = True  # type: ignore[attr-defined]
+        kind.step = step  # type: ignore[method-assign]
+    for child in kind.__subclasses__():
+        _wrap_schedulers(child)
 
 
 def _let_schedulers_know(optimizer: Optimizer) -> None:

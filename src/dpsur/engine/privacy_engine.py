@@ -1,7 +1,8 @@
 """`PrivacyEngine`: makes a model, an optimizer and a data loader private, for a custom loop."""
 
-import logging
+import os
 from collections.abc import Callable, Mapping, Sized
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,24 +14,37 @@ from dpsur import checks
 from dpsur.distributed import Reduction, connect
 from dpsur.distributed.ranks import unwrap
 from dpsur.engine.criterion import Criterion
-from dpsur.engine.loader import Microbatch, PoissonSampler, PrivateLoader, check_loader
+from dpsur.engine.gate import LossGate, Snapshot
+from dpsur.engine.loader import Collate, Microbatch, PoissonSampler, PrivateLoader, check_loader
 from dpsur.engine.optimizer import check_optimizer, make_private_optimizer
 from dpsur.engine.sharding import Sharding, is_sharded
 from dpsur.engine.watch import StepError, Watcher
-from dpsur.errors import BudgetError, CheckpointError, InvalidInputError
+from dpsur.environment import versions
+from dpsur.errors import (
+    BudgetError,
+    CheckpointError,
+    InvalidInputError,
+    NothingReleasedError,
+)
 from dpsur.functional.parameters import elementwise
 from dpsur.mechanism.dp_gradient import add_gaussian
-from dpsur.mechanism.streams import NOISE, Streams
+from dpsur.mechanism.sampling import poisson_sample
+from dpsur.mechanism.streams import NOISE, VAL_BATCH, VAL_NOISE, Streams
+from dpsur.per_example.augmentation import Augment
 from dpsur.per_example.clipping import ClippedSum
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
 from dpsur.privacy.calibrate import calibrate
 from dpsur.privacy.events import SampledGaussian, Step, Trial
-from dpsur.privacy.plans import PrivacyLedger
-from dpsur.privacy.plans.open_ended import ACCOUNTING
+from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plans import FilteredPlan, PrivacyLedger
+from dpsur.privacy.plans.open_ended import ACCOUNTING, PROVEN, SelectiveLedger
+from dpsur.privacy.statement import RunFacts, Statement, privacy_statement
+from dpsur.runs.files import RunFolder
+from dpsur.runs.release import NO_ORIGIN, write_release
+from dpsur.runs.replanning import CUSTOM_LOOP
 
 FORMAT = "dpsur-engine/1"
 COMPARED_EVERY = 50  # steps after which the weights of all ranks are compared
-_log = logging.getLogger("dpsur.engine")
 
 
 class PrivacyEngine:
@@ -81,6 +95,13 @@ class PrivacyEngine:
         self._ledger: PrivacyLedger | None = None
         self._due: Microbatch | None = None
         self._criterion: Criterion | None = None
+        self._gate: LossGate | None = None
+        self._saved: Snapshot | None = None
+        self._test_batch: list[tuple[int, Any]] = []
+        # Schedulers do nothing after a step that did nothing or was undone.
+        self.scheduler_due = True
+        self.verdicts: list[bool] = []
+        self._accepted = 0
 
     @checks.arguments
     def make_private(
@@ -103,6 +124,9 @@ class PrivacyEngine:
         noise_generator: Any = None,
         grad_sample_mode: str = "hooks",
         max_physical_batch_size: int | None = None,
+        gate: LossGate | None = None,
+        augment: Augment | None = None,
+        views: int = 1,
         seed: int | None = None,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         """Make a model, its optimizer and its loader private; train with them as before.
@@ -131,6 +155,11 @@ class PrivacyEngine:
             grad_sample_mode: accepted for compatibility; the fastest way is chosen by itself.
             max_physical_batch_size: largest number of records that the loader yields at once. A
                 batch then comes in several microbatches, and `step` acts on the last of them.
+            gate: makes every step a trial: the candidate is tested on a fresh batch, and kept or
+                undone.
+            augment: changes the inputs of the model at random, each record by itself, in training.
+            views: so many views of a record are averaged inside its one clipped gradient. The
+                loader then yields every record so many times in a row, for `augment` to change.
             seed: makes batches and noise repeatable, and void against anyone who knows it.
         """
         _refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
@@ -141,19 +170,34 @@ class PrivacyEngine:
         trained = self._check(module, optimizer, data_loader)
         size, rate = _size_and_rate(data_loader)
         update = SampledGaussian(rate, noise_multiplier)
+        test = None if gate is None else gate.test(size)
+        step = Trial(update, test)
         delta = min(1e-5, 0.1 / size) if target_delta is None else target_delta
         planned = _planned_steps(epochs, steps, data_loader)
-        if target_epsilon is not None and planned is None:
-            self._ledger = PrivacyLedger.for_budget(target_epsilon, delta, update)
+        if gate is not None and gate.accounting == PROVEN:
+            if planned is None:
+                raise InvalidInputError(
+                    "the accounting 'proven' needs steps=..., the number of accepted updates, "
+                    "fixed in advance"
+                )
+            self._ledger = SelectiveLedger.for_updates(
+                step, planned, delta=delta, epsilon=target_epsilon
+            )
+        elif target_epsilon is not None and planned is None:
+            self._ledger = PrivacyLedger.for_budget(target_epsilon, delta, step)
         elif planned is not None:
+            if target_epsilon is None:  # what is planned is the budget
+                target_epsilon = PrivacyLedger.for_steps(step, planned, delta=delta).guarantee()
             self._ledger = PrivacyLedger.for_steps(
-                update, planned, delta=delta, epsilon=target_epsilon
+                step, planned, delta=delta, epsilon=target_epsilon
             )
         else:
             self._ledger = PrivacyLedger.without_limit(delta)
-        self._event: Step = Trial(update)
+        self._event: Step = step
         self._size, self._rate, self._noise = size, rate, noise_multiplier
         device = next(iter(trained.values())).device
+        if views > 1 and augment is None:
+            raise InvalidInputError(f"views={views} needs augment=..., which makes them different")
         ranks = connect(device)
         ranks.check_same(
             {
@@ -167,18 +211,21 @@ class PrivacyEngine:
             ranks.broadcast_module(module)
         self._streams, self._seed = Streams(seed, device, ranks), seed
         self._module, self._optimizer, self._dataset = module, optimizer, data_loader.dataset
+        self._gate, self._saved = gate, None
+        if isinstance(self._ledger, SelectiveLedger):
+            self._first = Snapshot(module, optimizer)
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
         self._watcher = Watcher(
-            module, trained, max_grad_norm, loss_reduction, self._expect, sharding=sharding
+            module, trained, max_grad_norm, loss_reduction, self._expect, augment, views, sharding
         )
         sampler = PoissonSampler(size, rate, lambda: self._batch_streams())
         if max_physical_batch_size is not None:
             checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
             sampler.most = max_physical_batch_size
-        loader = PrivateLoader(data_loader, sampler, self._begin_epoch, self._yielded)
-        return module, make_private_optimizer(optimizer, self), loader
+        self._loader = PrivateLoader(data_loader, sampler, self, views)
+        self._test_collate = Collate(data_loader.collate_fn, data_loader.dataset, 1)
+        return module, make_private_optimizer(optimizer, self), self._loader
 
-    @checks.arguments
     def make_private_with_epsilon(
         self,
         *,
@@ -190,6 +237,7 @@ class PrivacyEngine:
         max_grad_norm: float,
         epochs: int | None = None,
         steps: int | None = None,
+        gate: LossGate | None = None,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         """Like `make_private`, with the least noise for which the training fits a budget.
@@ -200,13 +248,14 @@ class PrivacyEngine:
         planned = _planned_steps(epochs, steps, data_loader)
         if planned is None:
             raise InvalidInputError("give epochs or steps: the noise depends on their number")
-        _, rate = _size_and_rate(data_loader)
+        size, rate = _size_and_rate(data_loader)
         noise = calibrate(
             epsilon=target_epsilon,
             delta=target_delta,
             sample_rate=rate,
             updates=planned,
-            accounting=ACCOUNTING,
+            test=None if gate is None else gate.test(size),
+            accounting=ACCOUNTING if gate is None else gate.accounting,
         )
         return self.make_private(
             module=module,
@@ -217,6 +266,7 @@ class PrivacyEngine:
             steps=planned,
             target_epsilon=target_epsilon,
             target_delta=target_delta,
+            gate=gate,
             **options,
         )
 
@@ -231,7 +281,7 @@ class PrivacyEngine:
             )
         if not isinstance(module, nn.Module):
             raise InvalidInputError(f"module must be an nn.Module, got {type(module).__name__}")
-        if isinstance(module, torch._dynamo.OptimizedModule):
+        if hasattr(module, "_orig_mod"):
             raise InvalidInputError(
                 "module was compiled by torch.compile, inside which layers cannot be watched; pass "
                 "the module itself"
@@ -296,6 +346,66 @@ class PrivacyEngine:
         """Epsilon that holds whenever the loop stops; infinite if nothing was planned."""
         return self.accountant.guarantee(delta)
 
+    def statement(self) -> Statement:
+        """The privacy statement of the training, for whoever gets the model.
+
+        Its epsilon is `guarantee()`, however early the loop stopped.
+        """
+        plan = self.accountant.plan
+        if plan is None:
+            raise InvalidInputError(
+                "without a plan there is no guarantee to state; give make_private epochs, steps or "
+                "target_epsilon"
+            )
+        gate = self._gate
+        if isinstance(self.accountant, SelectiveLedger) and not self.accountant.completed:
+            raise NothingReleasedError(
+                "the accounting 'proven' covers a training that made all of its updates; continue "
+                "until the loader ends, or release nothing"
+            )
+        steps = None if isinstance(plan, FilteredPlan) else plan.length
+        facts = RunFacts(
+            dataset_size=self._size,
+            method=CUSTOM_LOOP,
+            settings={
+                "batch_size": self._rate * self._size,
+                "noise_multiplier": self._noise,
+                "max_grad_norm": self._watcher.max_grad_norm,
+                "steps": steps,
+                "val_batch_size": None if gate is None else gate.val_batch_size,
+                "val_noise_multiplier": None if gate is None else gate.val_noise_multiplier,
+                "accept_threshold": None if gate is None else gate.accept_threshold,
+                "loss_clip": None if gate is None else gate.loss_clip,
+                "optimizer": type(self._optimizer).__name__.removeprefix("Private"),
+                "views": self._loader.views,
+            },
+            seeded=self._streams.seeded,
+            average=False,
+            tf32=torch.backends.cuda.matmul.allow_tf32,
+            bf16=self._watcher.rounded,
+            versions=versions(),
+        )
+        charged = Ledger()
+        if self.accountant.steps:
+            charged = charged.record(
+                self._event, updates=self._accepted, trials=self.accountant.steps
+            )
+        return privacy_statement(plan, charged, facts)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write `release/` into a new folder: weights and statement, for `dpsur verify`.
+
+        Load it with `dpsur.load(path, model)`. Nothing private is written, and with a gate the
+        number of accepted updates, which is paid for.
+        """
+        statement = self.statement()
+        if self._due is not None and self._watcher.sums.rows:
+            raise StepError("a batch was begun and not stepped on; finish it before you save")
+        folder = RunFolder(path)
+        folder.check_new()
+        write_release(folder.release, self._module, statement, NO_ORIGIN)
+        return folder.release
+
     # The loop
 
     def _batch_streams(self) -> Streams:
@@ -306,7 +416,7 @@ class PrivacyEngine:
         host.key = self._streams.key
         return host
 
-    def _begin_epoch(self, length: int) -> range:
+    def begin_epoch(self, length: int) -> range:
         """The numbers of the steps whose batches an iteration of the loader may yield."""
         self._check_size()
         first = self.accountant.steps + 1
@@ -314,7 +424,14 @@ class PrivacyEngine:
         self._watcher.forget()
         if not self.accountant.affords(self._event):
             raise self._spent()
+        if isinstance(self.accountant, SelectiveLedger):  # ends after the last update
+            assert self.accountant.plan is not None
+            length = self.accountant.plan.trials
         return range(first, first + length)
+
+    def finished(self) -> bool:
+        """Whether no further batch is to be yielded: what was planned is done."""
+        return self._due is None and not self.accountant.affords(self._event)
 
     def _spent(self) -> BudgetError:
         return BudgetError(
@@ -330,7 +447,7 @@ class PrivacyEngine:
                 "rate was fixed for those; make a new engine for another data set"
             )
 
-    def _yielded(self, batch: Microbatch) -> None:
+    def yielded(self, batch: Microbatch) -> None:
         """The loader is about to yield a microbatch."""
         self._check_size()
         if batch.first and self._due is not None:
@@ -338,6 +455,11 @@ class PrivacyEngine:
                 "a private batch was drawn and optimizer.step() was not called for the one before; "
                 "make one step for every batch of the loader (for larger batches, give the loader "
                 "a larger batch_size and set max_physical_batch_size)"
+            )
+        if batch.step != self.accountant.steps + 1:
+            raise StepError(
+                "this pass over the loader is not the latest one, and its batches belong to steps "
+                "that were made meanwhile; iterate over the loader once at a time"
             )
         if self._watcher.sums.rows != batch.before:
             raise StepError(
@@ -374,6 +496,7 @@ class PrivacyEngine:
         seen = watcher.sums.rows
         wanted = due.before + max(1, due.rows)
         if not due.last:
+            self.scheduler_due = False
             return False
         if not seen:
             raise StepError(
@@ -390,6 +513,8 @@ class PrivacyEngine:
         watcher.check_gradients()
         self.accountant.charge(self._event)
         self._due = None
+        # the model may have been moved since
+        self._streams.device = next(iter(watcher.trained.values())).device
         noise = self._streams.at(due.step)[NOISE]
         if watcher.sharding is not None:  # its sums are those of all ranks already
             total = ClippedSum(watcher.take(), watcher.max_grad_norm)
@@ -402,14 +527,75 @@ class PrivacyEngine:
             noisy = add_gaussian(total, self._noise, noise)
         expected = self._rate * self._size
         watcher.write_gradients(elementwise(lambda value: value / expected, noisy))
+        if self._gate is not None:
+            self._saved = Snapshot(self._module, self._optimizer)
+            self._test_batch = self._draw_test_batch(due.step)
+            self._before = self._test_loss()
+        self._step = due.step
         return True
 
     def end_step(self) -> None:
-        """The optimizer has stepped. Now and then the weights of all ranks are compared."""
-        steps = self.accountant.steps
-        if steps % COMPARED_EVERY == 0 and self._watcher.sharding is None:
-            trained = {name: value.detach() for name, value in self._watcher.trained.items()}
-            self._streams.ranks.check_state(trained, f"after step {steps}")
+        """The optimizer has made a candidate: keep it, or go back.
+
+        Now and then the weights of all ranks are compared.
+        """
+        with self._streams.ranks.ends_together():
+            self._end_step()
+            steps = self.accountant.steps
+            if steps % COMPARED_EVERY == 0 and self._watcher.sharding is None:
+                trained = {name: value.detach() for name, value in self._watcher.trained.items()}
+                self._streams.ranks.check_state(trained, f"after step {steps}")
+
+    def _end_step(self) -> None:
+        self.scheduler_due = True
+        if self._gate is None or self._saved is None:
+            self._accepted += 1
+            return
+        after = self._test_loss()
+        noise = self._streams.at(self._step)[VAL_NOISE]
+        accepted = self._gate.accepts(after, self._before, noise)
+        self._accepted += accepted
+        if not accepted:
+            self._saved.restore()
+            self.scheduler_due = False
+        if isinstance(self.accountant, SelectiveLedger):
+            self._count(accepted, self.accountant)
+        if self._gate.show_verdicts:
+            self.verdicts.append(accepted)
+        self._saved, self._test_batch = None, []
+
+    def _test_loss(self) -> Tensor:
+        """The mean loss of the weights at hand on the test batch of all ranks."""
+        assert self._gate is not None
+        found = self._gate.mean_loss(self._module, self._test_batch, self._streams.ranks)
+        if self._watcher.sharding is not None:
+            self._watcher.sharding.reshard()  # or the next step would not reach gathered weights
+        return found
+
+    def _count(self, accepted: bool, ledger: SelectiveLedger) -> None:
+        """Charge an accepted update; give up where the cap on trials is reached."""
+        if accepted:
+            ledger.accept()
+        if ledger.given_up:
+            self._first.restore()
+            raise NothingReleasedError(
+                "the cap on trials was reached before all updates were accepted, which is as "
+                "improbable as delta demands; the first weights are back, and nothing that came of "
+                "this training may be released"
+            )
+
+    def _draw_test_batch(self, step: int) -> list[tuple[int, Any]]:
+        """A fresh Poisson batch, collated as the loader does, in microbatches."""
+        assert self._gate is not None
+        rate = self._gate.test(self._size).sample_rate
+        drawn = poisson_sample(self._size, rate, self._batch_streams().at(step)[VAL_BATCH])
+        rows, ranks = self._streams.ranks.own(drawn).tolist(), self._streams.ranks
+        # all ranks make as many passes as the one with most records: some need each other's
+        longest = -(-len(drawn) // ranks.size)
+        most = self._loader.poisson.most or max(1, longest)
+        parts = [rows[start : start + most] for start in range(0, longest, most)]
+        collate, data = self._test_collate, cast(Any, self._dataset)
+        return [(len(part), collate([data[row] for row in part])) for part in parts]
 
     # Checkpoints
 
@@ -426,6 +612,7 @@ class PrivacyEngine:
             "max_grad_norm": self._watcher.max_grad_norm,
             "records": self._size,
             "seed": self._seed,
+            "accepted": self._accepted,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -450,7 +637,7 @@ class PrivacyEngine:
                 f"the checkpoint planned {ledger.describe()}, this engine "
                 f"{self.accountant.describe()}; plan the same in make_private"
             )
-        self._ledger, self._due = ledger, None
+        self._ledger, self._due, self._accepted = ledger, None, int(state["accepted"])
         self._watcher.forget()
 
 

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from dpsur.engine.loss_graph import Cut, check_loss_graph
 from dpsur.engine.sharding import Sharding
 from dpsur.errors import InvalidInputError, UnsupportedModelError
-from dpsur.functional.call import Arguments, every_module, use_weights
+from dpsur.functional.call import Arguments, arguments, every_module, use_weights
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Objective, forbid_side_effects, without_flattening
 from dpsur.functional.process_settings import precision
@@ -34,11 +34,12 @@ from dpsur.functional.tree import (
     split_rows,
     tensors_of,
 )
+from dpsur.per_example.augmentation import Augment, check_augmentation
 from dpsur.per_example.contributions import Factors, clip_factors
 from dpsur.per_example.engine_choice import Engine, Plan, plan_for
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.model_check import check_model
-from dpsur.per_example.one_pass import broadcast_copies, copy_per_example, use_rules
+from dpsur.per_example.one_pass import copy_per_example, use_rules
 from dpsur.per_example.rules import RULES
 from dpsur.per_example.tape import Layout, Tape
 
@@ -84,15 +85,17 @@ class Watcher:
         max_grad_norm: float,
         loss_reduction: str,
         expects: Callable[[int], Tensor | None],
-        budget: GradientBudget | None = None,
+        augment: Augment | None = None,
+        views: int = 1,
         sharding: Sharding | None = None,
     ) -> None:
         self.module, self.trained, self.sharding = module, trained, sharding
         self.max_grad_norm, self.loss_reduction = max_grad_norm, loss_reduction
         self.sums = Sums()
         self.unwatched: str | None = None
+        self.rounded = False  # whether a call was made in bfloat16
         self._expects = expects
-        self._budget = GradientBudget() if budget is None else budget
+        self._augment, self._views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
         self._plans: dict[object, Plan] = {}
         self._factors: tuple[float, ...] | None = None
@@ -122,19 +125,25 @@ class Watcher:
 
     # The forward pass
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not hasattr(self, "module") or module is not self.module or self._busy:
-            return  # a copy of the module, or our own checks
+            return None  # a copy of the module, or our own checks
         self.unwatched = None
         if not module.training:
             self.unwatched = "the model was in evaluation mode; call model.train() first"
-            return
+            return None
         if not torch.is_grad_enabled():
-            return
-        inputs = Arguments(args, kwargs)
-        rows = _row_count(inputs)
-        self._expects(rows)
+            return None
+        rows = _row_count(Arguments(args, kwargs))
+        if rows % self._views:
+            raise StepError(
+                f"the model was called with {rows} rows, which is no multiple of the {self._views} "
+                "views of each record; keep the views of a record together"
+            )
+        self._expects(rows // self._views)
         self.check_parameters()
+        args, kwargs = self._augmented(args, kwargs)
+        inputs = Arguments(args, kwargs)
         plan = self._plan(inputs)
         layouts = list(plan.layouts) or [Layout(0)] * _MOST_TENSORS
         stack = ExitStack()
@@ -144,7 +153,7 @@ class Watcher:
             self._open = stack, tape, plan
             stack.enter_context(self.sharding.watched())
             stack.enter_context(use_rules(plan.assignment, module, tape))
-            return
+            return args, kwargs
         params = {name: value.detach() for name, value in self.trained.items()}
         tape = Tape(params, rows, layouts)
         self._open = stack, tape, plan
@@ -152,12 +161,25 @@ class Watcher:
         stack.enter_context(forbid_side_effects(module, {}))
         if self._recomputes(plan):
             stack.enter_context(torch.no_grad())
-            return
+            return args, kwargs
         assert plan.assignment is not None
         stack.enter_context(use_rules(plan.assignment, module, tape))
-        copies = {name: broadcast_copies(tape, name) for name in plan.assignment.copied}
-        weights = tape.params | copies
+        weights = tape.params
         stack.enter_context(use_weights(module, lambda name, own: weights.get(name, own.detach())))
+        return args, kwargs
+
+    def _augmented(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call after the augmentation."""
+        if self._augment is None:
+            return args, kwargs
+        if bool(args) == bool(kwargs):
+            raise StepError(
+                "with augment=..., call the model with positional or with keyword arguments only"
+            )
+        inputs = kwargs or (args[0] if len(args) == 1 else args)
+        if not self._plans:
+            check_augmentation(self._augment, self._views, inputs)
+        return arguments(self._augment(inputs))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         if not hasattr(self, "module") or self._open is None or module is not self.module:
@@ -166,7 +188,7 @@ class Watcher:
         stack.close()
         if outputs is None:  # the forward pass raised
             return None
-        call = Call(tape, tape.examples)
+        call = Call(tape, tape.examples // self._views)
 
         def note(value: Tensor) -> Tensor:
             if value.grad_fn is not None and value.dim() and len(value) == tape.examples:
@@ -240,6 +262,7 @@ class Watcher:
                 "torch.autocast(..., dtype=torch.bfloat16)"
             )
         bf16 = torch.is_autocast_enabled(kind)
+        self.rounded = self.rounded or bf16
         key = (signature(inputs), inputs.constants, bf16)
         if key not in self._plans:
             self._busy = True
@@ -257,7 +280,7 @@ class Watcher:
         named = dict(module.named_parameters())
         params = {name: named[name].detach() for name in self.trained}
         objective = Objective(module, _no_loss, bf16=bf16)
-        plan = plan_for(objective, params, inputs, self._budget)
+        plan = plan_for(objective, params, inputs, GradientBudget())
         if self.sharding is not None:
             self.sharding.check_plan(plan)
         return plan
@@ -326,6 +349,7 @@ class Watcher:
         if options.get("create_graph"):
             raise StepError("create_graph=True is not supported in a private backward pass")
         report = check_loss_graph(loss, call.cut, call.rows, self._names)
+        views = 1 if self.loss_reduction == "mean" else self._views  # a sum is not divided by them
         if call.rows > 1 and report.mean != (self.loss_reduction == "mean"):
             has = "a mean" if report.mean else "a sum"
             raise StepError(
@@ -342,12 +366,16 @@ class Watcher:
                 )
             self._factors = report.factors
         call.tape.recording = True
-        return report.scale
+        return report.scale / views
 
     def after_backward(self, call: Call, scale: float | Tensor) -> None:
         """Clip each record's gradient and add them up."""
         call.differentiated, tape = True, call.tape
         tape.recording = False
+        with torch.no_grad(), precision(tf32=False):
+            tape.carry_back()
+            if self._views > 1:
+                tape.merge_views(self._views)
         keep = self._expects(call.rows)
         if keep is None:
             missing = next((n for n in tape.params if not tape.contributions.get(n)), None)

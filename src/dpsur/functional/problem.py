@@ -43,6 +43,9 @@ class Objective:
     model: nn.Module
     loss: LossFunction
     bf16: bool = field(default=False, kw_only=True)
+    # Views of each record whose gradients are averaged, and what makes them different.
+    augment: Callable[[Any], Any] | None = field(default=None, kw_only=True)
+    views: int = field(default=1, kw_only=True)
 
     @property
     def device(self) -> torch.device:

@@ -37,6 +37,7 @@ from dpsur.runs.checkpoint import (
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder, sha256, to_json
 from dpsur.runs.fingerprint import loss_identity, model_identity
+from dpsur.runs.streaming import identifying
 
 EVALUATIONS_PER_RUN = 20
 # Captured trials between two looks at them. The last block continues beyond the end of the plan.
@@ -146,7 +147,7 @@ class Session:
     def fingerprint(self) -> Fingerprint:
         """Tells this run from any other: its settings, records, loss, network and fixed parts."""
         trained = self.problem.initial_params()
-        records = {"inputs": self.problem.train.inputs, "targets": self.problem.train.targets}
+        records = identifying(self.problem.train)
         facts: dict[str, Any] = {
             "method": self.method.name,
             "settings": asdict(self.method),
@@ -263,7 +264,7 @@ class ActiveRun:
         if session.test is None or not self._observers:
             return
         released = progress.state.released_params
-        scores = evaluate(session.problem, released, session.test, session.ranks)
+        scores = evaluate(session.problem, released, session.test)
         spent = session.plan.spent(progress.ledger)
         for observer in self._observers:
             observer.evaluated(progress, scores, spent)
