@@ -340,9 +340,9 @@ def rendered(page: str) -> str:
     """The page with its tables rendered from the rows."""
     for name, text in tables().items():
         block = re.compile(rf"(<!-- table: {name} -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-        assert block.search(page), name
-        start, end = block.search(page).span(2)  # type: ignore[union-attr]
-        page = f"{page[:start]}{text}\n{page[end:]}"
+        found = block.search(page)
+        assert found is not None, name
+        page = f"{page[: found.start(2)]}{text}\n{page[found.end(2) :]}"
     return page
 
 

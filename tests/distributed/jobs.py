@@ -49,20 +49,22 @@ def network(dtype=torch.float64):
         return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
 
 
-def make_run(method, plan, count=61, dtype=torch.float64):
+def make_run(method, plan, count=61, dtype=torch.float64, device=CPU):
     """All trials of a plan; what must not depend on the number of ranks."""
     inputs, targets = records(count)
     problem = Problem(
-        method.adapt(network(dtype)), F.cross_entropy, Examples(inputs.to(dtype), targets)
+        method.adapt(network(dtype)).to(device),
+        F.cross_entropy,
+        Examples(inputs.to(dtype), targets).to(device),
     )
     verdicts = []
     end = train(
         method.bind(problem, plan),
         plan,
-        Streams(3, CPU, connect(CPU)),
+        Streams(3, device, connect(device)),
         on_block=lambda _, found: verdicts.extend(bool(each.accept) for each in found),
     )
-    params = {name: value.clone() for name, value in end.state.released_params.items()}
+    params = {name: value.cpu() for name, value in end.state.released_params.items()}
     return {"weights": params, "ledger": end.ledger.to_json(), "accepted": verdicts}
 
 

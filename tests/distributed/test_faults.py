@@ -117,9 +117,8 @@ def test_ten_kills_at_random_moments_resumed_on_other_numbers_of_ranks(tmp_path)
     folder, chosen, kills = RunFolder(tmp_path / "killed"), random.Random(3), 0
     while not folder.finished:
         size = chosen.choice([1, 2, 3])
-        where = ["--resume", str(folder.root)]
-        command = [*COMMAND[:3], *where] if folder.config.exists() else None
-        started = launch.start(size, command or [*COMMAND, "--out", str(folder.root)])
+        where = [*COMMAND[:3], "--resume"] if folder.config.exists() else [*COMMAND, "--out"]
+        started = launch.start(size, [*where, str(folder.root), "--rank-timeout", "30"])
         if kills < 10:
             wait_for(folder.checkpoint, started)
             seen, until = folder.checkpoint.stat().st_mtime_ns, time.monotonic() + 60
@@ -136,6 +135,7 @@ def test_ten_kills_at_random_moments_resumed_on_other_numbers_of_ranks(tmp_path)
     )
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, rtol=0, atol=1e-4)
+    assert (tmp_path / "plain" / "release" / "privacy.json").exists()
     ledgers = [jobs.ledger_of(tmp_path / name) for name in ("plain", "killed")]
     assert ledgers[0] == ledgers[1]
 

@@ -158,3 +158,14 @@ def test_what_is_split_otherwise_is_refused_by_name(processes):
     for found in processes.run(2, jobs.fit_sharded):
         assert isinstance(found, dpsur.UnsupportedModelError), found
         assert "PrivacyEngine" in str(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dpsgd", "dpsur with a coin", "dpis", "dpagd"])
+def test_two_processes_on_one_gpu(processes, kind):
+    """With gloo, since NCCL wants a GPU for each; batches are padded on CUDA."""
+    method, plan = settled(*KINDS[kind][:1], COUNT, KINDS[kind][1])
+    device = torch.device("cuda", 0)
+    arguments = (method, plan, COUNT, torch.float64, device)
+    alone = jobs.make_run(*arguments)
+    assert_all_same(alone, processes.run(2, jobs.make_run, *arguments))

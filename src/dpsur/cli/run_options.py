@@ -163,7 +163,8 @@ def join_ranks(options: argparse.Namespace) -> Ranks:
         folder = RunFolder(options.out)
         if folder.checkpoint.exists() and folder.config.exists():
             for name in (*_given(options), *given_method_options(options)):
-                setattr(options, name, None)
+                if name != "rank_timeout":
+                    setattr(options, name, None)
             options.resume = str(folder.root)
     device = choose_device(options.device or RunConfig().device)
     return connect(device, options.rank_timeout or RunConfig().pace.rank_timeout)
@@ -196,6 +197,8 @@ def config_of(options: argparse.Namespace) -> RunConfig:
 def stored_config(options: argparse.Namespace) -> tuple[RunConfig, RunFolder]:
     """The config of an interrupted run, from its folder."""
     for name in (*_given(options), *given_method_options(options)):
+        if name == "rank_timeout":  # how long to wait for others is no part of the run
+            continue
         raise InvalidInputError(
             f"--resume takes the settings from its folder; leave out {flag(name)}"
         )

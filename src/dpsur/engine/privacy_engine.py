@@ -201,7 +201,8 @@ class PrivacyEngine:
         ranks = connect(device)
         ranks.check_same(
             {
-                "settings": f"{update} {max_grad_norm} {self._ledger.describe()} {seed}",
+                "settings": f"{step} {max_grad_norm} {self._ledger.describe()} {seed} {views} "
+                f"{None if gate is None else gate.loss_clip}",
                 "number of records": str(size),
                 "parameters": str([(name, value.shape) for name, value in trained.items()]),
             }

@@ -147,11 +147,13 @@ class Sharding:
 
     def check_plan(self, plan: Plan) -> None:
         """Refuse a model for which whole weights would be needed outside of its layers."""
-        missing = plan.assignment is None or plan.engine is not Engine.ONE_PASS
-        if missing or plan.assignment.copied or any(k is None for _, k in plan.assignment.forwards):  # type: ignore[union-attr]
+        found = plan.assignment
+        rules_only = plan.engine is Engine.ONE_PASS and found is not None and not found.operations
+        if found is None or not rules_only or any(kind is None for _, kind in found.forwards):
             reasons = "; ".join(attempt.reason for attempt in plan.failed)
             raise UnsupportedModelError(
-                "the model has a layer without a gradient rule, which cannot be sharded"
+                "the model has a trained layer without a gradient rule, or uses a weight outside "
+                "of its layer, which cannot be sharded"
                 + (f" ({reasons})" if reasons else "")
                 + "; train it without fully_shard, or freeze that layer (see dpsur.explain)"
             )
@@ -227,11 +229,16 @@ class _ShardedTape(Tape):
 
     def slot(self, parameter: Tensor | None, rows: tuple[int, int] | None = None) -> Slot | None:
         """The slot of a parameter that is gathered now, or None if it is not trained."""
-        if parameter is None:
+        if not isinstance(parameter, nn.Parameter):
             return None
-        for module, prefix in self._modules.items():
-            for key, value in module._parameters.items():
-                if value is parameter:
-                    name = f"{prefix}.{key}" if prefix else key
-                    return Slot(name, rows) if name in self.params else None
-        return None
+        if id(parameter) not in self.names:
+            for module, prefix in self._modules.items():
+                for key, value in module._parameters.items():
+                    if value is parameter:
+                        self.names[id(parameter)] = f"{prefix}.{key}" if prefix else key
+        name = self.names.get(id(parameter))
+        return None if name not in self.params else Slot(name, rows)
+
+    def copies(self, name: str) -> Tensor:
+        """Never asked for by rules: whole weights are not here."""
+        raise UnsupportedModelError(f"parameter {name} is needed as a whole; it cannot be sharded")
