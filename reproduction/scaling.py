@@ -87,16 +87,19 @@ def _worker(rank: int, size: int, store: str, repetitions: int, results: Any) ->
         timeout=timedelta(seconds=300),
     )
     ranks = connect(CPU)
-    seconds, latency, rate = _trial_seconds(ranks, repetitions), *_links(ranks, repetitions)
+    seconds, worked = _trial_seconds(ranks, repetitions)
+    latency, rate = _links(ranks, repetitions)
     weights = sum(value.numel() for value in pixel_cnn().parameters())
     if rank == 0:
         settings = {"records": RECORDS, "batch": BATCH_SIZE, "test_batch": TEST_SIZE}
         links = {"latency_seconds": latency, "seconds_per_byte": rate}
-        results.put({"seconds": seconds, "weights": weights, **settings, **links})
+        times = {"seconds": seconds, "cpu_seconds": worked}
+        results.put({**times, "weights": weights, **settings, **links})
     dist.destroy_process_group()
 
 
-def _trial_seconds(ranks: Ranks, repetitions: int) -> dict[str, float]:
+def _trial_seconds(ranks: Ranks, repetitions: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Medians of each part: seconds, and seconds of work of the rank that worked longest."""
     torch.manual_seed(0)
     records = Examples(torch.rand(RECORDS, 1, 28, 28), torch.randint(10, (RECORDS,)))
     problem = Problem(pixel_cnn(), F.cross_entropy, records)
@@ -114,7 +117,8 @@ def _trial_seconds(ranks: Ranks, repetitions: int) -> dict[str, float]:
         noisy = clock.time("noise", add_gaussian, ClippedSum(total, 0.1), 1.0, draws[NOISE])
         test = exact_batch(records, TEST_SIZE / RECORDS, draws[VAL_BATCH])
         clock.time("test", mean_losses, problem, noisy, params, test)
-    return {part: statistics.median(found) for part, found in clock.times.items()}
+    seconds = {part: statistics.median(found) for part, found in clock.times.items()}
+    return seconds, {part: statistics.median(found) for part, found in clock.worked.items()}
 
 
 class _Clock:
@@ -123,15 +127,18 @@ class _Clock:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self.counts = ranks, True
         self.times: dict[str, list[float]] = {part: [] for part in PARTS}
+        self.worked: dict[str, list[float]] = {part: [] for part in PARTS}
 
     def time(self, part: str, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._ranks.wait_for_all()
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         found = action(*args, **kwargs)
-        taken = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-        longest = max(float(each) for each in self._ranks.gather(taken))
+        taken = [time.perf_counter() - began, time.process_time() - worked]
+        every = torch.stack(self._ranks.gather(torch.tensor(taken, dtype=torch.float64)))
+        longest, hardest = every.amax(0).tolist()
         if self.counts:
             self.times[part].append(longest)
+            self.worked[part].append(hardest)
         return found
 
 
@@ -268,29 +275,26 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _measured_table(rows: list[Row]) -> str:
-    first = sum(rows[0]["seconds"].values())
+    first, alone = sum(rows[0]["seconds"].values()), sum(rows[0]["cpu_seconds"].values())
     lines = []
     for row in rows:
-        seconds, total = row["seconds"], sum(row["seconds"].values())
-        cells = [str(row["processes"]), *(_milliseconds(seconds[part]) for part in PARTS)]
-        predicted = first / _predicted(rows[0], row)
-        cells += [_milliseconds(total), f"{first / total:.2f}", f"{predicted:.2f}"]
+        worked, total = row["cpu_seconds"], sum(row["seconds"].values())
+        cells = [str(row["processes"]), *(_milliseconds(worked[part]) for part in PARTS)]
+        work, predicted = alone / sum(worked.values()), alone / _predicted(rows[0], row)
+        cells += [f"{work:.2f}", f"{predicted:.2f}", _milliseconds(total), f"{first / total:.2f}"]
         lines.append([*cells, str(row["load_average"])])
-    head = ["processes", *(f"{part}, ms" for part in PARTS), "trial, ms", "speed-up", "predicted"]
-    return _table([*head, "load average"], lines)
+    head = ["processes", *(f"{part}, ms" for part in PARTS), "gain of work", "predicted"]
+    return _table([*head, "trial, ms", "gain of time", "load average"], lines)
 
 
 def _predicted(one: Row, row: Row) -> float:
-    """The trial of `row` from the parts of one process and the links: what the model says.
-
-    Two cores are shared by all processes, so that at most two work at a time.
-    """
-    parts, size = one["seconds"], row["processes"]
-    workers = min(size, row["cores"])
-    shared = (parts["clipped sums"] + parts["test"]) / workers
-    serial = (parts["sampling"] + parts["noise"]) * size / workers
+    """The work of a rank by the model, from the parts of one process and the links."""
+    parts, size = one["cpu_seconds"], row["processes"]
+    if size == 1:
+        return float(sum(parts.values()))
+    shared = (parts["clipped sums"] + parts["test"]) / size
     moved = row["latency_seconds"] + row["seconds_per_byte"] * 4 * row["weights"]
-    return float(shared + serial + 2 * moved if size > 1 else sum(parts.values()))
+    return float(shared + parts["sampling"] + parts["noise"] + moved + row["latency_seconds"])
 
 
 def _links_table(rows: list[Row]) -> str:

@@ -131,7 +131,9 @@ def engine(
         max_grad_norm=0.5,
         steps=steps,
         max_physical_batch_size=most,
-        gate=LossGate(_test_loss, 7, show_verdicts=True, loss_clip=0.5) if gate else None,
+        gate=LossGate(_test_loss, min(7, size), show_verdicts=True, loss_clip=0.5)
+        if gate
+        else None,
         seed=7,
     )
     made = 0
