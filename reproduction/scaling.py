@@ -201,8 +201,8 @@ def _noise_row(question: str, records: int, batch: int) -> Row:
         "noise_multiplier": noise,
         # standard deviation of a coordinate of the mean gradient, in units of the clip norm
         "noise_of_mean": noise / batch,
-        # of what all updates together add to a weight, per epoch of learning rate 1
-        "noise_of_run": noise / batch * math.sqrt(updates) / EPOCHS,
+        # of what all updates together add to a weight, if their learning rates add up to 1
+        "noise_of_run": noise / batch / math.sqrt(updates),
         **provenance(),
     }
     print({k: row[k] for k in ("question", "records", "batch", "noise_multiplier")}, flush=True)
@@ -214,6 +214,8 @@ def _noise_row(question: str, records: int, batch: int) -> Row:
 # Assumed of the links, not measured: NCCL all-reduce inside a machine of 8 GPUs, and between
 # machines with one 400 Gbit/s adapter per GPU, at the rates that their vendors state.
 LATENCY, INSIDE, BETWEEN = 25e-6, 300e9, 40e9
+# Assumed too: what a trial takes to launch without a CUDA graph, and a record of a test.
+LAUNCHES, TEST_COST = 2e-3, 1 / 3
 MACHINE = 8
 GPUS = (1, 8, 64, 256, 1024)
 
@@ -227,7 +229,6 @@ def modelled(network: str, batch: int, test: int) -> list[Row]:
     ]
     row = max(measured, key=lambda found: found["batch_size"])
     per_example = 1 / row["samples_per_second"]  # gradient, test and noise of one GPU
-    fixed = 100e-6  # launches of an eager trial that do not shrink with the batch: see the page
     rows = []
     for count in GPUS:
         link = INSIDE if count <= MACHINE else BETWEEN
@@ -240,8 +241,8 @@ def modelled(network: str, batch: int, test: int) -> list[Row]:
                 "gpus": count,
                 "compute": compute,
                 "reduce": reduce,
-                "gate": gate + math.ceil(test / count) * per_example / 3,
-                "fixed": fixed,
+                "gate": gate + math.ceil(test / count) * per_example * TEST_COST,
+                "launches": 0.0 if count == 1 else LAUNCHES,
             }
         )
     return rows
@@ -275,26 +276,23 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _measured_table(rows: list[Row]) -> str:
-    first, alone = sum(rows[0]["seconds"].values()), sum(rows[0]["cpu_seconds"].values())
+    alone = sum(rows[0]["cpu_seconds"].values())
     lines = []
     for row in rows:
-        worked, total = row["cpu_seconds"], sum(row["seconds"].values())
+        worked = row["cpu_seconds"]
+        total = sum(worked.values())
         cells = [str(row["processes"]), *(_milliseconds(worked[part]) for part in PARTS)]
-        work, predicted = alone / sum(worked.values()), alone / _predicted(rows[0], row)
-        cells += [f"{work:.2f}", f"{predicted:.2f}", _milliseconds(total), f"{first / total:.2f}"]
-        lines.append([*cells, str(row["load_average"])])
-    head = ["processes", *(f"{part}, ms" for part in PARTS), "gain of work", "predicted"]
-    return _table([*head, "trial, ms", "gain of time", "load average"], lines)
+        cells += [_milliseconds(total), f"{alone / total:.2f}"]
+        lines.append([*cells, f"{alone / _predicted(rows[0], row):.2f}", str(row["load_average"])])
+    head = ["processes", *(f"{part}, ms" for part in PARTS), "all, ms", "gain", "predicted"]
+    return _table([*head, "load average"], lines)
 
 
 def _predicted(one: Row, row: Row) -> float:
-    """The work of a rank by the model, from the parts of one process and the links."""
+    """The work of a rank by the model: shared parts are divided, the others are not."""
     parts, size = one["cpu_seconds"], row["processes"]
-    if size == 1:
-        return float(sum(parts.values()))
     shared = (parts["clipped sums"] + parts["test"]) / size
-    moved = row["latency_seconds"] + row["seconds_per_byte"] * 4 * row["weights"]
-    return float(shared + parts["sampling"] + parts["noise"] + moved + row["latency_seconds"])
+    return float(shared + parts["sampling"] + parts["noise"] + row["cpu_seconds"]["reduction"])
 
 
 def _links_table(rows: list[Row]) -> str:
@@ -330,7 +328,7 @@ def _noise_table(rows: list[Row], question: str) -> str:
 
 def _model_table(network: str, batch: int, test: int) -> str:
     lines, rows = [], modelled(network, batch, test)
-    parts = ("compute", "reduce", "gate", "fixed")
+    parts = ("compute", "reduce", "gate", "launches")
     first = sum(rows[0][part] for part in parts)
     for row in rows:
         total = sum(row[part] for part in parts)
