@@ -159,7 +159,7 @@ class BlockGate:
         )
 
     def _noisy_sum(self, values_of: Callable[[Examples], Tensor], draws: Draws) -> Tensor:
-        """The sum of values of all records, or of a Poisson sample, with noise.
+        """The sum of values of all records, or of a Poisson sample, on all ranks, with noise.
 
         Each record adds a row of L2 norm at most 1, so that this is the sensitivity.
         """
@@ -169,17 +169,33 @@ class BlockGate:
             if mask is not None:
                 values = torch.where(mask[:, None], values, 0.0)
             total = total + values.sum(0)
+        total = draws.ranks.sum(total)
         test, noise = ClippedSum({"test": total}, 1.0), self.plan.test.noise_multiplier
         return add_gaussian(test, noise, draws[VAL_NOISE])["test"]
 
     def _test_records(self, draws: Draws) -> Iterator[tuple[Examples, Tensor | None]]:
+        """This rank's share of the records to test on; a masked record where it has none."""
         test, train = self.plan.test, self._problem.train
         if isinstance(test, SampledGaussian):
             batch = self._source.sampler.batch(test.sample_rate, draws, VAL_BATCH)
-            yield batch.examples, batch.mask
+            if len(batch):
+                yield batch.examples, batch.mask
+            else:
+                yield self._masked_record()
             return
-        for part in train.parts(EVALUATION_ROWS):
-            yield part, None
+        ranks, seen = draws.ranks, False
+        rows = max(1, min(EVALUATION_ROWS, -(-len(train) // ranks.size)))
+        for number, part in enumerate(train.parts(rows)):
+            if number % ranks.size == ranks.rank:
+                seen = True
+                yield part, None
+        if not seen:
+            yield self._masked_record()
+
+    def _masked_record(self) -> tuple[Examples, Tensor]:
+        """One record that does not count, from which a sum of nothing gets its shape."""
+        mask = torch.zeros(1, dtype=torch.bool, device=self._problem.device)
+        return self._problem.train.part(slice(1)), mask
 
     @property
     def tested(self) -> float:

@@ -1,11 +1,13 @@
 """Clip the gradient of every record by itself and add them up (Alg. 1, L4-7)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
+from dpsur.distributed import ALONE, Ranks, Reduction
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Objective, Problem
@@ -42,6 +44,7 @@ def clipped_sum(
     rows: Tensor | None = None,
     coins: Tensor | None = None,
     budget: GradientBudget = _DEFAULT_BUDGET,
+    ranks: Ranks = ALONE,
 ) -> ClippedSum:
     """Sum of the per-example gradients of a batch, each scaled down to the norm bound.
 
@@ -55,6 +58,9 @@ def clipped_sum(
     first call for a model and a shape nothing here waits for the device. `coins`, a uniform draw
     in (0, 1] per row, rounds every clipped gradient at random to the norm 0 or the bound: the
     guarantee is the same, and so is the mean of the sum.
+
+    The rows are those of this rank, and the sum is that of all `ranks`: all of them must call this,
+    those without rows too.
     """
     size = len(examples) if rows is None else len(rows)
     if mask is not None and (mask.dtype != torch.bool or mask.shape != (size,)):
@@ -66,20 +72,30 @@ def clipped_sum(
         raise InvalidInputError(
             f"rows must be a list of indices, got {tuple(rows.shape)} of {rows.dtype}"
         )
+    reduction, total = Reduction(ranks), dict[str, Tensor]()
     if not size:
-        nothing = {name: torch.zeros_like(value) for name, value in params.items()}
-        return ClippedSum(nothing, sensitivity=max_grad_norm)
+        for name in reversed(params):
+            reduction.add(name, torch.zeros_like(params[name]))
+        return ClippedSum(_in_order(reduction.result(), params), sensitivity=max_grad_norm)
     plan = plan_for(objective, params, examples.inputs, budget)
-    total: Params = {}
     most = max(1, plan.rows // objective.views)
     for start in range(0, size, most):
         some = slice(start, start + most)
         microbatch = _microbatch(objective, examples, some, rows, mask, plan, budget)
         if coins is not None:
             microbatch = replace(microbatch, coins=coins[some])
-        partial = _microbatch_sum(objective, params, microbatch, max_grad_norm, plan)
-        total = partial if not start else {name: total[name] + partial[name] for name in total}
-    return ClippedSum(total, sensitivity=max_grad_norm)
+
+        def receive(name: str, value: Tensor, start: int = start) -> None:
+            total[name] = total[name] + value if start else value
+            if start + most >= size:  # it travels while the next layer's sum is computed
+                reduction.add(name, total.pop(name))
+
+        _add_microbatch(objective, params, microbatch, max_grad_norm, plan, receive)
+    return ClippedSum(_in_order(reduction.result(), params), sensitivity=max_grad_norm)
+
+
+def _in_order(found: Params, params: Params) -> Params:
+    return {name: found[name] for name in params}
 
 
 def _microbatch(
@@ -125,10 +141,15 @@ def _blank(values: TensorTree, mask: Tensor) -> TensorTree:
     return map_tensors(replace_masked, values)
 
 
-def _microbatch_sum(
-    objective: Objective, params: Params, microbatch: Microbatch, max_grad_norm: float, plan: Plan
-) -> Params:
-    """Sum of clipped per-example gradients.
+def _add_microbatch(
+    objective: Objective,
+    params: Params,
+    microbatch: Microbatch,
+    max_grad_norm: float,
+    plan: Plan,
+    receive: Callable[[str, Tensor], None],
+) -> None:
+    """Hand the sum of clipped per-example gradients to `receive`, one parameter after the other.
 
     Formal guarantee: what is added for an example is, over the reals, its gradient times
     min(1, max_grad_norm / norm), where norm is that of the same gradient over all parameters; zero
@@ -143,8 +164,8 @@ def _microbatch_sum(
         if views > 1:
             factors = Factors(factors.values / views, factors.keep)
         # The last layer first: what it kept is given back before larger things are worked on.
-        sums = {name: tape.weighted_sum(name, factors, last=True) for name in reversed(params)}
-        return {name: sums[name] for name in params}
+        for name in reversed(params):
+            receive(name, tape.weighted_sum(name, factors, last=True))
 
 
 def _tape(objective: Objective, params: Params, microbatch: Microbatch, plan: Plan) -> Tape:
