@@ -37,6 +37,10 @@ class UnsupportedModelError(InvalidInputError):
     """The model has a part whose per-example gradient is undefined or unknown."""
 
 
+class StepError(InvalidInputError):
+    """A loop that does something the accounting does not cover; nothing was released by it."""
+
+
 class CheckpointError(InvalidInputError):
     """A checkpoint or release that is damaged, or belongs to another run."""
 

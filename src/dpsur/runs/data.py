@@ -56,9 +56,10 @@ def as_examples(
     """Take a pair of tensors or arrays, a map-style data set or ready examples.
 
     Inputs and targets may be several tensors each, in tuples, dicts or dataclasses. A dict with
-    labels, as Hugging Face data sets have it, is split into both. Fractions in numpy arrays, which are double by default, become numbers of the type `fraction`. Arrays in
-    files that are mapped into memory are streamed, and so are data sets that take more than
-    `held_bytes` or are given `workers`. Values are for `check_values` to check.
+    labels, as Hugging Face data sets have it, is split into both. Fractions in numpy arrays,
+    which are double by default, become numbers of the type `fraction`. Arrays in files that are
+    mapped into memory are streamed, and so are data sets that take more than `held_bytes` or are
+    given `workers`. Values are for `check_values` to check.
     """
     if isinstance(data, Mapping):
         data = split_labels(data) or data
