@@ -4,16 +4,19 @@ import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dpsur.config import RunConfig, Speed
 from dpsur.errors import InvalidInputError
 from dpsur.features import PixelScale
+from dpsur.functional.model_loss import is_transformers_model, model_loss
 from dpsur.functional.problem import LossFunction, Problem
 from dpsur.functional.records import Examples, StreamedExamples, place
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
 from dpsur.per_example import check_model
+from dpsur.per_example.augmentation import Augment, check_augmentation
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
 from dpsur.privacy.events import feature_mean_noise
 from dpsur.privacy.plans import PrivacyPlan
@@ -59,6 +62,8 @@ def build_session(
     test_set: Any = None,
     released: Statistics | None = None,
     pixel_scale: PixelScale | None = None,
+    augment: Augment | None = None,
+    views: int = 1,
 ) -> Session:
     """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
 
@@ -67,6 +72,8 @@ def build_session(
     """
     check_is_loss(loss)
     check_module(model)
+    if loss is F.cross_entropy and is_transformers_model(model):
+        loss = model_loss(model)  # of one record alone, where the model's own is of a batch
     device = choose_device(config.device)
     train, test = _records(train_set, test_set, model, loss, config.speed)
     # a method may bring its features
@@ -81,6 +88,12 @@ def build_session(
     model = copy.deepcopy(original).to(device)
     shape = features.check(train.record_shape)
     outputs = check_model(model, like_features(train, shape).part(slice(1)).to(device))
+    if augment is not None and features.features not in (None, "none"):
+        raise InvalidInputError(
+            "augment works on the model's inputs, which features are computed for once; train "
+            "without features=, or without augment="
+        )
+    check_augmentation(augment, views, train.part(slice(1)).to(device).inputs)
     for name, examples in (("train_set", train), ("test_set", test)):
         if examples is not None:
             check_labels(_first(examples), outputs, loss, name)
@@ -103,7 +116,7 @@ def build_session(
     inputs = compute_inputs(features, train, test, streams, released)
     test = None if inputs.test is None else inputs.test.to(device)
     records = place(inputs.train, device, config.speed.data_bytes)
-    problem = Problem(model, loss, records, bf16=config.speed.bf16)
+    problem = Problem(model, loss, records, bf16=config.speed.bf16, augment=augment, views=views)
     return Session(
         config=config,
         method=method,

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dpsur.errors import InvalidInputError
 from dpsur.functional.call import call
+from dpsur.functional.model_loss import split_labels
 from dpsur.functional.problem import EVALUATION_ROWS, LossFunction, mode
 from dpsur.functional.records import Examples, StreamedExamples, stream
 from dpsur.functional.tree import (
@@ -54,11 +55,13 @@ def as_examples(
 ) -> Examples:
     """Take a pair of tensors or arrays, a map-style data set or ready examples.
 
-    Inputs and targets may be several tensors each, in tuples, dicts or dataclasses. Fractions in
-    numpy arrays, which are double by default, become numbers of the type `fraction`. Arrays in
+    Inputs and targets may be several tensors each, in tuples, dicts or dataclasses. A dict with
+    labels, as Hugging Face data sets have it, is split into both. Fractions in numpy arrays, which are double by default, become numbers of the type `fraction`. Arrays in
     files that are mapped into memory are streamed, and so are data sets that take more than
     `held_bytes` or are given `workers`. Values are for `check_values` to check.
     """
+    if isinstance(data, Mapping):
+        data = split_labels(data) or data
     _check_kind(data, name)
     if isinstance(data, Examples):
         examples = data
@@ -95,8 +98,8 @@ def _check_kind(data: Any, name: str) -> None:
         )
     if isinstance(data, (str, bytes, Mapping, IterableDataset)) or data is None:
         raise InvalidInputError(
-            f"{name} must be {pair} of tensors, or a map-style data set with a length, "
-            f"got {type(data).__name__}"
+            f"{name} must be {pair} of tensors, a dict of tensors with labels, or a map-style data "
+            f"set with a length, got {type(data).__name__}"
         )
     if _is_array(data):
         kind = "tensor" if isinstance(data, Tensor) else "array"
@@ -205,9 +208,12 @@ def _read_data_set(
 
 def _record(item: Any, *, name: str, fraction: torch.dtype | None) -> tuple[TensorTree, TensorTree]:
     """A record of a data set as trees of tensors."""
+    if isinstance(item, Mapping):
+        item = split_labels(item) or item
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise InvalidInputError(
-            f"a record of {name} is not a pair (input, target); return a pair for every record",
+            f"a record of {name} is not a pair (input, target) or a dict with labels; return a "
+            "pair for every record",
             private=f"it is of type {type(item).__name__}",
         )
     one, other = (_tree(part, name, fraction) for part in item)
@@ -256,7 +262,7 @@ def _check_steady(
     """
     with _generators_restored():
         for row in list(firsts) * -(-2 * _READ_AGAIN // len(firsts)):
-            again = tensors_of(tuple(_tree(part, name, fraction) for part in data[row]))
+            again = tensors_of(_record(data[row], name=name, fraction=fraction))
             for value, first in zip(again, tensors_of(firsts[row]), strict=True):
                 if value.shape != first.shape or not same_bits(value, first):
                     raise InvalidInputError(

@@ -80,6 +80,8 @@ def evaluate(problem: Problem, params: Params, examples: Examples) -> dict[str, 
 
 def score(outputs: Any, targets: Any, loss: LossFunction) -> dict[str, float]:
     """What suits the target, besides the loss; nothing where that is not known."""
+    if isinstance(outputs, Mapping):  # of a Hugging Face model
+        outputs = outputs.get("logits")
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return {}
     if outputs.dim() == 2 and targets.dim() == 1 and not targets.dtype.is_floating_point:

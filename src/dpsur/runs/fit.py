@@ -57,6 +57,8 @@ def fit(
     resume: bool = False,
     pace: Pace | None = None,
     speed: Speed | None = None,
+    augment: Callable[[Any], Any] | None = None,
+    views: int = 1,
     observers: Sequence[Observer] = (),
 ) -> Run:
     """Train a copy of `model` on `train_set` within `budget`.
@@ -93,6 +95,10 @@ def fit(
         resume: continue the interrupted run in `out`.
         pace: how often to save and to evaluate.
         speed: whether to capture trials on CUDA, and whether to round to TF32 or bfloat16.
+        augment: changes a batch of inputs at random, each record by itself, as the model is to see
+            it in training: flips, shifts, noise. Shapes stay as they are.
+        views: so many augmented views of a record are averaged inside its one clipped gradient, at
+            no cost in privacy and so many times the computation.
         observers: are called after every trial. What they see is private.
 
     Formal guarantee: `Run.model` is (epsilon, delta)-differentially private for adding or removing
@@ -138,6 +144,8 @@ def fit(
         train_set,
         loss=loss,
         test_set=test_set,
+        augment=augment,
+        views=views,
         released=load_statistics(folder.checkpoint) if folder and resume else None,
     )
     origin = replace(described, features=session.layer_descriptions)
