@@ -61,7 +61,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         self.args.max_grad_norm, self.args.ignore_data_skip = 0.0, True
         self._log_private, self._most_rows = log_private, max_physical_batch_size
         self._loader: DataLoader[Any] | None = None
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "max_grad_norm": max_grad_norm,
             "noise_multiplier": noise_multiplier,
             "target_epsilon": target_epsilon,
@@ -105,7 +105,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         )
         self.create_optimizer()
         settings = {name: value for name, value in self._settings.items() if value is not None}
-        make = self.engine.make_private
+        make: Any = self.engine.make_private
         if "noise_multiplier" not in settings:
             make = self.engine.make_private_with_epsilon
         steps = self.args.max_steps
@@ -115,6 +115,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             module=self.model, optimizer=self.optimizer, data_loader=plain, steps=steps, **settings
         )
         return self._loader
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the base class would rescale gradients to find their norm."""
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log public figures, and what has been spent so far."""
