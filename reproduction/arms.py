@@ -7,7 +7,7 @@ from typing import Any
 from dpsur.config import data_facts
 from dpsur.methods import METHODS, Method
 from dpsur.methods.dpsur import Dpsur
-from dpsur.presets import BEST, ENCODER, PAPER, Preset, preset_named
+from dpsur.presets import AUTO, BEST, PAPER, Preset, preset_named
 from dpsur.tasks import TASKS
 from reproduction.released_code import (
     FirstRejectionsKept,
@@ -103,14 +103,10 @@ BEST_ARMS = tuple(
     for name in ("dpsgd", "dpsur")
 )
 
-# A linear model on the features of the encoder.
-ENCODER_ARMS = (
-    Arm(
-        "encoder", "dpsgd, preset encoder", METHODS["dpsgd"], "dpsgd", "proven", preset_name=ENCODER
-    ),
-)
+# What is chosen from public facts.
+AUTO_ARMS = (Arm("auto", "preset auto", Dpsur, "dpsur", "proven", preset_name=AUTO),)
 
 ARMS = {
     arm.name: arm
-    for arm in (*DPSUR_ARMS, *FAULT_ARMS, *METHOD_ARMS, HF_PUBLISHED, *BEST_ARMS, *ENCODER_ARMS)
+    for arm in (*DPSUR_ARMS, *FAULT_ARMS, *METHOD_ARMS, HF_PUBLISHED, *BEST_ARMS, *AUTO_ARMS)
 }

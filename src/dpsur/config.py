@@ -315,7 +315,7 @@ def data_facts(task: Task, keep_fraction: float | None = None) -> DataFacts | No
     if task.records is None or task.shape is None or task.classes is None:
         return None
     records = max(1, round(task.records * (keep_fraction or 1)))
-    return DataFacts(records, task.shape, task.classes)
+    return DataFacts(records, task.shape, task.classes, task.kind)
 
 
 def _task_settings(

@@ -111,6 +111,11 @@ def _encoder(shape: Shape) -> tuple[LayerDescription, ...]:
     return ({"name": "encoder", "digest": ENCODER_DIGEST},)
 
 
+def _zoomed_encoder(shape: Shape) -> tuple[LayerDescription, ...]:
+    (layer,) = _encoder(shape)
+    return ({**layer, "zoom": True},)
+
+
 def _scattering_encoder(shape: Shape) -> tuple[LayerDescription, ...]:
     if shape != SCATTERING_SHAPE:
         raise InvalidInputError(
@@ -135,6 +140,12 @@ FEATURES: dict[str, Features] = {
             "encoder",
             "8,192 numbers of an encoder that was trained on procedural images alone",
             _encoder,
+            of_images=True,
+        ),
+        Features(
+            "encoder-zoom",
+            "the same, of the image and of its enlarged middle, averaged; twice the time",
+            _zoomed_encoder,
             of_images=True,
         ),
         Features(

@@ -95,9 +95,12 @@ def _centre(features: int) -> nn.Module:
 
 
 def _encoder(
-    digest: str, mean: Sequence[float] | None = None, deviation: Sequence[float] | None = None
+    digest: str,
+    mean: Sequence[float] | None = None,
+    deviation: Sequence[float] | None = None,
+    zoom: bool = False,
 ) -> nn.Module:
-    return Encoder(digest=digest, mean=mean, deviation=deviation)
+    return Encoder(digest=digest, mean=mean, deviation=deviation, zoom=zoom)
 
 
 def _scattering_encoder(digest: str, scattering_digest: str) -> nn.Module:

@@ -5,8 +5,9 @@ The name of a task plays no part: renaming a data set changes nothing.
 
 from dpsur.errors import InvalidInputError
 from dpsur.presets.base import DataFacts, Preset
-from dpsur.presets.encoder import encoder_preset
+from dpsur.presets.encoder import encoder_preset, words_preset
 
+WORDS = "words"
 NEEDS_IMAGES = (
     "preset auto knows images so far, of shape (channels, height, width), and this task has other "
     "records; leave the preset out"
@@ -15,6 +16,8 @@ NEEDS_IMAGES = (
 
 def auto_preset(method: str, facts: DataFacts | None) -> Preset:
     """The settings of a method for data of which these facts are public."""
+    if facts is not None and facts.kind == WORDS:
+        return words_preset(method, facts)
     if facts is None or len(facts.shape) != 3:
         raise InvalidInputError(NEEDS_IMAGES)
     return encoder_preset(method, facts)

@@ -14,6 +14,7 @@ class DataFacts:
     records: int
     shape: tuple[int, ...]
     classes: int
+    kind: str | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ public, and was chosen on held-out training records of CIFAR-10 and Fashion-MNIS
 (docs/features.md).
 """
 
+from typing import Any
+
 from dpsur.errors import InvalidInputError
 from dpsur.features import MEAN
 from dpsur.features.encoder import SCATTERING_SHAPE
@@ -24,18 +26,35 @@ def encoder_preset(method: str, facts: DataFacts | None) -> Preset:
     The learning rate is left to the rule for linear models. Every update is kept, with either
     method: the settings were measured so.
     """
-    if method not in METHODS:
-        known = ", ".join(METHODS)
-        raise InvalidInputError(
-            f"preset encoder has no settings for method {method}; it has {known}"
-        )
+    check_method(method)
     if facts is None or len(facts.shape) != 3:
         raise InvalidInputError(
             "preset encoder needs images of shape (channels, height, width), and this task has "
             "other records; leave the preset out"
         )
-    options = {
-        "batch_size": batch_size(facts.records),
+    features = "scattering+encoder" if facts.shape == SCATTERING_SHAPE else "encoder"
+    return Preset(linear_options(facts.records), features, MEAN)
+
+
+def words_preset(method: str, facts: DataFacts) -> Preset:
+    """The same linear model for rows of words, which have norm 1 as well."""
+    check_method(method)
+    return Preset(linear_options(facts.records), "vectors", network={"name": "linear-head"})
+
+
+def check_method(method: str) -> None:
+    """Refuse methods that have no such settings."""
+    if method not in METHODS:
+        known = ", ".join(METHODS)
+        raise InvalidInputError(
+            f"preset encoder has no settings for method {method}; it has {known}"
+        )
+
+
+def linear_options(records: int) -> dict[str, Any]:
+    """Hyper-parameters of a linear model from zero on rows of norm 1."""
+    return {
+        "batch_size": batch_size(records),
         "updates": UPDATES,
         "max_grad_norm": CLIP_NORM,
         "learning_rate": None,
@@ -43,8 +62,6 @@ def encoder_preset(method: str, facts: DataFacts | None) -> Preset:
         "momentum": 0.9,
         "gate": "none",
     }
-    features = "scattering+encoder" if facts.shape == SCATTERING_SHAPE else "encoder"
-    return Preset(options, features, MEAN)
 
 
 def batch_size(records: int) -> int:

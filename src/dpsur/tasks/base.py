@@ -12,16 +12,19 @@ from dpsur.features.encoder import DIMENSION, SCATTERING_DIMENSION, SCATTERING_S
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 
+# Kind of records that are rows of norm 1, of weighted words.
+WORD_ROWS = "words"
 # Names of what a network sees.
 PIXELS, SCATTERING, TOKENS, VECTORS = "pixels", "scattering", "tokens", "vectors"
-ENCODER, SCATTERING_ENCODER = "encoder", "scattering+encoder"
+ENCODER, ZOOMED, SCATTERING_ENCODER = "encoder", "encoder-zoom", "scattering+encoder"
 
 
 def linear_heads(shape: tuple[int, int, int], classes: int) -> dict[str, dict[str, Any]]:
     """Linear models for the features of the encoder, for images of a shape."""
     channels = shape[0]
     inputs = DIMENSION if channels in (1, 3) else DIMENSION * channels
-    heads = {ENCODER: {"name": "linear-head", "inputs": inputs, "classes": classes}}
+    head = {"name": "linear-head", "inputs": inputs, "classes": classes}
+    heads = {ENCODER: head, ZOOMED: head}
     if shape == SCATTERING_SHAPE:
         inputs = DIMENSION + SCATTERING_DIMENSION
         heads[SCATTERING_ENCODER] = {"name": "linear-head", "inputs": inputs, "classes": classes}
@@ -40,6 +43,7 @@ class Task:
     such as the number of classes; a release states it. `pixel_scale` is what images were
     standardised with, None for images in [0, 1]. `records`, `shape` and `classes` are the number of
     training records, the shape of one and the number of classes, where they are known beforehand.
+    `kind` says what the records are where their shape does not: `words` are rows of norm 1.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Task:
     records: int | None = None
     shape: tuple[int, ...] | None = None
     classes: int | None = None
+    kind: str | None = None
 
     @property
     def default_features(self) -> str:
