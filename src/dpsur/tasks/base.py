@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from dpsur.features import PixelScale
-from dpsur.features.encoder import DIMENSION, SCATTERING_DIMENSION, SCATTERING_SHAPE
+from dpsur.features.encoder import DIMENSION, SCATTERING_DIMENSION
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 
@@ -16,19 +16,25 @@ from dpsur.functional.records import Examples
 WORD_ROWS = "words"
 # Names of what a network sees.
 PIXELS, SCATTERING, TOKENS, VECTORS = "pixels", "scattering", "tokens", "vectors"
-ENCODER, ZOOMED, SCATTERING_ENCODER = "encoder", "encoder-zoom", "scattering+encoder"
+ENCODER, ZOOMED = "encoder", "encoder-zoom"
+WHITENED, SCATTERING_ENCODER = "whitened-scattering", "scattering+encoder"
 
 
 def linear_heads(shape: tuple[int, int, int], classes: int) -> dict[str, dict[str, Any]]:
     """Linear models for the features of the encoder, for images of a shape."""
     channels = shape[0]
-    inputs = DIMENSION if channels in (1, 3) else DIMENSION * channels
-    head = {"name": "linear-head", "inputs": inputs, "classes": classes}
-    heads = {ENCODER: head, ZOOMED: head}
-    if shape == SCATTERING_SHAPE:
-        inputs = DIMENSION + SCATTERING_DIMENSION
-        heads[SCATTERING_ENCODER] = {"name": "linear-head", "inputs": inputs, "classes": classes}
-    return heads
+    encoder = DIMENSION if channels in (1, 3) else DIMENSION * channels
+    scattering = SCATTERING_DIMENSION if channels in (1, 3) else SCATTERING_DIMENSION * channels
+    inputs = {
+        ENCODER: encoder,
+        ZOOMED: encoder,
+        WHITENED: scattering,
+        SCATTERING_ENCODER: scattering + encoder,
+    }
+    return {
+        name: {"name": "linear-head", "inputs": count, "classes": classes}
+        for name, count in inputs.items()
+    }
 
 
 @dataclass(frozen=True)
