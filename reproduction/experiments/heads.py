@@ -18,8 +18,8 @@ ARM = "auto"
 # Features and changes of the options that are compared with auto's.
 VARIANTS: Mapping[str, Sequence[tuple[str, Mapping[str, Any]]]] = {
     "cifar10": (("encoder-zoom", {}),),
-    "fmnist": (("encoder", {}), ("encoder-zoom", {})),
-    "mnist": (("scattering+encoder", {"max_grad_norm": 0.1}),),
+    "fmnist": (("encoder", {}), ("encoder-zoom", {}), ("whitened-scattering", {})),
+    "mnist": (("scattering+encoder", {"max_grad_norm": 0.1}), ("whitened-scattering", {})),
     "imdb-words": (("vectors", {"max_grad_norm": 0.1}), ("vectors", {"max_grad_norm": 0.5})),
 }
 TITLE = "Private linear models on the encoder's features"

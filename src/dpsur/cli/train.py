@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     if options.resume is not None:
         config, folder = stored_config(options)
     else:
-        config, folder = new_config(options)
+        config, folder = new_config(options, auto=True)
         if config.preset == AUTO and not (options.quiet or options.json):
             _explain(config)
     if options.show_private and config.hide_rejections != NOT_HIDDEN:
@@ -85,9 +86,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _explain(config: RunConfig) -> None:
     """Say what the preset auto has chosen and why. Options that were given take precedence."""
-    facts = data_facts(task_of(config), config.keep_fraction)
-    budget = config.budget
-    for line in explain_auto(config.method.name, facts, budget.epsilon, budget.delta):
+    facts = data_facts(task_of(config), vars(config))
+    budget = config.budget.epsilon, config.budget.delta
+    options = asdict(config.method)
+    for line in explain_auto(facts, config.features, config.normalisation, options, budget):
         print(f"dpsur: {line}", file=sys.stderr)
 
 

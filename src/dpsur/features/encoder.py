@@ -337,9 +337,10 @@ class ScatteringEncoder(nn.Module):
         deviation: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        scale = {"mean": mean, "deviation": deviation}
-        self.encoder = Encoder(digest=digest, **scale)
-        self.scattering = WhitenedScattering(digest=scattering_digest, **scale)
+        self.encoder = Encoder(digest=digest, mean=mean, deviation=deviation)
+        self.scattering = WhitenedScattering(
+            digest=scattering_digest, mean=mean, deviation=deviation
+        )
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:

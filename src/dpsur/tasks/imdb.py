@@ -61,7 +61,7 @@ FIRST_RANK, LAST_RANK = 50, 5000
 WORDS = LAST_RANK - FIRST_RANK + 1
 # Rare words tell more. Frequencies fall like one over the rank, so that the logarithm of the rank
 # stands in for the usual weight, the logarithm of an inverse frequency, and needs no record.
-WEIGHTLESS_RANK = 20
+WEIGHTLESS_RANK = 40
 
 
 def load_words(data_dir: Path | None = None) -> tuple[Examples, Examples]:
