@@ -49,6 +49,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.heads",
         "linear models on the features of the shipped encoder (GPU minutes)",
     ),
+    "unseen": (
+        "reproduction.experiments.unseen",
+        "the preset auto on data that it was not made for, against DP-SGD with a grid (minutes)",
+    ),
     "tuning": (
         "reproduction.experiments.tuning",
         "settings that the paper does not give, chosen on held-out records (GPU minutes)",

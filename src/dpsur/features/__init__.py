@@ -29,6 +29,7 @@ from dpsur.features.layers import (
     group_norm,
 )
 from dpsur.features.scattering import Scattering2d
+from dpsur.features.words import words
 
 Shape = tuple[int, ...]
 # How features can be normalised (see `dpsur.runs.input_features`).
@@ -137,6 +138,7 @@ FEATURES: dict[str, Features] = {
         Features("pixels", "the inputs themselves", _none),
         Features("tokens", "the inputs themselves", _none),
         Features("vectors", "the inputs themselves", _none),
+        Features("words", "the inputs themselves: rows of norm 1, as dpsur.features.words", _none),
         Features(
             "scattering", "wavelet moduli, 81 per channel, a quarter of the size", _scattering
         ),
@@ -229,4 +231,5 @@ __all__ = [
     "features_named",
     "group_norm",
     "procedural",
+    "words",
 ]

@@ -7,6 +7,7 @@ budget.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dpsur.features import FEATURES, MEAN
@@ -37,6 +38,8 @@ def auto_preset(method: str, facts: DataFacts | None) -> Preset:
     features = facts.features
     if features is None and facts.shape is not None and len(facts.shape) == 3:
         features = image_features(facts)
+    if features == WORDS:
+        return replace(words_preset(facts.records), features=WORDS)
     if features in UNIT_ROWS:
         return Preset(linear_options(facts.records), features, MEAN)
     return Preset(BLOCK_OPTIONS, features, None)
