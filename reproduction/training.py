@@ -23,7 +23,6 @@ from dpsur.runs.result import Run
 from dpsur.runs.session import Session
 from dpsur.runs.tasks import Records, build_task_session, held_out, load_records, with_features
 from dpsur.runs.together import run_together
-from dpsur.tasks.imdb import IMDB_WORDS_TASK, WEIGHTLESS_RANK
 from reproduction.arms import ARMS
 from reproduction.base import Cell, Experiment, Options, Row
 
@@ -81,7 +80,6 @@ class TrainingCell:
             "tf32": self.task in WITH_TF32 and "encoder" not in features,
             **({"preparation": PREPARATION} if preset.normalisation == PRIVATE else {}),
             **({"evaluations": self.evaluations} if self.evaluations else {}),
-            **({"weightless_rank": WEIGHTLESS_RANK} if self.task == IMDB_WORDS_TASK.name else {}),
             **({"stretch": self.stretch} if self.stretch != 1 else {}),
         }
 
