@@ -24,12 +24,12 @@ RATES = (0.25, 1.0, 4.0, 16.0)
 TITLE = "Auto on data that it was not made for"
 TEXT = """
 Accuracy in percent on test records at a proven epsilon of 2, delta 1e-5, mean and standard
-deviation over three seeds: `dpsur train --task npz:FILE --epsilon 2` as it is, and plain DP-SGD (`--method
-dpsgd`) with the network of such a file and four learning rates. The best of the four was chosen on
-the test records, which is more than a user could do. None of the data had a part in the rules of
-`auto`: *digits* are the 1,797 digits of 8 x 8 pixels of scikit-learn, *table* are 8,000 records of
-20 numbers made by its `make_classification` (4 classes), *passages* are 4,000 bags of 12 words from six
-public-domain books, of which a half come from any of them.
+deviation over three seeds: `dpsur train --task npz:FILE --epsilon 2` as it is, and plain DP-SGD
+(`--method dpsgd`) with the network of such a file and four learning rates. The best of the four was
+chosen on the test records, which is more than a user could do. None of the data had a part in the
+rules of `auto`: *digits* are the 1,797 digits of 8 x 8 pixels of scikit-learn, *table* are 8,000
+records of 20 numbers made by its `make_classification` (4 classes), *passages* are 4,000 bags of 12
+words from six public-domain texts, half of which come from the text to be named and half from any.
 """
 COLUMNS = (
     Column("data", "data"),

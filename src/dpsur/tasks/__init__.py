@@ -9,7 +9,7 @@ from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.tasks.base import Task
 from dpsur.tasks.cifar10 import CIFAR10_TASK
-from dpsur.tasks.imdb import IMDB_BAGS_TASK, IMDB_TASK, IMDB_WORDS_TASK
+from dpsur.tasks.imdb import IMDB_TASK, IMDB_WORDS_TASK
 from dpsur.tasks.mnist import FMNIST_TASK, MNIST_TASK
 from dpsur.tasks.mnist_5k import MNIST_5K
 from dpsur.tasks.npz import PREFIX as NPZ
@@ -24,7 +24,6 @@ TASKS: dict[str, Task] = {
         CIFAR10_TASK,
         IMDB_TASK,
         IMDB_WORDS_TASK,
-        IMDB_BAGS_TASK,
     )
 }
 DEFAULT_TASK = MNIST_5K.name

@@ -4,7 +4,6 @@ The token ids are those of Keras's `load_data(num_words=20000)`: a start mark, r
 moved up by 3, words beyond the vocabulary replaced. Reviews are cut and padded at the end.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,27 +62,15 @@ WORDS = LAST_RANK - FIRST_RANK + 1
 # Rare words tell more. Frequencies fall like one over the rank, so that the logarithm of the rank
 # stands in for the usual weight, the logarithm of an inverse frequency, and needs no record.
 WEIGHTLESS_RANK = 20
-# With this one frequent words weigh still less, which is better on held-out records.
-LARGER_WEIGHTLESS_RANK = 40
 
 
-def load_words(
-    data_dir: Path | None = None, weightless_rank: int = WEIGHTLESS_RANK
-) -> tuple[Examples, Examples]:
+def load_words(data_dir: Path | None = None) -> tuple[Examples, Examples]:
     """Training and test records: a vector for each review, and 1 for a positive one."""
     arrays = load_arrays(IMDB, data_dir)
-    train, test = (_word_examples(arrays, part, weightless_rank) for part in ("train", "test"))
-    return train, test
+    return _word_examples(arrays, "train"), _word_examples(arrays, "test")
 
 
-def load_bags(data_dir: Path | None = None) -> tuple[Examples, Examples]:
-    """The same with weights that rise more steeply towards rare words."""
-    return load_words(data_dir, LARGER_WEIGHTLESS_RANK)
-
-
-def word_vectors(
-    tokens: Array, offsets: Array, weightless_rank: int = WEIGHTLESS_RANK
-) -> torch.Tensor:
+def word_vectors(tokens: Array, offsets: Array) -> torch.Tensor:
     """Reviews of ranks, one after the other, as one vector of length 1 each.
 
     A review without any of the words is the vector 0.
@@ -94,17 +81,17 @@ def word_vectors(
     ours = (words >= 0) & (words < WORDS)
     places, counts = np.unique(rows[ours] * WORDS + words[ours], return_counts=True)
     vectors = np.zeros(reviews * WORDS, dtype=np.float32)
-    vectors[places] = np.log1p(counts) * rank_weights(weightless_rank)[places % WORDS]
+    vectors[places] = np.log1p(counts) * rank_weights()[places % WORDS]
     return torch.nn.functional.normalize(torch.from_numpy(vectors).view(reviews, WORDS))
 
 
-def rank_weights(weightless_rank: int = WEIGHTLESS_RANK) -> Array:
+def rank_weights() -> Array:
     """The weight of each word."""
-    return np.log(np.arange(FIRST_RANK, LAST_RANK + 1) / weightless_rank)
+    return np.log(np.arange(FIRST_RANK, LAST_RANK + 1) / WEIGHTLESS_RANK)
 
 
-def _word_examples(arrays: Arrays, part: str, weightless_rank: int) -> Examples:
-    vectors = word_vectors(arrays[f"{part}_tokens"], arrays[f"{part}_offsets"], weightless_rank)
+def _word_examples(arrays: Arrays, part: str) -> Examples:
+    vectors = word_vectors(arrays[f"{part}_tokens"], arrays[f"{part}_offsets"])
     labels = torch.from_numpy(arrays[f"{part}_labels"].astype(np.int64))
     return Examples(vectors, labels)
 
@@ -118,12 +105,4 @@ IMDB_WORDS_TASK = Task(
     shape=(WORDS,),
     classes=2,
     kind=WORD_ROWS,
-)
-
-
-IMDB_BAGS_TASK = replace(
-    IMDB_WORDS_TASK,
-    name="imdb-bags",
-    summary="IMDb film reviews as bags of words, rare words weighing more (25,000 and 25,000)",
-    load=load_bags,
 )
