@@ -7,7 +7,7 @@ from typing import Any
 from dpsur.config import data_facts
 from dpsur.methods import METHODS, Method
 from dpsur.methods.dpsur import Dpsur
-from dpsur.presets import AUTO, BEST, PAPER, Preset, preset_named
+from dpsur.presets import AUTO, PAPER, TUNED, Preset, preset_named
 from dpsur.tasks import TASKS
 from reproduction.released_code import (
     FirstRejectionsKept,
@@ -99,7 +99,7 @@ HF_PUBLISHED = Arm(
     "published",
 )
 BEST_ARMS = tuple(
-    Arm(f"best-{name}", f"{name}, preset best", METHODS[name], name, "proven", preset_name=BEST)
+    Arm(f"best-{name}", f"{name}, preset tuned", METHODS[name], name, "proven", preset_name=TUNED)
     for name in ("dpsgd", "dpsur")
 )
 

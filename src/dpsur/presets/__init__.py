@@ -6,12 +6,12 @@ from typing import Final
 from dpsur.errors import InvalidInputError
 from dpsur.presets.auto import auto_preset, explain_auto
 from dpsur.presets.base import DataFacts, Preset
-from dpsur.presets.best import best_preset
 from dpsur.presets.encoder import encoder_preset
 from dpsur.presets.paper import paper_preset
 from dpsur.presets.settings import EPSILONS
+from dpsur.presets.tuned import tuned_preset
 
-PAPER, BEST, ENCODER, AUTO = "paper", "best", "encoder", "auto"
+PAPER, TUNED, ENCODER, AUTO = "paper", "tuned", "encoder", "auto"
 Builder = Callable[[str, str, float, DataFacts | None], Preset]
 
 
@@ -43,7 +43,7 @@ def _of_facts(preset: Callable[[str, DataFacts | None], Preset]) -> Builder:
 
 PRESETS: Final[dict[str, Builder]] = {
     PAPER: _of_table(PAPER, paper_preset),
-    BEST: _of_table(BEST, best_preset),
+    TUNED: _of_table(TUNED, tuned_preset),
     ENCODER: _of_facts(encoder_preset),
     AUTO: _of_facts(auto_preset),
 }
@@ -60,10 +60,10 @@ def preset_named(
 
 __all__ = [
     "AUTO",
-    "BEST",
     "ENCODER",
     "PAPER",
     "PRESETS",
+    "TUNED",
     "DataFacts",
     "Preset",
     "explain_auto",
