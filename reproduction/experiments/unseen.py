@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -151,17 +152,13 @@ def _shown(pair: Sequence[float]) -> str:
 
 @cache
 def _digits() -> Mapping[str, Any]:
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
+    images, labels = import_module("sklearn.datasets").load_digits(return_X_y=True)
     return _split((images / 16).reshape(-1, 1, 8, 8).astype(np.float32), labels, 360, 10)
 
 
 @cache
 def _table() -> Mapping[str, Any]:
-    from sklearn.datasets import make_classification
-
-    columns, labels = make_classification(
+    columns, labels = import_module("sklearn.datasets").make_classification(
         10_000, 20, n_informative=8, n_classes=4, class_sep=1.5, random_state=7
     )
     return _split(columns.astype(np.float32), labels, 2000, 4)
