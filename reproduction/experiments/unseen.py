@@ -31,6 +31,9 @@ chosen on the test records, which is more than a user could do. None of the data
 rules of `auto`: *digits* are the 1,797 digits of 8 x 8 pixels of scikit-learn, *table* are 8,000
 records of 20 numbers made by its `make_classification` (4 classes), *passages* are 4,000 bags of 12
 words from six public-domain texts, half of which come from the text to be named and half from any.
+
+On digits auto wins, by its features. On the table and the passages it is below the best rate of the
+grid, which nobody knows beforehand, and above the median one.
 """
 COLUMNS = (
     Column("data", "data"),

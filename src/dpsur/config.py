@@ -340,6 +340,7 @@ def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts
         gpu=uses_gpu(given.get("device", "auto")) if values is not None else True,
         own_model=given.get("model") is not None,
         features=given.get("features"),
+        short=given.get("max_updates") is not None,
     )
 
 
@@ -365,14 +366,17 @@ def choose_for_model(
     budget: Budget,
     gpu: bool,
     linear: bool,
+    short: bool,
 ) -> tuple[Method, str | None, tuple[str, ...]]:
     """The method and the normalisation for a model that is given as an object, and the reasons.
 
-    `linear` says that the model is one linear layer of zeros.
+    `linear` says that the model is one linear layer of zeros, `short` that `max_updates` is set.
     """
     if accounting not in STEERING_ACCOUNTINGS:
         return Dpsur(), normalisation, ()
-    facts = DataFacts(records, None, None, gpu=gpu, own_model=not linear, features=features)
+    facts = DataFacts(
+        records, None, None, gpu=gpu, own_model=not linear, features=features, short=short
+    )
     preset = preset_named(AUTO, Dpsur.name, "", budget.epsilon, facts)
     method = Dpsur(**preset.options)
     normalisation = preset.normalisation if normalisation is None else normalisation

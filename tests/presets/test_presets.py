@@ -288,13 +288,14 @@ GREY, COLOURED = DataFacts(60_000, (1, 28, 28), 10), DataFacts(50_000, (3, 32, 3
         (DataFacts(25_000, None, None, features="words"), "words", "none", "none"),
         (DataFacts(800, (7,), 2), None, None, "block"),
         (DataFacts(None, None, None), None, None, "block"),
+        (DataFacts(800, (7,), 2, short=True), None, None, None),
         (None, None, None, "block"),
     ],
 )
 def test_auto_chooses_by_public_facts(facts, features, normalisation, gate):
     preset = preset_named("auto", "dpsur", "any", 2.0, facts)
     assert (preset.features, preset.normalisation) == (features, normalisation)
-    assert preset.options["gate"] == gate
+    assert preset.options.get("gate") == gate
     if gate == "none":
         assert preset.options["learning_rate"] is None
 

@@ -32,7 +32,7 @@ def auto_preset(method: str, facts: DataFacts | None) -> Preset:
     """The settings of a method for data and a model of which these facts are public."""
     check_method(NAME, method)
     if facts is None or facts.records is None or facts.own_model:
-        return Preset(BLOCK_OPTIONS, facts.features if facts else None, None)
+        return _without_rate(facts, facts.features if facts else None)
     if facts.features is None and facts.kind == WORDS:
         return words_preset(facts.records)
     features = facts.features
@@ -42,7 +42,13 @@ def auto_preset(method: str, facts: DataFacts | None) -> Preset:
         return replace(words_preset(facts.records), features=WORDS)
     if features in UNIT_ROWS:
         return Preset(linear_options(facts.records), features, MEAN)
-    return Preset(BLOCK_OPTIONS, features, None)
+    return _without_rate(facts, features)
+
+
+def _without_rate(facts: DataFacts | None, features: str | None) -> Preset:
+    """For a model whose learning rate is not known. A short try has no room for a search."""
+    short = facts is not None and facts.short
+    return Preset({} if short else BLOCK_OPTIONS, features, None)
 
 
 def explain_auto(
@@ -52,10 +58,12 @@ def explain_auto(
     options: Mapping[str, Any],
     budget: tuple[float, float],
 ) -> tuple[str, ...]:
-    """What was chosen and why, in five lines. `options` are those of the method, as they are."""
+    """What was chosen and why, in at most five lines. `options` are those of the method."""
     epsilon, delta = budget
     lines = [f"auto: {_known(facts)}, epsilon {epsilon:g}, delta {delta:g}; nothing else was used"]
-    if options["gate"] == "block":
+    if facts.short and options["gate"] is None:
+        lines.append("a short try (max_updates): the method's own settings, no search for a rate")
+    elif options["gate"] == "block":
         lines += _about_blocks(facts, features, options)
     else:
         lines += _about_rows(facts, features, normalisation, options)

@@ -13,7 +13,7 @@ class DataFacts:
 
     The number of records, the shape of one, the number of classes, the kind of records (`words`)
     where the shape does not say it; whether there is a GPU, whether the model is the user's own,
-    and the features that were asked for.
+    the features that were asked for, and whether the run is a short try (`max_updates`).
     """
 
     records: int | None
@@ -23,6 +23,7 @@ class DataFacts:
     gpu: bool = True
     own_model: bool = False
     features: str | None = None
+    short: bool = False
 
 
 @dataclass(frozen=True)

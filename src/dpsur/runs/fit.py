@@ -105,6 +105,7 @@ def fit(
             budget=budget,
             gpu=uses_gpu(str(device)),
             linear=_is_linear(model),
+            short=max_updates is not None,
         )
         notes(reasons)
     config = RunConfig(
