@@ -285,7 +285,10 @@ class RunConfig(checks.NamedArguments):
         preset = preset_named(values["preset"], kind.name, task.name, epsilon, facts)
         usual = {"features": preset.features, "normalisation": preset.normalisation}
         values = {**usual, **values, "network": dict(preset.network)}
-        return build(cls, values, method=kind(**{**preset.options, **options}))
+        usual = preset.options
+        if "noise_multiplier" in options and values["preset"] == AUTO:
+            usual.pop("updates", None)  # they follow from the budget
+        return build(cls, values, method=kind(**{**usual, **options}))
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values, except the output folder."""

@@ -64,8 +64,6 @@ def run(options: argparse.Namespace) -> int:
         config, folder = stored_config(options)
     else:
         config, folder = new_config(options, auto=True)
-        if config.preset == AUTO and not (options.quiet or options.json):
-            _explain(config)
     if options.show_private and config.hide_rejections != NOT_HIDDEN:
         raise InvalidInputError(
             f"--show-private shows what --hide-rejections {config.hide_rejections} hides; "
@@ -104,8 +102,10 @@ def _train(
     released = load_statistics(folder.checkpoint) if resume else None
     with silenced(options.quiet or options.json):
         session, origin = build_task_session(config, released=released)
-    folder.create()
     quiet = options.quiet or options.json
+    if config.preset == AUTO and not (quiet or options.resume):
+        _explain(config)
+    folder.create()
     if not (quiet or options.resume or options.out):
         print(f"dpsur: writing the run to {folder.root}", file=sys.stderr)
     with ProgressBar(quiet=quiet, show_private=options.show_private) as bar:

@@ -96,6 +96,7 @@ def fit(
     """
     check_single_process()
     check_observers(observers)
+    reasons: tuple[str, ...] = ()
     if method is None:
         method, normalisation, reasons = choose_for_model(
             records=_count(train_set),
@@ -107,7 +108,6 @@ def fit(
             linear=_is_linear(model),
             short=max_updates is not None,
         )
-        notes(reasons)
     config = RunConfig(
         task=None,
         method=method,
@@ -136,6 +136,7 @@ def fit(
         test_set=test_set,
         released=load_statistics(folder.checkpoint) if folder and resume else None,
     )
+    notes(reasons)  # after all checks, which end in one line
     origin = Origin(features=session.layer_descriptions)
     return execute(session, folder=folder, resume=resume, observers=observers, origin=origin)
 
