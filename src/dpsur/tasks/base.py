@@ -18,6 +18,9 @@ WORD_ROWS = "words"
 PIXELS, SCATTERING, TOKENS, VECTORS = "pixels", "scattering", "tokens", "vectors"
 ENCODER, ZOOMED = "encoder", "encoder-zoom"
 WHITENED, SCATTERING_ENCODER = "whitened-scattering", "scattering+encoder"
+# A hidden layer on wider vectors has more parameters than their noise allows.
+WIDEST_FOR_HIDDEN_LAYER = 256
+HIDDEN = 32
 
 
 def linear_heads(shape: tuple[int, int, int], classes: int) -> dict[str, dict[str, Any]]:
@@ -50,6 +53,7 @@ class Task:
     standardised with, None for images in [0, 1]. `records`, `shape` and `classes` are the number of
     training records, the shape of one and the number of classes, where they are known beforehand.
     `kind` says what the records are where their shape does not: `words` are rows of norm 1.
+    `models` are networks that can be chosen by name instead of the default.
     """
 
     name: str
@@ -64,6 +68,7 @@ class Task:
     shape: tuple[int, ...] | None = None
     classes: int | None = None
     kind: str | None = None
+    models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def default_features(self) -> str:
