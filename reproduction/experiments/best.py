@@ -15,7 +15,7 @@ from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 SEEDS = tuple(range(5))
 # What the paper calls the data, where we have another name for what is made of them.
 PAPER_NAMES = {"imdb-words": "imdb"}
-TITLE = "The best accuracy at a proven epsilon"
+TITLE = "Tuned settings at a proven epsilon"
 TEXT = """
 Accuracy in percent on the public test set of the last iterate, mean and standard deviation over
 seeds, with the preset `tuned`, at a proven epsilon. Beside it stands the figure that the paper
