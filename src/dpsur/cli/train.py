@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if options.resume is not None:
         config, folder = stored_config(options)
     else:
-        config, folder = new_config(options)
-        if config.preset == AUTO and not (options.quiet or options.json):
-            _explain(config)
+        config, folder = new_config(options, auto=True)
     if options.show_private and config.hide_rejections != NOT_HIDDEN:
         raise InvalidInputError(
             f"--show-private shows what --hide-rejections {config.hide_rejections} hides; "
@@ -86,9 +85,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _explain(config: RunConfig) -> None:
     """Say what the preset auto has chosen and why. Options that were given take precedence."""
-    facts = data_facts(task_of(config), config.keep_fraction)
-    budget = config.budget
-    for line in explain_auto(config.method.name, facts, budget.epsilon, budget.delta):
+    facts = data_facts(task_of(config), vars(config))
+    budget = config.budget.epsilon, config.budget.delta
+    options = asdict(config.method)
+    for line in explain_auto(facts, config.features, config.normalisation, options, budget):
         print(f"dpsur: {line}", file=sys.stderr)
 
 
@@ -103,8 +103,10 @@ def _train(
     released = load_statistics(folder.checkpoint) if resume else None
     with silenced(options.quiet or options.json):
         session, origin = build_task_session(config, released=released)
-    folder.create()
     quiet = options.quiet or options.json
+    if config.preset == AUTO and not (quiet or options.resume):
+        _explain(config)
+    folder.create()
     if not (quiet or options.resume or options.out):
         print(f"dpsur: writing the run to {folder.root}", file=sys.stderr)
     with ProgressBar(quiet=quiet, show_private=options.show_private) as bar:
