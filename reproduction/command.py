@@ -205,6 +205,7 @@ def _asked(options: argparse.Namespace) -> Options:
         tasks=tuple(options.tasks),
         arms=tuple(options.arms),
         epsilons=tuple(options.epsilons),
+        results=Path(options.results),
         claims=options.claims,
     )
 

@@ -65,6 +65,14 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.robustness",
         "accuracy against the learning rate, selective and plain (GPU minutes)",
     ),
+    "selection-tuning": (
+        "reproduction.experiments.selection_tuning",
+        "learning rates on held-out records, which selection-grid is centred on (GPU minutes)",
+    ),
+    "selection-grid": (
+        "reproduction.experiments.selection_grid",
+        "accuracy against starting rate and clipping norm, gate block and others (GPU minutes)",
+    ),
     "convergence": (
         "reproduction.experiments.convergence",
         "loss and accuracy against the budget spent (GPU minutes)",

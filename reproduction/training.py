@@ -201,7 +201,7 @@ def _made_together(
         started = time.perf_counter()
         outcomes = run_together(sessions)
     except RuntimeError as error:
-        if len(seeds) == 1 or not _is_of_memory(error):
+        if len(seeds) == 1 or not is_of_memory(error):
             raise
         return None
     seconds = (time.perf_counter() - started) / len(seeds)
@@ -214,7 +214,7 @@ def _made_together(
     return found
 
 
-def _is_of_memory(error: BaseException | None) -> bool:
+def is_of_memory(error: BaseException | None) -> bool:
     """Whether a GPU was full, perhaps while a graph was captured, whose end is an error too."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__

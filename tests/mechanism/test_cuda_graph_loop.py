@@ -53,6 +53,19 @@ def test_padded_trials_are_the_exact_ones(method):
             torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("block", [1, 2, 100])
+def test_blocks_of_updates_are_captured_and_their_tests_are_not(block):
+    method = Dpsgd(gate="block", updates=5, batch_size=20, blocks=3, block_updates=3)
+    exact, plan = bound(method)
+    padded = exact.padded()
+    one = train(exact, plan, Streams(0, CPU))
+    loop = CudaGraphLoop(exact, padded, plan, Streams(0, CPU), start(exact), block)
+    two = run_loop(loop, plan)
+    assert one.ledger == two.ledger
+    for name, value in flatten(one.state).items():
+        torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-5)
+
+
 def test_random_layers_are_seen_and_not_padded():
     still, noisy = small_model(), nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 3))
     assert not draws_randomness(still, blobs())
@@ -71,8 +84,8 @@ class Counted(CudaGraphLoop):
         super().__init__(*arguments)
         self.again = []
 
-    def _exactly(self):
-        verdicts = super()._exactly()
+    def _exactly(self, count):
+        verdicts = super()._exactly(count)
         self.again.append(len(verdicts))
         return verdicts
 

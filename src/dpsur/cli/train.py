@@ -21,6 +21,7 @@ from dpsur.config import RunConfig, data_facts
 from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, describe_os_error
 from dpsur.presets import AUTO, explain_auto
 from dpsur.privacy.plans.rejections import NOT_HIDDEN
+from dpsur.privacy.statement import metric_text
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.evaluation import shown_scores
 from dpsur.runs.files import RunFolder, finite, resume_command
@@ -149,10 +150,9 @@ def _print_result(run: Run, folder: RunFolder, *, as_json: bool) -> None:
         name, score = shown_scores(run.scores)[0]
         print(f"test {name}: {score} ({released}, public test set)")
     for row in run.statement.get("metrics", []):
-        error = "" if row["standard_error"] is None else f" +- {row['standard_error']:.2g}"
         rate = (
             "" if row["learning_rate"] is None else f" at learning rate {row['learning_rate']:.3g}"
         )
-        print(f"{row['quantity']} of {row['after']}{rate}: {row['value']:.4g}{error} (noisy, paid)")
+        print(f"after {row['after']}{rate}: {metric_text(row)} (noisy, paid)")
     print(describe_guarantee(run.statement))
     print(f"release: {release} (to publish); private: {folder.private} (keep)")

@@ -5,7 +5,8 @@ sampling, clipping, noise, update, both losses and the choice between accepting 
 on the GPU, and the host reads the counts once per block of trials. A counter on the GPU masks
 acceptance once the plan is done, so that the replays left in a block change nothing and exactly the
 planned updates are kept. Trials that a plan makes only to be dropped are masked too, but counted.
-Steps whose cost depends on earlier steps are blocks of a single trial.
+Steps whose cost depends on earlier steps are blocks of a single trial. Steps that are no trials,
+such as the tests of blocks of updates, are made on the host's command between captured blocks.
 """
 
 from collections.abc import Callable
@@ -62,6 +63,8 @@ class CapturedTrial:
         self._names: tuple[str, ...] = ()
         self._rows = torch.zeros(block, 0, device=device, dtype=torch.float64)
         self._first = torch.tensor(ledger.trials, device=device)
+        # Steps that are no trials have random numbers too, so draws are addressed by both.
+        self._other_steps = torch.tensor(ledger.steps - ledger.trials, device=device)
         # Where schedules stand, if that does not follow from the counts.
         self._position: Tensor | None = None
         if not plan.position_follows_counts:
@@ -73,6 +76,7 @@ class CapturedTrial:
     def run(self, count: int, ledger: Ledger) -> None:
         """Replay a block of trials, after those in the ledger."""
         self._first.copy_(self._counts.trials)
+        self._other_steps.fill_(ledger.steps - ledger.trials)
         if self._position is not None:
             self._position.fill_(self._plan.position(ledger))
         for _ in range(count):
@@ -126,7 +130,7 @@ class CapturedTrial:
         _, verdict = trial(
             self._procedure,
             self._state,
-            self._streams.at(counts.trials + 1),
+            self._streams.at(counts.trials + self._other_steps + 1),
             position,
             active=active,
             out=self._state,
@@ -183,27 +187,29 @@ class CudaGraphLoop:
     ) -> None:
         self._procedure, self._padded, self._plan = procedure, padded, plan
         self._streams, self.progress = streams, progress
-        # where steps differ, what the next one costs may depend on what this one released
-        self._block = block if plan.same_steps else 1
-        self._captured = CapturedTrial(padded, plan, progress, streams, self._block)
+        self._block = block
+        self._captured = CapturedTrial(padded, plan, progress, streams, block)
         self._launched = 0
 
     @property
     def finished(self) -> bool:
         """Whether the plan affords no further trial."""
-        return not has_next(self._padded, self._plan, self.progress)
+        return not has_next(self._procedure, self._plan, self.progress)
 
     def launch(self) -> None:
         """Replay a block on the GPU, without waiting for it."""
         ledger = self.progress.ledger
-        self._launched = min(self._block, self._plan.trials - ledger.trials)
-        self._captured.run(self._launched, ledger)
+        self._launched = min(self._block, self._plan.alike(ledger))
+        if self._launched:
+            self._captured.run(self._launched, ledger)
 
     def collect(self) -> list[Verdict]:
         """Wait for the block and record it."""
+        if not self._launched:
+            return self._exactly(1)
         made, kept, overflow = self._captured.read()
         if overflow:
-            return self._exactly()
+            return self._exactly(self._launched)
         state, ledger = self.progress.state, self.progress.ledger
         count = made - ledger.trials
         ledger = ledger.record(
@@ -213,10 +219,10 @@ class CudaGraphLoop:
         self.progress = Progress(self._captured.state(), ledger)
         return verdicts
 
-    def _exactly(self) -> list[Verdict]:
+    def _exactly(self, count: int) -> list[Verdict]:
         """The same trials, with the same draws, on exact batches."""
         verdicts = []
-        for _ in range(self._launched):
+        for _ in range(count):
             if has_next(self._procedure, self._plan, self.progress):
                 self.progress, verdict = make_trial(
                     self._procedure, self._plan, self._streams, self.progress

@@ -26,7 +26,7 @@ class ClippedSum:
     """A sum of vectors and the most that one record can change it by, in L2 norm."""
 
     params: Params
-    sensitivity: float
+    sensitivity: float | Tensor
 
 
 _DEFAULT_BUDGET = GradientBudget()
@@ -36,7 +36,7 @@ def clipped_sum(
     objective: Objective,
     params: Params,
     examples: Examples,
-    max_grad_norm: float,
+    max_grad_norm: float | Tensor,
     *,
     mask: Tensor | None = None,
     rows: Tensor | None = None,
@@ -54,7 +54,8 @@ def clipped_sum(
     zero whatever it holds, so that batches of different sizes can be padded to one shape. After the
     first call for a model and a shape nothing here waits for the device. `coins`, a uniform draw
     in (0, 1] per row, rounds every clipped gradient at random to the norm 0 or the bound: the
-    guarantee is the same, and so is the mean of the sum.
+    guarantee is the same, and so is the mean of the sum. `max_grad_norm` may be a number on the
+    device.
     """
     size = len(examples) if rows is None else len(rows)
     if mask is not None and (mask.dtype != torch.bool or mask.shape != (size,)):
@@ -126,7 +127,11 @@ def _blank(values: TensorTree, mask: Tensor) -> TensorTree:
 
 
 def _microbatch_sum(
-    objective: Objective, params: Params, microbatch: Microbatch, max_grad_norm: float, plan: Plan
+    objective: Objective,
+    params: Params,
+    microbatch: Microbatch,
+    max_grad_norm: float | Tensor,
+    plan: Plan,
 ) -> Params:
     """Sum of clipped per-example gradients.
 

@@ -48,7 +48,7 @@ class Factors:
 
 def clip_factors(
     norms: Tensor,
-    max_grad_norm: float,
+    max_grad_norm: float | Tensor,
     keep: Tensor | None,
     coins: Tensor | None = None,
 ) -> Factors:
@@ -61,7 +61,9 @@ def clip_factors(
     """
     number = torch.finfo(norms.dtype)
     most = max_grad_norm / (2 * number.tiny)
-    usable = norms < (most if most < number.max else torch.inf)  # with NaN a comparison is false
+    if not isinstance(most, Tensor):  # one on the device becomes infinite by itself
+        most = most if most < number.max else torch.inf
+    usable = norms < most  # with NaN a comparison is false
     usable = usable if keep is None else usable & keep
     clipped = norms.reciprocal().mul_(max_grad_norm)
     if coins is None:

@@ -14,6 +14,7 @@ from dpsur.functional.process_settings import precision, repeatable
 from dpsur.functional.records import Examples, HostExamples
 from dpsur.functional.side_effects import Unchanged, check_fixed_parts, fixed_parts
 from dpsur.functional.tree import flatten
+from dpsur.mechanism.block_gate import released_metrics
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.loop import EagerLoop, Loop, Progress, check_completed, start
 from dpsur.mechanism.state import Procedure, Verdict
@@ -57,7 +58,11 @@ class Observer(Protocol):
         ...
 
     def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
-        """The weights that would be released now were evaluated on the public test set."""
+        """The weights that would be released now were evaluated on the public test set.
+
+        An observer may also have `measured(progress, rows)`: a test has released noisy values of
+        the training records, which epsilon covers.
+        """
         ...
 
 
@@ -211,6 +216,8 @@ class ActiveRun:
         verdicts = found if is_trial else []  # a released norm is no trial
         for observer in self._observers:
             observer.trials(progress, verdicts)
+        if not is_trial:
+            self._report_metrics(progress)
         position = elapsed(self._session.plan, progress.ledger)
         if self._evaluation_is_due(self._evaluated_at, position):
             self._evaluated_at = position
@@ -222,6 +229,15 @@ class ActiveRun:
             self._save(progress)
         if stop:
             raise InterruptedRunError("stopped between two trials; the checkpoint is saved")
+
+    def _report_metrics(self, progress: Progress) -> None:
+        """Report what a test released, which is paid for, to observers that ask for it."""
+        found = released_metrics(self._session.procedure, progress.state) or []
+        last = [row for row in found if row["test"] == found[-1]["test"]]
+        for observer in self._observers:
+            measured = getattr(observer, "measured", None)
+            if measured is not None and last:
+                measured(progress, last)
 
     def finish(self) -> Progress:
         """Where the run ended, saved. Raises if it hit its cap on trials."""

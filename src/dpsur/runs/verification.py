@@ -71,7 +71,7 @@ PARTS: Final[Mapping[str, frozenset[str]]] = {
     ),
     "mechanism.filter": frozenset({"order", "allowance", "steps"}),
     "mechanism.menu": frozenset({"offer", "steering", "steps"}),
-    "mechanism.blocks": frozenset({"updates", "test", "steps"}),
+    "mechanism.blocks": frozenset({"updates", "searches", "may_stop", "test", "steps"}),
 }
 # Private statistics of features in a file of weights, and what they are charged.
 STATISTICS = re.compile(r"features\.\d+\.(mean|deviation)")
@@ -223,6 +223,8 @@ def _form_faults(statement: dict[str, Any]) -> list[str]:
             part = part.get(key)
         if part is not None or name not in OPTIONAL:
             more = {"menu", "blocks"} & mechanism.keys() if name == "mechanism" else set()
+            if name == "mechanism.blocks" and "offer" in part:  # updates from a menu
+                more = {"offer", "steering"}
             faults += key_faults(f"{name}.", part, keys | more)
     for steered in (mechanism["filter"], mechanism.get("menu"), mechanism.get("blocks")):
         for row in () if steered is None else steered["steps"]:
