@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dpsur.per_example.kernels.fused import weighted_rows
 from dpsur.per_example.norms import InnerNorms, Measure, part_norms, row_norms
 
 
@@ -105,16 +106,20 @@ class Contribution(ABC):
 
 @dataclass(frozen=True)
 class Rows(Contribution):
-    """Gradients that are simply there, one row per example. `shape` is the parameter's."""
+    """Gradients that are simply there, one row per example; `squares`: norms, if known already."""
 
     rows: Tensor
+    squares: Tensor | None = None
 
     def measure(self) -> Tensor:
         """Norms without a copy of the rows."""
-        return part_norms(self.rows)
+        return part_norms(self.rows) if self.squares is None else self.squares.sqrt()
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One matrix-vector product."""
+        found = weighted_rows(self.rows.flatten(1), factors.values)
+        if found is not None:
+            return found.view(self.rows.shape[1:])
         flat = factors.clean(self.rows.reshape(len(self.rows), -1))
         return (factors.values.to(flat.dtype) @ flat).view(self.rows.shape[1:])
 
