@@ -117,10 +117,11 @@ class Rows(Contribution):
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One matrix-vector product."""
-        found = weighted_rows(self.rows.flatten(1), factors.values)
+        flat = self.rows.reshape(len(self.rows), -1)
+        found = weighted_rows(flat, factors.values)
         if found is not None:
             return found.view(self.rows.shape[1:])
-        flat = factors.clean(self.rows.reshape(len(self.rows), -1))
+        flat = factors.clean(flat)
         return (factors.values.to(flat.dtype) @ flat).view(self.rows.shape[1:])
 
     def per_example(self) -> Tensor:
