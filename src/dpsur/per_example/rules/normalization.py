@@ -26,7 +26,7 @@ def group_norm(module: nn.GroupNorm, tape: Tape, input: Tensor) -> Tensor:
         output, means, rates = torch.native_group_norm(
             input, module.weight, module.bias, *shape, module.eps
         )
-        sums = partial(_channel_sums, input.detach(), means, rates)
+        sums = partial(_channel_sums, input.detach(), means.detach(), rates.detach())
     else:
         output = F.group_norm(input, module.num_groups, module.weight, module.bias, module.eps)
 
@@ -57,7 +57,9 @@ def layer_norm(module: nn.LayerNorm, tape: Tape, input: Tensor) -> Tensor:
         output, means, rates = torch.native_layer_norm(
             input, shape, module.weight, module.bias, module.eps
         )
-        sums = partial(_position_sums, tape.examples, input.detach(), means, rates)
+        sums = partial(
+            _position_sums, tape.examples, input.detach(), means.detach(), rates.detach()
+        )
     else:
         output = F.layer_norm(input, shape, module.weight, module.bias, module.eps)
 
@@ -106,7 +108,10 @@ def _scaled(
 
 
 def _has_kernel(input: Tensor) -> bool:
-    """Whether sums may be made in one kernel: then the layer's means are kept for them."""
+    """Whether sums may be made in one kernel: then the layer's means are kept for them.
+
+    Detached: a hook that held another output of its own node would keep both alive for ever.
+    """
     return (
         input.device.type == fused.DEVICE
         and input.dtype == torch.float32
@@ -118,7 +123,7 @@ def _has_kernel(input: Tensor) -> bool:
 def _channel_sums(
     input: Tensor, means: Tensor, rates: Tensor, gradient: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    return fused.channel_sums(input, gradient, means.detach(), rates.detach())
+    return fused.channel_sums(input, gradient, means, rates)
 
 
 def _position_sums(
@@ -127,10 +132,7 @@ def _position_sums(
     if means.numel() == 0 or examples == 0:
         return None
     shape = examples, means.numel() // examples, input.numel() // means.numel()
-    found = fused.position_sums(
-        input.view(shape), gradient.reshape(shape), means.detach(), rates.detach()
-    )
-    return found
+    return fused.position_sums(input.view(shape), gradient.reshape(shape), means, rates)
 
 
 def _by_channel(values: Tensor) -> Tensor:
