@@ -220,8 +220,13 @@ class GptBlock(nn.Module):
         return moved
 
 
+def next_word_loss(scores: Tensor, words: Tensor) -> Tensor:
+    """Mean cross entropy over positions."""
+    return F.cross_entropy(scores.flatten(0, 1), words.flatten())
+
+
 class Gpt(nn.Module):
-    """A language model of GPT-2's shape; the scores have the classes in dimension 1."""
+    """A language model of GPT-2's shape."""
 
     def __init__(
         self, depth: int = 12, width: int = 768, words: int = GPT_WORDS, *, tied: bool = False
@@ -240,7 +245,7 @@ class Gpt(nn.Module):
         places = torch.arange(words.shape[1], device=words.device).repeat(len(words), 1)
         states = self.blocks(self.words(words) + self.positions(places))
         scores: Tensor = self.head(self.norm(states))
-        return scores.transpose(1, 2)
+        return scores
 
 
 def gpt_lora(depth: int = 12, width: int = 768) -> nn.Module:
@@ -289,6 +294,7 @@ class Network:
     words: int | None = None
     series: bool = False
     labelled_positions: bool = False
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
 
     def model(self, device: torch.device, seed: int = 0) -> nn.Module:
         """A freshly initialised network: the same seed gives every arm the same weights."""
@@ -365,6 +371,7 @@ NETWORKS: dict[str, Network] = {
                 GPT_WORDS,
                 GPT_WORDS,
                 labelled_positions=True,
+                loss=next_word_loss,
             )
             for name, summary, parameters, build in (
                 ("gpt2", "GPT-2 shaped, 12 blocks of width 768", 162_447_360, Gpt),

@@ -192,3 +192,58 @@ def position_sums(
 
 def _on(values: Tensor) -> Any:
     return torch.device("cpu") if values.device.type == "cpu" else torch.cuda.device(values.device)
+
+
+class LstmCells:
+    """The element-wise part of an LSTM, one kernel for a time and none between.
+
+    Tensors are those of `rules/recurrent.py`, (directions, times, rows, ...).
+    """
+
+    _BLOCK = 256
+
+    def __init__(self, kernels: Any, active: Tensor, cells: Tensor, squashed: Tensor) -> None:
+        self._kernels, self._active, self._cells, self._squashed = kernels, active, cells, squashed
+        directions, _, rows, width = squashed.shape
+        count = directions * rows * width
+        self._sizes = rows, width, active.stride(0), cells.stride(0), squashed.stride(0), count
+        self._grid = (-(-count // self._BLOCK),)
+
+    def forward(self, time: int, gates: Tensor, recurrent: Tensor, states: Tensor) -> None:
+        """From gates before activation, given in two parts, to the next states."""
+        with _on(gates):
+            self._kernels.lstm_cell[self._grid](
+                gates[:, time],
+                recurrent,
+                self._cells[:, time],
+                self._active[:, time],
+                self._cells[:, time + 1],
+                self._squashed[:, time],
+                states[:, time + 1],
+                *self._sizes,
+                BLOCK=self._BLOCK,
+            )
+
+    def backward(
+        self, time: int, outputs: Tensor, recurrent: Tensor | None, slope: Tensor, gates: Tensor
+    ) -> None:
+        """Gradients of the gates; `recurrent` comes from the next time, `slope` is overwritten."""
+        with _on(gates):
+            self._kernels.lstm_cell_backward[self._grid](
+                outputs[:, time],
+                slope if recurrent is None else recurrent,
+                self._active[:, time],
+                self._cells[:, time],
+                self._squashed[:, time],
+                slope,
+                gates[:, time],
+                *self._sizes,
+                LAST=recurrent is None,
+                BLOCK=self._BLOCK,
+            )
+
+
+def lstm_cells(active: Tensor, cells: Tensor, squashed: Tensor) -> LstmCells | None:
+    """One kernel per time of an LSTM, or None."""
+    kernels = _kernels(active, cells, squashed)
+    return None if kernels is None else LstmCells(kernels, active, cells, squashed)
