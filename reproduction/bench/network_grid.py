@@ -76,7 +76,7 @@ class Job:
 
 def jobs(device: torch.device, names: list[str] | None, *, growth: bool) -> Iterator[Job]:
     """What to measure, in order."""
-    grid = CUDA_GRID if device.type == "cuda" else CPU_GRID
+    grid: tuple[tuple[str, int], ...] = CUDA_GRID if device.type == "cuda" else CPU_GRID
     if names is not None:
         grid = tuple(_pair(name) for name in names)
     for name, batch_size in grid:
@@ -110,8 +110,9 @@ def jobs(device: torch.device, names: list[str] | None, *, growth: bool) -> Iter
 def _pair(text: str) -> tuple[str, int]:
     name, _, size = text.partition(":")
     if not size.isdigit():
-        raise InvalidInputError(f"a network is NAME:BATCH, got {text!r}; NAME is one of "
-                                f"{', '.join(NETWORKS)}")
+        raise InvalidInputError(
+            f"a network is NAME:BATCH, got {text!r}; NAME is one of {', '.join(NETWORKS)}"
+        )
     return name, int(size)
 
 
@@ -152,7 +153,7 @@ def _timed(step: Callable[[], None], count: int, device: torch.device) -> tuple[
     once = max(time.perf_counter() - start, 1e-6)
     calls = max(1, round(LEAST_SECONDS / once))
     found: list[float] = []
-    while len(found) < ROUNDS and (len(found) < 3 or sum(found) * count * calls < MOST_SECONDS):
+    while len(found) < ROUNDS and (len(found) < 2 or sum(found) * count * calls < MOST_SECONDS):
         start = time.perf_counter()
         for _ in range(calls):
             step()
@@ -210,6 +211,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--networks", nargs="+", metavar="NAME:B", help="default: the whole table")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: all")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument("--no-growth", action="store_true", help="leave out the series")
@@ -255,7 +257,8 @@ def _measured(options: argparse.Namespace, into: list[dict[str, Any]]) -> Iterat
             if options.seconds is not None and time.perf_counter() - start > options.seconds:
                 print(f"no time for {job.network.name}", file=sys.stderr)
                 continue
-            for row in rows_of(job, device):
+            arms = job.arms if options.arms is None else tuple(options.arms)
+            for row in rows_of(replace(job, arms=arms), device):
                 whole = {"experiment": EXPERIMENT, **row, **origin}
                 into.append(whole)
                 print(line(whole), flush=True)
@@ -296,9 +299,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         cells = [_ms(arms.get(arm)) for arm in (PLAIN, *OPACUS, OURS, GATE)]
         ours = arms.get(OURS, {})
         theirs = [
-            arms[arm]["step_seconds"]
-            for arm in OPACUS
-            if arm in arms and arms[arm]["status"] == OK
+            arms[arm]["step_seconds"] for arm in OPACUS if arm in arms and arms[arm]["status"] == OK
         ]
         gain = "–"
         if theirs and ours.get("step_seconds"):
@@ -334,13 +335,19 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     series = [name for name in ("parameters", "batch", "length") if _of(rows, name)]
     with common():
         figure, axes = plt.subplots(
-            1, 1 + len(series), figsize=(4.8 + 2.6 * len(series), 3.0), squeeze=False,
-            width_ratios=[1.8, *[1.0] * len(series)], layout="constrained",
+            1,
+            1 + len(series),
+            figsize=(4.8 + 2.6 * len(series), 3.0),
+            squeeze=False,
+            width_ratios=[1.8, *[1.0] * len(series)],
+            layout="constrained",
         )
         cells = {key: arms for key, arms in table(rows).items() if key[2] == "float32"}
         places, width = np.arange(len(cells)), 0.16
         for number, arm in enumerate((PLAIN, *OPACUS, OURS, GATE)):
-            heights = [arms.get(arm, {}).get("time_over_plain") or np.nan for arms in cells.values()]
+            heights = [
+                arms.get(arm, {}).get("time_over_plain") or np.nan for arms in cells.values()
+            ]
             axes[0][0].bar(places + (number - 2) * width, heights, width, label=arm)
         axes[0][0].set_xticks(places, [key[0] for key in cells], rotation=30, ha="right")
         axes[0][0].set_ylabel("time of an update / plain")

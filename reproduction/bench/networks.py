@@ -168,8 +168,13 @@ class TokenClassifier(nn.Module):
         self.words = nn.Embedding(ENCODER_WORDS, width)
         self.positions = nn.Parameter(0.02 * torch.randn(1, length, width))
         layer = nn.TransformerEncoderLayer(
-            width, nhead=width // 32, dim_feedforward=4 * width, dropout=0.0, batch_first=True,
-            norm_first=True, activation="gelu",
+            width,
+            nhead=width // 32,
+            dim_feedforward=4 * width,
+            dropout=0.0,
+            batch_first=True,
+            norm_first=True,
+            activation="gelu",
         )
         self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, 10)

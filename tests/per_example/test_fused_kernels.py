@@ -1,6 +1,6 @@
 """Kernels in Triton: on a GPU as they are, without one in Triton's interpreter where it works.
 
-    TRITON_INTERPRET=1 python -m pytest tests/per_example/test_fused_kernels.py
+TRITON_INTERPRET=1 python -m pytest tests/per_example/test_fused_kernels.py
 """
 
 import os
@@ -81,7 +81,10 @@ def test_rows_without_a_factor_are_not_read(device):
     for count, width in ((37, 300), (1, 5), (9, 1000)):
         rows, factors = torch.randn(count, width), torch.rand(count)
         exact = factors.double() @ rows.double()
-        rows, factors = torch.cat([rows, rows[:1] * torch.nan]), torch.cat([factors, torch.zeros(1)])
+        rows, factors = (
+            torch.cat([rows, rows[:1] * torch.nan]),
+            torch.cat([factors, torch.zeros(1)]),
+        )
         found = fused.weighted_rows(rows.to(device), factors.to(device))
         torch.testing.assert_close(found.double().cpu(), exact, rtol=1e-5, atol=1e-5)
 

@@ -137,4 +137,6 @@ def dpsur_trial(cell: Cell) -> OwnStep:
     """A whole trial of DPSUR: the candidate, the test on its own batch, and the choice."""
     size = len(cell.batch)
     rate = min(VAL_BATCH_SIZE, size) / size
-    return OwnStep(cell, _method(Dpsur, cell), LossTest(rate, VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD))
+    return OwnStep(
+        cell, _method(Dpsur, cell), LossTest(rate, VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD)
+    )

@@ -172,7 +172,7 @@ class OpacusStep:
             shape = outputs.shape
             self._loss(outputs.flatten(0, 1), targets.flatten(), shape=shape).backward()
         else:
-            self._cell.loss(outputs, targets).backward()
+            torch.autograd.backward(self._cell.loss(outputs, targets))
 
 
 def hooks_step(cell: Cell) -> OpacusStep:

@@ -28,7 +28,6 @@ from dpsur.mechanism.trial import trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
 
-
 # Seconds of a trial from which on it pays to look at the sizes of batches first.
 LONG_TRIAL = 2e-3
 

@@ -4,7 +4,7 @@ What two functions do beside each other becomes two branches of the graph.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ def capture_graph(
     function: Callable[[], None],
     device: torch.device,
     before_capture: Callable[[], None] = lambda: None,
-    pool: object = None,
+    pool: Any = None,
 ) -> Callable[[], None]:
     """Warm a function up, capture it and return its replay. The capture itself makes no call.
 

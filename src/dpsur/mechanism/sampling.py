@@ -117,9 +117,7 @@ def sample_size(size: int, rate: float, stream: Stream) -> Tensor:
     return _joins(size, rate, stream).sum()
 
 
-def padded_batch(
-    examples: Examples, rate: float, stream: Stream, room: int | None = None
-) -> Batch:
+def padded_batch(examples: Examples, rate: float, stream: Stream, room: int | None = None) -> Batch:
     """The same sample from the same draws, in a shape that does not depend on them.
 
     Nothing here waits for the device, so that a trial can be captured and replayed. Rows that were

@@ -2,6 +2,9 @@
 
 They are for contiguous tensors. Sums are made in float32 and in one order, the same every time.
 """
+# Kernels are a language of their own: arguments have no types, and sizes are in capitals.
+# mypy: ignore-errors
+# ruff: noqa: N803
 
 import triton
 import triton.language as tl
@@ -81,9 +84,7 @@ def convolution_rows(
             other=0.0,
         )
         seen = tl.load(inputs + start[:, None] + shift[None, :])
-        total = tl.dot(
-            rounded(slope.to(tl.float32)), tl.trans(seen), total, input_precision="tf32"
-        )
+        total = tl.dot(rounded(slope.to(tl.float32)), tl.trans(seen), total, input_precision="tf32")
     there = (out < HEIGHT)[:, None] & (column < width)[None, :]
     where = example * HEIGHT * width + out[:, None] * width + column[None, :]
     tl.store(rows + where, total, mask=there)
@@ -113,7 +114,16 @@ def weighted_rows(
 
 @triton.jit
 def channel_sums(
-    inputs, slopes, means, rates, scale, shift, ROWS, PLACES, EACH, TOGETHER: tl.constexpr,
+    inputs,
+    slopes,
+    means,
+    rates,
+    scale,
+    shift,
+    ROWS,
+    PLACES,
+    EACH,
+    TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Per example and channel: sums of output gradients, and of those times normalised inputs.
@@ -140,7 +150,15 @@ def channel_sums(
 
 @triton.jit
 def position_sums(
-    inputs, slopes, means, rates, scale, shift, POSITIONS, WIDTH, TOGETHER: tl.constexpr,
+    inputs,
+    slopes,
+    means,
+    rates,
+    scale,
+    shift,
+    POSITIONS,
+    WIDTH,
+    TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The same for a layer norm: per example and entry, summed over positions."""
@@ -172,8 +190,20 @@ def _tanh(values):
 
 @triton.jit
 def lstm_cell(
-    gates, recurrent, cells, active, next_cells, squashed, states, ROWS, WIDTH, GATES_APART,
-    STATES_APART, SQUASHED_APART, COUNT, BLOCK: tl.constexpr,
+    gates,
+    recurrent,
+    cells,
+    active,
+    next_cells,
+    squashed,
+    states,
+    ROWS,
+    WIDTH,
+    GATES_APART,
+    STATES_APART,
+    SQUASHED_APART,
+    COUNT,
+    BLOCK: tl.constexpr,
 ):
     """One time of an LSTM: gates before and after activation, cells, and states."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -206,8 +236,21 @@ def lstm_cell(
 
 @triton.jit
 def lstm_cell_backward(
-    outputs, recurrent, active, cells, squashed, slope, gates, ROWS, WIDTH, GATES_APART,
-    STATES_APART, SQUASHED_APART, COUNT, LAST: tl.constexpr, BLOCK: tl.constexpr,
+    outputs,
+    recurrent,
+    active,
+    cells,
+    squashed,
+    slope,
+    gates,
+    ROWS,
+    WIDTH,
+    GATES_APART,
+    STATES_APART,
+    SQUASHED_APART,
+    COUNT,
+    LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Gradients of the gates before activation at one time; `slope` is that of the cell."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
