@@ -1,6 +1,6 @@
-"""Layers that normalise within an example and then scale and shift by trained vectors."""
+"""Layers that scale, and perhaps shift, what an example has in a channel or an entry."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -19,65 +19,138 @@ Collect = Callable[[Tensor], Tensor]
 
 def group_norm(module: nn.GroupNorm, tape: Tape, input: Tensor) -> Tensor:
     """Channels are normalised in groups; one scale and shift per channel."""
+    return group_norm_map(tape, input, module.num_groups, module.weight, module.bias, module.eps)
+
+
+def group_norm_map(
+    tape: Tape,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.group_norm`."""
     sums: Sums | None = None
     if _has_kernel(input):
         input = input.contiguous()
-        shape = (len(input), module.num_channels, input[0, 0].numel(), module.num_groups)
-        output, means, rates = torch.native_group_norm(
-            input, module.weight, module.bias, *shape, module.eps
-        )
+        shape = (len(input), input.shape[1], input[0, 0].numel(), num_groups)
+        output, means, rates = torch.native_group_norm(input, weight, bias, *shape, eps)
         sums = partial(_channel_sums, input.detach(), means.detach(), rates.detach())
     else:
-        output = F.group_norm(input, module.num_groups, module.weight, module.bias, module.eps)
+        output = F.group_norm(input, num_groups, weight, bias, eps)
 
     def normalise() -> Tensor:
-        return F.group_norm(input, module.num_groups, None, None, module.eps)
+        return F.group_norm(input, num_groups, None, None, eps)
 
-    return _scaled(tape, output, module.weight, module.bias, normalise, _by_channel, sums)
+    return _scaled(tape, output, weight, bias, normalise, _by_channel, sums)
 
 
 def instance_norm(module: nn.InstanceNorm2d, tape: Tape, input: Tensor) -> Tensor:
-    """Every channel of an example is normalise by itself."""
+    """Every channel of an example is normalised by itself."""
     if module.track_running_stats or input.dim() != _instance_norm_dims(module):
         raise NotSupportedError("instance norm with running statistics or without a batch")
-    output = F.instance_norm(input, weight=module.weight, bias=module.bias, eps=module.eps)
+    return instance_norm_map(tape, input, None, None, module.weight, module.bias, eps=module.eps)
+
+
+def instance_norm_map(
+    tape: Tape,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,  # noqa: ARG001  of running statistics
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.instance_norm`."""
+    if running_mean is not None or running_var is not None or not use_input_stats:
+        raise NotSupportedError("instance norm with running statistics")
+    output = F.instance_norm(input, weight=weight, bias=bias, eps=eps)
 
     def normalise() -> Tensor:
-        return F.instance_norm(input, eps=module.eps)
+        return F.instance_norm(input, eps=eps)
 
-    return _scaled(tape, output, module.weight, module.bias, normalise, _by_channel)
+    return _scaled(tape, output, weight, bias, normalise, _by_channel)
 
 
 def layer_norm(module: nn.LayerNorm, tape: Tape, input: Tensor) -> Tensor:
-    """The last dimensions are normalise together; one scale and shift per entry of them."""
-    shape = list(module.normalized_shape)
+    """The last dimensions are normalised together; one scale and shift per entry of them."""
+    return layer_norm_map(
+        tape, input, module.normalized_shape, module.weight, module.bias, module.eps
+    )
+
+
+def layer_norm_map(
+    tape: Tape,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.layer_norm`."""
+    shape = list(normalized_shape)
     sums: Sums | None = None
     if _has_kernel(input):
         input = input.contiguous()
-        output, means, rates = torch.native_layer_norm(
-            input, shape, module.weight, module.bias, module.eps
-        )
+        output, means, rates = torch.native_layer_norm(input, shape, weight, bias, eps)
         sums = partial(
             _position_sums, tape.examples, input.detach(), means.detach(), rates.detach()
         )
     else:
-        output = F.layer_norm(input, shape, module.weight, module.bias, module.eps)
+        output = F.layer_norm(input, shape, weight, bias, eps)
 
     def normalise() -> Tensor:
-        return F.layer_norm(input, shape, None, None, module.eps)
+        return F.layer_norm(input, shape, None, None, eps)
 
-    return _scaled(tape, output, module.weight, module.bias, normalise, _by_entry(shape), sums)
+    return _scaled(tape, output, weight, bias, normalise, _by_entry(shape), sums)
 
 
 def rms_norm(module: nn.RMSNorm, tape: Tape, input: Tensor) -> Tensor:
     """Like layer norm, without centring and without a shift."""
-    shape = list(module.normalized_shape)
-    output = F.rms_norm(input, shape, module.weight, module.eps)
+    return rms_norm_map(tape, input, module.normalized_shape, module.weight, module.eps)
+
+
+def rms_norm_map(
+    tape: Tape,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """`F.rms_norm`."""
+    shape = list(normalized_shape)
+    output = F.rms_norm(input, shape, weight, eps)
 
     def normalise() -> Tensor:
-        return F.rms_norm(input, shape, None, module.eps)
+        return F.rms_norm(input, shape, None, eps)
 
-    return _scaled(tape, output, module.weight, None, normalise, _by_entry(shape))
+    return _scaled(tape, output, weight, None, normalise, _by_entry(shape))
+
+
+def prelu(module: nn.PReLU, tape: Tape, input: Tensor) -> Tensor:
+    """One slope below zero, or one per channel."""
+    return prelu_map(tape, input, module.weight)
+
+
+def prelu_map(tape: Tape, input: Tensor, weight: Tensor) -> Tensor:
+    """`F.prelu`."""
+    output = F.prelu(input, weight)
+    layout, slot = tape.examples_in(output, axis=0), tape.slot(weight)
+    if slot is None:
+        return output
+    below = input.detach().clamp(max=0)
+
+    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
+        each = layout.by_example(gradient * below)
+        if weight.numel() == 1:
+            yield slot, Rows(each.flatten(1).sum(1, keepdim=True).view(-1, *weight.shape))
+        else:
+            yield slot, Rows(_by_channel(each))
+
+    return tape.watch(output, record)
 
 
 def _scaled(
