@@ -73,7 +73,8 @@ class Speed(checks.NamedArguments):
     """How fast things happen. None of it changes what is computed, except for rounding.
 
     `capture` replays whole trials as a CUDA graph where that is possible. `tf32` lets matrix
-    products and convolutions round their inputs to 10 bits; `bf16` computes the layers of a
+    products and convolutions round their inputs to 10 bits, and False forbids it; without either
+    PyTorch's own settings stay, which round convolutions on CUDA. `bf16` computes the layers of a
     training pass with 8 bits; norms, sums and noise keep float32, and so do tests of candidates.
     The privacy statement records both. `data_bytes` is the device memory that the records may take
     (default: half of what is free on a GPU): where they need more they stay on the host, their
@@ -86,9 +87,10 @@ class Speed(checks.NamedArguments):
     capture: bool = option(
         True, "replay whole trials as a CUDA graph where possible (default: yes)", group=RUN
     )
-    tf32: bool = option(
-        False,
-        "let CUDA round products to TF32; the statement records it (default: no)",
+    tf32: bool | None = option(
+        None,
+        "let CUDA round products to TF32; the statement records it (default: as PyTorch is set, "
+        "which rounds convolutions)",
         group=RUN,
     )
     repeatable: bool = option(

@@ -274,7 +274,7 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
         settings=asdict(session.method),
         seeded=session.streams.seeded,
         average=progress.state.average is not None,
-        tf32=session.config.speed.tf32,
+        tf32=session.tf32,
         bf16=session.config.speed.bf16,
         hide_rejections=session.config.hide_rejections,
         versions=versions(),

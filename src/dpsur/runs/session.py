@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from dpsur.config import RunConfig
@@ -110,6 +111,15 @@ class Session:
                 active.collect()
             return active.finish()
 
+    @property
+    def tf32(self) -> bool:
+        """Whether layers may round to TF32: as asked for, else as PyTorch is set for CUDA."""
+        wanted = self.config.speed.tf32
+        if wanted is not None:
+            return wanted
+        settings = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        return self.streams.device.type == "cuda" and any(settings)
+
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
         """The kernels and the precision of this run: settings of the whole process."""
@@ -153,7 +163,7 @@ class Session:
             "hide_rejections": self.config.hide_rejections,
             "seeded": self.streams.seeded,
             "device": self.streams.device.type,
-            "tf32": self.config.speed.tf32,
+            "tf32": self.tf32,
             "bf16": self.config.speed.bf16,
             "model": model_identity(self.original),
             "loss": loss_identity(self.problem.loss),
