@@ -30,6 +30,8 @@ GROUPS = {
     "train": {
         "train": ("dpsur.cli.train:set_up", "train a model under a privacy budget"),
         "evaluate": ("dpsur.cli.evaluate:set_up", "test a release on its task's public test set"),
+        "report": ("dpsur.cli.report:set_up", "one HTML page about a finished run"),
+        "plot": ("dpsur.cli.report:set_up_plot", "plot epsilon, accuracy or attack power of runs"),
         "methods": ("dpsur.cli.listings:set_up_methods", "list methods and hyper-parameters"),
         "explain": ("dpsur.cli.explain:set_up", "which per-example engine serves a model, and why"),
         "bench": ("dpsur.cli.bench:set_up", "time and memory of a training step of your model"),
@@ -51,6 +53,7 @@ GROUPS = {
         "tasks": ("dpsur.cli.listings:set_up_tasks", "list the tasks that can be trained"),
         "data": ("dpsur.cli.data:set_up", "download the public data sets, list them"),
         "cache": ("dpsur.cli.cache:set_up", "show or empty the cache"),
+        "doctor": ("dpsur.cli.doctor:set_up", "versions, devices, data and optional parts"),
     },
 }
 COMMANDS = {name: home for group in GROUPS.values() for name, (home, _) in group.items()}
