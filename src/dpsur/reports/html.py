@@ -46,12 +46,13 @@ svg .axis{stroke:var(--line)}svg .curve{fill:none;stroke:var(--blue);stroke-widt
 svg .guide{fill:none;stroke:var(--soft);stroke-dasharray:4 4}svg .dot{fill:var(--blue)}
 pre{overflow-x:auto;background:var(--page);border:1px solid var(--line);border-radius:6px;
 padding:.6rem .8rem;font-size:.85rem;margin:.5rem 0}
-code{font-family:ui-monospace,SFMono-Regular,Menlo,monospace;font-size:.92em}
+code{font-family:ui-monospace,SFMono-Regular,Menlo,monospace;font-size:.92em;
+overflow-wrap:anywhere}
 ul{padding-left:1.2rem;margin:.4rem 0}
 """
 BANNER = (
-    "This page holds private diagnostics. They depend on the training records and are not covered by "
-    "epsilon. Do not publish or share this page."
+    "This page holds private diagnostics. They depend on the training records and are not covered "
+    "by epsilon. Do not publish or share this page."
 )
 
 
