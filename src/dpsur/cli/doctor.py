@@ -1,4 +1,4 @@
-"""`dpsur doctor`: what this installation has and what it lacks."""
+"""`dpsur doctor`: what this installation has and lacks. `dpsur completion`: tab completion."""
 
 import argparse
 import importlib.util
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpsur.environment import versions
+from dpsur.errors import InvalidInputError
 
 DESCRIPTION = """\
 Report versions, devices, data sets, the cache, and optional packages that are missing.
@@ -109,3 +110,33 @@ def _version(name: str) -> str:
         return metadata.version("scikit-learn" if name == "sklearn" else name)
     except metadata.PackageNotFoundError:
         return "installed"
+
+
+COMPLETION = """\
+Print a script that completes commands and options of dpsur in your shell.
+
+  dpsur completion bash > ~/.local/share/bash-completion/completions/dpsur
+  dpsur completion zsh > ~/.zfunc/_dpsur
+
+It needs the package shtab: pip install shtab
+"""
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def set_up_completion(parser: argparse.ArgumentParser) -> None:
+    """Describe `dpsur completion`."""
+    parser.description = COMPLETION
+    parser.add_argument("shell", choices=SHELLS, help="your shell")
+    parser.set_defaults(run=print_completion)
+
+
+def print_completion(options: argparse.Namespace) -> int:
+    """Print the script."""
+    try:
+        import shtab
+    except ImportError:
+        raise InvalidInputError("completion needs the package shtab: pip install shtab") from None
+    from dpsur.cli import whole_parser
+
+    print(shtab.complete(whole_parser(), shell=options.shell))
+    return 0
