@@ -56,7 +56,8 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# All tables and figures, from the rows in results/.
+# All tables and figures, from the rows in results/, in about a minute. docs/tables/index.md lists
+# them, with the command that regenerates the rows of each and the GPU time that it takes.
 reproduce: $(INSTALLED)
 	$(BIN)/python -m reproduction all --render-only
 	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.svg

@@ -13,8 +13,9 @@ from dpsur.cli import run_command
 from dpsur.cli.parser import Parser, shown, whole_number
 from dpsur.errors import DpsurError, InvalidInputError
 from reproduction.base import Experiment, Options
+from reproduction.index_page import index_page
 from reproduction.registry import EXPERIMENTS, experiment_named
-from reproduction.runner import fill, look_up, render, rows_file
+from reproduction.runner import Filled, fill, look_up, render, rows_file
 
 DESCRIPTION = """\
 Make the rows of experiments and render their tables and figures.
@@ -162,12 +163,27 @@ def run(options: argparse.Namespace) -> int:
     shared = [experiment.name for experiment in experiments if experiment.shared]
     if options.jobs > 1 and shared and not options.render_only:
         run_parts(_part_of(shared, options), options.jobs)
+    done: dict[str, tuple[Filled, list[Path]]] = {}
     for experiment in experiments:
         if "all" in options.names and options.render_only and _has_no_rows(experiment, options):
             print(f"{experiment.name}: no rows yet")
             continue
-        _reproduce(experiment, options, known[experiment.name])
+        done[experiment.name] = _reproduce(experiment, options, known[experiment.name])
+    if "all" in options.names and not options.rows_only:
+        _write_index(done, Path(options.out))
     return 0
+
+
+def _write_index(done: Mapping[str, tuple[Filled, list[Path]]], out: Path) -> None:
+    """The page that lists everything, and where it is."""
+    page = index_page(
+        {name: text for name, (_, text) in EXPERIMENTS.items()},
+        {name: filled.rows for name, (filled, _) in done.items()},
+        {name: len(filled.missing) for name, (filled, _) in done.items()},
+        {name: written for name, (_, written) in done.items()},
+    )
+    (place,) = page.write(out)
+    print(f"everything, and how to regenerate it: {place}")
 
 
 def _rows_of(experiment: Experiment, options: argparse.Namespace) -> int:
@@ -193,7 +209,9 @@ def _asked(options: argparse.Namespace) -> Options:
     )
 
 
-def _reproduce(experiment: Experiment, options: argparse.Namespace, known: int) -> None:
+def _reproduce(
+    experiment: Experiment, options: argparse.Namespace, known: int
+) -> tuple[Filled, list[Path]]:
     started = time.monotonic()
     results, out, asked = Path(options.results), Path(options.out), _asked(options)
 
@@ -207,11 +225,12 @@ def _reproduce(experiment: Experiment, options: argparse.Namespace, known: int) 
     written = [] if options.rows_only else render(experiment, filled, out)
     made = len(filled.rows) - known
     if options.claims is not None:
-        return  # the process that started this one reports for all
+        return filled, written  # the process that started this one reports for all
     missing = f", {len(filled.missing)} cells without one" if filled.missing else ""
     print(f"{experiment.name}: {len(filled.rows)} rows, {made} of them new{missing}")
     for path in written:
         print(f"  {path}")
+    return filled, written
 
 
 def _part_of(names: Sequence[str], options: argparse.Namespace) -> list[str]:

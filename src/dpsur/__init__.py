@@ -27,11 +27,19 @@ TYPE_CHECKING = False  # importing `typing` for it would triple the time that th
 if TYPE_CHECKING:
     from typing import Any
 
+    from dpsur.cli.progress import ProgressBar
     from dpsur.config import Pace, Speed
+    from dpsur.engine.gate import LossGate
+    from dpsur.engine.microbatches import BatchMemoryManager
+    from dpsur.engine.privacy_engine import PrivacyEngine
+    from dpsur.functional.model_loss import model_loss
+    from dpsur.integrations.trackers import Tracker
     from dpsur.mechanism.api import dp_gradient, poisson_batches
     from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
+    from dpsur.opacus.checkpoint import from_opacus
     from dpsur.per_example import EngineReport, explain
     from dpsur.per_example.api import clipped_sum, per_example_gradients
+    from dpsur.per_example.check_and_fix import check, fix
     from dpsur.privacy.budget import Budget
     from dpsur.privacy.calibrate import calibrate, selective_epsilon
     from dpsur.privacy.events import CoinTest, Gaussian, LossTest, SampledGaussian, Trial
@@ -42,10 +50,15 @@ if TYPE_CHECKING:
     from dpsur.runs.result import Run
     from dpsur.runs.session import Observer
     from dpsur.runs.verification import verify
+    from dpsur.tasks.columns import Category, Number
+    from dpsur.tasks.schema import Schema
 
 _HOMES = {
+    "BatchMemoryManager": "dpsur.engine.microbatches",
     "Budget": "dpsur.privacy.budget",
     "calibrate": "dpsur.privacy.calibrate",
+    "Category": "dpsur.tasks.columns",
+    "check": "dpsur.per_example.check_and_fix",
     "clipped_sum": "dpsur.per_example.api",
     "CoinTest": "dpsur.privacy.events",
     "dp_gradient": "dpsur.mechanism.api",
@@ -58,32 +71,44 @@ _HOMES = {
     "EngineReport": "dpsur.per_example",
     "explain": "dpsur.per_example",
     "fit": "dpsur.runs.fit",
+    "fix": "dpsur.per_example.check_and_fix",
+    "from_opacus": "dpsur.opacus.checkpoint",
     "Gaussian": "dpsur.privacy.events",
     "load": "dpsur.runs.release",
+    "LossGate": "dpsur.engine.gate",
     "LossTest": "dpsur.privacy.events",
+    "model_loss": "dpsur.functional.model_loss",
     "Nonprivate": "dpsur.methods",
+    "Number": "dpsur.tasks.columns",
     "Observer": "dpsur.runs.session",
     "Pace": "dpsur.config",
     "per_example_gradients": "dpsur.per_example.api",
     "poisson_batches": "dpsur.mechanism.api",
+    "PrivacyEngine": "dpsur.engine.privacy_engine",
     "PrivacyLedger": "dpsur.privacy.plans",
+    "ProgressBar": "dpsur.cli.progress",
     "Run": "dpsur.runs.result",
     "SampledGaussian": "dpsur.privacy.events",
+    "Schema": "dpsur.tasks.schema",
     "selective_epsilon": "dpsur.privacy.calibrate",
     "Speed": "dpsur.config",
     "Statement": "dpsur.privacy.statement",
+    "Tracker": "dpsur.integrations.trackers",
     "Trial": "dpsur.privacy.events",
     "verify": "dpsur.runs.verification",
 }
 # Packages that are imported when they are first named.
 _PACKAGES = (
-    *("attacks", "audits", "bench", "cli", "features", "functional", "mechanism", "methods"),
-    *("networks", "per_example", "presets", "privacy", "runs", "tasks"),
+    *("attacks", "audits", "bench", "cli", "engine", "features", "functional", "integrations"),
+    *("mechanism", "methods", "networks", "opacus", "per_example", "presets", "privacy", "runs"),
+    *("sklearn", "tasks"),
 )
 
 __all__ = [
+    "BatchMemoryManager",
     "Budget",
     "BudgetError",
+    "Category",
     "CheckpointError",
     "CoinTest",
     "DiagnosticsWarning",
@@ -99,26 +124,36 @@ __all__ = [
     "Gaussian",
     "InterruptedRunError",
     "InvalidInputError",
+    "LossGate",
     "LossTest",
     "Nonprivate",
     "NothingReleasedError",
+    "Number",
     "Observer",
     "Pace",
+    "PrivacyEngine",
     "PrivacyLedger",
     "PrivacyWarning",
+    "ProgressBar",
     "Run",
     "SampledGaussian",
+    "Schema",
     "Speed",
     "Statement",
+    "Tracker",
     "Trial",
     "UnsupportedModelError",
     "__version__",
     "calibrate",
+    "check",
     "clipped_sum",
     "dp_gradient",
     "explain",
     "fit",
+    "fix",
+    "from_opacus",
     "load",
+    "model_loss",
     "per_example_gradients",
     "poisson_batches",
     "selective_epsilon",

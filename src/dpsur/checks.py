@@ -144,8 +144,10 @@ def _check_arguments(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
+    more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())  # checked where they go
+    parameters = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
     for name in kwargs:
-        if name not in parameters:
+        if name not in parameters and not more:
             near = get_close_matches(name, parameters, 1) or [
                 known for known in parameters if known.startswith(name)
             ]

@@ -53,6 +53,13 @@ class Pace(checks.NamedArguments):
         check_options(self)
 
 
+def _is_worker_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InvalidInputError(
+            f"{name} must be a whole number from 0 on, got {checks.shown(value)}"
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class Speed(checks.NamedArguments):
     """How fast things happen. None of it changes what is computed, except for rounding.
@@ -62,8 +69,10 @@ class Speed(checks.NamedArguments):
     training pass with 8 bits; norms, sums and noise keep float32, and so do tests of candidates.
     The privacy statement records both. `data_bytes` is the device memory that the records may take
     (default: half of what is free on a GPU): where they need more they stay on the host, their
-    batches are fetched, and trials are not captured. `repeatable` makes seeded runs on CUDA use
-    slower kernels that give the same bits every time.
+    batches are fetched, and trials are not captured. A data set that takes more than that (default:
+    2 GiB of host memory) is never held: `workers` processes read its batches while the device
+    computes, none (0) or some (default: up to 4). Set `workers` to have any data set read that way.
+    `repeatable` makes seeded runs on CUDA use slower kernels that give the same bits every time.
     """
 
     capture: bool = option(
@@ -87,6 +96,12 @@ class Speed(checks.NamedArguments):
         None,
         "device memory that the records may take",
         check=checks.at_least_one,
+        command_line=False,
+    )
+    workers: int | None = option(
+        None,
+        "processes that read a data set while the device computes",
+        check=_is_worker_count,
         command_line=False,
     )
 
@@ -128,7 +143,10 @@ class RunConfig(checks.NamedArguments):
     """
 
     task: str | None = option(
-        DEFAULT_TASK, "or npz:FILE for your own data", names=TASKS, group=WHAT
+        DEFAULT_TASK,
+        "or npz:FILE, csv:FILE or parquet:FILE for your own data",
+        names=TASKS,
+        group=WHAT,
     )
     method: Method = option(Dpsur, "", names=METHODS, check=_is_method, stored=False, group=WHAT)
     budget: Budget = DEFAULT_BUDGET
@@ -169,7 +187,7 @@ class RunConfig(checks.NamedArguments):
     model: str | None = option(
         None,
         "your function without arguments that builds the network; its module must be on "
-        "PYTHONPATH (default: the task's network)",
+        "PYTHONPATH; for a table also linear or mlp (default: the task's network)",
         metavar="MODULE:FUNCTION",
         group=WHAT,
     )
@@ -184,6 +202,12 @@ class RunConfig(checks.NamedArguments):
         "number of classes of npz:FILE, which becomes public (default: the array classes of the "
         "file)",
         metavar="K",
+        group=WHAT,
+    )
+    schema: Path | None = option(
+        None,
+        "JSON file that declares the columns of csv:FILE or parquet:FILE; it becomes public",
+        metavar="FILE",
         group=WHAT,
     )
     keep_fraction: float | None = option(
@@ -260,7 +284,9 @@ class RunConfig(checks.NamedArguments):
         """
         kind = method_named(method)
         check_method_options(kind, options)
-        task = task_named(values.get("task", DEFAULT_TASK), values.get("classes"))
+        task = task_named(
+            values.get("task", DEFAULT_TASK), values.get("classes"), values.get("schema")
+        )
         if values.get("preset") is None:
             usual = _task_settings(values, kind, task)
             return build(cls, values, method=kind(**{**usual, **options}))

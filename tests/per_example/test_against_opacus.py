@@ -12,7 +12,7 @@ import dpsur
 opacus = pytest.importorskip("opacus", reason="needs the extra dev: opacus")
 from opacus.accountants import PRVAccountant  # noqa: E402
 from opacus.grad_sample import GradSampleModule  # noqa: E402
-from opacus.layers import DPLSTM  # noqa: E402
+from opacus.layers import DPGRU, DPLSTM, DPRNN  # noqa: E402
 
 ROWS = 5
 
@@ -35,6 +35,16 @@ class Recurrent(nn.Module):
 
     def forward(self, sequences):
         return self.head(self.lstm(sequences)[0][:, -1])
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+        self.norm, self.head = nn.GroupNorm(1, 2), nn.Linear(72, 3)
+
+    def forward(self, images):
+        return self.head((images + self.second(self.norm(self.first(images)).relu())).flatten(1))
 
 
 def image(*shape):
@@ -93,6 +103,31 @@ ARCHITECTURES = {
     ),
     "embedding": (Pooled, tokens),
     "lstm": (lambda: Recurrent(DPLSTM), lambda: image(6, 4)),
+    "gru": (lambda: Recurrent(DPGRU), lambda: image(6, 4)),
+    "rnn": (lambda: Recurrent(DPRNN), lambda: image(6, 4)),
+    "rms norm": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.RMSNorm(8), nn.SiLU(), nn.Linear(8, 3)),
+        lambda: image(6),
+    ),
+    "dilated": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3, dilation=2), nn.Flatten(), nn.Linear(12, 3)),
+        lambda: image(2, 6, 6),
+    ),
+    "residual": (Residual, lambda: image(2, 6, 6)),
+    "cnn": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 5, 2, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2, 1),
+            nn.Conv2d(4, 6, 3, bias=False),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(54, 8),
+            nn.Dropout(0.0),
+            nn.Linear(8, 3),
+        ),
+        lambda: image(1, 14, 14),
+    ),
 }
 
 

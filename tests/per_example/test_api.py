@@ -103,8 +103,12 @@ class Scale(nn.Module):
 
 
 class ReadsValues(Scale):
+    """Looks at values, and folds examples in an order that no rule expects."""
+
     def forward(self, x):
-        return x * self.weight if x.sum().item() > 0 else x + self.weight
+        parts = x.view(len(x), 2, 2).transpose(0, 1).flatten(0, 1) * self.weight[:2]
+        whole = parts.view(2, len(x), 2).transpose(0, 1).flatten(1)
+        return whole if bool(x.isfinite().any()) else x + self.weight
 
 
 class Changed(nn.Linear):
@@ -112,20 +116,25 @@ class Changed(nn.Linear):
         return super().forward(x) * 2
 
 
+class Equation(nn.Linear):
+    def forward(self, x):
+        return torch.einsum("oi,bi->bo", self.weight, x) + self.bias
+
+
 def test_the_report_names_every_module_and_its_method():
-    model = nn.Sequential(nn.Linear(5, 4), Scale(), nn.ReLU(), Changed(4, 4), nn.Linear(4, 3))
+    model = nn.Sequential(nn.Linear(5, 4), Scale(), Changed(4, 4), Equation(4, 4), nn.Linear(4, 3))
     report = explain(model, X)
     assert report.name == "one-pass"
     assert report.reason is None
     assert [(one.path, one.method) for one in report.modules] == [
         ("0", "rule"),
-        ("1", "copies"),
+        ("1", "operations"),
+        ("2", "operations"),
         ("3", "copies"),
         ("4", "rule"),
     ]
-    assert report.modules[1].reason == "no rule for Scale"
-    assert "subclass of nn.Linear" in report.modules[2].reason
-    assert all(part in str(report) for part in ("one-pass", "Scale", "no rule for Scale"))
+    assert report.modules[3].reason == "3.weight: used by an operation without a rule"
+    assert all(part in str(report) for part in ("one-pass", "Scale", "an operation without a rule"))
     assert "\n" not in repr(report)
 
 
@@ -133,13 +142,13 @@ def test_the_report_says_what_caused_a_slow_engine():
     report = explain(nn.Sequential(nn.Linear(5, 4), ReadsValues(), nn.Linear(4, 3)), X)
     assert report.name == "one-by-one"
     assert report.module == "1 (ReadsValues)"
-    assert [one.engine.value for one in report.failed] == ["one-pass", "batched"]
+    assert [one.engine.value for one in report.failed] == ["one-pass", "one-pass", "batched"]
     assert all(one.reason for one in report.failed)
     assert "many times slower" in str(report)
     assert {one.method for one in report.modules} == {"one-by-one"}
 
 
-def test_position_embeddings_are_copied():
+def test_position_embeddings_are_followed():
     class Positions(nn.Module):
         def __init__(self):
             super().__init__()
@@ -151,7 +160,6 @@ def test_position_embeddings_are_copied():
     report = explain(Positions(), X)
     assert report.name == "one-pass"
     assert [(one.path, one.method) for one in report.modules] == [
-        ("", "copies"),
+        ("", "operations"),
         ("layer", "rule"),
     ]
-    assert "start" in report.modules[0].reason

@@ -190,16 +190,124 @@ class OneWay(nn.Linear):
         return F.linear(x, self.weight.abs(), self.bias)
 
 
-class OwnRecurrence(nn.Module):
-    """A projecting LSTM: neither a rule nor torch.func can do it."""
+class Stubborn(SlowFirst):
+    """Looks at values as well, which torch.func cannot do."""
+
+    def forward(self, x):
+        return super().forward(x) * (1.0 if bool(x.isfinite().any()) else 2.0)
+
+
+class DirectParameters(nn.Module):
+    """What transformers do with parameters that belong to no layer."""
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.LSTM(4, 6, proj_size=3, batch_first=True)
-        self.head = nn.Linear(3, 3)
+        self.token = nn.Parameter(torch.randn(4))
+        self.position = nn.Parameter(torch.randn(9, 4))
+        self.scale, self.power = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(()))
+        self.mix, self.bias = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(1, 1, 6))
+        self.block, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
 
     def forward(self, x):
-        return self.head(self.layer(x)[0][:, -1])
+        x = torch.cat([self.token.expand(len(x), 1, -1), x], 1) + self.position[: x.shape[1] + 1]
+        x = x + self.scale * self.block(torch.tanh(x @ self.mix + self.bias))
+        return self.head(x.mean(1)) / (1 + self.power.exp())
+
+
+class Positions(nn.Module):
+    """An embedding of positions: the same rows for all examples, some of them twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(7, 4)
+        self.places, self.norm = nn.Embedding(5, 4, padding_idx=1), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("order", torch.tensor([[0, 1, 2, 2, 4]]))
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.words(x) + self.norm(self.places(self.order))).mean(1))
+
+
+class RelativeBias(nn.Module):
+    """A small network on constants, added to the scores of an attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.table = nn.Parameter(torch.randn(9))
+        self.qkv, self.head = nn.Linear(4, 12), nn.Linear(4, 3)
+
+    def forward(self, x):
+        steps = torch.arange(x.shape[1])
+        far = steps[:, None] - steps[None]
+        bias = self.net(far[..., None].to(x.dtype))[..., 0] + self.table[far + 4]
+        query, key, value = self.qkv(x).chunk(3, -1)
+        return self.head(F.scaled_dot_product_attention(query, key, value, bias).mean(1))
+
+
+class Standardised(nn.Conv2d):
+    """Weight standardisation."""
+
+    def forward(self, x):
+        mean = self.weight.mean((1, 2, 3), keepdim=True)
+        spread = self.weight.std((1, 2, 3), keepdim=True)
+        return self._conv_forward(x, (self.weight - mean) / (spread + 1e-5), self.bias)
+
+
+class Summation(nn.Module):
+    """Products that only an equation describes."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(2, 4, 3)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return torch.einsum("hde,btd,t->bhe", self.left, x, self.right).flatten(1)
+
+
+class TransposedTable(nn.Module):
+    """A table of words that is read, and multiplied by in a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(7, 4)
+
+    def forward(self, x):
+        return (torch.tanh(self.words(x)) @ self.words.weight.t()).mean(1)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pair, self.head = nn.Bilinear(4, 3, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.pair(x[..., :4], x[..., 4:])).mean(1))
+
+
+class Cells(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.long, self.gated = nn.LSTMCell(4, 3), nn.GRUCell(3, 3)
+        self.plain, self.head = nn.RNNCell(3, 3, nonlinearity="relu"), nn.Linear(3, 3)
+
+    def forward(self, x):
+        state = one = two = None
+        for now in x.unbind(1):
+            state = self.long(now, state)
+            one = self.gated(state[0], one)
+            two = self.plain(one, two)
+        return self.head(two)
+
+
+class Bags(nn.Module):
+    def __init__(self, padding=None, **options):
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(7, 4, padding_idx=padding, **options), nn.Linear(4, 3)
+
+    def forward(self, x):
+        weights = None if self.bag.mode != "sum" else torch.cos(x.to(self.head.weight.dtype))
+        return self.head(torch.tanh(self.bag(x, per_sample_weights=weights)))
 
 
 def cross(module, x):
@@ -219,7 +327,7 @@ def with_states(module, x):
 
 
 def recurrent(kind):
-    one = {nn.LSTM: "lstm", nn.GRU: "gru"}[kind]
+    one = kind.__name__.lower()
     return {
         one: layer(lambda: kind(4, 3, batch_first=True), 6, 4, pick=first),
         f"{one}-both-ways": layer(
@@ -313,6 +421,21 @@ ONE_PASS = {
     "rms-norm-image": layer(lambda: nn.RMSNorm((3, 4), eps=1e-3), 2, 3, 4),
     **recurrent(nn.LSTM),
     **recurrent(nn.GRU),
+    **{
+        name: case
+        for name, case in recurrent(nn.RNN).items()
+        if name not in ("rnn", "rnn-one-step")
+    },
+    "rnn-relu": layer(
+        lambda: nn.RNN(4, 3, nonlinearity="relu", batch_first=True), 5, 4, pick=first
+    ),
+    "lstm-projected": layer(
+        lambda: nn.LSTM(4, 6, 2, proj_size=3, bidirectional=True, batch_first=True),
+        5,
+        4,
+        pick=first,
+    ),
+    "cells": (Cells, floats(4, 4)),
     "attention": layer(attention(), 5, 4, pick=first, call=itself),
     "attention-weights": layer(
         attention(bias=False),
@@ -379,18 +502,43 @@ ONE_PASS = {
         lambda: nn.Sequential(weight_norm(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3)),
         floats(5),
     ),
+    "weight-norm-conv": layer(lambda: weight_norm(nn.Conv2d(2, 3, 3, padding=1)), 2, 5, 5),
+    "weight-standardised": layer(lambda: Standardised(2, 3, 3, stride=2, padding=1), 2, 5, 5),
+    "direct-parameters": (DirectParameters, floats(5, 4)),
+    "positions": (Positions, tokens(7, 5)),
+    "relative-bias": (RelativeBias, floats(5, 4)),
+    "equation": (lambda: nn.Sequential(Summation(), nn.Linear(6, 3)), floats(5, 4)),
+    "transposed-table": (TransposedTable, tokens(7, 5)),
+    "weight-without-its-layer": (Functional, tokens(7, 5)),
+    "bilinear": (TwoInputs, floats(3, 7)),
+    "bag": (Bags, tokens(7, 6)),
+    "bag-sum": (lambda: Bags(mode="sum"), tokens(7, 6)),
+    "bag-max": (lambda: Bags(mode="max"), tokens(7, 6)),
+    "bag-padding": (lambda: Bags(2), tokens(7, 6)),
+    "bag-max-padding": (lambda: Bags(2, mode="max"), tokens(7, 6)),
+    "prelu-one": layer(nn.PReLU, 3, 4),
+    "prelu-channels": layer(lambda: nn.PReLU(3), 3, 4, 4),
+    "prelu-folded": (lambda: Folded(nn.PReLU(4), 12), floats(3, 4)),
     "prelu": (lambda: nn.Sequential(nn.Linear(5, 4), nn.PReLU(4), nn.Linear(4, 3)), floats(5)),
     "transposed-conv": layer(lambda: nn.ConvTranspose2d(2, 3, 3, stride=2), 2, 3, 3),
+    "transposed-conv1d": layer(
+        lambda: nn.ConvTranspose1d(4, 6, 3, 2, 1, output_padding=1, groups=2), 4, 5
+    ),
+    "transposed-conv3d": layer(lambda: nn.ConvTranspose3d(2, 3, 2, dilation=2), 2, 2, 3, 2),
+    "transposed-conv-wide": layer(
+        lambda: nn.ConvTranspose2d(12, 20, 4, 2, 1, bias=False), 12, 2, 2
+    ),
+    "transposed-conv-depthwise": layer(lambda: nn.ConvTranspose2d(4, 4, 3, groups=4), 4, 4, 4),
+    "transposed-conv-folded": (lambda: Folded(nn.ConvTranspose1d(2, 3, 3), 48), floats(2, 2, 6)),
     "vision": (Vision, floats(5, 4)),
 }
 SLOWER = {
-    "weight-without-its-layer": (Functional, tokens(7, 5), Engine.BATCHED),
     "folded-the-other-way": (SlowFirst, floats(3, 4), Engine.BATCHED),
     "attention-bias-kv": (
         *layer(attention(add_bias_kv=True), 5, 4, pick=first, call=itself),
         Engine.BATCHED,
     ),
-    "projecting-lstm": (OwnRecurrence, floats(5, 4), Engine.ONE_BY_ONE),
+    "folded-and-stubborn": (Stubborn, floats(3, 4), Engine.ONE_BY_ONE),
 }
 MODELS = ONE_PASS | {name: (build, inputs) for name, (build, inputs, _) in SLOWER.items()}
 
@@ -612,7 +760,8 @@ def test_a_zero_head_does_not_hide_a_weight_without_its_layer():
     problem = made("weight-without-its-layer")
     params = {name: torch.zeros_like(value) for name, value in problem.initial_params().items()}
     plan = plan_for(problem, params, problem.train.inputs, GradientBudget())
-    assert plan.engine is Engine.BATCHED
+    assert plan.engine is Engine.ONE_PASS
+    assert plan.assignment.operations  # the rules of its layers alone are not enough
 
 
 @pytest.mark.parametrize("mask", [torch.ones(4, dtype=torch.bool), torch.ones(ROWS)])

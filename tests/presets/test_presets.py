@@ -40,8 +40,8 @@ def table():
     return {row["dataset"]: row for row in csv.DictReader(text.splitlines())}
 
 
-def settled(method, task, epsilon, accounting):
-    preset = preset_named("paper", method, task, epsilon)
+def settled(method, task, epsilon, accounting, name="paper"):
+    preset = preset_named(name, method, task, epsilon)
     built = METHODS[method](**preset.options)
     setup = InputFeatures(preset.features, preset.normalisation).setup
     return built.settle(DATASET_SIZES[task], Budget(epsilon, DELTA), accounting, setup)
@@ -137,10 +137,30 @@ def test_updates_of_handcrafted_features_on_fashion_mnist():
 
 @pytest.mark.parametrize("task", TEMPERED)
 def test_tempered_sigmoids_keep_their_updates_at_other_budgets(task):
-    lengths = {settled("dpsgd-ts", task, e, "published")[1].length for e in EPSILONS}
+    lengths = {settled("dpsgd-ts", task, e, "published", "authors")[1].length for e in EPSILONS}
     assert len(lengths) == 1
     for name, value in TEMPERED[task].items():
-        assert preset_named("paper", "dpsgd-ts", task, 3).options[name] == value
+        assert preset_named("authors", "dpsgd-ts", task, 3).options[name] == value
+
+
+@pytest.mark.parametrize("task", DATASET_SIZES)
+def test_the_paper_runs_tempered_sigmoids_with_the_settings_of_dpsgd(task):
+    for epsilon in EPSILONS:
+        found = [preset_named("paper", m, task, epsilon) for m in ("dpsgd-ts", "dpsgd")]
+        assert found[0].options == found[1].options
+        assert [preset.network for preset in found] == [{}, {"activation": "relu"}]
+
+
+@pytest.mark.parametrize(
+    ("method", "task", "message"),
+    [
+        ("dpsgd", "mnist", "no settings for method dpsgd; it has dpsgd-ts"),
+        ("dpsgd-ts", "imdb", "no settings for task imdb; it has mnist, fmnist, cifar10"),
+    ],
+)
+def test_authors_of_others_tuned_nothing_else(method, task, message):
+    with pytest.raises(InvalidInputError, match=f"preset authors has {message}"):
+        preset_named("authors", method, task, 3)
 
 
 @pytest.mark.parametrize("method", ADAPTIVE)
@@ -174,7 +194,7 @@ def test_presets_can_be_changed_and_not_spoiled():
             ("paper", "sgd", "fmnist", 3),
             "preset paper has no settings for method sgd; it has dpsur, dpsgd,",
         ),
-        (("thesis", "dpsur", "fmnist", 3), "unknown preset 'thesis'; choose one of paper, best"),
+        (("thesis", "dpsur", "fmnist", 3), "unknown preset 'thesis'; choose one of paper, authors"),
         (("best", "dpsur", "imdb", 3), "preset best has no settings for task imdb; it has fmnist"),
         (("best", "dpis", "mnist", 3), "no settings for method dpis; it has dpsgd, dpsur"),
         (("best", "dpsur", "mnist", 7), "no settings for epsilon 7"),
@@ -189,7 +209,7 @@ def test_presets_that_are_not_there(arguments, message):
 
 
 def test_every_method_of_the_paper_has_a_preset():
-    assert list(PRESETS) == ["paper", "best", "encoder", "auto"]
+    assert list(PRESETS) == ["paper", "authors", "best", "encoder", "auto"]
     for method in COMPARED:
         assert preset_named("paper", method, "mnist", 1).options
 

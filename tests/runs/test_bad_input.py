@@ -49,7 +49,7 @@ BAD = [
     ({"budget": 3.0}, "budget must be a dpsur.Budget, got 3.0; write dpsur.Budget"),
     ({"budget": dpsur.Budget(math.inf, 1e-5)}, "epsilon inf is no budget.*the method nonprivate"),
     ({"seed": "a"}, "seed must be a whole number or None, got 'a'"),
-    ({"loss": None}, "loss must be a function such as F.cross_entropy.*got None"),
+    ({"loss": 3}, "loss must be a function such as F.cross_entropy.*got 3"),
     ({"loss": "ce"}, "got 'ce'"),
     ({"loss": nn.CrossEntropyLoss}, "loss is the class CrossEntropyLoss.*CrossEntropyLoss()"),
     ({"loss": lambda o, t: 1.0}, "must return a tensor of one number, got float"),

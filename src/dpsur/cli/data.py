@@ -1,4 +1,4 @@
-"""`dpsur data`: download the public data sets, and show which are installed."""
+"""`dpsur data`: download the public data sets, show which are installed, and start a schema."""
 
 import argparse
 import json
@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any, Self
 
-from dpsur.errors import InvalidInputError
+from dpsur.errors import FileError, InvalidInputError, describe_os_error
 from dpsur.tasks import mnist_5k
 from dpsur.tasks.datasets import DATA_SETS, fetch
 from dpsur.tasks.datasets.load import MISSING, READY, Status, status_of
+from dpsur.tasks.schema import template
+from dpsur.tasks.tables import header
 
 DESCRIPTION = """\
 Download the public data sets, and show which are installed.
@@ -17,6 +19,7 @@ Download the public data sets, and show which are installed.
   dpsur data list                what is installed, and how to get the rest
   dpsur data fetch mnist         download from the first public source that answers
   dpsur data fetch all           all of them (about 390 MB on disk)
+  dpsur data schema people.csv   a schema to fill in, from the names of the columns alone
 
 Files are looked for in --data-dir; without it in $DPSUR_DATA, then among the downloads in
 $DPSUR_CACHE (usually ~/.cache/dpsur), which also holds decoded copies. docs/data.md says how to
@@ -46,6 +49,18 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("--check", action="store_true", help="decode and check what is found")
     listing.add_argument("--json", action="store_true", help="print one JSON object")
     listing.set_defaults(run=_list)
+    starting = actions.add_parser("schema", help="write a schema of a table to fill in")
+    starting.description = (
+        "Write a schema of a CSV or Parquet file to fill in. Only the names of its columns are "
+        "read; ranges, categories and the target are yours to declare, from public knowledge, and "
+        "become public. See docs/data.md."
+    )
+    starting.add_argument("file", metavar="FILE", type=Path, help="a CSV or Parquet file")
+    starting.add_argument(
+        "--target", metavar="COLUMN", action="append", help="the target (default: the last column)"
+    )
+    starting.add_argument("--out", metavar="FILE", type=Path, help="new file (default: print it)")
+    starting.set_defaults(run=_schema)
     for action in (fetching, listing):
         action.add_argument(
             "--data-dir",
@@ -72,6 +87,32 @@ def _fetch(options: argparse.Namespace) -> int:
         print(f"{name}: {folder}")
     if failures:
         raise InvalidInputError("\n".join(failures))
+    return 0
+
+
+def _schema(options: argparse.Namespace) -> int:
+    path: Path = options.file
+    if not path.is_file():
+        raise InvalidInputError(f"there is no file {path}; name a CSV or Parquet file")
+    names = header(path)
+    targets = options.target or names[-1:]
+    for name in targets:
+        if name not in names:
+            raise InvalidInputError(
+                f"{path} has no column {name!r}; it has {', '.join(names[:20])}"
+            )
+    text = json.dumps(template(names, targets), indent=2, ensure_ascii=False) + "\n"
+    if options.out is None:
+        print(text, end="")
+        return 0
+    try:
+        with options.out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise InvalidInputError(f"{options.out} exists; choose another file") from None
+    except OSError as error:
+        raise FileError(describe_os_error(error)) from error
+    print(f"{options.out}: fill in the kinds, ranges and values of {len(names)} columns")
     return 0
 
 

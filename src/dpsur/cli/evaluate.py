@@ -12,7 +12,7 @@ from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.build_session import choose_device
-from dpsur.runs.evaluation import check_fits, evaluate
+from dpsur.runs.evaluation import check_fits, describe_scores, evaluate
 from dpsur.runs.files import finite
 from dpsur.runs.release import read_release
 from dpsur.runs.verification import statement_faults
@@ -28,6 +28,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="a run folder, or the release folder in it")
     parser.add_argument(
         "--task", help="the task to test on (default: the one that the release names)"
+    )
+    parser.add_argument(
+        "--schema", type=Path, metavar="FILE", help="the columns of csv:FILE or parquet:FILE"
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     parser.add_argument(
@@ -50,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidInputError(
             f"{options.folder} names no task to test on; name it with --task, such as npz:FILE"
         )
-    test, loss = load_test_records(name, options.data_dir)
+    test, loss = load_test_records(name, options.data_dir, options.schema)
     model = model.to(device)
     check_fits(model, test, loss, name)
     test = test.to(device)
@@ -61,8 +64,7 @@ def run(options: argparse.Namespace) -> int:
         found = {"task": name, "scores": scores, "guarantee": guarantee}
         print(json.dumps(finite(found), allow_nan=False))
         return 0
-    accuracy = f"test accuracy {scores['accuracy']:.2%}, " if "accuracy" in scores else ""
-    print(f"{name}: {accuracy}loss {scores['loss']:.4f}")
+    print(f"{name}: {describe_scores(scores)}")
     print(describe_guarantee(statement))
     return 0
 

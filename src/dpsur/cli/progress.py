@@ -14,22 +14,32 @@ from dpsur.mechanism.state import Verdict
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import duration, elapsed
 from dpsur.privacy.statement import format_epsilon
+from dpsur.runs.evaluation import shown_scores
 
 PRIVATE_WARNING = (
     "rejections, loss differences and timings below depend on private records: do not share them"
 )
 
 
-class ProgressBar:
-    """A live bar on a terminal, a line per evaluation elsewhere."""
+_SECONDS = 2.0  # between two figures of what is spent, each of which takes some arithmetic
 
-    def __init__(self, quiet: bool, show_private: bool) -> None:
+
+class ProgressBar:
+    """An observer of `dpsur.fit`: a live bar on a terminal, a line per evaluation elsewhere.
+
+    The bar shows updates, the epsilon spent so far, updates per second and the time left.
+    """
+
+    def __init__(self, quiet: bool = False, show_private: bool = False) -> None:
         self._quiet = quiet
         self._show_private = show_private and not quiet
         self._plan: PrivacyPlan | None = None
         self._bar: Any = None
         self._task: Any = None
         self._clock = time.perf_counter()
+        self._begun = self._due = 0.0
+        self._first = 0
+        self._spent = self._score = ""
 
     def __enter__(self) -> Self:
         return self
@@ -55,8 +65,19 @@ class ProgressBar:
             return
         if self._show_private:
             self._show(progress, verdicts)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=elapsed(self._plan, progress.ledger))
+        if self._bar is None:
+            return
+        now, plan = time.perf_counter(), self._plan
+        passed = elapsed(plan, progress.ledger)
+        if now >= self._due and not plan.to_the_cap and progress.ledger.updates:
+            spent = format_epsilon(plan.spent(progress.ledger))
+            self._spent = f"epsilon {spent} of {plan.budget.epsilon:g}"
+            self._due = time.perf_counter() + _SECONDS
+        rate = (passed - self._first) / max(now - self._begun, 1e-9)
+        status = ", ".join(text for text in (self._spent, self._score) if text)
+        self._bar.update(self._task, completed=passed, status=status, rate=f"{rate:.1f}/s")
+        if passed >= duration(plan):
+            self._bar.stop()
 
     def _show(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
         seconds = (time.perf_counter() - self._clock) / max(1, len(verdicts))
@@ -78,13 +99,11 @@ class ProgressBar:
             if self._bar is None:
                 self._say(f"{passed} trials")
             return
-        score = (
-            f"test accuracy {scores['accuracy']:.2%}"
-            if "accuracy" in scores
-            else f"test loss {scores['loss']:.4f}"
-        )
+        name, figure = shown_scores(scores)[0]
+        score = f"test {name} {figure}"
         spent = f"epsilon {format_epsilon(epsilon)} of {self._plan.budget.epsilon:g}"
         if self._bar is not None:
+            self._spent, self._score = spent, score
             self._bar.update(self._task, status=f"{spent}, {score}")
         else:
             self._say(f"{passed}: {spent}, {score}")
@@ -92,7 +111,12 @@ class ProgressBar:
     def _start_bar(self, plan: PrivacyPlan, progress: Progress) -> None:
         try:
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                TextColumn,
+                TimeRemainingColumn,
+            )
             from rich.progress import Progress as RichProgress
         except ImportError:
             return
@@ -101,11 +125,14 @@ class ProgressBar:
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("trials" if plan.to_the_cap else plan.unit),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(compact=True),
             TextColumn("{task.fields[status]}"),
             console=Console(stderr=True),
         )
+        self._begun, self._first = time.perf_counter(), elapsed(plan, progress.ledger)
         self._task = self._bar.add_task(
-            "training", total=duration(plan), completed=elapsed(plan, progress.ledger), status=""
+            "training", total=duration(plan), completed=self._first, status="", rate=""
         )
         self._bar.start()
 

@@ -21,6 +21,7 @@ from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, desc
 from dpsur.presets import AUTO, explain_auto
 from dpsur.privacy.plans.rejections import NOT_HIDDEN
 from dpsur.runs.checkpoint import load_statistics
+from dpsur.runs.evaluation import shown_scores
 from dpsur.runs.files import RunFolder, finite, resume_command
 from dpsur.runs.fit import execute
 from dpsur.runs.release import as_published
@@ -146,9 +147,10 @@ def _print_result(run: Run, folder: RunFolder, *, as_json: bool) -> None:
             result["metrics"] = run.statement["metrics"]
         print(json.dumps(finite(result), allow_nan=False))
         return
-    if run.scores is not None and "accuracy" in run.scores:
+    if run.scores is not None:
         (released,) = run.statement["released"]
-        print(f"test accuracy: {run.scores['accuracy']:.2%} ({released}, public test set)")
+        name, score = shown_scores(run.scores)[0]
+        print(f"test {name}: {score} ({released}, public test set)")
     for row in run.statement.get("metrics", []):
         error = "" if row["standard_error"] is None else f" +- {row['standard_error']:.2g}"
         rate = (

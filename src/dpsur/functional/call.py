@@ -6,7 +6,8 @@ where `functional_call` leaves some of the temporary ones behind: in a module th
 places and whose weight another module shares.
 
 How inputs reach the model: a tuple as positional arguments, a dict as keyword arguments, anything
-else (a tensor, a list, a named tuple, a dataclass) as the only argument.
+else (a tensor, a list, a named tuple, a dataclass) as the only argument. `Arguments` holds those of
+a call that someone else makes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils import _pytree
 
 from dpsur.functional.parameters import Params
-from dpsur.functional.tree import TensorTree
+from dpsur.functional.tree import TensorTree, map_tensors
 
 # Only functional_call knows what to say to these.
 _OTHERS = (torch.jit.ScriptModule, nn.DataParallel)
@@ -39,8 +41,39 @@ def every_module(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
+class Arguments:
+    """The arguments of a call: a tree of its tensors, which keeps all else as it is."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+
+    @property
+    def constants(self) -> str:
+        """What is no tensor, in words."""
+        return repr(map_tensors(lambda _: None, (self.args, self.kwargs), otherwise=repr))
+
+
+def _tensors_of(given: Arguments) -> tuple[list[Tensor], Arguments]:
+    found: list[Tensor] = []
+    map_tensors(found.append, (given.args, given.kwargs), otherwise=lambda _: None)
+    return found, given
+
+
+def _with_tensors(tensors: Iterable[Any], given: Arguments) -> Arguments:
+    following = iter(tensors)
+    args, kwargs = map_tensors(
+        lambda _: next(following), (given.args, given.kwargs), otherwise=lambda value: value
+    )
+    return Arguments(args, kwargs)
+
+
+_pytree.register_pytree_node(Arguments, _tensors_of, _with_tensors)
+
+
 def arguments(inputs: TensorTree) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments that a model gets for its inputs."""
+    if type(inputs) is Arguments:
+        return inputs.args, inputs.kwargs
     if type(inputs) is tuple:
         return inputs, {}
     if type(inputs) is dict:
@@ -49,9 +82,21 @@ def arguments(inputs: TensorTree) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call(model: Callable[..., Any], inputs: TensorTree) -> TensorTree:
-    """Outputs of a model with its own weights."""
+    """Outputs of a model with its own weights.
+
+    Of a call that someone else makes, only those with rows: a loss that the model computes itself
+    is judged when it is differentiated.
+    """
     positional, named = arguments(inputs)
-    return model(*positional, **named)
+    outputs = model(*positional, **named)
+    return without_scalars(outputs) if type(inputs) is Arguments else outputs
+
+
+def without_scalars(outputs: Any) -> TensorTree:
+    """The tensors with rows among outputs; everything else becomes None."""
+    return map_tensors(
+        lambda value: value if value.dim() else None, outputs, otherwise=lambda _: None
+    )
 
 
 def call_on(model: nn.Module, params: Params, inputs: TensorTree) -> TensorTree:

@@ -3,7 +3,7 @@
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +43,9 @@ class Objective:
     model: nn.Module
     loss: LossFunction
     bf16: bool = field(default=False, kw_only=True)
+    # Views of each record whose gradients are averaged, and what makes them different.
+    augment: Callable[[Any], Any] | None = field(default=None, kw_only=True)
+    views: int = field(default=1, kw_only=True)
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +173,7 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     for module in others:
         module.training = training
     try:
-        with _without_flattening([module for module in modules if isinstance(module, nn.RNNBase)]):
+        with without_flattening(modules):
             yield
     finally:
         for module in others:
@@ -212,7 +215,9 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _without_flattening(recurrent: list[nn.RNNBase]) -> Iterator[None]:
+def without_flattening(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Keep recurrent layers from moving their weights, which are not their own for the moment."""
+    recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
     if not recurrent:
         yield
         return

@@ -1,7 +1,9 @@
 """Records: inputs and targets of a data set, on a device or on the host."""
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -77,6 +79,11 @@ class Examples:
         """Return neighbouring rows."""
         return Examples(slice_rows(self.inputs, some), slice_rows(self.targets, some))
 
+    def parts(self, rows: int) -> "Iterator[Examples]":
+        """Return all rows in order, some at a time."""
+        for start in range(0, len(self), rows):
+            yield self.part(slice(start, start + rows))
+
     def to(self, device: torch.device) -> "Examples":
         """Move all tensors to a device."""
         return Examples(
@@ -143,11 +150,97 @@ class HostExamples(Examples):
         )
 
 
+class RecordReader(Protocol):
+    """Reads records by their numbers, from a file or a data set."""
+
+    def read(self, rows: Tensor) -> Examples:
+        """These records, in this order, in memory of the host."""
+        ...
+
+
+@dataclass(frozen=True, repr=False)
+class StreamedExamples(HostExamples):
+    """Records that are read when they are needed and never held: batches, or some after the other.
+
+    `inputs` and `targets` tell structure, shapes and types. They hold no values: NaN and zeros, in
+    memory of a single record.
+    """
+
+    reader: RecordReader = field(kw_only=True, repr=False, compare=False)
+
+    def part(self, some: slice) -> Examples:
+        """Return neighbouring rows, on the device."""
+        return self.select(torch.arange(*some.indices(len(self))))
+
+    def parts(self, rows: int) -> Iterator[Examples]:
+        """Return all rows in order, some at a time; the next ones are read meanwhile."""
+        ahead: Future[Examples] | None = None
+        for start in range(0, len(self), rows):
+            found = self._span(start, rows) if ahead is None else ahead.result()
+            ahead = self._worker.submit(self._span, start + rows, rows)
+            yield self._send(found)
+
+    def to(self, device: torch.device) -> "StreamedExamples":
+        """Hand out rows on another device."""
+        return replace(self, device=device, _ahead={})
+
+    def with_targets(self, convert: Callable[[Tensor], Tensor]) -> "StreamedExamples":
+        """Convert every tensor of the targets when it is read."""
+        targets = map_tensors(lambda value: blank_rows(convert(value[:1]), len(self)), self.targets)
+        return replace(self, targets=targets, reader=_Converted(self.reader, convert), _ahead={})
+
+    def _span(self, start: int, rows: int) -> Examples:
+        return self._gather(torch.arange(min(start, len(self)), min(start + rows, len(self))))
+
+    def _gather(self, rows: Tensor) -> Examples:
+        if not len(rows):
+            none = slice(0, 0)
+            return Examples(slice_rows(self.inputs, none), slice_rows(self.targets, none))
+        found = self.reader.read(rows)
+        if self.device.type != "cuda":
+            return found
+        return Examples(
+            map_tensors(Tensor.pin_memory, found.inputs),
+            map_tensors(Tensor.pin_memory, found.targets),
+        )
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """A reader whose targets are converted."""
+
+    reader: RecordReader
+    convert: Callable[[Tensor], Tensor]
+
+    def read(self, rows: Tensor) -> Examples:
+        found = self.reader.read(rows)
+        return Examples(found.inputs, map_tensors(self.convert, found.targets))
+
+
+def blank_rows(record: Tensor, count: int) -> Tensor:
+    """Rows like a record's, without its values, in the memory of one."""
+    filler = float("nan") if record.is_floating_point() else 0
+    return torch.full_like(record[:1], filler).expand(count, *record.shape[1:])
+
+
+def stream(reader: RecordReader, count: int) -> StreamedExamples:
+    """Records that a reader reads, of the shapes and types of its first one."""
+    first = reader.read(torch.zeros(1, dtype=torch.int64))
+    return StreamedExamples(
+        map_tensors(lambda value: blank_rows(value, count), first.inputs),
+        map_tensors(lambda value: blank_rows(value, count), first.targets),
+        torch.device("cpu"),
+        reader=reader,
+    )
+
+
 def place(examples: Examples, device: torch.device, limit: int | None) -> Examples:
     """Records on the device, or on the host where they take more than `limit` bytes of it.
 
     Without a limit a GPU gives half of its free memory, and a CPU whatever there is.
     """
+    if isinstance(examples, StreamedExamples):
+        return examples.to(device)
     if limit is None:
         there = device_of(examples.inputs).type == device.type
         if there or device.type != "cuda":

@@ -96,6 +96,8 @@ _MOST, _DEEPEST = 20_000, 12
 # Classes and functions of these packages are taken to keep no records; their instances may hold
 # what a user put there.
 _TRUSTED = {*sys.stdlib_module_names, "dpsur", "numpy", "torch"}
+# The same, but what their instances hold is looked at: configurations, caches of attention.
+_LIBRARIES = {"accelerate", "lightning", "peft", "timm", "torchvision", "transformers"}
 _CONTAINERS = (list, tuple, deque)
 _MAPPINGS = (dict, MappingProxyType)
 _OF_EVERY_MODULE = set(vars(nn.Module()))
@@ -167,7 +169,9 @@ def _seen(name: str, value: Any, *, weights: bool) -> tuple[Any, Inside | None]:
         return _tensor(value), None
     if isinstance(value, np.ndarray):
         return value.copy(), None
-    if isinstance(value, (bytearray, array, set, itertools.count)):
+    if isinstance(value, (set, frozenset)):  # whose order is another one in a copy
+        return (kind, sorted(map(repr, value))), None
+    if isinstance(value, (bytearray, array, itertools.count)):
         return (bytes(value) if isinstance(value, (bytearray, array)) else repr(value)), None
     if value is None or isinstance(value, (int, float, complex, str, bytes, np.generic)):
         return value, None
@@ -182,11 +186,13 @@ def _seen(name: str, value: Any, *, weights: bool) -> tuple[Any, Inside | None]:
     if isinstance(value, MethodType):
         return kind, iter([(name, value.__self__), (name, value.__func__)])
     if isinstance(value, FunctionType):
-        if _trusted(value.__module__):
+        if _trusted(value.__module__, libraries=True):
             return None, None
         return _Constants(_numbers(value.__code__)), _of_function(name, value)
     if isinstance(value, type):
-        return (None, None) if _trusted(value.__module__) else (kind, _of_class(name, value))
+        if _trusted(value.__module__, libraries=True):
+            return None, None
+        return kind, _of_class(name, value)
     if isinstance(value, nn.Module):
         return kind, _of_module(name, value, weights=weights)
     if _trusted(kind.__module__):
@@ -239,7 +245,7 @@ def _of_module(name: str, module: nn.Module, *, weights: bool) -> Inside:
 
 def _of_class(name: str, kind: type) -> Inside:
     for parent in kind.__mro__:
-        if _trusted(parent.__module__):
+        if _trusted(parent.__module__, libraries=True):
             continue
         for key, value in list(vars(parent).items()):
             function = getattr(value, "__func__", value)  # of a static or class method
@@ -280,6 +286,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(held)
 
 
+@functools.lru_cache(4096)
 def _globals(code: CodeType) -> set[str]:
     """Globals that a function names, directly or in a function that it defines."""
     return {
@@ -295,8 +302,9 @@ def _numbers(code: CodeType) -> Iterator[float]:
         yield from (held for held in one.co_consts if isinstance(held, (int, float)))
 
 
-def _trusted(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] in _TRUSTED
+def _trusted(module: str | None, *, libraries: bool = False) -> bool:
+    package = "" if module is None else module.partition(".")[0]
+    return package in _TRUSTED or (libraries and package in _LIBRARIES)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -178,8 +178,8 @@ class BlockGate:
             batch = self._source.sampler.batch(test.sample_rate, draws, VAL_BATCH)
             yield batch.examples, batch.mask
             return
-        for start in range(0, len(train), EVALUATION_ROWS):
-            yield train.part(slice(start, start + EVALUATION_ROWS)), None
+        for part in train.parts(EVALUATION_ROWS):
+            yield part, None
 
     @property
     def tested(self) -> float:

@@ -31,7 +31,9 @@ class Sampler:
     random_layers: bool = field(init=False)  # such as dropout
 
     def __post_init__(self) -> None:
-        found = draws_randomness(self.problem.model, self.problem.train)
+        found = self.problem.augment is not None or draws_randomness(
+            self.problem.model, self.problem.train
+        )
         object.__setattr__(self, "random_layers", found)
 
     def batch(self, sample_rate: float, draws: Draws, purpose: str = BATCH) -> Batch:

@@ -12,11 +12,13 @@ from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.process_settings import precision
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, device_of, map_tensors
-from dpsur.per_example.contributions import clip_factors
+from dpsur.per_example.augmentation import repeat_rows
+from dpsur.per_example.contributions import Factors, clip_factors
 from dpsur.per_example.engine_choice import Plan, make_tape, plan_for
 from dpsur.per_example.input_cache import KnownInputs, gather
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.one_pass import Microbatch
+from dpsur.per_example.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ def clipped_sum(
         return ClippedSum(nothing, sensitivity=max_grad_norm)
     plan = plan_for(objective, params, examples.inputs, budget)
     total: Params = {}
-    for start in range(0, size, plan.rows):
-        some = slice(start, start + plan.rows)
+    most = max(1, plan.rows // objective.views)
+    for start in range(0, size, most):
+        some = slice(start, start + most)
         microbatch = _microbatch(objective, examples, some, rows, mask, plan, budget)
         if coins is not None:
             microbatch = replace(microbatch, coins=coins[some])
@@ -131,12 +134,31 @@ def _microbatch_sum(
     min(1, max_grad_norm / norm), where norm is that of the same gradient over all parameters; zero
     if the norm is not finite or the row is not kept. Nothing here waits for the device.
     """
-    tape = make_tape(objective, params, microbatch, plan)
+    tape = _tape(objective, params, microbatch, plan)
     with torch.no_grad(), precision(tf32=False):
-        factors = clip_factors(tape.norms(), max_grad_norm, microbatch.keep, microbatch.coins)
+        norms, views = tape.norms(), objective.views
+        if views > 1:
+            norms = norms / views
+        factors = clip_factors(norms, max_grad_norm, microbatch.keep, microbatch.coins)
+        if views > 1:
+            factors = Factors(factors.values / views, factors.keep)
         # The last layer first: what it kept is given back before larger things are worked on.
         sums = {name: tape.weighted_sum(name, factors, last=True) for name in reversed(params)}
         return {name: sums[name] for name in params}
+
+
+def _tape(objective: Objective, params: Params, microbatch: Microbatch, plan: Plan) -> Tape:
+    """A tape of records, whose gradients are the sums of those of their views."""
+    if objective.augment is None:
+        return make_tape(objective, params, microbatch, plan)
+    batch, views = microbatch.batch, objective.views
+    seen = Examples(
+        objective.augment(repeat_rows(batch.inputs, views)), repeat_rows(batch.targets, views)
+    )
+    tape = make_tape(objective, params, Microbatch(seen), plan)
+    with torch.no_grad(), precision(tf32=False):
+        tape.merge_views(views)
+    return tape
 
 
 def clipped_norms(
@@ -151,10 +173,11 @@ def clipped_norms(
         return torch.zeros(0, dtype=torch.float64, device=device_of(batch.inputs))
     plan = plan_for(objective, params, batch.inputs, GradientBudget())
     norms = []
-    for start in range(0, len(batch), plan.rows):
-        some = slice(start, start + plan.rows)
-        tape = make_tape(objective, params, Microbatch(batch.part(some)), plan)
+    most = max(1, plan.rows // objective.views)
+    for start in range(0, len(batch), most):
+        some = slice(start, start + most)
+        tape = _tape(objective, params, Microbatch(batch.part(some)), plan)
         with torch.no_grad(), precision(tf32=False):
-            norms.append(tape.norms())
+            norms.append(tape.norms() / objective.views)
     found = torch.cat(norms).double()
     return torch.where(found.isfinite(), found.clamp(max=max_grad_norm), 0.0)

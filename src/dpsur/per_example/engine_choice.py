@@ -41,6 +41,8 @@ from dpsur.per_example.self_check import compare
 from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
 
 _SIZES = (2, 3)
+# Forward passes until it is known which operations see examples; most models need two or three.
+_MOST_GUESSES = 40
 
 
 class Engine(Enum):
@@ -65,7 +67,8 @@ class Plan:
     """The engine for a model and rows per microbatch; for one pass the rules of its layers too.
 
     `layouts` tell where the layers hold the examples, and `channels_last` whether inputs are
-    better gathered with their channels innermost. `failed` are faster engines that were tried.
+    better gathered with their channels innermost. `failed` are faster engines that were tried, and
+    `repeated` parameters whose operations torch.func repeats per example.
     """
 
     engine: Engine
@@ -74,6 +77,7 @@ class Plan:
     assignment: Assignment | None = None
     channels_last: bool = False
     failed: tuple[Attempt, ...] = ()
+    repeated: frozenset[str] = frozenset()
 
 
 def explain_error(model: nn.Module, error: Exception) -> tuple[str, str | None]:
@@ -145,19 +149,25 @@ def _silence_warnings() -> Iterator[None]:
 def _make(objective: Objective, params: Params, inputs: TensorTree, budget: GradientBudget) -> Plan:
     device = device_of(inputs)
     failed: list[Attempt] = []
-    for broadcast in (True, False):
-        assignment = assign(objective.model, params, broadcast=broadcast)
-        if broadcast and not assignment.copied:
-            continue
+    for assignment in _assignments(objective.model, params):
         try:
             full = Objective(objective.model, objective.loss)
-            layouts, memory = _verify(full, params, inputs, assignment)
+            layouts, memory, repeated = _verify(full, params, inputs, assignment)
             if objective.bf16:
                 _try_rounded(objective, params, synthetic(inputs, _SIZES[0]), assignment, layouts)
             rows = budget.rows(memory, device)
             channels_last = channels_last_pays(objective, params, inputs)
-            # an attempt with copies that failed made nothing slower
-            return Plan(Engine.ONE_PASS, rows, tuple(layouts), assignment, channels_last)
+            copies = any(kind is None for _, kind in assignment.forwards)
+            return Plan(
+                Engine.ONE_PASS,
+                rows,
+                tuple(layouts),
+                assignment,
+                channels_last,
+                # rules that were not enough made nothing slower, where operations are followed
+                tuple(failed) if copies else (),
+                repeated,
+            )
         except Exception as error:  # whatever goes wrong, a slower engine may still work
             failed.append(Attempt(Engine.ONE_PASS, *explain_error(objective.model, error)))
     numbers = sum(value.numel() for value in params.values())
@@ -170,20 +180,39 @@ def _make(objective: Objective, params: Params, inputs: TensorTree, budget: Grad
     return Plan(Engine.ONE_BY_ONE, rows, failed=tuple(failed))
 
 
+def _assignments(model: nn.Module, params: Params) -> list[Assignment]:
+    """Ways to one pass, fastest first: rules, rules and operations, rules and copies."""
+    copies = assign(model, params, operations=False)
+    operations = assign(model, params, operations=True)
+    if any(kind is None for _, kind in copies.forwards):
+        return [operations, copies]
+    return [copies, operations]
+
+
 def _verify(
     objective: Objective, params: Params, inputs: TensorTree, assignment: Assignment
-) -> tuple[list[Layout | None], int]:
-    """Layouts and bytes per example, after a comparison with autograd."""
+) -> tuple[list[Layout | None], int, frozenset[str]]:
+    """Layouts, bytes per example and repeated parameters, after a comparison with autograd."""
     trial = {n: v.detach() + 0.05 * torch.randn_like(v) for n, v in params.items()}
     rows = {size: synthetic(inputs, size) for size in _SIZES}
-    shapes = []
-    for size in _SIZES:
-        tape = Tape(trial, size)
-        watched_outputs(objective, tape, rows[size], assignment)
-        shapes.append(tape.shapes)
-    layouts = _layouts(*shapes)
-    memory = [compare(objective, trial, rows[size], assignment, layouts) for size in _SIZES]
-    return layouts, memory[1] - memory[0]
+    layouts: list[Layout | None] = []
+    for _ in range(_MOST_GUESSES):
+        shapes, tapes = [], []
+        for size in _SIZES:
+            tape = Tape(trial, size, guesses=layouts)
+            with torch.enable_grad():
+                watched_outputs(objective, tape, rows[size], assignment)
+            shapes.append(tape.shapes)
+            tapes.append(tape)
+        found = _layouts(*shapes)
+        # which operations are followed depends on where examples are, and this on the operations
+        if not assignment.operations or found == layouts:
+            break
+        layouts = found
+    else:
+        raise NotSupportedError("too many operations on parameters alone")
+    memory = [compare(objective, trial, rows[size], assignment, found) for size in _SIZES]
+    return found, memory[1] - memory[0], frozenset(tapes[-1].repeated)
 
 
 def _try_rounded(

@@ -29,33 +29,33 @@ from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, map_tensors, split_rows, tensors_of, with_tensors
 from dpsur.per_example.contributions import widen
 from dpsur.per_example.input_cache import KnownInputs
+from dpsur.per_example.operations import Operations
 from dpsur.per_example.rules import FASTER, RULES, kind_of
 from dpsur.per_example.tape import Layout, NotSupportedError, Tape
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which module follows which rule, and which parameters get a copy for every example.
+    """Which module follows which rule, and who looks after the parameters of the others.
 
     Modules are named by their places in `every_module`: this is kept for as long as the model is,
-    and must not keep it alive. Rules are named by kinds of layers; None is `copy_per_example`.
+    and must not keep it alive. Rules are named by kinds of layers; None is `copy_per_example`. With
+    `operations` set, parameters of modules without a rule are followed through torch functions.
     """
 
     forwards: list[tuple[int, type[nn.Module] | None]]
-    copied: list[str]
+    operations: bool = False
 
 
-def assign(model: nn.Module, params: Params, *, broadcast: bool) -> Assignment:
+def assign(model: nn.Module, params: Params, *, operations: bool) -> Assignment:
     """Choose a rule for every layer that owns trained parameters, or that has a faster way.
 
-    A module that owns parameters without a rule is differentiated by `torch.func`, with all that is
-    inside it. With `broadcast` set it is left alone if its own parameters begin with a dimension of
-    size one, as position embeddings do: then a copy for every example may fit in their place.
+    Without `operations` a module that owns parameters without a rule is differentiated by
+    `torch.func`, with all that is inside it.
     """
-    trained = {id(p): name for name, p in model.named_parameters() if name in params}
+    trained = {id(p) for name, p in model.named_parameters() if name in params}
     places = {module: place for place, module in enumerate(every_module(model))}
     forwards: list[tuple[int, type[nn.Module] | None]] = []
-    copied: list[str] = []
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
@@ -64,24 +64,17 @@ def assign(model: nn.Module, params: Params, *, broadcast: bool) -> Assignment:
         seen.add(module)
         trains = any(id(p) in trained for p in module.parameters())
         kind = kind_of(module, RULES if trains else FASTER)
-        own = [p for p in module.parameters(recurse=False) if id(p) in trained]
+        own = any(id(p) in trained for p in module.parameters(recurse=False))
         if kind is not None:
             forwards.append((places[module], kind))
-        elif (trains and is_parametrized(module)) or (
-            own and not (broadcast and all(map(_leads_with_one, own)))
-        ):
+        elif not operations and ((trains and is_parametrized(module)) or own):
             forwards.append((places[module], None))
         else:
-            copied.extend(trained[id(p)] for p in own)
             for child in module.children():
                 visit(child)
 
     visit(model)
-    return Assignment(forwards, copied)
-
-
-def _leads_with_one(parameter: Tensor) -> bool:
-    return parameter.dim() > 1 and parameter.shape[0] == 1
+    return Assignment(forwards, operations)
 
 
 @contextmanager
@@ -89,24 +82,44 @@ def use_rules(assignment: Assignment, model: nn.Module, tape: Tape) -> Iterator[
     """Replace forward methods and put them back afterwards."""
     modules = list(every_module(model))
     changed: list[tuple[dict[str, Any], Any]] = []
+    operations = Operations(tape) if assignment.operations else None
     try:
         for place, kind in assignment.forwards:
             module = modules[place]
-            forward = (
-                copy_per_example if kind is None else (FASTER if kind in FASTER else RULES)[kind]
-            )
+            forward: Callable[..., Any]
+            if kind is None:
+                forward = partial(copy_per_example, module, tape, module.forward)
+            else:
+                forward = partial((FASTER if kind in FASTER else RULES)[kind], module, tape)
+                if operations is not None and kind not in FASTER:
+                    forward = partial(_rule_or_own, operations, forward, module.forward)
             # set behind the module's back: its own way of setting attributes is slow
             own = vars(module)
             changed.append((own, own.get("forward")))
-            extra = (module.forward,) if forward is copy_per_example else ()
-            own["forward"] = partial(forward, module, tape, *extra)
-        yield
+            own["forward"] = forward
+        with operations or nullcontext():
+            yield
     finally:
         for own, original in changed:
             if original is None:
                 del own["forward"]
             else:
                 own["forward"] = original
+
+
+def _rule_or_own(
+    operations: Operations,
+    rule: Callable[..., Any],
+    own: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A layer that sees no examples, as one for positions, is followed through its operations."""
+    layouts = [operations.tape.layout(value) for value in tensors_of((args, kwargs))]
+    if layouts and all(layout is None for layout in layouts):
+        return own(*args, **kwargs)
+    with operations.paused():
+        return rule(*args, **kwargs)
 
 
 class _Shell(nn.Module):
@@ -230,10 +243,9 @@ def run_watched(
     autocast: AbstractContextManager[object] | None = None,
 ) -> Outputs:
     """Call `forward` in training mode, all layers watched and no gradient of a weight prepared."""
-    weights = tape.params | {name: broadcast_copies(tape, name) for name in assignment.copied}
 
     def weight(name: str, own: Tensor) -> Tensor:
-        return weights[name] if name in weights else own.detach()
+        return tape.params[name] if name in tape.params else own.detach()
 
     with (
         mode(model, training=True),
@@ -284,11 +296,6 @@ def watched_outputs(
         lambda model: map_tensors(widen, output_rows(call(model, inputs))),
         objective.training_precision(),
     )
-
-
-def broadcast_copies(tape: Tape, name: str) -> Tensor:
-    """A parameter of shape (1, ...) with a copy for every example in its first dimension."""
-    return tape.copies(name).squeeze(1)
 
 
 def losses_one_by_one(loss: LossFunction, outputs: TensorTree, targets: TensorTree) -> Tensor:

@@ -36,6 +36,7 @@ _FEW = 16  # numbers in a tensor that a model may compare its inputs with
 _LARGEST = 1e3  # of numbers that fractions are padded with
 # How many kinds of padding are tried, and fewer where layers return more numbers than this in all.
 _MOST_VALUES, _MOST_KINDS, _LEAST_KINDS, _NUMBERS = 24, 64, 6, 2**22
+_MODULES = 1000  # calls of modules that all kinds of padding may take
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 REMEDY = (
     "read every example to its own end, such as with nn.utils.rnn.pack_padded_sequence, a mask, or "
@@ -70,7 +71,8 @@ def _check_column(model: nn.Module, weights: Params, inputs: TensorTree, place: 
             if first.drew:
                 continue  # other lengths would mean other draws, whatever the model does
             size = numbers_per_record(inputs) + sum(v[0].numel() for v in first.seen.values())
-            kinds = min(_MOST_KINDS, max(_LEAST_KINDS, _NUMBERS // (4 * size)))
+            most = min(_MOST_KINDS, _MODULES // max(1, len(first.seen)))
+            kinds = max(_LEAST_KINDS, min(most, _NUMBERS // (4 * size)))
             padded = _padded(inputs, place, values, likely)
             for _, rows in zip(range(kinds), padded, strict=False):
                 _compare(model, weights, rows)

@@ -28,8 +28,9 @@ _COSTS = {
 class ModuleReport:
     """How the gradients of one module with trained parameters are found.
 
-    `method` is "rule" (one backward pass for all examples), "copies" (torch.func, with a copy of
-    the parameters for every example), or the engine of the whole model. `reason` says why it is
+    `method` is "rule" (the layer has a rule: one backward pass for all examples), "operations"
+    (the same, by the torch functions that use the parameters), "copies" (torch.func, with a copy
+    of the parameters for every example), or the engine of the whole model. `reason` says why it is
     not a rule.
     """
 
@@ -133,8 +134,7 @@ def _report(objective: Objective, inputs: TensorTree) -> EngineReport:
 
 def _modules(model: nn.Module, params: Params, plan: Plan) -> tuple[ModuleReport, ...]:
     """Every module that owns trained parameters."""
-    trained = {id(value) for name, value in model.named_parameters() if name in params}
-    copied = set() if plan.assignment is None else set(plan.assignment.copied)
+    trained = {id(value): name for name, value in model.named_parameters() if name in params}
     ruled: dict[int, bool] = {}
     if plan.assignment is not None:
         ruled = {place: kind is not None for place, kind in plan.assignment.forwards}
@@ -143,17 +143,20 @@ def _modules(model: nn.Module, params: Params, plan: Plan) -> tuple[ModuleReport
     for place, (module, path) in enumerate(every_module(model).items()):
         if place in ruled:
             parents.append((path, ruled[place]))
-        if not any(id(value) in trained for value in module.parameters(recurse=False)):
+        own = [trained[id(p)] for p in module.parameters(recurse=False) if id(p) in trained]
+        if not own:
             continue
         kind, missing = type(module).__name__, why_no_rule(module)
         if plan.assignment is None:
             found.append(ModuleReport(path, kind, plan.engine.value, missing))
             continue
         by = next((parent for parent in parents if _inside(path, parent[0])), None)
-        if by is None:
-            names = [n for n in copied if n.rpartition(".")[0] == path]
-            why = f"{', '.join(names)}: used directly, copied for every example"
+        repeated = [name for name in own if name in plan.repeated]
+        if by is None and repeated:
+            why = f"{', '.join(repeated)}: used by an operation without a rule"
             found.append(ModuleReport(path, kind, "copies", why))
+        elif by is None:
+            found.append(ModuleReport(path, kind, "operations"))
         elif by[0] == path:
             rule = kind_of(module)
             method = "rule" if by[1] and rule is not None else "copies"

@@ -1,7 +1,9 @@
 """Where tensors hold the examples of a batch, and what is said when nobody knows."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +17,7 @@ from dpsur.per_example.contributions import (
     Factors,
     Rows,
     combine,
+    merge_views,
     split_dimension,
     widen,
 )
@@ -42,6 +45,10 @@ class Layout:
         return split_dimension(widen(values).movedim(self.axis, 0), 0, (-1, self.fold))
 
 
+# Where examples usually are.
+FIRST = Layout(0)
+
+
 @dataclass(frozen=True)
 class Slot:
     """A parameter, or some of its rows."""
@@ -53,6 +60,8 @@ class Slot:
 # Some rows of a parameter; None is all of it.
 Range = tuple[int, int] | None
 Record = Callable[[Tensor], Iterable[tuple[Slot, Contribution]]]
+# From the uses of a derived weight, and its per-example gradients, to uses of what it is made of.
+Carry = Callable[[list[Contribution], Callable[[], Tensor]], Iterable[tuple[Slot, Contribution]]]
 
 
 @dataclass
@@ -72,9 +81,13 @@ class Tape:
     leaves: list[Tensor] = field(default_factory=list)
     recording: bool = True
     known: KnownInputs | None = None
+    guesses: list[Layout | None] = field(default_factory=list)
+    # Parameters of operations that torch.func repeats per example.
+    repeated: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._names = {id(value): name for name, value in self.params.items()}
+        self.names = {id(value): name for name, value in self.params.items()}
+        self._derived: dict[str, tuple[Tensor, Carry]] = {}
         device = next(iter(self.params.values())).device
         # Weights do not require gradients, so that none are computed; this is what the graph of
         # the activations hangs on instead.
@@ -88,12 +101,17 @@ class Tape:
 
     def slot(self, parameter: Tensor | None, rows: tuple[int, int] | None = None) -> Slot | None:
         """The slot of a parameter, or None if it is not trained."""
-        name = self._names.get(id(parameter))
+        name = self.names.get(id(parameter))
         return None if name is None else Slot(name, rows)
 
-    def layout(self, values: Tensor) -> Layout | None:
-        """Where the examples are in a tensor, or None if it does not depend on their number."""
-        layout = self.expected_layout(values.shape)
+    def layout(self, values: Tensor, guess: Layout | None = FIRST) -> Layout | None:
+        """Where the examples are in a tensor, or None if it does not depend on their number.
+
+        `guess` is the answer of a dry pass that has seen nothing yet.
+        """
+        layout = self.expected_layout(values.shape, guess)
+        if self.dry and not values.dim():
+            return None
         if (
             layout is not None
             and not self.dry
@@ -109,15 +127,18 @@ class Tape:
     def examples_in(self, values: Tensor, axis: int | None = None) -> Layout:
         """The layout of a tensor that must hold the examples (in dimension `axis`, if told)."""
         layout = self.layout(values)
-        if layout is None or (axis is not None and layout.axis != axis and not self.dry):
+        if self.dry:
+            return layout or FIRST
+        if layout is None or (axis is not None and layout.axis != axis):
             raise NotSupportedError("a layer with the examples in an unusual dimension or nowhere")
         return layout
 
-    def expected_layout(self, shape: torch.Size) -> Layout | None:
+    def expected_layout(self, shape: torch.Size, guess: Layout | None = FIRST) -> Layout | None:
         """Like `layout`, for a tensor that is yet to be computed; a dry pass notes the shape."""
         self.shapes.append(shape)
         if self.layouts is None:
-            return Layout(0)
+            place = len(self.shapes) - 1
+            return self.guesses[place] if place < len(self.guesses) else guess
         if len(self.shapes) > len(self.layouts):
             raise NotSupportedError("the number of layers depends on the values of a batch")
         return self.layouts[len(self.shapes) - 1]
@@ -144,6 +165,41 @@ class Tape:
             contribution
         )
 
+    def derive(self, value: Tensor, carry: Carry) -> Tensor:
+        """Follow a value that was computed from parameters alone as if it were one itself.
+
+        Rules find a slot for it, and `carry` turns its uses into uses of the parameters once the
+        backward pass is over.
+        """
+        name = f"derived weight {len(self._derived)}"
+        value = value.view_as(value) if id(value) in self.names else value
+        self._derived[name] = value, carry
+        self.names[id(value)] = name
+        return value
+
+    def carry_back(self) -> None:
+        """Hand on the uses of derived weights, the last one first: some are made of others."""
+        for name in reversed(self._derived):
+            kept = self.contributions.pop(name, None)
+            if kept is None:
+                continue
+            value, carry = self._derived[name]
+            every = [one for several in kept.values() for one in several] if None in kept else []
+            rows = partial(self._add_up_of, value, kept)
+            with warnings.catch_warnings():
+                # torch says so where it has no batched form of an operation and loops instead
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                for slot, contribution in carry(every if len(kept) == 1 else [], rows):
+                    self.add(slot, contribution)
+
+    def merge_views(self, views: int) -> None:
+        """Let rows that are views of one record count as one example: their gradients add up."""
+        self.carry_back()
+        self.examples //= views
+        for kept in self.contributions.values():
+            for rows, contributions in kept.items():
+                kept[rows] = [merge_views(one, views) for one in contributions]
+
     def copies(self, name: str) -> Tensor:
         """A parameter with a copy for every example (that takes no memory until its gradient)."""
         value = self.params[name]
@@ -161,6 +217,7 @@ class Tape:
 
     def norms(self) -> Tensor:
         """Norm of every example's whole gradient."""
+        self.carry_back()
         measures = [
             contribution.measure() for name in self.params for contribution in self._disjoint(name)
         ]
@@ -174,6 +231,7 @@ class Tape:
 
         What was kept for it is given back if this is the `last` time that it is asked for.
         """
+        self.carry_back()
         total = None
         kept = self.contributions.get(name, {})
         for rows in list(kept):
@@ -208,17 +266,20 @@ class Tape:
 
     def per_example(self, name: str) -> Tensor:
         """Every example's gradient of a parameter, one row each."""
+        self.carry_back()
         return self._add_up(name, self.contributions.get(name, {})).rows
 
     def _add_up(self, name: str, kept: dict[Range, list[Contribution]]) -> Rows:
         """Every example's gradient of a parameter."""
-        value = self.params[name]
+        return Rows(self._add_up_of(self.params[name], kept))
+
+    def _add_up_of(self, value: Tensor, kept: dict[Range, list[Contribution]]) -> Tensor:
         whole = value.new_zeros(self.examples, *value.shape)
         for rows, contributions in kept.items():
             some = slice(None) if rows is None else slice(*rows)
             for contribution in contributions:
                 whole[:, some] += contribution.per_example().view_as(whole[:, some])
-        return Rows(whole)
+        return whole
 
 
 def overlap(ranges: list[Range]) -> bool:

@@ -1,4 +1,4 @@
-"""Settings by name: the paper's, and the best that are known here."""
+"""Settings by name: the paper's, a method's own authors', and the best that are known here."""
 
 from collections.abc import Callable
 from typing import Final
@@ -8,10 +8,10 @@ from dpsur.presets.auto import auto_preset, explain_auto
 from dpsur.presets.base import DataFacts, Preset
 from dpsur.presets.best import best_preset
 from dpsur.presets.encoder import encoder_preset
-from dpsur.presets.paper import paper_preset
+from dpsur.presets.paper import authors_preset, paper_preset
 from dpsur.presets.settings import EPSILONS
 
-PAPER, BEST, ENCODER, AUTO = "paper", "best", "encoder", "auto"
+PAPER, AUTHORS, BEST, ENCODER, AUTO = "paper", "authors", "best", "encoder", "auto"
 Builder = Callable[[str, str, float, DataFacts | None], Preset]
 
 
@@ -43,6 +43,7 @@ def _of_facts(preset: Callable[[str, DataFacts | None], Preset]) -> Builder:
 
 PRESETS: Final[dict[str, Builder]] = {
     PAPER: _of_table(PAPER, paper_preset),
+    AUTHORS: _of_table(AUTHORS, authors_preset),
     BEST: _of_table(BEST, best_preset),
     ENCODER: _of_facts(encoder_preset),
     AUTO: _of_facts(auto_preset),
@@ -59,6 +60,7 @@ def preset_named(
 
 
 __all__ = [
+    "AUTHORS",
     "AUTO",
     "BEST",
     "ENCODER",

@@ -110,15 +110,22 @@ def _text_faults(statement: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} says {stated!r}, which is not what this library states there"
 
 
+_SCHEMA = ("columns", "target")
+
+
 def _public_faults(public: Mapping[str, Any]) -> Iterator[str]:
     """Only what can be declared, in the form in which a run takes it."""
-    for name in sorted(public.keys() - {"classes", "keep_fraction"}):
+    for name in sorted(public.keys() - {"classes", "keep_fraction", "schema"}):
         yield f"public.{name} is nothing that a user declares"
     classes, fraction = public.get("classes", 2), public.get("keep_fraction", 1.0)
     if not isinstance(classes, int) or isinstance(classes, bool) or classes < 2:
         yield f"public.classes is {classes!r}, which is no number of classes"
     if not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         yield f"public.keep_fraction is {fraction!r}, which is no fraction of the records"
+    schema = public.get("schema", {"columns": {}, "target": {}})
+    parts = [schema.get(part) if isinstance(schema, Mapping) else None for part in _SCHEMA]
+    if not all(isinstance(part, Mapping) for part in parts):
+        yield "public.schema does not declare columns and a target"
 
 
 def _watched(statement: Mapping[str, Any]) -> tuple[list[str], ...]:

@@ -168,6 +168,15 @@ def _public_rows(public: Mapping[str, Any]) -> list[tuple[str, str]]:
                 "those that were kept",
             )
         )
+    if "schema" in public:
+        columns, target = (public["schema"][part] for part in ("columns", "target"))
+        rows.append(
+            (
+                "Schema (public, given by the user)",
+                f"{len(columns)} columns with declared ranges and categories, target "
+                f"{', '.join(map(str, target))}; N counts the records with a declared target",
+            )
+        )
     return rows
 
 

@@ -4,24 +4,35 @@ import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from dpsur.config import RunConfig
+from dpsur.config import RunConfig, Speed
 from dpsur.errors import InvalidInputError
 from dpsur.features import PixelScale
+from dpsur.functional.model_loss import is_transformers_model, model_loss
 from dpsur.functional.problem import LossFunction, Problem
-from dpsur.functional.records import Examples, place
+from dpsur.functional.records import Examples, StreamedExamples, place
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
 from dpsur.per_example import check_model
+from dpsur.per_example.augmentation import Augment, check_augmentation
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
 from dpsur.privacy.events import feature_mean_noise
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import hiding_plan
 from dpsur.runs.checkpoint import Statistics
-from dpsur.runs.data import as_examples, check_alike, check_labels, check_tokens, with_indices
+from dpsur.runs.data import (
+    as_examples,
+    check_alike,
+    check_labels,
+    check_tokens,
+    check_values,
+    with_indices,
+)
 from dpsur.runs.input_features import InputFeatures, compute_inputs, like_features
 from dpsur.runs.session import Session
+from dpsur.runs.streaming import checked_parts
 from dpsur.runs.validation import check_is_loss, check_loss, check_module, check_targets, loss_on
 from dpsur.status import status
 
@@ -51,6 +62,8 @@ def build_session(
     test_set: Any = None,
     released: Statistics | None = None,
     pixel_scale: PixelScale | None = None,
+    augment: Augment | None = None,
+    views: int = 1,
 ) -> Session:
     """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
 
@@ -59,8 +72,10 @@ def build_session(
     """
     check_is_loss(loss)
     check_module(model)
+    if loss is F.cross_entropy and is_transformers_model(model):
+        loss = model_loss(model)  # of one record alone, where the model's own is of a batch
     device = choose_device(config.device)
-    train, test = _records(train_set, test_set, model, loss)
+    train, test = _records(train_set, test_set, model, loss, config.speed)
     # a method may bring its features
     features = InputFeatures(
         config.features or config.method.features,
@@ -68,26 +83,40 @@ def build_session(
         mean_noise=feature_mean_noise(config.budget.epsilon, config.budget.delta),
         scale=pixel_scale,
     )
+    features.check_held(train, test)
     original = copy.deepcopy(config.method.adapt(model))
     model = copy.deepcopy(original).to(device)
     shape = features.check(train.record_shape)
     outputs = check_model(model, like_features(train, shape).part(slice(1)).to(device))
+    if augment is not None and features.features not in (None, "none"):
+        raise InvalidInputError(
+            "augment works on the model's inputs, which features are computed for once; train "
+            "without features=, or without augment="
+        )
+    check_augmentation(augment, views, train.part(slice(1)).to(device).inputs)
     for name, examples in (("train_set", train), ("test_set", test)):
         if examples is not None:
-            check_labels(examples, outputs, loss, name)
-            features.check_pixels(examples.inputs, name)
-            if shape == examples.record_shape:
-                check_tokens(model, examples, name)
-    loss = loss_on(loss, device)
-    check_loss(loss, outputs, train.targets)
-    check_targets(loss, outputs, train.targets, "train_set")
+            check_labels(_first(examples), outputs, loss, name)
+    applied = loss_on(loss, device)
+    check_loss(applied, outputs, train.targets)
+    for name, examples in (("train_set", train), ("test_set", test)):
+        # a record that would end the run halfway would reveal itself
+        for part in () if examples is None else checked_parts(examples):
+            check_values(part, name)
+            check_labels(part, outputs, loss, name)
+            features.check_pixels(part.inputs, name)
+            if shape == part.record_shape:
+                check_tokens(model, part, name)
+            if examples is train:
+                check_targets(applied, outputs, part.targets, name)
+    loss = applied
     _check_size(model)
     method, plan = _settle(config, len(train), features)
     streams = Streams(config.seed, device)
     inputs = compute_inputs(features, train, test, streams, released)
     test = None if inputs.test is None else inputs.test.to(device)
     records = place(inputs.train, device, config.speed.data_bytes)
-    problem = Problem(model, loss, records, bf16=config.speed.bf16)
+    problem = Problem(model, loss, records, bf16=config.speed.bf16, augment=augment, views=views)
     return Session(
         config=config,
         method=method,
@@ -117,6 +146,11 @@ def _settle(config: RunConfig, size: int, features: InputFeatures) -> tuple[Meth
     return method, hiding_plan(plan, config.hide_rejections)
 
 
+def _first(examples: Examples) -> Examples:
+    """A record that is looked at before all are: the first of those that are not held."""
+    return examples.part(slice(1)) if isinstance(examples, StreamedExamples) else examples
+
+
 def _check_size(model: nn.Module) -> None:
     """Refuse a network with more weights than the bound on noise tails holds for."""
     count = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
@@ -128,13 +162,14 @@ def _check_size(model: nn.Module) -> None:
 
 
 def _records(
-    train_set: Any, test_set: Any, model: nn.Module, loss: LossFunction
+    train_set: Any, test_set: Any, model: nn.Module, loss: LossFunction, speed: Speed
 ) -> tuple[Examples, Examples | None]:
     """Both sets as tensors of the types that model and loss take, alike in shape."""
     fraction = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-    train = with_indices(as_examples(train_set, "train_set", fraction), loss)
+    reading: dict[str, int | None] = {"workers": speed.workers, "held_bytes": speed.data_bytes}
+    train = with_indices(as_examples(train_set, "train_set", fraction, **reading), loss)
     if test_set is None:
         return train, None
-    test = with_indices(as_examples(test_set, "test_set", fraction), loss)
+    test = with_indices(as_examples(test_set, "test_set", fraction, **reading), loss)
     check_alike(test, train)
     return train, test

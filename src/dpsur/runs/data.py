@@ -2,6 +2,7 @@
 
 import functools
 import random
+import warnings
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -16,8 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dpsur.errors import InvalidInputError
 from dpsur.functional.call import call
+from dpsur.functional.model_loss import split_labels
 from dpsur.functional.problem import EVALUATION_ROWS, LossFunction, mode
-from dpsur.functional.records import Examples
+from dpsur.functional.records import Examples, StreamedExamples, stream
 from dpsur.functional.tree import (
     TensorTree,
     describe_rows,
@@ -27,6 +29,15 @@ from dpsur.functional.tree import (
     tensors_of,
 )
 from dpsur.per_example.mixing_check import same_bits
+from dpsur.runs.streaming import (
+    HELD_BYTES,
+    ArrayReader,
+    DataSetReader,
+    is_mapped,
+    record_bytes,
+    stack_records,
+    usual_workers,
+)
 
 # Records of a data set that are read again, to see whether it draws them at random.
 _READ_AGAIN = 16
@@ -34,29 +45,44 @@ CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss)
 CLASSIFICATION_LOSS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
-def as_examples(data: Any, name: str, fraction: torch.dtype = torch.float32) -> Examples:
-    """Take a pair of tensors or arrays, a map-style data set or ready examples, and check them.
+def as_examples(
+    data: Any,
+    name: str,
+    fraction: torch.dtype = torch.float32,
+    *,
+    workers: int | None = None,
+    held_bytes: int | None = None,
+) -> Examples:
+    """Take a pair of tensors or arrays, a map-style data set or ready examples.
 
-    Inputs and targets may be several tensors each, in tuples, dicts or dataclasses. Fractions in
-    numpy arrays, which are double by default, become numbers of the type `fraction`.
+    Inputs and targets may be several tensors each, in tuples, dicts or dataclasses. A dict with
+    labels, as Hugging Face data sets have it, is split into both. Fractions in numpy arrays, which are double by default, become numbers of the type `fraction`. Arrays in
+    files that are mapped into memory are streamed, and so are data sets that take more than
+    `held_bytes` or are given `workers`. Values are for `check_values` to check.
     """
+    if isinstance(data, Mapping):
+        data = split_labels(data) or data
     _check_kind(data, name)
     if isinstance(data, Examples):
         examples = data
     elif _is_pair_of_columns(data):
-        inputs, targets = (_tree(part, name, fraction) for part in data)
+        mapped = any(map(is_mapped, _arrays(data)))
+        inputs, targets = (_tree(part, name, None if mapped else fraction) for part in data)
         for part in tensors_of((inputs, targets)):
             if not part.dim():
                 raise InvalidInputError(f"{name} must have a row per record, got a single number")
         examples = Examples(inputs, targets)
+        if mapped and len(examples):
+            return stream(ArrayReader(inputs, targets, fraction), len(examples))
     elif hasattr(data, "__getitem__") and isinstance(data, Sized):
-        examples = _stack(data, name, fraction)
+        examples = _read_data_set(data, name, fraction, workers, held_bytes)
     else:
         raise InvalidInputError(
             f"{name} must be a pair of tensors or a map-style data set with a length, "
             f"got {type(data).__name__}"
         )
-    _check_values(examples, name)
+    if len(examples) == 0:
+        raise InvalidInputError(f"{name} is empty; there must be at least one record")
     return examples
 
 
@@ -72,8 +98,8 @@ def _check_kind(data: Any, name: str) -> None:
         )
     if isinstance(data, (str, bytes, Mapping, IterableDataset)) or data is None:
         raise InvalidInputError(
-            f"{name} must be {pair} of tensors, or a map-style data set with a length, "
-            f"got {type(data).__name__}"
+            f"{name} must be {pair} of tensors, a dict of tensors with labels, or a map-style data "
+            f"set with a length, got {type(data).__name__}"
         )
     if _is_array(data):
         kind = "tensor" if isinstance(data, Tensor) else "array"
@@ -126,8 +152,8 @@ def _arrays(values: Any) -> list[Any]:
     return [values]
 
 
-def _tree(values: Any, name: str, fraction: torch.dtype) -> TensorTree:
-    """A tree of tensors of a tree of arrays; None stays."""
+def _tree(values: Any, name: str, fraction: torch.dtype | None) -> TensorTree:
+    """A tree of tensors of a tree of arrays; None stays. Without `fraction` nothing is copied."""
     if values is None:
         return None
     if not _is_structure(values):
@@ -141,8 +167,12 @@ def _tree(values: Any, name: str, fraction: torch.dtype) -> TensorTree:
     return replace(values, **{key: _tree(value, name, fraction) for key, value in held.items()})
 
 
-def _tensor(values: Any, name: str, fraction: torch.dtype) -> Tensor:
+def _tensor(values: Any, name: str, fraction: torch.dtype | None) -> Tensor:
     try:
+        if fraction is None and isinstance(values, np.ndarray):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of an array that cannot be written to, nor is
+                return torch.from_numpy(values)
         if isinstance(values, list):
             tensor = torch.tensor(values)
             return tensor.to(fraction) if tensor.is_floating_point() else tensor
@@ -159,18 +189,41 @@ def _tensor(values: Any, name: str, fraction: torch.dtype) -> Tensor:
         ) from None  # its words may quote a record
 
 
-def _stack(data: Any, name: str, fraction: torch.dtype) -> Examples:
-    if len(data) == 0:
+def _read_data_set(
+    data: Any, name: str, fraction: torch.dtype, workers: int | None, held_bytes: int | None
+) -> Examples:
+    """The records of a data set: held, or streamed by workers."""
+    count = len(data)
+    if count == 0:
         raise InvalidInputError(f"{name} is empty; there must be at least one record")
+    convert = partial(_record, name=name, fraction=fraction)
+    with _generators_restored():
+        size = count * record_bytes(convert(data[0]))
+    if workers is None and size <= (HELD_BYTES if held_bytes is None else held_bytes):
+        return _stack(data, name, fraction)
+    _check_steady(data, {row: convert(data[row]) for row in _some_rows(count)}, name, fraction)
+    workers = usual_workers() if workers is None else workers
+    return stream(DataSetReader(data, convert, workers), count)
+
+
+def _record(item: Any, *, name: str, fraction: torch.dtype | None) -> tuple[TensorTree, TensorTree]:
+    """A record of a data set as trees of tensors."""
+    if isinstance(item, Mapping):
+        item = split_labels(item) or item
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        raise InvalidInputError(
+            f"a record of {name} is not a pair (input, target) or a dict with labels; return a "
+            "pair for every record",
+            private=f"it is of type {type(item).__name__}",
+        )
+    one, other = (_tree(part, name, fraction) for part in item)
+    return one, other
+
+
+def _stack(data: Any, name: str, fraction: torch.dtype | None) -> Examples:
     inputs, targets = [], []
     for index in range(len(data)):
-        item = data[index]
-        if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise InvalidInputError(
-                f"a record of {name} is not a pair (input, target); return a pair for every record",
-                private=f"{name}[{index}] is of type {type(item).__name__}",
-            )
-        one, other = (_tree(part, name, fraction) for part in item)
+        one, other = _record(data[index], name=name, fraction=fraction)
         inputs.append(one)
         targets.append(other)
         if _shapes(one) != _shapes(inputs[0]) or _shapes(other) != _shapes(targets[0]):
@@ -181,12 +234,9 @@ def _stack(data: Any, name: str, fraction: torch.dtype) -> Examples:
                 f"target of shape {_shapes(other)}, the first record "
                 f"{_shapes(inputs[0])} and {_shapes(targets[0])}",
             )
-    _check_steady(data, inputs, targets, name, fraction)
-    return Examples(_stacked(inputs), _stacked(targets))
-
-
-def _stacked(rows: list[TensorTree]) -> TensorTree:
-    return map_tensors(lambda *each: torch.stack(each), *rows)
+    firsts = {row: (inputs[row], targets[row]) for row in _some_rows(len(inputs))}
+    _check_steady(data, firsts, name, fraction)
+    return Examples(stack_records(inputs), stack_records(targets))
 
 
 def _shapes(record: TensorTree) -> Any:
@@ -195,35 +245,47 @@ def _shapes(record: TensorTree) -> Any:
     return {path: tuple(value.shape) for path, value in flatten(record).items()}
 
 
-def _check_steady(
-    data: Any, inputs: list[TensorTree], targets: list[TensorTree], name: str, fraction: torch.dtype
-) -> None:
-    """Refuse a data set that gives a record differently each time: it is read once and kept.
+def _some_rows(length: int) -> list[int]:
+    count = min(length, _READ_AGAIN)
+    return [place * length // count for place in range(count)]
 
-    The generators that a data set may draw from are restored afterwards.
+
+def _check_steady(
+    data: Any,
+    firsts: Mapping[int, tuple[TensorTree, TensorTree]],
+    name: str,
+    fraction: torch.dtype | None,
+) -> None:
+    """Refuse a data set that gives a record differently each time.
+
+    `firsts` are records as they were read before.
     """
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    count = min(len(inputs), _READ_AGAIN)
-    rows = [place * len(inputs) // count for place in range(count)]
-    try:
-        for row in rows * -(-2 * _READ_AGAIN // count):
-            again = tensors_of(tuple(_tree(part, name, fraction) for part in data[row]))
-            for value, first in zip(again, tensors_of((inputs[row], targets[row])), strict=True):
+    with _generators_restored():
+        for row in list(firsts) * -(-2 * _READ_AGAIN // len(firsts)):
+            again = tensors_of(_record(data[row], name=name, fraction=fraction))
+            for value, first in zip(again, tensors_of(firsts[row]), strict=True):
                 if value.shape != first.shape or not same_bits(value, first):
                     raise InvalidInputError(
                         f"{name} gives another record {row} when it is read twice, as random "
                         "augmentation does: records are read once, so that it would have no "
                         "effect; take the random transform out of the data set"
                     )
+
+
+@contextmanager
+def _generators_restored() -> Iterator[None]:
+    """Put the generators that a data set may draw from back to where they were."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
     finally:
         torch.set_rng_state(before[0])
         np.random.set_state(before[1])
         random.setstate(before[2])
 
 
-def _check_values(examples: Examples, name: str) -> None:
-    if len(examples) == 0:
-        raise InvalidInputError(f"{name} is empty; there must be at least one record")
+def check_values(examples: Examples, name: str) -> None:
+    """Refuse records with numbers that are not finite."""
     every = flatten({"inputs": examples.inputs, "targets": examples.targets})
     for part, values in every.items():
         if values.dtype.is_floating_point and not values.isfinite().all():
@@ -281,6 +343,8 @@ def with_indices(examples: Examples, loss: LossFunction) -> Examples:
             return targets
         return targets.long()
 
+    if isinstance(examples, StreamedExamples):
+        return examples.with_targets(convert)
     return Examples(examples.inputs, map_tensors(convert, examples.targets))
 
 

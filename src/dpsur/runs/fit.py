@@ -19,6 +19,7 @@ from dpsur.functional.problem import LossFunction
 from dpsur.mechanism.block_gate import released_metrics
 from dpsur.mechanism.loop import Progress
 from dpsur.methods import Dpsur, Method
+from dpsur.networks import build_network
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.rejections import DELAY, NOT_HIDDEN
@@ -32,17 +33,19 @@ from dpsur.runs.release import NO_ORIGIN, Origin, released_model, write_release
 from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Session
 from dpsur.runs.validation import check_observers, check_single_process
+from dpsur.tasks.schema import Schema
 
 
 @checks.arguments
 def fit(
-    model: nn.Module,
+    model: nn.Module | str,
     train_set: Any,
     *,
-    loss: LossFunction = F.cross_entropy,
+    loss: LossFunction | None = None,
     budget: Budget,
     method: Method | None = None,
     test_set: Any = None,
+    schema: Schema | None = None,
     accounting: str = DEFAULT_ACCOUNTING,
     features: str | None = None,
     normalisation: str | None = None,
@@ -54,21 +57,27 @@ def fit(
     resume: bool = False,
     pace: Pace | None = None,
     speed: Speed | None = None,
+    augment: Callable[[Any], Any] | None = None,
+    views: int = 1,
     observers: Sequence[Observer] = (),
 ) -> Run:
     """Train a copy of `model` on `train_set` within `budget`.
 
     Args:
         model: any module that maps a batch of inputs to a batch of outputs, row by row. It is left
-            as it is; `Run.model` is a trained copy, in evaluation mode.
+            as it is; `Run.model` is a trained copy, in evaluation mode. With a schema also "linear"
+            or "mlp".
         train_set: the private records: a pair (inputs, targets) of tensors, arrays or lists, or a
             map-style data set of such pairs. A data set is read once: one that augments its records
             at random is refused.
         loss: maps (outputs, targets) of a batch to a number; it is applied to each record alone, so
             that class weights of a cross entropy count for each record, without a mean over them.
+            By default F.cross_entropy, or the loss of the schema.
         budget: the epsilon and delta that may be spent.
         method: `Dpsur()` unless another is given. What it leaves open is chosen to fit.
-        test_set: public records to measure on, in the same form.
+        test_set: public records to measure on, in the same form. Figures on them are not noisy and
+            not charged.
+        schema: declares the columns of `train_set` and `test_set`, which are then data frames.
         accounting: how privacy loss is counted, by name.
         features: "scattering" or "encoder" trains on such features of images instead of pixels;
             `model` must take those, `Run.model` takes images. A method may bring its own
@@ -86,6 +95,10 @@ def fit(
         resume: continue the interrupted run in `out`.
         pace: how often to save and to evaluate.
         speed: whether to capture trials on CUDA, and whether to round to TF32 or bfloat16.
+        augment: changes a batch of inputs at random, each record by itself, as the model is to see
+            it in training: flips, shifts, noise. Shapes stay as they are.
+        views: so many augmented views of a record are averaged inside its one clipped gradient, at
+            no cost in privacy and so many times the computation.
         observers: are called after every trial. What they see is private.
 
     Formal guarantee: `Run.model` is (epsilon, delta)-differentially private for adding or removing
@@ -93,6 +106,18 @@ def fit(
     """
     check_single_process()
     check_observers(observers)
+    described: Origin = NO_ORIGIN
+    if schema is not None:
+        model, described = _table_model(model, schema)
+        train_set, test_set = (
+            None if part is None else schema.records(part) for part in (train_set, test_set)
+        )
+        loss = schema.loss if loss is None else loss
+    elif isinstance(model, str):
+        raise InvalidInputError(
+            f"model {model!r} is the name of a network for a table; pass schema, or a module"
+        )
+    loss = F.cross_entropy if loss is None else loss
     config = RunConfig(
         task=None,
         method=Dpsur() if method is None else method,
@@ -119,10 +144,26 @@ def fit(
         train_set,
         loss=loss,
         test_set=test_set,
+        augment=augment,
+        views=views,
         released=load_statistics(folder.checkpoint) if folder and resume else None,
     )
-    origin = Origin(features=session.layer_descriptions)
+    origin = replace(described, features=session.layer_descriptions)
     return execute(session, folder=folder, resume=resume, observers=observers, origin=origin)
+
+
+def _table_model(model: nn.Module | str, schema: Schema) -> tuple[nn.Module, Origin]:
+    """A network for a table, and what a release says of it."""
+    if not isinstance(schema, Schema):
+        raise InvalidInputError(
+            f"schema must be a dpsur.Schema, got {checks.shown(schema)}; read one with "
+            "dpsur.Schema.load(FILE)"
+        )
+    public = {"schema": schema.to_public()}
+    if not isinstance(model, str):
+        return model, Origin(public=public)
+    network = schema.network(model)
+    return build_network(network), Origin(network=network, public=public)
 
 
 def execute(

@@ -29,7 +29,7 @@ from dpsur.features.statistics import (
     private_mean,
     private_quantile,
 )
-from dpsur.functional.records import Examples
+from dpsur.functional.records import Examples, StreamedExamples
 from dpsur.mechanism.streams import FEATURES, SETUP, Stream, Streams
 from dpsur.privacy import events
 from dpsur.privacy.events import Event, feature_mean, feature_statistics
@@ -110,6 +110,18 @@ class InputFeatures:
 
     def _group_norm(self, channels: int) -> Mapping[str, Any]:
         return {"name": "group-norm", "groups": self.groups, "channels": channels}
+
+    def check_held(self, train: Examples, test: Examples | None) -> None:
+        """Refuse records that are streamed where something is computed from all of them first."""
+        if not self.features and self.kind == NONE:
+            return
+        what = f"features {self.features}" if self.features else f"normalisation {self.kind}"
+        for name, examples in (("train_set", train), ("test_set", test)):
+            if isinstance(examples, StreamedExamples):
+                raise InvalidInputError(
+                    f"{what} cannot be used: they are computed once for records in memory, but "
+                    f"{name} is streamed; leave them out, or compute them in the data set"
+                )
 
     def check_pixels(self, inputs: Tensor, name: str) -> None:
         """Refuse images with pixels of a range that the features are not made for."""

@@ -128,7 +128,7 @@ def _is_row(row: dict[str, Any]) -> bool:
         return False
     if row.get("kind") == "trial":
         return True
-    figures = (row.get("epsilon"), row.get("accuracy"), row.get("loss"))
+    figures = (row.get(name) for name in ("epsilon", "accuracy", "micro_f1", "r2", "loss"))
     numbers = all(isinstance(x, (int, float, type(None))) for x in figures)
     return row.get("kind") == "evaluation" and numbers
 
@@ -152,7 +152,8 @@ def _curves(rows: list[dict[str, Any]]) -> bytes:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    score = "accuracy" if any("accuracy" in row for row in evaluations) else "loss"
+    known = ("accuracy", "micro_f1", "r2", "loss")
+    score = next(name for name in known if name == "loss" or any(name in r for r in evaluations))
     if evaluations:
         left.plot(
             [r.get("epsilon") for r in evaluations], [r.get(score) for r in evaluations], "o-", ms=3

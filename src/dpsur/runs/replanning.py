@@ -17,6 +17,14 @@ from dpsur.runs.files import finite
 if TYPE_CHECKING:
     from dpsur.methods import Method
 
+# The method of a release that a `PrivacyEngine` writes, and its settings.
+CUSTOM_LOOP = "custom-loop"
+LOOP_SETTINGS = frozenset(
+    {
+        *("batch_size", "noise_multiplier", "max_grad_norm", "steps", "optimizer", "views"),
+        *("val_batch_size", "val_noise_multiplier", "accept_threshold", "loss_clip"),
+    }
+)
 # Noise that a search found is known to about a ten-thousandth.
 SEARCHED = 1e-3
 
@@ -26,6 +34,8 @@ def plan_faults(statement: dict[str, Any]) -> list[str]:
     from dpsur.methods import METHODS  # with it torch, which the help does not need
 
     name, settings = statement["method"], statement["settings"]
+    if name == CUSTOM_LOOP:
+        return _loop_faults(statement)
     if name not in METHODS:
         return [
             f"method {name!r} is none that is installed here ({', '.join(METHODS)}); a custom "
@@ -71,6 +81,31 @@ def plan_faults(statement: dict[str, Any]) -> list[str]:
         for key, value in expected.items()
         if not _near(mechanism.get(key), value)
     ]
+    return faults
+
+
+def _loop_faults(statement: dict[str, Any]) -> list[str]:
+    """The mechanism of a custom loop is stated by its settings, which were fixed before it."""
+    settings, mechanism = statement["settings"], statement["mechanism"]
+    faults = key_faults("settings.", settings, LOOP_SETTINGS)
+    if faults:
+        return faults
+    trial, size = mechanism["trial"], statement["dataset_size"]
+    test = trial["test"] or {}
+    stated = {
+        "batch_size": trial["update"]["sample_rate"] * size,
+        "noise_multiplier": trial["update"]["noise_multiplier"],
+        "steps": None if mechanism["filter"] else mechanism["trials"] or mechanism["updates"],
+        "val_noise_multiplier": test.get("noise_multiplier"),
+        "accept_threshold": test.get("accept_threshold"),
+    }
+    faults = [
+        f"settings.{name} is {settings[name]!r}, the mechanism has {value!r} there"
+        for name, value in stated.items()
+        if not _near(settings[name], value)
+    ]
+    if mechanism["setup"]:
+        faults.append("mechanism.setup charges what a custom loop does not do")
     return faults
 
 

@@ -14,9 +14,11 @@ from dpsur.per_example import EngineReport
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.statement import format_epsilon
+from dpsur.runs.evaluation import model_outputs
 from dpsur.runs.files import RunFolder
 from dpsur.runs.plots import Plotted, plot_runs
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
+from dpsur.tasks.schema import Schema
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,6 +65,22 @@ class Run:
             f"  {self.statement['accepted_updates']} updates, "
             f"{'not saved' if self.saved is None else f'saved to {self.saved}'}"
         )
+
+    def predict(self, inputs: Any) -> Any:
+        """Predictions for records: a post-processing of the release, which costs nothing.
+
+        `inputs` are what the model takes, with a row per record, and the outputs of the model come
+        back. Of a run with a schema they may be a data frame: then predictions are in its words and
+        units (classes, numbers in their declared range, a column for each label).
+        """
+        schema = self.statement["public"].get("schema")
+        is_table = schema is not None and (
+            hasattr(inputs, "columns") or isinstance(inputs, Mapping)
+        )
+        if not is_table:
+            return model_outputs(self.model, inputs)
+        declared = Schema.from_json(schema)
+        return declared.decode(model_outputs(self.model, declared.inputs(inputs)))
 
     def get_epsilon(self, delta: float) -> float:
         """Epsilon at another delta, under the accounting of the run.

@@ -35,6 +35,7 @@ from dpsur.runs.checkpoint import (
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder, sha256, to_json
 from dpsur.runs.fingerprint import loss_identity, model_identity
+from dpsur.runs.streaming import identifying
 
 EVALUATIONS_PER_RUN = 20
 # Captured trials between two looks at them. The last block continues beyond the end of the plan.
@@ -139,7 +140,7 @@ class Session:
     def fingerprint(self) -> Fingerprint:
         """Tells this run from any other: its settings, records, loss, network and fixed parts."""
         trained = self.problem.initial_params()
-        records = {"inputs": self.problem.train.inputs, "targets": self.problem.train.targets}
+        records = identifying(self.problem.train)
         facts: dict[str, Any] = {
             "method": self.method.name,
             "settings": asdict(self.method),

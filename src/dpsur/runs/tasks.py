@@ -57,7 +57,7 @@ def task_of(config: RunConfig) -> Task:
     """The task of a run."""
     if config.task is None:
         raise InvalidInputError("the config names no task; set task, or use dpsur.fit")
-    return task_named(config.task, config.classes)
+    return task_named(config.task, config.classes, config.schema)
 
 
 def with_features(config: RunConfig, records: Records, device: torch.device) -> Records:
@@ -141,7 +141,10 @@ def _network_of(
     task: Task, config: RunConfig
 ) -> tuple[dict[str, Any] | None, Callable[[], nn.Module]]:
     """The description of the task's network, if it is that, and what builds the network."""
-    description = None if config.model is not None else _network(task, config)
+    if config.model is not None and config.model in task.models:
+        description: dict[str, Any] | None = dict(task.models[config.model])
+    else:
+        description = None if config.model is not None else _network(task, config)
     return description, _builder(description, config.model)
 
 

@@ -1,5 +1,6 @@
 """The learning tasks, by name. A task is registered by being listed here."""
 
+from os import PathLike
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from dpsur.tasks.mnist import FMNIST_TASK, MNIST_TASK
 from dpsur.tasks.mnist_5k import MNIST_5K
 from dpsur.tasks.npz import PREFIX as NPZ
 from dpsur.tasks.npz import npz_task, npz_test_records
+from dpsur.tasks.tables import CSV, PREFIXES, table_task, table_test_records
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -22,11 +24,22 @@ TASKS: dict[str, Task] = {
 DEFAULT_TASK = MNIST_5K.name
 
 
-def task_named(name: str, classes: int | None = None) -> Task:
-    """Look a task up by name; `npz:FILE` is the task of your file.
+def task_named(
+    name: str, classes: int | None = None, schema: str | PathLike[str] | None = None
+) -> Task:
+    """Look a task up by name; `npz:FILE`, `csv:FILE` and `parquet:FILE` are tasks of your file.
 
-    `classes` is the declared number of classes of such a file. It is public.
+    `classes` is the declared number of classes of an npz file, `schema` the file that declares the
+    columns of a table. Both are public.
     """
+    if name.startswith(PREFIXES):
+        if classes is not None:
+            raise InvalidInputError(
+                f"classes {classes} is for {NPZ}FILE; the classes of {name} are in its schema"
+            )
+        return table_task(name, schema)
+    if schema is not None:
+        raise InvalidInputError(f"schema {schema} is for {CSV}FILE; task {name} has none")
     if name.startswith(NPZ):
         return npz_task(name, classes)
     if classes is not None and name in TASKS:
@@ -38,14 +51,25 @@ def task_named(name: str, classes: int | None = None) -> Task:
     except KeyError:
         known = ", ".join(TASKS)
         raise InvalidInputError(
-            f"unknown task {name!r}; choose one of {known}, or {NPZ}FILE for your own data"
+            f"unknown task {name!r}; choose one of {known}, or {NPZ}FILE or {CSV}FILE for your own "
+            "data"
         ) from None
 
 
-def load_test_records(name: str, data_dir: Path | None) -> tuple[Examples, LossFunction]:
-    """The public test records of a task, and its loss. A file needs no declared classes for it."""
+def load_test_records(
+    name: str, data_dir: Path | None, schema: str | PathLike[str] | None = None
+) -> tuple[Examples, LossFunction]:
+    """The public test records of a task, and its loss. An npz file needs no declared classes."""
     test: Examples | None
     loss: LossFunction = F.cross_entropy
+    if name.startswith(PREFIXES):
+        test, declared = table_test_records(name, schema)
+        if test is None:
+            raise InvalidInputError(
+                f"the schema of {name} names no test records; add test to it, with a file or a "
+                "share of public records"
+            )
+        return test, declared.loss
     if name.startswith(NPZ):
         test = npz_test_records(name)
     else:

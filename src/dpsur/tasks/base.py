@@ -15,6 +15,9 @@ from dpsur.functional.records import Examples
 # Names of what a network sees.
 PIXELS, SCATTERING, TOKENS, VECTORS = "pixels", "scattering", "tokens", "vectors"
 ENCODER, SCATTERING_ENCODER = "encoder", "scattering+encoder"
+# A hidden layer on wider vectors has more parameters than their noise allows.
+WIDEST_FOR_HIDDEN_LAYER = 256
+HIDDEN = 32
 
 
 def linear_heads(shape: tuple[int, int, int], classes: int) -> dict[str, dict[str, Any]]:
@@ -40,6 +43,7 @@ class Task:
     such as the number of classes; a release states it. `pixel_scale` is what images were
     standardised with, None for images in [0, 1]. `records`, `shape` and `classes` are the number of
     training records, the shape of one and the number of classes, where they are known beforehand.
+    `models` are networks that can be chosen by name instead of the default.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Task:
     records: int | None = None
     shape: tuple[int, ...] | None = None
     classes: int | None = None
+    models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def default_features(self) -> str:

@@ -17,15 +17,20 @@ from dpsur.errors import InvalidInputError
 from dpsur.features import features_named
 from dpsur.functional.records import Examples
 from dpsur.networks.general import LEAST_IMAGE
-from dpsur.tasks.base import PIXELS, SCATTERING, VECTORS, Task, linear_heads
+from dpsur.tasks.base import (
+    HIDDEN,
+    PIXELS,
+    SCATTERING,
+    VECTORS,
+    WIDEST_FOR_HIDDEN_LAYER,
+    Task,
+    linear_heads,
+)
 from dpsur.tasks.datasets.archives import read_arrays
 from dpsur.tasks.datasets.base import Array, Arrays, DamagedFileError
 
 PREFIX = "npz:"
 KNOWN = ("x", "y", "x_test", "y_test", "classes")
-# A hidden layer on wider vectors has more parameters than their noise allows.
-WIDEST_FOR_HIDDEN_LAYER = 256
-HIDDEN = 32
 # Labels above are numbers of something else, such as years or customers.
 MOST_CLASSES = 100_000
 # What a last axis of this length holds is mostly colours.

@@ -19,11 +19,25 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dpsur.per_example.rules.attention import attention
 from dpsur.per_example.rules.convolution import convolution
-from dpsur.per_example.rules.embedding import embedding
-from dpsur.per_example.rules.linear import linear
-from dpsur.per_example.rules.normalization import group_norm, instance_norm, layer_norm, rms_norm
+from dpsur.per_example.rules.embedding import embedding, embedding_bag
+from dpsur.per_example.rules.linear import bilinear, linear
+from dpsur.per_example.rules.normalization import (
+    group_norm,
+    instance_norm,
+    layer_norm,
+    prelu,
+    rms_norm,
+)
 from dpsur.per_example.rules.pooling import max_pool
-from dpsur.per_example.rules.recurrent import gru, lstm
+from dpsur.per_example.rules.recurrent import (
+    gru,
+    gru_cell,
+    lstm,
+    lstm_cell,
+    rnn,
+    rnn_cell,
+)
+from dpsur.per_example.rules.transposed_convolution import transposed_convolution
 
 Rule = Callable[..., Any]
 
@@ -32,7 +46,13 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Conv1d: convolution,
     nn.Conv2d: convolution,
     nn.Conv3d: convolution,
+    nn.ConvTranspose1d: transposed_convolution,
+    nn.ConvTranspose2d: transposed_convolution,
+    nn.ConvTranspose3d: transposed_convolution,
+    nn.Bilinear: bilinear,
+    nn.PReLU: prelu,
     nn.Embedding: embedding,
+    nn.EmbeddingBag: embedding_bag,
     nn.GroupNorm: group_norm,
     nn.LayerNorm: layer_norm,
     nn.InstanceNorm1d: instance_norm,
@@ -41,6 +61,10 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.RMSNorm: rms_norm,
     nn.LSTM: lstm,
     nn.GRU: gru,
+    nn.RNN: rnn,
+    nn.LSTMCell: lstm_cell,
+    nn.GRUCell: gru_cell,
+    nn.RNNCell: rnn_cell,
     nn.MultiheadAttention: attention,
 }
 

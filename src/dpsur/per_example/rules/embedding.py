@@ -74,11 +74,17 @@ def embedding(module: nn.Embedding, tape: Tape, input: Tensor) -> Tensor:
     """A table of vectors; the row at `padding_idx` is never trained."""
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise NotSupportedError("embedding with max_norm, scale_grad_by_freq or sparse gradients")
-    output = F.embedding(input, module.weight, module.padding_idx)
-    layout, slot = tape.examples_in(output), tape.slot(module.weight)
+    return look_up(tape, input, module.weight, module.padding_idx)
+
+
+def look_up(tape: Tape, input: Tensor, weight: Tensor, padding: int | None = None) -> Tensor:
+    """Rows of a table by their numbers."""
+    output = F.embedding(input, weight, padding)
+    layout, slot = tape.examples_in(output), tape.slot(weight)
     if slot is None:
         return output
-    table_rows, padding = module.num_embeddings, module.padding_idx
+    table_rows = len(weight)
+    padding = None if padding is None else padding % table_rows
     known = tape.known_inputs(input) if input.dim() == 2 else None
 
     def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
@@ -91,3 +97,61 @@ def embedding(module: nn.Embedding, tape: Tape, input: Tensor) -> Tensor:
         yield slot, Lookups(tokens, add_up_repeats(outputs, places), table_rows)
 
     return tape.watch(output, record)
+
+
+def embedding_bag(
+    module: nn.EmbeddingBag,
+    tape: Tape,
+    input: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+) -> Tensor:
+    """The sum, mean or maximum of the rows that an example names."""
+    return embedding_bag_map(
+        tape,
+        input,
+        module.weight,
+        offsets,
+        max_norm=module.max_norm,
+        scale_grad_by_freq=module.scale_grad_by_freq,
+        mode=module.mode,
+        sparse=module.sparse,
+        per_sample_weights=per_sample_weights,
+        padding_idx=module.padding_idx,
+    )
+
+
+def embedding_bag_map(
+    tape: Tape,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,  # noqa: ARG001  of max_norm
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,  # noqa: ARG001  of offsets
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Look rows up and reduce them, as `F.embedding_bag` does for bags of one length."""
+    if offsets is not None or input.dim() != 2:
+        raise NotSupportedError("bags of different lengths in one row; pad them to a matrix")
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise NotSupportedError("embedding with max_norm, scale_grad_by_freq or sparse gradients")
+    rows = look_up(tape, input, weight)
+    kept = None
+    if padding_idx is not None:
+        kept = (input != padding_idx % len(weight)).unsqueeze(-1)
+    if mode == "max":
+        if kept is None:
+            return rows.max(1).values
+        most = rows.masked_fill(~kept, -torch.inf).max(1).values
+        return torch.where(kept.any(1), most, torch.zeros_like(most))
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    total = (rows if kept is None else torch.where(kept, rows, torch.zeros_like(rows))).sum(1)
+    if mode == "sum":
+        return total
+    return total / (rows.shape[1] if kept is None else kept.sum(1).clamp(min=1))

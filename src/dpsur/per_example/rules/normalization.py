@@ -1,6 +1,6 @@
-"""Layers that normalise within an example and then scale and shift by trained vectors."""
+"""Layers that scale, and perhaps shift, what an example has in a channel or an entry."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,47 +13,124 @@ Collect = Callable[[Tensor], Tensor]
 
 
 def group_norm(module: nn.GroupNorm, tape: Tape, input: Tensor) -> Tensor:
-    """Channels are normalise in groups; one scale and shift per channel."""
-    output = F.group_norm(input, module.num_groups, module.weight, module.bias, module.eps)
+    """Channels are normalised in groups; one scale and shift per channel."""
+    return group_norm_map(tape, input, module.num_groups, module.weight, module.bias, module.eps)
+
+
+def group_norm_map(
+    tape: Tape,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.group_norm`."""
+    output = F.group_norm(input, num_groups, weight, bias, eps)
 
     def normalise() -> Tensor:
-        return F.group_norm(input, module.num_groups, None, None, module.eps)
+        return F.group_norm(input, num_groups, None, None, eps)
 
-    return _scaled(tape, output, module.weight, module.bias, normalise, _by_channel)
+    return _scaled(tape, output, weight, bias, normalise, _by_channel)
 
 
 def instance_norm(module: nn.InstanceNorm2d, tape: Tape, input: Tensor) -> Tensor:
-    """Every channel of an example is normalise by itself."""
+    """Every channel of an example is normalised by itself."""
     if module.track_running_stats or input.dim() != _instance_norm_dims(module):
         raise NotSupportedError("instance norm with running statistics or without a batch")
-    output = F.instance_norm(input, weight=module.weight, bias=module.bias, eps=module.eps)
+    return instance_norm_map(tape, input, None, None, module.weight, module.bias, eps=module.eps)
+
+
+def instance_norm_map(
+    tape: Tape,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,  # noqa: ARG001  of running statistics
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.instance_norm`."""
+    if running_mean is not None or running_var is not None or not use_input_stats:
+        raise NotSupportedError("instance norm with running statistics")
+    output = F.instance_norm(input, weight=weight, bias=bias, eps=eps)
 
     def normalise() -> Tensor:
-        return F.instance_norm(input, eps=module.eps)
+        return F.instance_norm(input, eps=eps)
 
-    return _scaled(tape, output, module.weight, module.bias, normalise, _by_channel)
+    return _scaled(tape, output, weight, bias, normalise, _by_channel)
 
 
 def layer_norm(module: nn.LayerNorm, tape: Tape, input: Tensor) -> Tensor:
-    """The last dimensions are normalise together; one scale and shift per entry of them."""
-    shape = list(module.normalized_shape)
-    output = F.layer_norm(input, shape, module.weight, module.bias, module.eps)
+    """The last dimensions are normalised together; one scale and shift per entry of them."""
+    return layer_norm_map(
+        tape, input, module.normalized_shape, module.weight, module.bias, module.eps
+    )
+
+
+def layer_norm_map(
+    tape: Tape,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.layer_norm`."""
+    shape = list(normalized_shape)
+    output = F.layer_norm(input, shape, weight, bias, eps)
 
     def normalise() -> Tensor:
-        return F.layer_norm(input, shape, None, None, module.eps)
+        return F.layer_norm(input, shape, None, None, eps)
 
-    return _scaled(tape, output, module.weight, module.bias, normalise, _by_entry(shape))
+    return _scaled(tape, output, weight, bias, normalise, _by_entry(shape))
 
 
 def rms_norm(module: nn.RMSNorm, tape: Tape, input: Tensor) -> Tensor:
     """Like layer norm, without centring and without a shift."""
-    shape = list(module.normalized_shape)
-    output = F.rms_norm(input, shape, module.weight, module.eps)
+    return rms_norm_map(tape, input, module.normalized_shape, module.weight, module.eps)
+
+
+def rms_norm_map(
+    tape: Tape,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """`F.rms_norm`."""
+    shape = list(normalized_shape)
+    output = F.rms_norm(input, shape, weight, eps)
 
     def normalise() -> Tensor:
-        return F.rms_norm(input, shape, None, module.eps)
+        return F.rms_norm(input, shape, None, eps)
 
-    return _scaled(tape, output, module.weight, None, normalise, _by_entry(shape))
+    return _scaled(tape, output, weight, None, normalise, _by_entry(shape))
+
+
+def prelu(module: nn.PReLU, tape: Tape, input: Tensor) -> Tensor:
+    """One slope below zero, or one per channel."""
+    return prelu_map(tape, input, module.weight)
+
+
+def prelu_map(tape: Tape, input: Tensor, weight: Tensor) -> Tensor:
+    """`F.prelu`."""
+    output = F.prelu(input, weight)
+    layout, slot = tape.examples_in(output, axis=0), tape.slot(weight)
+    if slot is None:
+        return output
+    below = input.detach().clamp(max=0)
+
+    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
+        each = layout.by_example(gradient * below)
+        if weight.numel() == 1:
+            yield slot, Rows(each.flatten(1).sum(1, keepdim=True).view(-1, *weight.shape))
+        else:
+            yield slot, Rows(_by_channel(each))
+
+    return tape.watch(output, record)
 
 
 def _scaled(

@@ -1,0 +1,104 @@
+"""A loss that is computed for each record alone, whatever it normalises over."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpsur.errors import InvalidInputError
+from dpsur.functional.call import Arguments
+from dpsur.functional.problem import output_rows, weight_by_record
+from dpsur.functional.tree import check_rows, map_tensors, slice_rows, tensors_of, with_tensors
+from dpsur.per_example.one_pass import losses_one_by_one
+from dpsur.runs.validation import check_is_loss, check_loss
+
+
+class Criterion:
+    """The mean, or the sum, over records of a loss that sees one record at a time.
+
+    Call it as the loss itself: `criterion(outputs, targets)`, or with more arguments. Every tensor
+    among them has a row per record. Class weights count for each record without a mean over them,
+    and a mean over tokens is over the record's own tokens.
+    """
+
+    def __init__(self, loss: Callable[..., Tensor], reduction: str = "mean") -> None:
+        check_is_loss(loss)
+        self.loss, self.reduction = weight_by_record(loss), reduction
+        self._checked = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a batch, through which a gradient may be taken once."""
+        if args:  # objects among a model's outputs, such as caches, are not for the loss
+            args = (output_rows(args[0]), *args[1:])
+        given = Arguments(args, kwargs)
+        records = check_rows(given, "the arguments of the loss")
+        if not records:
+            raise InvalidInputError("the loss was called without records")
+        if not self._checked:
+            self._check(given)
+        outputs = [value for value in tensors_of(given) if value.requires_grad]
+        found: Tensor = PerRecord.apply(self, given, records, *outputs)  # type: ignore[no-untyped-call]
+        return found
+
+    def losses(self, given: Arguments) -> Tensor:
+        """The loss of each record."""
+        if len(given.args) == 2 and not given.kwargs:
+            return losses_one_by_one(self.loss, given.args[0], given.args[1])
+        return losses_one_by_one(
+            lambda one, _: self.loss(*one.args, **one.kwargs),
+            given,
+            None,
+        )
+
+    def _check(self, given: Arguments) -> None:
+        """Refuse a loss that keeps state, on synthetic outputs."""
+        if len(given.args) == 2 and not given.kwargs:
+            outputs, targets = given.args
+            drawn = map_tensors(_synthetic, outputs)
+            check_loss(self.loss, drawn, slice_rows(targets, slice(1)))
+        self._checked = True
+
+
+def _synthetic(values: Tensor) -> Tensor:
+    if not values.is_floating_point():
+        return torch.zeros_like(values[:1]).expand(3, *values.shape[1:])
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand((3, *values.shape[1:]), generator=generator)
+    return drawn.to(values.device, values.dtype)
+
+
+class PerRecord(torch.autograd.Function):
+    """The losses of records one by one, and their gradients by the outputs, in one go."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, criterion: Criterion, given: Arguments, records: int, *_: Tensor
+    ) -> Tensor:
+        """The mean or the sum of the losses."""
+        leaves: list[Tensor] = []
+
+        def leaf(value: Tensor) -> Tensor:
+            if not value.requires_grad:
+                return value
+            leaves.append(value.detach().requires_grad_())
+            return leaves[-1]
+
+        with torch.enable_grad():
+            alone = with_tensors(given, [leaf(value) for value in tensors_of(given)])
+            losses = criterion.losses(alone)
+        ctx.records = records
+        ctx.mean = criterion.reduction == "mean"
+        if leaves:
+            ctx.gradients = torch.autograd.grad(
+                losses, leaves, torch.ones_like(losses), materialize_grads=True, allow_unused=True
+            )
+        total = losses.detach().sum()
+        return total / records if ctx.mean else total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """The gradients that were found, times that of the total."""
+        (outer,) = gradients
+        share = outer / ctx.records if ctx.mean else outer
+        return None, None, None, *(value * share.to(value.dtype) for value in ctx.gradients)

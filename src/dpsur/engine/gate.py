@@ -1,0 +1,131 @@
+"""Selective release in a custom loop: a step is a trial, and a rejected one leaves no trace.
+
+The step of the optimizer makes a candidate. It is tested on a fresh Poisson batch and kept, or the
+weights, the buffers and the optimizer's state are put back as they were. Every trial is charged
+with its test, accepted or not, unless the loader itself ends after a number of accepted updates
+that was fixed in advance (`proven`). Verdicts are not shown unless `show_verdicts` is set.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpsur import checks
+from dpsur.errors import InvalidInputError
+from dpsur.functional.problem import mode
+from dpsur.mechanism.gate import LossRule
+from dpsur.mechanism.streams import Stream
+from dpsur.privacy.events import LossTest
+from dpsur.privacy.plans.open_ended import ACCOUNTING as EVERY_TRIAL
+from dpsur.privacy.plans.open_ended import PROVEN
+
+# Of the loss function of a gate: the model and a batch of the loader, to a number.
+BatchLoss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class LossGate:
+    """Keep a candidate if its noisy loss difference on a fresh batch is below a threshold.
+
+    `loss(model, batch)` gives the mean loss of a batch as the loader yields it; how it adds up
+    records does not matter, since the difference of two such means is clipped. It is called in
+    evaluation mode, without gradients.
+
+    Formal guarantee: with the update of the step, a trial of `dpsur.LossTest(val_batch_size / N,
+    val_noise_multiplier, accept_threshold)`. With the accounting "every-trial" the ledger is
+    charged with each of them. With "proven" it is charged with the accepted ones only; then `steps`
+    counts accepted updates, the loader ends after the last of them, and a loop that reaches the cap
+    on trials gets its first weights back and releases nothing. The number of batches that the loop
+    saw is then private.
+    """
+
+    loss: BatchLoss
+    val_batch_size: int
+    val_noise_multiplier: float = 1.0
+    accept_threshold: float = 0.0
+    loss_clip: float = 0.01
+    show_verdicts: bool = False
+    accounting: str = EVERY_TRIAL
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss):
+            raise InvalidInputError("the loss of a gate must be a function of (model, batch)")
+        checks.at_least_one("val_batch_size", self.val_batch_size)
+        checks.positive("val_noise_multiplier", self.val_noise_multiplier)
+        checks.positive("loss_clip", self.loss_clip)
+        checks.finite("accept_threshold", self.accept_threshold)
+        checks.one_of("accounting", self.accounting, (EVERY_TRIAL, PROVEN))
+        if self.show_verdicts and self.accounting == PROVEN:
+            raise InvalidInputError(
+                "show_verdicts=True would show what 'proven' does not pay for; use the accounting "
+                "'every-trial'"
+            )
+
+    def test(self, records: int) -> LossTest:
+        """What a verdict is charged with."""
+        if self.val_batch_size > records:
+            raise InvalidInputError(
+                f"val_batch_size {self.val_batch_size} is larger than the {records} records"
+            )
+        return LossTest(
+            self.val_batch_size / records, self.val_noise_multiplier, self.accept_threshold
+        )
+
+    def mean_loss(self, model: nn.Module, batches: list[tuple[int, Any]]) -> Tensor:
+        """The mean over microbatches, each given with its number of records; zero for none."""
+        device = next(model.parameters()).device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        with torch.no_grad(), mode(model, training=False):
+            for count, batch in batches:
+                found = self.loss(model, batch)
+                if not isinstance(found, Tensor) or found.numel() != 1:
+                    raise InvalidInputError(
+                        "the loss of a gate must return a tensor of one number, the mean of a batch"
+                    )
+                total += count * found.double().reshape(())
+        return total / max(1, sum(count for count, _ in batches))
+
+    def accepts(self, after: Tensor, before: Tensor, noise: Stream) -> bool:
+        """The verdict on a candidate, by the rule of Algorithm 1."""
+        rule = LossRule(self.loss_clip, self.val_noise_multiplier, self.accept_threshold)
+        return bool(rule.decide(after - before, noise))
+
+
+class Snapshot:
+    """Weights, buffers and the optimizer's state, to go back to after a rejection."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
+        self._module, self._optimizer = module, optimizer
+        self._tensors = {
+            name: (value, value.detach().clone()) for name, value in _tensors_of(module).items()
+        }
+        self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
+        self._groups = [_settings(group) for group in optimizer.param_groups]
+
+    def restore(self) -> None:
+        """Put everything back, and forget the gradient of the rejected candidate."""
+        with torch.no_grad():
+            for value, before in self._tensors.values():
+                value.copy_(before)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(settings)
+        for value in self._module.parameters():
+            value.grad = None
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        **{f"parameter {name}": value for name, value in module.named_parameters()},
+        **{f"buffer {name}": value for name, value in module.named_buffers()},
+    }
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: copy.copy(value) for name, value in group.items() if name != "params"}

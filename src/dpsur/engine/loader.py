@@ -1,0 +1,205 @@
+"""Poisson batches of a map-style data set, read by the workers of a `DataLoader`."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from dpsur.errors import InvalidInputError
+from dpsur.functional.tree import map_tensors
+from dpsur.mechanism.sampling import poisson_sample
+from dpsur.mechanism.streams import BATCH, Streams
+
+_PLAIN_SAMPLERS = (RandomSampler, SequentialSampler)
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Some of the records of one Poisson batch, as the loader is about to yield them."""
+
+    step: int
+    drawn: int  # records of the whole batch
+    before: int  # records in the microbatches before this one
+    last: bool
+
+    @property
+    def first(self) -> bool:
+        """Whether a new batch begins."""
+        return not self.before
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was drawn, so that a record of zeros stands in."""
+        return not self.drawn
+
+
+class Owner(Protocol):
+    """What an engine does around the batches of a loader."""
+
+    def begin_epoch(self, length: int) -> range:
+        """The numbers of the steps whose batches an iteration may yield."""
+        ...
+
+    def finished(self) -> bool:
+        """Whether no further batch is to be yielded."""
+        ...
+
+    def yielded(self, batch: Microbatch) -> None:
+        """A microbatch is about to be yielded."""
+        ...
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse a loader that Poisson sampling cannot take the place of."""
+    if not isinstance(loader, DataLoader):
+        raise InvalidInputError(
+            f"data_loader must be a torch.utils.data.DataLoader, got {type(loader).__name__}"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise InvalidInputError(
+            "data_loader reads an IterableDataset, from which no Poisson sample can be drawn; use "
+            "a map-style data set with __getitem__ and __len__"
+        )
+    if not isinstance(loader.batch_sampler, BatchSampler) or loader.batch_size is None:
+        raise InvalidInputError(
+            "data_loader has a batch_sampler of its own or no batch_size; Poisson sampling takes "
+            "its place: build the loader with batch_size=..."
+        )
+    if not isinstance(loader.sampler, _PLAIN_SAMPLERS) or getattr(
+        loader.sampler, "replacement", False
+    ):
+        kind = type(loader.sampler).__name__
+        raise InvalidInputError(
+            f"data_loader has the sampler {kind}, which Poisson sampling would ignore; build the "
+            "loader without a sampler (for a part of the data, use torch.utils.data.Subset)"
+        )
+    if not len(cast(Sized, loader.dataset)):
+        raise InvalidInputError("the data set of data_loader is empty")
+
+
+class PoissonSampler(Sampler[list[int]]):
+    """Poisson samples by number of the step, in microbatches of a bounded size.
+
+    Every record joins every batch independently with probability `sample_rate`. The number of a
+    batch is part of the address of its random numbers, so a batch that was drawn ahead and not used
+    is drawn again, not replaced by another.
+    """
+
+    def __init__(self, size: int, sample_rate: float, streams: Callable[[], Streams]) -> None:
+        self.size, self.sample_rate, self._streams = size, sample_rate, streams
+        self.steps: range = range(0)
+        self.most: int | None = None
+        self.planned: deque[Microbatch] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        planned: deque[Microbatch] = deque()
+        self.planned = planned
+        for step in self.steps:
+            rows = poisson_sample(
+                self.size, self.sample_rate, self._streams().at(step)[BATCH]
+            ).tolist()
+            size = self.most or max(1, len(rows))
+            parts = [rows[start : start + size] for start in range(0, len(rows), size)] or [[]]
+            for place, part in enumerate(parts):
+                last = place == len(parts) - 1
+                planned.append(Microbatch(step, len(rows), place * size, last))
+                yield part
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+class _Collate:
+    """The user's way to join records; for none of them, zeros in the place of one."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, views: int) -> None:
+        self.collate, self.dataset, self.views = collate, dataset, views
+
+    def __call__(self, records: list[Any]) -> Any:
+        if records:
+            batch = self.collate(records)
+        else:  # only the shape of the record is used; what is no number becomes empty
+            batch = map_tensors(torch.zeros_like, self.collate([self.dataset[0]]), otherwise=_blank)
+        if self.views == 1:
+            return batch
+        return map_tensors(
+            lambda value: value.repeat_interleave(self.views, 0) if value.dim() else value,
+            batch,
+            otherwise=lambda value: value,
+        )
+
+
+def _blank(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str, bytes)):
+        return type(value)()
+    return None
+
+
+class PrivateLoader(DataLoader[Any]):
+    """Yields Poisson batches, one for each step of the optimizer.
+
+    Iterating once yields as many batches as the loader it was made from, or as many as the budget
+    still pays for. A batch for which nothing was drawn is a placeholder of one record of zeros: its
+    gradient does not count, and its step is noise alone. The batch size is private.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        sampler: PoissonSampler,
+        owner: "Owner",
+        views: int = 1,
+    ) -> None:
+        self._epoch = len(loader)
+        self.owner, self.views = owner, views
+        self.poisson = sampler
+        options: dict[str, Any] = {}
+        if loader.num_workers:
+            options = {
+                "prefetch_factor": loader.prefetch_factor,
+                "persistent_workers": loader.persistent_workers,
+            }
+        super().__init__(
+            loader.dataset,
+            batch_sampler=sampler,
+            num_workers=loader.num_workers,
+            collate_fn=_Collate(loader.collate_fn, loader.dataset, views),
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            **options,
+        )
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability with which each record joins each batch."""
+        return self.poisson.sample_rate
+
+    def __len__(self) -> int:
+        return self._epoch
+
+    def __iter__(self) -> Any:
+        self.poisson.steps = self.owner.begin_epoch(self._epoch)
+        return self._batches(super().__iter__())
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        planned = None
+        for batch in batches:
+            if self.owner.finished():
+                return
+            if planned is None:  # the sampler has begun by now
+                planned = self.poisson.planned
+            self.owner.yielded(planned.popleft())
+            yield batch

@@ -1,0 +1,378 @@
+"""Whether a loss is a sum over records of what each record's own outputs give, read off its graph.
+
+Clipping bounds what one record adds only if its gradient depends on that record alone. A loss that
+is divided by the number of tokens in the batch, by the class weights of the batch, or that compares
+records with each other, breaks that. In a custom loop the loss is custom code too, so the graph
+that autograd has recorded is followed from the loss down to the model's outputs. Every operation
+on the way must be known to keep records apart; what is not known is refused.
+
+A mean over the rows of a batch is undone: what is clipped is the gradient of each record's own
+loss, which for a mean over several items of a record (tokens) is the mean over its own items.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpsur.engine.criterion import PerRecord
+from dpsur.errors import InvalidInputError
+
+REMEDY = (
+    "give the loss as make_private(..., criterion=loss) and call engine.criterion(outputs, "
+    "targets), which computes each record's loss alone"
+)
+
+
+class CoupledLossError(InvalidInputError):
+    """A loss that may couple the records of a batch."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor whose first dimension holds `shape[0] // records` rows for each record in turn."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Total:
+    """A number: the sum over records of their losses, each divided by `scale` (one per record).
+
+    `mean` tells whether the batch was averaged over, and `items` how many numbers were added up.
+    """
+
+    scale: float | Tensor
+    mean: bool
+    items: tuple[int, ...] = ()
+
+
+State = Rows | Total
+Cut = dict[tuple[Any, int], int]  # (node, number of its output): length of the first dimension
+
+# Applied to each number alone; a constant among the arguments is a truth value or a plain number.
+_ELEMENTWISE = {
+    *("Abs", "Neg", "Exp", "Expm1", "Log", "Log1P", "Log2", "Log10", "Sqrt", "Rsqrt", "Square"),
+    *("Sigmoid", "Tanh", "Relu", "LogSigmoid", "Softplus", "Gelu", "Silu", "Erf", "Sin", "Cos"),
+    *("Clamp", "ClampMin", "ClampMax", "Pow", "Reciprocal", "ToCopy", "Clone", "Alias", "Sgn"),
+    *("MaskedFill", "NanToNum", "Elu", "LeakyRelu", "Hardtanh", "Huber", "Xlogy", "Lgamma"),
+}
+_VIEWS = {"View", "UnsafeView", "ReshapeAlias"}
+_SOFTMAX = {"LogSoftmax", "Softmax"}
+# Losses with a reduction of their own; what may weight their items has to be absent.
+_LOSSES = {
+    "NllLoss",
+    "NllLoss2D",
+    "MseLoss",
+    "SmoothL1Loss",
+    "HuberLoss",
+    "SoftMarginLoss",
+    "BinaryCrossEntropy",
+    "BinaryCrossEntropyWithLogits",
+    "KlDiv",
+}
+_NONE, _MEAN = 0, 1
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """What to multiply each record's gradient by, whether the batch was averaged, and factors."""
+
+    scale: float | Tensor
+    mean: bool
+    factors: tuple[float, ...]
+
+
+def check_loss_graph(loss: Tensor, cut: Cut, records: int, names: dict[int, str]) -> LossReport:
+    """Follow a loss down to the outputs in `cut`; refuse it where records may be coupled.
+
+    `names` are those of parameters by identity, for messages.
+    """
+    walk = _Walk(cut, records, names)
+    if records == 1:  # there is nothing to couple
+        walk.check_leaves(loss.grad_fn)
+        return LossReport(1.0, True, ())
+    state = walk.state(loss.grad_fn, 0)
+    if not isinstance(state, Total):
+        if math.prod(state.shape) != 1:
+            raise CoupledLossError("the loss must be one number; reduce it with .mean() or .sum()")
+        state = Total(1.0, False)
+    return LossReport(state.scale, state.mean, tuple(walk.factors))
+
+
+class _Walk:
+    def __init__(self, cut: Cut, records: int, names: dict[int, str]) -> None:
+        self.cut, self.records, self.names = cut, records, names
+        self.factors: list[float] = []
+        self._known: dict[tuple[Any, int], State] = {}
+
+    def state(self, node: Any, output: int) -> State:
+        """What a node's output is; nodes are visited once, without deep recursion in Python."""
+        ahead = [(node, output)]
+        while ahead:
+            current = ahead[-1]
+            if current in self._known:
+                ahead.pop()
+                continue
+            if current in self.cut:
+                shape = tuple(current[0]._input_metadata[current[1]].shape)
+                self._known[current] = Rows(shape)
+                ahead.pop()
+                continue
+            missing = [
+                (child, number)
+                for child, number in current[0].next_functions
+                if child is not None and (child, number) not in self._known
+            ]
+            if missing:
+                self._refuse_leaf(current[0])
+                ahead += missing
+                continue
+            ahead.pop()
+            self._known[current] = self._apply(*current)
+        return self._known[node, output]
+
+    def check_leaves(self, node: Any) -> None:
+        """Refuse a loss that depends on anything but the model's outputs."""
+        seen, ahead = {node}, [node]
+        while ahead:
+            current = ahead.pop()
+            self._refuse_leaf(current)
+            for child, number in current.next_functions:
+                if child is not None and (child, number) not in self.cut and child not in seen:
+                    seen.add(child)
+                    ahead.append(child)
+
+    def _refuse_leaf(self, node: Any) -> None:
+        variable = getattr(node, "variable", None)
+        if variable is None:
+            return
+        name = self.names.get(id(variable))
+        if name is None:
+            raise CoupledLossError(
+                "the loss depends on a tensor that requires a gradient and is no output of the "
+                "model; detach it, or compute it inside the model"
+            )
+        raise CoupledLossError(
+            f"the loss uses the parameter {name} directly, past the clipped sum; use the "
+            "optimizer's weight_decay for a penalty, or compute it inside the model"
+        )
+
+    def _apply(self, node: Any, output: int) -> State:
+        self._refuse_leaf(node)
+        name = node.name().removesuffix("0").removesuffix("1").removesuffix("2")
+        kind = name.removesuffix("Backward")
+        inputs = [
+            self._known[child, number] for child, number in node.next_functions if child is not None
+        ]
+        if not inputs:
+            raise CoupledLossError(
+                "the loss depends on the model by another way than its outputs, such as an "
+                "auxiliary loss of a layer; return what it needs as an output with a row per record"
+            )
+        shape = tuple(node._input_metadata[output].shape)
+        if all(isinstance(one, Total) for one in inputs):
+            return self._of_totals(node, kind, inputs)  # type: ignore[arg-type]
+        if not all(isinstance(one, Rows) for one in inputs):
+            raise self._unknown(node, "a total of the batch together with its rows")
+        rows: list[Rows] = inputs  # type: ignore[assignment]
+        return self._of_rows(node, kind, rows, shape)
+
+    def _of_totals(self, node: Any, kind: str, inputs: list[Total]) -> Total:
+        first = inputs[0]
+        if kind in ("Add", "Sub"):
+            for other in inputs[1:]:
+                if first.mean != other.mean or not _same(first.scale, other.scale):
+                    raise CoupledLossError(
+                        "the loss adds terms that are averaged over the batch in different ways; "
+                        + REMEDY
+                    )
+            return Total(first.scale, first.mean)
+        if kind in ("Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Mean"):
+            return first
+        if kind == "Sum":
+            return first
+        if kind in ("Mul", "Div") and len(inputs) == 1:
+            return self._scaled(node, kind, first)
+        raise self._unknown(node)
+
+    def _scaled(self, node: Any, kind: str, total: Total) -> Total:
+        """A total times or over a number; over the number of its items it is a mean."""
+        value, plain = _constant(node)
+        if value is None:
+            raise self._unknown(node, "a total of the batch times a tensor")
+        if kind == "Div" and not total.mean and value in (self.records, *total.items):
+            self.factors.append(self.records / value)
+            return Total(float(self.records), True)
+        if not plain:
+            raise CoupledLossError(
+                "the loss is multiplied or divided by a tensor, which may come from the batch (a "
+                "number of tokens, a torch.amp.GradScaler): use bfloat16 without a GradScaler, and "
+                "divide by plain numbers; or " + REMEDY
+            )
+        self.factors.append(value if kind == "Mul" else 1 / value)
+        return Total(total.scale, total.mean)
+
+    def _of_rows(self, node: Any, kind: str, rows: list[Rows], shape: tuple[int, ...]) -> State:
+        first = rows[0]
+        if getattr(node, "_forward_cls", None) is PerRecord:
+            if any(one.shape[0] != node.records for one in rows) or node.records % self.records:
+                raise self._unknown(node, "it was given parts of records")
+            return Total(float(self.records) if node.mean else 1.0, node.mean)
+        if kind in _ELEMENTWISE and len(rows) == 1 and shape == first.shape:
+            return first
+        if kind in ("Add", "Sub", "Where", "Maximum", "Minimum") and all(
+            one.shape == shape for one in rows
+        ):
+            return Rows(shape)
+        if kind in ("Mul", "Div"):
+            return self._product(node, rows, shape)
+        if kind in _VIEWS or kind in ("Squeeze", "Unsqueeze"):
+            return self._view(node, first, shape)
+        if kind in ("Select", "Slice", "Gather", "Transpose", "Permute"):
+            return self._along(node, kind, first, shape)
+        if kind in _SOFTMAX or kind == "Logsumexp":
+            dims = (
+                node._saved_dim if isinstance(node._saved_dim, (tuple, list)) else [node._saved_dim]
+            )
+            if any(_dim(one, len(first.shape)) == 0 for one in dims):
+                raise self._unknown(node, "over the records of the batch")
+            return Rows(shape)
+        if kind in ("Sum", "Mean"):
+            return self._reduced(node, kind, first, shape)
+        if kind in _LOSSES:
+            return self._loss(node, kind, first, shape)
+        raise self._unknown(node)
+
+    def _product(self, node: Any, rows: list[Rows], shape: tuple[int, ...]) -> Rows:
+        if all(one.shape == shape for one in rows):
+            if len(rows) == 2:
+                return Rows(shape)
+            value, plain = _constant(node)
+            if value is not None and plain:
+                self.factors.append(value)
+                return Rows(shape)
+            # cross entropy with probabilities as targets
+            below = node.next_functions[0][0] or node.next_functions[1][0]
+            other = _saved(node)
+            if (
+                below.name().startswith("LogSoftmax")
+                and other is not None
+                and tuple(other.shape) == shape
+            ):
+                return Rows(shape)
+        raise self._unknown(node, "rows times a tensor, which may hold weights of the whole batch")
+
+    def _view(self, node: Any, first: Rows, shape: tuple[int, ...]) -> State:
+        if math.prod(first.shape) == math.prod(shape) and shape and shape[0] % self.records == 0:
+            return Rows(shape)
+        raise self._unknown(node, "records are folded into another dimension")
+
+    def _along(self, node: Any, kind: str, first: Rows, shape: tuple[int, ...]) -> Rows:
+        rank = len(first.shape)
+        if kind == "Transpose":
+            moved = {_dim(node._saved_dim0, rank), _dim(node._saved_dim1, rank)}
+        elif kind == "Permute":
+            dims = [_dim(one, rank) for one in node._saved_dims]
+            moved = set() if dims[0] == 0 else {0}
+        else:
+            moved = {_dim(node._saved_dim, rank)}
+        whole = kind == "Slice" and shape == first.shape
+        if (0 in moved and not whole) or not shape or shape[0] != first.shape[0]:
+            raise self._unknown(node, "over the records of the batch")
+        return Rows(shape)
+
+    def _reduced(self, node: Any, kind: str, first: Rows, shape: tuple[int, ...]) -> State:
+        count = math.prod(first.shape)
+        if math.prod(shape) == 1:
+            items = (first.shape[0], count)
+            if kind == "Mean":
+                self._per_record(count)
+                return Total(float(self.records), True, items)
+            return Total(1.0, False, items)
+        dims = getattr(node, "_saved_dim", None)
+        if dims is None or any(_dim(one, len(first.shape)) == 0 for one in dims) or not dims:
+            raise self._unknown(node, "over the records of the batch")
+        return Rows(shape)
+
+    def _per_record(self, count: int) -> None:
+        """Note what a mean divides each record by: numbers that follow the longest record vary."""
+        self.factors.append(self.records / count)
+
+    def _loss(self, node: Any, kind: str, first: Rows, shape: tuple[int, ...]) -> State:
+        for name in ("_saved_weight", "_saved_pos_weight"):
+            if getattr(node, name, None) is not None:
+                raise CoupledLossError(
+                    "the loss has weights (class weights, pos_weight), which may come from the "
+                    "batch and which a mean over the batch divides by; " + REMEDY
+                )
+        target = getattr(node, "_saved_target", None)
+        if kind.startswith("Nll"):
+            self._check_classes(node, target, first)
+        elif target is not None and tuple(target.shape) != first.shape:
+            raise self._unknown(node, "targets are broadcast over the records")
+        if node._saved_reduction == _NONE:
+            return Rows(shape)
+        if node._saved_reduction != _MEAN:
+            return Total(1.0, False, (first.shape[0], math.prod(first.shape)))
+        if not kind.startswith("Nll"):
+            self._per_record(math.prod(first.shape))
+            return Total(float(self.records), True)
+        # The mean is over the items of the batch that count. Multiplied by their number and
+        # divided by the number of a record's own items it is that record's mean.
+        assert target is not None
+        counted = target.ne(_signed(node._saved_ignore_index)).reshape(self.records, -1).sum(1)
+        total = node._saved_total_weight.double()
+        return Total(total / counted.clamp(min=1).double(), True)
+
+    def _check_classes(self, node: Any, target: Tensor | None, first: Rows) -> None:
+        if target is None or not target.dim() or target.shape[0] != first.shape[0]:
+            raise self._unknown(node)
+
+    def _unknown(self, node: Any, why: str = "") -> CoupledLossError:
+        detail = f" ({why})" if why else ""
+        return CoupledLossError(
+            f"the loss contains {node.name()}{detail}, and it cannot be verified that each "
+            f"record's loss depends on that record alone; {REMEDY}"
+        )
+
+
+def _dim(value: int, rank: int) -> int:
+    """A dimension as a number from 0; autograd keeps negative ones as unsigned words."""
+    return _signed(value) % rank if rank else 0
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _same(one: float | Tensor, other: float | Tensor) -> bool:
+    first, second = (torch.as_tensor(each, dtype=torch.float64).cpu() for each in (one, other))
+    return bool(torch.allclose(first, second, rtol=1e-12))
+
+
+def _saved(node: Any) -> Tensor | None:
+    for name in ("_saved_other", "_saved_self"):
+        found = getattr(node, name, None)
+        if isinstance(found, Tensor):
+            return found
+    return None
+
+
+def _constant(node: Any) -> tuple[float | None, bool]:
+    """The number that a node multiplies or divides by, and whether it is a plain Python number."""
+    value = getattr(node, "_saved_other", None)
+    if isinstance(value, (int, float)):
+        return float(value), True
+    found = _saved(node)
+    if found is None or found.dim():
+        return None, False
+    return float(found), _is_python_number(found)
+
+
+def _is_python_number(value: Tensor) -> bool:
+    """Type promotion treats a number from Python as weaker than any tensor."""
+    weak = torch.ones((), dtype=torch.float16 if value.is_floating_point() else torch.int8)
+    return torch.result_type(weak, value) is weak.dtype

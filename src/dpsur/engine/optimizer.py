@@ -1,0 +1,111 @@
+"""A `torch.optim` optimizer whose `step` is a private step."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim.lr_scheduler import LRScheduler
+
+from dpsur.errors import InvalidInputError
+
+_REFUSED = {
+    LBFGS: "evaluates the loss several times per step, so that one batch would be used repeatedly",
+    SparseAdam: "takes sparse gradients, to which noise cannot be added",
+}
+
+
+class Steps(Protocol):
+    """What an engine does around the step of an optimizer."""
+
+    scheduler_due: bool
+
+    def begin_step(self) -> bool:
+        """Put the private gradient in place; False: this microbatch is not the last."""
+        ...
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+        ...
+
+
+class PrivateOptimizer(Optimizer):
+    """What is mixed into the class of an optimizer by `make_private_optimizer`."""
+
+    engine: Steps
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clip, add noise, charge, and step; nothing for a microbatch that is not the last."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.engine.begin_step():
+            super().step()
+            self.engine.end_step()
+        return loss
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what is no optimizer, or one that cannot make private steps."""
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidInputError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    for kind, why in _REFUSED.items():
+        if isinstance(optimizer, kind):
+            raise InvalidInputError(f"{kind.__name__} {why}; use torch.optim.SGD, Adam or AdamW")
+    if isinstance(optimizer, PrivateOptimizer):
+        raise InvalidInputError(
+            "this optimizer is private already; build a new one for another make_private"
+        )
+
+
+def make_private_optimizer(optimizer: Optimizer, engine: Steps) -> Optimizer:
+    """Make an optimizer private in place: the same object, groups, state and schedulers."""
+    kind = type(optimizer)
+    private = type(f"Private{kind.__name__}", (PrivateOptimizer, kind), {})
+    wrapped = vars(optimizer).pop("step", None)  # by a scheduler that was built before
+    optimizer.__class__ = private
+    optimizer.engine = engine  # type: ignore[attr-defined]
+    # `torch.optim` has its hooks and profiler around the step of the original class
+    private.step.hooked = True  # type: ignore[attr-defined]
+    _wrap_schedulers(LRScheduler)
+    if getattr(wrapped, "_wrapped_by_lr_sched", False):
+        _let_schedulers_know(optimizer)
+    return optimizer
+
+
+def _wrap_schedulers(kind: type[LRScheduler]) -> None:
+    """Let schedulers of a private optimizer do nothing after a step that was skipped or undone."""
+    plain = vars(kind).get("step")
+    if plain is not None and not hasattr(plain, "asks_the_engine"):
+
+        @functools.wraps(plain)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            optimizer = getattr(self, "optimizer", None)
+            if (
+                isinstance(optimizer, PrivateOptimizer)
+                and not optimizer.engine.scheduler_due
+                and not getattr(self, "_is_initial", False)
+            ):
+                return None
+            return plain(self, *args, **kwargs)
+
+        step.asks_the_engine = True  # type: ignore[attr-defined]
+        kind.step = step  # type: ignore[method-assign]
+    for child in kind.__subclasses__():
+        _wrap_schedulers(child)
+
+
+def _let_schedulers_know(optimizer: Optimizer) -> None:
+    """Wrap the step as schedulers do, so that they know that it was called before theirs."""
+    private = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return private(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]

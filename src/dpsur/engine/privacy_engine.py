@@ -1,0 +1,633 @@
+"""`PrivacyEngine`: makes a model, an optimizer and a data loader private, for a custom loop."""
+
+import os
+from collections.abc import Callable, Mapping, Sized
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dpsur import checks
+from dpsur.engine.criterion import Criterion
+from dpsur.engine.gate import LossGate, Snapshot
+from dpsur.engine.loader import Microbatch, PoissonSampler, PrivateLoader, check_loader
+from dpsur.engine.optimizer import check_optimizer, make_private_optimizer
+from dpsur.engine.watch import StepError, Watcher
+from dpsur.environment import versions
+from dpsur.errors import (
+    BudgetError,
+    CheckpointError,
+    InvalidInputError,
+    NothingReleasedError,
+)
+from dpsur.functional.parameters import elementwise
+from dpsur.mechanism.dp_gradient import add_gaussian
+from dpsur.mechanism.sampling import poisson_sample
+from dpsur.mechanism.streams import NOISE, VAL_BATCH, VAL_NOISE, Streams
+from dpsur.per_example.augmentation import Augment
+from dpsur.per_example.clipping import ClippedSum
+from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
+from dpsur.privacy.calibrate import calibrate
+from dpsur.privacy.events import SampledGaussian, Step, Trial
+from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plans import FilteredPlan, PrivacyLedger
+from dpsur.privacy.plans.open_ended import ACCOUNTING, PROVEN, SelectiveLedger
+from dpsur.privacy.statement import RunFacts, Statement, privacy_statement
+from dpsur.runs.files import RunFolder
+from dpsur.runs.release import NO_ORIGIN, write_release
+from dpsur.runs.replanning import CUSTOM_LOOP
+
+FORMAT = "dpsur-engine/1"
+
+
+class PrivacyEngine:
+    """Differentially private training in a custom loop.
+
+        engine = dpsur.PrivacyEngine()
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=optimizer, data_loader=loader,
+            noise_multiplier=1.0, max_grad_norm=1.0, epochs=10)
+        for epoch in range(10):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = criterion(model(x), y)
+                loss.backward()
+                optimizer.step()
+        print(engine.get_epsilon(delta=1e-5))
+
+    The model is the module itself, the optimizer is the same object with another class, and the
+    loader draws Poisson batches from the same data set.
+
+    Formal guarantee: every `optimizer.step()` is a sampled Gaussian mechanism of the loader's
+    sample rate and the noise multiplier, charged before it is made. All weights that the loop sees
+    after steps satisfy (`guarantee(delta)`, delta)-DP for adding or removing one record of the data
+    set, if the loop uses the records in no other way. What the loop prints of a batch (losses,
+    accuracies, batch sizes) is not private.
+    """
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+        """Begin with an empty ledger.
+
+        Args:
+            accountant: "prv" or "pld": privacy loss distributions, the only accounting here.
+            secure_mode: refused; noise comes from a counter-based generator under a secret key of
+                128 bits in any case.
+        """
+        if accountant not in ("prv", "pld"):
+            raise InvalidInputError(
+                f"accountant {accountant!r} is not supported; leave it out: figures come from "
+                "privacy loss distributions, as those of 'prv' do"
+            )
+        if secure_mode:
+            raise InvalidInputError(
+                "secure_mode=True is not supported: random numbers come from Philox4x64-10 under a "
+                "secret key, which is not a cryptographic generator; leave it out"
+            )
+        self._ledger: PrivacyLedger | None = None
+        self._due: Microbatch | None = None
+        self._criterion: Criterion | None = None
+        self._gate: LossGate | None = None
+        self._saved: Snapshot | None = None
+        self._test_batch: list[tuple[int, Any]] = []
+        # Schedulers do nothing after a step that did nothing or was undone.
+        self.scheduler_due = True
+        self.verdicts: list[bool] = []
+        self._accepted = 0
+
+    @checks.arguments
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float,
+        criterion: Callable[..., Tensor] | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: Any = None,
+        grad_sample_mode: str = "hooks",
+        max_physical_batch_size: int | None = None,
+        gate: LossGate | None = None,
+        augment: Augment | None = None,
+        views: int = 1,
+        seed: int | None = None,
+    ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
+        """Make a model, its optimizer and its loader private; train with them as before.
+
+        Args:
+            module: the model. It stays the module it is, without a wrapper.
+            optimizer: any of `torch.optim` that makes one step per gradient. Parameter groups,
+                state and schedulers stay as they are.
+            data_loader: a loader of a map-style data set. Poisson sampling takes the place of its
+                sampler; the sample rate is one over its length.
+            noise_multiplier: standard deviation of the noise over `max_grad_norm`.
+            max_grad_norm: the norm that each record's gradient is clipped to.
+            criterion: a loss to be computed for each record alone, as `engine.criterion(outputs,
+                targets)`; needed for losses that normalise over the batch.
+            epochs: with `steps` left out, plans as many steps as so many passes over the loader.
+            steps: the number of steps of the whole training. It is fixed here, and with it the
+                epsilon that the training is guaranteed to stay within.
+            target_epsilon: instead of a number of steps, the allowance of a filter.
+            target_delta: the delta of the guarantee; by default at most a tenth of one over the
+                number of records.
+            batch_first: must be True: records are in the first dimension.
+            loss_reduction: "mean" or "sum": how the loss adds up records. It is checked.
+            poisson_sampling: must be True: nothing else is accounted for.
+            clipping: must be "flat": one norm over all parameters.
+            noise_generator: refused; use `seed`.
+            grad_sample_mode: accepted for compatibility; the fastest way is chosen by itself.
+            max_physical_batch_size: largest number of records that the loader yields at once. A
+                batch then comes in several microbatches, and `step` acts on the last of them.
+            gate: makes every step a trial: the candidate is tested on a fresh batch, and kept or
+                undone.
+            augment: changes the inputs of the model at random, each record by itself, in training.
+            views: so many views of a record are averaged inside its one clipped gradient. The
+                loader then yields every record so many times in a row, for `augment` to change.
+            seed: makes batches and noise repeatable, and void against anyone who knows it.
+        """
+        _refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
+        checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        checks.positive("noise_multiplier", noise_multiplier)
+        checks.positive("max_grad_norm", max_grad_norm)
+        trained = self._check(module, optimizer, data_loader)
+        size, rate = _size_and_rate(data_loader)
+        update = SampledGaussian(rate, noise_multiplier)
+        test = None if gate is None else gate.test(size)
+        step = Trial(update, test)
+        delta = min(1e-5, 0.1 / size) if target_delta is None else target_delta
+        planned = _planned_steps(epochs, steps, data_loader)
+        if gate is not None and gate.accounting == PROVEN:
+            if planned is None:
+                raise InvalidInputError(
+                    "the accounting 'proven' needs steps=..., the number of accepted updates, "
+                    "fixed in advance"
+                )
+            self._ledger = SelectiveLedger.for_updates(
+                step, planned, delta=delta, epsilon=target_epsilon
+            )
+        elif target_epsilon is not None and planned is None:
+            self._ledger = PrivacyLedger.for_budget(target_epsilon, delta, step)
+        elif planned is not None:
+            if target_epsilon is None:  # what is planned is the budget
+                target_epsilon = PrivacyLedger.for_steps(step, planned, delta=delta).guarantee()
+            self._ledger = PrivacyLedger.for_steps(
+                step, planned, delta=delta, epsilon=target_epsilon
+            )
+        else:
+            self._ledger = PrivacyLedger.without_limit(delta)
+        self._event: Step = step
+        self._size, self._rate, self._noise = size, rate, noise_multiplier
+        device = next(iter(trained.values())).device
+        self._streams, self._seed = Streams(seed, device), seed
+        if views > 1 and augment is None:
+            raise InvalidInputError(f"views={views} needs augment=..., which makes them different")
+        self._module, self._optimizer, self._dataset = module, optimizer, data_loader.dataset
+        self._gate, self._saved = gate, None
+        if isinstance(self._ledger, SelectiveLedger):
+            self._first = Snapshot(module, optimizer)
+        self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
+        self._watcher = Watcher(
+            module, trained, max_grad_norm, loss_reduction, self._expect, augment, views
+        )
+        sampler = PoissonSampler(size, rate, lambda: self._batch_streams())
+        if max_physical_batch_size is not None:
+            checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
+            sampler.most = max_physical_batch_size
+        self._loader = PrivateLoader(data_loader, sampler, self, views)
+        self._collate = data_loader.collate_fn
+        return module, make_private_optimizer(optimizer, self), self._loader
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        max_grad_norm: float,
+        epochs: int | None = None,
+        steps: int | None = None,
+        gate: LossGate | None = None,
+        **options: Any,
+    ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
+        """Like `make_private`, with the least noise for which the training fits a budget.
+
+        `epochs` or `steps` says how long the training is; both are fixed here.
+        """
+        check_loader(data_loader)
+        planned = _planned_steps(epochs, steps, data_loader)
+        if planned is None:
+            raise InvalidInputError("give epochs or steps: the noise depends on their number")
+        size, rate = _size_and_rate(data_loader)
+        noise = calibrate(
+            epsilon=target_epsilon,
+            delta=target_delta,
+            sample_rate=rate,
+            updates=planned,
+            test=None if gate is None else gate.test(size),
+            accounting=ACCOUNTING if gate is None else gate.accounting,
+        )
+        return self.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=noise,
+            max_grad_norm=max_grad_norm,
+            steps=planned,
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            gate=gate,
+            **options,
+        )
+
+    def _check(
+        self, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader[Any]
+    ) -> dict[str, nn.Parameter]:
+        """Refuse what cannot be made private; returns the parameters to be trained."""
+        if self._ledger is not None:
+            raise InvalidInputError(
+                "this engine is in use; make one PrivacyEngine for each training, and add up their "
+                "epsilons if they use the same records"
+            )
+        if not isinstance(module, nn.Module):
+            raise InvalidInputError(f"module must be an nn.Module, got {type(module).__name__}")
+        if hasattr(module, "_orig_mod"):
+            raise InvalidInputError(
+                "module was compiled by torch.compile, inside which layers cannot be watched; pass "
+                "the module itself"
+            )
+        check_optimizer(optimizer)
+        check_loader(data_loader)
+        names = {id(value): name for name, value in module.named_parameters()}
+        given = [value for group in optimizer.param_groups for value in group["params"]]
+        if any(id(value) not in names for value in given):
+            raise InvalidInputError(
+                "the optimizer has parameters that are not the module's; build it from "
+                "module.parameters(), after the module is on its device"
+            )
+        held = {id(value) for value in given}
+        trained = {
+            name: value
+            for name, value in module.named_parameters()
+            if value.requires_grad and id(value) in held
+        }
+        for name, value in module.named_parameters():
+            if value.requires_grad and id(value) not in held:
+                raise InvalidInputError(
+                    f"parameter {name} requires a gradient but is not in the optimizer; freeze it "
+                    "with requires_grad_(False), or add it to the optimizer"
+                )
+        if not trained:
+            raise InvalidInputError("no parameter in the optimizer requires a gradient")
+        count = sum(value.numel() for value in trained.values())
+        if count > MOST_WEIGHTS:
+            raise InvalidInputError(
+                f"the model has {count} trainable weights, and guarantees are computed for at most "
+                f"{MOST_WEIGHTS}; freeze some of them with requires_grad_(False)"
+            )
+        return trained
+
+    @property
+    def criterion(self) -> Criterion:
+        """The loss that was given to `make_private`, computed for each record alone."""
+        if self._criterion is None:
+            raise InvalidInputError("give the loss to make_private: criterion=...")
+        return self._criterion
+
+    # What is spent
+
+    @property
+    def accountant(self) -> PrivacyLedger:
+        """The ledger that every step is charged to."""
+        if self._ledger is None:
+            raise InvalidInputError("call make_private first")
+        return self._ledger
+
+    def get_epsilon(self, delta: float) -> float:
+        """Epsilon of the steps made so far: a progress figure.
+
+        It is a guarantee of its own only for a number of steps that was fixed in advance. A loop
+        that stops because of what it sees has the guarantee of everything that was planned,
+        `guarantee(delta)`, however early it stops.
+        """
+        return self.accountant.get_epsilon(delta)
+
+    def guarantee(self, delta: float | None = None) -> float:
+        """Epsilon that holds whenever the loop stops; infinite if nothing was planned."""
+        return self.accountant.guarantee(delta)
+
+    def statement(self) -> Statement:
+        """The privacy statement of the training, for whoever gets the model.
+
+        Its epsilon is `guarantee()`, however early the loop stopped.
+        """
+        plan = self.accountant.plan
+        if plan is None:
+            raise InvalidInputError(
+                "without a plan there is no guarantee to state; give make_private epochs, steps or "
+                "target_epsilon"
+            )
+        gate = self._gate
+        if isinstance(self.accountant, SelectiveLedger) and not self.accountant.completed:
+            raise NothingReleasedError(
+                "the accounting 'proven' covers a training that made all of its updates; continue "
+                "until the loader ends, or release nothing"
+            )
+        steps = None if isinstance(plan, FilteredPlan) else plan.length
+        facts = RunFacts(
+            dataset_size=self._size,
+            method=CUSTOM_LOOP,
+            settings={
+                "batch_size": self._rate * self._size,
+                "noise_multiplier": self._noise,
+                "max_grad_norm": self._watcher.max_grad_norm,
+                "steps": steps,
+                "val_batch_size": None if gate is None else gate.val_batch_size,
+                "val_noise_multiplier": None if gate is None else gate.val_noise_multiplier,
+                "accept_threshold": None if gate is None else gate.accept_threshold,
+                "loss_clip": None if gate is None else gate.loss_clip,
+                "optimizer": type(self._optimizer).__name__.removeprefix("Private"),
+                "views": self._loader.views,
+            },
+            seeded=self._streams.seeded,
+            average=False,
+            tf32=torch.backends.cuda.matmul.allow_tf32,
+            bf16=self._watcher.rounded,
+            versions=versions(),
+        )
+        charged = Ledger()
+        if self.accountant.steps:
+            charged = charged.record(
+                self._event, updates=self._accepted, trials=self.accountant.steps
+            )
+        return privacy_statement(plan, charged, facts)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write `release/` into a new folder: weights and statement, for `dpsur verify`.
+
+        Load it with `dpsur.load(path, model)`. Nothing private is written, and with a gate the
+        number of accepted updates, which is paid for.
+        """
+        statement = self.statement()
+        if self._due is not None and self._watcher.sums.rows:
+            raise StepError("a batch was begun and not stepped on; finish it before you save")
+        folder = RunFolder(path)
+        folder.check_new()
+        write_release(folder.release, self._module, statement, NO_ORIGIN)
+        return folder.release
+
+    # The loop
+
+    def _batch_streams(self) -> Streams:
+        """Batches are drawn on the host."""
+        if self._streams.device.type == "cpu":
+            return self._streams
+        host = Streams(0, torch.device("cpu"), self._streams.rank)
+        host.key = self._streams.key
+        return host
+
+    def begin_epoch(self, length: int) -> range:
+        """The numbers of the steps whose batches an iteration of the loader may yield."""
+        self._check_size()
+        first = self.accountant.steps + 1
+        self._due = None  # what was looked at and not used is drawn again
+        self._watcher.forget()
+        if not self.accountant.affords(self._event):
+            raise self._spent()
+        if isinstance(self.accountant, SelectiveLedger):  # ends after the last update
+            assert self.accountant.plan is not None
+            length = self.accountant.plan.trials
+        return range(first, first + length)
+
+    def finished(self) -> bool:
+        """Whether no further batch is to be yielded: what was planned is done."""
+        return self._due is None and not self.accountant.affords(self._event)
+
+    def _spent(self) -> BudgetError:
+        return BudgetError(
+            f"the budget is spent after {self.accountant.steps} steps "
+            f"({self.accountant.describe()}); stop here, or plan more steps in make_private"
+        )
+
+    def _check_size(self) -> None:
+        now = len(cast(Sized, self._dataset))
+        if now != self._size:
+            raise StepError(
+                f"the data set has {now} records, and had {self._size} in make_private: the sample "
+                "rate was fixed for those; make a new engine for another data set"
+            )
+
+    def yielded(self, batch: Microbatch) -> None:
+        """The loader is about to yield a microbatch."""
+        self._check_size()
+        if batch.first and self._due is not None:
+            raise StepError(
+                "a private batch was drawn and optimizer.step() was not called for the one before; "
+                "make one step for every batch of the loader (for larger batches, give the loader "
+                "a larger batch_size and set max_physical_batch_size)"
+            )
+        if batch.step != self.accountant.steps + 1:
+            raise StepError(
+                "this pass over the loader is not the latest one, and its batches belong to steps "
+                "that were made meanwhile; iterate over the loader once at a time"
+            )
+        if self._watcher.sums.rows != batch.before:
+            raise StepError(
+                "a microbatch was drawn, and backward() was not called exactly once for each "
+                "record of those before; call it for every microbatch"
+            )
+        self._due = batch
+
+    def _expect(self, rows: int) -> Tensor | None:
+        """Called before each watched forward pass: a private batch has to be there."""
+        if self._due is None:
+            raise StepError(
+                "the model was called in training mode without a batch of the private loader; "
+                "iterate over the loader that make_private returned, and evaluate with "
+                "model.eval() or torch.no_grad()"
+            )
+        if self._due.empty:
+            device = next(iter(self._watcher.trained.values())).device
+            return torch.zeros(rows, dtype=torch.bool, device=device)
+        return None
+
+    def begin_step(self) -> bool:
+        """Charge a step, and put the private gradient in place. Called by `optimizer.step()`."""
+        due, watcher = self._due, self._watcher
+        if due is None:
+            raise StepError(
+                "optimizer.step() was called without a new batch of the private loader; make one "
+                "step for every batch that the loader from make_private yields"
+            )
+        seen = watcher.sums.rows
+        wanted = 1 if due.empty else due.drawn
+        if not due.last:
+            self.scheduler_due = False
+            return False
+        if not seen:
+            raise StepError(
+                "optimizer.step() was called without a private backward pass: "
+                + (watcher.unwatched or "call loss.backward() on outputs of the model first")
+            )
+        if seen != wanted and not due.empty:
+            raise StepError(
+                f"backward passes went through {seen} records, but the private batch has another "
+                "number of them; use each record of the batch exactly once, and no others",
+                private=f"the private batch has {wanted} records",
+            )
+        watcher.check_parameters()
+        watcher.check_gradients()
+        self.accountant.charge(self._event)
+        self._due = None
+        total = ClippedSum(watcher.take(), watcher.max_grad_norm)
+        # the model may have been moved since
+        self._streams.device = next(iter(watcher.trained.values())).device
+        noise = self._streams.at(due.step)[NOISE]
+        noisy = add_gaussian(total, self._noise, noise)
+        expected = self._rate * self._size
+        watcher.write_gradients(elementwise(lambda value: value / expected, noisy))
+        if self._gate is not None:
+            self._saved = Snapshot(self._module, self._optimizer)
+            self._test_batch = self._draw_test_batch(due.step)
+            self._before = self._gate.mean_loss(self._module, self._test_batch)
+        self._step = due.step
+        return True
+
+    def end_step(self) -> None:
+        """The optimizer has made a candidate: keep it, or go back."""
+        self.scheduler_due = True
+        if self._gate is None or self._saved is None:
+            self._accepted += 1
+            return
+        after = self._gate.mean_loss(self._module, self._test_batch)
+        noise = self._streams.at(self._step)[VAL_NOISE]
+        accepted = self._gate.accepts(after, self._before, noise)
+        self._accepted += accepted
+        if not accepted:
+            self._saved.restore()
+            self.scheduler_due = False
+        if isinstance(self.accountant, SelectiveLedger):
+            self._count(accepted, self.accountant)
+        if self._gate.show_verdicts:
+            self.verdicts.append(accepted)
+        self._saved, self._test_batch = None, []
+
+    def _count(self, accepted: bool, ledger: SelectiveLedger) -> None:
+        """Charge an accepted update; give up where the cap on trials is reached."""
+        if accepted:
+            ledger.accept()
+        if ledger.given_up:
+            self._first.restore()
+            raise NothingReleasedError(
+                "the cap on trials was reached before all updates were accepted, which is as "
+                "improbable as delta demands; the first weights are back, and nothing that came of "
+                "this training may be released"
+            )
+
+    def _draw_test_batch(self, step: int) -> list[tuple[int, Any]]:
+        """A fresh Poisson batch, collated as the loader does, in microbatches."""
+        assert self._gate is not None
+        rate = self._gate.test(self._size).sample_rate
+        rows = poisson_sample(self._size, rate, self._batch_streams().at(step)[VAL_BATCH]).tolist()
+        most = self._loader.poisson.most or max(1, len(rows))
+        parts = [rows[start : start + most] for start in range(0, len(rows), most)]
+        collate, data = self._collate, cast(Any, self._dataset)
+        return [(len(part), collate([data[row] for row in part])) for part in parts]
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of the loop keeps beside those of the model and the optimizer.
+
+        Private: it holds the key of the random numbers of a seeded run.
+        """
+        return {
+            "format": FORMAT,
+            "ledger": self.accountant.to_json(),
+            "sample_rate": self._rate,
+            "noise_multiplier": self._noise,
+            "max_grad_norm": self._watcher.max_grad_norm,
+            "records": self._size,
+            "seed": self._seed,
+            "accepted": self._accepted,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a ledger, after `make_private` with the same settings.
+
+        Restore the model and the optimizer from the same moment. The key of the random numbers is
+        a new one, unless the run is seeded: noise of steps that the checkpoint does not know is
+        never drawn again.
+        """
+        if state.get("format") != FORMAT:
+            raise CheckpointError(f"not the state of an engine in the format {FORMAT}")
+        own = self.state_dict()
+        for name in ("sample_rate", "noise_multiplier", "max_grad_norm", "records", "seed"):
+            if own[name] != state[name]:
+                raise CheckpointError(
+                    f"the checkpoint was made with {name} {state[name]}, this engine has "
+                    f"{own[name]}; call make_private with the settings of the checkpoint"
+                )
+        ledger = PrivacyLedger.from_json(state["ledger"])
+        if ledger.describe() != self.accountant.describe():
+            raise CheckpointError(
+                f"the checkpoint planned {ledger.describe()}, this engine "
+                f"{self.accountant.describe()}; plan the same in make_private"
+            )
+        self._ledger, self._due, self._accepted = ledger, None, int(state["accepted"])
+        self._watcher.forget()
+
+
+def _refuse_options(
+    batch_first: bool,
+    poisson_sampling: bool,
+    clipping: str,
+    noise_generator: Any,
+    grad_sample_mode: str,
+) -> None:
+    if not batch_first:
+        raise InvalidInputError(
+            "batch_first=False is not supported; put the records into the first dimension"
+        )
+    if not poisson_sampling:
+        raise InvalidInputError(
+            "poisson_sampling=False is not supported: no epsilon is known for shuffled batches; "
+            "leave it out"
+        )
+    if clipping != "flat":
+        raise InvalidInputError(
+            f"clipping={clipping!r} is not supported; use 'flat', one norm over all parameters"
+        )
+    if noise_generator is not None:
+        raise InvalidInputError(
+            "noise_generator is not supported: noise is drawn in double precision from a secret "
+            "key; for a repeatable run pass seed=..."
+        )
+    checks.one_of("grad_sample_mode", grad_sample_mode, ("hooks", "functorch", "ew", "ghost"))
+
+
+def _size_and_rate(loader: DataLoader[Any]) -> tuple[int, float]:
+    return len(cast(Sized, loader.dataset)), 1 / len(loader)
+
+
+def _planned_steps(epochs: int | None, steps: int | None, loader: DataLoader[Any]) -> int | None:
+    if epochs is not None and steps is not None:
+        raise InvalidInputError("give epochs or steps, not both")
+    if epochs is not None:
+        checks.at_least_one("epochs", epochs)
+        return int(epochs) * len(loader)
+    if steps is not None:
+        checks.at_least_one("steps", steps)
+    return steps

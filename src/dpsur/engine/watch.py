@@ -1,0 +1,505 @@
+"""Per-example gradients in a custom loop: what one forward and one backward pass say about them.
+
+Hooks on the module watch its calls in training mode: layers are replaced by their rules for the
+length of the call, and weights require no gradient, so that `loss.backward()` fills a tape and
+touches no `.grad`. After the backward pass each record's gradient is clipped and added to the sum
+of the batch. `torch.autograd.backward`, which `loss.backward()` calls, is wrapped once per process:
+the loss has to be inspected before autograd frees what it has saved.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dpsur.engine.loss_graph import Cut, check_loss_graph
+from dpsur.errors import InvalidInputError, UnsupportedModelError
+from dpsur.functional.call import Arguments, arguments, every_module, use_weights
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import Objective, forbid_side_effects, without_flattening
+from dpsur.functional.process_settings import precision
+from dpsur.functional.records import Examples
+from dpsur.functional.tree import (
+    describe_rows,
+    map_tensors,
+    signature,
+    slice_rows,
+    split_rows,
+    tensors_of,
+)
+from dpsur.per_example.augmentation import Augment, check_augmentation
+from dpsur.per_example.contributions import Factors, clip_factors
+from dpsur.per_example.engine_choice import Engine, Plan, plan_for
+from dpsur.per_example.memory_budget import GradientBudget
+from dpsur.per_example.model_check import check_model
+from dpsur.per_example.one_pass import copy_per_example, use_rules
+from dpsur.per_example.rules import RULES
+from dpsur.per_example.tape import Layout, Tape
+
+# Tensors that a module without any rule may take and return.
+_MOST_TENSORS = 1000
+
+
+class StepError(InvalidInputError):
+    """A loop that does something the accounting does not cover; nothing was released by it."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One watched call of the module, up to its backward pass."""
+
+    tape: Tape
+    rows: int
+    cut: Cut = field(default_factory=dict)
+    differentiated: bool = False
+
+
+@dataclass
+class Sums:
+    """What the backward passes of one batch have added up so far. Private."""
+
+    rows: int = 0
+    params: Params = field(default_factory=dict)
+
+    def add(self, rows: int, params: Params) -> None:
+        """Add the clipped gradients of some more records."""
+        self.rows += rows
+        for name, value in params.items():
+            self.params[name] = self.params[name] + value if name in self.params else value
+
+
+class Watcher:
+    """Watches one module. `expects` is asked before each call whether a private batch is due."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trained: dict[str, nn.Parameter],
+        max_grad_norm: float,
+        loss_reduction: str,
+        expects: Callable[[int], Tensor | None],
+        augment: Augment | None = None,
+        views: int = 1,
+    ) -> None:
+        self.module, self.trained = module, trained
+        self.max_grad_norm, self.loss_reduction = max_grad_norm, loss_reduction
+        self.sums = Sums()
+        self.unwatched: str | None = None
+        self.rounded = False  # whether a call was made in bfloat16
+        self._expects = expects
+        self._augment, self._views = augment, views
+        self._names = {id(value): name for name, value in module.named_parameters()}
+        self._plans: dict[object, Plan] = {}
+        self._factors: tuple[float, ...] | None = None
+        self._calls: list[Call] = []
+        self._open: tuple[ExitStack, Tape, Plan] | None = None
+        self._busy = False
+        self._grads: dict[str, tuple[Tensor, int]] = {}
+        self._handles = [
+            module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+        ]
+        self._own_hooks = tuple(handle.id for handle in self._handles)
+        _watchers.add(self)
+        _wrap_backward()
+
+    def __deepcopy__(self, memo: Any) -> "Watcher":
+        return _inactive()
+
+    def __reduce__(self) -> Any:
+        return _inactive, ()
+
+    def detach(self) -> None:
+        """Leave the module alone from now on."""
+        for handle in self._handles:
+            handle.remove()
+        _watchers.discard(self)
+
+    # The forward pass
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not hasattr(self, "module") or module is not self.module or self._busy:
+            return None  # a copy of the module, or our own checks
+        self.unwatched = None
+        if not module.training:
+            self.unwatched = "the model was in evaluation mode; call model.train() first"
+            return None
+        if not torch.is_grad_enabled():
+            return None
+        rows = _row_count(Arguments(args, kwargs))
+        if rows % self._views:
+            raise StepError(
+                f"the model was called with {rows} rows, which is no multiple of the {self._views} "
+                "views of each record; keep the views of a record together"
+            )
+        self._expects(rows // self._views)
+        self.check_parameters()
+        args, kwargs = self._augmented(args, kwargs)
+        inputs = Arguments(args, kwargs)
+        plan = self._plan(inputs)
+        params = {name: value.detach() for name, value in self.trained.items()}
+        tape = Tape(params, rows, list(plan.layouts) or [Layout(0)] * _MOST_TENSORS)
+        stack = ExitStack()
+        self._open = stack, tape, plan
+        stack.enter_context(without_flattening(every_module(module)))
+        stack.enter_context(forbid_side_effects(module, {}))
+        if self._recomputes(plan):
+            stack.enter_context(torch.no_grad())
+            return args, kwargs
+        assert plan.assignment is not None
+        stack.enter_context(use_rules(plan.assignment, module, tape))
+        weights = tape.params
+        stack.enter_context(use_weights(module, lambda name, own: weights.get(name, own.detach())))
+        return args, kwargs
+
+    def _augmented(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call after the augmentation."""
+        if self._augment is None:
+            return args, kwargs
+        if bool(args) == bool(kwargs):
+            raise StepError(
+                "with augment=..., call the model with positional or with keyword arguments only"
+            )
+        inputs = kwargs or (args[0] if len(args) == 1 else args)
+        if not self._plans:
+            check_augmentation(self._augment, self._views, inputs)
+        return arguments(self._augment(inputs))
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        if not hasattr(self, "module") or self._open is None or module is not self.module:
+            return None
+        (stack, tape, plan), self._open = self._open, None
+        stack.close()
+        if outputs is None:  # the forward pass raised
+            return None
+        call = Call(tape, tape.examples // self._views)
+
+        def note(value: Tensor) -> Tensor:
+            if value.grad_fn is not None and value.dim() and len(value) == tape.examples:
+                call.cut[value.grad_fn, value.output_nr] = len(value)
+            return value
+
+        def total(given: Tensor, found: Tensor) -> Tensor:
+            """A loss that the model computes itself was computed for each record alone."""
+            note(found)
+            if given.dim():
+                return found
+            return found.mean() if self.loss_reduction == "mean" else found.sum()
+
+        if self._recomputes(plan):
+            found = self._recompute(tape, plan, args, kwargs)
+            outputs = map_tensors(total, outputs, found, otherwise=lambda value: value)
+        else:
+            map_tensors(note, outputs, otherwise=lambda value: value)
+        tape.recording = False  # until a loss was inspected
+        # a call whose outputs were dropped is forgotten with its graph
+        self._calls = [*[one for one in self._calls if not one.differentiated][-3:], call]
+        return outputs
+
+    def _recomputes(self, plan: Plan) -> bool:
+        """Whether the module itself has to be called in another way, which hooks cannot do."""
+        return plan.assignment is None or any(place == 0 for place, _ in plan.assignment.forwards)
+
+    def _recompute(self, tape: Tape, plan: Plan, args: Any, kwargs: Any) -> Any:
+        """Outputs of a module that is one layer, or that no rule covers."""
+        own = type(self.module).forward
+        forward = functools.partial(own, self.module)
+        weights = tape.params
+
+        def weight(name: str, value: Tensor) -> Tensor:
+            return weights.get(name, value.detach())
+
+        with torch.enable_grad(), without_flattening(every_module(self.module)):
+            if plan.engine is not Engine.ONE_BY_ONE:
+                kind = None if plan.assignment is None else plan.assignment.forwards[0][1]
+                with use_weights(self.module, weight):
+                    if kind is not None:
+                        return RULES[kind](self.module, tape, *args, **kwargs)
+                    return copy_per_example(self.module, tape, forward, *args, **kwargs)
+            return self._row_by_row(tape, Arguments(args, kwargs))
+
+    def _row_by_row(self, tape: Tape, inputs: Arguments) -> Any:
+        """Every record alone, with weights of its own: slow, and right for every module."""
+        copies = {name: tape.copies(name) for name in tape.params}
+        outputs = []
+        for row, one in enumerate(split_rows(inputs, 1)):
+            weights = {name: value[row] for name, value in copies.items()}
+            self._busy = True
+            try:
+                outputs.append(functional_call(self.module, weights, one.args, one.kwargs))
+            finally:
+                self._busy = False
+        return map_tensors(
+            lambda *each: torch.cat(each) if each[0].dim() else torch.stack(each),
+            *outputs,
+            otherwise=lambda value: value,
+        )
+
+    # The plan
+
+    def _plan(self, inputs: Arguments) -> Plan:
+        device = next(iter(self.trained.values())).device
+        kind = device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+            raise StepError(
+                "autocast in float16 needs a GradScaler, which a private step cannot have; use "
+                "torch.autocast(..., dtype=torch.bfloat16)"
+            )
+        bf16 = torch.is_autocast_enabled(kind)
+        self.rounded = self.rounded or bf16
+        key = (signature(inputs), inputs.constants, bf16)
+        if key not in self._plans:
+            self._busy = True
+            try:
+                with torch.autocast(kind, enabled=False):
+                    self._plans[key] = self._make_plan(inputs, bf16)
+            finally:
+                self._busy = False
+        return self._plans[key]
+
+    def _make_plan(self, inputs: Arguments, bf16: bool) -> Plan:
+        if not self._plans:
+            check_model(self.module, Examples(slice_rows(inputs, slice(1)), None))
+        params = {name: value.detach() for name, value in self.trained.items()}
+        objective = Objective(self.module, _no_loss, bf16=bf16)
+        return plan_for(objective, params, inputs, GradientBudget())
+
+    def check_parameters(self) -> None:
+        """Refuse a module whose parameters are no longer those of the set-up."""
+        now = dict(self.module.named_parameters())
+        for name, value in self.trained.items():
+            if now.get(name) is not value:
+                raise StepError(
+                    f"parameter {name} was replaced or removed after make_private, so the "
+                    "optimizer trains another one; build the model first, then call make_private"
+                )
+            if not value.requires_grad:
+                raise StepError(
+                    f"parameter {name} was frozen after make_private; call make_private again"
+                )
+        for name, value in now.items():
+            if id(value) not in self._names:
+                raise StepError(
+                    f"parameter {name} was added after make_private and would not be trained; "
+                    "build the model first, then call make_private"
+                )
+            if value.requires_grad and name not in self.trained:
+                raise StepError(
+                    f"parameter {name} requires a gradient but is not in the optimizer, so it "
+                    "takes no part in the clipped sum; freeze it with requires_grad_(False), or "
+                    "add it to the optimizer before make_private"
+                )
+
+    # The backward pass
+
+    def reached(self, loss: Tensor) -> Call | None:
+        """The watched call that a loss depends on."""
+        calls = {key: call for call in self._calls for key in call.cut}
+        if not calls or loss.grad_fn is None:
+            return None
+        found: list[Call] = []
+        seen, ahead = {loss.grad_fn}, [loss.grad_fn]
+        if (loss.grad_fn, loss.output_nr) in calls:
+            found.append(calls[loss.grad_fn, loss.output_nr])
+        while ahead:
+            for child, number in ahead.pop().next_functions:
+                if (child, number) in calls:
+                    if calls[child, number] not in found:
+                        found.append(calls[child, number])
+                elif child is not None and child not in seen:
+                    seen.add(child)
+                    ahead.append(child)
+        if len(found) > 1:
+            raise StepError(
+                "one backward pass goes through several calls of the model, whose rows may belong "
+                "to different records; call the model once per backward pass"
+            )
+        return found[0] if found else None
+
+    def before_backward(self, call: Call, loss: Tensor, options: dict[str, Any]) -> Any:
+        """Inspect a loss; returns what to multiply each record's gradient by."""
+        if call.differentiated:
+            raise StepError(
+                "a second backward pass through one forward pass would count its records twice; "
+                "add the losses up and call backward() once"
+            )
+        if options.get("create_graph"):
+            raise StepError("create_graph=True is not supported in a private backward pass")
+        report = check_loss_graph(loss, call.cut, call.rows, self._names)
+        views = 1 if self.loss_reduction == "mean" else self._views  # a sum is not divided by them
+        if call.rows > 1 and report.mean != (self.loss_reduction == "mean"):
+            has = "a mean" if report.mean else "a sum"
+            raise StepError(
+                f"the loss is {has} over the batch, but loss_reduction is "
+                f"{self.loss_reduction!r}; make the two agree in make_private(loss_reduction=...)"
+            )
+        if report.factors and call.rows > 1:
+            known = self._factors
+            if known is not None and not _close(known, report.factors):
+                raise StepError(
+                    "the loss is multiplied or divided by other numbers than in the first batch; a "
+                    "number that depends on the batch couples its records: make it constant, or "
+                    "compute it from each record alone in make_private(criterion=...)"
+                )
+            self._factors = report.factors
+        call.tape.recording = True
+        return report.scale / views
+
+    def after_backward(self, call: Call, scale: float | Tensor) -> None:
+        """Clip each record's gradient and add them up."""
+        call.differentiated, tape = True, call.tape
+        tape.recording = False
+        with torch.no_grad(), precision(tf32=False):
+            tape.carry_back()
+            if self._views > 1:
+                tape.merge_views(self._views)
+        keep = self._expects(call.rows)
+        if keep is None:
+            missing = next((n for n in tape.params if not tape.contributions.get(n)), None)
+            if missing is not None:
+                raise StepError(
+                    f"parameter {missing} took no part in the loss, so noise alone would train it; "
+                    "freeze it with requires_grad_(False) before make_private"
+                )
+        with torch.no_grad(), precision(tf32=False):
+            norms = tape.norms()
+            scale = torch.as_tensor(scale, device=norms.device).to(norms.dtype)
+            factors = clip_factors(norms * scale, self.max_grad_norm, keep)
+            factors = Factors(factors.values * scale, factors.keep)
+            if factors.keep is not None:
+                factors.values.masked_fill_(~factors.keep, 0.0)
+            sums = {
+                name: tape.weighted_sum(name, factors, last=True) for name in reversed(tape.params)
+            }
+        self.sums.add(call.rows, sums)
+        tape.leaves.clear()
+        self._mark_gradients()
+
+    def _mark_gradients(self) -> None:
+        """Put zeros into `.grad`, where other code that clips or adds gradients leaves a trace."""
+        self.check_gradients(cleared=True)
+        for name, value in self.trained.items():
+            grad = self._grads[name][0] if name in self._grads else torch.zeros_like(value)
+            if value.grad is not grad:
+                value.grad = grad.zero_()
+            elif name in self._grads:
+                grad.zero_()
+            self._grads[name] = grad, grad._version
+
+    def check_gradients(self, *, cleared: bool = False) -> None:
+        """Refuse gradients that do not come from the clipped sum, or that were changed."""
+        for name, value in self.trained.items():
+            grad = value.grad
+            if grad is None:
+                if cleared:
+                    continue
+                raise StepError(
+                    "gradients were cleared between backward() and step(); call zero_grad() "
+                    "before the forward pass"
+                )
+            ours, version = self._grads.get(name, (None, 0))
+            if grad is not ours:
+                raise StepError(
+                    f"parameter {name} has a gradient that was not clipped per record: "
+                    + (self.unwatched or "it was used outside of the model's own call")
+                )
+            if not cleared and grad._version != version:
+                raise StepError(
+                    f"the gradient of {name} was changed between backward() and step() (by "
+                    "clip_grad_norm_, a GradScaler or another library); remove that: the private "
+                    "gradient is made in step() and is clipped per record already"
+                )
+
+    def take(self) -> Params:
+        """The clipped sums of the batch, which are forgotten here."""
+        sums, self.sums, self._calls = self.sums, Sums(), []
+        return {
+            name: sums.params.get(name, torch.zeros_like(value.detach()))
+            for name, value in self.trained.items()
+        }
+
+    def write_gradients(self, gradients: Params) -> None:
+        """Hand the private gradient to the optimizer."""
+        for name, value in self.trained.items():
+            grad = self._grads[name][0] if name in self._grads else torch.zeros_like(value)
+            grad.copy_(gradients[name])
+            value.grad = grad
+            self._grads[name] = grad, grad._version
+
+    def forget(self) -> None:
+        """Drop what calls and backward passes have left."""
+        self.sums, self._calls = Sums(), []
+
+
+def _inactive() -> Watcher:
+    return object.__new__(Watcher)
+
+
+def _no_loss(outputs: Any, targets: Any) -> Tensor:
+    raise NotImplementedError("the loss of a custom loop is custom")
+
+
+def _close(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(abs(a - b) <= 1e-9 * abs(a) for a, b in pairs)
+
+
+def _row_count(inputs: Arguments) -> int:
+    """How many records a call is for; refuses arguments that do not agree."""
+    found = tensors_of(inputs)
+    if not found:
+        raise UnsupportedModelError("the model was called without a tensor; pass it the records")
+    rows = len(found[0]) if found[0].dim() else 0
+    for value in found:
+        if not value.dim() or len(value) != rows:
+            raise UnsupportedModelError(
+                f"the model was called with tensors of {describe_rows(inputs)}, of which one has "
+                f"the shape {tuple(value.shape)} and another {rows} rows; every tensor must have a "
+                "row per record in its first dimension (batch_first=True)"
+            )
+    return rows
+
+
+_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_plain_backward: Callable[..., None] | None = None
+
+
+def _wrap_backward() -> None:
+    """Let watched losses be inspected before autograd differentiates them."""
+    global _plain_backward
+    if _plain_backward is not None:
+        return
+    _plain_backward = torch.autograd.backward
+    plain = _plain_backward
+
+    @functools.wraps(plain)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
+        found = [
+            (watcher, loss, call)
+            for loss in ([tensors] if isinstance(tensors, Tensor) else list(tensors))
+            if isinstance(loss, Tensor)
+            for watcher in list(_watchers)
+            if (call := watcher.reached(loss)) is not None
+        ]
+        if not found:
+            plain(tensors, grad_tensors, *args, **options)
+            return
+        if len(found) > 1:
+            raise StepError("several losses in one backward pass; add them up first")
+        watcher, loss, call = found[0]
+        if grad_tensors is not None and any(
+            one is not None
+            for one in ([grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors)
+        ):
+            raise StepError("backward(gradient=...) is not supported; reduce the loss to a number")
+        scale = watcher.before_backward(call, loss, options)
+        plain(tensors, grad_tensors, *args, **options)
+        watcher.after_backward(call, scale)
+
+    torch.autograd.backward = backward

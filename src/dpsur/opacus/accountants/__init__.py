@@ -1,0 +1,1 @@
+"""Modules that Opacus keeps in `opacus.accountants`."""

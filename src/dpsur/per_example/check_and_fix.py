@@ -1,0 +1,402 @@
+"""`dpsur.check` lists what is wrong with a model; `dpsur.fix` repairs what can be repaired."""
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
+
+from dpsur import checks
+from dpsur.errors import InvalidInputError, UnsupportedModelError
+from dpsur.functional.model_loss import split_labels
+from dpsur.functional.records import Examples
+from dpsur.functional.tree import TensorTree, map_tensors, row_count, tensors_of
+from dpsur.per_example.engine_choice import Engine
+from dpsur.per_example.model_check import check_model
+from dpsur.per_example.report import explain
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+# Groups of a GroupNorm in the place of a BatchNorm: at most so many, of two channels or more, since
+# a group of a single number would be normalised to zero.
+_MOST_GROUPS, _LEAST_CHANNELS = 32, 2
+
+
+@dataclass(frozen=True)
+class ModelProblem:
+    """Something that keeps a model from being trained privately, or from being trained fast.
+
+    `path` is that of the module or parameter, "" for the model itself. `fixable` tells whether
+    `dpsur.fix` deals with it; `severity` is "error" or "slow".
+    """
+
+    path: str
+    kind: str
+    reason: str
+    remedy: str
+    fixable: bool = False
+    severity: str = "error"
+
+    def __str__(self) -> str:
+        hint = " (dpsur.fix does this)" if self.fixable else ""
+        return f"{self.path or '(root)'} ({self.kind}): {self.reason}; {self.remedy}{hint}"
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What `dpsur.check` found; `print` it. It is true if nothing keeps the model from training."""
+
+    problems: tuple[ModelProblem, ...]
+
+    def __bool__(self) -> bool:
+        return not self.errors
+
+    @property
+    def errors(self) -> tuple[ModelProblem, ...]:
+        """The problems that a model is refused for."""
+        return tuple(one for one in self.problems if one.severity == "error")
+
+    def __str__(self) -> str:
+        if not self.problems:
+            return "no problem found"
+        return "\n".join(f"{one.severity}: {one}" for one in self.problems)
+
+
+class FixedModel(NamedTuple):
+    """A repaired copy of a model, and what was changed, one line each."""
+
+    model: nn.Module
+    changes: tuple[str, ...]
+
+
+@checks.arguments
+def check(model: nn.Module, sample_batch: Any = None) -> ModelReport:
+    """List every problem that private training would have with a model.
+
+    Args:
+        model: the model to look at; it is left as it is.
+        sample_batch: a batch as a loader yields it: inputs, a pair (inputs, targets), or a dict
+            with or without labels. Only structure, shapes and types are used: the model is called
+            on synthetic records to see whether it mixes them, remembers them or takes a slow path.
+
+    Problems of single modules are all listed. What is found by calling the model is found one at a
+    time, on a copy in which everything else has been fixed.
+    """
+    problems = list(_static_problems(model))
+    if sample_batch is not None:
+        repaired = fix(model).model if any(one.fixable for one in problems) else model
+        if all(one.fixable for one in problems):
+            problems += _problems_of_calls(repaired, _inputs(sample_batch))
+    return ModelReport(tuple(problems))
+
+
+def _static_problems(model: nn.Module) -> Iterator[ModelProblem]:
+    """What is seen without a call of the model."""
+    if not any(p.requires_grad for p in model.parameters()):
+        yield ModelProblem(
+            "",
+            type(model).__name__,
+            "no parameter requires a gradient",
+            "unfreeze the layers to train with requires_grad_(True)",
+        )
+    for path, module in model.named_modules():
+        for find in (_mixing, _tables, _overwriting, _wrapping):
+            found = find(path, module)
+            if found is not None:
+                yield found
+    for path, value in model.named_parameters():
+        if not value.requires_grad:
+            continue
+        if isinstance(value, nn.UninitializedParameter):
+            yield ModelProblem(
+                path, "parameter", "has no shape yet", "call the model once on a batch of zeros"
+            )
+        elif value.dtype not in (torch.float32, torch.float64):
+            reason = f"is {value.dtype}, too coarse for clipped sums and noise"
+            yield ModelProblem(path, "parameter", reason, "use model.float()", fixable=True)
+        elif not value.isfinite().all():
+            yield ModelProblem(
+                path, "parameter", "holds values that are not finite", "initialise it again"
+            )
+
+
+def _mixing(path: str, module: nn.Module) -> ModelProblem | None:
+    kind = type(module).__name__
+    if isinstance(module, _BatchNorm):
+        return ModelProblem(
+            path,
+            kind,
+            "mixes the examples of a batch, so one record's gradient is not defined",
+            "replace it with nn.GroupNorm",
+            fixable=not isinstance(module, nn.modules.lazy.LazyModuleMixin),
+        )
+    if getattr(module, "track_running_stats", False):
+        return ModelProblem(
+            path,
+            kind,
+            "keeps statistics of private records in its buffers",
+            "set track_running_stats=False",
+            fixable=isinstance(module, _InstanceNorm),
+        )
+    if is_parametrized(module) and any(
+        isinstance(one, _SpectralNorm) for one in _parametrizations(module)
+    ):
+        return ModelProblem(
+            path,
+            kind,
+            "spectral_norm changes its buffers in every forward pass",
+            "remove the parametrization, or use weight_norm",
+            fixable=True,
+        )
+    return None
+
+
+def _parametrizations(module: nn.Module) -> list[nn.Module]:
+    found: Any = module.parametrizations
+    return [one for several in found.values() for one in several]
+
+
+def _tables(path: str, module: nn.Module) -> ModelProblem | None:
+    if not isinstance(module, _TABLES):
+        return None
+    kind = type(module).__name__
+    if module.max_norm is not None:
+        return ModelProblem(
+            path,
+            kind,
+            "shortens the rows of its table that private records name, without noise",
+            "set max_norm=None, or shorten what it returns (F.normalize of the output)",
+            fixable=True,
+        )
+    if module.sparse:
+        return ModelProblem(path, kind, "has sparse gradients", "set sparse=False", fixable=True)
+    if module.scale_grad_by_freq:
+        return ModelProblem(
+            path,
+            kind,
+            "divides gradients by how often a token is in the batch, which couples its records",
+            "set scale_grad_by_freq=False",
+            fixable=True,
+        )
+    return None
+
+
+def _overwriting(path: str, module: nn.Module) -> ModelProblem | None:
+    if getattr(module, "inplace", False) is not True:
+        return None
+    return ModelProblem(
+        path,
+        type(module).__name__,
+        "overwrites its input, which a model's own inputs and saved activations do not survive",
+        "set inplace=False",
+        fixable=True,
+        severity="slow",
+    )
+
+
+def _wrapping(path: str, module: nn.Module) -> ModelProblem | None:
+    if isinstance(module, _WRAPPERS):
+        return ModelProblem(
+            path,
+            type(module).__name__,
+            "wraps the model and splits or averages its batches",
+            "pass the module inside",
+            fixable=not path,
+        )
+    return None
+
+
+_MESSAGE = re.compile(
+    r"(?:module (?P<path>\S+) \((?P<kind>[^)]*)\) )?(?P<reason>.*?)(?:; (?P<fix>.*))?"
+)
+
+
+def _problems_of_calls(model: nn.Module, inputs: TensorTree) -> Iterator[ModelProblem]:
+    """What is seen when the model is called on synthetic records."""
+    model = copy.deepcopy(model)
+    device = next(model.parameters()).device
+    inputs = map_tensors(lambda value: value.to(device), inputs)
+    if not row_count(inputs):
+        raise InvalidInputError("sample_batch is empty; pass at least one record")
+    try:
+        check_model(model, Examples(inputs, None))
+    except UnsupportedModelError as error:
+        said = _MESSAGE.fullmatch(str(error))
+        assert said is not None
+        path = said["path"] or ""
+        yield ModelProblem(
+            "" if path == "(root)" else path,
+            said["kind"] or type(model).__name__,
+            said["reason"],
+            said["fix"] or "change the model",
+        )
+        return
+    report = explain(model, inputs)
+    if report.name != Engine.ONE_PASS.value:
+        place = (report.module or "").partition(" ")[0]
+        yield ModelProblem(
+            "" if place == "(root)" else place,
+            type(model).__name__,
+            f"gradients need the slower engine {report.name} ({report.reason})",
+            "nothing has to be done; to be faster, write this module with layers of torch.nn",
+            severity="slow",
+        )
+
+
+def _inputs(sample_batch: Any) -> TensorTree:
+    """The inputs of a batch, without its targets."""
+    if isinstance(sample_batch, Mapping):
+        split = split_labels(sample_batch)
+        return dict(sample_batch) if split is None else split[0]
+    if isinstance(sample_batch, (tuple, list)) and len(sample_batch) == 2:
+        return sample_batch[0]
+    if not isinstance(sample_batch, Tensor) and not tensors_of(sample_batch):
+        raise InvalidInputError(
+            "sample_batch must be a batch as a loader yields it, such as (inputs, targets), "
+            f"got {type(sample_batch).__name__}"
+        )
+    return sample_batch
+
+
+@checks.arguments
+def fix(model: nn.Module, *, batch_norm: str = "group") -> FixedModel:
+    """Repair what can be repaired in a copy of a model, and say what was changed.
+
+    Args:
+        model: stays as it is; the result holds a repaired copy. Build optimizers for that one.
+        batch_norm: "group" replaces BatchNorm by GroupNorm, with its scale and shift; "frozen"
+            normalises by the running statistics as they are, so that a model that was pretrained
+            on public data computes what it did in evaluation mode.
+
+    Weights are kept wherever the new layer has a place for them.
+    """
+    checks.one_of("batch_norm", batch_norm, ("group", "frozen"))
+    model, changes = copy.deepcopy(model), []
+    while isinstance(model, _WRAPPERS):
+        changes.append(f"(root) ({type(model).__name__}): unwrapped")
+        model = model.module
+    if any(
+        p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()
+    ):
+        model = model.float()
+        changes.append("(root): parameters converted to float32")
+    replaced: dict[nn.Module, nn.Module] = {}
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if module not in replaced:
+            text, new = _repair(module, batch_norm)
+            replaced[module] = new
+            if text is not None:
+                changes.append(f"{path or '(root)'} ({type(module).__name__}): {text}")
+        new = replaced[module]
+        if new is module:
+            continue
+        if not path:
+            model = new
+        else:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, new)
+    return FixedModel(model, tuple(changes))
+
+
+def _repair(module: nn.Module, batch_norm: str) -> tuple[str | None, nn.Module]:
+    """What was done to a module, and the module to use."""
+    if isinstance(module, _BatchNorm) and not isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        return _replace_batch_norm(module, batch_norm)
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        module.track_running_stats = False
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            module.register_buffer(name, None)
+        return "track_running_stats=False; its running statistics are gone", module
+    if is_parametrized(module) and any(
+        isinstance(one, _SpectralNorm) for one in _parametrizations(module)
+    ):
+        for name in list(module.parametrizations):  # type: ignore[arg-type]
+            remove_parametrizations(module, name, leave_parametrized=True)
+        return "spectral_norm removed; the weight is trained from its present value", module
+    done = [text for change in _SETTINGS if (text := change(module)) is not None]
+    return ("; ".join(done) or None), module
+
+
+def _replace_batch_norm(module: _BatchNorm, how: str) -> tuple[str, nn.Module]:
+    channels = module.num_features
+    if how == "frozen" and module.running_mean is not None:
+        new: nn.Module = FrozenNorm(module)
+        text = "normalises by its running statistics, which stay as they are"
+    else:
+        groups = _groups(channels)
+        new = nn.GroupNorm(groups, channels, module.eps, module.affine)
+        text = f"replaced by GroupNorm({groups}, {channels}); its running statistics are gone"
+    if module.affine:
+        for name in ("weight", "bias"):
+            own = getattr(module, name)
+            with torch.no_grad():
+                getattr(new, name).copy_(own)
+            getattr(new, name).requires_grad_(own.requires_grad)
+        text += ", scale and shift are kept"
+        new = new.to(module.weight.device, module.weight.dtype)
+    new.train(module.training)
+    return text, new
+
+
+def _groups(channels: int) -> int:
+    most = min(_MOST_GROUPS, max(1, channels // _LEAST_CHANNELS))
+    return max(groups for groups in range(1, most + 1) if channels % groups == 0)
+
+
+class FrozenNorm(nn.Module):
+    """A BatchNorm in evaluation mode for good: every record is treated by itself."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        super().__init__()
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        self.eps = norm.eps
+        self.register_buffer("running_mean", norm.running_mean.detach().clone())
+        self.register_buffer("running_var", norm.running_var.detach().clone())
+        for name in ("weight", "bias"):
+            value = getattr(norm, name) if norm.affine else None
+            copied = None if value is None else nn.Parameter(value.detach().clone())
+            self.register_parameter(name, copied)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise each channel, then scale and shift it."""
+        shape = (-1, *[1] * (input.dim() - 2))
+        spread = (self.running_var + self.eps).sqrt()
+        output = (input - self.running_mean.view(shape)) / spread.view(shape)
+        if self.weight is None or self.bias is None:
+            return output
+        return output * self.weight.view(shape) + self.bias.view(shape)
+
+
+def _set(name: str, old: Callable[[Any], bool], new: Any) -> Callable[[nn.Module], str | None]:
+    """A change of an option of a layer."""
+
+    def change(module: nn.Module) -> str | None:
+        if not hasattr(module, name) or not old(getattr(module, name)):
+            return None
+        if name != "inplace" and not isinstance(module, _TABLES):
+            return None
+        setattr(module, name, new)
+        return f"{name}={new}"
+
+    return change
+
+
+_SETTINGS = (
+    _set("inplace", lambda value: value is True, False),
+    _set("max_norm", lambda value: value is not None, None),
+    _set("sparse", bool, False),
+    _set("scale_grad_by_freq", bool, False),
+)

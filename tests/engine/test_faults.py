@@ -1,0 +1,309 @@
+"""A custom loop whose accounting would be wrong is refused, in a line that says what to do."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+
+import dpsur
+from dpsur.engine.loss_graph import CoupledLossError
+from dpsur.engine.watch import StepError
+from tests.engine.helpers import linear_model, private, records
+
+
+def batch_of(loader):
+    """A batch with more than one record, which the first of a seed has."""
+    return next(iter(loader))
+
+
+def set_up(**options):
+    return private(seed=1, **options)
+
+
+def test_a_step_without_a_private_batch():
+    _, model, optimizer, _ = set_up()
+    with pytest.raises(StepError, match="without a new batch of the private loader"):
+        optimizer.step()
+    with pytest.raises(StepError, match="without a batch of the private loader"):
+        model(torch.randn(4, 6))
+
+
+def test_a_batch_from_another_loader():
+    _, model, optimizer, loader = set_up()
+    other = DataLoader(records(), batch_size=29)
+    for _, (x, y) in zip(loader, other, strict=False):
+        F.cross_entropy(model(x), y).backward()
+        with pytest.raises(StepError, match="went through 29 records"):
+            optimizer.step()
+        break
+
+
+def test_a_batch_that_is_used_twice():
+    _, model, optimizer, loader = set_up()
+    x, y = batch_of(loader)
+    for _ in range(2):
+        F.cross_entropy(model(x), y).backward()
+    with pytest.raises(StepError, match="exactly once"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_reduction_that_does_not_match(reduction):
+    _, model, _, loader = set_up(loss_reduction=reduction)
+    x, y = batch_of(loader)
+    other = {"mean": "sum", "sum": "mean"}[reduction]
+    with pytest.raises(StepError, match=f"loss_reduction is '{reduction}'"):
+        F.cross_entropy(model(x), y, reduction=other).backward()
+
+
+def test_a_trainable_parameter_that_took_no_part():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.used(x)
+
+    _, model, _, loader = set_up(model=Unused())
+    x, y = batch_of(loader)
+    with pytest.raises(StepError, match=r"unused\.weight took no part"):
+        F.cross_entropy(model(x), y).backward()
+
+
+def test_a_trainable_parameter_that_is_not_in_the_optimizer():
+    model = linear_model()
+    with pytest.raises(dpsur.InvalidInputError, match=r"2\.weight requires a gradient but is not"):
+        private(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
+
+
+def test_a_parameter_that_is_unfrozen_replaced_or_added_later():
+    model = linear_model()
+    model[0].requires_grad_(False)
+    _, model, _, loader = set_up(model=model)
+    x, _ = batch_of(loader)
+    model[0].requires_grad_(True)
+    with pytest.raises(StepError, match=r"0\.weight requires a gradient but is not"):
+        model(x)
+    _, model, _, loader = set_up()
+    x, _ = batch_of(loader)
+    model[2].weight = nn.Parameter(torch.zeros(3, 8))
+    with pytest.raises(StepError, match=r"2\.weight was replaced"):
+        model(x)
+    _, model, _, loader = set_up()
+    x, _ = batch_of(loader)
+    model.extra = nn.Parameter(torch.zeros(3))
+    with pytest.raises(StepError, match="extra was added"):
+        model(x)
+
+
+def test_a_step_after_the_budget_is_spent():
+    _, model, optimizer, loader = set_up(steps=2)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if optimizer.engine.accountant.steps == 2:
+            break
+    with pytest.raises(dpsur.BudgetError, match="spent after 2 steps"):
+        next(iter(loader))
+
+
+def test_an_optimizer_that_steps_twice_on_one_batch():
+    _, model, optimizer, loader = set_up()
+    x, y = batch_of(loader)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with pytest.raises(StepError, match="without a new batch"):
+        optimizer.step()
+
+
+def test_a_batch_that_is_skipped():
+    _, _, _, loader = set_up()
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(StepError, match="was not called for the one before"):
+        next(batches)
+
+
+def test_two_passes_over_the_loader_at_a_time():
+    """Their batches and noise would have the same addresses."""
+    _, model, optimizer, loader = set_up()
+    one, other = iter(loader), iter(loader)
+    x, y = next(one)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with pytest.raises(StepError, match="not the latest one"):
+        next(other)
+
+
+def test_an_empty_batch_is_a_noisy_step():
+    """At this rate most batches are empty; every one of them is a step that moves the weights."""
+    engine, model, optimizer, loader = private(batch_size=1, seed=5, lr=1.0)
+    empty = 0
+    for x, y in loader:
+        before = [value.detach().clone() for value in model.parameters()]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        empty += engine._due.empty
+        clipped = engine._watcher.sums.params
+        if engine._due.empty:
+            assert all(not value.any() for value in clipped.values())
+        optimizer.step()
+        pairs = zip(before, model.parameters(), strict=True)
+        assert all(not torch.equal(old, new) for old, new in pairs)
+    assert empty > 5
+    assert engine.accountant.steps == len(loader) == 60
+
+
+def test_evaluation_in_the_private_path():
+    _, model, optimizer, loader = set_up()
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        with pytest.raises(StepError, match=r"model\.eval\(\) or torch\.no_grad"):
+            model(x)
+        with torch.no_grad():
+            assert model(x).shape == (len(x), 3)
+        model.eval()
+        assert model(x).shape == (len(x), 3)
+        break
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda model: [p.grad.add_(1) for p in model.parameters()],
+    ],
+)
+def test_gradients_that_another_library_changes(meddle):
+    _, model, optimizer, loader = set_up()
+    x, y = batch_of(loader)
+    F.cross_entropy(model(x), y).backward()
+    meddle(model)
+    with pytest.raises(StepError, match="was changed between"):
+        optimizer.step()
+
+
+def test_gradients_that_do_not_come_from_the_watched_call():
+    _, model, optimizer, loader = set_up()
+    x, y = batch_of(loader)
+    F.cross_entropy(model(x), y).backward()
+    model[2](torch.randn(4, 8)).sum().backward()  # a part of the model, called past it
+    with pytest.raises(StepError, match="was changed"):
+        optimizer.step()
+
+
+def test_gradients_that_are_cleared_before_the_step():
+    _, model, optimizer, loader = set_up()
+    x, y = batch_of(loader)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.zero_grad()
+    with pytest.raises(StepError, match="were cleared between"):
+        optimizer.step()
+
+
+def test_layers_that_mix_records():
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    _, model, _, loader = set_up(model=model)
+    x, _ = batch_of(loader)
+    with pytest.raises(dpsur.UnsupportedModelError, match="BatchNorm1d"):
+        model(x)
+
+
+def test_a_model_in_evaluation_mode_during_training():
+    _, model, optimizer, loader = set_up()
+    model.eval()
+    x, y = batch_of(loader)
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(StepError, match=r"call model\.train\(\)"):
+        optimizer.step()
+
+
+def test_a_data_set_whose_length_changes():
+    class Growing(Dataset):
+        size = 30
+
+        def __len__(self):
+            return self.size
+
+        def __getitem__(self, index):
+            return torch.full((6,), float(index)), index % 3
+
+    data = Growing()
+    _, _, _, loader = set_up(data=data)
+    data.size = 31
+    with pytest.raises(StepError, match="has 31 records, and had 30"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.LBFGS, torch.optim.SparseAdam], ids=lambda kind: kind.__name__
+)
+def test_optimizers_that_cannot_be_private(optimizer):
+    model = linear_model()
+    with pytest.raises(dpsur.InvalidInputError, match=optimizer.__name__):
+        private(model, optimizer=optimizer(model.parameters()))
+
+
+def test_a_gradient_scaler():
+    _, model, _, loader = set_up()
+    x, y = batch_of(loader)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(CoupledLossError, match="GradScaler"):
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+
+
+def test_autocast_in_float16():
+    _, model, _, loader = set_up()
+    x, _ = batch_of(loader)
+    with torch.autocast("cpu", torch.float16), pytest.raises(StepError, match="float16"):
+        model(x)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("poisson_sampling", False),
+        ("batch_first", False),
+        ("clipping", "per_layer"),
+        ("noise_generator", torch.Generator()),
+        ("noise_multiplier", 0.0),
+        ("loss_reduction", "none"),
+        ("grad_sample_mode", "magic"),
+    ],
+)
+def test_options_that_are_refused_by_name(option, value):
+    with pytest.raises(dpsur.InvalidInputError, match=option):
+        private(**{option: value})
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield torch.randn(6), 0
+
+
+@pytest.mark.parametrize(
+    ("loader", "name"),
+    [
+        (lambda: DataLoader(Endless(), batch_size=2), "IterableDataset"),
+        (lambda: DataLoader(records(), batch_size=None), "batch_size"),
+        (
+            lambda: DataLoader(records(), 4, sampler=WeightedRandomSampler(torch.ones(60), 60)),
+            "WeightedRandomSampler",
+        ),
+    ],
+)
+def test_loaders_that_are_refused_by_name(loader, name):
+    model = linear_model()
+    with pytest.raises(dpsur.InvalidInputError, match=name):
+        dpsur.PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=loader(),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )

@@ -1,0 +1,133 @@
+"""The gradient that the optimizer gets: the clipped sum of `dpsur.clipped_sum`, plus noise."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dpsur
+from tests.engine.helpers import private, records, without_noise
+from tests.per_example.test_against_opacus import ARCHITECTURES
+
+CLIP = 0.3
+
+
+class Scale(nn.Module):
+    """A parameter used directly, in the root."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(x * self.scale)
+
+
+class Unbatchable(nn.Module):
+    """Control flow on values: neither rules nor torch.func can batch it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        rows = [row * (self.scale if float(row.sum()) > 0 else 2 * self.scale) for row in x]
+        return self.head(torch.stack(rows))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.RNN(3, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.rnn(x.view(-1, 2, 3))[0][:, -1])
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.head(self.b(self.a(x).tanh()))
+
+
+def partly_frozen():
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    return model
+
+
+MODELS = {
+    "one layer": lambda: nn.Linear(6, 3),
+    "mlp": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+    "root parameter": Scale,
+    "one by one": Unbatchable,
+    "rnn": Recurrent,
+    "tied": Tied,
+    "frozen": partly_frozen,
+}
+
+
+def gradient_of_a_step(model, data, criterion, monkeypatch, **options):
+    """The gradient that one step of a loop hands to the optimizer, and the batch."""
+    without_noise(monkeypatch)
+    _, model, optimizer, loader = private(model, data, max_grad_norm=CLIP, seed=3, **options)
+    x, y = next(iter(loader))
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    criterion(model(x), y).backward()
+    optimizer.step()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.copy_(before[name])
+    return gradients, (x, y), loader.sample_rate * len(data)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_has_the_clipped_sum(name, reduction, monkeypatch):
+    torch.manual_seed(1)
+    model, data = MODELS[name]().double(), records(dtype=torch.float64)
+    criterion = nn.CrossEntropyLoss(reduction=reduction)
+    found, (x, y), expected_size = gradient_of_a_step(
+        model, data, criterion, monkeypatch, loss_reduction=reduction
+    )
+    plain = copy.deepcopy(model)
+    expected = dpsur.clipped_sum(plain, F.cross_entropy, x, y, CLIP).params
+    assert found.keys() == expected.keys()
+    for parameter, value in expected.items():
+        torch.testing.assert_close(found[parameter], value / expected_size, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_step_has_the_gradient_of_opacus(name, monkeypatch):
+    """20 architectures; the peer clips each record's gradient by itself."""
+    from opacus.grad_sample import GradSampleModule
+
+    build, draw = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    model, inputs = build().double(), draw()
+    data = torch.utils.data.TensorDataset(inputs, torch.arange(len(inputs)) % 3)
+    found, (x, y), expected_size = gradient_of_a_step(
+        model, data, F.cross_entropy, monkeypatch, batch_size=len(data)
+    )
+    assert len(x) == len(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peer = GradSampleModule(build().double(), loss_reduction="sum")
+        peer.load_state_dict({f"_module.{k}": v for k, v in model.state_dict().items()})
+        F.cross_entropy(peer(x), y, reduction="sum").backward()
+    rows = {n.removeprefix("_module."): p.grad_sample for n, p in peer.named_parameters()}
+    norms = torch.cat([value.flatten(1) for value in rows.values()], 1).norm(dim=1)
+    factors = (CLIP / norms).clamp(max=1)
+    whole = torch.cat([torch.tensordot(factors, rows[n], 1).flatten() for n in found])
+    ours = torch.cat([expected_size * found[n].flatten() for n in found])
+    assert float((ours - whole).norm()) <= 1e-9 * float(whole.norm())

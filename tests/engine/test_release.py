@@ -1,0 +1,42 @@
+"""What a custom loop hands over: a statement and a release that `verify` accepts."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dpsur
+from tests.engine.helpers import linear_model, private
+from tests.engine.test_loop import train
+
+GATE = dpsur.LossGate(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), 20)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"epochs": 2}, {"steps": 50}, {"target_epsilon": 8.0}, {"steps": 5, "gate": GATE}],
+    ids=["completed", "stopped early", "filter", "gate"],
+)
+def test_a_release_is_verified(options, tmp_path):
+    engine, model, optimizer, loader = private(target_delta=1e-3, **options)
+    train(engine, model, optimizer, loader)
+    if "epochs" in options:
+        train(engine, model, optimizer, loader)
+    folder = engine.save(tmp_path / "run")
+    faults, figures = dpsur.verify(tmp_path / "run")
+    assert faults == []
+    assert figures["every_trial"] == pytest.approx(engine.guarantee())
+    loaded = dpsur.load(tmp_path / "run", linear_model())
+    for one, other in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    statement = json.loads((folder / "privacy.json").read_text())
+    statement["settings"]["noise_multiplier"] = 2.0
+    (folder / "privacy.json").write_text(json.dumps(statement))
+    assert dpsur.verify(tmp_path / "run")[0] != []
+
+
+def test_a_loop_without_a_plan_states_no_guarantee():
+    engine, _, _, _ = private()
+    with pytest.raises(dpsur.InvalidInputError, match="without a plan"):
+        engine.statement()

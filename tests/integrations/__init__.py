@@ -1,0 +1,1 @@
+"""Tests of integrations with other libraries."""
