@@ -35,6 +35,11 @@ from dpsur.status import silenced
 DESCRIPTION = """\
 Train a model under a privacy budget.
 
+  dpsur train --out run                                      embedded digits, epsilon 3
+  dpsur train --task fmnist --epsilon 1 --delta 1e-5 --out f
+  dpsur train --task npz:own.npz --classes 10 --out own      your arrays
+  dpsur train --resume run                                   after an interruption
+
 The folder of the run gets release/ (weights, PRIVACY.md, privacy.json), written only at the end and
 meant to be published, and private/ (checkpoints, metrics, curves), which must stay with you.
 An interrupted run resumes with --resume, without spending more than its budget.
