@@ -55,8 +55,10 @@ ARROWS = {
     "attacks": {"runs", "tasks", "features", "networks", "methods", "mechanism", "functional"},
     "audits": {"runs", "methods", "mechanism", "per_example", "functional", "privacy"},
     "bench": {"methods", "mechanism", "per_example", "functional", "privacy"},
+    "reports": {"runs", "tasks", "per_example", "functional", "privacy"},
     "cli": {
         "distributed",
+        "reports",
         "bench",
         "presets",
         "audits",

@@ -127,7 +127,10 @@ BAD = [
     (["--epsilon", "0.001", "--noise-multiplier", "1", "--batch-size", "2000"], "single update"),
     (["--noise-multiplier", "1", "--updates", "5000"], "above the budget of 3"),
     (["--trials", "5"], "trials 5 cannot be fixed under the proven accounting"),
-    (["--accounting", "every-trial", "--updates", "5"], "updates 5 cannot be fixed"),
+    (
+        ["--accounting", "every-trial", "--gate", "loss", "--updates", "5"],
+        "updates 5 cannot be fixed",
+    ),
     (["--accounting", "every-trial", "--gate", "coin"], "never rejects an improvement"),
     (["--on-reject", "keep-momentum"], "on_reject keep-momentum is not covered by the proven"),
     (["--accept-ratio", "0.5"], "accept_ratio must be a finite number of at least 1, got 0.5"),

@@ -201,6 +201,7 @@ def test_a_release_holds_nothing_private(tmp_path):
         "model.safetensors",
         "privacy.json",
         "PRIVACY.md",
+        "README.md",
     }
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["release"]
 

@@ -218,6 +218,11 @@ class Reduction:
         self._sent: list[tuple[Tensor, Any]] = []
         self._bytes = 0
 
+    @property
+    def begun(self) -> bool:
+        """Whether something was sent: nothing can be computed again."""
+        return bool(self._sent) or bool(self._names[0])
+
     def add(self, name: str, value: Tensor) -> None:
         """Hand in this rank's term."""
         bucket = self._names[-1]

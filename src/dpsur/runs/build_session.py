@@ -28,10 +28,10 @@ from dpsur.runs.data import (
     as_examples,
     check_alike,
     check_labels,
-    check_tokens,
     check_values,
     with_indices,
 )
+from dpsur.runs.embedding_check import check_tokens
 from dpsur.runs.files import to_json
 from dpsur.runs.input_features import InputFeatures, compute_inputs, like_features
 from dpsur.runs.session import Session
