@@ -29,14 +29,8 @@ from dpsur.per_example.rules.normalization import (
     rms_norm,
 )
 from dpsur.per_example.rules.pooling import max_pool
-from dpsur.per_example.rules.recurrent import (
-    gru,
-    gru_cell,
-    lstm,
-    lstm_cell,
-    rnn,
-    rnn_cell,
-)
+from dpsur.per_example.rules.recurrent import gru, lstm, rnn
+from dpsur.per_example.rules.recurrent_steps import gru_cell, lstm_cell, rnn_cell
 from dpsur.per_example.rules.transposed_convolution import transposed_convolution
 
 Rule = Callable[..., Any]
