@@ -25,7 +25,6 @@ from dpsur.per_example.rules.normalization import (
     group_norm,
     instance_norm,
     layer_norm,
-    prelu,
     rms_norm,
 )
 from dpsur.per_example.rules.pooling import max_pool
@@ -44,7 +43,6 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.ConvTranspose2d: transposed_convolution,
     nn.ConvTranspose3d: transposed_convolution,
     nn.Bilinear: bilinear,
-    nn.PReLU: prelu,
     nn.Embedding: embedding,
     nn.EmbeddingBag: embedding_bag,
     nn.GroupNorm: group_norm,
