@@ -357,13 +357,12 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     options = parser.parse_args()
     rows = read_rows(ROWS) if ROWS.exists() else []
-    for asked, kind, make in (
-        (options.measure, "trial", lambda: measure(options.repetitions)),
-        (options.privacy, "noise", privacy),
-    ):
-        if asked:
-            rows = [row for row in rows if row["kind"] != kind] + make()
-            write_rows(ROWS, rows)
+    if options.measure:
+        rows = [row for row in rows if row["kind"] != "trial"] + measure(options.repetitions)
+    if options.privacy:
+        rows = [row for row in rows if row["kind"] != "noise"] + privacy()
+    if options.measure or options.privacy:
+        write_rows(ROWS, rows)
     if options.write:
         PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 

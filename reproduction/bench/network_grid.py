@@ -28,8 +28,8 @@ from dpsur.errors import InvalidInputError
 from dpsur.mechanism.streams import NOISE
 from reproduction.bench.command import NETWORKS_FROM, origin_of
 from reproduction.bench.networks import (
+    COMMON,
     ENCODER_WORDS,
-    NETWORKS,
     Network,
     TokenClassifier,
     network_named,
@@ -111,7 +111,7 @@ def _pair(text: str) -> tuple[str, int]:
     name, _, size = text.partition(":")
     if not size.isdigit():
         raise InvalidInputError(
-            f"a network is NAME:BATCH, got {text!r}; NAME is one of {', '.join(NETWORKS)}"
+            f"a network is NAME:BATCH, got {text!r}; NAME is one of {', '.join(COMMON)}"
         )
     return name, int(size)
 
@@ -148,7 +148,7 @@ def measure(job: Job, arm: str, device: torch.device) -> dict[str, Any]:
 def _timed(step: Callable[[], None], count: int, device: torch.device) -> tuple[float, list[float]]:
     """The median over rounds of at least LEAST_SECONDS, and the quartiles."""
     warm, once = 0.0, 0.0
-    while warm < WARM_UP_SECONDS:
+    while not once or warm < WARM_UP_SECONDS:
         start = time.perf_counter()
         step()
         synchronize(device)
