@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.experiments.selection_grid import points_of
-from reproduction.experiments.selection_tuning import tuned_rates
+from reproduction.experiments.selection_tuning import TRIED, by_rate
 from reproduction.rows import read_rows
 from reproduction.selection_runs import CASES, EPSILONS
 
@@ -26,7 +26,8 @@ TASKS = (
 )  # fmt: skip
 STARTS = {-6: "1/64", -3: "1/8", 0: "1", 3: "8", 6: "64"}
 GRID = ROOT / "results" / "selection-grid.jsonl"
-TUNED = tuned_rates(ROOT / "results")
+FIRST_SEARCH = ROOT / "results" / "selection_first_search.jsonl"
+TUNING = ROOT / "results" / "selection-tuning.jsonl"
 Row = dict[str, Any]
 
 
@@ -110,6 +111,8 @@ def library() -> str:
     head = ["data, network", "epsilon", *(f"x {name}" for name in STARTS.values())]
     head += ["gate block", "rate given: worst", "against the best"]
     found = read_rows(GRID) if GRID.exists() else []
+    tried = by_rate(read_rows(TUNING) if TUNING.exists() else [])
+    wanted = len(TRIED["linear"][0])
     lines = []
     for case in CASES.values():
         for epsilon in EPSILONS:
@@ -118,7 +121,8 @@ def library() -> str:
                 continue
             free = points_of(found, case.name, epsilon, "block-free")
             given = points_of(found, case.name, epsilon, "block")
-            tuned = "" if (case.name, epsilon, "linear") in TUNED else " *"
+            whole = len(tried.get((case.name, epsilon, "linear"), ())) == wanted
+            tuned = "" if whole else " *"
             line = [f"{case.label}{tuned}", str(epsilon)]
             line += [f"{plain[start]:.1f}" if start in plain else "–" for start in STARTS]
             line.append(f"{free[0].mean:.1f} ({free[0].seeds})" if free else "–")
@@ -128,7 +132,21 @@ def library() -> str:
     return table(head, lines)
 
 
-TABLES = {"library": library, "short": short, "product": product}
+def first() -> str:
+    """The gate block with a rate given, in the first form of its search."""
+    head = ["data, network", "epsilon", *(f"x {name}" for name in STARTS.values()), "runs"]
+    found, lines = read_rows(FIRST_SEARCH), []
+    for case in CASES.values():
+        for epsilon in EPSILONS:
+            points = points_of(found, case.name, epsilon, "block")
+            if points:
+                means = [f"{point.mean:.1f}" for point in points]
+                runs = sum(point.seeds for point in points)
+                lines.append([case.label, str(epsilon), *means, str(runs)])
+    return table(head, lines)
+
+
+TABLES = {"library": library, "first": first, "short": short, "product": product}
 
 
 def rendered(text: str) -> str:

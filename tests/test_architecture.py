@@ -182,6 +182,10 @@ def test_nothing_is_unpickled():
         assert not any(
             name.split(".")[0] in {"pickle", "cloudpickle", "dill"} for name in imported(path)
         )
+        if path.parent == SOURCE / "opacus":  # whose files are of torch.save, read as weights only
+            lines = [line for line in text.splitlines() if "torch.load" in line]
+            assert all("weights_only=True" in line for line in lines)
+            continue
         assert "torch.load" not in text
         assert "torch.save" not in text
 

@@ -28,8 +28,8 @@ from dpsur.errors import InvalidInputError
 from dpsur.mechanism.streams import NOISE
 from reproduction.bench.command import NETWORKS_FROM, origin_of
 from reproduction.bench.networks import (
+    COMMON,
     ENCODER_WORDS,
-    NETWORKS,
     Network,
     TokenClassifier,
     network_named,
@@ -51,15 +51,15 @@ CUDA_GRID = (
     ("wrn-16-4", 512),
     ("resnet18-64", 256),
     ("encoder-192x6", 512),
-    ("gpt2", 32),
-    ("gpt2-lora", 32),
     ("mlp", 4096),
     ("lstm-256", 512),
+    ("gpt2", 32),
+    ("gpt2-lora", 32),
 )
 CPU_GRID = (("wrn-16-4", 128), ("encoder-192x6", 128), ("mlp", 4096), ("gpt2", 4))
 # Growth: with parameters, with the batch, with the length of a sequence.
 WIDTHS, BATCHES, LENGTHS = (192, 1_024, 3_072, 9_792), (128, 512, 2048), (64, 256, 512)
-ROUNDS, LEAST_SECONDS, MOST_SECONDS = 5, 0.2, 6.0
+ROUNDS, LEAST_SECONDS, MOST_SECONDS, WARM_UP_SECONDS = 5, 0.1, 2.0, 0.2
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _pair(text: str) -> tuple[str, int]:
     name, _, size = text.partition(":")
     if not size.isdigit():
         raise InvalidInputError(
-            f"a network is NAME:BATCH, got {text!r}; NAME is one of {', '.join(NETWORKS)}"
+            f"a network is NAME:BATCH, got {text!r}; NAME is one of {', '.join(COMMON)}"
         )
     return name, int(size)
 
@@ -147,10 +147,13 @@ def measure(job: Job, arm: str, device: torch.device) -> dict[str, Any]:
 
 def _timed(step: Callable[[], None], count: int, device: torch.device) -> tuple[float, list[float]]:
     """The median over rounds of at least LEAST_SECONDS, and the quartiles."""
-    start = time.perf_counter()
-    step()
-    synchronize(device)
-    once = max(time.perf_counter() - start, 1e-6)
+    warm, once = 0.0, 0.0
+    while not once or warm < WARM_UP_SECONDS:
+        start = time.perf_counter()
+        step()
+        synchronize(device)
+        once = max(time.perf_counter() - start, 1e-6)
+        warm += once
     calls = max(1, round(LEAST_SECONDS / once))
     found: list[float] = []
     while len(found) < ROUNDS and (len(found) < 2 or sum(found) * count * calls < MOST_SECONDS):

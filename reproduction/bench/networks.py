@@ -353,6 +353,24 @@ NETWORKS: dict[str, Network] = {
             2,
             ENCODER_WORDS,
         ),
+        *(
+            Network(
+                f"cnn-{width}",
+                f"CNN of width {width}, 32x32 colour images",
+                parameters,
+                partial(widened_cnn, width),
+                IMAGE,
+                series=True,
+            )
+            for width, parameters in WIDTHS.items()
+        ),
+    )
+}
+
+# Networks that people train, for `bench-networks`.
+COMMON: dict[str, Network] = {
+    network.name: network
+    for network in (
         Network("wrn-16-4", "WRN-16-4 with GroupNorm", 2_748_890, wide_resnet, IMAGE),
         Network(
             "resnet18-64", "ResNet-18 with GroupNorm, 64x64", 11_173_962, resnet18, (3, 64, 64)
@@ -394,17 +412,6 @@ NETWORKS: dict[str, Network] = {
             2,
             ENCODER_WORDS,
         ),
-        *(
-            Network(
-                f"cnn-{width}",
-                f"CNN of width {width}, 32x32 colour images",
-                parameters,
-                partial(widened_cnn, width),
-                IMAGE,
-                series=True,
-            )
-            for width, parameters in WIDTHS.items()
-        ),
     )
 }
 
@@ -412,7 +419,7 @@ NETWORKS: dict[str, Network] = {
 def network_named(name: str) -> Network:
     """Look a network up by name."""
     try:
-        return NETWORKS[name]
+        return (NETWORKS | COMMON)[name]
     except KeyError:
-        known = ", ".join(NETWORKS)
+        known = ", ".join(NETWORKS | COMMON)
         raise InvalidInputError(f"unknown network {name!r}; choose from {known}") from None

@@ -203,7 +203,9 @@ def _draw(rows: Sequence[Row]) -> "Figure":
     for epsilon, line in zip(EPSILONS, panels, strict=True):
         for case, axes in zip(shown, line, strict=True):
             for arm, look in LOOKS.items():
-                draw(axes, points_of(rows, case.name, epsilon, arm), look)
+                points = points_of(rows, case.name, epsilon, arm)
+                if points:
+                    draw(axes, points, look)
             for arm, look in (
                 ("block-free", Look("gate block", style.BLUE, "", "-")),
                 ("dog", Look("DoG", style.GREY, "", "-.")),
@@ -217,6 +219,7 @@ def _draw(rows: Sequence[Row]) -> "Figure":
             if epsilon == EPSILONS[0]:
                 axes.set_title(case.label.replace(", ", "\n"), fontsize=6)
         line[0].set_ylabel(f"accuracy, epsilon {epsilon}")
-    figure.supxlabel("starting rate over the tuned one", fontsize=7)
+    for axes in panels[-1]:
+        axes.set_xlabel("rate / tuned rate", fontsize=6)
     legend_below([axes for line in panels for axes in line], 3)
     return figure

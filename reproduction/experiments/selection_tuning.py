@@ -8,7 +8,7 @@ from reproduction.artifacts import Artifact, Column, Table, table_page
 from reproduction.base import Cell, Options, Row
 from reproduction.rows import read_rows
 from reproduction.selection_runs import CASES, EPSILONS, SELECTION_ARMS, SelectionRuns, cell_of
-from reproduction.series import best_of, series
+from reproduction.series import Point, best_of, series
 
 # Rates in octaves around the first guess, and seeds.
 TRIED = {"linear": (range(-4, 5), (0, 1)), "constant": (range(-4, 3), (0,))}
@@ -50,7 +50,7 @@ class SelectionTuning(SelectionRuns):
         """The best rates."""
         records = [
             {**_names(key), "rate": best.value, "accuracy": best.mean, "rates": len(points)}
-            for key, points in _by_rate(rows).items()
+            for key, points in by_rate(rows).items()
             for best in (best_of(points),)
         ]
         return table_page(self.name, TITLE, TEXT, Table(COLUMNS, records))
@@ -64,10 +64,11 @@ def tuned_rates(results: Path) -> Mapping[Key, float]:
     """The best rate by case, epsilon and arm, where it was looked for."""
     path = results / f"{EXPERIMENT.name}.jsonl"
     rows = read_rows(path) if path.exists() else []
-    return {key: best_of(points).value for key, points in _by_rate(rows).items()}
+    return {key: best_of(points).value for key, points in by_rate(rows).items()}
 
 
-def _by_rate(rows: Sequence[Row]) -> dict[Key, list[Any]]:
+def by_rate(rows: Sequence[Row]) -> dict[Key, list[Point]]:
+    """Accuracy against the rate, by case, epsilon and arm."""
     found: dict[Key, list[tuple[float, float]]] = {}
     for row in rows:
         config = row["config"]

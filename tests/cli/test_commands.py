@@ -92,8 +92,9 @@ def test_default_progress_tells_nothing_private(tmp_path, capsys):
 
 def test_show_private_warns_and_shows(tmp_path, capsys):
     _, _, err = dpsur(
-        "train", "--out", str(tmp_path / "r"), "--show-private", *QUICK, capsys=capsys
-    )
+        "train", "--out", str(tmp_path / "r"), "--show-private", "--gate", "coin", *QUICK,
+        capsys=capsys,
+    )  # fmt: skip
     assert "do not share" in err
     assert re.search(r"trial 4: (accepted|rejected)", err)
     assert "loss_difference" in err

@@ -296,7 +296,7 @@ def test_dropout_draws_fresh_randomness_for_each_example():
 
 
 def test_without_memory_microbatches_become_smaller(monkeypatch, caplog):
-    """The sum is the same, later sums begin with the smaller ones, and one row alone is an error."""
+    """The sum is the same, later sums begin with smaller ones, and a row alone is an error."""
     records = Examples(torch.randn(5, 4), torch.arange(5) % 3)
     problem = Problem(nn.Linear(4, 3), F.cross_entropy, records)
     params = problem.initial_params()

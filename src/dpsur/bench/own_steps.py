@@ -19,7 +19,7 @@ VAL_BATCH_SIZE = 256
 VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD = 1.3, -1.0
 ENDLESS = 10**9
 # Where batches are drawn from a data set: how many times as large it is, and trials in a block.
-RECORDS_PER_BATCH, TRAINING_BLOCK = 8, 10
+RECORDS_PER_BATCH, TRAINING_BLOCK = 8, 5
 # Trials between two reads of a captured run; verdicts of later ones overwrite the last row.
 BLOCK = 100
 

@@ -1,12 +1,14 @@
 """What a layer contributes to the gradient of each example, in factored form."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from dpsur.functional.process_settings import precision
 from dpsur.per_example.kernels.fused import weighted_rows
 from dpsur.per_example.norms import InnerNorms, Measure, part_norms, row_norms
 
@@ -143,18 +145,21 @@ class Rows(Contribution):
 class Products(Contribution):
     """Gradients that are sums of outer products over positions: outputs^T inputs.
 
-    `inputs` has the shape (examples, positions, in), `outputs` (examples, positions, out).
+    `inputs` has the shape (examples, positions, in), `outputs` (examples, positions, out). Where
+    they are `narrow`, numbers have at most 10 bits, so that products of two are exact in TF32.
     """
 
     inputs: Tensor
     outputs: Tensor
+    narrow: bool = False
 
     def measure(self) -> Measure:
         """Norms from inner products alone."""
         if self.inputs.shape[1] == 1:
             return row_norms(self.inputs) * row_norms(self.outputs)
-        inner = torch.bmm(self.inputs, self.inputs.mT)
-        outer = torch.bmm(self.outputs, self.outputs.mT)
+        with self._precision():
+            inner = torch.bmm(self.inputs, self.inputs.mT)
+            outer = torch.bmm(self.outputs, self.outputs.mT)
         terms = self.inputs.shape[2] + self.outputs.shape[2] + self.inputs.shape[1]
         return InnerNorms.of(inner, outer, terms)
 
@@ -169,7 +174,11 @@ class Products(Contribution):
 
     def per_example(self) -> Tensor:
         """One small matrix product per example."""
-        return torch.bmm(self.outputs.mT, self.inputs)
+        with self._precision():
+            return torch.bmm(self.outputs.mT, self.inputs)
+
+    def _precision(self) -> AbstractContextManager[None]:
+        return precision(tf32=True if self.narrow else None)
 
     def products(self) -> "Products":
         """This one."""
@@ -186,8 +195,11 @@ class Products(Contribution):
             self.inputs.shape[2],
             self.outputs.shape[2],
         )
-        pays = gpu_instantiating_pays if self.inputs.device.type == "cuda" else instantiating_pays
-        return Rows(self.per_example()) if pays(positions, width, height) else self
+        if self.inputs.device.type != "cuda":
+            pays = instantiating_pays(positions, width, height)
+        else:
+            pays = gpu_instantiating_pays(positions, width, height, narrow=self.narrow)
+        return Rows(self.per_example()) if pays else self
 
 
 class Output:
@@ -277,12 +289,17 @@ GPU_MEMORY_COST = 24
 _MORE_MEMORY, _LESS_TIME = 2.0, 0.8
 
 
-def gpu_instantiating_pays(positions: int, width: int, height: int) -> bool:
+def gpu_instantiating_pays(
+    positions: int, width: int, height: int, *, narrow: bool = False
+) -> bool:
     """Whether to form gradients on a GPU: they are faster, and not much larger than the factors.
 
-    Factors have to be kept until the norms of all layers are known, gradients too.
+    Factors have to be kept until the norms of all layers are known, gradients too. Of narrow
+    factors gradients are formed on tensor cores, which no sum of scaled factors could be.
     """
     size, kept = width * height, positions * (width + height)
+    if narrow and positions > 1 and size <= 2 * _MORE_MEMORY * kept:
+        return True
     common = positions * size  # the gradients, or afterwards their sum
     formed = common + 3 * GPU_MEMORY_COST * size
     between = common + positions**2 * (width + height + 2 * GPU_MEMORY_COST)
