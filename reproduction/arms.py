@@ -7,7 +7,7 @@ from typing import Any
 from dpsur.config import data_facts
 from dpsur.methods import METHODS, Method
 from dpsur.methods.dpsur import Dpsur
-from dpsur.presets import AUTHORS, BEST, ENCODER, PAPER, Preset, preset_named
+from dpsur.presets import AUTHORS, AUTO, PAPER, TUNED, Preset, preset_named
 from dpsur.presets.settings import tuned_setting
 from dpsur.tasks import TASKS
 from reproduction.released_code import (
@@ -175,16 +175,12 @@ RELEASED_COMMANDS = Arm(
     (("val_batch_size", 256),),
 )
 BEST_ARMS = tuple(
-    Arm(f"best-{name}", f"{name}, preset best", METHODS[name], name, "proven", preset_name=BEST)
+    Arm(f"best-{name}", f"{name}, preset tuned", METHODS[name], name, "proven", preset_name=TUNED)
     for name in ("dpsgd", "dpsur")
 )
 
-# A linear model on the features of the encoder.
-ENCODER_ARMS = (
-    Arm(
-        "encoder", "dpsgd, preset encoder", METHODS["dpsgd"], "dpsgd", "proven", preset_name=ENCODER
-    ),
-)
+# What is chosen from public facts.
+AUTO_ARMS = (Arm("auto", "preset auto", Dpsur, "dpsur", "proven", preset_name=AUTO),)
 
 ARMS = {
     arm.name: arm
@@ -199,6 +195,6 @@ ARMS = {
         ADAPTIVE_DPAGD,
         RELEASED_DPAGD,
         *BEST_ARMS,
-        *ENCODER_ARMS,
+        *AUTO_ARMS,
     )
 }

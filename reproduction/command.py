@@ -35,6 +35,7 @@ EXAMPLES = """\
   python -m reproduction all --render-only                                 draw from rows
   python -m reproduction accuracy ablation --jobs 4                        four at once on one GPU
   python -m reproduction bench --help                                      speed and memory
+  python -m reproduction bench-networks --help                             common networks
   python -m reproduction encoder --help                                    train the encoder
 """
 
@@ -48,7 +49,12 @@ class ReproductionParser(Parser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, as `dpsur` does: 2 for bad input."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    for name, parser in (("bench", _bench_parser), ("encoder", _encoder_parser)):
+    parsers = {
+        "bench": _bench_parser,
+        "bench-networks": _network_parser,
+        "encoder": _encoder_parser,
+    }
+    for name, parser in parsers.items():
         if given[:1] == [name]:
             return run_command(parser, PROGRAM, given[1:])
     return run_command(_parser, PROGRAM, given)
@@ -60,6 +66,15 @@ def _bench_parser(given: Sequence[str]) -> Parser:
 
     parser = ReproductionParser(prog=f"python -m {PROGRAM} bench")
     command.set_up(parser)
+    return parser
+
+
+def _network_parser(given: Sequence[str]) -> Parser:
+    del given
+    from reproduction.bench import network_grid
+
+    parser = ReproductionParser(prog=f"python -m {PROGRAM} bench-networks")
+    network_grid.set_up(parser)
     return parser
 
 

@@ -1,6 +1,6 @@
 """Settings that the paper does not give, chosen on held-out training records.
 
-DPIS and DPAGD have no published settings, and the arms of the preset `best` are our own. The
+DPIS and DPAGD have no published settings, and the arms of the preset `tuned` are our own. The
 experiment tries some. `python -m reproduction.experiments.tuning` then picks the best of each block
 from its rows and writes it to the data of the presets. Run it again after the rows have changed.
 """
@@ -34,7 +34,7 @@ EPSILON = 3
 TITLE = "Settings chosen on held-out training records"
 TEXT = """
 The paper gives no settings for DPIS and DPAGD as they are built here (those of its released DPAGD
-belong to another algorithm), and the preset `best` is our own. Each row is a setting, tried on
+belong to another algorithm), and the preset `tuned` is our own. Each row is a setting, tried on
 training records that were kept back. The best of each block by these figures alone is the preset
 (`python -m reproduction.experiments.tuning` picks it), at the epsilons that were not tried too.
 Which settings were tried was not free of the test sets: DPAGD, and DPIS on CIFAR-10 and MNIST, got
@@ -59,9 +59,9 @@ Fashion-MNIST, in single runs; batch, updates and range were then chosen here. O
 tried at 3. On CIFAR-10 nothing was tried at 3 either: the preset has the batch and range chosen at
 1 and 600 updates, as many as plain DPSGD makes.
 
-Rows of CIFAR-10 with the preset `best` were made at 1.25, 2.5 and 3.75 too. They have features that
-are normalised with noisy statistics; with features normalised by group, and test accuracies seen,
-the best of each block had been 2 to 4 points less accurate on held-out records.
+Rows of CIFAR-10 with the preset `tuned` were made at 1.25, 2.5 and 3.75 too. They have features
+that are normalised with noisy statistics; with features normalised by group, and test accuracies
+seen, the best of each block had been 2 to 4 points less accurate on held-out records.
 """
 COLUMNS = (
     Column("method", "method"),

@@ -22,7 +22,7 @@ LARGER_CLIP_NORMS: Sequence[Mapping[str, Sequence[Any]]] = tuple(
     }
     for bound, rate in ((0.3, 1.3), (1.0, 0.4), (3.0, 0.13))
 )
-# Of the preset best: large batches, few updates.
+# Of the preset tuned: large batches, few updates.
 ON_FEATURES: Mapping[str, Sequence[Any]] = {
     "batch_size": (8192, 16384),
     "updates": (300, 600, 1000),
@@ -211,5 +211,5 @@ ADAPTIVE_STEPS: Mapping[tuple[str, str, int], Sequence[Mapping[str, Any]]] = {
     )
     for (task, epsilon), tried in STEP_LENGTHS.items()
 }
-# What the preset best is tried at; all else at EPSILON. A budget between takes the nearest.
+# What the preset tuned is tried at; all else at EPSILON. A budget between takes the nearest.
 BEST_EPSILONS = (1, 3)

@@ -14,6 +14,7 @@ from dpsur.errors import (
     BudgetError,
     CheckpointError,
     DiagnosticsWarning,
+    DistributedError,
     DpsurError,
     FileError,
     InterruptedRunError,
@@ -101,7 +102,7 @@ _HOMES = {
 _PACKAGES = (
     *("attacks", "audits", "bench", "cli", "engine", "features", "functional", "integrations"),
     *("mechanism", "methods", "networks", "opacus", "per_example", "presets", "privacy", "runs"),
-    *("sklearn", "tasks"),
+    *("reports", "sklearn", "tasks"),
 )
 
 __all__ = [
@@ -112,6 +113,7 @@ __all__ = [
     "CheckpointError",
     "CoinTest",
     "DiagnosticsWarning",
+    "DistributedError",
     "Dpagd",
     "Dpis",
     "Dpsgd",

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import pickle
 import re
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dpsur
-from dpsur.engine.watch import StepError
+from dpsur.errors import StepError
 from tests.engine.helpers import linear_model, private, records, without_noise
 
 
@@ -412,3 +413,37 @@ def test_the_page_runs(capsys):
         exec(block, names)
     first, second = map(float, capsys.readouterr().out.split())
     assert second <= first <= 3.0
+
+
+def test_a_rejection_that_keeps_something_is_noticed(monkeypatch):
+    """The mutant: one that puts back the weights and leaves the optimizer's moments."""
+
+    def weights_only(self):
+        with torch.no_grad():
+            for value, before in self._tensors.values():
+                value.copy_(before)
+
+    monkeypatch.setattr("dpsur.engine.gate.Snapshot.restore", weights_only)
+    with pytest.raises(AssertionError):
+        test_a_rejected_step_leaves_no_trace()
+
+
+def test_noise_for_every_microbatch_is_noticed(monkeypatch):
+    """The mutant: a step that acts on each microbatch has other weights and more charges."""
+    from dpsur.engine.loader import Microbatch
+
+    honest = Microbatch.__init__
+
+    def always_last(self, step, drawn, before, last):
+        honest(self, step, drawn if last else before, before, True)
+
+    monkeypatch.setattr(Microbatch, "__init__", always_last)
+    with pytest.raises((AssertionError, StepError)):
+        test_microbatches_make_the_step_of_the_whole_batch("option", 3)
+
+
+def test_a_private_model_can_be_pickled():
+    _, model, _, _ = private()
+    twin = pickle.loads(pickle.dumps(model))
+    twin(torch.randn(4, 6)).sum().backward()
+    assert twin[0].weight.grad is not None

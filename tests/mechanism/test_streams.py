@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from dpsur.distributed import Ranks
 from dpsur.errors import CheckpointError
 from dpsur.mechanism import philox
 from dpsur.mechanism.philox import Key, philox_words
@@ -38,13 +39,13 @@ def test_purposes_steps_seeds_and_runs_give_different_draws():
     streams = Streams(7, CPU)
     draws = [draw(streams, purpose, step=step) for purpose in PURPOSES for step in (1, 2)]
     draws += [draw(Streams(8, CPU), BATCH), draw(streams.spawn(0), BATCH)]
-    draws += [draw(streams.spawn(1), BATCH), draw(Streams(7, CPU, rank=1), LAYERS)]
+    draws += [draw(streams.spawn(1), BATCH), draw(Streams(7, CPU, Ranks(1, 2)), LAYERS)]
     for one, two in itertools.combinations(draws, 2):
         assert not torch.isclose(one, two).any()
 
 
 def test_shared_purposes_are_the_same_on_all_ranks_and_others_are_not():
-    first, second = Streams(7, CPU), Streams(7, CPU, rank=1)
+    first, second = Streams(7, CPU), Streams(7, CPU, Ranks(1, 2))
     for purpose in SHARED:
         assert torch.equal(draw(first, purpose), draw(second, purpose))
     for purpose in PER_RANK:
@@ -148,3 +149,20 @@ def test_global_randomness_is_put_back():
     with Streams(0, CPU).at(1).global_randomness(LAYERS):
         torch.rand(10)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    """Nor on where a draw is cut into pieces."""
+    count, before = 3 * philox._AT_ONCE + 1001, torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            draws = Streams(5, CPU).at(7)
+            found.append((draws[NOISE].normal(count), draws[BATCH].uniform(count)))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    part = Streams(5, CPU).at(7)[NOISE].normal(1000, offset=philox._AT_ONCE - 500)
+    assert torch.equal(part, found[0][0][philox._AT_ONCE - 500 :][:1000])

@@ -230,7 +230,7 @@ def claims():
     yield from claims_about_time(number)
     yield (
         rf"DPSUR reaches {number} and plain DP-SGD {number}",
-        shown(".1f", (demo("dpsur, proven (make demo)"), demo("dpsgd"))),
+        shown(".1f", (demo("dpsur, proven"), demo("dpsgd"))),
     )
     ratios = trials_per_update()
     yield rf"makes {number} to {number} trials", shown(".1f", (min(ratios), max(ratios)))

@@ -12,7 +12,7 @@ import dpsur
 from dpsur.cli import main
 from dpsur.config import Pace
 from dpsur.errors import InterruptedRunError, InvalidInputError
-from dpsur.privacy.page import render_markdown
+from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.plans import BlockPlan, plan_from_statement
 from dpsur.runs.checkpoint import FILE_NAME
 from dpsur.runs.fit import execute
@@ -320,6 +320,7 @@ def test_an_edited_statement_does_not_verify(edit, finished, tmp_path):
     edit(statement)
     (release / "privacy.json").write_text(json.dumps(statement))
     (release / "PRIVACY.md").write_text(render_markdown(statement))
+    (release / "README.md").write_text(render_model_card(statement))
     assert bool(verify(release)[0]) == (edit is not as_it_is)
 
 

@@ -1,6 +1,7 @@
 """The command `dpsur`."""
 
 import argparse
+import os
 import signal
 import sys
 import warnings
@@ -30,6 +31,8 @@ GROUPS = {
     "train": {
         "train": ("dpsur.cli.train:set_up", "train a model under a privacy budget"),
         "evaluate": ("dpsur.cli.evaluate:set_up", "test a release on its task's public test set"),
+        "report": ("dpsur.cli.report:set_up", "one HTML page about a finished run"),
+        "plot": ("dpsur.cli.report:set_up_plot", "plot epsilon, accuracy or attack power of runs"),
         "methods": ("dpsur.cli.listings:set_up_methods", "list methods and hyper-parameters"),
         "explain": ("dpsur.cli.explain:set_up", "which per-example engine serves a model, and why"),
         "bench": ("dpsur.cli.bench:set_up", "time and memory of a training step of your model"),
@@ -51,6 +54,8 @@ GROUPS = {
         "tasks": ("dpsur.cli.listings:set_up_tasks", "list the tasks that can be trained"),
         "data": ("dpsur.cli.data:set_up", "download the public data sets, list them"),
         "cache": ("dpsur.cli.cache:set_up", "show or empty the cache"),
+        "doctor": ("dpsur.cli.doctor:set_up", "versions, devices, data and optional parts"),
+        "completion": ("dpsur.cli.doctor:set_up_completion", "tab completion for your shell"),
     },
 }
 COMMANDS = {name: home for group in GROUPS.values() for name, (home, _) in group.items()}
@@ -105,7 +110,7 @@ def _run(parser_for: Callable[[Sequence[str]], Parser], program: str, given: lis
             stream.reconfigure(errors="backslashreplace")
     try:
         with interrupts_exit_at_once():
-            options = parser_for(given).parse_args(given)
+            options = parser_for(given).parse_args(given or ["--help"])
         with warnings.catch_warnings():
             for kind in (PrivacyWarning, DiagnosticsWarning):  # also under `python -W error`
                 warnings.simplefilter("always", kind)
@@ -124,7 +129,10 @@ def _run(parser_for: Callable[[Sequence[str]], Parser], program: str, given: lis
 
 
 def _report(program: str, text: str, status: int) -> int:
-    print(f"{program}: {text}", file=sys.stderr)
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    own = f"rank {rank}: " if size != "1" and status != 130 else ""
+    if status != 130 or rank == "0" or size == "1":  # a stop that was asked for is said once
+        print(f"{program}: {own}{text}", file=sys.stderr)
     return status
 
 
@@ -142,6 +150,16 @@ def build_parser(given: Sequence[str]) -> Parser:
         command = commands.add_parser(name)
         if given[:1] == [name]:
             set_up(name, command)
+    return parser
+
+
+def whole_parser() -> Parser:
+    """The parser with the options of every command, for tab completion."""
+    parser = Parser(prog="dpsur")
+    parser.add_argument("--version", action="store_true")
+    commands = parser.add_subparsers(prog="dpsur", metavar="COMMAND")
+    for name in COMMANDS:
+        set_up(name, commands.add_parser(name, help=name))  # completion skips what has no help
     return parser
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from dpsur.cli.run_options import (
     ALL_GROUPS,
     add_method_options,
     add_run_options,
-    new_config,
-    stored_config,
+    agreed_config,
+    join_ranks,
 )
 from dpsur.cli.signals import Stop, stop_on_signal
 from dpsur.config import RunConfig, data_facts
+from dpsur.distributed import Ranks
 from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, describe_os_error
 from dpsur.presets import AUTO, explain_auto
 from dpsur.privacy.plans.rejections import NOT_HIDDEN
@@ -28,11 +30,15 @@ from dpsur.runs.fit import execute
 from dpsur.runs.release import as_published
 from dpsur.runs.result import Run
 from dpsur.runs.tasks import build_task_session, task_of
-from dpsur.runs.validation import check_single_process
 from dpsur.status import silenced
 
 DESCRIPTION = """\
 Train a model under a privacy budget.
+
+  dpsur train --out run                                      embedded digits, epsilon 3
+  dpsur train --task fmnist --epsilon 1 --delta 1e-5 --out f
+  dpsur train --task npz:own.npz --classes 10 --out own      your arrays
+  dpsur train --resume run                                   after an interruption
 
 The folder of the run gets release/ (weights, PRIVACY.md, privacy.json), written only at the end and
 meant to be published, and private/ (checkpoints, metrics, curves), which must stay with you.
@@ -60,13 +66,15 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Start or resume a run and print its result."""
-    check_single_process()
-    if options.resume is not None:
-        config, folder = stored_config(options)
-    else:
-        config, folder = new_config(options)
-        if config.preset == AUTO and not (options.quiet or options.json):
-            _explain(config)
+    ranks = join_ranks(options)
+    with ranks.ends_together():
+        return _run(options, ranks)
+
+
+def _run(options: argparse.Namespace, ranks: Ranks) -> int:
+    config, folder = agreed_config(options, ranks)
+    if not ranks.is_main:
+        options.quiet = True
     if options.show_private and config.hide_rejections != NOT_HIDDEN:
         raise InvalidInputError(
             f"--show-private shows what --hide-rejections {config.hide_rejections} hides; "
@@ -74,22 +82,24 @@ def run(options: argparse.Namespace) -> int:
         )
     with stop_on_signal() as stop:
         try:
-            result = _train(config, folder, options, stop)
+            result = _train(config, folder, options, stop, ranks)
         except InterruptedRunError as error:
             raise InterruptedRunError(f"{error}; {_next_command(folder)}") from None
         except KeyboardInterrupt:
             raise InterruptedRunError(f"stopped; {_next_command(folder)}") from None
         except OSError as error:
             raise FileError(f"{describe_os_error(error)}; {_next_command(folder)}") from error
-    _print_result(result, folder, as_json=options.json)
+    if ranks.is_main:
+        _print_result(result, folder, as_json=options.json)
     return 0
 
 
 def _explain(config: RunConfig) -> None:
     """Say what the preset auto has chosen and why. Options that were given take precedence."""
-    facts = data_facts(task_of(config), config.keep_fraction)
-    budget = config.budget
-    for line in explain_auto(config.method.name, facts, budget.epsilon, budget.delta):
+    facts = data_facts(task_of(config), vars(config))
+    budget = config.budget.epsilon, config.budget.delta
+    options = asdict(config.method)
+    for line in explain_auto(facts, config.features, config.normalisation, options, budget):
         print(f"dpsur: {line}", file=sys.stderr)
 
 
@@ -98,14 +108,18 @@ def _train(
     folder: RunFolder,
     options: argparse.Namespace,
     stop: Stop,
+    ranks: Ranks,
 ) -> Run:
     # A run that was killed before its first checkpoint has trained nothing and starts again.
-    resume = options.resume is not None and folder.checkpoint.exists()
-    released = load_statistics(folder.checkpoint) if resume else None
+    resume = ranks.decided(lambda: options.resume is not None and folder.checkpoint.exists())
+    released = load_statistics(folder.checkpoint, ranks) if resume else None
     with silenced(options.quiet or options.json):
         session, origin = build_task_session(config, released=released)
-    folder.create()
     quiet = options.quiet or options.json
+    if config.preset == AUTO and not (quiet or options.resume):
+        _explain(config)
+    if ranks.is_main:
+        folder.create()
     if not (quiet or options.resume or options.out):
         print(f"dpsur: writing the run to {folder.root}", file=sys.stderr)
     with ProgressBar(quiet=quiet, show_private=options.show_private) as bar:

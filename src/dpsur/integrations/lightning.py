@@ -17,7 +17,7 @@ from dpsur.engine.privacy_engine import PrivacyEngine
 from dpsur.errors import InvalidInputError
 
 
-class PrivateTraining(lightning.Callback):
+class PrivateTraining(lightning.Callback):  # type: ignore[misc]
     """Refuses settings that break the accounting, logs epsilon, keeps the ledger in checkpoints.
 
     What `training_step` logs of a batch, such as its loss, is not private.
@@ -28,7 +28,7 @@ class PrivateTraining(lightning.Callback):
         super().__init__()
         self.engine = engine
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse what is done to gradients beside the private step."""
         if trainer.accumulate_grad_batches != 1:
             raise InvalidInputError(
@@ -49,7 +49,7 @@ class PrivateTraining(lightning.Callback):
                 "automatic_optimization=False is not supported: make one step per batch"
             )
 
-    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Log what has been spent so far: a figure of the number of steps."""
         ledger = self.engine.accountant
         pl_module.log("epsilon", ledger.get_epsilon(ledger.delta))

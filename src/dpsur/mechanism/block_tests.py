@@ -40,7 +40,7 @@ def noisy_sum(
     updates: GradientProposer,
     draws: Draws,
 ) -> Tensor:
-    """The sum of values of all records, or of a Poisson sample, with noise.
+    """The sum of values of all records, or of a Poisson sample, on all ranks, with noise.
 
     Each record adds a row of L2 norm at most 1, so that this is the sensitivity.
     """
@@ -50,6 +50,7 @@ def noisy_sum(
         if mask is not None:
             values = torch.where(mask[:, None], values, 0.0)
         total = total + values.sum(0)
+    total = draws.ranks.sum(total)
     test, noise = ClippedSum({"test": total}, 1.0), plan.test.noise_multiplier
     return add_gaussian(test, noise, draws[VAL_NOISE])["test"]
 
@@ -57,7 +58,8 @@ def noisy_sum(
 def _test_records(
     plan: BlockPlan, updates: GradientProposer, draws: Draws
 ) -> Iterator[tuple[Examples, Tensor | None]]:
-    test, train = plan.test, updates.problem.train
+    """This rank's share of the records to test on; a masked record where it has none."""
+    test, train, ranks = plan.test, updates.problem.train, draws.ranks
     if isinstance(test, SampledGaussian):
         source = cast(BlockSource, updates.source)
         batch = source.sampler.batch(test.sample_rate, draws, VAL_BATCH)
@@ -68,9 +70,22 @@ def _test_records(
                 yield batch.data.part(some), mask
             else:
                 yield batch.data.select(batch.rows[some]), mask
+        if not len(batch):
+            yield _masked_record(updates)
         return
-    for part in train.parts(EVALUATION_ROWS):
-        yield part, None
+    rows, seen = max(1, min(EVALUATION_ROWS, -(-len(train) // ranks.size))), False
+    for number, part in enumerate(train.parts(rows)):
+        if number % ranks.size == ranks.rank:
+            seen = True
+            yield part, None
+    if not seen:
+        yield _masked_record(updates)
+
+
+def _masked_record(updates: GradientProposer) -> tuple[Examples, Tensor]:
+    """One record that does not count, from which a sum of nothing gets its shape."""
+    mask = torch.zeros(1, dtype=torch.bool, device=updates.problem.device)
+    return updates.problem.train.part(slice(1)), mask
 
 
 def _rate_of(plan: BlockPlan) -> float:

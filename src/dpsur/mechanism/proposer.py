@@ -6,6 +6,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
 from dpsur.mechanism.dp_gradient import dp_mean_gradient
 from dpsur.mechanism.optim import Optimizer, WeightAverage, update_average
-from dpsur.mechanism.sampling import Batch, padded_batch, steady_batch
+from dpsur.mechanism.sampling import Batch, padded_batch, padded_sizes, sample_size, steady_batch
 from dpsur.mechanism.state import Candidate, State
 from dpsur.mechanism.streams import BATCH, LAYERS, NOISE, Draws
 from dpsur.per_example import draws_randomness
@@ -39,8 +40,10 @@ class Sampler:
 
     def batch(self, sample_rate: float, draws: Draws, purpose: str = BATCH) -> Batch:
         """A Poisson sample at this rate."""
-        draw = padded_batch if self.pad else steady_batch
-        return draw(self.problem.train, sample_rate, draws[purpose])
+        if self.pad:
+            room = batch_room.get() if purpose == BATCH else None
+            return padded_batch(self.problem.train, sample_rate, draws[purpose], room)
+        return steady_batch(self.problem.train, sample_rate, draws[purpose])
 
     def padded(self) -> "Sampler | None":
         """The same on padded batches; not for layers that draw random numbers."""
@@ -49,6 +52,11 @@ class Sampler:
     def layer_randomness(self, draws: Draws) -> AbstractContextManager[None]:
         """Where layers such as dropout get their random numbers from."""
         return draws.global_randomness(LAYERS) if self.random_layers else nullcontext()
+
+
+# Rows that a padded batch has room for; None: as many as any sample needs. A captured trial has
+# the room that this says while it is captured.
+batch_room: ContextVar[int | None] = ContextVar("batch_room", default=None)
 
 
 class GradientSource(Protocol):
@@ -145,6 +153,16 @@ class DpGradient:
     def event(self, state: State) -> SampledGaussian:  # noqa: ARG002
         """The same every time."""
         return self.update
+
+    @property
+    def rooms(self) -> tuple[int, ...]:
+        """Sizes of padded batches to choose from, ascending."""
+        return padded_sizes(len(self.sampler.problem.train), self.update.sample_rate)
+
+    def batch_size(self, draws: Draws) -> Tensor:
+        """How many records the batch of a step has."""
+        size, rate = len(self.sampler.problem.train), self.update.sample_rate
+        return sample_size(size, rate, draws[BATCH])
 
     def padded(self) -> "DpGradient | None":
         """The same on padded batches."""

@@ -36,6 +36,66 @@ def render_markdown(statement: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def render_model_card(statement: Mapping[str, Any]) -> str:
+    """A model card in the form that model hubs read, with the privacy of the weights on top."""
+    guarantee, versions = statement["guarantee"], statement["versions"]
+    private = _is_private(guarantee)
+    figures = (
+        [
+            f"  epsilon: {guarantee['epsilon']:.6g}",
+            f"  delta: {guarantee['delta']:g}",
+            f"  accounting: {guarantee['accounting']}",
+            f"  proved: {'true' if guarantee['proved'] else 'false'}",
+            f"  unit: {statement['unit']}",
+        ]
+        if private
+        else ["  epsilon: .inf"]
+    )
+    tags = ["differential-privacy", "dp-sgd", "dpsur"] if private else ["dpsur"]
+    return "\n".join(
+        [
+            "---",
+            "library_name: dpsur",
+            "tags:",
+            *(f"- {tag}" for tag in tags),
+            "privacy:",
+            *figures,
+            f"  records: {statement['dataset_size']}",
+            f"  method: {statement['method']}",
+            "---",
+            "",
+            "# Model card",
+            "",
+            _promise(guarantee),
+            "",
+            *(f"> **Warning:** {warning}.\n" for warning in statement["warnings"]),
+            "The full statement is in [PRIVACY.md](PRIVACY.md), for programs in "
+            "[privacy.json](privacy.json).",
+            "",
+            "## Use",
+            "",
+            "```python",
+            "import dpsur",
+            "",
+            'model = dpsur.load("FOLDER")  # pass your own module as second argument if it is one',
+            "```",
+            "",
+            "## Check the guarantee",
+            "",
+            "```sh",
+            f"pip install dpsur=={versions['dpsur']}",
+            "dpsur verify FOLDER",
+            "dpsur proof",
+            "```",
+            "",
+            "## Training",
+            "",
+            *_table(_mechanism_rows(statement)),
+            "",
+        ]
+    )
+
+
 def _is_private(guarantee: Mapping[str, Any]) -> bool:
     epsilon = guarantee["epsilon"]
     return epsilon is not None and not math.isinf(epsilon)

@@ -5,9 +5,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from dpsur.config import RunConfig
+from dpsur.distributed import Ranks
 from dpsur.errors import InterruptedRunError
 from dpsur.functional.problem import Problem
 from dpsur.functional.process_settings import precision, repeatable
@@ -30,6 +32,7 @@ from dpsur.runs.checkpoint import (
     Statistics,
     digest_of,
     load_checkpoint,
+    read_checkpoint,
     restore,
     save_checkpoint,
 )
@@ -89,6 +92,11 @@ class Session:
     def __repr__(self) -> str:
         return f"Session({self.method!r}, {len(self.problem.train)} records)"
 
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that make this run together."""
+        return self.streams.ranks
+
     def engine(self) -> EngineReport:
         """How gradients are found, and why."""
         if isinstance(self.method, Nonprivate):
@@ -109,6 +117,15 @@ class Session:
                 active.launch()
                 active.collect()
             return active.finish()
+
+    @property
+    def tf32(self) -> bool:
+        """Whether layers may round to TF32: as asked for, else as PyTorch is set for CUDA."""
+        wanted = self.config.speed.tf32
+        if wanted is not None:
+            return wanted
+        settings = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        return self.streams.device.type == "cuda" and any(settings)
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -139,7 +156,7 @@ class Session:
         return CudaGraphLoop(self.procedure, padded, self.plan, self.streams, progress, block)
 
     def _may_capture(self) -> bool:
-        fits = not isinstance(self.problem.train, HostExamples)
+        fits = not isinstance(self.problem.train, HostExamples) and self.ranks.size == 1
         return self.config.speed.capture and fits and self.streams.device.type == "cuda"
 
     def fingerprint(self) -> Fingerprint:
@@ -153,7 +170,7 @@ class Session:
             "hide_rejections": self.config.hide_rejections,
             "seeded": self.streams.seeded,
             "device": self.streams.device.type,
-            "tf32": self.config.speed.tf32,
+            "tf32": self.tf32,
             "bf16": self.config.speed.bf16,
             "model": model_identity(self.original),
             "loss": loss_identity(self.problem.loss),
@@ -185,10 +202,14 @@ class ActiveRun:
     ) -> None:
         self._session, self._observers = session, observers
         self._folder, self._stop_requested = folder, stop_requested
-        self._fingerprint = Fingerprint("", {}) if folder is None else session.fingerprint()
+        ranks, needed = session.ranks, folder is not None or session.ranks.size > 1
+        self._fingerprint = session.fingerprint() if needed else Fingerprint("", {})
+        ranks.check_same({**self._fingerprint.parts, "settings": self._fingerprint.total})
         progress = start(session.procedure)
         if folder is not None and resume:
-            saved = load_checkpoint(folder.checkpoint, self._fingerprint)
+            path = folder.checkpoint
+            content = ranks.from_main(lambda: read_checkpoint(path))  # one file for all ranks
+            saved = load_checkpoint(path, self._fingerprint, content)
             progress = restore(saved, progress, session.streams)
         log_engine(session.engine())
         self._unchanged = Unchanged(session.problem.model, session.problem.loss)
@@ -222,7 +243,7 @@ class ActiveRun:
         if self._evaluation_is_due(self._evaluated_at, position):
             self._evaluated_at = position
             self._evaluate(progress)
-        stop = self._stop_requested()
+        stop = self._session.ranks.any(self._stop_requested())
         every = self._session.config.pace.checkpoint_every
         if stop or progress.ledger.trials // every > self._saved_at // every:
             self._saved_at = progress.ledger.trials
@@ -250,7 +271,9 @@ class ActiveRun:
         session = self._session
         check_fixed_parts(session.problem.model, session.original)
         self._unchanged.check()
-        if self._folder is not None:
+        ledger = progress.ledger
+        session.ranks.check_state(flatten(progress.state), f"after trial {ledger.trials}")
+        if self._folder is not None and session.ranks.is_main:
             path = self._folder.checkpoint
             save_checkpoint(path, progress, session.streams, self._fingerprint, session.statistics)
 
@@ -266,7 +289,8 @@ class ActiveRun:
         session = self._session
         if session.test is None or not self._observers:
             return
-        scores = evaluate(session.problem, progress.state.released_params, session.test)
+        released = progress.state.released_params
+        scores = evaluate(session.problem, released, session.test)
         spent = session.plan.spent(progress.ledger)
         for observer in self._observers:
             observer.evaluated(progress, scores, spent)
