@@ -293,6 +293,12 @@ def _metric_faults(statement: Mapping[str, Any]) -> Iterator[str]:
     if stated is None or {row.get("test") for row in stated} != set(range(tests)):
         yield "there is not one metric or more for each test of the mechanism"
         return
+    both = ["training accuracy", "training loss"]
+    whole = ["score", *both] if mechanism["blocks"]["searches"] else both
+    for number in range(tests):
+        found = [row.get("quantity") for row in stated if row["test"] == number]
+        if found != whole and (len(found) != 1 or found[0] in whole):
+            yield f"the metrics of test {number} are {found}, not {whole} or a single one"
     rate = test.get("sample_rate", 1.0)
     tested = rate * statement["dataset_size"]
     unit = math.hypot(test["noise_multiplier"] / tested, math.sqrt((1 - rate) / tested))
