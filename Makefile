@@ -1,8 +1,9 @@
 # Two commands for a fresh machine (Python 3.11 or newer, nothing else):
 #   make demo   train a private model on embedded digits and test it
 #   make test   lint, type check, tests
-# Two more: make reproduce renders the paper's tables and figures from the stored rows, and
-# make soak spends a quarter of an hour on looking for what dpsur does not survive.
+# More: make test-all adds the slow tests, make docs builds the documentation, make release-check
+# builds the package and tries it in an empty environment, make reproduce renders the paper's tables
+# and figures from the stored rows, and make soak spends a quarter of an hour on damaged inputs.
 # Each does its own set-up in .venv.
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 # where `make demo` trains; a new temporary folder unless it is given
 DEMO_OUT ?=
 
-.PHONY: demo test soak lint format reproduce clean
+.PHONY: demo test test-all docs release-check soak lint format reproduce clean
 
 demo: $(INSTALLED)
 	out="$(DEMO_OUT)"; out="$${out:-$$(mktemp -d)/dpsur-demo}"; \
@@ -20,7 +21,27 @@ demo: $(INSTALLED)
 	$(BIN)/dpsur evaluate "$$out"
 
 test: lint
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope -m "not slow"
+
+test-all: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
+
+# Warnings are errors: a dead link, a page that is in no menu, a name without a docstring.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "documentation: build/site/index.html"
+
+# What `pip install dpsur` will give: wheel and source archive, each in an empty environment.
+CHECK := build/release-check
+release-check: $(INSTALLED)
+	rm -rf dist $(CHECK)
+	$(BIN)/python -m build --quiet --outdir dist .
+	for archive in dist/*.whl dist/*.tar.gz; do \
+		rm -rf $(CHECK) && $(PYTHON) -m venv $(CHECK) && \
+		$(CHECK)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch && \
+		$(CHECK)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$archive[demo]" && \
+		$(CHECK)/bin/python tests/release_check.py README.md || exit 1; \
+	done
 
 # Damaged inputs, deaths and kills; docs/reliability.md shows what came of it.
 soak: $(INSTALLED)
@@ -35,7 +56,8 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# All tables and figures, from the rows in results/.
+# All tables and figures, from the rows in results/, in about a minute. docs/tables/index.md lists
+# them, with the command that regenerates the rows of each and the GPU time that it takes.
 reproduce: $(INSTALLED)
 	$(BIN)/python -m reproduction all --render-only
 	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.svg

@@ -25,6 +25,7 @@ class Options:
     tasks: tuple[str, ...] = ()  # that a grid is limited to
     arms: tuple[str, ...] = ()  # likewise
     epsilons: tuple[float, ...] = ()  # likewise
+    results: Path = Path("results")  # where the rows of all experiments are
     claims: Path | None = None  # where processes note what they have begun, to share a grid evenly
 
     def ask_for(self, task: str, arm: str, epsilon: float | None) -> bool:

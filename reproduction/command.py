@@ -13,8 +13,9 @@ from dpsur.cli import run_command
 from dpsur.cli.parser import Parser, shown, whole_number
 from dpsur.errors import DpsurError, InvalidInputError
 from reproduction.base import Experiment, Options
+from reproduction.index_page import index_page
 from reproduction.registry import EXPERIMENTS, experiment_named
-from reproduction.runner import fill, look_up, render, rows_file
+from reproduction.runner import Filled, fill, look_up, render, rows_file
 
 DESCRIPTION = """\
 Make the rows of experiments and render their tables and figures.
@@ -34,6 +35,7 @@ EXAMPLES = """\
   python -m reproduction all --render-only                                 draw from rows
   python -m reproduction accuracy ablation --jobs 4                        four at once on one GPU
   python -m reproduction bench --help                                      speed and memory
+  python -m reproduction bench-networks --help                             common networks
   python -m reproduction encoder --help                                    train the encoder
 """
 
@@ -47,7 +49,12 @@ class ReproductionParser(Parser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, as `dpsur` does: 2 for bad input."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    for name, parser in (("bench", _bench_parser), ("encoder", _encoder_parser)):
+    parsers = {
+        "bench": _bench_parser,
+        "bench-networks": _network_parser,
+        "encoder": _encoder_parser,
+    }
+    for name, parser in parsers.items():
         if given[:1] == [name]:
             return run_command(parser, PROGRAM, given[1:])
     return run_command(_parser, PROGRAM, given)
@@ -59,6 +66,15 @@ def _bench_parser(given: Sequence[str]) -> Parser:
 
     parser = ReproductionParser(prog=f"python -m {PROGRAM} bench")
     command.set_up(parser)
+    return parser
+
+
+def _network_parser(given: Sequence[str]) -> Parser:
+    del given
+    from reproduction.bench import network_grid
+
+    parser = ReproductionParser(prog=f"python -m {PROGRAM} bench-networks")
+    network_grid.set_up(parser)
     return parser
 
 
@@ -162,12 +178,27 @@ def run(options: argparse.Namespace) -> int:
     shared = [experiment.name for experiment in experiments if experiment.shared]
     if options.jobs > 1 and shared and not options.render_only:
         run_parts(_part_of(shared, options), options.jobs)
+    done: dict[str, tuple[Filled, list[Path]]] = {}
     for experiment in experiments:
         if "all" in options.names and options.render_only and _has_no_rows(experiment, options):
             print(f"{experiment.name}: no rows yet")
             continue
-        _reproduce(experiment, options, known[experiment.name])
+        done[experiment.name] = _reproduce(experiment, options, known[experiment.name])
+    if "all" in options.names and not options.rows_only:
+        _write_index(done, Path(options.out))
     return 0
+
+
+def _write_index(done: Mapping[str, tuple[Filled, list[Path]]], out: Path) -> None:
+    """The page that lists everything, and where it is."""
+    page = index_page(
+        {name: text for name, (_, text) in EXPERIMENTS.items()},
+        {name: filled.rows for name, (filled, _) in done.items()},
+        {name: len(filled.missing) for name, (filled, _) in done.items()},
+        {name: written for name, (_, written) in done.items()},
+    )
+    (place,) = page.write(out)
+    print(f"everything, and how to regenerate it: {place}")
 
 
 def _rows_of(experiment: Experiment, options: argparse.Namespace) -> int:
@@ -189,11 +220,14 @@ def _asked(options: argparse.Namespace) -> Options:
         tasks=tuple(options.tasks),
         arms=tuple(options.arms),
         epsilons=tuple(options.epsilons),
+        results=Path(options.results),
         claims=options.claims,
     )
 
 
-def _reproduce(experiment: Experiment, options: argparse.Namespace, known: int) -> None:
+def _reproduce(
+    experiment: Experiment, options: argparse.Namespace, known: int
+) -> tuple[Filled, list[Path]]:
     started = time.monotonic()
     results, out, asked = Path(options.results), Path(options.out), _asked(options)
 
@@ -207,11 +241,12 @@ def _reproduce(experiment: Experiment, options: argparse.Namespace, known: int) 
     written = [] if options.rows_only else render(experiment, filled, out)
     made = len(filled.rows) - known
     if options.claims is not None:
-        return  # the process that started this one reports for all
+        return filled, written  # the process that started this one reports for all
     missing = f", {len(filled.missing)} cells without one" if filled.missing else ""
     print(f"{experiment.name}: {len(filled.rows)} rows, {made} of them new{missing}")
     for path in written:
         print(f"  {path}")
+    return filled, written
 
 
 def _part_of(names: Sequence[str], options: argparse.Namespace) -> list[str]:

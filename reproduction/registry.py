@@ -43,11 +43,15 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
     ),
     "best": (
         "reproduction.experiments.best",
-        "the best accuracies here at a proven epsilon, beside the paper's at its own (GPU minutes)",
+        "DP-SGD and DPSUR with the preset tuned, beside the paper's figures (GPU minutes)",
     ),
     "heads": (
         "reproduction.experiments.heads",
-        "linear models on the features of the shipped encoder (GPU minutes)",
+        "what the preset auto reaches, beside all it can be compared with (GPU minutes)",
+    ),
+    "unseen": (
+        "reproduction.experiments.unseen",
+        "the preset auto on data that it was not made for, against DP-SGD with a grid (minutes)",
     ),
     "tuning": (
         "reproduction.experiments.tuning",
@@ -60,6 +64,14 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
     "robustness": (
         "reproduction.experiments.robustness",
         "accuracy against the learning rate, selective and plain (GPU minutes)",
+    ),
+    "selection-tuning": (
+        "reproduction.experiments.selection_tuning",
+        "learning rates on held-out records, which selection-grid is centred on (GPU minutes)",
+    ),
+    "selection-grid": (
+        "reproduction.experiments.selection_grid",
+        "accuracy against starting rate and clipping norm, gate block and others (GPU minutes)",
     ),
     "convergence": (
         "reproduction.experiments.convergence",

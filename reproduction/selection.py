@@ -1,4 +1,6 @@
-"""The tables of docs/selection.md, from the rows of the simulator that the rule was found with.
+"""The tables of docs/selection.md: the library's rows, and those of a simulator.
+
+The rule was found with the simulator.
 
 python -m reproduction.selection --write
 """
@@ -10,6 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from reproduction.experiments.selection_grid import points_of
+from reproduction.experiments.selection_tuning import TRIED, by_rate
+from reproduction.rows import read_rows
+from reproduction.selection_runs import CASES, EPSILONS
+
 ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "results" / "selection_prototype.jsonl"
 PAGE = ROOT / "docs" / "selection.md"
@@ -18,9 +25,9 @@ TASKS = (
     "scat-lin", "mlp", "cnn", "mnist-lin", "mnist-cnn", "imdb-lin", "imdb-mlp", "imdb-tr",
 )  # fmt: skip
 STARTS = {-6: "1/64", -3: "1/8", 0: "1", 3: "8", 6: "64"}
-CLIPS = {1 / 16: "1/16", 1 / 4: "1/4", 1: "1", 4: "4", 16: "16"}
-FIRST_FORM = "first form, 0.71"
-WIDE, WIDE_BEFORE = "wide", "wide without the 0.15 line, noise share"
+GRID = ROOT / "results" / "selection-grid.jsonl"
+FIRST_SEARCH = ROOT / "results" / "selection_first_search.jsonl"
+TUNING = ROOT / "results" / "selection-tuning.jsonl"
 Row = dict[str, Any]
 
 
@@ -78,28 +85,6 @@ def short() -> str:
     return table(head, lines)
 
 
-def wide() -> str:
-    """Searches around a starting rate: the first form, and the wide search."""
-    head = ["task, epsilon", "search", *(f"x {name}" for name in STARTS.values())]
-    lines = []
-    for name, found in cells(rows()):
-        for form in (FIRST_FORM, WIDE_BEFORE, WIDE):
-            if any(row["form"] == form for row in found):
-                lines.append([name, form, *(mean(select(found, form, start)) for start in STARTS)])
-    return table(head, lines)
-
-
-def clip() -> str:
-    """The first form with a clipping norm that is off by a factor."""
-    head = ["task, epsilon", *(f"x {name}" for name in CLIPS.values())]
-    lines = [
-        [name, *(mean(select(found, FIRST_FORM, clip=factor)) for factor in CLIPS)]
-        for name, found in cells(rows())
-        if any(row.get("clip_off_by", 1) != 1 for row in found)
-    ]
-    return table(head, lines)
-
-
 def _grid(found: list[Row], clip: float) -> dict[float, float]:
     """Accuracy by rate of plain DP-SGD with linear decay, at a clipping norm."""
     return {
@@ -107,25 +92,6 @@ def _grid(found: list[Row], clip: float) -> dict[float, float]:
         for row in found
         if row["form"] == "grid, linear decay" and row["clip"] == clip
     }
-
-
-def grid() -> str:
-    """Plain DP-SGD with other clipping norms: the tuned rate kept, and the best for that norm."""
-    head = ["task, epsilon", *(f"C = {name}" for name in CLIPS.values())]
-    lines = []
-    for name, found in cells(rows()):
-        plain = _grid(found, 1)
-        others = {factor: _grid(found, factor) for factor in CLIPS if factor != 1}
-        if not plain or not all(others.values()):
-            continue
-        tuned = max(plain, key=plain.__getitem__)
-        line = [name]
-        for factor in CLIPS:
-            known = others.get(factor, plain)
-            kept = f"{known[tuned]:.1f}" if tuned in known else "–"
-            line.append(f"{kept} / {max(known.values()):.1f}")
-        lines.append(line)
-    return table(head, lines)
 
 
 def product() -> str:
@@ -140,7 +106,47 @@ def product() -> str:
     return table(head, lines)
 
 
-TABLES = {"short": short, "wide": wide, "clip": clip, "grid": grid, "product": product}
+def library() -> str:
+    """The gate block beside plain DP-SGD with linear decay, from the library's own rows."""
+    head = ["data, network", "epsilon", *(f"x {name}" for name in STARTS.values())]
+    head += ["gate block", "rate given: worst", "against the best"]
+    found = read_rows(GRID) if GRID.exists() else []
+    tried = by_rate(read_rows(TUNING) if TUNING.exists() else [])
+    wanted = len(TRIED["linear"][0])
+    lines = []
+    for case in CASES.values():
+        for epsilon in EPSILONS:
+            plain = {p.value: p.mean for p in points_of(found, case.name, epsilon, "linear")}
+            if not plain:
+                continue
+            free = points_of(found, case.name, epsilon, "block-free")
+            given = points_of(found, case.name, epsilon, "block")
+            whole = len(tried.get((case.name, epsilon, "linear"), ())) == wanted
+            tuned = "" if whole else " *"
+            line = [f"{case.label}{tuned}", str(epsilon)]
+            line += [f"{plain[start]:.1f}" if start in plain else "–" for start in STARTS]
+            line.append(f"{free[0].mean:.1f} ({free[0].seeds})" if free else "–")
+            line.append(f"{min(p.mean for p in given):.1f}" if given else "–")
+            line.append(f"{free[0].mean - max(plain.values()):+.1f}" if free else "–")
+            lines.append(line)
+    return table(head, lines)
+
+
+def first() -> str:
+    """The gate block with a rate given, in the first form of its search."""
+    head = ["data, network", "epsilon", *(f"x {name}" for name in STARTS.values()), "runs"]
+    found, lines = read_rows(FIRST_SEARCH), []
+    for case in CASES.values():
+        for epsilon in EPSILONS:
+            points = points_of(found, case.name, epsilon, "block")
+            if points:
+                means = [f"{point.mean:.1f}" for point in points]
+                runs = sum(point.seeds for point in points)
+                lines.append([case.label, str(epsilon), *means, str(runs)])
+    return table(head, lines)
+
+
+TABLES = {"library": library, "first": first, "short": short, "product": product}
 
 
 def rendered(text: str) -> str:

@@ -21,7 +21,7 @@ from dpsur.privacy.budget import Budget
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.result import Run
 from dpsur.runs.session import Session
-from dpsur.runs.tasks import Records, build_task_session, load_records, with_features
+from dpsur.runs.tasks import Records, build_task_session, held_out, load_records, with_features
 from dpsur.runs.together import run_together
 from reproduction.arms import ARMS
 from reproduction.base import Cell, Experiment, Options, Row
@@ -43,7 +43,8 @@ class TrainingCell:
     """One run: an arm on a task at a budget, with changes of its preset.
 
     `evaluations` asks for a curve of about so many points; without it only the end is measured.
-    `stretch` multiplies the budget and nothing else: the preset stays that of `epsilon`.
+    `features` replace those of the preset. `stretch` multiplies the budget and nothing else: the
+    preset stays that of `epsilon`.
     """
 
     task: str
@@ -53,6 +54,7 @@ class TrainingCell:
     changes: Mapping[str, Any] = field(default_factory=dict)
     hold_out: int = 0
     evaluations: int = 0
+    features: str | None = None
     stretch: float = 1  # an int, so that a whole epsilon stays one in the row
 
     def config(self) -> dict[str, Any]:
@@ -61,6 +63,7 @@ class TrainingCell:
         preset = arm.preset(self.task, self.epsilon)
         # where settings are tried, what was chosen earlier plays no part
         chosen = preset.given if self.hold_out else preset.options
+        features = self.features or preset.features or ""
         return {
             "task": self.task,
             "arm": self.arm,
@@ -68,13 +71,13 @@ class TrainingCell:
             "epsilon": self.epsilon * self.stretch,
             "delta": DELTA,
             "accounting": arm.accounting,
-            "features": preset.features,
+            "features": features,
             "normalisation": preset.normalisation,
             "network": dict(preset.network),
             "options": {**chosen, **self.changes},
             "tried": dict(self.changes),
             "hold_out": self.hold_out,
-            "tf32": self.task in WITH_TF32,
+            "tf32": self.task in WITH_TF32 and "encoder" not in features,
             **({"preparation": PREPARATION} if preset.normalisation == PRIVATE else {}),
             **({"evaluations": self.evaluations} if self.evaluations else {}),
             **({"stretch": self.stretch} if self.stretch != 1 else {}),
@@ -198,7 +201,7 @@ def _made_together(
         started = time.perf_counter()
         outcomes = run_together(sessions)
     except RuntimeError as error:
-        if len(seeds) == 1 or not _is_of_memory(error):
+        if len(seeds) == 1 or not is_of_memory(error):
             raise
         return None
     seconds = (time.perf_counter() - started) / len(seeds)
@@ -211,7 +214,7 @@ def _made_together(
     return found
 
 
-def _is_of_memory(error: BaseException | None) -> bool:
+def is_of_memory(error: BaseException | None) -> bool:
     """Whether a GPU was full, perhaps while a graph was captured, whose end is an error too."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
@@ -258,10 +261,13 @@ def _row(arm: str, session: Session, run: Run, seconds: float, together: int) ->
 def loaded_records(task: str, features: str, hold_out: int, device: str | None) -> Records:
     """Records with their features, kept on the device for the next run on the same task."""
     chosen = choose_device(device or "auto")
-    run = RunConfig(
-        task, Nonprivate(), Budget(1.0, DELTA), "proven", features=features, hold_out=hold_out
-    )
-    return with_features(run, load_records(run), chosen)
+    run = RunConfig(task, Nonprivate(), Budget(1.0, DELTA), "proven", features=features)
+    records = with_features(run, load_records(run), chosen)
+    if not hold_out:
+        return records
+    # Features of all records are in the cache already, those of a part would be computed again.
+    train, test = held_out(records.train, hold_out)
+    return replace(records, train=train, test=test)
 
 
 def device_name(device: torch.device) -> str:

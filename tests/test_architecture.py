@@ -53,7 +53,9 @@ ARROWS = {
     "attacks": {"runs", "tasks", "features", "networks", "methods", "mechanism", "functional"},
     "audits": {"runs", "methods", "mechanism", "per_example", "functional", "privacy"},
     "bench": {"methods", "mechanism", "per_example", "functional", "privacy"},
+    "reports": {"runs", "tasks", "per_example", "functional", "privacy"},
     "cli": {
+        "reports",
         "bench",
         "presets",
         "audits",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.errors import InvalidInputError
@@ -25,6 +26,7 @@ from dpsur.tasks.imdb import LENGTH as IMDB_LENGTH
 from dpsur.tasks.imdb import VOCABULARY as IMDB_WORDS
 
 ENCODER_WORDS, ENCODER_LENGTH, ENCODER_WIDTH = 5_000, 64, 64
+GPT_WORDS, GPT_LENGTH = 50_257, 256
 
 
 def widened_cnn(width: int) -> nn.Module:
@@ -118,6 +120,164 @@ class TransformerEncoder(nn.Module):
         return scores
 
 
+class WideBlock(nn.Module):
+    """Two 3x3 convolutions, each behind a GroupNorm, around a shortcut."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.GroupNorm(16, before)
+        self.inner = nn.Conv2d(before, width, 3, stride=stride, padding=1, bias=False)
+        self.second = nn.GroupNorm(16, width)
+        self.outer = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or before != width:
+            self.shortcut = nn.Conv2d(before, width, 1, stride=stride, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Body plus shortcut, which sees the activated input where it is a convolution."""
+        seen = torch.relu(self.first(images))
+        body: Tensor = self.outer(torch.relu(self.second(self.inner(seen))))
+        kept = images if isinstance(self.shortcut, nn.Identity) else self.shortcut(seen)
+        return body + kept
+
+
+def wide_resnet(depth: int = 16, factor: int = 4) -> nn.Module:
+    """WRN with GroupNorm, the network of most work on private image classification."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False)]
+    before = 16
+    for width, stride in ((16 * factor, 1), (32 * factor, 2), (64 * factor, 2)):
+        for block in range((depth - 4) // 6):
+            layers.append(WideBlock(before, width, stride if block == 0 else 1))
+            before = width
+    layers += [nn.GroupNorm(16, before), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(before, 10))
+
+
+def perceptron(width: int = 1_024) -> nn.Module:
+    """Three linear layers."""
+    return nn.Sequential(
+        nn.Linear(512, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 100)
+    )
+
+
+class TokenClassifier(nn.Module):
+    """PyTorch's own encoder over tokens."""
+
+    def __init__(self, width: int = 192, depth: int = 6, length: int = 128) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ENCODER_WORDS, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(1, length, width))
+        layer = nn.TransformerEncoderLayer(
+            width,
+            nhead=width // 32,
+            dim_feedforward=4 * width,
+            dropout=0.0,
+            batch_first=True,
+            norm_first=True,
+            activation="gelu",
+        )
+        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Scores of the classes, from the mean over positions."""
+        states = self.encoder(self.words(words) + self.positions)
+        scores: Tensor = self.output(self.norm(states).mean(1))
+        return scores
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer and a trained product of two thin ones (LoRA)."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.frozen = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """The sum of both."""
+        moved: Tensor = self.frozen(states) + self.up(self.down(states))
+        return moved
+
+
+class GptBlock(nn.Module):
+    """Causal attention and a perceptron, each behind a LayerNorm, as in GPT-2."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixed: nn.Module = nn.Linear(width, 3 * width)
+        self.joined: nn.Module = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Two residual steps."""
+        rows, length, width = states.shape
+        parts = self.mixed(self.first(states)).view(rows, length, 3, self.heads, -1)
+        queries, keys, values = parts.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        states = states + self.joined(seen.transpose(1, 2).reshape(rows, length, width))
+        moved: Tensor = states + self.mlp(self.second(states))
+        return moved
+
+
+def next_word_loss(scores: Tensor, words: Tensor) -> Tensor:
+    """Mean cross entropy over positions."""
+    return F.cross_entropy(scores.flatten(0, 1), words.flatten())
+
+
+class Gpt(nn.Module):
+    """A language model of GPT-2's shape."""
+
+    def __init__(
+        self, depth: int = 12, width: int = 768, words: int = GPT_WORDS, *, tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.positions = nn.Embedding(GPT_LENGTH, width)
+        self.blocks = nn.Sequential(*(GptBlock(width, width // 64) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Scores of the next token at every position."""
+        places = torch.arange(words.shape[1], device=words.device).repeat(len(words), 1)
+        states = self.blocks(self.words(words) + self.positions(places))
+        scores: Tensor = self.head(self.norm(states))
+        return scores
+
+
+def gpt_lora(depth: int = 12, width: int = 768) -> nn.Module:
+    """The same with all weights frozen but products of rank 8 beside attention's projections."""
+    model = Gpt(depth, width)
+    model.requires_grad_(False)
+    for block in model.blocks:
+        for name in ("mixed", "joined"):
+            setattr(block, name, LowRank(getattr(block, name)))
+    return model
+
+
+class LstmClassifier(nn.Module):
+    """Words, one LSTM layer, and the mean of its states."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ENCODER_WORDS, 128)
+        self.lstm = nn.LSTM(128, width, batch_first=True)
+        self.output = nn.Linear(width, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Scores of the two classes."""
+        scores: Tensor = self.output(self.lstm(self.words(words))[0].mean(1))
+        return scores
+
+
 IMAGE = (3, 32, 32)
 
 
@@ -126,6 +286,7 @@ class Network:
     """A network, the shape of one input, and what the inputs are.
 
     `words` is the size of the vocabulary where inputs are tokens, None where they are real numbers.
+    With `labelled_positions` every position of an input has a label: the next word.
     Networks of a `series` differ in their width alone, to show growth with the parameters.
     """
 
@@ -137,6 +298,8 @@ class Network:
     classes: int = 10
     words: int | None = None
     series: bool = False
+    labelled_positions: bool = False
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
 
     def model(self, device: torch.device, seed: int = 0) -> nn.Module:
         """A freshly initialised network: the same seed gives every arm the same weights."""
@@ -151,7 +314,8 @@ class Network:
             inputs = torch.randn(shape, generator=generator)
         else:
             inputs = torch.randint(self.words, shape, generator=generator)
-        targets = torch.randint(self.classes, (size,), generator=generator)
+        labelled = shape if self.labelled_positions else (size,)
+        targets = torch.randint(self.classes, labelled, generator=generator)
         return Examples(inputs, targets).to(device)
 
 
@@ -203,11 +367,59 @@ NETWORKS: dict[str, Network] = {
     )
 }
 
+# Networks that people train, for `bench-networks`.
+COMMON: dict[str, Network] = {
+    network.name: network
+    for network in (
+        Network("wrn-16-4", "WRN-16-4 with GroupNorm", 2_748_890, wide_resnet, IMAGE),
+        Network(
+            "resnet18-64", "ResNet-18 with GroupNorm, 64x64", 11_173_962, resnet18, (3, 64, 64)
+        ),
+        Network(
+            "encoder-192x6",
+            "Transformer encoder, 6 blocks of width 192",
+            3_656_074,
+            TokenClassifier,
+            (128,),
+            10,
+            ENCODER_WORDS,
+        ),
+        *(
+            Network(
+                name,
+                summary,
+                parameters,
+                build,
+                (GPT_LENGTH,),
+                GPT_WORDS,
+                GPT_WORDS,
+                labelled_positions=True,
+                loss=next_word_loss,
+            )
+            for name, summary, parameters, build in (
+                ("gpt2", "GPT-2 shaped, 12 blocks of width 768", 162_447_360, Gpt),
+                ("gpt2-tied", "the same with tied embedding", 123_849_984, partial(Gpt, tied=True)),
+                ("gpt2-lora", "the same with LoRA of rank 8", 442_368, gpt_lora),
+            )
+        ),
+        Network("mlp", "perceptron of 1.7M parameters", 1_677_412, perceptron, (512,), 100),
+        Network(
+            "lstm-256",
+            "LSTM of width 256, 128 steps",
+            1_035_778,
+            LstmClassifier,
+            (128,),
+            2,
+            ENCODER_WORDS,
+        ),
+    )
+}
+
 
 def network_named(name: str) -> Network:
     """Look a network up by name."""
     try:
-        return NETWORKS[name]
+        return (NETWORKS | COMMON)[name]
     except KeyError:
-        known = ", ".join(NETWORKS)
+        known = ", ".join(NETWORKS | COMMON)
         raise InvalidInputError(f"unknown network {name!r}; choose from {known}") from None

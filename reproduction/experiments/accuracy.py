@@ -7,16 +7,37 @@ from importlib.resources import files
 from typing import Any
 
 from dpsur.presets.settings import EPSILONS
-from reproduction.arms import ARMS, DPSUR_ARMS, FAULT_ARMS, HF_PUBLISHED, METHOD_ARMS
+from reproduction.arms import (
+    ADAPTIVE_DPAGD,
+    ARMS,
+    DPSGD_PUBLISHED,
+    DPSUR_ARMS,
+    FAULT_ARMS,
+    HF_PUBLISHED,
+    METHOD_ARMS,
+    RELEASED_COMMANDS,
+    RELEASED_DPAGD,
+    TS_AUTHORS,
+)
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
-from reproduction.base import Row
+from reproduction.base import Options, Row
 from reproduction.experiments.accuracy_pages import draw_accuracy, extra_pages, has_points
+from reproduction.experiments.paper_figures import figure_pages, state_page
 from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
 TASKS = ("fmnist", "mnist", "cifar10", "imdb")
 MANY, FEW = tuple(range(5)), tuple(range(3))
 MAIN_ARMS = ("published", "proven", "released-code")
 SIDE_EPSILONS = (1, 3)
+# The method of the paper's table that an arm stands beside, where it is not the arm's own name.
+PAPER_METHODS = {
+    **{arm.name: "dpsur" for arm in (*DPSUR_ARMS, *FAULT_ARMS, RELEASED_COMMANDS)},
+    HF_PUBLISHED.name: "dpsgd-hf",
+    DPSGD_PUBLISHED.name: "dpsgd",
+    TS_AUTHORS.name: "dpsgd-ts",
+    ADAPTIVE_DPAGD.name: "dpagd",
+    RELEASED_DPAGD.name: "dpagd",
+}
 TITLE = "Accuracy, beside the paper's"
 TEXT = """
 Accuracy in percent on the public test set of the last iterate (of DPIS on CIFAR-10: of the average
@@ -29,7 +50,9 @@ there, and for the released code, controls and single faults, for which none is 
 those of the preset `paper`; where the paper gives none they were chosen on held-out training
 records. In the figure, bars are one standard deviation, grey ticks the paper's figures, and an open
 marker says that the epsilon is a claim. [The main cells in
-short](accuracy_short.md); [the released code against the paper](accuracy_agreement.md).
+short](accuracy_short.md); [the released code against the paper](accuracy_agreement.md); [ours minus
+the paper's in every cell](accuracy_differences.md); [what the authors
+committed](accuracy_committed.md).
 """
 COLUMNS = (
     Column("data set", "task"),
@@ -65,6 +88,19 @@ class Accuracy(TrainingGrid):
                 for method in METHOD_ARMS:
                     if applies(method.name, task) and (method.name != "nonprivate" or epsilon == 1):
                         yield from _seeds(task, method.name, epsilon, seeds or FEW)
+        for epsilon in EPSILONS:
+            yield from _seeds("imdb", RELEASED_COMMANDS.name, epsilon, seeds or MANY)
+        for task in ("imdb", "cifar10"):  # where plain DPSGD is above the paper by most
+            for epsilon in EPSILONS:
+                yield from _seeds(task, DPSGD_PUBLISHED.name, epsilon, seeds or FEW)
+        for task in TASKS:
+            for epsilon in EPSILONS:
+                yield from _seeds(task, RELEASED_DPAGD.name, epsilon, seeds or FEW)
+                yield from _seeds(task, ADAPTIVE_DPAGD.name, epsilon, seeds or FEW)
+        for task in TASKS:
+            for epsilon in EPSILONS:
+                if has_own_settings(task, epsilon):
+                    yield from _seeds(task, TS_AUTHORS.name, epsilon, seeds or FEW)
         for task in TASKS:
             for epsilon in SIDE_EPSILONS:
                 for side in DPSUR_ARMS:
@@ -79,7 +115,8 @@ class Accuracy(TrainingGrid):
         drawn = Picture(self.name, lambda: draw_accuracy(records, paper))
         picture = drawn if has_points(records) else None
         whole = table_page(self.name, TITLE, TEXT, Table(COLUMNS, records), picture)
-        return [*whole, *extra_pages(records, paper)]
+        lacking = state_page(list(self.cells(Options())), rows)
+        return [*whole, *extra_pages(records, paper), *figure_pages(records, paper), *lacking]
 
 
 EXPERIMENT = Accuracy()
@@ -88,6 +125,14 @@ EXPERIMENT = Accuracy()
 def applies(method: str, task: str) -> bool:
     """Scattering features are for images."""
     return not (method == "dpsgd-hf" and task == "imdb")
+
+
+def has_own_settings(task: str, epsilon: int) -> bool:
+    """Whether the authors of DPSGD-TS tuned it on this task to other settings than the paper's."""
+    if task == "imdb":
+        return False
+    own, paper = (ARMS[arm].preset(task, epsilon) for arm in (TS_AUTHORS.name, "dpsgd-ts"))
+    return own.options != paper.options
 
 
 def _seeds(task: str, arm: str, epsilon: float, seeds: Sequence[int]) -> Iterator[TrainingCell]:
@@ -143,6 +188,5 @@ def _record(key: tuple[str, str, float], rows: Sequence[Row]) -> dict[str, Any]:
 def _paper_figure(task: str, arm: str, epsilon: int) -> float | None:
     if arm == "nonprivate":
         return paper_accuracy()[task, "nonprivate", 0]
-    method = {"dpsgd-hf-published": "dpsgd-hf"}.get(arm, arm)
-    method = "dpsur" if arm in {one.name for one in (*DPSUR_ARMS, *FAULT_ARMS)} else method
+    method = PAPER_METHODS.get(arm, arm)
     return paper_accuracy().get((task, method, epsilon))

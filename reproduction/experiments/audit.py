@@ -44,6 +44,8 @@ _PLAIN: dict[str, Any] = {
 }
 _MANY_REJECTIONS = {"val_noise_multiplier": 10.0, "accept_threshold": -30.0}
 _FEW_LENGTHS = {"updates": 60, "batch_size": 2048, "val_batch_size": 256, "step_sizes": 5}
+# The clipping norm is given, so that canaries are as long as it.
+_BLOCKS = {"gate": "block", "clip_norm": "given", "blocks": 3, "block_updates": 20}
 # name -> method, its settings and the accounting
 TRAININGS: dict[str, tuple[type[GradientMethod] | type[Dpagd], dict[str, Any], str]] = {
     "dpsgd": (Dpsgd, _PLAIN, "every-trial"),
@@ -55,6 +57,7 @@ TRAININGS: dict[str, tuple[type[GradientMethod] | type[Dpagd], dict[str, Any], s
         {**_PLAIN, **_MANY_REJECTIONS, "momentum": 0.9, "updates": 20, "batch_size": 1024},
         "proven",
     ),
+    "dpsgd, gate block": (Dpsgd, {**_PLAIN, **_BLOCKS}, "proven"),
     "dpsgd-ts": (DpsgdTs, _PLAIN, "proven"),
     "dpsgd-hf": (DpsgdHf, _PLAIN, "proven"),
     "dpis": (Dpis, _PLAIN, "proven"),
@@ -183,6 +186,8 @@ def _visible_faults(training: str) -> list[str]:
     """Faults that a training can have."""
     if training == "dpsgd":
         return [name for name, fault in FAULTS.items() if not fault.needs_test]
+    if training == "dpsgd, gate block":
+        return ["no-noise", "noise-1/4"]
     if "many rejections" in training:
         return [name for name, fault in FAULTS.items() if fault.needs_test]
     return []

@@ -17,9 +17,10 @@ BUDGET = Budget(3.0, 1e-5)
 TASK = task_named("mnist-5k")
 SELECTIVE, PLAIN = TASK.settings["dpsur"], TASK.settings["dpsgd"]
 KEPT = {**SELECTIVE, "on_reject": "keep-momentum"}
+AUTO = "auto (make demo)"
 # method, accounting, features
 ARMS: dict[str, tuple[Method, str, str]] = {
-    "dpsur, proven (make demo)": (Dpsur(**SELECTIVE), "proven", "scattering"),
+    "dpsur, proven": (Dpsur(**SELECTIVE), "proven", "scattering"),
     "dpsur, every trial charged": (Dpsur(**SELECTIVE), "every-trial", "scattering"),
     "dpsur, every trial charged, momentum kept": (Dpsur(**KEPT), "every-trial", "scattering"),
     "dpsgd": (Dpsgd(**PLAIN), "proven", "scattering"),
@@ -27,11 +28,12 @@ ARMS: dict[str, tuple[Method, str, str]] = {
     "dpsgd, pixels": (Dpsgd(), "proven", "pixels"),
 }
 NOTE = """\
-Task `mnist-5k` (4,000 digits to train, 1,000 to test), epsilon 3 at delta 1e-5. A linear model on
-scattering features, or the paper's network of 26,010 parameters on pixels; the task's own settings.
-Accuracy of the last iterate on the test set, mean and standard deviation over seeds. Learning
-rates, the model and the strength of the test were chosen on a held-out part of the training digits;
-that choice is not covered by epsilon.
+Task `mnist-5k` (4,000 digits to train, 1,000 to test), epsilon 3 at delta 1e-5. *auto* is what the
+preset chooses without a GPU: a linear model on whitened scattering, by rules that these digits had
+no part in. The others are a linear model on scattering features, or the paper's network of 26,010
+parameters on pixels, with the task's own settings: learning rates, the model and the strength of
+the test were chosen on a held-out part of the training digits, which epsilon does not cover.
+Accuracy of the last iterate on the test set, mean and standard deviation over seeds.
 """
 
 
@@ -44,7 +46,7 @@ class Demo(OneByOne):
 
     def cells(self, options: Options) -> Iterator[Cell]:
         """Every arm with every seed."""
-        for arm in ARMS:
+        for arm in (AUTO, *ARMS):
             for seed in options.seeds or SEEDS:
                 yield {"arm": arm, "seed": seed}
 
@@ -61,17 +63,21 @@ EXPERIMENT = Demo()
 
 
 def _trained(arm: str, seed: int, device: str) -> Row:
-    method, accounting, features = ARMS[arm]
-    config = RunConfig(
-        TASK.name, method, BUDGET, accounting, features=features, seed=seed, device=device
-    )
+    if arm == AUTO:
+        values = {"task": TASK.name, "epsilon": BUDGET.epsilon, "seed": seed, "device": device}
+        config = RunConfig.from_names(values, auto=True)
+    else:
+        method, accounting, features = ARMS[arm]
+        config = RunConfig(
+            TASK.name, method, BUDGET, accounting, features=features, seed=seed, device=device
+        )
     session, _ = build_task_session(config)
     run = execute(session)
     assert run.scores is not None
     return {
         "config": {
             "task": TASK.name,
-            "features": features,
+            "features": config.features,
             "method": run.method.name,
             **run.statement["settings"],
         },
@@ -91,7 +97,7 @@ def _page(rows: Sequence[Row]) -> str:
         "| what | accounting | noise multiplier | accuracy | seeds |",
         "|---|---|---|---|---|",
     ]
-    for arm in dict.fromkeys(row["arm"] for row in rows):
+    for arm in sorted({row["arm"] for row in rows}, key=[AUTO, *ARMS].index):
         mine = [row for row in rows if row["arm"] == arm]
         scores = [100 * row["accuracy"] for row in mine]
         spread = statistics.stdev(scores) if len(scores) > 1 else 0.0

@@ -8,7 +8,7 @@ from reproduction.base import Row
 from reproduction.experiments.accuracy import paper_accuracy
 from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
-ARM = "released-code"
+ARM, NONPRIVATE = "released-code", "nonprivate"
 SEEDS, FEW = (0, 1, 2, 3, 4), (0, 1, 2)
 # As often as a run of the smallest budget makes an update, so that no peak falls between two looks.
 LOOKS = 100
@@ -31,6 +31,8 @@ CELLS: dict[tuple[str, int], tuple[Change, ...]] = {
     ("imdb", 4): ON_REVIEWS,
     ("cifar10", 4): ON_PHOTOGRAPHS,
 }
+# Without privacy the network for reviews learns its records by heart; this is where that begins.
+WITHOUT_PRIVACY = ("imdb",)
 TITLE = "The last iterate, the best on the test set, and other settings"
 TEXT = f"""
 The arm that works as the released code does, evaluated about {LOOKS} times in a run. *last* is the
@@ -40,7 +42,8 @@ share of its updates that a run had made by then. The best on the test set is no
 anything: it is chosen by the records that it is measured on, and private data had to be kept out of
 that choice. It is shown because published figures can be read that way. *paper from* is the share
 of its updates after which a run first has the paper's figure, where all of its seeds come to it.
-Lines with a change have one setting of the preset replaced. [The agreement of all
+Lines with a change have one setting of the preset replaced; those without an epsilon are trained
+without privacy. [The agreement of all
 cells](accuracy_agreement.md).
 """
 COLUMNS = (
@@ -74,6 +77,9 @@ class Iterates(TrainingGrid):
             for change in changes:
                 for seed in seeds or FEW:
                     yield TrainingCell(task, ARM, epsilon, seed, change, evaluations=LOOKS)
+        for task in WITHOUT_PRIVACY:
+            for seed in seeds or FEW:
+                yield TrainingCell(task, NONPRIVATE, 1, seed, evaluations=LOOKS)
 
     def render(self, rows: Sequence[Row]) -> list[Artifact]:
         """A line per budget and change."""
@@ -91,19 +97,25 @@ def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
             chosen = [row for row in rows if _place(row) == (task, epsilon, change)]
             if chosen:
                 found.append(_record(task, epsilon, change, chosen))
+    for task in WITHOUT_PRIVACY:
+        chosen = [row for row in rows if _place(row) == (task, None, {})]
+        if chosen:
+            found.append(_record(task, None, {}, chosen))
     return found
 
 
-def _place(row: Row) -> tuple[str, int, Change]:
+def _place(row: Row) -> tuple[str, int | None, Change]:
     config = row["config"]
-    return config["task"], config["epsilon"], config["tried"]
+    epsilon = None if config["arm"] == NONPRIVATE else config["epsilon"]
+    return config["task"], epsilon, config["tried"]
 
 
-def _record(task: str, epsilon: int, change: Change, rows: Sequence[Row]) -> dict[str, Any]:
+def _record(task: str, epsilon: int | None, change: Change, rows: Sequence[Row]) -> dict[str, Any]:
     last, last_spread = mean_and_spread([100 * row["accuracy"] for row in rows])
     peaks = [_peak(row["curve"]) for row in rows]
     best, best_spread = mean_and_spread([100 * accuracy for accuracy, _ in peaks])
-    paper = paper_accuracy()[task, "dpsur", epsilon]
+    figures = paper_accuracy()
+    paper = figures[task, NONPRIVATE, 0] if epsilon is None else figures[task, "dpsur", epsilon]
     found = [_reached(row["curve"], paper / 100) for row in rows]
     reached = [share for share in found if share is not None]
     return {

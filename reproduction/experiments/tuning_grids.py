@@ -10,20 +10,6 @@ HELD_OUT = {
     "imdb": 5_000,
     "imdb-words": 5_000,
 }
-# Cheap, noisy steps and choices, and many of them. Choices of the length 0 that are mere noise then
-# come often, and each raises the price of all that follow: it may not rise by a tenth.
-MANY_SHORT_STEPS: Mapping[str, Sequence[Any]] = {
-    "batch_size": (1024,),
-    "val_batch_size": (256,),
-    "max_grad_norm": (0.1,),
-    "largest_step": (5.0,),
-    "raise_by": (0.005,),
-    "updates": (1500, 3000, 6000),
-}
-# Losses clipped lower need less noise in a choice; they rarely are that large.
-LOSSES_CLIPPED_LOWER = {**MANY_SHORT_STEPS, "updates": (1500,), "loss_clip": (0.2, 0.5, 1.0)}
-# Lengths do not shrink towards the end of a run, which leaves the last weights noisy.
-AVERAGED = {**LOSSES_CLIPPED_LOWER, "loss_clip": (0.5,), "average_decay": (0.99, 0.997)}
 # The larger the clip norm, the more gradients are below it, and the less noise importance sampling
 # needs; the rate makes up for it, so that a step is as long as with a clip norm of 0.1.
 LARGER_CLIP_NORMS: Sequence[Mapping[str, Sequence[Any]]] = tuple(
@@ -36,7 +22,7 @@ LARGER_CLIP_NORMS: Sequence[Mapping[str, Sequence[Any]]] = tuple(
     }
     for bound, rate in ((0.3, 1.3), (1.0, 0.4), (3.0, 0.13))
 )
-# Of the preset best: large batches, few updates.
+# Of the preset tuned: large batches, few updates.
 ON_FEATURES: Mapping[str, Sequence[Any]] = {
     "batch_size": (8192, 16384),
     "updates": (300, 600, 1000),
@@ -52,16 +38,6 @@ ON_WORDS: Mapping[str, Sequence[Any]] = {
     "updates": (100, 200),
     "learning_rate": (8.0, 16.0),
 }
-ADAPTIVE_ON_PIXELS: Sequence[Mapping[str, Sequence[Any]]] = (
-    MANY_SHORT_STEPS,
-    LOSSES_CLIPPED_LOWER,
-    AVERAGED,
-    {
-        "max_grad_norm": (0.1, 1.0),
-        "largest_step": (10.0, 40.0),
-        "updates": (100, 300),
-    },
-)
 GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
     ("dpis", "fmnist"): (
         {
@@ -108,30 +84,7 @@ GRIDS: Mapping[tuple[str, str], Sequence[Mapping[str, Sequence[Any]]]] = {
             "updates": (200, 400),
         },
     ),
-    ("dpagd", "fmnist"): ADAPTIVE_ON_PIXELS,
-    ("dpagd", "mnist"): ADAPTIVE_ON_PIXELS,
-    ("dpagd", "cifar10"): (
-        {
-            "max_grad_norm": (0.1, 1.0),
-            "largest_step": (10.0,),
-            "updates": (100,),
-        },
-        {**LOSSES_CLIPPED_LOWER, "updates": (1000,), "loss_clip": (1.0, 2.5)},
-    ),
-    ("dpagd", "imdb"): (
-        {
-            "max_grad_norm": (0.1, 1.0),
-            "largest_step": (40.0,),
-            "updates": (50, 150),
-        },
-        # losses of two classes begin at 0.7, so that lower bounds would hide them all
-        {
-            **LOSSES_CLIPPED_LOWER,
-            "largest_step": (20.0,),
-            "updates": (500,),
-            "loss_clip": (0.7, 1.0),
-        },
-    ),
+    **{("dpagd", task): () for task in ("fmnist", "mnist", "cifar10", "imdb")},  # below
     ("best-dpsgd", "imdb-words"): (ON_WORDS,),
     ("best-dpsur", "imdb-words"): (ON_WORDS,),
     ("best-dpsgd", "fmnist"): (ON_FEATURES,),
@@ -221,5 +174,42 @@ BEST_ON_PHOTOGRAPHS: Mapping[tuple[str, str, int], Sequence[Mapping[str, Any]]] 
     )
     for epsilon in ON_PHOTOGRAPHS
 }
-# What the preset best is tried at; all else at EPSILON. A budget between takes the nearest.
+# DPAGD with momentum and a range of step lengths that shrinks to a fifth. What is tried is how many
+# steps, how long, and on how large a batch; a choice takes a tenth of the budget.
+STEP_LENGTHS: Mapping[
+    tuple[str, int], Sequence[tuple[int, int, float]]
+] = {  # batch, updates, range
+    ("fmnist", 1): ((2048, 600, 10.0), (4096, 500, 10.0), (4096, 500, 20.0)),
+    ("fmnist", 3): (
+        (2048, 1500, 10.0),
+        (4096, 1000, 20.0),
+        (4096, 1000, 10.0),
+        (2048, 2500, 10.0),
+    ),
+    ("mnist", 1): ((2048, 600, 5.0), (4096, 500, 10.0)),
+    ("mnist", 3): ((2048, 1500, 5.0), (4096, 1000, 10.0)),
+    ("cifar10", 1): ((4096, 250, 10.0), (4096, 250, 5.0)),
+    ("cifar10", 3): ((4096, 600, 10.0), (4096, 600, 5.0)),
+    ("imdb", 1): ((1024, 200, 10.0), (1024, 200, 20.0)),
+    ("imdb", 3): ((1024, 500, 10.0), (1024, 500, 20.0)),
+}
+SCORED_ON = {"fmnist": 512, "mnist": 512, "cifar10": 256, "imdb": 256}
+ADAPTIVE_STEPS: Mapping[tuple[str, str, int], Sequence[Mapping[str, Any]]] = {
+    ("dpagd", task, epsilon): tuple(
+        {
+            "batch_size": batch_size,
+            "val_batch_size": SCORED_ON[task],
+            "updates": updates,
+            "largest_step": largest,
+            "momentum": 0.9,
+            "range_schedule": "linear",
+            "choice_share": 0.1,
+            "loss_clip": 3.0,
+            "raise_by": 0.005,
+        }
+        for batch_size, updates, largest in tried
+    )
+    for (task, epsilon), tried in STEP_LENGTHS.items()
+}
+# What the preset tuned is tried at; all else at EPSILON. A budget between takes the nearest.
 BEST_EPSILONS = (1, 3)

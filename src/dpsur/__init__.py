@@ -101,7 +101,7 @@ _HOMES = {
 _PACKAGES = (
     *("attacks", "audits", "bench", "cli", "engine", "features", "functional", "integrations"),
     *("mechanism", "methods", "networks", "opacus", "per_example", "presets", "privacy", "runs"),
-    *("sklearn", "tasks"),
+    *("reports", "sklearn", "tasks"),
 )
 
 __all__ = [

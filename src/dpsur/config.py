@@ -6,17 +6,19 @@ data gets objects: a model, records and a loss (see `dpsur.fit`).
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
+
+import torch
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.features import FEATURES, NORMALISATIONS, features_named
 from dpsur.methods import METHODS, Dpsur, Method, Nonprivate, method_named
 from dpsur.options import build, check_options, flag, from_plain, option, shorten, to_plain
-from dpsur.presets import PRESETS, DataFacts, preset_named
+from dpsur.presets import AUTO, PRESETS, DataFacts, explain_auto, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.rejections import NOT_HIDDEN, WAYS_TO_HIDE
@@ -25,6 +27,12 @@ from dpsur.tasks import DEFAULT_TASK, TASKS, Task, task_named
 DEFAULT_BUDGET = Budget(3.0, 1e-5)
 # Headings in the help of the command line.
 WHAT, PRIVACY, RUN = "what to train", "privacy", "run"
+# Options of a test of every candidate, and the accountings that cover the gate block.
+PAPER_GATE_OPTIONS = (
+    *("val_batch_size", "val_noise_multiplier", "loss_clip", "accept_threshold"),
+    *("accept_ratio", "on_reject", "trials"),
+)
+STEERING_ACCOUNTINGS = ("proven", "every-trial")
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,7 +73,8 @@ class Speed(checks.NamedArguments):
     """How fast things happen. None of it changes what is computed, except for rounding.
 
     `capture` replays whole trials as a CUDA graph where that is possible. `tf32` lets matrix
-    products and convolutions round their inputs to 10 bits; `bf16` computes the layers of a
+    products and convolutions round their inputs to 10 bits, and False forbids it; without either
+    PyTorch's own settings stay, which round convolutions on CUDA. `bf16` computes the layers of a
     training pass with 8 bits; norms, sums and noise keep float32, and so do tests of candidates.
     The privacy statement records both. `data_bytes` is the device memory that the records may take
     (default: half of what is free on a GPU): where they need more they stay on the host, their
@@ -78,9 +87,10 @@ class Speed(checks.NamedArguments):
     capture: bool = option(
         True, "replay whole trials as a CUDA graph where possible (default: yes)", group=RUN
     )
-    tf32: bool = option(
-        False,
-        "let CUDA round products to TF32; the statement records it (default: no)",
+    tf32: bool | None = option(
+        None,
+        "let CUDA round products to TF32; the statement records it (default: as PyTorch is set, "
+        "which rounds convolutions)",
         group=RUN,
     )
     repeatable: bool = option(
@@ -173,10 +183,9 @@ class RunConfig(checks.NamedArguments):
     )
     preset: str | None = option(
         None,
-        "settings for the method, the task and epsilon 1, 2, 3 or 4: the paper's, or (dpsgd, "
-        "dpsur) the best known here; encoder is for any images and any epsilon (dpsgd, dpsur), "
-        "and auto chooses from public facts (images so far) and says why; other options take "
-        "precedence",
+        "auto chooses from public facts and says why; encoder is for any images and any epsilon; "
+        "paper and best have settings for the task and epsilon 1, 2, 3 or 4; other options take "
+        "precedence (default: auto, unless a method or the gate loss or coin is named)",
         names=PRESETS,
         group=WHAT,
     )
@@ -275,15 +284,24 @@ class RunConfig(checks.NamedArguments):
 
     @classmethod
     def from_names(
-        cls, values: Mapping[str, Any], method: str = Dpsur.name, **options: Any
+        cls,
+        values: Mapping[str, Any],
+        method: str | None = None,
+        *,
+        auto: bool = False,
+        **options: Any,
     ) -> Self:
         """A config from plain values by name, as a command line gives them.
 
         `options` are hyper-parameters of the method. What is not given comes from the preset, if
-        one is named, else from the task's settings for the method.
+        one is named, else from the task's settings for the method. With `auto`, that preset is
+        taken where neither a preset nor a method is named.
         """
-        kind = method_named(method)
+        kind = method_named(method or Dpsur.name)
         check_method_options(kind, options)
+        accounting = values.get("accounting", DEFAULT_ACCOUNTING)
+        if auto and values.get("preset") is None and method is None:
+            values = {**values, **_default_preset(accounting, options)}
         task = task_named(
             values.get("task", DEFAULT_TASK), values.get("classes"), values.get("schema")
         )
@@ -291,11 +309,14 @@ class RunConfig(checks.NamedArguments):
             usual = _task_settings(values, kind, task)
             return build(cls, values, method=kind(**{**usual, **options}))
         epsilon = values.get("epsilon", DEFAULT_BUDGET.epsilon)
-        facts = data_facts(task, values.get("keep_fraction"))
+        facts = data_facts(task, values)
         preset = preset_named(values["preset"], kind.name, task.name, epsilon, facts)
         usual = {"features": preset.features, "normalisation": preset.normalisation}
         values = {**usual, **values, "network": dict(preset.network)}
-        return build(cls, values, method=kind(**{**preset.options, **options}))
+        usual = preset.options
+        if "noise_multiplier" in options and values["preset"] == AUTO:
+            usual.pop("updates", None)  # they follow from the budget
+        return build(cls, values, method=kind(**{**usual, **options}))
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values, except the output folder."""
@@ -336,12 +357,65 @@ def _names(method: type[Method]) -> set[str]:
     return {each.name for each in fields(method)}
 
 
-def data_facts(task: Task, keep_fraction: float | None = None) -> DataFacts | None:
-    """What is public about the records that a run trains on."""
-    if task.records is None or task.shape is None or task.classes is None:
-        return None
-    records = max(1, round(task.records * (keep_fraction or 1)))
-    return DataFacts(records, task.shape, task.classes)
+def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts:
+    """What is public about a run on a task, with these options of `RunConfig`."""
+    given = values or {}
+    records = task.records
+    if records is not None:
+        records = max(1, round(records * (given.get("keep_fraction") or 1)))
+    return DataFacts(
+        records,
+        task.shape,
+        task.classes,
+        task.kind,
+        gpu=uses_gpu(given.get("device", "auto")) if values is not None else True,
+        own_model=given.get("model") is not None,
+        features=given.get("features"),
+        short=given.get("max_updates") is not None,
+    )
+
+
+def uses_gpu(device: str) -> bool:
+    """Whether a run on a device of this name is one on a GPU."""
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def _default_preset(accounting: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """Auto, unless a test of every candidate is asked for, which has settings of its own."""
+    paper_gate = options.get("gate") in ("loss", "coin") or any(
+        options.get(name) is not None for name in PAPER_GATE_OPTIONS
+    )
+    return {} if paper_gate or accounting not in STEERING_ACCOUNTINGS else {"preset": AUTO}
+
+
+def choose_for_model(
+    *,
+    records: int | None,
+    features: str | None,
+    normalisation: str | None,
+    accounting: str,
+    budget: Budget,
+    gpu: bool,
+    linear: bool,
+    short: bool,
+) -> tuple[Method, str | None, tuple[str, ...]]:
+    """The method and the normalisation for a model that is given as an object, and the reasons.
+
+    `linear` says that the model is one linear layer of zeros, `short` that `max_updates` is set.
+    """
+    if accounting not in STEERING_ACCOUNTINGS:
+        return Dpsur(), normalisation, ()
+    facts = DataFacts(
+        records, None, None, gpu=gpu, own_model=not linear, features=features, short=short
+    )
+    preset = preset_named(AUTO, Dpsur.name, "", budget.epsilon, facts)
+    method = Dpsur(**preset.options)
+    normalisation = preset.normalisation if normalisation is None else normalisation
+    shown = budget.epsilon, budget.delta
+    lines = explain_auto(
+        replace(facts, own_model=True), features, normalisation, asdict(method), shown
+    )
+    return method, normalisation, lines
 
 
 def _task_settings(

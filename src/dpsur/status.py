@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
@@ -36,6 +36,14 @@ def status(text: str) -> Iterator[None]:
         yield
 
 
+def notes(lines: Iterable[str]) -> None:
+    """Print lines on stderr, unless silenced."""
+    if _quiet.get() or sys.stderr is None or sys.stderr.closed:
+        return
+    for line in lines:
+        _print(f"dpsur: {line}")
+
+
 def _live(text: str, shown: ExitStack) -> bool:
     try:
         from rich.console import Console
@@ -46,7 +54,11 @@ def _live(text: str, shown: ExitStack) -> bool:
 
 
 def _say(text: str) -> None:
+    _print(f"dpsur: {text} ...")
+
+
+def _print(line: str) -> None:
     try:
-        print(f"dpsur: {text} ...", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
     except (OSError, ValueError):
         return  # nobody is there to read it

@@ -92,8 +92,9 @@ def test_default_progress_tells_nothing_private(tmp_path, capsys):
 
 def test_show_private_warns_and_shows(tmp_path, capsys):
     _, _, err = dpsur(
-        "train", "--out", str(tmp_path / "r"), "--show-private", *QUICK, capsys=capsys
-    )
+        "train", "--out", str(tmp_path / "r"), "--show-private", "--gate", "coin", *QUICK,
+        capsys=capsys,
+    )  # fmt: skip
     assert "do not share" in err
     assert re.search(r"trial 4: (accepted|rejected)", err)
     assert "loss_difference" in err
@@ -127,7 +128,10 @@ BAD = [
     (["--epsilon", "0.001", "--noise-multiplier", "1", "--batch-size", "2000"], "single update"),
     (["--noise-multiplier", "1", "--updates", "5000"], "above the budget of 3"),
     (["--trials", "5"], "trials 5 cannot be fixed under the proven accounting"),
-    (["--accounting", "every-trial", "--updates", "5"], "updates 5 cannot be fixed"),
+    (
+        ["--accounting", "every-trial", "--gate", "loss", "--updates", "5"],
+        "updates 5 cannot be fixed",
+    ),
     (["--accounting", "every-trial", "--gate", "coin"], "never rejects an improvement"),
     (["--on-reject", "keep-momentum"], "on_reject keep-momentum is not covered by the proven"),
     (["--accept-ratio", "0.5"], "accept_ratio must be a finite number of at least 1, got 0.5"),

@@ -1,8 +1,12 @@
 """Loops that users write: microbatches, schedulers, gates, workers, checkpoints."""
 
 import copy
+import dataclasses
 import math
+import pickle
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -201,8 +205,58 @@ def test_every_trial_is_charged_with_its_test():
         dpsur.Trial(dpsur.SampledGaussian(0.2, 1.0), test), 20, delta=1e-5
     )
     assert engine.guarantee(1e-5) == ledger.guarantee()
-    with pytest.raises(dpsur.InvalidInputError, match="every-trial"):
-        dpsur.LossGate(lambda model, batch: batch, 10, accounting="proven")
+
+
+def proven_gate(verdicts):
+    """Told verdicts, under a test whose acceptance has a probability that is not tiny."""
+    gate = gate_for(verdicts, accounting="proven")
+    return dataclasses.replace(gate, val_noise_multiplier=0.5)
+
+
+def test_proven_charges_accepted_updates_and_ends_the_loader(monkeypatch, tmp_path):
+    """Three updates among six trials: the loader ends by itself, after the third."""
+    verdicts = [False, True, False, False, True, True]
+    monkeypatch.setattr(dpsur.LossGate, "accepts", lambda *_: verdicts.pop(0))
+    engine, model, optimizer, loader = private(
+        gate=proven_gate([True] * 9), steps=3, target_delta=1e-3, seed=1
+    )
+    with pytest.raises(dpsur.NothingReleasedError, match="all of its updates"):
+        engine.save(tmp_path / "early")
+    train(engine, model, optimizer, loader)
+    assert verdicts == []
+    test = dpsur.LossTest(0.5, 0.5, 0.0)
+    assert engine.guarantee() == pytest.approx(
+        dpsur.selective_epsilon(
+            sample_rate=0.2, noise_multiplier=1.0, updates=3, delta=1e-3, test=test
+        )
+    )
+    with pytest.raises(dpsur.BudgetError):
+        next(iter(loader))
+    engine.save(tmp_path / "run")
+    assert dpsur.verify(tmp_path / "run")[0] == []
+
+
+def test_proven_releases_nothing_at_the_cap(monkeypatch):
+    monkeypatch.setattr(dpsur.LossGate, "accepts", lambda *_: False)
+    engine, model, optimizer, loader = private(
+        gate=dataclasses.replace(proven_gate([]), loss=lambda *_: torch.zeros(())),
+        steps=1,
+        target_delta=1e-2,
+        seed=1,
+    )
+    before = weights(model)
+    with pytest.raises(dpsur.NothingReleasedError, match="cap on trials"):
+        train(engine, model, optimizer, loader)
+    assert same(before, weights(model))
+    with pytest.raises(dpsur.NothingReleasedError):
+        engine.statement()
+
+
+def test_proven_hides_verdicts_and_needs_a_number_of_updates():
+    with pytest.raises(dpsur.InvalidInputError, match="show_verdicts"):
+        gate_for([], accounting="proven", show_verdicts=True)
+    with pytest.raises(dpsur.InvalidInputError, match=r"needs steps"):
+        private(gate=proven_gate([]))
 
 
 def test_a_gate_tests_on_fresh_poisson_batches():
@@ -349,3 +403,47 @@ def test_microbatches_must_all_be_used():
     next(batches)
     with pytest.raises(StepError, match="microbatch"):
         next(batches)
+
+
+def test_the_page_runs(capsys):
+    """Every block of code in docs/own_loop.md, one after the other."""
+    page = (Path(__file__).parents[2] / "docs" / "own_loop.md").read_text()
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(block, names)
+    first, second = map(float, capsys.readouterr().out.split())
+    assert second <= first <= 3.0
+
+
+def test_a_rejection_that_keeps_something_is_noticed(monkeypatch):
+    """The mutant: one that puts back the weights and leaves the optimizer's moments."""
+
+    def weights_only(self):
+        with torch.no_grad():
+            for value, before in self._tensors.values():
+                value.copy_(before)
+
+    monkeypatch.setattr("dpsur.engine.gate.Snapshot.restore", weights_only)
+    with pytest.raises(AssertionError):
+        test_a_rejected_step_leaves_no_trace()
+
+
+def test_noise_for_every_microbatch_is_noticed(monkeypatch):
+    """The mutant: a step that acts on each microbatch has other weights and more charges."""
+    from dpsur.engine.loader import Microbatch
+
+    honest = Microbatch.__init__
+
+    def always_last(self, step, drawn, before, last):
+        honest(self, step, drawn if last else before, before, True)
+
+    monkeypatch.setattr(Microbatch, "__init__", always_last)
+    with pytest.raises((AssertionError, StepError)):
+        test_microbatches_make_the_step_of_the_whole_batch("option", 3)
+
+
+def test_a_private_model_can_be_pickled():
+    _, model, _, _ = private()
+    twin = pickle.loads(pickle.dumps(model))
+    twin(torch.randn(4, 6)).sum().backward()
+    assert twin[0].weight.grad is not None

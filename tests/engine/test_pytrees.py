@@ -147,6 +147,38 @@ def test_fit_takes_dicts_and_targets_of_any_structure():
     assert run.statement["guarantee"]["epsilon"] <= 8.0
 
 
+def test_texts_of_many_lengths_are_planned_for_twice(monkeypatch):
+    """What two lengths have in common is taken for the others; their gradients are right."""
+    from dpsur.engine import watch
+
+    planned = []
+    plain_plan = watch.plan_for
+
+    def counted(objective, params, inputs, budget):
+        planned.append(inputs)
+        return plain_plan(objective, params, inputs, budget)
+
+    monkeypatch.setattr(watch, "plan_for", counted)
+    without_noise(monkeypatch)
+    engine, model, optimizer, loader = private(
+        Reader(), Records(), batch_size=5, seed=1, max_grad_norm=CLIP
+    )
+    for extra, batch in enumerate(loader):  # padded to another length every time
+        batch = {
+            name: F.pad(value, (0, extra)) if name in ("tokens", "mask") else value
+            for name, value in {**batch, "score": batch["score"].float()}.items()
+        }
+        plain = copy.deepcopy(model)
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+        if batch["mask"].any():  # a batch was drawn
+            for value, parameter in zip(alone(plain, batch), model.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad * 5, value, rtol=1e-4, atol=1e-6)
+    assert len(engine._watcher._plans) > 2
+    assert len(planned) == 2
+
+
 def test_an_argument_without_a_row_per_record_is_refused():
     class Shifted(nn.Module):
         def __init__(self):

@@ -12,6 +12,7 @@ from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.features import (
     Encoder,
     ScatteringEncoder,
+    WhitenedScattering,
     WithFeatures,
     build_layers,
     cache,
@@ -23,6 +24,7 @@ from dpsur.features import (
 from dpsur.features.whitening import Whitening, haar
 from dpsur.networks import linear_head
 from dpsur.runs.verification import verify
+from dpsur.tasks.base import linear_heads
 from tests.conftest import StopAt
 
 DIMENSION = 8192
@@ -142,7 +144,7 @@ def test_nothing_in_it_is_trained_and_only_its_digest_is_released(shipped):
     assert list(shipped.state_dict()) == ["asset.digest"]
     assert str(shipped.asset) == encoder.ENCODER_DIGEST
     both = ScatteringEncoder()
-    assert sorted(both.state_dict()) == ["asset.digest", "encoder.asset.digest"]
+    assert sorted(both.state_dict()) == ["encoder.asset.digest", "scattering.asset.digest"]
 
 
 def test_the_files_are_small_and_those_that_were_measured():
@@ -185,11 +187,34 @@ def test_scattering_and_encoder_weigh_the_same(shipped):
     half = torch.full((3,), 0.5**0.5)
     torch.testing.assert_close(rows[:, :3969].norm(dim=1), half, atol=1e-3, rtol=0)
     torch.testing.assert_close(rows[:, 3969:], shipped(images) * 0.5**0.5, atol=5e-5, rtol=0)
-    assert features_named("scattering+encoder").output_shape((1, 28, 28)) == (3969 + DIMENSION,)
-    with pytest.raises(
-        InvalidInputError, match=r"grey images of shape \(1, 28, 28\).*use the feat"
-    ):
-        features_named("scattering+encoder").layers((1, 32, 32))
+    alone = WhitenedScattering()(images)
+    torch.testing.assert_close(rows[:, :3969], alone * 0.5**0.5, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "images"), [((1, 28, 28), 1), ((1, 8, 8), 1), ((3, 20, 31), 1), ((2, 40, 9), 2)]
+)
+def test_scattering_takes_images_of_any_size(shape, images):
+    features = features_named("whitened-scattering")
+    assert features.output_shape(shape) == (3969 * images,)
+    assert linear_heads(shape, 5)["whitened-scattering"]["inputs"] == 3969 * images
+    rows = compute(features, torch.rand(2, *shape), cached=False)
+    torch.testing.assert_close(rows.norm(dim=1), torch.ones(2), atol=1e-3, rtol=0)
+
+
+def test_scattering_undoes_the_standardisation_of_images():
+    images = torch.rand(2, 3, 28, 28)
+    scaled = (images - 0.4) / 0.2
+    found = WhitenedScattering(mean=[0.4] * 3, deviation=[0.2] * 3)(scaled)
+    torch.testing.assert_close(found, WhitenedScattering()(images), atol=1e-3, rtol=0)
+
+
+def test_the_zoomed_encoder_is_known_by_name(shipped):
+    (layer,) = features_named("encoder-zoom").layers((1, 28, 28))
+    images = procedural.generate(2, size=28, channels=1)
+    rows = build_layers([layer])(images)
+    torch.testing.assert_close(rows, Encoder(zoom=True)(images), atol=5e-5, rtol=0)
+    assert (rows - shipped(images)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("shape", "message"), [((80,), "need images of shape"), ((4, 4), "need")])

@@ -10,7 +10,7 @@ import dpsur
 from dpsur.config import Pace, Speed
 from dpsur.functional.problem import Problem, mode
 from dpsur.functional.tree import flatten
-from dpsur.mechanism import sampling
+from dpsur.mechanism import cuda_graph_loop, sampling
 from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
 from dpsur.mechanism.loop import make_trial, run_loop, start, train
 from dpsur.mechanism.streams import Streams
@@ -53,6 +53,19 @@ def test_padded_trials_are_the_exact_ones(method):
             torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("block", [1, 2, 100])
+def test_blocks_of_updates_are_captured_and_their_tests_are_not(block):
+    method = Dpsgd(gate="block", updates=5, batch_size=20, blocks=3, block_updates=3)
+    exact, plan = bound(method)
+    padded = exact.padded()
+    one = train(exact, plan, Streams(0, CPU))
+    loop = CudaGraphLoop(exact, padded, plan, Streams(0, CPU), start(exact), block)
+    two = run_loop(loop, plan)
+    assert one.ledger == two.ledger
+    for name, value in flatten(one.state).items():
+        torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-5)
+
+
 def test_random_layers_are_seen_and_not_padded():
     still, noisy = small_model(), nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 3))
     assert not draws_randomness(still, blobs())
@@ -71,8 +84,8 @@ class Counted(CudaGraphLoop):
         super().__init__(*arguments)
         self.again = []
 
-    def _exactly(self):
-        verdicts = super()._exactly()
+    def _exactly(self, count):
+        verdicts = super()._exactly(count)
         self.again.append(len(verdicts))
         return verdicts
 
@@ -148,6 +161,47 @@ def test_a_block_without_room_is_made_again_exactly(monkeypatch):
     assert two.ledger == one.ledger
     for name, value in flatten(one.state).items():
         torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("largest", [None, 20])
+def test_trials_have_the_smallest_room_that_holds_their_batch(largest, monkeypatch):
+    """A batch that is larger than every room is taken whole, as without rooms."""
+    monkeypatch.setattr(cuda_graph_loop, "LONG_TRIAL", 0.0)
+    method = Dpsgd(updates=12, noise_multiplier=20.0, batch_size=20)
+    single, plan = bound(method)
+    one = train(single, plan, Streams(0, CPU))
+    if largest is not None:
+        monkeypatch.setattr(sampling, "padded_size", lambda size, rate: largest)
+    rooms, drawn = [], []
+    draw = sampling._padded
+
+    def watched(examples, rate, joins, room=None):
+        rooms.append(room)
+        drawn.append(int(joins.sum()))
+        return draw(examples, rate, joins, room)
+
+    exact, _ = bound(method)
+    monkeypatch.setattr(sampling, "_padded", watched)
+    two, again = in_blocks(exact, plan, 6)
+    assert bool(again) == (largest is not None)
+    for name, value in flatten(one.state).items():
+        torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-6)
+    sizes = sampling.padded_sizes(200, 0.1)
+    used = {room for room in rooms if room is not None}
+    assert used < set(sizes)
+    for room, count in zip(rooms, drawn, strict=True):
+        if room is not None:
+            assert room == min(size for size in sizes if size >= count)
+    if largest is None:
+        assert len(used) > 1
+
+
+def test_rooms_end_with_the_one_for_any_sample():
+    sizes = sampling.padded_sizes(50_000, 512 / 50_000)
+    assert sizes == (496, 512, 544, 560, 640)
+    assert [sampling.smallest_room(sizes, n) for n in (0, 512, 513, 641)] == [496, 512, 544, 640]
+    assert sampling.padded_sizes(100, 1.0) == (100,)
+    assert sampling.padded_sizes(10, 0.01)[-1] == 10
 
 
 @pytest.mark.parametrize("room", [200, 20])

@@ -148,3 +148,20 @@ def test_global_randomness_is_put_back():
     with Streams(0, CPU).at(1).global_randomness(LAYERS):
         torch.rand(10)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    """Nor on where a draw is cut into pieces."""
+    count, before = 3 * philox._AT_ONCE + 1001, torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            draws = Streams(5, CPU).at(7)
+            found.append((draws[NOISE].normal(count), draws[BATCH].uniform(count)))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    part = Streams(5, CPU).at(7)[NOISE].normal(1000, offset=philox._AT_ONCE - 500)
+    assert torch.equal(part, found[0][0][philox._AT_ONCE - 500 :][:1000])

@@ -49,7 +49,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dpsgd-ts": {**NOISE, "updates": 6},
     "dpsgd-hf": {**NOISE, "updates": 6},
     "dpis": {**NOISE, "updates": 6, "refresh_every": 2, "norm_noise_multiplier": 10.0},
-    "dpagd": {"batch_size": 20, "updates": 6, "step_sizes": 3, "raise_by": 0.5},
+    "dpagd": {
+        "batch_size": 20,
+        "updates": 6,
+        "step_sizes": 3,
+        "raise_by": 0.5,
+        "choice_share": 0.2,
+    },
     "nonprivate": {**STEPS, "updates": 6},
 }
 SELECTIVE = {

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import dpsur
 from dpsur.config import Pace, RunConfig
 from dpsur.methods import METHODS
-from dpsur.privacy.page import render_markdown
+from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.plans import FilteredPlan
 from dpsur.runs.build_session import build_session
 from dpsur.runs.checkpoint import FILE_NAME
@@ -242,6 +242,7 @@ def verified(folder, edit, where):
     edit(statement)
     (release / "privacy.json").write_text(json.dumps(statement))
     (release / "PRIVACY.md").write_text(render_markdown(statement))
+    (release / "README.md").write_text(render_model_card(statement))
     return verify(release)[0]
 
 

@@ -31,8 +31,9 @@ CLIP = 0.5
 STREAMS = Streams(0, CPU)
 METHOD = Dpagd(
     batch_size=SIZE, val_batch_size=SIZE, max_grad_norm=CLIP, updates=6, step_sizes=5,
-    largest_step=4.0, raise_by=0.5,
+    largest_step=4.0, raise_by=0.5, momentum=0.0, range_schedule="adaptive", choice_share=0.2,
 )  # fmt: skip
+FAST = replace(METHOD, momentum=0.9, range_schedule="linear", range_end=0.25)
 
 
 class Point(nn.Module):
@@ -189,6 +190,53 @@ def the_largest_step_follows_what_was_chosen():
     assert seen[21:] == pytest.approx([second] * 2)
 
 
+def a_choice_of_nothing_leaves_the_momentum_alone():
+    """And the velocity of an update is that of gradient descent with momentum."""
+    procedure, plan = bound(FAST, problem=quadratic())
+    first, nothing, second = trials(procedure, plan, [2, 0, 1])
+    velocity = first.state.optimizer.buffers["velocity"]["weight"]
+    assert_same(nothing.state.optimizer, first.state.optimizer)
+    assert_same(nothing.state.params, first.state.params)
+    gradient = second.state.memory["gradient/weight"]
+    moved = second.state.optimizer.buffers["velocity"]["weight"]
+    assert float(moved) == pytest.approx(float(0.9 * velocity + gradient), rel=1e-5)
+
+
+def candidates_lie_where_the_step_would_go():
+    """What a length is scored at is where the weights are if it is chosen."""
+    procedure, plan = bound(FAST, problem=quadratic())
+    scored = []
+    real = procedure._problem.losses
+
+    def spy(params, examples):
+        scored.append(float(params["weight"]))
+        return real(params, examples)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(procedure._problem), "losses", lambda _, *given: spy(*given))
+        *_, last = trials(procedure, plan, [2, 3])
+    assert len(scored) == 2 * FAST.step_sizes
+    assert float(last.state.params["weight"]) == pytest.approx(
+        scored[FAST.step_sizes + 3], rel=1e-5
+    )
+
+
+def the_range_shrinks_as_the_allowance_is_spent():
+    """From the largest step to its share at the end, by what is charged and nothing else."""
+    procedure, plan = bound(FAST, problem=quadratic())
+    memory = procedure.initial_state().memory
+    ends = [float(procedure._largest(memory, torch.tensor(p))) for p in (0, 500, plan.length)]
+    assert ends == pytest.approx([4.0, 2.5, 1.0])
+    constant = bound(replace(FAST, range_schedule="constant"), problem=quadratic())[0]
+    assert float(constant._largest(memory, torch.tensor(900))) == 4.0
+    for progress in trials(procedure, plan, [4, 4, 4]):
+        chosen = float(progress.state.memory["chosen"])
+    position = plan.position(progress.ledger) / plan.length
+    assert position > 0.3
+    assert chosen < 4.0 * (1 - 0.75 * 0.3)
+    assert chosen > 4.0 * (1 - 0.75 * position)
+
+
 def choice_pvalue(choice_epsilon: float, count: int = 8000) -> float:
     """How well draws agree with the exponential mechanism."""
     losses = torch.tensor([[0.9, 0.5], [0.2, 5.0], [math.nan, 0.0], [-3.0, 0.6]])
@@ -285,6 +333,23 @@ def forgets_nothing(patch):
     patch.setattr(AdaptiveSteps, "_adapted", wrong)
 
 
+def momentum_of_what_was_not_taken(patch):
+    real = AdaptiveSteps.after_rejection
+
+    def wrong(self, state, candidate):
+        return replace(real(self, state, candidate), optimizer=candidate.state.optimizer)
+
+    patch.setattr(AdaptiveSteps, "after_rejection", wrong)
+
+
+def scored_without_momentum(patch):
+    patch.setattr(AdaptiveSteps, "_direction", lambda _self, _optimizer, gradient: gradient)
+
+
+def range_that_stays(patch):
+    patch.setattr(AdaptiveSteps, "_largest", lambda _self, memory, _: memory["largest_step"])
+
+
 class Mutant(NamedTuple):
     law: object
     apply: object
@@ -299,6 +364,9 @@ MUTANTS = [
     Mutant(a_choice_of_nothing_leaves_the_weights_alone, every_choice_counts),
     Mutant(the_largest_step_follows_what_was_chosen, no_headroom),
     Mutant(the_largest_step_follows_what_was_chosen, forgets_nothing),
+    Mutant(a_choice_of_nothing_leaves_the_momentum_alone, momentum_of_what_was_not_taken),
+    Mutant(candidates_lie_where_the_step_would_go, scored_without_momentum),
+    Mutant(the_range_shrinks_as_the_allowance_is_spent, range_that_stays),
 ]
 LAWS = sorted({mutant.law for mutant in MUTANTS}, key=lambda law: law.__name__)
 

@@ -17,7 +17,7 @@ from dpsur.per_example.engine_choice import Engine, _silence_warnings, plan_for
 from dpsur.per_example.kernels import convolution as kernels
 from dpsur.per_example.kernels.cuda_per_example import fused_gradients
 from dpsur.per_example.kernels.cuda_weight_grad import blocks_for, summed_gradient
-from dpsur.per_example.kernels.nvrtc import SlowerWarning, _warn_once, compile_kernel
+from dpsur.per_example.kernels.nvrtc import SlowerWarning, compile_kernel, warn_slower
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.rules import patches
 from dpsur.per_example.rules.patches import Window, instantiate
@@ -169,7 +169,7 @@ def test_patches_remain_where_the_kernel_cannot_be_compiled(error, monkeypatch):
     monkeypatch.setattr(torch.cuda, "_compile_kernel", refuse, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     compile_kernel.cache_clear()
-    _warn_once.cache_clear()
+    warn_slower.cache_clear()
     with pytest.warns(SlowerWarning, match=f"{error.__name__}.*kernel.*same.*slower"):
         first = compile_kernel("", "kernel", (), 0)
     second = compile_kernel("", "kernel", (("HIGH", 2),), 0)  # a second warning would be an error

@@ -12,7 +12,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import LAYERS, Streams
-from dpsur.per_example import GradientBudget, clipped_sum
+from dpsur.per_example import GradientBudget, clipped_sum, contributions
 from dpsur.per_example import self_check as comparison
 from dpsur.per_example.contributions import clip_factors
 from dpsur.per_example.engine_choice import Engine, plan_for
@@ -1157,3 +1157,21 @@ def test_an_overflow_among_inner_products_stays_one():
     assert safe[0] == torch.inf
     assert safe[1] >= 1.0
     assert safe[2] == 4.0
+
+
+@pytest.mark.parametrize("formed", [True, False])
+def test_tied_tables_are_measured_without_vectors_as_long_as_the_table(formed, monkeypatch):
+    """Both ways that the linear layer may come in: as gradients, and as factors."""
+    monkeypatch.setattr(contributions, "instantiating_pays", lambda *_: formed)
+    monkeypatch.delattr(Lookups, "_chosen")
+    problem = made("tied-language", torch.float64)
+    params = problem.initial_params()
+    assert plan_for(problem, params, problem.train.inputs, GradientBudget()).engine is (
+        Engine.ONE_PASS
+    )
+    found = clipped_sum(problem, params, problem.train, 0.01).params
+    each = gradients(problem, params, problem.train)
+    scales = [min(1.0, 0.01 / norm(row)) for row in each]
+    for name, value in found.items():
+        expected = sum(scale * row[name] for scale, row in zip(scales, each, strict=True))
+        torch.testing.assert_close(value, expected)

@@ -9,7 +9,7 @@ from dpsur.errors import UnsupportedModelError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.networks import pixel_cnn
-from dpsur.per_example import GradientBudget, check_model, clipped_sum
+from dpsur.per_example import GradientBudget, check_model, clipped_sum, clipping
 from tests.conftest import blobs, small_model
 
 
@@ -293,3 +293,29 @@ def test_dropout_draws_fresh_randomness_for_each_example():
 
     rows = batched_gradients(problem, params, problem.train)["1.weight"]
     assert not torch.equal(rows[0], rows[1])
+
+
+def test_without_memory_microbatches_become_smaller(monkeypatch, caplog):
+    """The sum is the same, later sums begin with smaller ones, and a row alone is an error."""
+    records = Examples(torch.randn(5, 4), torch.arange(5) % 3)
+    problem = Problem(nn.Linear(4, 3), F.cross_entropy, records)
+    params = problem.initial_params()
+    expected = clipped_sum(problem, params, problem.train, 0.1).params
+    sizes, most, real = [], [2], clipping._microbatch_sum
+
+    def limited(objective, params, microbatch, *rest):
+        sizes.append(len(microbatch.batch))
+        if sizes[-1] > most[0]:
+            raise torch.OutOfMemoryError("no room")
+        return real(objective, params, microbatch, *rest)
+
+    monkeypatch.setattr(clipping, "_microbatch_sum", limited)
+    for _ in range(2):
+        found = clipped_sum(problem, params, problem.train, 0.1).params
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+    assert sizes == [5, 4, 2, 2, 1, 2, 2, 1]
+    assert "microbatches of 2" in caplog.text
+    most[0] = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        clipped_sum(problem, params, problem.train, 0.1)

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from dataclasses import asdict, replace
 from importlib.resources import files
 
 import numpy as np
@@ -14,7 +15,7 @@ from dpsur.methods import METHODS, Nonprivate
 from dpsur.methods.gradient_method import linear_head_rate
 from dpsur.networks import build_network
 from dpsur.presets import PRESETS, DataFacts, explain_auto, preset_named
-from dpsur.presets import best as best_presets
+from dpsur.presets import tuned as tuned_presets
 from dpsur.presets.paper import TEMPERED
 from dpsur.presets.settings import DATASET_SIZES, DELTA, EPSILONS
 from dpsur.privacy.accountants import pld, rdp
@@ -40,8 +41,8 @@ def table():
     return {row["dataset"]: row for row in csv.DictReader(text.splitlines())}
 
 
-def settled(method, task, epsilon, accounting):
-    preset = preset_named("paper", method, task, epsilon)
+def settled(method, task, epsilon, accounting, name="paper"):
+    preset = preset_named(name, method, task, epsilon)
     built = METHODS[method](**preset.options)
     setup = InputFeatures(preset.features, preset.normalisation).setup
     return built.settle(DATASET_SIZES[task], Budget(epsilon, DELTA), accounting, setup)
@@ -137,10 +138,30 @@ def test_updates_of_handcrafted_features_on_fashion_mnist():
 
 @pytest.mark.parametrize("task", TEMPERED)
 def test_tempered_sigmoids_keep_their_updates_at_other_budgets(task):
-    lengths = {settled("dpsgd-ts", task, e, "published")[1].length for e in EPSILONS}
+    lengths = {settled("dpsgd-ts", task, e, "published", "authors")[1].length for e in EPSILONS}
     assert len(lengths) == 1
     for name, value in TEMPERED[task].items():
-        assert preset_named("paper", "dpsgd-ts", task, 3).options[name] == value
+        assert preset_named("authors", "dpsgd-ts", task, 3).options[name] == value
+
+
+@pytest.mark.parametrize("task", DATASET_SIZES)
+def test_the_paper_runs_tempered_sigmoids_with_the_settings_of_dpsgd(task):
+    for epsilon in EPSILONS:
+        found = [preset_named("paper", m, task, epsilon) for m in ("dpsgd-ts", "dpsgd")]
+        assert found[0].options == found[1].options
+        assert [preset.network for preset in found] == [{}, {"activation": "relu"}]
+
+
+@pytest.mark.parametrize(
+    ("method", "task", "message"),
+    [
+        ("dpsgd", "mnist", "no settings for method dpsgd; it has dpsgd-ts"),
+        ("dpsgd-ts", "imdb", "no settings for task imdb; it has mnist, fmnist, cifar10"),
+    ],
+)
+def test_authors_of_others_tuned_nothing_else(method, task, message):
+    with pytest.raises(InvalidInputError, match=f"preset authors has {message}"):
+        preset_named("authors", method, task, 3)
 
 
 @pytest.mark.parametrize("method", ADAPTIVE)
@@ -174,12 +195,12 @@ def test_presets_can_be_changed_and_not_spoiled():
             ("paper", "sgd", "fmnist", 3),
             "preset paper has no settings for method sgd; it has dpsur, dpsgd,",
         ),
-        (("thesis", "dpsur", "fmnist", 3), "unknown preset 'thesis'; choose one of paper, best"),
-        (("best", "dpsur", "imdb", 3), "preset best has no settings for task imdb; it has fmnist"),
-        (("best", "dpis", "mnist", 3), "no settings for method dpis; it has dpsgd, dpsur"),
-        (("best", "dpsur", "mnist", 7), "no settings for epsilon 7"),
+        (("thesis", "dpsur", "fmnist", 3), "unknown preset 'thesis'; choose one of paper, authors"),
+        (("tuned", "dpsur", "imdb", 3), "preset tuned has no settings for task imdb; it has fm"),
+        (("tuned", "dpis", "mnist", 3), "no settings for method dpis; it has dpsgd, dpsur"),
+        (("tuned", "dpsur", "mnist", 7), "no settings for epsilon 7"),
         (("encoder", "dpsgd", "imdb", 3), "preset encoder needs images of shape"),
-        (("auto", "dpsgd", "imdb", 3), "preset auto knows images so far"),
+        (("auto", "dpis", "imdb", 3), "preset auto has no settings for method dpis"),
         (("encoder", "dpis", "mnist", 3), "preset encoder has no settings for method dpis"),
     ],
 )
@@ -189,7 +210,7 @@ def test_presets_that_are_not_there(arguments, message):
 
 
 def test_every_method_of_the_paper_has_a_preset():
-    assert list(PRESETS) == ["paper", "best", "encoder", "auto"]
+    assert list(PRESETS) == ["paper", "authors", "tuned", "encoder", "auto"]
     for method in COMPARED:
         assert preset_named("paper", method, "mnist", 1).options
 
@@ -197,11 +218,11 @@ def test_every_method_of_the_paper_has_a_preset():
 SIZES = {**DATASET_SIZES, "imdb-words": 25_000}
 
 
-@pytest.mark.parametrize("task", best_presets.MODELS)
-@pytest.mark.parametrize("method", best_presets.METHODS)
+@pytest.mark.parametrize("task", tuned_presets.MODELS)
+@pytest.mark.parametrize("method", tuned_presets.METHODS)
 @pytest.mark.parametrize("epsilon", EPSILONS)
 def test_the_best_settings_settle_and_have_a_network(method, task, epsilon, quick_accounting):
-    preset = preset_named("best", method, task, epsilon)
+    preset = preset_named("tuned", method, task, epsilon)
     network = build_network({**TASKS[task].networks[preset.features], **preset.network})
     assert sum(value.numel() for value in network.parameters()) > 0
     setup = InputFeatures(preset.features, preset.normalisation).setup
@@ -220,6 +241,7 @@ def test_the_best_settings_settle_and_have_a_network(method, task, epsilon, quic
         (DataFacts(60_000, (1, 28, 28), 10), "scattering+encoder", 8192),
         (DataFacts(4000, (1, 28, 28), 10), "scattering+encoder", 512),
         (DataFacts(9, (4, 9, 9), 2), "encoder", 1),
+        (DataFacts(400, (1, 64, 50), 2), "scattering+encoder", 64),
     ],
 )
 def test_the_encoder_preset_follows_from_public_facts(facts, features, batch):
@@ -246,25 +268,103 @@ def test_the_rule_gives_the_rates_that_were_measured():
         Nonprivate(learning_rate=None)
 
 
-def test_auto_never_reads_the_name_of_a_task(tmp_path):
+@pytest.mark.parametrize("kind", ["images", "texts", "tables"])
+def test_auto_never_reads_the_name_of_a_task(tmp_path, kind):
     """A file and its copy under another name, even that of a known data set, get the same."""
-    images = np.zeros((90, 28, 28), np.uint8)
+    records = {
+        "images": np.zeros((90, 28, 28), np.uint8),
+        "texts": np.array(["some words"] * 90),
+        "tables": np.zeros((90, 7)),
+    }[kind]
     configs = []
     for name in ("mnist.npz", "holiday.npz"):
-        np.savez(tmp_path / name, x=images, y=np.arange(90) % 3, classes=3)
-        values = {"task": f"npz:{tmp_path / name}", "preset": "auto", "epsilon": 0.7}
-        configs.append(RunConfig.from_names(values, "dpsur"))
-    one, two = configs
-    assert one.method == two.method
-    assert one.features == two.features == "scattering+encoder"
-    assert one.method.batch_size == 16
+        np.savez(tmp_path / name, x=records, y=np.arange(90) % 3, classes=3)
+        values = {"task": f"npz:{tmp_path / name}", "epsilon": 0.7, "device": "cpu"}
+        configs.append(RunConfig.from_names(values, auto=True))
+    one, two = (replace(config, task=None) for config in configs)
+    assert repr(one) == repr(two)
+    assert one.preset == "auto"
+    expected = {"images": "whitened-scattering", "texts": "vectors", "tables": None}[kind]
+    assert one.features == expected
+    assert (one.method.gate, one.method.batch_size) == (
+        ("block", None) if kind == "tables" else ("none", 16)
+    )
 
 
-def test_auto_says_what_it_chose_in_five_lines():
-    facts = DataFacts(50_000, (3, 32, 32), 10)
-    lines = explain_auto("dpsgd", facts, 2.0, 1e-5)
+GREY, COLOURED = DataFacts(60_000, (1, 28, 28), 10), DataFacts(50_000, (3, 32, 32), 10)
+
+
+@pytest.mark.parametrize(
+    ("facts", "features", "normalisation", "gate"),
+    [
+        (COLOURED, "encoder", "mean", "none"),
+        (replace(COLOURED, gpu=False), "encoder", "mean", "none"),
+        (GREY, "scattering+encoder", "mean", "none"),
+        (replace(GREY, gpu=False), "whitened-scattering", "mean", "none"),
+        (replace(GREY, features="encoder-zoom"), "encoder-zoom", "mean", "none"),
+        (replace(GREY, features="pixels"), "pixels", None, "block"),
+        (replace(GREY, own_model=True), None, None, "block"),
+        (DataFacts(25_000, (5000,), 2, "words"), "vectors", "none", "none"),
+        (DataFacts(25_000, None, None, features="words"), "words", "none", "none"),
+        (DataFacts(800, (7,), 2), None, None, "block"),
+        (DataFacts(None, None, None), None, None, "block"),
+        (DataFacts(800, (7,), 2, short=True), None, None, None),
+        (None, None, None, "block"),
+    ],
+)
+def test_auto_chooses_by_public_facts(facts, features, normalisation, gate):
+    preset = preset_named("auto", "dpsur", "any", 2.0, facts)
+    assert (preset.features, preset.normalisation) == (features, normalisation)
+    assert preset.options.get("gate") == gate
+    if gate == "none":
+        assert preset.options["learning_rate"] is None
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "preset"),
+    [
+        ({}, {}, "auto"),
+        ({}, {"gate": "block"}, "auto"),
+        ({}, {"updates": 9}, "auto"),
+        ({"accounting": "every-trial"}, {}, "auto"),
+        ({"accounting": "published"}, {}, None),
+        ({"preset": "tuned", "task": "mnist"}, {}, "tuned"),
+        ({}, {"gate": "coin"}, None),
+        ({}, {"accept_threshold": 0.5}, None),
+        ({"accounting": "every-trial"}, {"trials": 9}, None),
+    ],
+)
+def test_auto_is_the_default_unless_something_else_is_named(values, options, preset):
+    config = RunConfig.from_names({"device": "cpu", **values}, auto=True, **options)
+    assert config.preset == preset
+    assert RunConfig.from_names(values, "dpsur", auto=True, **options).preset == values.get(
+        "preset"
+    )
+    for name, value in options.items():
+        assert getattr(config.method, name) == value
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        (COLOURED, ("50000 records of shape 3 x 32 x 32", "encoder", "8192", "600 updates")),
+        (replace(GREY, gpu=False), ("no GPU", "whitened-scattering", "50 core-minutes")),
+        (DataFacts(25_000, (50,), 2, "words"), ("vectors", "4096", "plain DP-SGD")),
+        (DataFacts(800, None, None, own_model=True), ("your model", "gate block", "8 sqrt(N)")),
+    ],
+)
+def test_auto_says_what_it_chose_in_five_lines(facts, words):
+    preset = preset_named("auto", "dpsur", "any", 2.0, facts)
+    options = asdict(METHODS["dpsur"](**preset.options))
+    lines = explain_auto(facts, preset.features, preset.normalisation, options, (2.0, 1e-5))
     assert len(lines) == 5
-    text = " ".join(lines)
-    preset = preset_named("auto", "dpsgd", "any", 2.0, facts)
-    for value in (preset.features, preset.normalisation, "8192", "600 updates", "epsilon 2"):
-        assert value in text
+    for word in (*words, "epsilon 2, delta 1e-05"):
+        assert word in " ".join(lines)
+
+
+def test_lines_of_auto_show_what_was_overridden():
+    config = RunConfig.from_names({"device": "cpu"}, auto=True, updates=77, learning_rate=3.5)
+    options = asdict(config.method)
+    text = " ".join(explain_auto(GREY, config.features, "mean", options, (2.0, 1e-5)))
+    assert "77 updates" in text
+    assert "learning rate 3.5" in text

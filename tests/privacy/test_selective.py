@@ -17,7 +17,7 @@ from scipy.optimize import minimize
 from dpsur.privacy.accountants.proven import DIRECTIONS
 from dpsur.privacy.accountants.rdp import epsilon_at
 from dpsur.privacy.accountants.selective import COARSE, FINE, divergence, pair
-from dpsur.privacy.accountants.selective.frame import frame, phi, vertices
+from dpsur.privacy.accountants.selective.frame import frame, phi, phi_at, vertices
 from dpsur.privacy.accountants.selective.lower import attack
 from dpsur.privacy.accountants.selective.pair import bracket, mesh
 from dpsur.privacy.accountants.selective.upper import envelope, tangent
@@ -283,3 +283,10 @@ def test_phi_against_high_precision():
         assert got == pytest.approx(float(exact), rel=2e-11 if order < 1.01 else 1e-12)
     naive = (1 + 1e-5) ** 2.5 - 1 - 2.5 * 1e-5  # what the series is for
     assert abs(naive / float(phi(2.5, np.array([1e-5]))[0]) - 1) > 1e-8
+
+
+@pytest.mark.parametrize("alpha", [1.02, 2.0, 17.3, 480.0])
+def test_phi_of_one_number_is_that_of_an_array(alpha):
+    sizes = np.geomspace(1e-9, 20.0, 60)
+    values = np.concatenate([sizes, -sizes[sizes < 1]])
+    assert [phi_at(alpha, float(y)) for y in values] == phi(alpha, values).tolist()

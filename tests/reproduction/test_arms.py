@@ -17,8 +17,10 @@ from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.loop import make_trial, run_loop, start, train
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import METHODS, Dpsur
+from dpsur.privacy.accountants.rdp import composed_epsilon
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial
+from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import Plan
 from reproduction.arms import ARMS, HF_PUBLISHED, METHOD_ARMS
 from reproduction.released_code import (
@@ -31,6 +33,7 @@ from reproduction.released_code import (
     ReleasedCode,
     StaleLoss,
 )
+from reproduction.released_dpagd import COUNT, DECAY, LARGEST, ReleasedDpagd, ReleasedSteps
 from tests.conftest import blobs, small_model
 from tests.methods.problems import CPU, assert_same
 from tests.statistics import STANDARD_ERRORS, assert_frequency
@@ -168,6 +171,91 @@ def test_bounds_of_statistics_are_not_paid_for():
     assert ReleasedCode(**OPTIONS).settle(SIZE, BUDGET, "published")[1].setup == ()
 
 
+# --- the released code of DPAGD ------------------------------------------------------------------
+
+PATH = LARGEST * (COUNT - 1) / 2 + LARGEST / 2  # the sum of all candidate lengths, 52.5
+
+
+def dpagd_bound(**options):
+    method = ReleasedDpagd(batch_size=20, noise_multiplier=3.0, val_noise_multiplier=4.0, **options)
+    method, plan = method.settle(SIZE, BUDGET, "published")
+    return bound(method, plan), plan
+
+
+def always(index):
+    """A choice that was decided beforehand: the least noisy loss is this candidate's."""
+
+    def mean_loss(self, params, batch):
+        self.calls = getattr(self, "calls", -1) + 1
+        return torch.tensor(0.0 if self.calls % COUNT == index else 1e9, dtype=torch.float64)
+
+    return mean_loss
+
+
+@pytest.mark.parametrize(("index", "more"), [(0, 0.0), (1, 0.25), (20, 5.0)])
+def test_candidates_add_up_whatever_is_chosen(index, more, monkeypatch):
+    procedure, plan = dpagd_bound()
+    monkeypatch.setattr(ReleasedSteps, "_mean_loss", always(index))
+    before = procedure.initial_state().params
+    (progress, verdict), *_ = steps(procedure, plan, 1)
+    gradient = progress.state.memory["gradient/0.weight"]
+    moved = before["0.weight"] - progress.state.params["0.weight"]
+    torch.testing.assert_close(moved, (PATH + more) * gradient, rtol=1e-3, atol=1e-4)
+    assert bool(verdict.accept) == (index > 0) == bool(progress.ledger.updates)
+
+
+def test_a_retry_uses_the_gradient_at_hand_and_moves_on(monkeypatch):
+    procedure, plan = dpagd_bound()
+    start_at = procedure.initial_state().params["0.weight"]
+    monkeypatch.setattr(ReleasedSteps, "_mean_loss", always(0))
+    (first, _), (second, _) = steps(procedure, plan, 2)
+    name = "gradient/0.weight"
+    assert torch.equal(first.state.memory[name], second.state.memory[name])
+    moved = start_at - second.state.params["0.weight"]
+    expected = 2 * PATH * first.state.memory[name]
+    torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-4)
+    assert float(second.state.memory["noise"]) == 3.0
+    monkeypatch.setattr(ReleasedSteps, "_mean_loss", always(3))
+    progress, _ = make_trial(procedure, plan, Streams(0, CPU), second)
+    assert float(progress.state.memory["noise"]) == pytest.approx(DECAY * 3.0)
+    assert [entry.step.test is None for entry in progress.ledger.entries] == [False, True]
+
+
+def test_the_claim_is_the_sum_that_the_released_code_adds_up():
+    """All gradients at the last noise, choices that are accepted, and gradients never drawn."""
+    rate, test = 20 / SIZE, LossTest(20 / SIZE, 4.0, 0.0)
+    _, plan = dpagd_bound()
+    ledger = Ledger()
+    ledger = ledger.record(Trial(SampledGaussian(rate, 3.0), test), trials=5, updates=4)
+    ledger = ledger.record(Trial(SampledGaussian(rate, 3.0), None), trials=2, updates=1)
+    ledger = ledger.record(Trial(SampledGaussian(rate, 2.97), test), trials=3, updates=3)
+    charges = [
+        (SampledGaussian(rate, 2.97), 8),
+        (SampledGaussian(rate, 4.0), 8),
+        (SampledGaussian(rate, DECAY * 3.0), 2),
+    ]
+    assert plan.spent(ledger) == pytest.approx(composed_epsilon(charges, BUDGET.delta))
+    # an iteration that was begun is finished, and another begun as long as less is claimed
+    spent = replace(plan, budget=Budget(plan.spent(ledger) * 0.99, BUDGET.delta))
+    assert spent.affords(ledger, Trial(SampledGaussian(rate, 3.0), None))
+    assert not spent.affords(ledger, Trial(SampledGaussian(rate, 3.0), test))
+    left = replace(plan, budget=Budget(plan.spent(ledger) * 1.01, BUDGET.delta))
+    assert left.affords(ledger, Trial(SampledGaussian(rate, 3.0), test))
+
+
+def test_the_released_dpagd_runs_alike_padded_and_in_fixed_memory():
+    procedure, plan = dpagd_bound(val_batch_size=10)
+    streams = Streams(0, CPU)
+    alone = train(procedure, plan, streams)
+    assert alone.ledger.updates > 2
+    assert plan.spent(alone.ledger) >= BUDGET.epsilon
+    loop = CudaGraphLoop(procedure, procedure.padded(), plan, streams, start(procedure), block=5)
+    together = run_loop(loop, plan)
+    assert together.ledger == alone.ledger
+    for name, value in flatten(alone.state).items():
+        torch.testing.assert_close(value, flatten(together.state)[name], rtol=1e-3, atol=1e-3)
+
+
 # --- controls -----------------------------------------------------------------------------------
 
 
@@ -264,7 +352,7 @@ def test_layers_that_draw_are_not_padded():
 # --- out of reach -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", OWN, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", [*OWN, ReleasedDpagd], ids=lambda method: method.name)
 def test_arms_cannot_be_named_for_training(method, tmp_path, capsys):
     assert method.name not in METHODS
     assert method not in METHODS.values()
@@ -283,7 +371,7 @@ def test_arms_have_names_of_their_own_and_presets():
         assert isinstance(built, arm.method)
     assert {name for name, arm in ARMS.items() if not arm.sound} == {
         "released-code", "kept-momentum", "random", "random-kept",
-        "stale-loss", "other-divisor", "first-rejections",
+        "stale-loss", "other-divisor", "first-rejections", "released-commands", "released-dpagd",
     }  # fmt: skip
     assert ARMS["every-trial"].preset("fmnist", 3).options["on_reject"] == "keep-momentum"
     assert {arm.accounting for arm in METHOD_ARMS} == {"proven"}

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from dpsur.bench import memory, run
 from dpsur.bench.arms import ARMS, Arm, arm_named
 from dpsur.bench.settings import Cell, Settings, machine
 from dpsur.errors import InvalidInputError
+from reproduction.bench import network_grid
 from reproduction.bench.command import NETWORKS_FROM, measured_rows
-from reproduction.bench.networks import NETWORKS, network_named
+from reproduction.bench.networks import COMMON, NETWORKS, Gpt, network_named
 from reproduction.bench.report import markdown, panels_of
 from reproduction.command import main
 from reproduction.rows import read_rows
@@ -69,6 +71,52 @@ def test_networks_have_the_stated_parameters_and_treat_examples_one_by_one(name)
         together, alone = model(batch.inputs), model(batch.inputs[:1])
     assert together.shape == (2, network.classes)
     torch.testing.assert_close(together[:1], alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_common_networks_train_the_stated_parameters(name):
+    with torch.device("meta"):
+        model = network_named(name).build()
+    trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
+    assert trained == network_named(name).parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wrn-16-4", "encoder-192x6", "mlp", "lstm-256"])
+@pytest.mark.usefixtures("quiet")
+def test_common_networks_have_the_clipped_sum_of_the_loop(name):
+    check_same_sum(name, "dpsgd")
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_language_model_has_the_clipped_sum_of_the_loop(monkeypatch):
+    """With tied ends, and as small as can be: the loss is a mean over positions."""
+    small = replace(
+        network_named("gpt2-tied"),
+        build=partial(Gpt, 1, 64, 50, tied=True),
+        input_shape=(6,),
+        classes=50,
+        words=50,
+    )
+    monkeypatch.setitem(COMMON, "gpt2-tied", small)
+    check_same_sum("gpt2-tied", "dpsgd")
+
+
+def test_the_networks_benchmark_writes_rows_and_draws_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(network_grid, "WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(network_grid, "LEAST_SECONDS", 0.0)
+    out, figure = tmp_path / "rows.jsonl", tmp_path / "figure.png"
+    words = ["--networks", "mlp:8", "--arms", "plain", "dpsgd", "dpsur", "--no-growth"]
+    given = ["bench-networks", "--device", "cpu", *words, "--out", str(out), "--plot", str(figure)]
+    assert main(given) == 0
+    rows = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [row["arm"] for row in rows] == ["plain", "dpsgd", "dpsur"]
+    assert all(row["status"] == "ok" and row["step_seconds"] > 0 for row in rows)
+    assert figure.stat().st_size > 1000
+    capsys.readouterr()
+    assert main(["bench-networks", "--rows", str(out)]) == 0
+    assert "| mlp, 8 |" in capsys.readouterr().out
+    assert main(["bench-networks", "--networks", "mlp"]) == 2
 
 
 def test_the_paper_s_networks_are_the_paper_s():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def test_odd_seeds_are_refused(seeds, capsys):
 def test_rendering_needs_rows_and_makes_none(tmp_path, capsys):
     status, _, err = reproduce("demo", "--render-only", folder=tmp_path, capsys=capsys)
     assert status == 2
-    assert "30 rows of demo are missing" in err
+    assert "35 rows of demo are missing" in err
     (tmp_path / "results").mkdir()
     lines = (RESULTS / "demo.jsonl").read_text().splitlines()
     (tmp_path / "results" / "demo.jsonl").write_text("\n".join(lines[:7]) + "\n")
@@ -77,7 +78,14 @@ def test_all_goes_through_the_list(tmp_path, capsys, monkeypatch):
     status, out, _ = reproduce("all", "--render-only", folder=tmp_path, capsys=capsys)
     assert status == 0
     heads = [line.split(":")[0] for line in out.splitlines() if not line.startswith(" ")]
-    assert heads == list(listed)
+    assert heads == [*listed, "everything, and how to regenerate it"]
+    page = next(tmp_path.rglob("index.md"))
+    lines = [line for line in page.read_text().splitlines() if line.startswith("| `")]
+    assert [line.split("`")[1] for line in lines] == list(listed)
+    assert all(f"`python -m reproduction {name}`" in page.read_text() for name in listed)
+    links = re.findall(r"\]\(([^)#]*\.(?:md|svg))\)", "\n".join(lines))
+    assert links
+    assert all((page.parent / link).exists() for link in links)
 
 
 def test_the_list_and_the_help_name_every_experiment(capsys):

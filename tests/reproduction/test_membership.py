@@ -85,7 +85,7 @@ def grid(**limits):
 
 def test_the_grid():
     cells = grid()
-    assert len(cells) == 3 * 2 * (1 + 2 * 4)
+    assert len(cells) == 3 * 2 * (1 + 3 * 4)
     assert len({membership.EXPERIMENT.key(cell) for cell in cells}) == len(cells)
     ratios = [cell for cell in cells if "lira-online" in cell["config"]["attacks"]]
     assert {cell["seed"] for cell in ratios} == {0}
@@ -108,13 +108,26 @@ def test_targets_without_privacy_are_the_network_that_dpsgd_trains(task):
     assert nn.Tanh not in kinds
 
 
+@pytest.mark.parametrize("task", membership.TASKS)
+def test_the_targets_on_pixels_have_the_settings_of_dpsur(task):
+    """And nothing of its features; their network is that of the other methods on pixels."""
+    for epsilon in (1, 4):
+        found = membership._preset(membership.PIXELS, task, epsilon)
+        assert found.options == preset_named(PAPER, "dpsur", task, epsilon).options
+        pixels = preset_named(PAPER, "dpsgd-ts", task, epsilon)
+        assert (found.features, found.normalisation) == (pixels.features, pixels.normalisation)
+        assert found.network == pixels.network
+    for cell in grid(tasks=(task,), arms=(membership.PIXELS,)):
+        assert cell["config"]["attacks"] == list(membership.PLAIN_ATTACKS)
+
+
 @pytest.mark.parametrize(
     ("limits", "count"),
     [
-        ({"tasks": ("cifar10",)}, 27),
+        ({"tasks": ("cifar10",)}, 39),
         ({"arms": ("nonprivate",)}, 6),
         ({"arms": ("dpsur",), "epsilons": (1, 4)}, 12),
-        ({"epsilons": (4.0,)}, 12),
+        ({"epsilons": (4.0,)}, 18),
         ({"seeds": (5,), "tasks": ("fmnist",), "arms": ("dpsgd", "nonprivate")}, 5),
     ],
 )
@@ -123,7 +136,7 @@ def test_the_grid_can_be_limited(limits, count):
     assert len(found) == count
     for cell in found:
         assert cell["config"]["task"] in limits.get("tasks", membership.TASKS)
-        assert cell["config"]["method"] in limits.get("arms", ("nonprivate", "dpsur", "dpsgd"))
+        assert cell["config"]["method"] in limits.get("arms", ("nonprivate", *membership.PRIVATE))
         assert cell["config"]["epsilon"] in limits.get("epsilons", (None, 1, 2, 3, 4))
         assert cell["seed"] in limits.get("seeds", membership.SEEDS)
 

@@ -27,7 +27,7 @@ from torch import nn
 
 import dpsur.cli
 from dpsur.cli.parser import Parser
-from dpsur.privacy.page import render_markdown
+from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.tasks.datasets import DATA_SETS, load_arrays
 from dpsur.tasks.datasets import formats as cifar
 from tests.robustness.harness import WRONG, Fault, Outcome, command, fault_of
@@ -222,6 +222,7 @@ def statement_case(site: Site, rng: Random, folder: Path) -> Report:
     if rng.random() < 0.8:
         with suppress(Exception):  # there are statements that no page can be made of
             (copy / "PRIVACY.md").write_text(render_markdown(json.loads(text)))
+            (copy / "README.md").write_text(render_model_card(json.loads(text)))
             what += " (page to match)"
     outcome = command("verify", str(folder), *(["--json"] * rng.randrange(2)), cwd=folder)
     return _report(what, outcome, lambda o: _wrongly_verified(o, copy, genuine))

@@ -39,7 +39,7 @@ from tests.robustness.harness import (
 )
 
 DIED = 77
-RELEASED = ("model.safetensors", "privacy.json", "PRIVACY.md")
+RELEASED = ("model.safetensors", "privacy.json", "PRIVACY.md", "README.md")
 DEAD_END = "dead end"
 
 

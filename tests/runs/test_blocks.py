@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import dpsur
 from dpsur.cli import main
 from dpsur.config import Pace
 from dpsur.errors import InterruptedRunError, InvalidInputError
-from dpsur.privacy.page import render_markdown
+from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.plans import BlockPlan, plan_from_statement
 from dpsur.runs.checkpoint import FILE_NAME
 from dpsur.runs.fit import execute
@@ -117,6 +118,129 @@ def test_other_methods(name, accounting, tmp_path):
     assert run.epsilon[accounting.replace("-", "_")] <= 3
 
 
+class Seen:
+    """Keeps what tests released while the run went on."""
+
+    def __init__(self):
+        self.rows = []
+
+    def started(self, plan, progress): ...
+
+    def trials(self, progress, verdicts): ...
+
+    def evaluated(self, progress, scores, epsilon): ...
+
+    def measured(self, progress, rows):
+        self.rows += rows
+
+
+MEASURED = {"metrics_budget": 0.05, "updates": 24, "noise_multiplier": None}
+
+
+@pytest.mark.parametrize("gate", ["none", "block"])
+def test_training_loss_and_accuracy_are_paid_for(gate, tmp_path):
+    options = {**MEASURED, "gate": gate, "val_noise_multiplier": None}
+    if gate == "none":
+        options["block_updates"] = None
+    seen = Seen()
+    run = fit(out=tmp_path / "run", options=options, observers=[seen])
+    assert run.epsilon["proven"] <= 3
+    assert verify(tmp_path / "run")[0] == []
+    rows = run.statement["metrics"]
+    assert seen.rows == rows
+    found = {row["quantity"] for row in rows}
+    assert {"training accuracy", "training loss"} <= found
+    assert all(row["standard_error"] > 0 for row in rows if row["scale"])
+    page = (tmp_path / "run" / "release" / "PRIVACY.md").read_text()
+    assert "training accuracy" in page
+    if gate == "none":
+        assert len(rows) == 20
+        assert run.plan.updates == 24
+        assert "they measure training loss and accuracy" in page
+        shorter = run.plan.limited(9)
+        assert shorter.blocks == (2, 2, 3, 2)
+    for stop in (5, 20):
+        folder = tmp_path / f"stopped-{stop}"
+        with pytest.raises(KeyboardInterrupt):
+            fit(out=folder, observers=[StopAt(stop)], options=options)
+        resumed = fit(out=folder, resume=True, options=options)
+        assert torch.equal(weights(run), weights(resumed))
+        assert resumed.statement["metrics"] == rows
+
+
+def test_metrics_are_what_they_say(tmp_path):
+    """With little noise they are accuracy and loss of the training records."""
+    options = {**MEASURED, "gate": "none", "block_updates": None, "val_noise_multiplier": None}
+    options["average_decay"] = None
+    budget = dpsur.Budget(400.0, 1e-3)
+    run = fit(budget=budget, options={**options, "metrics_noise_multiplier": 0.4})
+    data = data_of("dpsgd")
+    inputs, targets = data.train().inputs, data.train().targets
+    with torch.no_grad():
+        outputs = run.model(inputs)
+    (right, loss) = run.statement["metrics"][-2:]
+    exact = float((outputs.argmax(1) == targets).double().mean())
+    assert abs(right["value"] - exact) < 5 * right["standard_error"]
+    mean = float(torch.nn.functional.cross_entropy(outputs, targets))
+    assert abs(loss["value"] - mean) < 5 * loss["standard_error"]
+
+
+def test_a_run_that_stops_early_keeps_the_whole_epsilon(tmp_path):
+    """A rate next to nothing improves nothing, so that the run stops; epsilon is the plan's."""
+    options = {**MEASURED, "gate": "none", "block_updates": None, "val_noise_multiplier": None}
+    options |= {"patience": 2, "learning_rate": 1e-9, "metrics_noise_multiplier": 30.0}
+    run = fit(out=tmp_path / "run", options=options)
+    assert run.private.ledger.updates == sum(run.plan.blocks[:3]) < run.plan.updates == 24
+    assert run.statement["accepted_updates"] == run.private.ledger.updates
+    assert run.epsilon["proven"] == run.plan.epsilon() > run.plan.spent(run.private.ledger)
+    assert run.statement["guarantee"]["epsilon"] == run.plan.epsilon()
+    assert verify(tmp_path / "run")[0] == []
+    assert len(run.statement["metrics"]) == 6
+    # a part of a run is released only right after a test, and only if the plan says that it may be
+    assert run.plan.allows(run.private.ledger)
+    assert not replace(run.plan, may_stop=False).allows(run.private.ledger)
+    one_more = run.private.ledger.record(run.plan.typical, updates=1)
+    assert not run.plan.allows(one_more)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patience": 2}, "patience 2 watches the training loss"),
+        ({"test_error": 0.1, "val_noise_multiplier": 3.0}, "test_error 0.1 sets the noise of te"),
+        ({"gate": "loss"}, "metrics_budget 0.05 needs the gate none or block"),
+        ({"metrics_budget": 0.0}, "metrics_budget must be"),
+        ({"metrics_noise_multiplier": 2.0}, "metrics_noise_multiplier 2 is for the gate none"),
+        (
+            {"metrics_budget": None, "metrics_noise_multiplier": 2.0},
+            "metrics_noise_multiplier 2 has no meaning without metrics_budget",
+        ),
+    ],
+)
+def test_metrics_that_are_not_paid_for_are_refused(options, message):
+    with pytest.raises(InvalidInputError, match=message):
+        dpsur.Dpsgd(**{"gate": "block", "metrics_budget": 0.05, **options})
+
+
+STEERED = {"noise_multiplier": None, "refresh_every": 2, "norm_noise_multiplier": 9.0, "blocks": 2}
+
+
+def test_importance_sampling_in_blocks(tmp_path):
+    options = {**STEERED, "optimizer": "adam"}
+    run = fit("dpis", out=tmp_path / "run", options=options)
+    assert isinstance(run.plan, BlockPlan)
+    assert run.plan.blocks == (0, 0, 3, 3, 4)
+    assert verify(tmp_path / "run")[0] == []
+    assert "None" not in (tmp_path / "run" / "release" / "PRIVACY.md").read_text()
+    for stop in (1, 8):
+        folder = tmp_path / f"stopped-{stop}"
+        with pytest.raises(KeyboardInterrupt):
+            fit("dpis", out=folder, observers=[StopAt(stop)], options=options)
+        resumed = fit("dpis", out=folder, resume=True, options=options)
+        assert torch.equal(weights(run), weights(resumed))
+        assert run.private.ledger == resumed.private.ledger
+
+
 def test_a_sampled_test_and_a_given_clip_norm(tmp_path):
     more = {"val_batch_size": 30, "clip_norm": "given"}
     run = fit(out=tmp_path / "run", options=more)
@@ -196,6 +320,7 @@ def test_an_edited_statement_does_not_verify(edit, finished, tmp_path):
     edit(statement)
     (release / "privacy.json").write_text(json.dumps(statement))
     (release / "PRIVACY.md").write_text(render_markdown(statement))
+    (release / "README.md").write_text(render_model_card(statement))
     assert bool(verify(release)[0]) == (edit is not as_it_is)
 
 

@@ -34,8 +34,23 @@ def quick_fit(**changes):
     return dpsur.fit(model, data, **arguments)
 
 
-def test_learns_under_its_budget():
+def test_finds_its_settings_under_its_budget():
     run = dpsur.fit(small_model(), blobs(1000), budget=BUDGET, test_set=blobs(300, seed=9), seed=0)
+    assert run.scores["accuracy"] > 0.9
+    assert run.epsilon["proven"] == pytest.approx(3.0, rel=1e-2)
+    assert (run.method.name, run.method.gate) == ("dpsur", "block")
+
+
+def test_learns_under_its_budget():
+    method = dpsur.Dpsur()
+    run = dpsur.fit(
+        small_model(),
+        blobs(1000),
+        budget=BUDGET,
+        method=method,
+        test_set=blobs(300, seed=9),
+        seed=0,
+    )
     assert run.scores["accuracy"] > 0.9
     assert run.epsilon["proven_lower"] <= run.epsilon["proven"] <= 3.0
     assert run.epsilon["proven"] == pytest.approx(3.0, rel=1e-2)
@@ -201,6 +216,7 @@ def test_a_release_holds_nothing_private(tmp_path):
         "model.safetensors",
         "privacy.json",
         "PRIVACY.md",
+        "README.md",
     }
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["release"]
 

@@ -19,7 +19,7 @@ import dpsur
 from dpsur.cli import main as dpsur_main
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import METHODS
-from dpsur.privacy.page import render_markdown
+from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.plans import plan_from_statement
 from dpsur.runs import verification
 from dpsur.runs.files import to_json
@@ -74,6 +74,7 @@ def faults_after(released, tmp_path):
         (folder / "privacy.json").write_bytes(to_json(statement))
         with contextlib.suppress(*MALFORMED):  # a statement that has no page
             (folder / "PRIVACY.md").write_text(render_markdown(statement))
+            (folder / "README.md").write_text(render_model_card(statement))
         return verify(folder)[0]
 
     return faults
@@ -330,6 +331,7 @@ def edited(folder, change):
     statement["guarantee"]["epsilon"] = figures["proven"]
     (folder / "privacy.json").write_bytes(to_json(statement))
     (folder / "PRIVACY.md").write_text(render_markdown(statement), encoding="utf-8")
+    (folder / "README.md").write_text(render_model_card(statement), encoding="utf-8")
     return verify(folder)[0]
 
 

@@ -38,6 +38,8 @@ def test_the_network_follows_the_shape(tmp_path, shape, features, network):
     assert task.default_features == features
     networks = dict(task.networks)
     head = networks.pop("encoder", None)
+    for name in ("encoder-zoom", "whitened-scattering", "scattering+encoder"):
+        assert (networks.pop(name, None) is None) == (head is None)
     assert networks == {features: network}
     if network["name"] == "small-cnn":
         inputs = 8192 * network["channels"]
@@ -177,7 +179,7 @@ NAN = np.array([[0.0, 1], [0, np.nan], [0, 0], [0, 0]])
         ({"x": X, "y": Y, "x_test": X[:, :1], "y_test": Y}, r"\(2,\), those of x_test \(1,\)"),
         ({"x": np.array([1, "a", None, 2.0], object), "y": Y}, "Python objects in the array x"),
         ({"x": X, "y": np.array([0, 1, None, 2], object)}, "Python objects in the array y"),
-        ({"x": np.array(["a", "b", "c", "d"]), "y": Y}, "array x .* real numbers"),
+        ({"x": np.array([["a"], ["b"], ["c"], ["d"]]), "y": Y}, "array x .* or texts of shape"),
         ({"x": X + 1j, "y": Y}, "array x .* real numbers"),
         ({"x": NAN, "y": Y}, "array x .* NaN"),
         ({"x": NAN - np.inf, "y": Y}, "array x .* NaN"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
+from dpsur.mechanism.block_gate import BlockGate
 from dpsur.mechanism.dp_gradient import dp_mean_gradient
 from dpsur.mechanism.gate import LossTestGate, mean_losses
 from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
@@ -23,7 +24,7 @@ from dpsur.mechanism.streams import BATCH, NOISE, VAL_NOISE, Draws
 from dpsur.mechanism.trial import Selective
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.privacy.events import Step
-from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.plans import BlockPlan, PrivacyPlan
 from dpsur.runs.session import Session
 
 Bind = Callable[[GradientMethod, Problem, PrivacyPlan], Procedure]
@@ -47,7 +48,8 @@ class Fault:
         """The session with the fault in the place of its procedure."""
         if self.bind is _sound:
             return session
-        if not isinstance(session.method, GradientMethod) or not session.plan.same_steps:
+        fits = session.plan.same_steps or isinstance(session.plan, BlockPlan)
+        if not isinstance(session.method, GradientMethod) or not fits:
             raise InvalidInputError(f"the faults are not made for the method {session.method.name}")
         if self.needs_test and session.plan.typical.gate is None:
             raise InvalidInputError(
@@ -63,11 +65,15 @@ def with_source(change: Callable[[DpGradient], GradientSource]) -> Bind:
 
     def bind(method: GradientMethod, problem: Problem, plan: PrivacyPlan) -> Procedure:
         procedure = method.bind(problem, plan)
-        assert isinstance(procedure, Selective)
-        proposer = procedure.proposer
+        assert isinstance(procedure, Selective | BlockGate)
+        proposer = procedure.updates if isinstance(procedure, BlockGate) else procedure.proposer
         assert isinstance(proposer, GradientProposer)
-        assert isinstance(proposer.source, DpGradient)
-        return replace(procedure, proposer=replace(proposer, source=change(proposer.source)))
+        if not isinstance(proposer.source, DpGradient):
+            raise InvalidInputError(f"the faults are not made for the method {method.name}")
+        changed = replace(proposer, source=change(proposer.source))
+        if isinstance(procedure, BlockGate):
+            return replace(procedure, updates=changed)
+        return replace(procedure, proposer=changed)
 
     return bind
 

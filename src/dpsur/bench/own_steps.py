@@ -1,13 +1,11 @@
 """Our own arms: what `dpsur.mechanism.loop.train` does in one turn, on a batch of known size."""
 
-import torch.nn.functional as F
-
 from dpsur.bench.settings import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_MULTIPLIER, Cell
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.cuda_graph_loop import CapturedTrial
-from dpsur.mechanism.loop import make_trial, start
+from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
+from dpsur.mechanism.loop import EagerLoop, Loop, make_trial, start
 from dpsur.methods.dpsgd import Dpsgd
 from dpsur.methods.dpsur import Dpsur
 from dpsur.methods.gradient_method import GradientMethod
@@ -20,6 +18,8 @@ VAL_BATCH_SIZE = 256
 # The paper's gate; what a test costs in time does not depend on these.
 VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD = 1.3, -1.0
 ENDLESS = 10**9
+# Where batches are drawn from a data set: how many times as large it is, and trials in a block.
+RECORDS_PER_BATCH, TRAINING_BLOCK = 8, 5
 # Trials between two reads of a captured run; verdicts of later ones overwrite the last row.
 BLOCK = 100
 
@@ -32,7 +32,7 @@ class OwnStep:
     """
 
     def __init__(self, cell: Cell, method: GradientMethod, test: Test | None) -> None:
-        self.problem = Problem(cell.model(), F.cross_entropy, cell.batch)
+        self.problem = Problem(cell.model(), cell.loss, cell.batch, bf16=cell.bf16)
         trial = Trial(SampledGaussian(1.0, NOISE_MULTIPLIER), test)
         # Nothing is released and no record is private: the plan only carries the trial.
         self.plan = Plan(Budget(1.0, 1e-5), "every-trial", trial, trials=ENDLESS)
@@ -69,6 +69,55 @@ class CapturedOwnStep:
         return self._step.clipped_sum()
 
 
+class TrainingSteps:
+    """Trials as `fit` makes them: Poisson batches of a data set, in the loop that the device has.
+
+    The data set is made up and has eight times the size of the batch. A call makes a block of
+    `steps` trials.
+    """
+
+    def __init__(self, cell: Cell, method: GradientMethod, *, tested: bool) -> None:
+        size = RECORDS_PER_BATCH * len(cell.batch)
+        records = cell.network.batch(size, cell.device, cell.seed)
+        self.problem = Problem(cell.model(), cell.loss, records, bf16=cell.bf16)
+        rate = min(VAL_BATCH_SIZE, len(cell.batch)) / size
+        test = LossTest(rate, VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD) if tested else None
+        trial = Trial(SampledGaussian(1 / RECORDS_PER_BATCH, NOISE_MULTIPLIER), test)
+        plan = Plan(Budget(1.0, 1e-5), "every-trial", trial, trials=ENDLESS)
+        procedure = method.bind(self.problem, plan)
+        progress, streams = start(procedure), cell.streams()
+        padded = procedure.padded() if cell.device.type == "cuda" else None
+        self.steps = 1 if padded is None else TRAINING_BLOCK
+        self._loop: Loop = EagerLoop(procedure, plan, streams, progress)
+        if padded is not None:
+            self._loop = CudaGraphLoop(procedure, padded, plan, streams, progress, self.steps)
+
+    def __call__(self) -> None:
+        """Make a block of trials and read what became of them."""
+        self._loop.launch()
+        self._loop.collect()
+
+
+def dpsgd_training(cell: Cell) -> TrainingSteps:
+    """DP-SGD on Poisson batches."""
+    return TrainingSteps(cell, _method(Dpsgd, cell), tested=False)
+
+
+def dpsur_training(cell: Cell) -> TrainingSteps:
+    """DPSUR on Poisson batches, every trial with its test."""
+    return TrainingSteps(cell, _method(Dpsur, cell), tested=True)
+
+
+def _method(kind: type[Dpsgd] | type[Dpsur], cell: Cell) -> GradientMethod:
+    return kind(
+        learning_rate=LEARNING_RATE,
+        momentum=MOMENTUM,
+        schedule="constant",
+        batch_size=len(cell.batch),
+        max_grad_norm=MAX_GRAD_NORM,
+    )
+
+
 def dpsgd_captured(cell: Cell) -> CapturedOwnStep:
     """A captured step of DP-SGD."""
     return CapturedOwnStep(dpsgd_step(cell))
@@ -81,25 +130,13 @@ def dpsur_captured(cell: Cell) -> CapturedOwnStep:
 
 def dpsgd_step(cell: Cell) -> OwnStep:
     """A step of DP-SGD."""
-    method = Dpsgd(
-        learning_rate=LEARNING_RATE,
-        momentum=MOMENTUM,
-        schedule="constant",
-        batch_size=len(cell.batch),
-        max_grad_norm=MAX_GRAD_NORM,
-    )
-    return OwnStep(cell, method, test=None)
+    return OwnStep(cell, _method(Dpsgd, cell), test=None)
 
 
 def dpsur_trial(cell: Cell) -> OwnStep:
     """A whole trial of DPSUR: the candidate, the test on its own batch, and the choice."""
-    method = Dpsur(
-        learning_rate=LEARNING_RATE,
-        momentum=MOMENTUM,
-        schedule="constant",
-        batch_size=len(cell.batch),
-        max_grad_norm=MAX_GRAD_NORM,
-    )
     size = len(cell.batch)
     rate = min(VAL_BATCH_SIZE, size) / size
-    return OwnStep(cell, method, LossTest(rate, VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD))
+    return OwnStep(
+        cell, _method(Dpsur, cell), LossTest(rate, VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD)
+    )

@@ -7,7 +7,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,15 +23,16 @@ class PlainStep:
     """Ordinary PyTorch, without privacy: forward, backward of the mean loss, momentum step."""
 
     def __init__(self, cell: Cell) -> None:
-        self._batch = cell.batch
+        self._cell, self._batch = cell, cell.batch
         self._model = cell.model()
         self._optimizer = sgd(self._model)
 
     def __call__(self) -> None:
         """Make the step."""
         self._optimizer.zero_grad(set_to_none=True)
-        loss = F.cross_entropy(self._model(self._batch.inputs), self._batch.targets)
-        torch.autograd.backward(loss)
+        with self._cell.precision():
+            outputs = self._model(self._batch.inputs)
+        torch.autograd.backward(self._cell.loss(outputs.float(), self._batch.targets))
         self._optimizer.step()
 
 
@@ -53,7 +53,7 @@ class PerExampleStep:
     """DP-SGD from per-example gradients that a subclass finds, as a user would write it."""
 
     def __init__(self, cell: Cell) -> None:
-        self._batch = cell.batch
+        self._batch, self._loss = cell.batch, cell.loss
         self._model = cell.model()
         self._params = dict(self._model.named_parameters())
         self._optimizer = sgd(self._model)
@@ -81,7 +81,7 @@ class VmapStep(PerExampleStep):
 
         def loss_of_one(params: Params, input_: Tensor, target: Tensor) -> Tensor:
             output = functional_call(self._model, params, (input_.unsqueeze(0),))
-            return F.cross_entropy(output, target.unsqueeze(0))
+            return self._loss(output, target.unsqueeze(0))
 
         with sdpa_kernel(SDPBackend.MATH):  # the only attention kernel with a batching rule
             gradients: Params = vmap(grad(loss_of_one), in_dims=(None, 0, 0))(
@@ -100,7 +100,7 @@ class LoopStep(PerExampleStep):
         total = {name: torch.zeros_like(value) for name, value in self._params.items()}
         for row in range(len(self._batch)):
             output = self._model(self._batch.inputs[row : row + 1])
-            loss = F.cross_entropy(output, self._batch.targets[row : row + 1])
+            loss = self._loss(output, self._batch.targets[row : row + 1])
             gradients = torch.autograd.grad(loss, list(self._params.values()))
             norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
             scale = (MAX_GRAD_NORM / norm).clamp(max=1.0)
@@ -121,7 +121,7 @@ class OpacusStep:
             from opacus import PrivacyEngine
         except ImportError as error:
             raise NotInstalledError("not installed (pip install opacus)") from error
-        self._batch = cell.batch
+        self._cell, self._batch = cell, cell.batch
         self._mode = mode
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its own random numbers, on purpose not secure
@@ -163,7 +163,16 @@ class OpacusStep:
 
     def _backward(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        self._loss(self._model(self._batch.inputs), self._batch.targets).backward()
+        with self._cell.precision():
+            outputs = self._model(self._batch.inputs)
+        outputs, targets = outputs.float(), self._batch.targets
+        if targets.dim() == 1:
+            self._loss(outputs, targets).backward()
+        elif self._mode == GHOST:  # a label at every position, as it wants them
+            shape = outputs.shape
+            self._loss(outputs.flatten(0, 1), targets.flatten(), shape=shape).backward()
+        else:
+            torch.autograd.backward(self._cell.loss(outputs, targets))
 
 
 def hooks_step(cell: Cell) -> OpacusStep:

@@ -4,14 +4,15 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import device_of
@@ -23,6 +24,9 @@ _FIELDS, _IDLE = 8, (3, 4)
 # One setting for all arms. Steps are small, so that thousands of them leave the weights tame.
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 MAX_GRAD_NORM, NOISE_MULTIPLIER = 0.1, 1.0
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class NotInstalledError(Exception):
@@ -58,6 +62,19 @@ class Cell:
     network: Network
     batch: Examples
     seed: int = 0
+    bf16: bool = False
+
+    @property
+    def loss(self) -> Loss:
+        """The network's loss, by default cross entropy: a mean over the batch."""
+        found: Loss = getattr(self.network, "loss", F.cross_entropy)
+        return found
+
+    def precision(self) -> AbstractContextManager[object]:
+        """For the forward pass of arms that are not ours: autocast where bf16 is asked for."""
+        if not self.bf16:
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +111,8 @@ class Settings:
     `networks` is the import path, as `module:function`, of the function that finds a network by its
     name: a process that measures memory has to find it too.
     `memory_limit` is in bytes: on a GPU what this process may take of it, on a CPU what the
-    process that makes a first step may add to what it has when it starts.
+    process that makes a first step may add to what it has when it starts. `tf32` None leaves
+    PyTorch's own settings, which round convolutions on CUDA.
     """
 
     networks: str
@@ -103,7 +121,7 @@ class Settings:
     device: torch.device
     repetitions: int
     threads: int
-    tf32: bool = False
+    tf32: bool | None = False
     memory_limit: int | None = None
 
     def network(self, name: str) -> Network:
@@ -125,7 +143,8 @@ def machine(settings: Settings) -> Iterator[None]:
     before = torch.get_num_threads(), matmul.allow_tf32, cudnn.allow_tf32
     try:
         torch.set_num_threads(settings.threads)
-        matmul.allow_tf32 = cudnn.allow_tf32 = settings.tf32
+        if settings.tf32 is not None:
+            matmul.allow_tf32 = cudnn.allow_tf32 = settings.tf32
         _limit_gpu(settings, settings.memory_limit)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

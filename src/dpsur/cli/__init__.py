@@ -30,6 +30,8 @@ GROUPS = {
     "train": {
         "train": ("dpsur.cli.train:set_up", "train a model under a privacy budget"),
         "evaluate": ("dpsur.cli.evaluate:set_up", "test a release on its task's public test set"),
+        "report": ("dpsur.cli.report:set_up", "one HTML page about a finished run"),
+        "plot": ("dpsur.cli.report:set_up_plot", "plot epsilon, accuracy or attack power of runs"),
         "methods": ("dpsur.cli.listings:set_up_methods", "list methods and hyper-parameters"),
         "explain": ("dpsur.cli.explain:set_up", "which per-example engine serves a model, and why"),
         "bench": ("dpsur.cli.bench:set_up", "time and memory of a training step of your model"),
@@ -51,6 +53,8 @@ GROUPS = {
         "tasks": ("dpsur.cli.listings:set_up_tasks", "list the tasks that can be trained"),
         "data": ("dpsur.cli.data:set_up", "download the public data sets, list them"),
         "cache": ("dpsur.cli.cache:set_up", "show or empty the cache"),
+        "doctor": ("dpsur.cli.doctor:set_up", "versions, devices, data and optional parts"),
+        "completion": ("dpsur.cli.doctor:set_up_completion", "tab completion for your shell"),
     },
 }
 COMMANDS = {name: home for group in GROUPS.values() for name, (home, _) in group.items()}
@@ -105,7 +109,7 @@ def _run(parser_for: Callable[[Sequence[str]], Parser], program: str, given: lis
             stream.reconfigure(errors="backslashreplace")
     try:
         with interrupts_exit_at_once():
-            options = parser_for(given).parse_args(given)
+            options = parser_for(given).parse_args(given or ["--help"])
         with warnings.catch_warnings():
             for kind in (PrivacyWarning, DiagnosticsWarning):  # also under `python -W error`
                 warnings.simplefilter("always", kind)
@@ -142,6 +146,16 @@ def build_parser(given: Sequence[str]) -> Parser:
         command = commands.add_parser(name)
         if given[:1] == [name]:
             set_up(name, command)
+    return parser
+
+
+def whole_parser() -> Parser:
+    """The parser with the options of every command, for tab completion."""
+    parser = Parser(prog="dpsur")
+    parser.add_argument("--version", action="store_true")
+    commands = parser.add_subparsers(prog="dpsur", metavar="COMMAND")
+    for name in COMMANDS:
+        set_up(name, commands.add_parser(name, help=name))  # completion skips what has no help
     return parser
 
 

@@ -21,7 +21,10 @@ from dpsur.tasks import TASKS, load_test_records
 
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
-    parser.description = "Load a release and test it on the public test set of its task."
+    parser.description = (
+        "Load a release and test it on the public test set of its task.\n\n"
+        "  dpsur evaluate run\n  dpsur evaluate run --task npz:test.npz --json\n"
+    )
     parser.add_argument("folder", metavar="DIR", help="a run folder, or the release folder in it")
     parser.add_argument(
         "--task", help="the task to test on (default: the one that the release names)"

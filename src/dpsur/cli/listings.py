@@ -1,9 +1,14 @@
 """Commands that print a list or a page: `dpsur methods`, `dpsur tasks`, `dpsur proof`."""
 
 import argparse
+import json
 from importlib.resources import files
+from typing import Any
 
 PROOF = """\
+  dpsur proof | less
+  dpsur proof --path
+
 Print the page that a release cites: the theorem behind each accounting, its proof, its assumptions
 and what is not covered (docs/privacy.md, Markdown).
 """
@@ -11,7 +16,10 @@ and what is not covered (docs/privacy.md, Markdown).
 
 def set_up_methods(parser: argparse.ArgumentParser) -> None:
     """Describe `dpsur methods`."""
-    parser.description = "List the methods and their hyper-parameters."
+    parser.description = (
+        "List the methods and their hyper-parameters.\n\n  dpsur methods\n  dpsur methods --json\n"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=print_methods)
 
 
@@ -21,7 +29,19 @@ def print_methods(options: argparse.Namespace) -> int:
     from dpsur.methods import METHODS
     from dpsur.options import declared
 
-    del options
+    if options.json:
+        everything = {
+            name: {
+                "summary": method.summary,
+                "options": {
+                    one.flag: {"help": one.help, "default": _plain(one.field.default)}
+                    for one in declared(method).values()
+                },
+            }
+            for name, method in METHODS.items()
+        }
+        print(json.dumps(everything))
+        return 0
     for name, method in METHODS.items():
         print(f"{name}: {method.summary}")
         for found in declared(method).values():
@@ -33,12 +53,19 @@ def print_methods(options: argparse.Namespace) -> int:
     return 0
 
 
+def _plain(value: Any) -> Any:
+    """A default as JSON has it; None where there is none."""
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
 def set_up_tasks(parser: argparse.ArgumentParser) -> None:
     """Describe `dpsur tasks`."""
     parser.description = (
         "List the tasks that can be trained, and the features that they have networks for.\n"
-        "`dpsur data list` shows which data sets are installed."
+        "`dpsur data list` shows which data sets are installed.\n\n"
+        "  dpsur tasks\n  dpsur tasks --json"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=print_tasks)
 
 
@@ -46,7 +73,12 @@ def print_tasks(options: argparse.Namespace) -> int:
     """Print a line per task."""
     from dpsur.tasks import DEFAULT_TASK, TASKS
 
-    del options
+    if options.json:
+        found = {
+            name: {"summary": t.summary, "features": [*t.networks]} for name, t in TASKS.items()
+        }
+        print(json.dumps(found))
+        return 0
     for name, task in TASKS.items():
         default = " (default task)" if name == DEFAULT_TASK else ""
         features = " or ".join(task.networks)

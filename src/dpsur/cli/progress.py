@@ -6,14 +6,14 @@ and accuracy on public records.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.state import Verdict
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import duration, elapsed
-from dpsur.privacy.statement import format_epsilon
+from dpsur.privacy.statement import format_epsilon, metric_text
 from dpsur.runs.evaluation import shown_scores
 
 PRIVATE_WARNING = (
@@ -107,6 +107,17 @@ class ProgressBar:
             self._bar.update(self._task, status=f"{spent}, {score}")
         else:
             self._say(f"{passed}: {spent}, {score}")
+
+    def measured(self, progress: Progress, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show noisy values of the training records, which are paid for."""
+        if self._quiet or self._plan is None:
+            return
+        passed = f"{elapsed(self._plan, progress.ledger)}/{duration(self._plan)}"
+        shown = ", ".join(metric_text(row) for row in rows)
+        if self._bar is not None:
+            self._bar.update(self._task, status=shown)
+        else:
+            self._say(f"{passed}: {shown} (noisy, paid)")
 
     def _start_bar(self, plan: PrivacyPlan, progress: Progress) -> None:
         try:

@@ -136,9 +136,9 @@ def set_by_tasks() -> set[str]:
     }
 
 
-def new_config(options: argparse.Namespace) -> tuple[RunConfig, RunFolder]:
+def new_config(options: argparse.Namespace, *, auto: bool = False) -> tuple[RunConfig, RunFolder]:
     """The config that the command line asks for, and the new folder, checked but not made."""
-    config = config_of(options)
+    config = config_of(options, auto=auto)
     if config.seed is None:
         config = replace(config, network_seed=secrets.randbits(62))
     assert config.task is not None
@@ -148,11 +148,11 @@ def new_config(options: argparse.Namespace) -> tuple[RunConfig, RunFolder]:
     return config, folder
 
 
-def config_of(options: argparse.Namespace) -> RunConfig:
-    """The config that the command line asks for."""
+def config_of(options: argparse.Namespace, *, auto: bool = False) -> RunConfig:
+    """The config that the command line asks for; with `auto`, that is the preset by default."""
     values = _given(options)
-    method = values.pop("method", None) or RunConfig().method.name
-    return RunConfig.from_names(values, method, **given_method_options(options))
+    method = values.pop("method", None)
+    return RunConfig.from_names(values, method, auto=auto, **given_method_options(options))
 
 
 def stored_config(options: argparse.Namespace) -> tuple[RunConfig, RunFolder]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dpsur.config import RunConfig, data_facts
 from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, describe_os_error
 from dpsur.presets import AUTO, explain_auto
 from dpsur.privacy.plans.rejections import NOT_HIDDEN
+from dpsur.privacy.statement import metric_text
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.evaluation import shown_scores
 from dpsur.runs.files import RunFolder, finite, resume_command
@@ -32,6 +34,11 @@ from dpsur.status import silenced
 
 DESCRIPTION = """\
 Train a model under a privacy budget.
+
+  dpsur train --out run                                      embedded digits, epsilon 3
+  dpsur train --task fmnist --epsilon 1 --delta 1e-5 --out f
+  dpsur train --task npz:own.npz --classes 10 --out own      your arrays
+  dpsur train --resume run                                   after an interruption
 
 The folder of the run gets release/ (weights, PRIVACY.md, privacy.json), written only at the end and
 meant to be published, and private/ (checkpoints, metrics, curves), which must stay with you.
@@ -63,9 +70,7 @@ def run(options: argparse.Namespace) -> int:
     if options.resume is not None:
         config, folder = stored_config(options)
     else:
-        config, folder = new_config(options)
-        if config.preset == AUTO and not (options.quiet or options.json):
-            _explain(config)
+        config, folder = new_config(options, auto=True)
     if options.show_private and config.hide_rejections != NOT_HIDDEN:
         raise InvalidInputError(
             f"--show-private shows what --hide-rejections {config.hide_rejections} hides; "
@@ -86,9 +91,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _explain(config: RunConfig) -> None:
     """Say what the preset auto has chosen and why. Options that were given take precedence."""
-    facts = data_facts(task_of(config), config.keep_fraction)
-    budget = config.budget
-    for line in explain_auto(config.method.name, facts, budget.epsilon, budget.delta):
+    facts = data_facts(task_of(config), vars(config))
+    budget = config.budget.epsilon, config.budget.delta
+    options = asdict(config.method)
+    for line in explain_auto(facts, config.features, config.normalisation, options, budget):
         print(f"dpsur: {line}", file=sys.stderr)
 
 
@@ -103,8 +109,10 @@ def _train(
     released = load_statistics(folder.checkpoint) if resume else None
     with silenced(options.quiet or options.json):
         session, origin = build_task_session(config, released=released)
-    folder.create()
     quiet = options.quiet or options.json
+    if config.preset == AUTO and not (quiet or options.resume):
+        _explain(config)
+    folder.create()
     if not (quiet or options.resume or options.out):
         print(f"dpsur: writing the run to {folder.root}", file=sys.stderr)
     with ProgressBar(quiet=quiet, show_private=options.show_private) as bar:
@@ -147,10 +155,9 @@ def _print_result(run: Run, folder: RunFolder, *, as_json: bool) -> None:
         name, score = shown_scores(run.scores)[0]
         print(f"test {name}: {score} ({released}, public test set)")
     for row in run.statement.get("metrics", []):
-        error = "" if row["standard_error"] is None else f" +- {row['standard_error']:.2g}"
         rate = (
             "" if row["learning_rate"] is None else f" at learning rate {row['learning_rate']:.3g}"
         )
-        print(f"{row['quantity']} of {row['after']}{rate}: {row['value']:.4g}{error} (noisy, paid)")
+        print(f"after {row['after']}{rate}: {metric_text(row)} (noisy, paid)")
     print(describe_guarantee(run.statement))
     print(f"release: {release} (to publish); private: {folder.private} (keep)")

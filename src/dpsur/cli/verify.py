@@ -25,6 +25,9 @@ Not checked, because a release cannot show it:
 DESCRIPTION = f"""\
 Check a release against itself.
 
+  dpsur verify run
+  dpsur verify run --json
+
 {WHAT_IS_CHECKED}"""
 
 

@@ -2,8 +2,8 @@
 
 The step of the optimizer makes a candidate. It is tested on a fresh Poisson batch and kept, or the
 weights, the buffers and the optimizer's state are put back as they were. Every trial is charged
-with its test, accepted or not. What is charged may be seen, so it would be safe to show verdicts;
-they are kept to themselves unless `show_verdicts` is set.
+with its test, accepted or not, unless the loader itself ends after a number of accepted updates
+that was fixed in advance (`proven`). Verdicts are not shown unless `show_verdicts` is set.
 """
 
 import copy
@@ -21,10 +21,11 @@ from dpsur.functional.problem import mode
 from dpsur.mechanism.gate import LossRule
 from dpsur.mechanism.streams import Stream
 from dpsur.privacy.events import LossTest
+from dpsur.privacy.plans.open_ended import ACCOUNTING as EVERY_TRIAL
+from dpsur.privacy.plans.open_ended import PROVEN
 
 # Of the loss function of a gate: the model and a batch of the loader, to a number.
 BatchLoss = Callable[[nn.Module, Any], Tensor]
-EVERY_TRIAL = "every-trial"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,11 @@ class LossGate:
     evaluation mode, without gradients.
 
     Formal guarantee: with the update of the step, a trial of `dpsur.LossTest(val_batch_size / N,
-    val_noise_multiplier, accept_threshold)`, which the ledger is charged with (`every-trial`).
+    val_noise_multiplier, accept_threshold)`. With the accounting "every-trial" the ledger is
+    charged with each of them. With "proven" it is charged with the accepted ones only; then `steps`
+    counts accepted updates, the loader ends after the last of them, and a loop that reaches the cap
+    on trials gets its first weights back and releases nothing. The number of batches that the loop
+    saw is then private.
     """
 
     loss: BatchLoss
@@ -54,11 +59,11 @@ class LossGate:
         checks.positive("val_noise_multiplier", self.val_noise_multiplier)
         checks.positive("loss_clip", self.loss_clip)
         checks.finite("accept_threshold", self.accept_threshold)
-        if self.accounting != EVERY_TRIAL:
+        checks.one_of("accounting", self.accounting, (EVERY_TRIAL, PROVEN))
+        if self.show_verdicts and self.accounting == PROVEN:
             raise InvalidInputError(
-                f"accounting {self.accounting!r} is not available in a custom loop: the number of "
-                "batches that the loop sees tells how many trials were rejected, so every trial is "
-                "charged ('every-trial'); use dpsur.fit for 'proven'"
+                "show_verdicts=True would show what 'proven' does not pay for; use the accounting "
+                "'every-trial'"
             )
 
     def test(self, records: int) -> LossTest:

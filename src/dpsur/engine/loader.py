@@ -50,6 +50,10 @@ class Owner(Protocol):
         """The numbers of the steps whose batches an iteration may yield."""
         ...
 
+    def finished(self) -> bool:
+        """Whether no further batch is to be yielded."""
+        ...
+
     def yielded(self, batch: Microbatch) -> None:
         """A microbatch is about to be yielded."""
         ...
@@ -193,6 +197,8 @@ class PrivateLoader(DataLoader[Any]):
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         planned = None
         for batch in batches:
+            if self.owner.finished():
+                return
             if planned is None:  # the sampler has begun by now
                 planned = self.poisson.planned
             self.owner.yielded(planned.popleft())

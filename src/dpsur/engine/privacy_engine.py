@@ -17,7 +17,12 @@ from dpsur.engine.loader import Microbatch, PoissonSampler, PrivateLoader, check
 from dpsur.engine.optimizer import check_optimizer, make_private_optimizer
 from dpsur.engine.watch import StepError, Watcher
 from dpsur.environment import versions
-from dpsur.errors import BudgetError, CheckpointError, InvalidInputError
+from dpsur.errors import (
+    BudgetError,
+    CheckpointError,
+    InvalidInputError,
+    NothingReleasedError,
+)
 from dpsur.functional.parameters import elementwise
 from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.sampling import poisson_sample
@@ -29,7 +34,7 @@ from dpsur.privacy.calibrate import calibrate
 from dpsur.privacy.events import SampledGaussian, Step, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import FilteredPlan, PrivacyLedger
-from dpsur.privacy.plans.open_ended import ACCOUNTING
+from dpsur.privacy.plans.open_ended import ACCOUNTING, PROVEN, SelectiveLedger
 from dpsur.privacy.statement import RunFacts, Statement, privacy_statement
 from dpsur.runs.files import RunFolder
 from dpsur.runs.release import NO_ORIGIN, write_release
@@ -162,7 +167,16 @@ class PrivacyEngine:
         step = Trial(update, test)
         delta = min(1e-5, 0.1 / size) if target_delta is None else target_delta
         planned = _planned_steps(epochs, steps, data_loader)
-        if target_epsilon is not None and planned is None:
+        if gate is not None and gate.accounting == PROVEN:
+            if planned is None:
+                raise InvalidInputError(
+                    "the accounting 'proven' needs steps=..., the number of accepted updates, "
+                    "fixed in advance"
+                )
+            self._ledger = SelectiveLedger.for_updates(
+                step, planned, delta=delta, epsilon=target_epsilon
+            )
+        elif target_epsilon is not None and planned is None:
             self._ledger = PrivacyLedger.for_budget(target_epsilon, delta, step)
         elif planned is not None:
             if target_epsilon is None:  # what is planned is the budget
@@ -180,6 +194,8 @@ class PrivacyEngine:
             raise InvalidInputError(f"views={views} needs augment=..., which makes them different")
         self._module, self._optimizer, self._dataset = module, optimizer, data_loader.dataset
         self._gate, self._saved = gate, None
+        if isinstance(self._ledger, SelectiveLedger):
+            self._first = Snapshot(module, optimizer)
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
         self._watcher = Watcher(
             module, trained, max_grad_norm, loss_reduction, self._expect, augment, views
@@ -221,7 +237,7 @@ class PrivacyEngine:
             sample_rate=rate,
             updates=planned,
             test=None if gate is None else gate.test(size),
-            accounting=ACCOUNTING,
+            accounting=ACCOUNTING if gate is None else gate.accounting,
         )
         return self.make_private(
             module=module,
@@ -324,7 +340,12 @@ class PrivacyEngine:
                 "target_epsilon"
             )
         gate = self._gate
-        steps = None if isinstance(plan, FilteredPlan) else plan.trials
+        if isinstance(self.accountant, SelectiveLedger) and not self.accountant.completed:
+            raise NothingReleasedError(
+                "the accounting 'proven' covers a training that made all of its updates; continue "
+                "until the loader ends, or release nothing"
+            )
+        steps = None if isinstance(plan, FilteredPlan) else plan.length
         facts = RunFacts(
             dataset_size=self._size,
             method=CUSTOM_LOOP,
@@ -385,7 +406,14 @@ class PrivacyEngine:
         self._watcher.forget()
         if not self.accountant.affords(self._event):
             raise self._spent()
+        if isinstance(self.accountant, SelectiveLedger):  # ends after the last update
+            assert self.accountant.plan is not None
+            length = self.accountant.plan.trials
         return range(first, first + length)
+
+    def finished(self) -> bool:
+        """Whether no further batch is to be yielded: what was planned is done."""
+        return self._due is None and not self.accountant.affords(self._event)
 
     def _spent(self) -> BudgetError:
         return BudgetError(
@@ -490,9 +518,23 @@ class PrivacyEngine:
         if not accepted:
             self._saved.restore()
             self.scheduler_due = False
+        if isinstance(self.accountant, SelectiveLedger):
+            self._count(accepted, self.accountant)
         if self._gate.show_verdicts:
             self.verdicts.append(accepted)
         self._saved, self._test_batch = None, []
+
+    def _count(self, accepted: bool, ledger: SelectiveLedger) -> None:
+        """Charge an accepted update; give up where the cap on trials is reached."""
+        if accepted:
+            ledger.accept()
+        if ledger.given_up:
+            self._first.restore()
+            raise NothingReleasedError(
+                "the cap on trials was reached before all updates were accepted, which is as "
+                "improbable as delta demands; the first weights are back, and nothing that came of "
+                "this training may be released"
+            )
 
     def _draw_test_batch(self, step: int) -> list[tuple[int, Any]]:
         """A fresh Poisson batch, collated as the loader does, in microbatches."""

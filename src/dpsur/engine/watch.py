@@ -27,6 +27,7 @@ from dpsur.functional.process_settings import precision
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import (
     describe_rows,
+    flatten,
     map_tensors,
     signature,
     slice_rows,
@@ -96,6 +97,7 @@ class Watcher:
         self._augment, self._views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
         self._plans: dict[object, Plan] = {}
+        self._lengths: dict[object, list[Plan]] = {}
         self._factors: tuple[float, ...] | None = None
         self._calls: list[Call] = []
         self._open: tuple[ExitStack, Tape, Plan] | None = None
@@ -255,13 +257,30 @@ class Watcher:
         self.rounded = self.rounded or bf16
         key = (signature(inputs), inputs.constants, bf16)
         if key not in self._plans:
-            self._busy = True
-            try:
-                with torch.autocast(kind, enabled=False):
-                    self._plans[key] = self._make_plan(inputs, bf16)
-            finally:
-                self._busy = False
+            self._plans[key] = self._known_plan(inputs, bf16) or self._new_plan(inputs, bf16)
         return self._plans[key]
+
+    def _known_plan(self, inputs: Arguments, bf16: bool) -> Plan | None:
+        """The plan of two other lengths of the same inputs, if it is the same for both.
+
+        Texts that are padded to the longest of a batch come in hundreds of lengths.
+        """
+        tried = self._lengths.get(_without_sizes(inputs, bf16), [])
+        if len(tried) < 2 or tried[0].assignment is None:
+            return None
+        first, second = tried[:2]
+        same = first.layouts == second.layouts and first.assignment == second.assignment
+        return first if same else None
+
+    def _new_plan(self, inputs: Arguments, bf16: bool) -> Plan:
+        self._busy = True
+        try:
+            with torch.autocast(next(iter(self.trained.values())).device.type, enabled=False):
+                plan = self._make_plan(inputs, bf16)
+        finally:
+            self._busy = False
+        self._lengths.setdefault(_without_sizes(inputs, bf16), []).append(plan)
+        return plan
 
     def _make_plan(self, inputs: Arguments, bf16: bool) -> Plan:
         if not self._plans:
@@ -435,6 +454,12 @@ class Watcher:
     def forget(self) -> None:
         """Drop what calls and backward passes have left."""
         self.sums, self._calls = Sums(), []
+
+
+def _without_sizes(inputs: Arguments, bf16: bool) -> object:
+    """What inputs share that differ in nothing but the sizes of their records."""
+    kinds = tuple((name, value.dim(), value.dtype) for name, value in flatten(inputs).items())
+    return kinds, inputs.constants, bf16
 
 
 def _inactive() -> Watcher:

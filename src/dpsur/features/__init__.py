@@ -15,9 +15,9 @@ from dpsur.features import cache, procedural
 from dpsur.features.encoder import (
     ENCODER_DIGEST,
     SCATTERING_DIGEST,
-    SCATTERING_SHAPE,
     Encoder,
     ScatteringEncoder,
+    WhitenedScattering,
 )
 from dpsur.features.layers import (
     Centre,
@@ -29,6 +29,7 @@ from dpsur.features.layers import (
     group_norm,
 )
 from dpsur.features.scattering import Scattering2d
+from dpsur.features.words import words
 
 Shape = tuple[int, ...]
 # How features can be normalised (see `dpsur.runs.input_features`).
@@ -102,22 +103,31 @@ def _scattering(shape: Shape) -> tuple[LayerDescription, ...]:
     return ({"name": "scattering", **sizes, "scales": 2, "angles": 8},)
 
 
-def _encoder(shape: Shape) -> tuple[LayerDescription, ...]:
+def _check_images(name: str, shape: Shape) -> None:
     if len(shape) != 3:
         raise InvalidInputError(
-            f"the features encoder need images of shape (channels, height, width), but a record of "
+            f"the features {name} need images of shape (channels, height, width), but a record of "
             f"these data has the shape {shape}; use the features pixels or tokens"
         )
+
+
+def _encoder(shape: Shape) -> tuple[LayerDescription, ...]:
+    _check_images("encoder", shape)
     return ({"name": "encoder", "digest": ENCODER_DIGEST},)
 
 
+def _zoomed_encoder(shape: Shape) -> tuple[LayerDescription, ...]:
+    (layer,) = _encoder(shape)
+    return ({**layer, "zoom": True},)
+
+
+def _whitened_scattering(shape: Shape) -> tuple[LayerDescription, ...]:
+    _check_images("whitened-scattering", shape)
+    return ({"name": "whitened-scattering", "digest": SCATTERING_DIGEST},)
+
+
 def _scattering_encoder(shape: Shape) -> tuple[LayerDescription, ...]:
-    if shape != SCATTERING_SHAPE:
-        raise InvalidInputError(
-            f"the features scattering+encoder need grey images of shape {SCATTERING_SHAPE}, for "
-            f"which scattering was whitened, but a record of these data has the shape {shape}; "
-            "use the features encoder"
-        )
+    _check_images("scattering+encoder", shape)
     digests = {"digest": ENCODER_DIGEST, "scattering_digest": SCATTERING_DIGEST}
     return ({"name": "scattering-encoder", **digests},)
 
@@ -128,6 +138,7 @@ FEATURES: dict[str, Features] = {
         Features("pixels", "the inputs themselves", _none),
         Features("tokens", "the inputs themselves", _none),
         Features("vectors", "the inputs themselves", _none),
+        Features("words", "the inputs themselves: rows of norm 1, as dpsur.features.words", _none),
         Features(
             "scattering", "wavelet moduli, 81 per channel, a quarter of the size", _scattering
         ),
@@ -138,8 +149,20 @@ FEATURES: dict[str, Features] = {
             of_images=True,
         ),
         Features(
+            "encoder-zoom",
+            "the same, of the image and of its enlarged middle, averaged; twice the time",
+            _zoomed_encoder,
+            of_images=True,
+        ),
+        Features(
+            "whitened-scattering",
+            "3,969 numbers: scattering of grey 28 x 28 pixels, whitened with procedural images",
+            _whitened_scattering,
+            of_images=True,
+        ),
+        Features(
             "scattering+encoder",
-            "scattering and encoder with equal weight, for grey images of 28 x 28",
+            "whitened scattering and encoder with equal weight",
             _scattering_encoder,
             of_images=True,
         ),
@@ -200,6 +223,7 @@ __all__ = [
     "PixelScale",
     "Scattering2d",
     "ScatteringEncoder",
+    "WhitenedScattering",
     "WithFeatures",
     "apply_layers",
     "build_layers",
@@ -207,4 +231,5 @@ __all__ = [
     "features_named",
     "group_norm",
     "procedural",
+    "words",
 ]

@@ -136,19 +136,27 @@ def prepare(images: Tensor) -> Tensor:
         raise InvalidInputError(
             f"images must have the shape (N, channels, height, width), got {tuple(images.shape)}"
         )
-    values = images.float() / 255 if images.dtype == torch.uint8 else images.float()
+    values = _as_numbers(images)
     if values.shape[1] != 3:
         values = values.reshape(-1, 1, *values.shape[2:])
+    return _to_square(values, SIZE, _PADDED_FROM).expand(-1, 3, -1, -1)
+
+
+def _as_numbers(images: Tensor) -> Tensor:
+    return images.float() / 255 if images.dtype == torch.uint8 else images.float()
+
+
+def _to_square(values: Tensor, side: int, padded_from: int) -> Tensor:
+    """Pad images whose longer side is in `padded_from` to `side`; resize others, then pad."""
     height, width = values.shape[2:]
     longer = max(height, width)
-    if not _PADDED_FROM <= longer <= SIZE:
-        height, width = (max(1, round(side * SIZE / longer)) for side in (height, width))
+    if not padded_from <= longer <= side:
+        height, width = (max(1, round(length * side / longer)) for length in (height, width))
         values = F.interpolate(
-            values, (height, width), mode="bilinear", align_corners=False, antialias=longer > SIZE
+            values, (height, width), mode="bilinear", align_corners=False, antialias=longer > side
         )
-    left, top = (SIZE - width) // 2, (SIZE - height) // 2
-    values = F.pad(values, (left, SIZE - width - left, top, SIZE - height - top))
-    return values.expand(-1, 3, -1, -1)
+    left, top = (side - width) // 2, (side - height) // 2
+    return F.pad(values, (left, side - width - left, top, side - height - top))
 
 
 def zoomed(values: Tensor) -> Tensor:
@@ -202,6 +210,26 @@ class AssetDigest(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
+class PixelRange(nn.Module):
+    """Undoes the standardisation of images, with a mean and a deviation per channel, if any."""
+
+    def __init__(
+        self, mean: Sequence[float] | None = None, deviation: Sequence[float] | None = None
+    ) -> None:
+        super().__init__()
+        self.standardised = mean is not None and deviation is not None
+        for name, values in (("mean", mean), ("deviation", deviation)):
+            if self.standardised:
+                tensor = torch.tensor(values).reshape(-1, 1, 1)
+                self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images in [0, 1]."""
+        if images.dtype == torch.uint8 or not self.standardised:
+            return images
+        return images * self.get_buffer("deviation") + self.get_buffer("mean")
+
+
 class Encoder(nn.Module):
     """The shipped encoder, or that of a file: images to rows of norm 1. Nothing in it is trained.
 
@@ -233,11 +261,7 @@ class Encoder(nn.Module):
             for number, (depth, _) in enumerate(about["networks"])
         )
         self.whitening = Whitening(_part(named, "whitening."))
-        self.standardised = mean is not None and deviation is not None
-        for name, values in (("input_mean", mean), ("input_deviation", deviation)):
-            if self.standardised:
-                tensor = torch.tensor(values).reshape(-1, 1, 1)
-                self.register_buffer(name, tensor, persistent=False)
+        self.pixels = PixelRange(mean, deviation)
         self.asset = AssetDigest(found)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -251,43 +275,78 @@ class Encoder(nn.Module):
         return torch.cat(parts)
 
     def _encoded(self, images: Tensor) -> Tensor:
-        if self.standardised and images.dtype != torch.uint8:
-            images = images * self.get_buffer("input_deviation") + self.get_buffer("input_mean")
-        rows = self.whitening(pooled_maps(list(self.networks), images, self.grids, zoom=self.zoom))
-        return F.normalize(rows.reshape(len(images), -1))
+        blocks = pooled_maps(list(self.networks), self.pixels(images), self.grids, zoom=self.zoom)
+        return F.normalize(self.whitening(blocks).reshape(len(images), -1))
+
+
+class WhitenedScattering(nn.Module):
+    """Roots of scattering coefficients, whitened with statistics of procedural images.
+
+    Images are brought to 28 x 28 pixels; three channels are averaged to grey ones, and of any other
+    number each counts as a grey image. Every row has norm 1. A hundred times faster than the
+    encoder, and as good for strokes on a plain ground.
+    """
+
+    def __init__(
+        self,
+        *,
+        digest: str | None = None,
+        mean: Sequence[float] | None = None,
+        deviation: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.scattering = Scattering2d(*SCATTERING_SHAPE[1:])
+        expected = digest or SCATTERING_DIGEST
+        content, found = read_asset(_shipped(SCATTERING_WHITENING), expected)
+        self.whitening = Whitening(load_tensors(content))
+        self.pixels = PixelRange(mean, deviation)
+        self.asset = AssetDigest(found)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Features of images, one row of norm 1 each."""
+        return rounded(self.rows(images))
+
+    @torch.no_grad()
+    def rows(self, images: Tensor) -> Tensor:
+        """Features before they are rounded."""
+        return torch.cat([self._encoded(some) for some in torch.split(images, _BATCH)])
+
+    def _encoded(self, images: Tensor) -> Tensor:
+        values = _as_numbers(self.pixels(images))
+        if values.shape[1] == 3:
+            values = values.mean(1, keepdim=True)
+        values = values.reshape(-1, 1, *values.shape[2:])
+        side = SCATTERING_SHAPE[1]
+        scattered = self.scattering(_to_square(values, side, side)).flatten(2)
+        return F.normalize(self.whitening([scattered]).reshape(len(images), -1))
 
 
 class ScatteringEncoder(nn.Module):
-    """Whitened roots of scattering coefficients and the encoder's features, with equal weight.
+    """Whitened scattering and the encoder's features, with equal weight.
 
-    For grey images of 28 x 28 pixels, in [0, 1]. Every row has norm 1, and either part half of its
-    square.
+    For images of any size, in [0, 1] or of type uint8. Every row has norm 1, and either part half
+    of its square.
     """
 
-    def __init__(self, *, digest: str | None = None, scattering_digest: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        digest: str | None = None,
+        scattering_digest: str | None = None,
+        mean: Sequence[float] | None = None,
+        deviation: Sequence[float] | None = None,
+    ) -> None:
         super().__init__()
-        self.encoder = Encoder(digest=digest)
-        self.scattering = Scattering2d(*SCATTERING_SHAPE[1:])
-        expected = scattering_digest or SCATTERING_DIGEST
-        content, found = read_asset(_shipped(SCATTERING_WHITENING), expected)
-        self.whitening = Whitening(load_tensors(content))
-        self.asset = AssetDigest(found)
+        self.encoder = Encoder(digest=digest, mean=mean, deviation=deviation)
+        self.scattering = WhitenedScattering(
+            digest=scattering_digest, mean=mean, deviation=deviation
+        )
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """Features of images, one row of norm 1 each."""
-        if tuple(images.shape[1:]) != SCATTERING_SHAPE:
-            raise InvalidInputError(
-                f"scattering+encoder takes images of shape {SCATTERING_SHAPE}, got "
-                f"{tuple(images.shape[1:])}; use the features encoder"
-            )
-        values = images.float() / 255 if images.dtype == torch.uint8 else images.float()
-        parts = [self._encoded(some) for some in torch.split(values, _BATCH)]
-        return rounded(torch.cat(parts))
-
-    def _encoded(self, images: Tensor) -> Tensor:
-        scattered = self.whitening([self.scattering(images).flatten(2)])
-        return torch.cat([scattered, self.encoder.rows(images)], 1) * math.sqrt(0.5)
+        parts = [self.scattering.rows(images), self.encoder.rows(images)]
+        return rounded(torch.cat(parts, 1) * math.sqrt(0.5))
 
 
 def rounded(rows: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.features.encoder import Encoder, ScatteringEncoder
+from dpsur.features.encoder import Encoder, ScatteringEncoder, WhitenedScattering
 from dpsur.features.scattering import Scattering2d
 from dpsur.registry import build
 
@@ -95,18 +95,35 @@ def _centre(features: int) -> nn.Module:
 
 
 def _encoder(
+    digest: str,
+    mean: Sequence[float] | None = None,
+    deviation: Sequence[float] | None = None,
+    zoom: bool = False,
+) -> nn.Module:
+    return Encoder(digest=digest, mean=mean, deviation=deviation, zoom=zoom)
+
+
+def _whitened_scattering(
     digest: str, mean: Sequence[float] | None = None, deviation: Sequence[float] | None = None
 ) -> nn.Module:
-    return Encoder(digest=digest, mean=mean, deviation=deviation)
+    return WhitenedScattering(digest=digest, mean=mean, deviation=deviation)
 
 
-def _scattering_encoder(digest: str, scattering_digest: str) -> nn.Module:
-    return ScatteringEncoder(digest=digest, scattering_digest=scattering_digest)
+def _scattering_encoder(
+    digest: str,
+    scattering_digest: str,
+    mean: Sequence[float] | None = None,
+    deviation: Sequence[float] | None = None,
+) -> nn.Module:
+    return ScatteringEncoder(
+        digest=digest, scattering_digest=scattering_digest, mean=mean, deviation=deviation
+    )
 
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "scattering": Scattering2d,
     "encoder": _encoder,
+    "whitened-scattering": _whitened_scattering,
     "scattering-encoder": _scattering_encoder,
     "group-norm": group_norm,
     "channel-norm": _channel_norm,

@@ -9,15 +9,19 @@ import torch
 
 
 @contextmanager
-def precision(tf32: bool) -> Iterator[None]:
+def precision(tf32: bool | None) -> Iterator[None]:
     """Compute matrix products and convolutions in full float32, or with TF32 where asked for.
+
+    None leaves the settings as they are.
 
     PyTorch rounds convolutions to TF32 by default. A clipped contribution that is summed with other
     roundings than its norm was measured with could pass the bound. So layers may round, and norms
-    and clipped sums never do, whatever a run asks for.
+    and clipped sums never do, whatever a run asks for. (A rule may round what layers were given:
+    then the norm is that of the rounded gradient, which is what is added up.)
     """
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    if tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     try:
         yield
     finally:

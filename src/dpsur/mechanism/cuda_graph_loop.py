@@ -5,9 +5,11 @@ sampling, clipping, noise, update, both losses and the choice between accepting 
 on the GPU, and the host reads the counts once per block of trials. A counter on the GPU masks
 acceptance once the plan is done, so that the replays left in a block change nothing and exactly the
 planned updates are kept. Trials that a plan makes only to be dropped are masked too, but counted.
-Steps whose cost depends on earlier steps are blocks of a single trial.
+Steps whose cost depends on earlier steps are blocks of a single trial. Steps that are no trials,
+such as the tests of blocks of updates, are made on the host's command between captured blocks.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,11 +21,16 @@ from dpsur.functional.parameters import elementwise
 from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.cuda_graphs import capture_graph
 from dpsur.mechanism.loop import Progress, has_next, make_trial
+from dpsur.mechanism.proposer import DpGradient, batch_room
+from dpsur.mechanism.sampling import smallest_room
 from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
+
+# Seconds of a trial from which on it pays to look at the sizes of batches first.
+LONG_TRIAL = 2e-3
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,8 @@ class _Counts:
 class CapturedTrial:
     """A trial of a padded procedure, captured once; its state stays in fixed memory.
 
-    On other devices than CUDA a replay simply makes the trial.
+    On other devices than CUDA a replay simply makes the trial. Where trials take long they are
+    captured for a few sizes of the batch, each when it is first needed.
     """
 
     def __init__(
@@ -62,21 +70,64 @@ class CapturedTrial:
         self._names: tuple[str, ...] = ()
         self._rows = torch.zeros(block, 0, device=device, dtype=torch.float64)
         self._first = torch.tensor(ledger.trials, device=device)
+        # Steps that are no trials have random numbers too, so draws are addressed by both.
+        self._other_steps = torch.tensor(ledger.steps - ledger.trials, device=device)
         # Where schedules stand, if that does not follow from the counts.
         self._position: Tensor | None = None
         if not plan.position_follows_counts:
             self._position = torch.tensor(plan.position(ledger), device=device)
-        self.replay: Callable[[], None] = self._trial  # one trial, within a block
-        if device.type == "cuda":
-            self.replay = self._captured()
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        # One trial, within a block, with room for any batch.
+        self.replay: Callable[[], None] = self._made(None)
+        # Trials with room for smaller batches, where that is worth it.
+        self._source = self._sized_batches()
+        self._by_room: dict[int, Callable[[], None]] = {}
+        if self._source is not None:
+            self._by_room[self._source.rooms[-1]] = self.replay
 
     def run(self, count: int, ledger: Ledger) -> None:
         """Replay a block of trials, after those in the ledger."""
         self._first.copy_(self._counts.trials)
+        self._other_steps.fill_(ledger.steps - ledger.trials)
         if self._position is not None:
             self._position.fill_(self._plan.position(ledger))
-        for _ in range(count):
-            self.replay()
+        for replay in self._replays(ledger.trials + 1, count):
+            replay()
+
+    def _replays(self, first: int, count: int) -> list[Callable[[], None]]:
+        """A trial for every step, with the smallest room that holds its batch.
+
+        Batches follow from the steps' random numbers alone, so their sizes can be had in advance.
+        A batch that has no room anywhere is noticed by the trial itself.
+        """
+        source = self._source
+        if source is None:
+            return [self.replay] * count
+        sizes = [source.batch_size(self._streams.at(first + step)) for step in range(count)]
+        rooms = [smallest_room(source.rooms, size) for size in torch.stack(sizes).tolist()]
+        for room in sorted(set(rooms) - set(self._by_room)):
+            self._by_room[room] = self._made(room)
+        return [self._by_room[room] for room in rooms]
+
+    def _sized_batches(self) -> DpGradient | None:
+        """Where batches come from, if several rooms for them are worth it: trials take long."""
+        source = getattr(getattr(self._procedure, "proposer", None), "source", None)
+        if not isinstance(source, DpGradient) or len(source.rooms) < 2:
+            return None
+        return source if self._seconds() >= LONG_TRIAL else None
+
+    def _seconds(self) -> float:
+        """How long a trial takes, with room for any batch."""
+        device = self._state.updates.device
+        go_back = self._undo()
+        waited = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+        waited(device)
+        start = time.perf_counter()
+        self.replay()
+        waited(device)
+        seconds = time.perf_counter() - start
+        go_back()
+        return seconds
 
     def read(self) -> tuple[int, int, bool]:
         """Trials, updates and whether a batch overflowed: the one synchronisation per block."""
@@ -126,7 +177,7 @@ class CapturedTrial:
         _, verdict = trial(
             self._procedure,
             self._state,
-            self._streams.at(counts.trials + 1),
+            self._streams.at(counts.trials + self._other_steps + 1),
             position,
             active=active,
             out=self._state,
@@ -148,8 +199,23 @@ class CapturedTrial:
         place = (self._counts.trials - self._first).clamp(max=len(self._rows) - 1)
         self._rows.index_copy_(0, place.reshape(1), row.reshape(1, -1))
 
-    def _captured(self) -> Callable[[], None]:
-        """Capture a trial, leaving state and counts as they are."""
+    def _made(self, room: int | None) -> Callable[[], None]:
+        """A trial with this room for its batch; on CUDA captured, state and counts left alone."""
+
+        def trial_in_room() -> None:
+            token = batch_room.set(room)
+            try:
+                self._trial()
+            finally:
+                batch_room.reset(token)
+
+        device = self._state.updates.device
+        if device.type != "cuda":
+            return trial_in_room
+        return capture_graph(trial_in_room, device, before_capture=self._undo(), pool=self._pool)
+
+    def _undo(self) -> Callable[[], None]:
+        """Puts state and counts back to what they are now."""
         before = self.state()
         counts = [value.clone() for value in vars(self._counts).values()]
 
@@ -158,7 +224,7 @@ class CapturedTrial:
             for place, value in zip(vars(self._counts).values(), counts, strict=True):
                 place.copy_(value)
 
-        return capture_graph(self._trial, self._state.updates.device, before_capture=go_back)
+        return go_back
 
 
 def _copy(state: State) -> State:
@@ -183,27 +249,29 @@ class CudaGraphLoop:
     ) -> None:
         self._procedure, self._padded, self._plan = procedure, padded, plan
         self._streams, self.progress = streams, progress
-        # where steps differ, what the next one costs may depend on what this one released
-        self._block = block if plan.same_steps else 1
-        self._captured = CapturedTrial(padded, plan, progress, streams, self._block)
+        self._block = block
+        self._captured = CapturedTrial(padded, plan, progress, streams, block)
         self._launched = 0
 
     @property
     def finished(self) -> bool:
         """Whether the plan affords no further trial."""
-        return not has_next(self._padded, self._plan, self.progress)
+        return not has_next(self._procedure, self._plan, self.progress)
 
     def launch(self) -> None:
         """Replay a block on the GPU, without waiting for it."""
         ledger = self.progress.ledger
-        self._launched = min(self._block, self._plan.trials - ledger.trials)
-        self._captured.run(self._launched, ledger)
+        self._launched = min(self._block, self._plan.alike(ledger))
+        if self._launched:
+            self._captured.run(self._launched, ledger)
 
     def collect(self) -> list[Verdict]:
         """Wait for the block and record it."""
+        if not self._launched:
+            return self._exactly(1)
         made, kept, overflow = self._captured.read()
         if overflow:
-            return self._exactly()
+            return self._exactly(self._launched)
         state, ledger = self.progress.state, self.progress.ledger
         count = made - ledger.trials
         ledger = ledger.record(
@@ -213,10 +281,10 @@ class CudaGraphLoop:
         self.progress = Progress(self._captured.state(), ledger)
         return verdicts
 
-    def _exactly(self) -> list[Verdict]:
+    def _exactly(self, count: int) -> list[Verdict]:
         """The same trials, with the same draws, on exact batches."""
         verdicts = []
-        for _ in range(self._launched):
+        for _ in range(count):
             if has_next(self._procedure, self._plan, self.progress):
                 self.progress, verdict = make_trial(
                     self._procedure, self._plan, self._streams, self.progress

@@ -4,7 +4,7 @@ What two functions do beside each other becomes two branches of the graph.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,10 +21,13 @@ def capture_graph(
     function: Callable[[], None],
     device: torch.device,
     before_capture: Callable[[], None] = lambda: None,
+    pool: Any = None,
 ) -> Callable[[], None]:
     """Warm a function up, capture it and return its replay. The capture itself makes no call.
 
     `before_capture` can undo what the warm-up did. What the function works on must stay alive.
+    Graphs that are never replayed at the same time can share a `pool` of memory
+    (`torch.cuda.graph_pool_handle()`).
     """
     outer, stream = torch.cuda.current_stream(device), capture_stream(device)
     stream.wait_stream(outer)
@@ -34,7 +37,7 @@ def capture_graph(
     outer.wait_stream(stream)
     before_capture()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, pool=pool):
         function()
     return graph.replay
 

@@ -33,7 +33,7 @@ def dp_mean_gradient(
     batch: Batch,
     sample_rate: float,
     noise_multiplier: float | Tensor,
-    max_grad_norm: float,
+    max_grad_norm: float | Tensor,
     noise: Stream,
     *,
     coins: Tensor | None = None,

@@ -114,6 +114,9 @@ class EagerLoop:
 
 def has_next(procedure: Procedure, plan: PrivacyPlan, progress: Progress) -> bool:
     """Whether there is another trial to make. Asked before it, never after."""
+    stopped = getattr(procedure, "stopped", None)  # by what it has released
+    if stopped is not None and stopped(progress.state):
+        return False
     step = procedure.step(progress.state)
     return plan.affords(progress.ledger, step) or plan.drops(progress.ledger)
 

@@ -7,6 +7,7 @@ be compiled.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -111,18 +112,29 @@ def _draw(
 
 
 def _on_cpu(key: Key, step: int, address: Address, blocks: int, *, normal: bool) -> Tensor:
+    """Piece by piece, by as many threads as PyTorch has; bits do not depend on their number."""
     purpose, rank, first = address
-    counter = np.array([first, rank, purpose, step], dtype=np.uint64)
-    generator = np.random.Generator(
-        np.random.Philox(counter=counter, key=np.frombuffer(key.content, dtype="<u8"))
-    )
+    words = np.frombuffer(key.content, dtype="<u8")
     found = np.empty(_WORDS * blocks)
-    generator.random(out=found)
-    result = torch.from_numpy(found)
-    if normal:
-        for piece in torch.split(result, _AT_ONCE):
-            _box_muller_(piece)
-    return result
+
+    def fill(start: int) -> None:
+        counter = np.array([first + start // _WORDS, rank, purpose, step], dtype=np.uint64)
+        generator = np.random.Generator(np.random.Philox(counter=counter, key=words))
+        piece = found[start : start + _AT_ONCE]
+        generator.random(out=piece)
+        if normal:
+            _box_muller_(torch.from_numpy(piece))
+
+    starts = range(0, len(found), _AT_ONCE)
+    threads = min(torch.get_num_threads(), len(starts))
+    if threads > 1:
+        # drawing and PyTorch's functions both leave the interpreter to other threads
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, starts))
+    else:
+        for start in starts:
+            fill(start)
+    return torch.from_numpy(found)
 
 
 def _box_muller_(uniform: Tensor) -> None:

@@ -4,7 +4,9 @@
 `GradientSource`: `DpGradient` is the noisy sum of clipped gradients that DP-SGD takes.
 """
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -14,8 +16,8 @@ from torch import Tensor
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
 from dpsur.mechanism.dp_gradient import dp_mean_gradient
-from dpsur.mechanism.optim import Optimizer, Schedule, WeightAverage, update_average
-from dpsur.mechanism.sampling import Batch, padded_batch, steady_batch
+from dpsur.mechanism.optim import Optimizer, WeightAverage, update_average
+from dpsur.mechanism.sampling import Batch, padded_batch, padded_sizes, sample_size, steady_batch
 from dpsur.mechanism.state import Candidate, State
 from dpsur.mechanism.streams import BATCH, LAYERS, NOISE, Draws
 from dpsur.per_example import draws_randomness
@@ -38,8 +40,10 @@ class Sampler:
 
     def batch(self, sample_rate: float, draws: Draws, purpose: str = BATCH) -> Batch:
         """A Poisson sample at this rate."""
-        draw = padded_batch if self.pad else steady_batch
-        return draw(self.problem.train, sample_rate, draws[purpose])
+        if self.pad:
+            room = batch_room.get() if purpose == BATCH else None
+            return padded_batch(self.problem.train, sample_rate, draws[purpose], room)
+        return steady_batch(self.problem.train, sample_rate, draws[purpose])
 
     def padded(self) -> "Sampler | None":
         """The same on padded batches; not for layers that draw random numbers."""
@@ -48,6 +52,11 @@ class Sampler:
     def layer_randomness(self, draws: Draws) -> AbstractContextManager[None]:
         """Where layers such as dropout get their random numbers from."""
         return draws.global_randomness(LAYERS) if self.random_layers else nullcontext()
+
+
+# Rows that a padded batch has room for; None: as many as any sample needs. A captured trial has
+# the room that this says while it is captured.
+batch_room: ContextVar[int | None] = ContextVar("batch_room", default=None)
 
 
 class GradientSource(Protocol):
@@ -66,6 +75,35 @@ class GradientSource(Protocol):
         ...
 
 
+class BlockSource(GradientSource, Protocol):
+    """A source that a gate over blocks can use: clipping norms change, and blocks start anew."""
+
+    @property
+    def sampler(self) -> "Sampler":
+        """Where batches come from."""
+        ...
+
+    def with_clip_norm(self, max_grad_norm: Tensor) -> "BlockSource":
+        """The same with another clipping norm, and noise in proportion to it."""
+        ...
+
+    def initial_memory(self, state: State) -> Mapping[str, Tensor]:
+        """What the source notes, before the first step."""
+        ...
+
+    def restarted(self, memory: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What the source has noted, at the start of a block."""
+        ...
+
+    def released(self, state: State, draws: Draws) -> State:
+        """The state after a step that is no update, where `step` says that one is due."""
+        ...
+
+    def event(self, state: State) -> SampledGaussian:
+        """The sampled Gaussian of the last or the next update."""
+        ...
+
+
 @dataclass(frozen=True)
 class DpGradient:
     """The noisy sum of clipped gradients of a Poisson batch, over its expected size.
@@ -75,7 +113,7 @@ class DpGradient:
 
     sampler: Sampler
     update: SampledGaussian
-    max_grad_norm: float
+    max_grad_norm: float | Tensor
 
     def step(self, state: State) -> Step:  # noqa: ARG002
         """The same event every time."""
@@ -96,6 +134,36 @@ class DpGradient:
             )
         return gradient, batch.overflow
 
+    def with_clip_norm(self, max_grad_norm: Tensor) -> "DpGradient":
+        """The same with another clipping norm."""
+        return replace(self, max_grad_norm=max_grad_norm)
+
+    def initial_memory(self, state: State) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Nothing is noted."""
+        return {}
+
+    def restarted(self, memory: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Nothing is noted."""
+        return memory
+
+    def released(self, state: State, draws: Draws) -> State:  # noqa: ARG002
+        """Never asked for: every step is an update."""
+        return state
+
+    def event(self, state: State) -> SampledGaussian:  # noqa: ARG002
+        """The same every time."""
+        return self.update
+
+    @property
+    def rooms(self) -> tuple[int, ...]:
+        """Sizes of padded batches to choose from, ascending."""
+        return padded_sizes(len(self.sampler.problem.train), self.update.sample_rate)
+
+    def batch_size(self, draws: Draws) -> Tensor:
+        """How many records the batch of a step has."""
+        size, rate = len(self.sampler.problem.train), self.update.sample_rate
+        return sample_size(size, rate, draws[BATCH])
+
     def padded(self) -> "DpGradient | None":
         """The same on padded batches."""
         sampler = self.sampler.padded()
@@ -109,7 +177,7 @@ class GradientProposer:
     problem: Problem
     source: GradientSource
     optimizer: Optimizer
-    schedule: Schedule
+    schedule: Callable[[Tensor], Tensor]
     average: WeightAverage | None = None
 
     def step(self, state: State) -> Step:

@@ -5,34 +5,85 @@ constants: docs/selection.md.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
-SEARCH_STEP: Final = 1.5  # octaves between the first three rates
+SEARCH_STEP: Final = 1.5  # octaves from the best rate to its neighbours
+LONG_STEP: Final = 3.0  # octaves, while no rate has learned much, or all were too high
+LEARNED: Final = 0.15  # by how much the value of a block that has learned is above the first
+HARM: Final = 0.1  # by how much a loss rises where the rate was too high
+# What a block did: nothing, harm, little, or something worth comparing with its neighbours.
+TOO_LOW, TOO_HIGH, WEAK, USEFUL = "too low", "too high", "weak", "useful"
 
 
-def next_exponent(start: float, tried: Sequence[float], values: Sequence[float]) -> float:
-    """Which rate to try next: three around the start, then beyond an end or beside the best."""
-    if len(tried) < 3:
-        return start + (0.0, SEARCH_STEP, -SEARCH_STEP)[len(tried)]
-    places, heights = _sorted(tried, values)
-    best = heights.index(max(heights))
-    if best == 0:
-        return places[0] - SEARCH_STEP
-    if best == len(places) - 1:
-        return places[-1] + SEARCH_STEP
-    better = best + 1 if heights[best + 1] > heights[best - 1] else best - 1
-    return (places[best] + places[better]) / 2
+@dataclass(frozen=True)
+class Block:
+    """A rate that was tried, the value that its test released, and what that says of the rate."""
+
+    exponent: float
+    value: float
+    kind: str = USEFUL
 
 
-def best_exponent(tried: Sequence[float], values: Sequence[float]) -> float:
-    """The top of a parabola through the best value and its neighbours, at most half way to them."""
-    places, heights = _sorted(tried, values)
-    best = heights.index(max(heights))
-    if best in (0, len(places) - 1):
-        return places[best]
-    left, middle, right = places[best - 1 : best + 2]
-    before, top, after = heights[best - 1 : best + 2]
-    rise, fall = (middle - left) * (top - after), (right - middle) * (top - before)
+def judged(
+    exponent: float, value: float, loss: float, first_value: float, first_loss: float, margin: float
+) -> Block:
+    """A block whose loss and value are compared with those of the first weights.
+
+    A loss that has not moved by the margin means that nothing was learned, whatever the value: the
+    predictions of weights that hardly moved can change a lot.
+    """
+    fall, gain = first_loss - loss, value - first_value
+    if fall > margin and gain > 0:
+        return Block(exponent, value, USEFUL if gain >= LEARNED else WEAK)
+    if fall < -margin and gain >= LEARNED:  # sure of itself, and right
+        return Block(exponent, value, WEAK)
+    return Block(exponent, value, TOO_HIGH if fall < -HARM else TOO_LOW)
+
+
+def next_exponent(starts: Sequence[float], tried: Sequence[Block]) -> float:
+    """Which rate to try next.
+
+    All starts first. While none has learned anything, long steps up, or down if all were too high,
+    or half way between both. If the best has learned little, one long step up. Then the neighbours
+    of the best, and last the middle between it and the better neighbour. So a start that is far off
+    costs one block and nothing else.
+    """
+    if len(tried) < len(starts):
+        return starts[len(tried)]
+    best = _best(tried)
+    high = _exponents(tried, TOO_HIGH)
+    highest = max((block.exponent for block in tried if block.kind != TOO_HIGH), default=None)
+    if best is None:
+        if highest is None:
+            return min(high) - LONG_STEP
+        return (highest + min(high)) / 2 if high else highest + LONG_STEP
+    if best.kind == WEAK and not high and highest is not None and highest <= max(starts):
+        return highest + LONG_STEP
+    below, above = _neighbours(best, tried)
+    if above is None:
+        return best.exponent + SEARCH_STEP
+    if below is None:
+        return best.exponent - SEARCH_STEP
+    better = above if above.value > below.value else below
+    return (best.exponent + better.exponent) / 2
+
+
+def best_exponent(tried: Sequence[Block]) -> float:
+    """The top of a parabola through the best value and its neighbours, at most half way to them.
+
+    Without a useful rate it is the highest that did no harm.
+    """
+    best = _best(tried)
+    if best is None:
+        low = _exponents(tried, TOO_LOW)
+        return max(low) if low else min(_exponents(tried, TOO_HIGH)) - LONG_STEP
+    below, above = _neighbours(best, tried)
+    if below is None or above is None:
+        return best.exponent
+    left, middle, right = below.exponent, best.exponent, above.exponent
+    rise = (middle - left) * (best.value - above.value)
+    fall = (right - middle) * (best.value - below.value)
     if not rise + fall > 0:
         return middle
     peak = middle - ((middle - left) * rise - (right - middle) * fall) / (2 * (rise + fall))
@@ -41,7 +92,8 @@ def best_exponent(tried: Sequence[float], values: Sequence[float]) -> float:
 
 def between(place: float, places: Sequence[float], heights: Sequence[float]) -> float:
     """A height by linear interpolation, constant beyond the ends."""
-    known, levels = _sorted(places, heights)
+    pairs = sorted(zip(places, heights, strict=True))
+    known, levels = [place for place, _ in pairs], [height for _, height in pairs]
     for index in range(1, len(known)):
         if place <= known[index] and known[index] > known[index - 1]:
             part = max(0.0, (place - known[index - 1]) / (known[index] - known[index - 1]))
@@ -49,6 +101,22 @@ def between(place: float, places: Sequence[float], heights: Sequence[float]) -> 
     return levels[-1]
 
 
-def _sorted(places: Sequence[float], heights: Sequence[float]) -> tuple[list[float], list[float]]:
-    pairs = sorted(zip(places, heights, strict=True))
-    return [place for place, _ in pairs], [height for _, height in pairs]
+def _best(tried: Sequence[Block]) -> Block | None:
+    """The block of the highest value among those that have learned something."""
+    useful = [block for block in tried if block.kind in (USEFUL, WEAK)]
+    return max(useful, key=lambda block: block.value, default=None)
+
+
+def _exponents(tried: Sequence[Block], kind: str) -> list[float]:
+    return [block.exponent for block in tried if block.kind == kind]
+
+
+def _neighbours(best: Block, tried: Sequence[Block]) -> tuple[Block | None, Block | None]:
+    """The nearest rates below and above the best, if they are at most a step away."""
+    reach = SEARCH_STEP * (1 + 1e-9)
+    below = [b for b in tried if 0 < best.exponent - b.exponent <= reach]
+    above = [b for b in tried if 0 < b.exponent - best.exponent <= reach]
+    return (
+        max(below, key=lambda block: block.exponent, default=None),
+        min(above, key=lambda block: block.exponent, default=None),
+    )

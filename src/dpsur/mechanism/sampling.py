@@ -14,6 +14,9 @@ from dpsur.mechanism.streams import Stream
 # A padded batch holds this many standard deviations more than is expected. More are drawn about
 # once in a million trials; that is detected, and the trial is repeated with the exact batch.
 SPARE_DEVIATIONS = 5.0
+# Where a batch may have one of several sizes, they are so many standard deviations from what is
+# expected.
+_DEVIATIONS = (-1.0, 0.0, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -93,17 +96,38 @@ def padded_size(size: int, rate: float) -> int:
     return min(size, room)
 
 
-def padded_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
+def padded_sizes(size: int, rate: float) -> tuple[int, ...]:
+    """Rooms for Poisson samples, ascending; the last is `padded_size`.
+
+    A sample in the smallest room that holds it has few rows that count for nothing: about three in
+    a hundred, where a room for every sample would have twenty-five at 512 rows.
+    """
+    spread, most = math.sqrt(size * rate * (1 - rate)), padded_size(size, rate)
+    rooms = {math.ceil((size * rate + some * spread) / 16) * 16 for some in _DEVIATIONS}
+    return (*sorted(room for room in rooms if 0 < room < most), most)
+
+
+def smallest_room(rooms: tuple[int, ...], count: int) -> int:
+    """The smallest room that holds so many rows; the largest where none does."""
+    return next((room for room in rooms if room >= count), rooms[-1])
+
+
+def sample_size(size: int, rate: float, stream: Stream) -> Tensor:
+    """How many rows a Poisson sample has."""
+    return _joins(size, rate, stream).sum()
+
+
+def padded_batch(examples: Examples, rate: float, stream: Stream, room: int | None = None) -> Batch:
     """The same sample from the same draws, in a shape that does not depend on them.
 
     Nothing here waits for the device, so that a trial can be captured and replayed. Rows that were
     not drawn are copies of the first record and are masked out.
     """
-    return _padded(examples, rate, _joins(len(examples), rate, stream))
+    return _padded(examples, rate, _joins(len(examples), rate, stream), room)
 
 
-def _padded(examples: Examples, rate: float, joins: Tensor) -> Batch:
-    size, room = len(examples), padded_size(len(examples), rate)
+def _padded(examples: Examples, rate: float, joins: Tensor, room: int | None = None) -> Batch:
+    size, room = len(examples), room or padded_size(len(examples), rate)
     found = torch.nonzero_static(joins, size=room, fill_value=-1)[:, 0]
     overflow = joins.sum() > room if room < size else None
     return Batch(examples, mask=found >= 0, overflow=overflow, rows=found.clamp(min=0))
@@ -119,7 +143,11 @@ def steady_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
         return exact_batch(examples, rate, stream)
     following = stream.ahead()
     joins = _joins(len(examples), rate, stream)
-    batch = _padded(examples, rate, joins)
+    if isinstance(examples, HostExamples):  # whose next batch is fetched before it is drawn
+        batch = _padded(examples, rate, joins)
+    else:
+        rooms = padded_sizes(len(examples), rate)
+        batch = _padded(examples, rate, joins, smallest_room(rooms, int(joins.sum())))
     if batch.overflow is not None and bool(batch.overflow):
         return _fetched(Batch(examples, rows=joins.nonzero()[:, 0]), exact_rows, rate, following)
     return _fetched(replace(batch, overflow=None), _padded_rows, rate, following)

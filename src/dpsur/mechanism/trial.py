@@ -115,6 +115,8 @@ def keep(accept: Tensor, candidate: State, current: State, out: State | None = N
         )
 
     def choose(place: Tensor, new: Tensor, old: Tensor) -> Tensor:
+        if new is old is place:  # what this trial did not touch
+            return place
         return torch.where(accept, new, old, out=place)
 
     return map_tensors(choose, out, candidate, current, together=elementwise)

@@ -14,10 +14,10 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params, elementwise
 from dpsur.functional.problem import Problem
 from dpsur.mechanism.dp_gradient import dp_mean_gradient
-from dpsur.mechanism.optim import Sgd, WeightAverage, update_average
+from dpsur.mechanism.optim import SHAPES, Sgd, WeightAverage, update_average
 from dpsur.mechanism.proposer import Sampler
 from dpsur.mechanism.sampling import Batch
-from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
+from dpsur.mechanism.state import Candidate, OptimizerState, Procedure, State, Verdict
 from dpsur.mechanism.streams import BATCH, NOISE, VAL_BATCH, VAL_NOISE, Draws, Stream
 from dpsur.mechanism.trial import either
 from dpsur.methods.base import (
@@ -34,10 +34,10 @@ from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Step, Tria
 from dpsur.privacy.plans import FilteredPlan, PrivacyPlan
 from dpsur.privacy.plans.fixed import Request, make_plan
 
-DEFAULT_UPDATES = 200
-# What the choices of step lengths take of the budget where nothing else is said.
-CHOICE_SHARE = 0.2
-# The largest step is adapted after this many updates, to this multiple of the largest chosen.
+DEFAULT_UPDATES = 1000
+# The range of step lengths follows what was chosen, as in the original: after this many updates it
+# ends at this multiple of the largest length that was chosen.
+ADAPTIVE = "adaptive"
 WINDOW, HEADROOM = 10, 1.1
 
 
@@ -52,8 +52,11 @@ class Dpagd(Method):
     the choice is repeated. Every trial is charged, whatever was chosen.
 
     Ours are: Poisson samples for gradients and choices, both charged as sampled mechanisms; a fresh
-    sample for a retry, so that its charge stands alone; the privacy filter; and an average of the
-    weights, where one is asked for: lengths do not shrink towards the end.
+    sample for a retry, so that its charge stands alone; the privacy filter; momentum, which a trial
+    of length 0 leaves as it was; a range of lengths that shrinks as the allowance is spent, where
+    the original lets it follow what was chosen (`range_schedule` "adaptive"); and an average of the
+    weights, where one is asked for. Momentum and range are computed from what was released and
+    charged, so they cost nothing.
 
     Formal guarantee of one trial: a sampled Gaussian for the gradient and a sampled exponential
     mechanism for the choice; the filter composes them (docs/privacy.md).
@@ -71,10 +74,21 @@ class Dpagd(Method):
     )
     loss_clip: float = option(3.0, "clip bound of a record's loss in the choice")
     choice_epsilon: float | None = option(
-        None, "epsilon of one choice, before sampling (default: choices take 20% of the budget)"
+        None, "epsilon of one choice, before sampling (default: what choice_share pays for)"
     )
+    choice_share: float = option(0.1, "share of the budget that choices of step lengths take")
+    momentum: float = option(0.9, "momentum of the direction along which steps are taken")
     step_sizes: int = option(21, "step lengths to choose from, 0 among them")
-    largest_step: float = option(20.0, "largest step length at the start")
+    largest_step: float = option(10.0, "largest step length at the start")
+    range_schedule: str = option(
+        "linear",
+        "how the largest step length changes: by a schedule over the run, or adaptive, which makes "
+        "it 1.1 times the largest of ten choices",
+        (ADAPTIVE, *SHAPES),
+    )
+    range_end: float = option(
+        0.2, "largest step length at the end of a schedule, as a share of that at the start"
+    )
     raise_by: float = option(0.1, "share by which a gradient's budget grows where no step helps")
     updates: int | None = option(
         None, f"updates that the first noise is chosen for (default: {DEFAULT_UPDATES})"
@@ -86,6 +100,11 @@ class Dpagd(Method):
             checks.positive(name, getattr(self, name))
         if self.choice_epsilon is not None:
             checks.positive("choice_epsilon", self.choice_epsilon)
+        checks.positive("choice_share", self.choice_share)
+        checks.fraction_below_one("choice_share", self.choice_share)
+        checks.fraction_below_one("momentum", self.momentum)
+        checks.one_of("range_schedule", self.range_schedule, (ADAPTIVE, *SHAPES))
+        checks.sample_rate("range_end", self.range_end)
         make_average(self.average_decay)
         checks.at_least_one_each(self, "step_sizes", "batch_size", "val_batch_size", "updates")
         if self.step_sizes < 2:
@@ -115,7 +134,7 @@ class Dpagd(Method):
         guess = make_plan(request, budget, "every-trial").trial
         plan = FilteredPlan.for_budget(budget, accounting, guess, updates=None, setup=setup)
         price = plan.left_after_setup() / settled.updates
-        settled = settled._with_choice(dataset_size, CHOICE_SHARE * price, plan.order)
+        settled = settled._with_choice(dataset_size, settled.choice_share * price, plan.order)
         choice = settled._choice(dataset_size)
         noise = plan.noise_for(rate, price, choice)
         typical = Trial(SampledGaussian(rate, noise), choice)
@@ -130,6 +149,9 @@ class Dpagd(Method):
             loss_clip=self.loss_clip,
             max_grad_norm=self.max_grad_norm,
             raise_by=self.raise_by,
+            schedule=self.range_schedule,
+            end=self.range_end,
+            momentum=self.momentum,
         )
         return AdaptiveSteps(lengths, Sampler(problem), plan, make_average(self.average_decay))
 
@@ -173,6 +195,9 @@ class Lengths:
     loss_clip: float
     max_grad_norm: float
     raise_by: float
+    schedule: str = ADAPTIVE
+    end: float = 1.0
+    momentum: float = 0.0
 
 
 class AdaptiveSteps:
@@ -193,7 +218,8 @@ class AdaptiveSteps:
         self._rate = plan.typical.update.sample_rate
         self._first_precision = plan.typical.update.noise_multiplier**-2
         self._choice = plan.typical.test
-        self._optimizer = Sgd(momentum=0.0)
+        self._optimizer = Sgd(lengths.momentum)
+        self._length = plan.length
         self._average = average
 
     def initial_state(self) -> State:
@@ -218,7 +244,7 @@ class AdaptiveSteps:
         noise = float(self._fresh_noise(_memory(state)))
         return Trial(SampledGaussian(self._rate, noise), self._choice)
 
-    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:  # noqa: ARG002
+    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
         """Improve the gradient, choose a step length, and take the step."""
         memory = _memory(state)
         batch = self._sampler.batch(self._rate, draws, BATCH)
@@ -226,9 +252,10 @@ class AdaptiveSteps:
         shares = torch.linspace(
             0, 1, self._lengths.count, dtype=torch.float64, device=self._problem.device
         )
-        lengths = shares * memory["largest_step"]
+        lengths = shares * self._largest(memory, position)
         sample = self._sampler.batch(self._choice.sample_rate, draws, VAL_BATCH)
-        row = self._choose(state.params, gradient, lengths, sample, draws)
+        direction = self._direction(state.optimizer, gradient)
+        row = self._choose(state.params, direction, lengths, sample, draws)
         chosen = torch.take(lengths, row)
         params, optimizer = self._optimizer.step(state.params, gradient, state.optimizer, chosen)
         after = {
@@ -258,7 +285,7 @@ class AdaptiveSteps:
         return copied
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:
-        """The same weights, the better gradient, and more precision wanted of it."""
+        """The same weights and momentum, the better gradient, and more precision wanted of it."""
         tried = _memory(candidate.state)
         wanted = _memory(state)["wanted_precision"] * (1 + self._lengths.raise_by)
         memory = {
@@ -307,8 +334,23 @@ class AdaptiveSteps:
                 draws[NOISE],
             )
 
+    def _largest(self, memory: Mapping[str, Tensor], position: Tensor) -> Tensor:
+        """Where the range of step lengths ends: by what was chosen, or by the position."""
+        if self._lengths.schedule == ADAPTIVE:
+            return memory["largest_step"]
+        shape, end = SHAPES[self._lengths.schedule], self._lengths.end
+        return self._lengths.largest * (end + (1 - end) * shape(position.double() / self._length))
+
+    def _direction(self, optimizer: OptimizerState, gradient: Params) -> Params:
+        """The velocity with which the optimizer will move, one step length being as good as any."""
+        return elementwise(
+            lambda before, new: torch.add(new, before, alpha=self._lengths.momentum),
+            optimizer.buffers["velocity"],
+            gradient,
+        )
+
     def _choose(
-        self, params: Params, gradient: Params, lengths: Tensor, sample: Batch, draws: Draws
+        self, params: Params, direction: Params, lengths: Tensor, sample: Batch, draws: Draws
     ) -> Tensor:
         """Which step length has the least noisy clipped loss on a fresh sample."""
 
@@ -316,7 +358,7 @@ class AdaptiveSteps:
             return elementwise(
                 lambda value, by: torch.addcmul(value, by, length.to(value.dtype), value=-1),
                 params,
-                gradient,
+                direction,
             )
 
         losses = torch.stack(

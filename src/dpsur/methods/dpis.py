@@ -1,6 +1,6 @@
 """DPIS (Wei et al. 2022), reconstructed: records join a batch in proportion to their gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -23,7 +23,7 @@ from dpsur.privacy.accountants.proven import event_divergence
 from dpsur.privacy.accounting import check_covers_steering
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, SampledGaussian, Step, Trial
-from dpsur.privacy.plans import FilteredPlan, MenuPlan, Plan, PrivacyPlan
+from dpsur.privacy.plans import BlockPlan, FilteredPlan, MenuPlan, Plan, PrivacyPlan
 from dpsur.privacy.plans.menu import as_costly, best_order, menu_around
 from dpsur.privacy.search import MOST_NOISE
 
@@ -74,11 +74,6 @@ class Dpis(GradientMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self._implied_gate() == BLOCK_GATE:
-            raise InvalidInputError(
-                "the gate block is not built for dpis, whose noise follows from noisy norms; use "
-                "dpsgd or another gate"
-            )
         checks.at_least_one_each(self, "refresh_every", "norm_batch_size")
         if self.norm_noise_multiplier is not None:
             checks.positive("norm_noise_multiplier", self.norm_noise_multiplier)
@@ -92,6 +87,13 @@ class Dpis(GradientMethod):
     ) -> tuple[Self, PrivacyPlan]:
         """Fix what may be chosen later: a menu of updates, or behind a gate the price of one."""
         check_covers_steering(accounting)
+        if self._implied_gate() == BLOCK_GATE:
+            return self._settle_menu_blocks(dataset_size, budget, accounting, setup)
+        if self.metrics_budget is not None:
+            raise InvalidInputError(
+                f"metrics_budget {self.metrics_budget:g} is for dpis with the gate block only; "
+                "choose that gate, or leave it out"
+            )
         settled, typical = self._settle_repeated(dataset_size, budget, accounting, setup)
         settled = replace(
             settled,
@@ -102,6 +104,43 @@ class Dpis(GradientMethod):
         if self.gate == NO_GATE:
             return settled._with_menu(typical, dataset_size)
         return settled._with_filter(typical, dataset_size)
+
+    def _settle_menu_blocks(
+        self, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
+    ) -> tuple[Self, PrivacyPlan]:
+        """Offer a menu of updates in every block; a block starts with a release of the norms."""
+        if self.noise_multiplier is not None:
+            raise InvalidInputError(
+                f"noise_multiplier {self.noise_multiplier:g} cannot be fixed with the gate block, "
+                "where dpis chooses updates from a menu, each with its own noise; leave it out"
+            )
+        blocks = replace(self, gate=BLOCK_GATE)
+        _, plain = blocks._settle_blocks(dataset_size, budget, accounting, setup)
+        if self.val_noise_multiplier is None:
+            # Everything else follows from the noise of the tests, as when settled again with it.
+            blocks = replace(blocks, val_noise_multiplier=plain.test.noise_multiplier)
+            _, plain = blocks._settle_blocks(dataset_size, budget, accounting, setup)
+        updates = plain.blocks[-1]
+        refresh = self.refresh_every or max(1, -(-updates // DEFAULT_REFRESHES))
+        settled = replace(
+            blocks,
+            refresh_every=refresh,
+            norm_batch_size=min(self.norm_batch_size or DEFAULT_NORM_RECORDS, dataset_size),
+        )
+        order = best_order(plain.update, plain.updates, budget.delta)
+        rate = settled.norm_rate(dataset_size)
+        releases = sum(-(-size // refresh) for size in plain.blocks)
+        share = STEERING_SHARE * plain.updates / releases
+        noise = self.norm_noise_multiplier or as_costly(plain.update, rate, order, share)
+        found, plan = settled._settle_blocks(
+            dataset_size,
+            budget,
+            accounting,
+            setup,
+            menu_around(plain.update, order, refresh),
+            SampledGaussian(rate, noise),
+        )
+        return replace(found, noise_multiplier=None, norm_noise_multiplier=noise), plan
 
     def _with_menu(self, typical: Plan, dataset_size: int) -> tuple[Self, PrivacyPlan]:
         """Offer rates from b / N upwards, each with noise of its own, that fit the budget."""
@@ -173,6 +212,8 @@ class Dpis(GradientMethod):
             self.make_schedule(plan.length),
             self.make_average(),
         )
+        if isinstance(plan, BlockPlan):
+            return self.block_gate(plan, steps)
         return Selective(
             ImportanceProposer(steps, source), self.make_gate(problem, plan), plan.setup
         )
@@ -181,6 +222,9 @@ class Dpis(GradientMethod):
         self, plan: PrivacyPlan, norms: SampledGaussian
     ) -> Callable[[float], SampledGaussian]:
         """The update for a rate: from the menu, or at the price that the filter leaves for it."""
+        if isinstance(plan, BlockPlan):
+            assert plan.menu is not None
+            return plan.menu.nearest
         if self.gate == NO_GATE:
             assert isinstance(plan, MenuPlan)
             return plan.nearest
@@ -212,18 +256,18 @@ class ImportanceGradient:
     steering: Steering
 
     def step(self, state: State) -> Step:
-        """An update at the rate that the last release of the norms implies."""
-        return Trial(self.update(state))
+        """A release of the norms where one is due, else an update at the rate that they imply."""
+        return self.steering.norms if self.refresh_is_due(state) else Trial(self.event(state))
 
-    def update(self, state: State) -> SampledGaussian:
-        """Rate and noise of the next update."""
+    def event(self, state: State) -> SampledGaussian:
+        """Rate and noise of an update, by the last release of the norms."""
         assert state.memory is not None
         rate, noise = state.memory["sample_rate"], state.memory["noise_multiplier"]
         return SampledGaussian(float(rate), float(noise))
 
     def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
         """Sample at the rate, keep each record in proportion to its norm, add noise."""
-        event, problem = self.update(state), self.sampler.problem
+        event, problem = self.event(state), self.sampler.problem
         batch = self.sampler.batch(event.sample_rate, draws)
         # In (0, 1]: a draw of zero would keep a gradient that is too small to be scaled up.
         coins = 1 - draws[COINS].uniform(len(batch))
@@ -244,49 +288,32 @@ class ImportanceGradient:
         """Rates change during the run, and so do the shapes of batches."""
         return
 
+    def with_clip_norm(self, max_grad_norm: Tensor) -> "ImportanceGradient":
+        """The same with another clipping norm, of gradients and of the norms that are released."""
+        return replace(self, steering=replace(self.steering, max_grad_norm=float(max_grad_norm)))
 
-@dataclass(frozen=True)
-class ImportanceProposer:
-    """DPIS: now and then a release of the norms, otherwise an update."""
+    def restarted(self, memory: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A release is due: the norms are those of other weights."""
+        return {**memory, "refresh_at": torch.zeros_like(memory["refresh_at"])}
 
-    steps: GradientProposer
-    source: ImportanceGradient
-
-    def step(self, state: State) -> Step:
-        """A release of the norms where one is due, else an update."""
-        if self._refresh_is_due(state):
-            return self.source.steering.norms
-        return self.source.step(state)
-
-    def initial_state(self) -> State:
+    def initial_memory(self, state: State) -> Mapping[str, Tensor]:
         """Nothing is known of the norms yet."""
-        state = self.steps.initial_state()
         unknown = torch.zeros((), dtype=torch.float64, device=state.updates.device)
-        memory = {
+        return {
             "norm_sum": unknown,
             "sample_rate": unknown,
             "noise_multiplier": unknown,
             "refresh_at": torch.zeros_like(state.updates),
         }
-        return replace(state, memory=memory)
 
-    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
-        """Release the norms, or take one step."""
-        if self._refresh_is_due(state):
-            return Candidate(self._refreshed(state, draws))
-        return self.steps.propose(state, draws, position)
-
-    def padded(self) -> None:
-        """Rates change during the run, and so do the shapes of batches."""
-        return
-
-    def _refresh_is_due(self, state: State) -> bool:
+    def refresh_is_due(self, state: State) -> bool:
+        """Whether a release of the norms comes next."""
         assert state.memory is not None
         return bool(state.updates >= state.memory["refresh_at"])
 
-    def _refreshed(self, state: State, draws: Draws) -> State:
+    def released(self, state: State, draws: Draws) -> State:
         """Release a noisy sum of clipped gradient norms, and fix the noise that follows from it."""
-        steering, sampler = self.source.steering, self.source.sampler
+        steering, sampler = self.steering, self.sampler
         train, bound, release = sampler.problem.train, steering.max_grad_norm, steering.norms
         batch = sampler.batch(release.sample_rate, draws, STEERING)
         with sampler.layer_randomness(draws):
@@ -300,13 +327,42 @@ class ImportanceProposer:
         smallest = steering.batch_size * bound
         norm_sum = estimate.clamp(min=smallest, max=len(train) * bound)
         update = steering.update_at(min(smallest / float(norm_sum), 1.0))
+        assert state.memory is not None
         memory = {
+            **state.memory,
             "norm_sum": norm_sum,
             "sample_rate": torch.full_like(norm_sum, update.sample_rate),
             "noise_multiplier": torch.full_like(norm_sum, update.noise_multiplier),
             "refresh_at": state.updates + steering.refresh_every,
         }
         return replace(state, memory=memory)
+
+
+@dataclass(frozen=True)
+class ImportanceProposer:
+    """DPIS: now and then a release of the norms, otherwise an update."""
+
+    steps: GradientProposer
+    source: ImportanceGradient
+
+    def step(self, state: State) -> Step:
+        """A release of the norms where one is due, else an update."""
+        return self.source.step(state)
+
+    def initial_state(self) -> State:
+        """Nothing is known of the norms yet."""
+        state = self.steps.initial_state()
+        return replace(state, memory=self.source.initial_memory(state))
+
+    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
+        """Release the norms, or take one step."""
+        if self.source.refresh_is_due(state):
+            return Candidate(self.source.released(state, draws))
+        return self.steps.propose(state, draws, position)
+
+    def padded(self) -> None:
+        """Rates change during the run, and so do the shapes of batches."""
+        return
 
 
 def updates_at_a_price(

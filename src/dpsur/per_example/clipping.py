@@ -14,7 +14,7 @@ from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, device_of, map_tensors
 from dpsur.per_example.augmentation import repeat_rows
 from dpsur.per_example.contributions import Factors, clip_factors
-from dpsur.per_example.engine_choice import Plan, make_tape, plan_for
+from dpsur.per_example.engine_choice import Plan, make_tape, plan_for, plan_with_less_memory
 from dpsur.per_example.input_cache import KnownInputs, gather
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.one_pass import Microbatch
@@ -26,7 +26,7 @@ class ClippedSum:
     """A sum of vectors and the most that one record can change it by, in L2 norm."""
 
     params: Params
-    sensitivity: float
+    sensitivity: float | Tensor
 
 
 _DEFAULT_BUDGET = GradientBudget()
@@ -36,7 +36,7 @@ def clipped_sum(
     objective: Objective,
     params: Params,
     examples: Examples,
-    max_grad_norm: float,
+    max_grad_norm: float | Tensor,
     *,
     mask: Tensor | None = None,
     rows: Tensor | None = None,
@@ -52,9 +52,11 @@ def clipped_sum(
     `max_grad_norm` in L2 norm (over the reals), whatever the record: a gradient that is not finite
     counts as zero. An empty batch has the sum zero. A row for which `mask` is False adds exactly
     zero whatever it holds, so that batches of different sizes can be padded to one shape. After the
-    first call for a model and a shape nothing here waits for the device. `coins`, a uniform draw
+    first call for a model and a shape nothing here waits for the device. Where memory runs out,
+    microbatches become smaller from then on. `coins`, a uniform draw
     in (0, 1] per row, rounds every clipped gradient at random to the norm 0 or the bound: the
-    guarantee is the same, and so is the mean of the sum.
+    guarantee is the same, and so is the mean of the sum. `max_grad_norm` may be a number on the
+    device.
     """
     size = len(examples) if rows is None else len(rows)
     if mask is not None and (mask.dtype != torch.bool or mask.shape != (size,)):
@@ -71,15 +73,34 @@ def clipped_sum(
         return ClippedSum(nothing, sensitivity=max_grad_norm)
     plan = plan_for(objective, params, examples.inputs, budget)
     total: Params = {}
-    most = max(1, plan.rows // objective.views)
-    for start in range(0, size, most):
-        some = slice(start, start + most)
-        microbatch = _microbatch(objective, examples, some, rows, mask, plan, budget)
-        if coins is not None:
-            microbatch = replace(microbatch, coins=coins[some])
-        partial = _microbatch_sum(objective, params, microbatch, max_grad_norm, plan)
+    start = 0
+    while start < size:
+        most = max(1, plan.rows // objective.views)
+        some = slice(start, min(start + most, size))
+        try:
+            microbatch = _microbatch(objective, examples, some, rows, mask, plan, budget)
+            if coins is not None:
+                microbatch = replace(microbatch, coins=coins[some])
+            partial = _microbatch_sum(objective, params, microbatch, max_grad_norm, plan)
+        except torch.OutOfMemoryError:
+            if some.stop - start == 1 or _capturing():
+                raise
+            partial = None
+        if partial is None:  # outside of `except`, whose traceback would keep the memory
+            fewer = 1 << (some.stop - start - 1).bit_length() - 1
+            plan = plan_with_less_memory(
+                objective, params, examples.inputs, budget, fewer * objective.views
+            )
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            continue
         total = partial if not start else {name: total[name] + partial[name] for name in total}
+        start = some.stop
     return ClippedSum(total, sensitivity=max_grad_norm)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _microbatch(
@@ -126,7 +147,11 @@ def _blank(values: TensorTree, mask: Tensor) -> TensorTree:
 
 
 def _microbatch_sum(
-    objective: Objective, params: Params, microbatch: Microbatch, max_grad_norm: float, plan: Plan
+    objective: Objective,
+    params: Params,
+    microbatch: Microbatch,
+    max_grad_norm: float | Tensor,
+    plan: Plan,
 ) -> Params:
     """Sum of clipped per-example gradients.
 

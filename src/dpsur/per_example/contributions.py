@@ -1,12 +1,15 @@
 """What a layer contributes to the gradient of each example, in factored form."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from dpsur.functional.process_settings import precision
+from dpsur.per_example.kernels.fused import weighted_rows
 from dpsur.per_example.norms import InnerNorms, Measure, part_norms, row_norms
 
 
@@ -48,7 +51,7 @@ class Factors:
 
 def clip_factors(
     norms: Tensor,
-    max_grad_norm: float,
+    max_grad_norm: float | Tensor,
     keep: Tensor | None,
     coins: Tensor | None = None,
 ) -> Factors:
@@ -61,7 +64,9 @@ def clip_factors(
     """
     number = torch.finfo(norms.dtype)
     most = max_grad_norm / (2 * number.tiny)
-    usable = norms < (most if most < number.max else torch.inf)  # with NaN a comparison is false
+    if not isinstance(most, Tensor):  # one on the device becomes infinite by itself
+        most = most if most < number.max else torch.inf
+    usable = norms < most  # with NaN a comparison is false
     usable = usable if keep is None else usable & keep
     clipped = norms.reciprocal().mul_(max_grad_norm)
     if coins is None:
@@ -98,6 +103,10 @@ class Contribution(ABC):
         """The same use as a sum of outer products, if it is one."""
         return None
 
+    def beside(self, other: "Contribution") -> "Contribution | None":  # noqa: ARG002
+        """This use and another one of the same parameter, if there is a better way than adding."""
+        return None
+
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
         """What this use keeps in memory."""
@@ -105,17 +114,22 @@ class Contribution(ABC):
 
 @dataclass(frozen=True)
 class Rows(Contribution):
-    """Gradients that are simply there, one row per example. `shape` is the parameter's."""
+    """Gradients that are simply there, one row per example; `squares`: norms, if known already."""
 
     rows: Tensor
+    squares: Tensor | None = None
 
     def measure(self) -> Tensor:
         """Norms without a copy of the rows."""
-        return part_norms(self.rows)
+        return part_norms(self.rows) if self.squares is None else self.squares.sqrt()
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One matrix-vector product."""
-        flat = factors.clean(self.rows.reshape(len(self.rows), -1))
+        flat = self.rows.reshape(len(self.rows), -1)
+        found = weighted_rows(flat, factors.values)
+        if found is not None:
+            return found.view(self.rows.shape[1:])
+        flat = factors.clean(flat)
         return (factors.values.to(flat.dtype) @ flat).view(self.rows.shape[1:])
 
     def per_example(self) -> Tensor:
@@ -131,18 +145,21 @@ class Rows(Contribution):
 class Products(Contribution):
     """Gradients that are sums of outer products over positions: outputs^T inputs.
 
-    `inputs` has the shape (examples, positions, in), `outputs` (examples, positions, out).
+    `inputs` has the shape (examples, positions, in), `outputs` (examples, positions, out). Where
+    they are `narrow`, numbers have at most 10 bits, so that products of two are exact in TF32.
     """
 
     inputs: Tensor
     outputs: Tensor
+    narrow: bool = False
 
     def measure(self) -> Measure:
         """Norms from inner products alone."""
         if self.inputs.shape[1] == 1:
             return row_norms(self.inputs) * row_norms(self.outputs)
-        inner = torch.bmm(self.inputs, self.inputs.mT)
-        outer = torch.bmm(self.outputs, self.outputs.mT)
+        with self._precision():
+            inner = torch.bmm(self.inputs, self.inputs.mT)
+            outer = torch.bmm(self.outputs, self.outputs.mT)
         terms = self.inputs.shape[2] + self.outputs.shape[2] + self.inputs.shape[1]
         return InnerNorms.of(inner, outer, terms)
 
@@ -157,7 +174,11 @@ class Products(Contribution):
 
     def per_example(self) -> Tensor:
         """One small matrix product per example."""
-        return torch.bmm(self.outputs.mT, self.inputs)
+        with self._precision():
+            return torch.bmm(self.outputs.mT, self.inputs)
+
+    def _precision(self) -> AbstractContextManager[None]:
+        return precision(tf32=True if self.narrow else None)
 
     def products(self) -> "Products":
         """This one."""
@@ -174,9 +195,11 @@ class Products(Contribution):
             self.inputs.shape[2],
             self.outputs.shape[2],
         )
-        if instantiating_pays(positions, width, height):
-            return Rows(self.per_example())
-        return self
+        if self.inputs.device.type != "cuda":
+            pays = instantiating_pays(positions, width, height)
+        else:
+            pays = gpu_instantiating_pays(positions, width, height, narrow=self.narrow)
+        return Rows(self.per_example()) if pays else self
 
 
 class Output:
@@ -260,10 +283,39 @@ def instantiating_pays(positions: int, width: int, height: int) -> bool:
     return positions > 1 and MEMORY_COST * width * height < inner_products
 
 
+# The same on a GPU, where numbers move as fast as this many multiplications are made; gradients
+# are written and read twice. What they take beyond the factors is worth a fifth of the time.
+GPU_MEMORY_COST = 24
+_MORE_MEMORY, _LESS_TIME = 2.0, 0.8
+
+
+def gpu_instantiating_pays(
+    positions: int, width: int, height: int, *, narrow: bool = False
+) -> bool:
+    """Whether to form gradients on a GPU: they are faster, and not much larger than the factors.
+
+    Factors have to be kept until the norms of all layers are known, gradients too. Of narrow
+    factors gradients are formed on tensor cores, which no sum of scaled factors could be.
+    """
+    size, kept = width * height, positions * (width + height)
+    if narrow and positions > 1 and size <= 2 * _MORE_MEMORY * kept:
+        return True
+    common = positions * size  # the gradients, or afterwards their sum
+    formed = common + 3 * GPU_MEMORY_COST * size
+    between = common + positions**2 * (width + height + 2 * GPU_MEMORY_COST)
+    limit = 1.0 if size <= _MORE_MEMORY * kept else _LESS_TIME
+    return positions > 1 and formed < limit * between
+
+
 def combine(contributions: list[Contribution]) -> Contribution:
     """Several uses of one parameter as one, for norms: their gradients add up before the norm."""
     if len(contributions) == 1:
         return contributions[0]
+    if len(contributions) == 2:
+        one, other = contributions
+        both = one.beside(other) or other.beside(one)
+        if both is not None:
+            return both
     products = [contribution.products() for contribution in contributions]
     if all(product is not None for product in products):
         found = [product for product in products if product is not None]

@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from weakref import WeakKeyDictionary
@@ -112,7 +112,34 @@ def plan_for(
 ) -> Plan:
     """The plan for a model and inputs of this shape, made once. The inputs may be on the host."""
     device = next(iter(params.values())).device
-    key = (
+    key = _key(objective, params, inputs, budget)
+    plans = _plans.setdefault(objective.model, {})
+    if key not in plans:
+        with _silence_warnings(), seeded_globally(0, device):
+            plans[key] = _make(
+                objective, params, _on(device, synthetic(inputs, max(_SIZES))), budget
+            )
+    return plans[key]
+
+
+def plan_with_less_memory(
+    objective: Objective, params: Params, inputs: TensorTree, budget: GradientBudget, rows: int
+) -> Plan:
+    """The same plan for microbatches of so many rows, from now on."""
+    plan = replace(plan_for(objective, params, inputs, budget), rows=rows)
+    _plans[objective.model][_key(objective, params, inputs, budget)] = plan
+    logging.getLogger("dpsur.engine").warning(
+        "dpsur: out of memory: continuing with microbatches of %d; the result is the same", rows
+    )
+    return plan
+
+
+def _key(
+    objective: Objective, params: Params, inputs: TensorTree, budget: GradientBudget
+) -> tuple[object, ...]:
+    """What a plan depends on, the model aside."""
+    device = next(iter(params.values())).device
+    return (
         budget,
         objective.bf16,
         signature(inputs),
@@ -122,13 +149,6 @@ def plan_for(
             (type(module), "forward" in vars(module)) for module in every_module(objective.model)
         ),
     )
-    plans = _plans.setdefault(objective.model, {})
-    if key not in plans:
-        with _silence_warnings(), seeded_globally(0, device):
-            plans[key] = _make(
-                objective, params, _on(device, synthetic(inputs, max(_SIZES))), budget
-            )
-    return plans[key]
 
 
 def _on(device: torch.device, rows: TensorTree) -> TensorTree:

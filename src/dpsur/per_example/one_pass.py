@@ -279,7 +279,8 @@ def fill_tape(
     with torch.enable_grad():
         losses = losses_one_by_one(objective.loss, outputs, batch.targets)
     if losses.requires_grad:
-        torch.autograd.grad(losses, tape.leaves, torch.ones_like(losses), allow_unused=True)
+        # of their sum: given gradients of its own, PyTorch imports a library of symbols first
+        torch.autograd.grad(losses.sum(), tape.leaves, allow_unused=True)
     del outputs, losses  # the graph, and with it inputs of layers that nobody needs any more
     tape.leaves.clear()
     return tape

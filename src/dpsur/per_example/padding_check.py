@@ -194,6 +194,11 @@ def _fits(value: float, kind: torch.dtype) -> bool:
 class _Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the numbers that tensors are compared with."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled here, and asking for it imports the compiler, which is slow."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[float, None] = {}

@@ -1,4 +1,4 @@
-"""Settings by name: the paper's, and the best that are known here."""
+"""Settings by name: the paper's, a method's own authors', and the best that are known here."""
 
 from collections.abc import Callable
 from typing import Final
@@ -6,12 +6,13 @@ from typing import Final
 from dpsur.errors import InvalidInputError
 from dpsur.presets.auto import auto_preset, explain_auto
 from dpsur.presets.base import DataFacts, Preset
-from dpsur.presets.best import best_preset
 from dpsur.presets.encoder import encoder_preset
-from dpsur.presets.paper import paper_preset
+from dpsur.presets.paper import authors_preset, paper_preset
 from dpsur.presets.settings import EPSILONS
+from dpsur.presets.tuned import tuned_preset
 
-PAPER, BEST, ENCODER, AUTO = "paper", "best", "encoder", "auto"
+PAPER, AUTHORS, TUNED = "paper", "authors", "tuned"
+ENCODER, AUTO = "encoder", "auto"
 Builder = Callable[[str, str, float, DataFacts | None], Preset]
 
 
@@ -43,7 +44,8 @@ def _of_facts(preset: Callable[[str, DataFacts | None], Preset]) -> Builder:
 
 PRESETS: Final[dict[str, Builder]] = {
     PAPER: _of_table(PAPER, paper_preset),
-    BEST: _of_table(BEST, best_preset),
+    AUTHORS: _of_table(AUTHORS, authors_preset),
+    TUNED: _of_table(TUNED, tuned_preset),
     ENCODER: _of_facts(encoder_preset),
     AUTO: _of_facts(auto_preset),
 }
@@ -59,11 +61,12 @@ def preset_named(
 
 
 __all__ = [
+    "AUTHORS",
     "AUTO",
-    "BEST",
     "ENCODER",
     "PAPER",
     "PRESETS",
+    "TUNED",
     "DataFacts",
     "Preset",
     "explain_auto",

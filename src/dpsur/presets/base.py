@@ -9,11 +9,21 @@ from dpsur.features import NONE
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is public about a data set: the number of records, the shape of one, the classes."""
+    """What is public about a run before it starts; None is what is not known.
 
-    records: int
-    shape: tuple[int, ...]
-    classes: int
+    The number of records, the shape of one, the number of classes, the kind of records (`words`)
+    where the shape does not say it; whether there is a GPU, whether the model is the user's own,
+    the features that were asked for, and whether the run is a short try (`max_updates`).
+    """
+
+    records: int | None
+    shape: tuple[int, ...] | None
+    classes: int | None
+    kind: str | None = None
+    gpu: bool = True
+    own_model: bool = False
+    features: str | None = None
+    short: bool = False
 
 
 @dataclass(frozen=True)
@@ -25,8 +35,8 @@ class Preset:
     """
 
     given: Mapping[str, Any]
-    features: str
-    normalisation: str = NONE
+    features: str | None
+    normalisation: str | None = NONE
     network: Mapping[str, Any] = field(default_factory=dict)
     chosen: Mapping[str, Any] = field(default_factory=dict)
 

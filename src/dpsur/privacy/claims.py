@@ -39,7 +39,9 @@ SETTINGS_OF: Final = {
     CoinTest.__name__: {"accept_ratio": "accept_ratio"},
     NoisyChoice.__name__: {"choice_epsilon": "choice_epsilon"},
 }
-METRIC_KEYS: Final = {"after", "quantity", "learning_rate", "value", "standard_error"}
+METRIC_KEYS: Final = {
+    "test", "after", "quantity", "learning_rate", "value", "scale", "standard_error",
+}  # fmt: skip
 GATE_OF: Final = {LossTest.__name__: "loss", CoinTest.__name__: "coin"}
 
 
@@ -168,6 +170,12 @@ def _accepted(statement: Mapping[str, Any]) -> tuple[int, int]:
     return 0, charged
 
 
+def stated_menu(mechanism: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The menu that updates were chosen from and what they were chosen by; None without one."""
+    found: Mapping[str, Any] = mechanism.get("menu", mechanism.get("blocks", {}))
+    return found if "offer" in found else None
+
+
 def _rate_faults(statement: Mapping[str, Any]) -> Iterator[str]:
     """The sizes that people read must be those that the accountant was given."""
     mechanism, settings = statement["mechanism"], statement["settings"]
@@ -175,8 +183,9 @@ def _rate_faults(statement: Mapping[str, Any]) -> Iterator[str]:
     # Behind a filter the rate follows from released values; every step states its own.
     update = None if mechanism["filter"] is not None else trial["update"]
     pairs = [("batch_size", update), ("val_batch_size", trial["test"])]
-    if "menu" in mechanism and "norm_batch_size" in settings:
-        pairs.append(("norm_batch_size", mechanism["menu"]["steering"]))
+    menu = stated_menu(mechanism)
+    if menu is not None and "norm_batch_size" in settings:
+        pairs.append(("norm_batch_size", menu["steering"]))
     if "blocks" in mechanism:
         pairs.append(("val_batch_size", mechanism["blocks"]["test"]))
     for name, event in pairs:
@@ -252,15 +261,19 @@ def _implied_settings(mechanism: Mapping[str, Any]) -> dict[str, Any]:
         if gate is None:
             found["updates"] = mechanism["trials"] or mechanism["updates"]
             found["trials"] = None
-    if "menu" in mechanism:  # each choice on it has its own noise
+    menu = stated_menu(mechanism)
+    if menu is not None:  # each choice on it has its own noise
         found["noise_multiplier"] = None
-        found["norm_noise_multiplier"] = mechanism["menu"]["steering"]["noise_multiplier"]
-        found["refresh_every"] = mechanism["menu"]["offer"]["repeats"]
+        found["norm_noise_multiplier"] = menu["steering"]["noise_multiplier"]
+        found["refresh_every"] = menu["offer"]["repeats"]
     if "blocks" in mechanism:
-        found["gate"] = "block"
-        found["updates"] = mechanism["blocks"]["updates"][-1]
-        found["val_noise_multiplier"] = mechanism["blocks"]["test"]["noise_multiplier"]
-        events.append(update)
+        blocks = mechanism["blocks"]
+        noise = "val_noise_multiplier" if blocks["searches"] else "metrics_noise_multiplier"
+        found[noise] = blocks["test"]["noise_multiplier"]
+        found["gate"] = "block" if blocks["searches"] else "none"
+        found["updates"] = blocks["updates"][-1] if blocks["searches"] else sum(blocks["updates"])
+        if menu is None:
+            events.append(update)
     for event in events:
         if event is not None:
             names = SETTINGS_OF.get(event["kind"], {})
@@ -275,22 +288,27 @@ def _metric_faults(statement: Mapping[str, Any]) -> Iterator[str]:
         if stated is not None:
             yield "metrics are stated, and no test of the mechanism pays for them"
         return
-    if stated is None or len(stated) != len(mechanism["blocks"]["updates"]):
-        yield "there is not one metric for each test of the mechanism"
+    steps, test = mechanism["blocks"]["steps"], mechanism["blocks"]["test"]
+    tests = sum(row["charged"] for row in steps if row["step"] == test)
+    if stated is None or {row.get("test") for row in stated} != set(range(tests)):
+        yield "there is not one metric or more for each test of the mechanism"
         return
-    test = mechanism["blocks"]["test"]
     rate = test.get("sample_rate", 1.0)
     tested = rate * statement["dataset_size"]
-    error = math.hypot(test["noise_multiplier"] / tested, math.sqrt((1 - rate) / tested))
+    unit = math.hypot(test["noise_multiplier"] / tested, math.sqrt((1 - rate) / tested))
     for row in stated:
         if row.keys() != METRIC_KEYS:
             yield f"a metric has the keys {sorted(row)}, not {sorted(METRIC_KEYS)}"
         elif not isinstance(row["value"], float):
             yield f"a metric has the value {row['value']!r}, which is not a number"
-        elif row["standard_error"] is not None and not math.isclose(
-            row["standard_error"], error, rel_tol=1e-9
+        elif (row["standard_error"] is None) != (row["scale"] is None) or (
+            row["scale"] is not None
+            and not math.isclose(row["standard_error"], row["scale"] * unit, rel_tol=1e-9)
         ):
-            yield f"a metric has the standard error {row['standard_error']}, its test has {error}"
+            yield (
+                f"a metric of scale {row['scale']} has the standard error "
+                f"{row['standard_error']}, its test has {unit} for a scale of 1"
+            )
 
 
 def _warning_faults(statement: Mapping[str, Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ tensors and can be written to a file and read back.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dpsur import checks
@@ -189,6 +189,15 @@ class Menu:
             max(choice.sample_rate for choice in self.choices),
             min(choice.noise_multiplier for choice in self.choices),
         )
+
+    def nearest(self, rate: float) -> SampledGaussian:
+        """The choice whose rate is nearest, by ratio."""
+        return min(self.choices, key=lambda c: abs(math.log(c.sample_rate / rate)))
+
+    def scaled(self, factor: float) -> "Menu":
+        """The same with all noise multiplied by a factor."""
+        choices = (replace(c, noise_multiplier=factor * c.noise_multiplier) for c in self.choices)
+        return replace(self, choices=tuple(choices))
 
 
 Event = NonPrivate | Gaussian | SampledGaussian | LossTest | CoinTest | NoisyChoice | Trial | Menu

@@ -36,6 +36,66 @@ def render_markdown(statement: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def render_model_card(statement: Mapping[str, Any]) -> str:
+    """A model card in the form that model hubs read, with the privacy of the weights on top."""
+    guarantee, versions = statement["guarantee"], statement["versions"]
+    private = _is_private(guarantee)
+    figures = (
+        [
+            f"  epsilon: {guarantee['epsilon']:.6g}",
+            f"  delta: {guarantee['delta']:g}",
+            f"  accounting: {guarantee['accounting']}",
+            f"  proved: {'true' if guarantee['proved'] else 'false'}",
+            f"  unit: {statement['unit']}",
+        ]
+        if private
+        else ["  epsilon: .inf"]
+    )
+    tags = ["differential-privacy", "dp-sgd", "dpsur"] if private else ["dpsur"]
+    return "\n".join(
+        [
+            "---",
+            "library_name: dpsur",
+            "tags:",
+            *(f"- {tag}" for tag in tags),
+            "privacy:",
+            *figures,
+            f"  records: {statement['dataset_size']}",
+            f"  method: {statement['method']}",
+            "---",
+            "",
+            "# Model card",
+            "",
+            _promise(guarantee),
+            "",
+            *(f"> **Warning:** {warning}.\n" for warning in statement["warnings"]),
+            "The full statement is in [PRIVACY.md](PRIVACY.md), for programs in "
+            "[privacy.json](privacy.json).",
+            "",
+            "## Use",
+            "",
+            "```python",
+            "import dpsur",
+            "",
+            'model = dpsur.load("FOLDER")  # pass your own module as second argument if it is one',
+            "```",
+            "",
+            "## Check the guarantee",
+            "",
+            "```sh",
+            f"pip install dpsur=={versions['dpsur']}",
+            "dpsur verify FOLDER",
+            "dpsur proof",
+            "```",
+            "",
+            "## Training",
+            "",
+            *_table(_mechanism_rows(statement)),
+            "",
+        ]
+    )
+
+
 def _is_private(guarantee: Mapping[str, Any]) -> bool:
     epsilon = guarantee["epsilon"]
     return epsilon is not None and not math.isinf(epsilon)
@@ -138,7 +198,7 @@ def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
     if mechanism["filter"] is not None:
         rows += _filter_rows(mechanism["filter"])
     elif "menu" in mechanism:
-        rows += _menu_rows(mechanism["menu"], settings)
+        rows += _menu_rows(mechanism["menu"], f"{settings['max_grad_norm']:g}")
     elif "blocks" in mechanism:
         rows += _block_rows(mechanism, settings)
     elif update["kind"] == SampledGaussian.__name__:
@@ -180,7 +240,7 @@ def _filter_rows(chosen: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _menu_rows(chosen: Mapping[str, Any], settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _menu_rows(chosen: Mapping[str, Any], clip: str) -> list[tuple[str, str]]:
     """What an update could be, and what decided which it was."""
     choices, steering = chosen["offer"]["choices"], chosen["steering"]
     ranges = [
@@ -194,7 +254,7 @@ def _menu_rows(chosen: Mapping[str, Any], settings: Mapping[str, Any]) -> list[t
         (
             "Candidate update",
             f"one of {len(choices)} choices fixed before the run, {', '.join(ranges)}, gradient "
-            f"clip norm {settings['max_grad_norm']:g}; chosen from released values only, and "
+            f"clip norm {clip}; chosen from released values only, and "
             "charged as if it were the worst of them; privacy.json lists them",
         ),
         (
@@ -209,21 +269,28 @@ def _block_rows(mechanism: Mapping[str, Any], settings: Mapping[str, Any]) -> li
     """Updates and tests in the order that was fixed before the run."""
     update, chosen = mechanism["trial"]["update"], mechanism["blocks"]
     test, sizes = chosen["test"], chosen["updates"]
-    by_rule = settings["clip_norm"] == "median"
+    by_rule = chosen["searches"] and settings["clip_norm"] == "median"
     clip = "set by the first test" if by_rule else f"{settings['max_grad_norm']:g}"
     looks_at = f"sample rate {test['sample_rate']:.5g}" if "sample_rate" in test else "all records"
-    return [
+    updates = [
         (
             "Update",
             f"sample rate {update['sample_rate']:.5g}, noise multiplier "
             f"{update['noise_multiplier']:.5g}, gradient clip norm {clip}; noise in proportion to "
             "the clip norm in force",
-        ),
+        )
+    ]
+    return [
+        *(_menu_rows(chosen, clip) if "offer" in chosen else updates),
         (
             "Blocks",
             f"{len(sizes)} tests, after {', '.join(map(str, sizes))} updates; order and numbers "
             "were fixed before the run, and every update and every test is charged, kept or not; "
-            "the weights after an earlier block are released if its test was clearly better",
+            + (
+                "the weights after an earlier block are released if its test was clearly better"
+                if chosen["searches"]
+                else "tests decide nothing, they measure training loss and accuracy"
+            ),
         ),
         (
             "Test of a block",

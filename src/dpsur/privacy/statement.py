@@ -209,6 +209,12 @@ def side_channels(hide_rejections: str) -> list[str]:
     return [*WATCHED[hide_rejections], PRIVATE_FOLDER]
 
 
+def metric_text(row: Mapping[str, Any]) -> str:
+    """A noisy value with its standard error, in a few words."""
+    error = "" if row["standard_error"] is None else f" +- {row['standard_error']:.2g}"
+    return f"{row['quantity']} {row['value']:.4g}{error}"
+
+
 def format_epsilon(value: float) -> str:
     """An epsilon to four decimals, rounded up: a shown figure must not be below the real one."""
     if not math.isfinite(value):

@@ -26,10 +26,10 @@ from dpsur.runs.data import (
     as_examples,
     check_alike,
     check_labels,
-    check_tokens,
     check_values,
     with_indices,
 )
+from dpsur.runs.embedding_check import check_tokens
 from dpsur.runs.input_features import InputFeatures, compute_inputs, like_features
 from dpsur.runs.session import Session
 from dpsur.runs.streaming import checked_parts

@@ -16,16 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from dpsur.errors import InvalidInputError
-from dpsur.functional.call import call
 from dpsur.functional.model_loss import split_labels
-from dpsur.functional.problem import EVALUATION_ROWS, LossFunction, mode
+from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples, StreamedExamples, stream
 from dpsur.functional.tree import (
     TensorTree,
     describe_rows,
     flatten,
     map_tensors,
-    split_rows,
     tensors_of,
 )
 from dpsur.per_example.mixing_check import same_bits
@@ -56,10 +54,10 @@ def as_examples(
     """Take a pair of tensors or arrays, a map-style data set or ready examples.
 
     Inputs and targets may be several tensors each, in tuples, dicts or dataclasses. A dict with
-    labels, as Hugging Face data sets have it, is split into both. Fractions in numpy arrays,
-    which are double by default, become numbers of the type `fraction`. Arrays in files that are
-    mapped into memory are streamed, and so are data sets that take more than `held_bytes` or are
-    given `workers`. Values are for `check_values` to check.
+    labels, as Hugging Face data sets have it, is split into both. Fractions in numpy arrays, which
+    are double by default, become numbers of the type `fraction`. Arrays in files that are mapped
+    into memory are streamed, and so are data sets that take more than `held_bytes` or are given
+    `workers`. Values are for `check_values` to check.
     """
     if isinstance(data, Mapping):
         data = split_labels(data) or data
@@ -387,89 +385,3 @@ def check_labels(examples: Examples, outputs: TensorTree, loss: LossFunction, na
             f"the labels 0 to {classes - 1}; fix the labels or widen the model",
             private=f"the labels of {name} run from {low} to {high}",
         )
-
-
-_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-class _BeyondTable(Exception):  # noqa: N818
-    """The table that a number was looked up in without a row for it, and the number."""
-
-
-def check_tokens(model: nn.Module, examples: Examples, name: str) -> None:
-    """Refuse records with a number that an embedding of the model has no row for.
-
-    First with synthetic records of the least and largest numbers at each place. Where those do not
-    fit, a real record is looked for: a model may combine its inputs before it looks them up.
-    """
-    inputs, place = examples.inputs, next(model.parameters()).device
-    # Tables that are no modules are looked up unwatched, and a bad index breaks the CUDA context.
-    looks_up = place.type == "cpu" or _tables(model)
-    if all(value.dtype not in _WHOLE for value in tensors_of(inputs)) or not looks_up:
-        return
-    if _table_fault(model, map_tensors(partial(_extremes, place), inputs)) is None:
-        return
-    for part in split_rows(inputs, EVALUATION_ROWS):
-        fault = _table_fault(model, map_tensors(lambda value: value.to(place), part))
-        if fault is not None:
-            where, number = fault
-            raise InvalidInputError(
-                f"the inputs of {name} hold a number that {where}; fix the tokens or enlarge the "
-                "table",
-                private=number,
-            ) from None
-
-
-def _extremes(place: torch.device, values: Tensor) -> Tensor:
-    """Two records: of the least and of the largest whole numbers; of others a first and a last."""
-    if values.dtype not in _WHOLE:
-        return torch.stack([values[0], values[-1]]).to(place)
-    return torch.stack([values.amin(0), values.amax(0)]).to(place)
-
-
-def _tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
-
-
-def _table_fault(model: nn.Module, inputs: TensorTree) -> tuple[str, str] | None:
-    """Which lookup fails, and by which number, which is private."""
-    with torch.no_grad(), mode(model, training=False), _watched(model):
-        try:
-            call(model, inputs)
-        except _BeyondTable as found:
-            where, number = found.args
-            return where, number
-        except IndexError as found:
-            return "the model cannot look up", str(found)
-    return None
-
-
-@contextmanager
-def _watched(model: nn.Module) -> Iterator[None]:
-    """Have every embedding look at its numbers before it looks them up."""
-
-    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
-        table = _tables(model)[name]
-        rows = table.num_embeddings
-
-        def look(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-            if not given or not given[0].numel():
-                return
-            low, high = int(given[0].min()), int(given[0].max())
-            if low < 0 or high >= rows:
-                odd = low if low < 0 else high
-                raise _BeyondTable(
-                    f"the embedding {name or '(root)'} has no row for: it has {rows} rows "
-                    f"(0 to {rows - 1})",
-                    f"the number {odd}",
-                )
-
-        return table.register_forward_pre_hook(look)
-
-    handles = [watch(name) for name in _tables(model)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -20,6 +20,7 @@ RELEASE, PRIVATE = "release", "private"
 LARGEST_JSON, DEEPEST_JSON = 2**27, 32
 TOO_DEEP = "values that are nested too deep"
 WEIGHTS, STATEMENT, PAGE = "model.safetensors", "privacy.json", "PRIVACY.md"
+CARD = "README.md"
 CHECKPOINT, CONFIG, LOCK = "checkpoint.safetensors", "config.json", "lock"
 METRICS, CURVES = "metrics.jsonl", "curves.png"
 PRIVATE_FILES = (CHECKPOINT, CONFIG, LOCK, METRICS, CURVES)

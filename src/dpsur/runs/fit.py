@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur import checks
-from dpsur.config import Pace, RunConfig, Speed
+from dpsur.config import Pace, RunConfig, Speed, choose_for_model, uses_gpu
 from dpsur.environment import versions
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.functional.problem import LossFunction
 from dpsur.mechanism.block_gate import released_metrics
 from dpsur.mechanism.loop import Progress
-from dpsur.methods import Dpsur, Method
+from dpsur.methods import Method
 from dpsur.networks import build_network
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
@@ -33,6 +33,7 @@ from dpsur.runs.release import NO_ORIGIN, Origin, released_model, write_release
 from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Session
 from dpsur.runs.validation import check_observers, check_single_process
+from dpsur.status import notes
 from dpsur.tasks.schema import Schema
 
 
@@ -74,7 +75,9 @@ def fit(
             that class weights of a cross entropy count for each record, without a mean over them.
             By default F.cross_entropy, or the loss of the schema.
         budget: the epsilon and delta that may be spent.
-        method: `Dpsur()` unless another is given. What it leaves open is chosen to fit.
+        method: by default chosen from public facts, with the reasons on stderr: the gate `block`,
+            which finds a learning rate and a clip norm, or, for a linear layer on `features` of
+            norm 1, plain DP-SGD by rule. What a given method leaves open is chosen to fit.
         test_set: public records to measure on, in the same form. Figures on them are not noisy and
             not charged.
         schema: declares the columns of `train_set` and `test_set`, which are then data frames.
@@ -118,9 +121,21 @@ def fit(
             f"model {model!r} is the name of a network for a table; pass schema, or a module"
         )
     loss = F.cross_entropy if loss is None else loss
+    reasons: tuple[str, ...] = ()
+    if method is None:
+        method, normalisation, reasons = choose_for_model(
+            records=_count(train_set),
+            features=features,
+            normalisation=normalisation,
+            accounting=accounting,
+            budget=budget,
+            gpu=uses_gpu(str(device)),
+            linear=_is_linear(model),
+            short=max_updates is not None,
+        )
     config = RunConfig(
         task=None,
-        method=Dpsur() if method is None else method,
+        method=method,
         budget=budget,
         accounting=accounting,
         features=features,
@@ -148,8 +163,25 @@ def fit(
         views=views,
         released=load_statistics(folder.checkpoint) if folder and resume else None,
     )
+    notes(reasons)  # after all checks, which end in one line
     origin = replace(described, features=session.layer_descriptions)
     return execute(session, folder=folder, resume=resume, observers=observers, origin=origin)
+
+
+def _count(train_set: Any) -> int | None:
+    """The number of records, if it is known before they are read."""
+    pair = isinstance(train_set, (tuple, list)) and len(train_set) == 2
+    try:
+        return len(train_set[1] if pair else train_set)
+    except TypeError:
+        return None
+
+
+def _is_linear(model: Any) -> bool:
+    """Whether all that a model trains is one linear layer, without a bias, of zeros."""
+    weights = list(model.parameters()) if isinstance(model, nn.Module) else []
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)] if weights else []
+    return len(weights) == len(layers) == 1 and not weights[0].any()
 
 
 def _table_model(model: nn.Module | str, schema: Schema) -> tuple[nn.Module, Origin]:
@@ -242,7 +274,7 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
         settings=asdict(session.method),
         seeded=session.streams.seeded,
         average=progress.state.average is not None,
-        tf32=session.config.speed.tf32,
+        tf32=session.tf32,
         bf16=session.config.speed.bf16,
         hide_rejections=session.config.hide_rejections,
         versions=versions(),

@@ -21,10 +21,11 @@ from dpsur.features import WithFeatures, build_layers
 from dpsur.functional.parameters import Params
 from dpsur.networks import build_network, parameter_count
 from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.page import render_markdown
+from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.statement import FORMAT as STATEMENT_FORMAT
 from dpsur.privacy.statement import NO_GUARANTEE
 from dpsur.runs.files import (
+    CARD,
     PAGE,
     STATEMENT,
     WEIGHTS,
@@ -106,6 +107,7 @@ def write_release(
         write_atomically(partial / WEIGHTS, weights)
         write_atomically(partial / STATEMENT, to_json(statement))
         write_atomically(partial / PAGE, render_markdown(statement).encode())
+        write_atomically(partial / CARD, render_model_card(statement).encode())
         partial.rename(folder)  # takes the place of an empty folder, but of nothing else
         sync_folder(folder.parent)
     except OSError as error:

@@ -95,7 +95,7 @@ def _loop_faults(statement: dict[str, Any]) -> list[str]:
     stated = {
         "batch_size": trial["update"]["sample_rate"] * size,
         "noise_multiplier": trial["update"]["noise_multiplier"],
-        "steps": mechanism["trials"] if mechanism["filter"] is None else None,
+        "steps": None if mechanism["filter"] else mechanism["trials"] or mechanism["updates"],
         "val_noise_multiplier": test.get("noise_multiplier"),
         "accept_threshold": test.get("accept_threshold"),
     }

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -16,8 +16,12 @@ from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.evaluation import model_outputs
 from dpsur.runs.files import RunFolder
+from dpsur.runs.plots import Plotted, plot_runs
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
 from dpsur.tasks.schema import Schema
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,6 +90,13 @@ class Run:
         """
         checks.probability("delta", delta)
         return self.plan.epsilon(delta)
+
+    def plot(self, kind: str = "epsilon") -> "Figure":
+        """A matplotlib figure: `epsilon`, `accuracy`, `tradeoff`, or the private `acceptance`.
+
+        A notebook shows it; `run.plot().savefig("epsilon.pdf")` writes it.
+        """
+        return plot_runs([Plotted(self.method.name, self.plan, self.private.rows)], kind)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write `release/` into a new folder and return its path. Nothing private is written."""

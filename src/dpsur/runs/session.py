@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from dpsur.config import RunConfig
@@ -14,6 +15,7 @@ from dpsur.functional.process_settings import precision, repeatable
 from dpsur.functional.records import Examples, HostExamples
 from dpsur.functional.side_effects import Unchanged, check_fixed_parts, fixed_parts
 from dpsur.functional.tree import flatten
+from dpsur.mechanism.block_gate import released_metrics
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.loop import EagerLoop, Loop, Progress, check_completed, start
 from dpsur.mechanism.state import Procedure, Verdict
@@ -57,7 +59,11 @@ class Observer(Protocol):
         ...
 
     def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
-        """The weights that would be released now were evaluated on the public test set."""
+        """The weights that would be released now were evaluated on the public test set.
+
+        An observer may also have `measured(progress, rows)`: a test has released noisy values of
+        the training records, which epsilon covers.
+        """
         ...
 
 
@@ -105,6 +111,15 @@ class Session:
                 active.collect()
             return active.finish()
 
+    @property
+    def tf32(self) -> bool:
+        """Whether layers may round to TF32: as asked for, else as PyTorch is set for CUDA."""
+        wanted = self.config.speed.tf32
+        if wanted is not None:
+            return wanted
+        settings = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        return self.streams.device.type == "cuda" and any(settings)
+
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
         """The kernels and the precision of this run: settings of the whole process."""
@@ -148,7 +163,7 @@ class Session:
             "hide_rejections": self.config.hide_rejections,
             "seeded": self.streams.seeded,
             "device": self.streams.device.type,
-            "tf32": self.config.speed.tf32,
+            "tf32": self.tf32,
             "bf16": self.config.speed.bf16,
             "model": model_identity(self.original),
             "loss": loss_identity(self.problem.loss),
@@ -211,6 +226,8 @@ class ActiveRun:
         verdicts = found if is_trial else []  # a released norm is no trial
         for observer in self._observers:
             observer.trials(progress, verdicts)
+        if not is_trial:
+            self._report_metrics(progress)
         position = elapsed(self._session.plan, progress.ledger)
         if self._evaluation_is_due(self._evaluated_at, position):
             self._evaluated_at = position
@@ -222,6 +239,15 @@ class ActiveRun:
             self._save(progress)
         if stop:
             raise InterruptedRunError("stopped between two trials; the checkpoint is saved")
+
+    def _report_metrics(self, progress: Progress) -> None:
+        """Report what a test released, which is paid for, to observers that ask for it."""
+        found = released_metrics(self._session.procedure, progress.state) or []
+        last = [row for row in found if row["test"] == found[-1]["test"]]
+        for observer in self._observers:
+            measured = getattr(observer, "measured", None)
+            if measured is not None and last:
+                measured(progress, last)
 
     def finish(self) -> Progress:
         """Where the run ended, saved. Raises if it hit its cap on trials."""

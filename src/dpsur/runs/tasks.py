@@ -204,6 +204,7 @@ def held_out(train: Examples, count: int) -> tuple[Examples, Examples]:
             f"hold_out must be above 0 and below the {len(train)} records, got {count}"
         )
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(HOLD_OUT_SEED))
+    order = order.to(train.targets.device)
     return train.select(order[count:]), train.select(order[:count])
 
 

@@ -23,11 +23,20 @@ from dpsur.privacy.events import (
     feature_mean,
     feature_statistics,
 )
-from dpsur.privacy.page import render_markdown
+from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.plans import plan_from_statement
 from dpsur.privacy.plans.rejections import least_cap
 from dpsur.privacy.statement import FORMAT
-from dpsur.runs.files import PAGE, STATEMENT, WEIGHTS, finite, from_json, release_folder, sha256
+from dpsur.runs.files import (
+    CARD,
+    PAGE,
+    STATEMENT,
+    WEIGHTS,
+    finite,
+    from_json,
+    release_folder,
+    sha256,
+)
 from dpsur.runs.replanning import key_faults, plan_faults
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
@@ -71,7 +80,7 @@ PARTS: Final[Mapping[str, frozenset[str]]] = {
     ),
     "mechanism.filter": frozenset({"order", "allowance", "steps"}),
     "mechanism.menu": frozenset({"offer", "steering", "steps"}),
-    "mechanism.blocks": frozenset({"updates", "test", "steps"}),
+    "mechanism.blocks": frozenset({"updates", "searches", "may_stop", "test", "steps"}),
 }
 # Private statistics of features in a file of weights, and what they are charged.
 STATISTICS = re.compile(r"features\.\d+\.(mean|deviation)")
@@ -91,7 +100,7 @@ CHECKED: Final = (
     "definition, theorem, assumptions, unit, side channels and warnings are those that belong to "
     "the mechanism",
     "no key is missing, added or given twice, and versions look like versions",
-    "PRIVACY.md says what privacy.json says, and the weights have the stated hash",
+    "PRIVACY.md and README.md say what privacy.json says, and the weights have the stated hash",
 )
 NOT_CHECKED: Final = (
     "that the run was made as stated, on records that were counted right: this is not a signature",
@@ -223,6 +232,8 @@ def _form_faults(statement: dict[str, Any]) -> list[str]:
             part = part.get(key)
         if part is not None or name not in OPTIONAL:
             more = {"menu", "blocks"} & mechanism.keys() if name == "mechanism" else set()
+            if name == "mechanism.blocks" and "offer" in part:  # updates from a menu
+                more = {"offer", "steering"}
             faults += key_faults(f"{name}.", part, keys | more)
     for steered in (mechanism["filter"], mechanism.get("menu"), mechanism.get("blocks")):
         for row in () if steered is None else steered["steps"]:
@@ -281,12 +292,19 @@ def _statistics_in(content: bytes) -> list[str]:
 
 
 def _page_faults(folder: Path, statement: dict[str, Any]) -> list[str]:
-    try:
-        page = (folder / PAGE).read_text(encoding="utf-8")
-    except OSError as error:
-        return [f"{PAGE} cannot be read: {error.strerror}"]
-    except ValueError as error:
-        return [f"{PAGE} cannot be read: {error}"]
-    return (
-        [] if page == render_markdown(statement) else [f"{PAGE} does not say what {STATEMENT} does"]
-    )
+    """Pages that say something else than the statement. Older releases have no model card."""
+    pages = {PAGE: render_markdown}
+    if (folder / CARD).exists():
+        pages[CARD] = render_model_card
+    faults = []
+    for name, render in pages.items():
+        try:
+            text = (folder / name).read_text(encoding="utf-8")
+        except OSError as error:
+            faults.append(f"{name} cannot be read: {error.strerror}")
+        except ValueError as error:
+            faults.append(f"{name} cannot be read: {error}")
+        else:
+            if text != render(statement):
+                faults.append(f"{name} does not say what {STATEMENT} does")
+    return faults

@@ -19,7 +19,14 @@ from dpsur.tasks.tables import CSV, PREFIXES, table_task, table_test_records
 
 TASKS: dict[str, Task] = {
     task.name: task
-    for task in (MNIST_5K, MNIST_TASK, FMNIST_TASK, CIFAR10_TASK, IMDB_TASK, IMDB_WORDS_TASK)
+    for task in (
+        MNIST_5K,
+        MNIST_TASK,
+        FMNIST_TASK,
+        CIFAR10_TASK,
+        IMDB_TASK,
+        IMDB_WORDS_TASK,
+    )
 }
 DEFAULT_TASK = MNIST_5K.name
 

@@ -8,13 +8,16 @@ from typing import Any
 import torch.nn.functional as F
 
 from dpsur.features import PixelScale
-from dpsur.features.encoder import DIMENSION, SCATTERING_DIMENSION, SCATTERING_SHAPE
+from dpsur.features.encoder import DIMENSION, SCATTERING_DIMENSION
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 
+# Kind of records that are rows of norm 1, of weighted words.
+WORD_ROWS = "words"
 # Names of what a network sees.
 PIXELS, SCATTERING, TOKENS, VECTORS = "pixels", "scattering", "tokens", "vectors"
-ENCODER, SCATTERING_ENCODER = "encoder", "scattering+encoder"
+ENCODER, ZOOMED = "encoder", "encoder-zoom"
+WHITENED, SCATTERING_ENCODER = "whitened-scattering", "scattering+encoder"
 # A hidden layer on wider vectors has more parameters than their noise allows.
 WIDEST_FOR_HIDDEN_LAYER = 256
 HIDDEN = 32
@@ -23,12 +26,18 @@ HIDDEN = 32
 def linear_heads(shape: tuple[int, int, int], classes: int) -> dict[str, dict[str, Any]]:
     """Linear models for the features of the encoder, for images of a shape."""
     channels = shape[0]
-    inputs = DIMENSION if channels in (1, 3) else DIMENSION * channels
-    heads = {ENCODER: {"name": "linear-head", "inputs": inputs, "classes": classes}}
-    if shape == SCATTERING_SHAPE:
-        inputs = DIMENSION + SCATTERING_DIMENSION
-        heads[SCATTERING_ENCODER] = {"name": "linear-head", "inputs": inputs, "classes": classes}
-    return heads
+    encoder = DIMENSION if channels in (1, 3) else DIMENSION * channels
+    scattering = SCATTERING_DIMENSION if channels in (1, 3) else SCATTERING_DIMENSION * channels
+    inputs = {
+        ENCODER: encoder,
+        ZOOMED: encoder,
+        WHITENED: scattering,
+        SCATTERING_ENCODER: scattering + encoder,
+    }
+    return {
+        name: {"name": "linear-head", "inputs": count, "classes": classes}
+        for name, count in inputs.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,7 @@ class Task:
     such as the number of classes; a release states it. `pixel_scale` is what images were
     standardised with, None for images in [0, 1]. `records`, `shape` and `classes` are the number of
     training records, the shape of one and the number of classes, where they are known beforehand.
+    `kind` says what the records are where their shape does not: `words` are rows of norm 1.
     `models` are networks that can be chosen by name instead of the default.
     """
 
@@ -57,6 +67,7 @@ class Task:
     records: int | None = None
     shape: tuple[int, ...] | None = None
     classes: int | None = None
+    kind: str | None = None
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property

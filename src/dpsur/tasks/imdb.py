@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dpsur.functional.records import Examples
-from dpsur.tasks.base import TOKENS, VECTORS, Task
+from dpsur.tasks.base import TOKENS, VECTORS, WORD_ROWS, Task
 from dpsur.tasks.datasets import IMDB, load_arrays
 from dpsur.tasks.datasets.base import Array, Arrays
 
@@ -101,4 +101,8 @@ IMDB_WORDS_TASK = Task(
     summary="IMDb film reviews as counts of words (25,000 to train, 25,000 to test)",
     networks={VECTORS: {"name": "linear", "inputs": WORDS, "classes": 2}},
     load=load_words,
+    records=25_000,
+    shape=(WORDS,),
+    classes=2,
+    kind=WORD_ROWS,
 )

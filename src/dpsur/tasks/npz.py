@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from dpsur.errors import InvalidInputError
-from dpsur.features import features_named
+from dpsur.features import features_named, words
+from dpsur.features.words import WORDS_DIMENSION
 from dpsur.functional.records import Examples
 from dpsur.networks.general import LEAST_IMAGE
 from dpsur.tasks.base import (
@@ -23,6 +24,7 @@ from dpsur.tasks.base import (
     SCATTERING,
     VECTORS,
     WIDEST_FOR_HIDDEN_LAYER,
+    WORD_ROWS,
     Task,
     linear_heads,
 )
@@ -43,20 +45,22 @@ def npz_task(name: str, classes: int | None = None) -> Task:
     The file is read and checked here.
     """
     path = _path(name)
-    train, test, stored = _records(path)
+    train, test, stored, texts = _records(path)
     classes = _declared(path, classes, stored)
     for examples, labels in ((train, "y"), (test, "y_test")):
         if examples is not None:
             _check_labels(path, labels, examples.targets, classes)
+    shape = tuple(train.inputs.shape[1:])
     return Task(
         name=name,
         summary=f"{len(train)} records to train, {len(test or ())} to test",
-        networks=_networks(tuple(train.inputs.shape[1:]), classes),
+        networks=_for_words(classes) if texts else _networks(shape, classes),
         load=lambda _: (train, test),
         public={"classes": classes},
         records=len(train),
-        shape=tuple(train.inputs.shape[1:]),
+        shape=shape,
         classes=classes,
+        kind=WORD_ROWS if texts else None,
     )
 
 
@@ -72,7 +76,7 @@ def _path(name: str) -> Path:
     return path
 
 
-def _records(path: Path) -> tuple[Examples, Examples | None, int | None]:
+def _records(path: Path) -> tuple[Examples, Examples | None, int | None, bool]:
     information = path.stat()
     return _read_records(path, information.st_size, information.st_mtime_ns)
 
@@ -81,8 +85,8 @@ def _records(path: Path) -> tuple[Examples, Examples | None, int | None]:
 @lru_cache(maxsize=1)
 def _read_records(
     path: Path, size: int, changed: int
-) -> tuple[Examples, Examples | None, int | None]:
-    """Training records, test records, and the number of classes that the file declares."""
+) -> tuple[Examples, Examples | None, int | None, bool]:
+    """Training and test records, the classes that the file declares, and whether x holds texts."""
     del size, changed
     arrays = _read(path)
     for name in ("x", "y"):
@@ -99,7 +103,7 @@ def _read_records(
             f"{path}: records of x have the shape {tuple(train.inputs.shape[1:])}, "
             f"those of x_test {tuple(test.inputs.shape[1:])}; they must be the same"
         )
-    return train, test, _stored_classes(path, arrays)
+    return train, test, _stored_classes(path, arrays), arrays["x"].dtype.kind == "U"
 
 
 def _read(path: Path) -> Arrays:
@@ -147,9 +151,12 @@ def _check_labels(path: Path, name: str, labels: Any, classes: int) -> None:
 
 def _inputs(path: Path, array: Array, name: str) -> torch.Tensor:
     """Records as float32. Bytes of images are scaled to [0, 1], other numbers stay as they are."""
+    if array.dtype.kind == "U" and array.ndim == 1 and len(array):
+        return words(array.tolist())
     if array.dtype.kind not in "buif":
         raise InvalidInputError(
-            f"the array {name} of {path} is of type {array.dtype}; it must hold real numbers"
+            f"the array {name} of {path} is of type {array.dtype}; it must hold real numbers, or "
+            "texts of shape (n,)"
         )
     if array.ndim not in (2, 3, 4) or 0 in array.shape:
         raise InvalidInputError(
@@ -212,6 +219,10 @@ def _declared(path: Path, given: int | None, stored: int | None) -> int:
             f"classes must be a whole number from 2 to {MOST_CLASSES}, got {classes}"
         )
     return classes
+
+
+def _for_words(classes: int) -> dict[str, dict[str, Any]]:
+    return {VECTORS: {"name": "linear-head", "inputs": WORDS_DIMENSION, "classes": classes}}
 
 
 def _networks(shape: tuple[int, ...], classes: int) -> dict[str, dict[str, Any]]:

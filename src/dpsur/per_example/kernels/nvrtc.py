@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from tempfile import gettempdir
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dpsur.per_example.rules.patches import Window
+if TYPE_CHECKING:
+    from dpsur.per_example.rules.patches import Window
 
 # The kind of device that the kernels are for.
 DEVICE = "cuda"
@@ -35,12 +36,12 @@ def compile_kernel(source: str, name: str, constants: Constants, device: int) ->
             kernel: Kernel = compile_kernel(defined + source, name)
             return kernel
     except Exception as error:  # no compiler or setuptools at hand, or another call
-        _warn_once(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        warn_slower(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         return None  # other kernels remain
 
 
 @cache
-def _warn_once(reason: str) -> None:
+def warn_slower(reason: str) -> None:
     """Say why kernels are missing: once, however many shapes of layers ask for one."""
     warnings.warn(
         f"a CUDA kernel could not be compiled ({reason}); results are the same, but "
@@ -50,7 +51,7 @@ def _warn_once(reason: str) -> None:
     )
 
 
-def shapes(inputs: Tensor, outputs: Tensor, window: Window) -> Constants:
+def shapes(inputs: Tensor, outputs: Tensor, window: "Window") -> Constants:
     """The shapes of a convolution in two dimensions, as constants of a kernel."""
     return (
         ("IN_CHANNELS", inputs.shape[1]),

@@ -21,6 +21,7 @@ from dpsur.per_example.contributions import (
 from dpsur.per_example.kernels.convolution import Geometry, convolve, from_patches, patches_pay
 from dpsur.per_example.kernels.cuda_per_example import fused_gradients
 from dpsur.per_example.kernels.cuda_weight_grad import summed_gradient, summing_pays
+from dpsur.per_example.kernels.fused import rounded_gradients
 from dpsur.per_example.norms import InnerNorms, Measure
 from dpsur.per_example.rules.patches import (
     Window,
@@ -129,6 +130,7 @@ def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
     shape, groups, fold = tuple(module.weight.shape), module.groups, layout.fold
     window = Window(tuple(module.kernel_size), strides, dilations, margins)
     known = known if fold == 1 else None
+    rounds = torch.backends.cudnn.allow_tf32 or torch.is_autocast_enabled(input.device.type)
 
     def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
         outputs = widen(gradient)
@@ -147,17 +149,27 @@ def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
         if grams is not None:
             yield weight, Sliding(inputs, outputs, window, shape, fold, grams, finite)
         elif groups > 1 or _instantiate(inputs, outputs, window, fold):
-            yield weight, Rows(_unfolded(_each(inputs, outputs, window, groups), fold))
+            yield weight, _each(inputs, outputs, window, groups, fold, rounds=rounds)
         else:
             yield weight, Sliding(inputs, outputs, window, shape, fold, None, finite)
 
     return tape.watch(output, record)
 
 
-def _each(inputs: Tensor, outputs: Tensor, window: Window, groups: int) -> Tensor:
-    """Gradient of the kernel for every example, the fastest way there is."""
+def _each(
+    inputs: Tensor, outputs: Tensor, window: Window, groups: int, fold: int, *, rounds: bool
+) -> Rows:
+    """Gradient of the kernel for every example, the fastest way there is.
+
+    Where layers round to TF32, so may gradients: what is measured is what is added up.
+    """
+    if rounds and groups == 1:
+        rows = rounded_gradients(inputs, outputs, window)
+        if rows is not None:
+            return Rows(*rows) if fold == 1 else Rows(_unfolded(rows[0], fold))
     found = fused_gradients(inputs, outputs, window) if groups == 1 else None
-    return instantiate(inputs, outputs, window, groups) if found is None else found
+    each = instantiate(inputs, outputs, window, groups) if found is None else found
+    return Rows(_unfolded(each, fold))
 
 
 def _instantiate(inputs: Tensor, outputs: Tensor, window: Window, fold: int) -> bool:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpsur.per_example.contributions import Contribution, Factors, Products
-from dpsur.per_example.norms import part_norms
+from dpsur.per_example.contributions import Contribution, Factors, Products, Rows
+from dpsur.per_example.norms import InnerNorms, Measure, part_norms
 from dpsur.per_example.tape import NotSupportedError, Slot, Tape
 
 
@@ -43,6 +43,19 @@ class Lookups(Contribution):
         """Reading row v is multiplying by unit vector v: for a table that is a linear layer too."""
         return Products(self.outputs, self._chosen())
 
+    def beside(self, other: Contribution) -> Contribution | None:
+        """With a linear layer over the same table, as in a language model whose ends are tied."""
+        if isinstance(other, Products) and other.inputs.shape[1] > 1:
+            return TiedLookups(self, other)
+        if isinstance(other, Rows):
+            examples, width = len(self.tokens), self.outputs.shape[-1]
+            first = torch.arange(examples, device=self.tokens.device).unsqueeze(1)
+            places = (self.tokens + first * self.table_rows).flatten()
+            total = other.rows.reshape(examples * self.table_rows, width)
+            total = total.index_add(0, places, self.outputs.flatten(0, 1))
+            return Rows(total.view_as(other.rows))
+        return None
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Tokens and gradients."""
         return (self.tokens, self.outputs)
@@ -50,6 +63,42 @@ class Lookups(Contribution):
     def _chosen(self) -> Tensor:
         tokens = torch.arange(self.table_rows, device=self.tokens.device)
         return (self.tokens.unsqueeze(-1) == tokens).to(self.outputs.dtype)
+
+
+@dataclass(frozen=True)
+class TiedLookups(Contribution):
+    """A table that is read by tokens and multiplied with as well, for norms.
+
+    With x_t and g_t the inputs and output gradients of the linear layer and e_s the gradient of
+    what token v_s read, the gradient is sum_t g_t x_t^T + sum_s 1_{v_s} e_s^T. The inner product of
+    its two parts is sum_st g_t[v_s] (x_t . e_s), so no vector as long as the table is made.
+    """
+
+    lookups: Lookups
+    linear: Products
+
+    def measure(self) -> Measure:
+        """Squared norms of both parts and twice their inner product."""
+        linear, tokens, slopes = self.linear, self.lookups.tokens, self.lookups.outputs
+        own = linear.measure()
+        assert isinstance(own, InnerNorms)
+        chosen = tokens.unsqueeze(1).expand(-1, linear.outputs.shape[1], -1)
+        between = torch.bmm(linear.inputs, slopes.mT).mul_(linear.outputs.gather(2, chosen))
+        sizes = torch.linalg.vector_norm(slopes, dim=2)
+        squares = own.squares + sizes.square().sum(1) + 2 * between.sum((1, 2))
+        return InnerNorms(squares, own.largest + sizes.sum(1), own.terms + tokens.shape[1])
+
+    def weighted_sum(self, factors: Factors) -> Tensor:
+        """Of both parts."""
+        return self.linear.weighted_sum(factors) + self.lookups.weighted_sum(factors)
+
+    def per_example(self) -> Tensor:
+        """Of both parts."""
+        return self.linear.per_example() + self.lookups.per_example()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Of both parts."""
+        return (*self.lookups.tensors(), *self.linear.tensors())
 
 
 def first_places(tokens: Tensor) -> Tensor:

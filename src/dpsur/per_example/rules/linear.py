@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -59,9 +60,12 @@ def linear_map(
                 yield bias_slot, Shift(output)
             return
         outputs = layout.by_example(gradient).reshape(rows, -1, width)
-        inputs = layout.by_example(x).reshape(rows, -1, x.shape[-1]).detach()
+        # what the layer saw under autocast; on a CPU nothing is gained by it
+        narrow = gradient.dtype == torch.bfloat16 and gradient.is_cuda
+        seen = x.to(torch.bfloat16) if narrow else x
+        inputs = layout.by_example(seen).reshape(rows, -1, x.shape[-1]).detach()
         if weight_slot is not None:
-            yield weight_slot, Products(inputs, outputs).cheapest()
+            yield weight_slot, Products(inputs, outputs, narrow).cheapest()
         if bias_slot is not None:
             yield bias_slot, Rows(outputs.sum(1))
 

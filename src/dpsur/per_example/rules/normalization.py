@@ -1,13 +1,18 @@
 """Layers that scale, and perhaps shift, what an example has in a channel or an entry."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.per_example.contributions import Contribution, Rows
-from dpsur.per_example.tape import NotSupportedError, Slot, Tape
+from dpsur.per_example.kernels import fused
+from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
 
+# From the gradient of an output to sums of it times normalised inputs, and of itself; or None.
+Sums = Callable[[Tensor], tuple[Tensor, Tensor] | None]
 # From values in the shape (examples, fold, ...) to one row per example in the parameter's shape.
 Collect = Callable[[Tensor], Tensor]
 
@@ -26,12 +31,19 @@ def group_norm_map(
     eps: float = 1e-5,
 ) -> Tensor:
     """`F.group_norm`."""
-    output = F.group_norm(input, num_groups, weight, bias, eps)
+    sums: Sums | None = None
+    if _has_kernel(input):
+        input = input.contiguous()
+        shape = (len(input), input.shape[1], input[0, 0].numel(), num_groups)
+        output, means, rates = torch.native_group_norm(input, weight, bias, *shape, eps)
+        sums = partial(_channel_sums, input.detach(), means.detach(), rates.detach())
+    else:
+        output = F.group_norm(input, num_groups, weight, bias, eps)
 
     def normalise() -> Tensor:
         return F.group_norm(input, num_groups, None, None, eps)
 
-    return _scaled(tape, output, weight, bias, normalise, _by_channel)
+    return _scaled(tape, output, weight, bias, normalise, _by_channel, sums)
 
 
 def instance_norm(module: nn.InstanceNorm2d, tape: Tape, input: Tensor) -> Tensor:
@@ -80,12 +92,20 @@ def layer_norm_map(
 ) -> Tensor:
     """`F.layer_norm`."""
     shape = list(normalized_shape)
-    output = F.layer_norm(input, shape, weight, bias, eps)
+    sums: Sums | None = None
+    if _has_kernel(input):
+        input = input.contiguous()
+        output, means, rates = torch.native_layer_norm(input, shape, weight, bias, eps)
+        sums = partial(
+            _position_sums, tape.examples, input.detach(), means.detach(), rates.detach()
+        )
+    else:
+        output = F.layer_norm(input, shape, weight, bias, eps)
 
     def normalise() -> Tensor:
         return F.layer_norm(input, shape, None, None, eps)
 
-    return _scaled(tape, output, weight, bias, normalise, _by_entry(shape))
+    return _scaled(tape, output, weight, bias, normalise, _by_entry(shape), sums)
 
 
 def rms_norm(module: nn.RMSNorm, tape: Tape, input: Tensor) -> Tensor:
@@ -135,17 +155,52 @@ def _scaled(
     bias: Tensor | None,
     normalise: Callable[[], Tensor],
     collect: Collect,
+    sums: Sums | None = None,
 ) -> Tensor:
     layout = tape.examples_in(output, axis=0 if collect is _by_channel else None)
     scale, shift = tape.slot(weight), tape.slot(bias)
 
     def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
+        found = sums(gradient) if sums is not None and layout == Layout(0) else None
+        if found is not None:
+            for slot, rows in zip((scale, shift), found, strict=True):
+                if slot is not None:
+                    yield slot, Rows(rows.view(len(rows), *tape.params[slot.parameter].shape))
+            return
         if scale is not None:
             yield scale, Rows(collect(layout.by_example(gradient * normalise())))
         if shift is not None:
             yield shift, Rows(collect(layout.by_example(gradient)))
 
     return tape.watch(output, record)
+
+
+def _has_kernel(input: Tensor) -> bool:
+    """Whether sums may be made in one kernel: then the layer's means are kept for them.
+
+    Detached: a hook that held another output of its own node would keep both alive for ever.
+    """
+    return (
+        input.device.type == fused.DEVICE
+        and input.dtype == torch.float32
+        and input.dim() > 2
+        and input.numel() > 0
+    )
+
+
+def _channel_sums(
+    input: Tensor, means: Tensor, rates: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    return fused.channel_sums(input, gradient, means, rates)
+
+
+def _position_sums(
+    examples: int, input: Tensor, means: Tensor, rates: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    if means.numel() == 0 or examples == 0:
+        return None
+    shape = examples, means.numel() // examples, input.numel() // means.numel()
+    return fused.position_sums(input.view(shape), gradient.reshape(shape), means, rates)
 
 
 def _by_channel(values: Tensor) -> Tensor:

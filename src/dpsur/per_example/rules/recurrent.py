@@ -5,7 +5,8 @@ backward pass leaves the gradients of all gates before their activation, for all
 them every weight is used as by a linear layer on a sequence.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.per_example.contributions import Contribution, Products, Rows, widen
+from dpsur.per_example.kernels.fused import lstm_cells
 from dpsur.per_example.rules.recurrent_steps import State, projected_lstm
 from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
 
@@ -210,7 +212,13 @@ class _Lstm(torch.autograd.Function):
         cells, squashed = torch.empty_like(states), gates.new_empty(directions, times, rows, width)
         states[:, 0], cells[:, 0] = hidden, cell
         active, transposed = torch.empty_like(gates), weight.mT
+        fused = lstm_cells(active, cells, squashed) if gates.is_contiguous() else None
         for time in range(times):
+            if fused is not None:
+                with _rounding_of_layers():
+                    recurrent = torch.bmm(states[:, time], transposed)
+                fused.forward(time, gates, recurrent, states)
+                continue
             before = torch.baddbmm(gates[:, time], states[:, time], transposed)
             now = active[:, time]
             torch.sigmoid(before[..., : 2 * width], out=now[..., : 2 * width])
@@ -231,6 +239,9 @@ class _Lstm(torch.autograd.Function):
         outputs, last_cell = gradients
         active, cells, squashed, weight = ctx.saved_tensors
         times, width = active.shape[1], weight.shape[2]
+        found = _fused_backward(outputs, last_cell, active, cells, squashed, weight)
+        if found is not None:
+            return _Lstm._gradients(ctx, weight, *found)
         enter, keep, fresh, leave = active.chunk(4, -1)
         to_cell = leave * (1 - squashed.square())
         # What every gate's gradient is a multiple of, for all times; the loop only multiplies it.
@@ -251,10 +262,48 @@ class _Lstm(torch.autograd.Function):
             by_gate[:, time, :, :3].mul_(cell.unsqueeze(-2))
             by_gate[:, time, :, 3].mul_(hidden)
             cell = cell * keep[:, time]
+        return _Lstm._gradients(ctx, weight, gates, cell)
+
+    @staticmethod
+    def _gradients(ctx: Any, weight: Tensor, gates: Tensor, cell: Tensor) -> Any:
         ctx.trace.hidden_gates = gates
         weight_gradient = hidden_weight_gradient(ctx.trace) if ctx.needs_input_grad[1] else None
         first = torch.bmm(gates[:, 0], weight) if ctx.needs_input_grad[2] else None
         return gates, weight_gradient, first, cell, None
+
+
+def _fused_backward(
+    outputs: Tensor,
+    last_cell: Tensor,
+    active: Tensor,
+    cells: Tensor,
+    squashed: Tensor,
+    weight: Tensor,
+) -> tuple[Tensor, Tensor] | None:
+    """Gradients of all gates and of the first cell by one kernel per time, where there is one."""
+    fused = lstm_cells(active, cells, squashed)
+    if fused is None:
+        return None
+    outputs, slope = outputs.contiguous(), last_cell.contiguous().clone()
+    gates, times = torch.empty_like(active), active.shape[1]
+    for time in reversed(range(times)):
+        recurrent = None
+        if time + 1 < times:
+            with _rounding_of_layers():
+                recurrent = torch.bmm(gates[:, time + 1], weight)
+        fused.backward(time, outputs, recurrent, slope, gates)
+    return gates, slope
+
+
+@contextmanager
+def _rounding_of_layers() -> Iterator[None]:
+    """Let a recurrence round where PyTorch's own would: it follows the setting of cuDNN."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def gru(

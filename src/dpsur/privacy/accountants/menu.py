@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy.fft import irfft, next_fast_len, rfft
-from scipy.signal import lfilter
 from scipy.special import log_ndtr, logsumexp, ndtr
 
 from dpsur.privacy.accountants.selective.pair import Direction
@@ -180,6 +179,8 @@ def _profile(losses: Losses, first: int, last: int, width: float) -> Floats:
     recurrence of positive terms, so that small values are exact to their last digits.
     """
     falls = math.nextafter(math.exp(-width), 1.0)  # rounded up: its error adds up over the cells
+    from scipy.signal import lfilter  # slow to import, and needed by few
+
     above = lfilter([1.0], [1.0, -falls], losses.chances[::-1])
     rises = np.cumsum(-math.expm1(-width) * above[:-1])
     inner = losses.infinite + np.append(0.0, rises)[::-1]

@@ -57,13 +57,17 @@ class ChargedSequence(ABC):
         return self.trials
 
     @property
-    def kept(self) -> int:
+    def kept(self) -> int | None:
         """Updates of a completed run."""
         return self.trials
 
     def position(self, ledger: Ledger) -> int:
         """How far a run has come on that scale."""
         return ledger.updates
+
+    def alike(self, ledger: Ledger) -> int:  # noqa: ARG002
+        """One: what the next step costs may depend on what this one released."""
+        return 1
 
     def drops(self, ledger: Ledger) -> bool:  # noqa: ARG002
         """Never: a trial whose outcome is dropped is not made."""

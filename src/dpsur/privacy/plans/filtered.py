@@ -191,6 +191,10 @@ class FilteredPlan:
             return True
         return ledger.trials < self.trials or ledger.updates == self.updates
 
+    def alike(self, ledger: Ledger) -> int:  # noqa: ARG002
+        """One: what the next step costs may depend on what this one released."""
+        return 1
+
     def drops(self, ledger: Ledger) -> bool:  # noqa: ARG002
         """Never: a trial whose outcome is dropped is not made."""
         return False

@@ -64,6 +64,10 @@ class Plan:
             return ledger.trials == self.trials
         return ledger.updates == self.updates
 
+    def alike(self, ledger: Ledger) -> int:
+        """All that are left: every trial is the same."""
+        return self.trials - ledger.trials
+
     def drops(self, ledger: Ledger) -> bool:
         """Whether one more trial is to be made, whose outcome is dropped."""
         return self.to_the_cap and self.completed(ledger) and ledger.trials < self.trials

@@ -79,7 +79,7 @@ class MenuPlan(ChargedSequence):
 
         @cache
         def scaled(scale: float) -> MenuPlan:
-            return MenuPlan(budget, accounting, _scaled(menu, scale), steering, updates, setup)
+            return MenuPlan(budget, accounting, menu.scaled(scale), steering, updates, setup)
 
         @cache
         def epsilon_of(scale: float) -> float:
@@ -126,7 +126,7 @@ class MenuPlan(ChargedSequence):
 
         So the choice does too.
         """
-        return min(self.menu.choices, key=lambda c: abs(math.log(c.sample_rate / rate)))
+        return self.menu.nearest(rate)
 
     @property
     def typical(self) -> Trial:
@@ -225,11 +225,6 @@ class MenuPlan(ChargedSequence):
             updates=values["updates"],
             setup=tuple(event_from_json(event) for event in values["setup"]),
         )
-
-
-def _scaled(menu: Menu, scale: float) -> Menu:
-    choices = (replace(c, noise_multiplier=scale * c.noise_multiplier) for c in menu.choices)
-    return replace(menu, choices=tuple(choices))
 
 
 def best_order(typical: SampledGaussian, updates: int, delta: float) -> int:

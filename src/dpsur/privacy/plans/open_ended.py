@@ -8,6 +8,7 @@ may depend on what earlier ones released.
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from dpsur import checks
@@ -17,11 +18,13 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Gaussian, NonPrivate, SampledGaussian, Step, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans.filtered import FilteredPlan
-from dpsur.privacy.plans.fixed import Plan
+from dpsur.privacy.plans.fixed import Plan, Request, make_plan
 
 FORMAT: Final = "dpsur-ledger/1"
 # Every step is charged with everything that it releases, verdicts of tests included.
 ACCOUNTING: Final = "every-trial"
+# Accepted updates are charged, and only those.
+PROVEN: Final = "proven"
 # Kinds of steps up to which `spent` composes privacy loss distributions, one for each kind.
 MOST_KINDS = 32
 
@@ -202,6 +205,12 @@ class PrivacyLedger:
         """Read what `to_json` wrote; refuses a ledger whose steps do not fit its own limit."""
         if values.get("format") != FORMAT:
             raise InvalidInputError(f"not a privacy ledger of the format {FORMAT}")
+        if values["limit"] == "updates":
+            selective = SelectiveLedger(Plan.from_json(values["plan"]), values["delta"])
+            if selective._plan.accounting != PROVEN:
+                raise InvalidInputError("the ledger's plan has another accounting")
+            selective._charged = Ledger.from_json(values["charged"])
+            return selective
         plan: Plan | FilteredPlan | None = None
         if values["limit"] != "none":
             checks.one_of("limit", values["limit"], ("none", "steps", "filter"))
@@ -236,6 +245,83 @@ class PrivacyLedger:
             )
             self._check(_as_step(entry.step))
             self._charged = self._charged.record(entry.step, updates=1)
+
+
+class SelectiveLedger(PrivacyLedger):
+    """A number of accepted updates, fixed before the first trial; rejected trials cost nothing.
+
+    Formal guarantee: let the loop end after exactly `updates` accepted updates; let everything that
+    a rejected trial touched be restored; let the number of rejected trials stay private; and let a
+    loop that reaches the cap on trials release nothing. Then what is released satisfies
+    (`guarantee()`, delta)-DP under adding or removing one record (`proven`).
+    """
+
+    _plan: Plan
+
+    @staticmethod
+    def for_updates(
+        trial: Trial, updates: int, *, delta: float, epsilon: float | None = None
+    ) -> "SelectiveLedger":
+        """So many accepted updates; refused where they exceed epsilon."""
+        if epsilon is None:
+            checks.at_least_one("the number of updates", updates)
+            epsilon = accounting_named(PROVEN).planned((), trial, updates, delta)
+        request = Request(
+            trial_with=lambda _: trial,
+            noise_multiplier=trial_noise(trial),
+            count=updates,
+            default_count=updates,
+        )
+        return SelectiveLedger(make_plan(request, Budget(epsilon, delta), PROVEN), delta)
+
+    @property
+    def completed(self) -> bool:
+        """Whether all updates were made, so that their result may be released."""
+        return self._plan.completed(self._charged)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the cap on trials was reached before that."""
+        return not self.completed and self._charged.trials >= self._plan.trials
+
+    def charge(self, step: Step) -> None:
+        """Count a trial that is about to be made."""
+        self._check(step)
+        self._charged = self._charged.record(step, updates=0)
+
+    def accept(self) -> None:
+        """Charge the trial that was counted last: its candidate is kept."""
+        *before, last = self._charged.entries
+        accepted = replace(last, updates=last.updates + 1)
+        self._charged = replace(self._charged, entries=(*before, accepted))
+
+    def _check(self, step: Step) -> None:
+        if not self._plan.affords(self._charged, step):
+            raise BudgetError(
+                f"all {self._plan.updates} updates were made ({self.describe()}): stop here and "
+                "release what you have"
+            )
+
+    def spent(self, delta: float | None = None) -> float:
+        """Epsilon of the updates so far: a progress figure, of which a loop must not make use."""
+        return self._plan.spent(self._charged, self._delta if delta is None else delta)
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the ledger as plain values. Private: it holds the number of rejected trials."""
+        return {
+            "format": FORMAT,
+            "limit": "updates",
+            "delta": self._delta,
+            "plan": self._plan.to_json(),
+            "charged": self._charged.to_json(),
+        }
+
+
+def trial_noise(trial: Trial) -> float:
+    """The noise multiplier of the update of a trial."""
+    if not isinstance(trial.update, SampledGaussian):
+        raise InvalidInputError("a step without noise has no finite epsilon and is not charged")
+    return trial.update.noise_multiplier
 
 
 def _as_step(step: Step) -> Step:

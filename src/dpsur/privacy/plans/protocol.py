@@ -99,6 +99,13 @@ class PrivacyPlan(Protocol):
         """Whether one more step fits. Asked before the step, never after."""
         ...
 
+    def alike(self, ledger: Ledger) -> int:
+        """How many trials can be made, all like the next one, before the ledger is read again.
+
+        0 where a step that is no trial comes next.
+        """
+        ...
+
     def drops(self, ledger: Ledger) -> bool:
         """Whether one more trial is to be made, whose outcome is dropped."""
         ...

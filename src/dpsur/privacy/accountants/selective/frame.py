@@ -75,6 +75,19 @@ def phi(alpha: float, y: Array) -> Array:
     return np.where(small, total, far)
 
 
+def phi_at(alpha: float, y: float) -> float:
+    """`phi` of one number, in the same operations."""
+    if not (abs(alpha * y) < 1e-2 and abs(y) < 1e-2):
+        with np.errstate(over="ignore", divide="ignore"):
+            return float(np.expm1(alpha * np.log1p(np.float64(y))) - alpha * y)
+    coefficient, power, total = alpha, y, 0.0
+    for k in range(2, 11):
+        coefficient *= (alpha - k + 1) / k
+        power *= y
+        total += coefficient * power
+    return total
+
+
 def frame(
     pair: Pair,
     tails: Tails | None,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpsur.privacy.accountants.selective.frame import LINEAR, RELATIVE, Frame, phi
+from dpsur.privacy.accountants.selective.frame import LINEAR, RELATIVE, Frame, phi_at
 from dpsur.privacy.accountants.selective.pair import Array, Choice
 
 MAX_LINES = 60
@@ -106,7 +106,7 @@ def log_excess(f: Frame, height: float, slope: float, lean: float, margin: float
             1.0 + f.alpha * lean
         )
     else:
-        curve = float(phi(f.alpha, np.array([lean]))[0]) * math.exp(-f.scale)
+        curve = phi_at(f.alpha, lean) * math.exp(-f.scale)
     value = height + slope * lean - curve
     value += margin * (abs(height) + abs(slope * lean) + curve)
     if math.isnan(value):

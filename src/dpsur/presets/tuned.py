@@ -36,14 +36,14 @@ MODELS: Mapping[str, _Model] = {
 }
 
 
-def best_preset(method: str, task: str, epsilon: int) -> Preset:
+def tuned_preset(method: str, task: str, epsilon: int) -> Preset:
     """The settings of a method on a task."""
     if task not in MODELS:
         known = ", ".join(MODELS)
-        raise InvalidInputError(f"preset best has no settings for task {task}; it has {known}")
+        raise InvalidInputError(f"preset tuned has no settings for task {task}; it has {known}")
     if method not in METHODS:
         known = ", ".join(METHODS)
-        raise InvalidInputError(f"preset best has no settings for method {method}; it has {known}")
+        raise InvalidInputError(f"preset tuned has no settings for method {method}; it has {known}")
     model = MODELS[task]
     preset = Preset(model.options, model.features, model.normalisation, model.network)
     return preset.tuned(tuned_setting(f"best-{method}", task, epsilon))

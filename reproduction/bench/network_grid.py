@@ -1,0 +1,375 @@
+"""`python -m reproduction bench-networks`: updates of common networks, as training makes them.
+
+Plain PyTorch and Opacus get a ready batch on the device. Our arms draw Poisson batches from a data
+set of eight times that size, gather them, clip, add noise and update, in the loop that `fit` uses.
+Every arm has PyTorch's own precision settings: on CUDA convolutions are rounded to TF32 and matrix
+products are not. Arms are measured one after the other, each with the device to itself.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpsur import checks
+from dpsur.bench.measurement import OK, outcome_of, release, synchronize
+from dpsur.bench.own_steps import dpsgd_training, dpsur_training
+from dpsur.bench.peer_steps import PlainStep, ghost_step, hooks_step
+from dpsur.bench.settings import Cell, CpuContention, Settings, machine
+from dpsur.errors import InvalidInputError
+from dpsur.mechanism.streams import NOISE
+from reproduction.bench.command import NETWORKS_FROM, origin_of
+from reproduction.bench.networks import (
+    COMMON,
+    ENCODER_WORDS,
+    Network,
+    TokenClassifier,
+    network_named,
+    perceptron,
+)
+from reproduction.rows import read_rows, write_rows
+
+EXPERIMENT = "bench-networks"
+ARMS: dict[str, Callable[[Cell], Any]] = {
+    "plain": PlainStep,
+    "dpsgd": dpsgd_training,
+    "dpsur": dpsur_training,
+    "opacus-hooks": hooks_step,
+    "opacus-ghost": ghost_step,
+}
+PLAIN, OURS, GATE, OPACUS = "plain", "dpsgd", "dpsur", ("opacus-hooks", "opacus-ghost")
+# Networks with their batch sizes, the most telling first.
+CUDA_GRID = (
+    ("wrn-16-4", 512),
+    ("resnet18-64", 256),
+    ("encoder-192x6", 512),
+    ("mlp", 4096),
+    ("lstm-256", 512),
+    ("gpt2", 32),
+    ("gpt2-lora", 32),
+)
+CPU_GRID = (("wrn-16-4", 128), ("encoder-192x6", 128), ("mlp", 4096), ("gpt2", 4))
+# Growth: with parameters, with the batch, with the length of a sequence.
+WIDTHS, BATCHES, LENGTHS = (192, 1_024, 3_072, 9_792), (128, 512, 2048), (64, 256, 512)
+ROUNDS, LEAST_SECONDS, MOST_SECONDS, WARM_UP_SECONDS = 5, 0.1, 2.0, 0.2
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cell of the table or of a series, and the arms to measure."""
+
+    network: Network
+    batch_size: int
+    bf16: bool = False
+    series: str | None = None
+    size: int | None = None  # along the series
+    arms: tuple[str, ...] = tuple(ARMS)
+
+
+def jobs(device: torch.device, names: list[str] | None, *, growth: bool) -> Iterator[Job]:
+    """What to measure, in order."""
+    grid: tuple[tuple[str, int], ...] = CUDA_GRID if device.type == "cuda" else CPU_GRID
+    if names is not None:
+        grid = tuple(_pair(name) for name in names)
+    for name, batch_size in grid:
+        yield Job(network_named(name), batch_size)
+    if not growth:
+        return
+    few = ("plain", "dpsgd", "opacus-hooks")
+    if device.type == "cuda":
+        for name, batch_size in (("wrn-16-4", 512), ("encoder-192x6", 512)):
+            yield Job(network_named(name), batch_size, bf16=True, arms=("plain", "dpsgd"))
+    for width in WIDTHS:
+        model = partial(perceptron, width)
+        count = sum(value.numel() for value in model().parameters())
+        network = replace(network_named("mlp"), name=f"mlp-{width}", parameters=count, build=model)
+        yield Job(network, 1024, series="parameters", size=count, arms=few)
+    for batch_size in BATCHES:
+        yield Job(network_named("wrn-16-4"), batch_size, series="batch", size=batch_size, arms=few)
+    for length in LENGTHS:
+        network = Network(
+            f"encoder-{length}",
+            f"Transformer encoder, {length} tokens",
+            0,
+            partial(TokenClassifier, length=length),
+            (length,),
+            10,
+            ENCODER_WORDS,
+        )
+        yield Job(network, 64, series="length", size=length, arms=few)
+
+
+def _pair(text: str) -> tuple[str, int]:
+    name, _, size = text.partition(":")
+    if not size.isdigit():
+        raise InvalidInputError(
+            f"a network is NAME:BATCH, got {text!r}; NAME is one of {', '.join(COMMON)}"
+        )
+    return name, int(size)
+
+
+def measure(job: Job, arm: str, device: torch.device) -> dict[str, Any]:
+    """Seconds of a step and the memory that it takes, or why there are none."""
+    row: dict[str, Any] = {"status": OK, "reason": None, "step_seconds": None}
+    release(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    contention, start = CpuContention(), time.perf_counter()
+    step: Any = None
+    try:
+        batch = job.network.batch(job.batch_size, device)
+        step = ARMS[arm](Cell(job.network, batch, bf16=job.bf16))
+        count = getattr(step, "steps", 1)
+        step()
+        synchronize(device)
+        row["setup_seconds"] = time.perf_counter() - start
+        row["step_seconds"], row["step_seconds_quartiles"] = _timed(step, count, device)
+        row["cores_used_by_others"] = contention.cores()
+        if device.type == "cuda":
+            row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) - before
+    except Exception as error:  # whatever goes wrong becomes a row
+        outcome = outcome_of(error)
+        row |= {"status": outcome.status, "reason": outcome.reason}
+    del step
+    gc.collect()
+    release(device)
+    return row
+
+
+def _timed(step: Callable[[], None], count: int, device: torch.device) -> tuple[float, list[float]]:
+    """The median over rounds of at least LEAST_SECONDS, and the quartiles."""
+    warm, once = 0.0, 0.0
+    while not once or warm < WARM_UP_SECONDS:
+        start = time.perf_counter()
+        step()
+        synchronize(device)
+        once = max(time.perf_counter() - start, 1e-6)
+        warm += once
+    calls = max(1, round(LEAST_SECONDS / once))
+    found: list[float] = []
+    while len(found) < ROUNDS and (len(found) < 2 or sum(found) * count * calls < MOST_SECONDS):
+        start = time.perf_counter()
+        for _ in range(calls):
+            step()
+        synchronize(device)
+        found.append((time.perf_counter() - start) / (calls * count))
+    lower, _, upper = statistics.quantiles(found, n=4, method="inclusive")
+    return statistics.median(found), [lower, upper]
+
+
+def noise_seconds(count: int, device: torch.device) -> float:
+    """What drawing the noise of an update takes by itself."""
+    from dpsur.mechanism.streams import Streams
+
+    draws = Streams(0, device).at(1)
+    times = []
+    for _ in range(4):
+        synchronize(device)
+        start = time.perf_counter()
+        draws[NOISE].normal(count)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def rows_of(job: Job, device: torch.device) -> Iterator[dict[str, Any]]:
+    """A row per arm."""
+    plain: dict[str, Any] = {}
+    for arm in job.arms:
+        found = measure(job, arm, device)
+        plain = found if arm == PLAIN else plain
+        row = {
+            "network": job.network.name,
+            "parameters": job.network.parameters,
+            "batch_size": job.batch_size,
+            "precision": "bf16" if job.bf16 else "float32",
+            "series": job.series,
+            "size": job.size,
+            "arm": arm,
+            **found,
+            "time_over_plain": _ratio(found, plain, "step_seconds"),
+            "memory_over_plain": _ratio(found, plain, "peak_memory_bytes"),
+        }
+        if arm == OURS and found["status"] == OK and job.network.parameters:
+            row["noise_seconds"] = noise_seconds(job.network.parameters, device)
+        yield row
+
+
+def _ratio(one: dict[str, Any], other: dict[str, Any], key: str) -> float | None:
+    mine, theirs = one.get(key), other.get(key)
+    return mine / theirs if mine and theirs else None
+
+
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--networks", nargs="+", metavar="NAME:B", help="default: the whole table")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: all")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    parser.add_argument("--no-growth", action="store_true", help="leave out the series")
+    parser.add_argument("--seconds", type=float, metavar="S", help="start nothing after so long")
+    parser.add_argument("--out", metavar="FILE.jsonl", help="write rows as they are made")
+    parser.add_argument("--rows", metavar="FILE.jsonl", help="measure nothing, show these rows")
+    parser.add_argument("--plot", metavar="FILE", help="draw the rows (PNG, SVG, PDF)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print and write; or show rows that are there."""
+    if options.rows is not None:
+        found = read_rows(Path(options.rows))
+        print(markdown(found))
+    else:
+        found = []
+        write_rows(Path(options.out or "/dev/null"), _measured(options, found))
+    if options.plot is not None:
+        draw(found, Path(options.plot))
+    return 0
+
+
+def _measured(options: argparse.Namespace, into: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    checks.one_of("device", options.device, ("auto", "cpu", "cuda"))
+    kind = options.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+    threads = options.threads or torch.get_num_threads()
+    settings = Settings(
+        networks=NETWORKS_FROM,
+        grid=[],
+        arms=list(ARMS),
+        device=device,
+        repetitions=ROUNDS,
+        threads=threads,
+        tf32=None,
+    )
+    start, origin = time.perf_counter(), origin_of(settings)
+    with machine(settings):
+        for job in jobs(device, options.networks, growth=not options.no_growth):
+            if options.seconds is not None and time.perf_counter() - start > options.seconds:
+                print(f"no time for {job.network.name}", file=sys.stderr)
+                continue
+            arms = job.arms if options.arms is None else tuple(options.arms)
+            for row in rows_of(replace(job, arms=arms), device):
+                whole = {"experiment": EXPERIMENT, **row, **origin}
+                into.append(whole)
+                print(line(whole), flush=True)
+                yield whole
+
+
+def line(row: dict[str, Any]) -> str:
+    """What a reader wants to see of a row while it is being measured."""
+    head = f"{row['network']:<15}{row['batch_size']:>6} {row['precision']:<8}{row['arm']:<13}"
+    if row["status"] != OK:
+        return f"{head}{row['status']}: {row['reason']}"
+    parts = [f"{1e3 * row['step_seconds']:9.2f} ms"]
+    if row.get("peak_memory_bytes"):
+        parts.append(f"{row['peak_memory_bytes'] / 2**30:6.2f} GiB")
+    if row["time_over_plain"] is not None:
+        parts.append(f"{row['time_over_plain']:.2f} x plain")
+    return head + "  ".join(parts)
+
+
+def table(rows: list[dict[str, Any]]) -> dict[tuple[str, int, str], dict[str, dict[str, Any]]]:
+    """Rows of the table, by network, batch size and precision, then by arm."""
+    found: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if row["series"] is None:
+            key = row["network"], row["batch_size"], row["precision"]
+            found.setdefault(key, {})[row["arm"]] = row
+    return found
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Milliseconds per update and the ratios that matter, as a Markdown table."""
+    lines = [
+        "| network, batch | plain | Opacus hooks | Opacus ghost | `dpsgd` | `dpsur`, a trial "
+        "| dpsgd / plain | Opacus / dpsgd | memory / plain |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (name, size, precision), arms in table(rows).items():
+        cells = [_ms(arms.get(arm)) for arm in (PLAIN, *OPACUS, OURS, GATE)]
+        ours = arms.get(OURS, {})
+        theirs = [
+            arms[arm]["step_seconds"] for arm in OPACUS if arm in arms and arms[arm]["status"] == OK
+        ]
+        gain = "–"
+        if theirs and ours.get("step_seconds"):
+            gain = f"{min(theirs) / ours['step_seconds']:.2f}"
+        label = f"{name}, {size:,}" + (", bf16" if precision == "bf16" else "")
+        ratios = [_two(ours.get("time_over_plain")), gain, _two(ours.get("memory_over_plain"))]
+        lines.append(f"| {label} | {' | '.join(cells)} | {' | '.join(ratios)} |")
+    return "\n".join(lines)
+
+
+def _ms(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "–"
+    if row["status"] != OK:
+        return str(row["status"])
+    return f"{1e3 * row['step_seconds']:.2f}"
+
+
+def _two(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Ratios to plain by network, and growth."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    from dpsur.figure_style import common
+
+    series = [name for name in ("parameters", "batch", "length") if _of(rows, name)]
+    with common():
+        figure, axes = plt.subplots(
+            1,
+            1 + len(series),
+            figsize=(4.8 + 2.6 * len(series), 3.0),
+            squeeze=False,
+            width_ratios=[1.8, *[1.0] * len(series)],
+            layout="constrained",
+        )
+        cells = {key: arms for key, arms in table(rows).items() if key[2] == "float32"}
+        places, width = np.arange(len(cells)), 0.16
+        for number, arm in enumerate((PLAIN, *OPACUS, OURS, GATE)):
+            heights = [
+                arms.get(arm, {}).get("time_over_plain") or np.nan for arms in cells.values()
+            ]
+            axes[0][0].bar(places + (number - 2) * width, heights, width, label=arm)
+        axes[0][0].set_xticks(places, [key[0] for key in cells], rotation=30, ha="right")
+        axes[0][0].set_ylabel("time of an update / plain")
+        axes[0][0].set_yscale("log")
+        axes[0][0].legend(fontsize=6)
+        for axis, name in zip(axes[0][1:], series, strict=True):
+            for arm in (PLAIN, OURS, "opacus-hooks"):
+                points = [
+                    (row["size"], 1e3 * row["step_seconds"])
+                    for row in _of(rows, name)
+                    if row["arm"] == arm and row["status"] == OK
+                ]
+                axis.plot(*zip(*sorted(points), strict=True), marker="o", ms=3, label=arm) if (
+                    points
+                ) else None
+            axis.set(xscale="log", yscale="log", xlabel=name, ylabel="ms per update")
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _of(rows: list[dict[str, Any]], series: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["series"] == series]

@@ -1,0 +1,225 @@
+"""Accuracy against the learning rate that a run starts from, and against the clipping norm."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dpsur import figure_style as style
+from dpsur.methods.gradient_method import GIVEN
+from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
+from reproduction.base import Cell, Options, Row
+from reproduction.experiments.selection_tuning import tuned_rates
+from reproduction.selection_runs import (
+    CASES,
+    EPSILONS,
+    SELECTION_ARMS,
+    Case,
+    SelectionRuns,
+    cell_of,
+)
+from reproduction.series import Look, Point, draw, legend_below, series
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STARTS = {-6: "1/64", -3: "1/8", 0: "1", 3: "8", 6: "64"}  # octaves off the tuned rate
+CLIPS = {1 / 16: "1/16", 1 / 4: "1/4", 1: "1", 4: "4", 16: "16"}
+CLIP_EPSILON = 3
+TUNED_PRIVATELY = "mnist-linear"
+STARTED = ("linear", "block", "block-free", "constant", "dog", "algorithm-1")  # most telling first
+LOOKS = {
+    "constant": Look("DP-SGD, constant rate", style.ORANGE, "^", "--"),
+    "linear": Look("DP-SGD, linear decay", style.INK, "v", "--"),
+    "algorithm-1": Look("Algorithm 1, proven", style.GREEN, "s", ":"),
+    "block": Look("gate block, rate given", style.BLUE),
+}
+TITLE = "Accuracy against the starting rate"
+TEXT = """
+Mean accuracy in percent on the test set over seeds, last iterate, delta 1e-5, proven accounting. A
+starting rate is off the tuned one by the factor at the head of the column; the tuned rate was
+chosen on [held-out training records](selection-tuning.md) and is not charged. *Gate block* searches
+by itself; where a rate is given it is tried in one block more.
+"""
+COLUMNS = (
+    Column("data, network", "case"),
+    Column("epsilon", "epsilon", "g"),
+    Column("what", "what"),
+    *(Column(f"x {name}", f"at{octave}", ".1f") for octave, name in STARTS.items()),
+    Column("+-", "spread", ".1f"),
+    Column("runs", "runs"),
+)
+CLIP_COLUMNS = (
+    Column("data, network", "case"),
+    Column("what", "what"),
+    *(Column(f"C x {name}", f"clip{factor}", ".1f") for factor, name in CLIPS.items()),
+    Column("runs", "runs"),
+)
+CLIP_TEXT = f"""
+The clipping norm off by a factor, epsilon {CLIP_EPSILON}: DP-SGD with linear decay at the tuned
+rate, and the gate block with that norm kept (`clip_norm="given"`). By default the gate block finds
+the norm itself, which is the row *gate block* of [the other table](selection-grid.md).
+"""
+
+
+class SelectionGrid(SelectionRuns):
+    """One row per case, epsilon, arm, starting rate or clipping norm, and seed."""
+
+    name = "selection-grid"
+
+    def cells(self, options: Options) -> Iterator[Cell]:
+        """Arms from all starting rates, the most telling first, then clipping norms."""
+        tuned = tuned_rates(options.results)
+        wanted = [
+            (case, epsilon, options.seeds or range(case.seeds))
+            for case in CASES.values()
+            for epsilon in EPSILONS
+        ]
+        for arm in STARTED:
+            for case, epsilon, seeds in wanted:
+                if options.ask_for(case.name, arm, epsilon):
+                    yield from _from_starts(case, arm, epsilon, seeds, tuned)
+        for case, epsilon, seeds in wanted:
+            if case.name == TUNED_PRIVATELY and options.ask_for(
+                case.name, "private-tuning", epsilon
+            ):
+                for seed in seeds:
+                    yield cell_of(case, "private-tuning", epsilon, seed)
+        for case, epsilon, seeds in wanted:
+            if epsilon == CLIP_EPSILON:
+                yield from _off_clip(case, epsilon, seeds, tuned, options.ask_for)
+
+    def render(self, rows: Sequence[Row]) -> list[Artifact]:
+        """A table by starting rate, one by clipping norm, and the picture."""
+        table, clips = Table(COLUMNS, by_start(rows)), Table(CLIP_COLUMNS, by_clip(rows))
+        picture = Picture(self.name, lambda: _draw(rows))
+        return [
+            *table_page(self.name, TITLE, TEXT, table, picture),
+            *table_page("selection-clip", "Accuracy against the clipping norm", CLIP_TEXT, clips,
+                        experiment=self.name),
+        ]  # fmt: skip
+
+
+EXPERIMENT = SelectionGrid()
+Tuned = Mapping[tuple[str, int, str], float]
+
+
+def _centre(case: Case, arm: str, epsilon: int, tuned: Tuned) -> float:
+    return tuned.get((case.name, epsilon, SELECTION_ARMS[arm].tuned_by), case.rates[epsilon])
+
+
+def _from_starts(
+    case: Case, arm: str, epsilon: int, seeds: Sequence[int], tuned: Tuned
+) -> Iterator[Cell]:
+    if not SELECTION_ARMS[arm].takes_rate:
+        for seed in seeds:
+            yield cell_of(case, arm, epsilon, seed)
+        return
+    centre = _centre(case, arm, epsilon, tuned)
+    for start in STARTS:
+        for seed in seeds:
+            yield cell_of(case, arm, epsilon, seed, centre * 2.0**start, start=start)
+
+
+def _off_clip(
+    case: Case,
+    epsilon: int,
+    seeds: Sequence[int],
+    tuned: Tuned,
+    asked: Callable[[str, str, float | None], bool],
+) -> Iterator[Cell]:
+    rate = _centre(case, "linear", epsilon, tuned)
+    for factor in CLIPS:
+        for seed in seeds:
+            if factor != 1 and asked(case.name, "linear", epsilon):
+                yield cell_of(case, "linear", epsilon, seed, rate, clip=factor)
+            if asked(case.name, "block-free", epsilon):
+                yield cell_of(case, "block-free", epsilon, seed, clip=factor, clip_norm=GIVEN)
+
+
+# --- rendering ------------------------------------------------------------------------------------
+
+
+def _chosen(rows: Sequence[Row], case: str, epsilon: int, arm: str, *, clip: bool) -> list[Row]:
+    """Runs of an arm: those with a clipping norm as given, or the others."""
+    return [
+        row
+        for row in rows
+        for config in (row["config"],)
+        if (config["case"], config["epsilon"], config["arm"]) == (case, epsilon, arm)
+        and (config["clip"] != 1 or "clip_norm" in config["options"]) == clip
+    ]
+
+
+def points_of(rows: Sequence[Row], case: str, epsilon: int, arm: str) -> list[Point]:
+    """Accuracy against octaves off the tuned rate."""
+    found = _chosen(rows, case, epsilon, arm, clip=False)
+    return series((row["config"]["start"], row["accuracy"]) for row in found)
+
+
+def by_start(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A record per case, epsilon and arm. What takes no rate stands in the middle."""
+    records = []
+    for case in CASES.values():
+        for epsilon in EPSILONS:
+            for arm, about in SELECTION_ARMS.items():
+                points = points_of(rows, case.name, epsilon, arm)
+                if points:
+                    means: dict[str, float | None] = {f"at{octave}": None for octave in STARTS}
+                    means |= {f"at{point.value}": point.mean for point in points}
+                    middle = min(points, key=lambda point: abs(point.value))
+                    runs = sum(point.seeds for point in points)
+                    about_it = {"case": case.label, "epsilon": epsilon, "what": about.label}
+                    records.append({**about_it, **means, "spread": middle.spread, "runs": runs})
+    return records
+
+
+def by_clip(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A record per case and arm, by the factor of the clipping norm."""
+    records = []
+    for case in CASES.values():
+        for arm in ("linear", "block-free"):
+            found = _chosen(rows, case.name, CLIP_EPSILON, arm, clip=True)
+            if arm == "linear":  # the norm that is not off is that of the other table
+                right = _chosen(rows, case.name, CLIP_EPSILON, arm, clip=False)
+                found += [row for row in right if found and row["config"]["start"] == 0]
+            points = series((row["config"]["clip"], row["accuracy"]) for row in found)
+            if points:
+                means: dict[str, float | None] = {f"clip{factor}": None for factor in CLIPS}
+                means |= {f"clip{point.value}": point.mean for point in points}
+                runs = sum(point.seeds for point in points)
+                what = SELECTION_ARMS[arm].label
+                records.append({"case": case.label, "what": what, **means, "runs": runs})
+    return records
+
+
+def _draw(rows: Sequence[Row]) -> "Figure":
+    from matplotlib.figure import Figure
+
+    shown = [
+        case for case in CASES.values()
+        if any(row["config"]["case"] == case.name for row in rows)
+    ]  # fmt: skip
+    figure = Figure(figsize=(style.PAGE, 1.6 * len(EPSILONS) + 0.6), layout="constrained")
+    panels = figure.subplots(len(EPSILONS), len(shown), squeeze=False, sharey="col")
+    for epsilon, line in zip(EPSILONS, panels, strict=True):
+        for case, axes in zip(shown, line, strict=True):
+            for arm, look in LOOKS.items():
+                points = points_of(rows, case.name, epsilon, arm)
+                if points:
+                    draw(axes, points, look)
+            for arm, look in (
+                ("block-free", Look("gate block", style.BLUE, "", "-")),
+                ("dog", Look("DoG", style.GREY, "", "-.")),
+            ):
+                for point in points_of(rows, case.name, epsilon, arm):
+                    axes.axhline(
+                        point.mean, color=look.colour, linestyle=look.dash, linewidth=0.8,
+                        label=look.label,
+                    )  # fmt: skip
+            axes.set_xticks(list(STARTS), list(STARTS.values()), fontsize=5)
+            if epsilon == EPSILONS[0]:
+                axes.set_title(case.label.replace(", ", "\n"), fontsize=6)
+        line[0].set_ylabel(f"accuracy, epsilon {epsilon}")
+    for axes in panels[-1]:
+        axes.set_xlabel("rate / tuned rate", fontsize=6)
+    legend_below([axes for line in panels for axes in line], 3)
+    return figure

@@ -1,0 +1,116 @@
+"""`dpsur report` and `dpsur plot`: an HTML page about a finished run, and figures of runs."""
+
+import argparse
+import json
+from pathlib import Path
+
+from dpsur.errors import InvalidInputError
+from dpsur.reports import read_report, render_report
+from dpsur.runs.build_session import choose_device
+from dpsur.runs.files import write_atomically
+from dpsur.runs.plots import KINDS, Plotted, plot_runs
+from dpsur.status import silenced, status
+
+DESCRIPTION = """\
+Write one self-contained HTML page about a finished run.
+
+  dpsur report run
+  dpsur report run --out privacy.html
+  dpsur report run --private
+
+The page holds public values only: the guarantee in plain words, epsilon by update, accuracy on the
+public test set, settings, limits, and how to verify it. It needs no network. With --private the
+page adds losses and acceptance of the run, which must not be published.
+"""
+
+
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = DESCRIPTION
+    parser.add_argument("folder", metavar="DIR", help="a run folder, or the release folder in it")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the page to write (default: DIR/report.html, or DIR/private/report.html)",
+    )
+    parser.add_argument("--task", help="public test set, where the release does not name it")
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="folder of the data")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
+    parser.add_argument(
+        "--private", action="store_true", help="add private diagnostics; do not share the page"
+    )
+    parser.add_argument("--json", action="store_true", help="print the path as JSON")
+    parser.add_argument("--quiet", action="store_true", help="print nothing")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the page and print its path."""
+    folder = Path(options.folder)
+    default = folder / "private" / "report.html" if options.private else folder / "report.html"
+    out: Path = options.out or default
+    if not out.parent.is_dir():
+        raise InvalidInputError(f"{out.parent} is no folder; create it, or choose another --out")
+    with (
+        silenced(options.quiet or options.json),
+        status("computing the figures of the report"),
+    ):
+        contents = read_report(
+            folder,
+            task=options.task,
+            data_dir=options.data_dir,
+            private=options.private,
+            device=choose_device(options.device),
+        )
+    page = render_report(contents)
+    write_atomically(out, page.encode("utf-8"), mode=0o600 if options.private else 0o644)
+    if options.json:
+        print(json.dumps({"report": str(out), "private": options.private}))
+    elif not options.quiet:
+        note = "private: do not share it" if options.private else "public values only"
+        print(f"report: {out} ({note})")
+    return 0
+
+
+PLOT = """\
+Plot one or several finished runs.
+
+  dpsur plot run --out epsilon.svg
+  dpsur plot run other --kind accuracy --out accuracy.png
+  dpsur plot run --kind tradeoff --out attack.pdf
+
+"""
+PLOT += "\n".join(f"  {name:<12}{text}" for name, text in KINDS.items())
+FORMATS = (".svg", ".png", ".pdf")
+
+
+def set_up_plot(parser: argparse.ArgumentParser) -> None:
+    """Describe `dpsur plot`."""
+    parser.description = PLOT
+    parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders")
+    parser.add_argument("--kind", choices=tuple(KINDS), default="epsilon", help="default: epsilon")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="svg, png or pdf (default: KIND.svg)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the path as JSON")
+    parser.add_argument("--quiet", action="store_true", help="print nothing")
+    parser.set_defaults(run=run_plot)
+
+
+def run_plot(options: argparse.Namespace) -> int:
+    """Write the figure and print its path."""
+    out: Path = options.out or Path(f"{options.kind}.svg")
+    if out.suffix not in FORMATS:
+        raise InvalidInputError(f"--out {out} must end in .svg, .png or .pdf")
+    if not out.parent.is_dir():
+        raise InvalidInputError(f"{out.parent} is no folder; create it, or choose another --out")
+    with silenced(options.quiet or options.json), status("computing the curves"):
+        figure = plot_runs([Plotted.read(folder) for folder in options.folders], options.kind)
+    figure.savefig(out, dpi=160)
+    if options.json:
+        print(json.dumps({"plot": str(out), "kind": options.kind}))
+    elif not options.quiet:
+        note = " (private: do not publish)" if options.kind == "acceptance" else ""
+        print(f"plot: {out}{note}")
+    return 0

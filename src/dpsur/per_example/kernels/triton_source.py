@@ -1,0 +1,277 @@
+"""Kernels in Triton, which is not everywhere: `fused.py` imports this where it is needed.
+
+They are for contiguous tensors. Sums are made in float32 and in one order, the same every time.
+"""
+# Kernels are a language of their own: arguments have no types, and sizes are in capitals.
+# mypy: ignore-errors
+# ruff: noqa: N803
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rounded(values):
+    """To the 10 bits of TF32, to nearest; NaN stays what it is."""
+    bits = (values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(values != values, values, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def pad_and_round(
+    inputs, out, HIGH, WIDE, TOP, LEFT, PADDED_HIGH, PADDED_WIDE, BLOCK: tl.constexpr
+):
+    """Maps with zeros around them, rounded to TF32. A program takes a part of one map."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    high, wide = place // PADDED_WIDE - TOP, place % PADDED_WIDE - LEFT
+    inside = (high >= 0) & (high < HIGH) & (wide >= 0) & (wide < WIDE)
+    values = tl.load(inputs + row * HIGH * WIDE + high * WIDE + wide, mask=inside, other=0.0)
+    size = PADDED_HIGH * PADDED_WIDE
+    tl.store(out + row * size + place, rounded(values.to(tl.float32)), mask=place < size)
+
+
+@triton.jit
+def convolution_rows(
+    inputs,
+    outputs,
+    rows,
+    squares,
+    CHANNELS,
+    MAP,
+    PADDED_WIDE,
+    HEIGHT,
+    PLACES,
+    WIDE,
+    TILES,
+    KERNEL_HIGH: tl.constexpr,
+    KERNEL_WIDE: tl.constexpr,
+    DOWN: tl.constexpr,
+    ALONG: tl.constexpr,
+    DILATED_DOWN: tl.constexpr,
+    DILATED_ALONG: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Gradient of a kernel for every example, and the squared norm of every tile of it.
+
+    A product of matrices: output channels by entries of the kernel, summed over places. Inputs are
+    padded and rounded (`pad_and_round`), outputs are rounded here. Tiles of one example run beside
+    each other, so that they find it in the cache.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    example, tile = program // TILES, (program % TILES).to(tl.int32)
+    width = CHANNELS * KERNEL_HIGH * KERNEL_WIDE
+    across = tl.cdiv(width, IN)
+    out = (tile // across) * OUT + tl.arange(0, OUT)
+    column = (tile % across) * IN + tl.arange(0, IN)
+    entry = tl.where(column < width, column, 0)
+    channel, rest = entry // (KERNEL_HIGH * KERNEL_WIDE), entry % (KERNEL_HIGH * KERNEL_WIDE)
+    down, along = rest // KERNEL_WIDE, rest % KERNEL_WIDE
+    start = channel * MAP + down * DILATED_DOWN * PADDED_WIDE + along * DILATED_ALONG
+    inputs += example * CHANNELS * MAP
+    outputs += example * HEIGHT * PLACES
+    total = tl.zeros((OUT, IN), tl.float32)
+    for first in range(0, PLACES, STEP):
+        place = first + tl.arange(0, STEP)
+        real = place < PLACES
+        shift = (place // WIDE) * (DOWN * PADDED_WIDE) + (place % WIDE) * ALONG
+        shift = tl.where(real, shift, 0)
+        slope = tl.load(
+            outputs + out[:, None] * PLACES + place[None, :],
+            mask=(out < HEIGHT)[:, None] & real[None, :],
+            other=0.0,
+        )
+        seen = tl.load(inputs + start[:, None] + shift[None, :])
+        total = tl.dot(rounded(slope.to(tl.float32)), tl.trans(seen), total, input_precision="tf32")
+    there = (out < HEIGHT)[:, None] & (column < width)[None, :]
+    where = example * HEIGHT * width + out[:, None] * width + column[None, :]
+    tl.store(rows + where, total, mask=there)
+    total = tl.where(there, total, 0.0)
+    tl.store(squares + program, tl.sum(total * total))
+
+
+@triton.jit
+def weighted_rows(
+    rows, factors, out, COUNT, WIDTH, EACH, TOGETHER: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sum of rows, each times its factor. Those with the factor zero are not read."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.program_id(1)
+    total = tl.zeros((TOGETHER, BLOCK), tl.float32)
+    for first in range(part * EACH, part * EACH + EACH, TOGETHER):
+        row = first + tl.arange(0, TOGETHER)
+        factor = tl.load(factors + row, mask=row < COUNT, other=0.0)
+        values = tl.load(
+            rows + row.to(tl.int64)[:, None] * WIDTH + column[None, :],
+            mask=(factor != 0.0)[:, None] & (column < WIDTH)[None, :],
+            other=0.0,
+        )
+        total += factor[:, None] * values
+    tl.store(out + part * WIDTH + column, tl.sum(total, 0), mask=column < WIDTH)
+
+
+@triton.jit
+def channel_sums(
+    inputs,
+    slopes,
+    means,
+    rates,
+    scale,
+    shift,
+    ROWS,
+    PLACES,
+    EACH,
+    TOGETHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Per example and channel: sums of output gradients, and of those times normalised inputs.
+
+    `EACH` channels share a mean and an inverse deviation.
+    """
+    row = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
+    there = row < ROWS
+    mean = tl.load(means + row // EACH, mask=there, other=0.0)
+    rate = tl.load(rates + row // EACH, mask=there, other=0.0)
+    scaled = tl.zeros((TOGETHER, BLOCK), tl.float32)
+    plain = tl.zeros((TOGETHER, BLOCK), tl.float32)
+    for first in range(0, PLACES, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        inside = there[:, None] & (place < PLACES)[None, :]
+        at = row.to(tl.int64)[:, None] * PLACES + place[None, :]
+        slope = tl.load(slopes + at, mask=inside, other=0.0)
+        value = tl.load(inputs + at, mask=inside, other=0.0)
+        scaled += tl.where(inside, slope * ((value - mean[:, None]) * rate[:, None]), 0.0)
+        plain += slope
+    tl.store(scale + row, tl.sum(scaled, 1), mask=there)
+    tl.store(shift + row, tl.sum(plain, 1), mask=there)
+
+
+@triton.jit
+def position_sums(
+    inputs,
+    slopes,
+    means,
+    rates,
+    scale,
+    shift,
+    POSITIONS,
+    WIDTH,
+    TOGETHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The same for a layer norm: per example and entry, summed over positions."""
+    example = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    scaled = tl.zeros((TOGETHER, BLOCK), tl.float32)
+    plain = tl.zeros((TOGETHER, BLOCK), tl.float32)
+    for first in range(0, POSITIONS, TOGETHER):
+        position = first + tl.arange(0, TOGETHER)
+        there = position < POSITIONS
+        mean = tl.load(means + example * POSITIONS + position, mask=there, other=0.0)
+        rate = tl.load(rates + example * POSITIONS + position, mask=there, other=0.0)
+        inside = there[:, None] & (entry < WIDTH)[None, :]
+        at = (example * POSITIONS + position)[:, None] * WIDTH + entry[None, :]
+        slope = tl.load(slopes + at, mask=inside, other=0.0)
+        value = tl.load(inputs + at, mask=inside, other=0.0)
+        scaled += tl.where(inside, slope * ((value - mean[:, None]) * rate[:, None]), 0.0)
+        plain += slope
+    tl.store(scale + example * WIDTH + entry, tl.sum(scaled, 0), mask=entry < WIDTH)
+    tl.store(shift + example * WIDTH + entry, tl.sum(plain, 0), mask=entry < WIDTH)
+
+
+@triton.jit
+def _tanh(values):
+    small = tl.exp(-2.0 * tl.abs(values))
+    size = (1.0 - small) / (1.0 + small)
+    return tl.where(values < 0, -size, size)
+
+
+@triton.jit
+def lstm_cell(
+    gates,
+    recurrent,
+    cells,
+    active,
+    next_cells,
+    squashed,
+    states,
+    ROWS,
+    WIDTH,
+    GATES_APART,
+    STATES_APART,
+    SQUASHED_APART,
+    COUNT,
+    BLOCK: tl.constexpr,
+):
+    """One time of an LSTM: gates before and after activation, cells, and states."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = entry < COUNT
+    direction, row = entry // (ROWS * WIDTH), (entry // WIDTH) % ROWS
+    column = entry % WIDTH
+    gate = direction.to(tl.int64) * GATES_APART + row * (4 * WIDTH) + column
+    other = direction * (ROWS * 4 * WIDTH) + row * (4 * WIDTH) + column
+    state = direction.to(tl.int64) * STATES_APART + row * WIDTH + column
+    flat = direction.to(tl.int64) * SQUASHED_APART + row * WIDTH + column
+    enter = tl.load(gates + gate, mask=there) + tl.load(recurrent + other, mask=there)
+    keep = tl.load(gates + gate + WIDTH, mask=there)
+    keep += tl.load(recurrent + other + WIDTH, mask=there)
+    fresh = tl.load(gates + gate + 2 * WIDTH, mask=there)
+    fresh += tl.load(recurrent + other + 2 * WIDTH, mask=there)
+    leave = tl.load(gates + gate + 3 * WIDTH, mask=there)
+    leave += tl.load(recurrent + other + 3 * WIDTH, mask=there)
+    enter, keep, leave = tl.sigmoid(enter), tl.sigmoid(keep), tl.sigmoid(leave)
+    fresh = _tanh(fresh)
+    cell = keep * tl.load(cells + state, mask=there) + enter * fresh
+    small = _tanh(cell)
+    tl.store(active + gate, enter, mask=there)
+    tl.store(active + gate + WIDTH, keep, mask=there)
+    tl.store(active + gate + 2 * WIDTH, fresh, mask=there)
+    tl.store(active + gate + 3 * WIDTH, leave, mask=there)
+    tl.store(next_cells + state, cell, mask=there)
+    tl.store(squashed + flat, small, mask=there)
+    tl.store(states + state, leave * small, mask=there)
+
+
+@triton.jit
+def lstm_cell_backward(
+    outputs,
+    recurrent,
+    active,
+    cells,
+    squashed,
+    slope,
+    gates,
+    ROWS,
+    WIDTH,
+    GATES_APART,
+    STATES_APART,
+    SQUASHED_APART,
+    COUNT,
+    LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gradients of the gates before activation at one time; `slope` is that of the cell."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = entry < COUNT
+    direction, row = entry // (ROWS * WIDTH), (entry // WIDTH) % ROWS
+    column = entry % WIDTH
+    gate = direction.to(tl.int64) * GATES_APART + row * (4 * WIDTH) + column
+    state = direction.to(tl.int64) * STATES_APART + row * WIDTH + column
+    flat = direction.to(tl.int64) * SQUASHED_APART + row * WIDTH + column
+    hidden = tl.load(outputs + flat, mask=there)
+    if not LAST:
+        hidden += tl.load(recurrent + entry, mask=there)
+    enter = tl.load(active + gate, mask=there)
+    keep = tl.load(active + gate + WIDTH, mask=there)
+    fresh = tl.load(active + gate + 2 * WIDTH, mask=there)
+    leave = tl.load(active + gate + 3 * WIDTH, mask=there)
+    small = tl.load(squashed + flat, mask=there)
+    cell = tl.load(slope + entry, mask=there) + hidden * leave * (1.0 - small * small)
+    before = tl.load(cells + state, mask=there)
+    tl.store(gates + gate, cell * fresh * enter * (1.0 - enter), mask=there)
+    tl.store(gates + gate + WIDTH, cell * before * keep * (1.0 - keep), mask=there)
+    tl.store(gates + gate + 2 * WIDTH, cell * enter * (1.0 - fresh * fresh), mask=there)
+    tl.store(gates + gate + 3 * WIDTH, hidden * small * leave * (1.0 - leave), mask=there)
+    tl.store(slope + entry, cell * keep, mask=there)

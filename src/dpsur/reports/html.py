@@ -1,0 +1,426 @@
+"""One self-contained HTML page about a run: no scripts, no network, readable on a phone."""
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dpsur.privacy.statement import format_epsilon
+from dpsur.reports.contents import ReportContents, TestResult
+from dpsur.runs.plots import Curve, guess_bound
+
+WIDTH, HEIGHT = 560, 300
+LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 44
+
+STYLE = """
+:root{--ink:#1c2530;--soft:#5d6b7a;--line:#d8dee6;--page:#f6f8fa;--card:#fff;--blue:#0072b2;
+--orange:#d55e00;--band:#e3eef6;--warn:#fff3ea;--good:#0b7a57}
+@media (prefers-color-scheme:dark){:root{--ink:#e4e9ef;--soft:#9aa7b5;--line:#36414d;--page:#12171d;
+--card:#1b222a;--blue:#62b6ea;--orange:#ff9a57;--band:#203344;--warn:#3a2918;--good:#4cc99a}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);
+font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+main{max-width:64rem;margin:0 auto;padding:1.2rem 1rem 3rem}
+h1{font-size:1.5rem;margin:.4rem 0 .1rem}
+h2{font-size:1.12rem;margin:0 0 .6rem}h3{font-size:1rem;margin:1rem 0 .2rem}
+p{margin:.4rem 0}.soft{color:var(--soft)}.small{font-size:.88rem}
+section{background:var(--card);border:1px solid var(--line);border-radius:10px;
+padding:1rem 1.1rem;margin:1rem 0;min-width:0}
+.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem}
+.grid section{margin:0}
+.promise{border-left:5px solid var(--good)}.promise.none{border-left-color:var(--orange)}
+.figures{display:flex;flex-wrap:wrap;gap:1rem 2.4rem;margin:.8rem 0 .2rem}
+.figures div{min-width:7rem}.figures b{display:block;font-size:1.7rem;line-height:1.15}
+.banner{background:var(--warn);border:2px solid var(--orange);border-radius:10px;
+padding:.8rem 1.1rem;margin:1rem 0;font-weight:600}
+table{border-collapse:collapse;width:100%;font-size:.92rem}
+th,td{text-align:left;vertical-align:top;padding:.32rem .6rem .32rem 0;
+border-bottom:1px solid var(--line);overflow-wrap:anywhere}
+th{font-weight:600;width:38%}
+.scroll{overflow-x:auto}
+.confusion{width:auto;font-variant-numeric:tabular-nums}
+.confusion td,.confusion th{width:auto;text-align:right;padding:.22rem .45rem;border:0}
+svg{width:100%;height:auto;display:block}
+svg text{fill:var(--soft);font-size:13px}
+svg .axis{stroke:var(--line)}svg .curve{fill:none;stroke:var(--blue);stroke-width:2.2}
+svg .guide{fill:none;stroke:var(--soft);stroke-dasharray:4 4}svg .dot{fill:var(--blue)}
+pre{overflow-x:auto;background:var(--page);border:1px solid var(--line);border-radius:6px;
+padding:.6rem .8rem;font-size:.85rem;margin:.5rem 0}
+code{font-family:ui-monospace,SFMono-Regular,Menlo,monospace;font-size:.92em;
+overflow-wrap:anywhere}
+ul{padding-left:1.2rem;margin:.4rem 0}
+"""
+BANNER = (
+    "This page holds private diagnostics. They depend on the training records and are not covered "
+    "by epsilon. Do not publish or share this page."
+)
+
+
+def render_report(contents: ReportContents) -> str:
+    """The page. It holds public values only, unless the contents hold private diagnostics."""
+    parts = [
+        f'<div class="banner" role="alert">{BANNER}</div>' if contents.private else "",
+        _promise(contents),
+        '<div class="grid">',
+        *_charts(contents),
+        _test(contents),
+        "</div>",
+        _private(contents.private),
+        _two("Data", _data_rows(contents)),
+        _two("Mechanism", _mechanism_rows(contents.statement)),
+        _two("Settings", _setting_rows(contents)),
+        _engine(contents),
+        _limits(contents.statement),
+        _verify(contents),
+    ]
+    title = f"Privacy report: {contents.name}"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        '<link rel="icon" href="data:,">\n'
+        f"<title>{_text(title)}</title><style>{STYLE}</style></head>\n"
+        f"<body><main>\n<h1>{_text(title)}</h1>\n" + "\n".join(filter(None, parts)) + "\n"
+        f'<p class="soft small">Written by dpsur {_text(contents.statement["versions"]["dpsur"])}. '
+        "This page needs no network and holds no script.</p>\n</main></body></html>\n"
+    )
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _number(value: float) -> str:
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.4g}"
+    return f"{value:.2e}"
+
+
+def _promise(contents: ReportContents) -> str:
+    """The guarantee in words that need no mathematics, and its figures."""
+    guarantee = contents.statement["guarantee"]
+    epsilon, delta = guarantee["epsilon"], guarantee["delta"]
+    if epsilon is None or math.isinf(epsilon):
+        return (
+            '<section class="promise none"><h2>No privacy guarantee</h2><p>This model was trained '
+            "without differential privacy. Training records may show in its weights.</p></section>"
+        )
+    figures = [
+        (format_epsilon(epsilon), f"epsilon at delta {delta:g}"),
+        (
+            "proved" if guarantee["proved"] else "not proved",
+            f"accounting {guarantee['accounting']}",
+        ),
+        (f"{contents.statement['dataset_size']:,}", "training records"),
+    ]
+    if contents.test is not None and "accuracy" in contents.test.scores:
+        figures.insert(0, (f"{contents.test.scores['accuracy']:.2%}", "test accuracy"))
+    times = math.exp(epsilon)
+    words = (
+        f"Take any one record and any conclusion that someone could draw from this model. With the "
+        f"record in the training data, the conclusion is at most {times:.3g} times as likely as "
+        f"without it, up to an extra probability of {delta:g}. This holds whatever else the person "
+        "knows, and for whatever is done with the model later."
+    )
+    if contents.tradeoff is not None:
+        share = guess_bound(contents.tradeoff)
+        words += (
+            f" Someone who has to guess whether a given record was used, with even odds "
+            f"beforehand, is right in at most {share:.0%} of the cases, however good the attack."
+        )
+    if not guarantee["proved"]:
+        proven = contents.statement["epsilon"]["proven"]
+        beside = "not known" if proven is None else format_epsilon(proven)
+        words = (
+            f"The figure {format_epsilon(epsilon)} is a claim of the paper's analysis that is not "
+            f"proved. The proven epsilon of this run is {beside}."
+        )
+    warnings = "".join(
+        f"<p><strong>Warning:</strong> {_text(one)}.</p>" for one in contents.statement["warnings"]
+    )
+    shown = "".join(f"<div><b>{_text(a)}</b>{_text(b)}</div>" for a, b in figures)
+    kind = "promise" if guarantee["proved"] else "promise none"
+    return (
+        f'<section class="{kind}"><h2>The guarantee</h2><p>{_text(words)}</p>{warnings}'
+        f'<div class="figures">{shown}</div>'
+        '<p class="small soft">The unit of protection is one record of the training set. A person '
+        "with several records has less protection than the figure says.</p></section>"
+    )
+
+
+def _charts(contents: ReportContents) -> Iterable[str]:
+    if contents.epsilon_by_update is not None:
+        yield _chart_section(
+            "Epsilon by update",
+            contents.epsilon_by_update,
+            "updates",
+            "epsilon",
+            "What a run of so many updates would cost. The guarantee is that of the whole run.",
+            zero=True,
+        )
+    if contents.accuracy_by_epsilon is not None:
+        yield _chart_section(
+            "Accuracy against epsilon",
+            contents.accuracy_by_epsilon,
+            "epsilon spent",
+            "accuracy on the public test set",
+            "Accuracy of the kept weights along the run, on public test records.",
+            percent=True,
+        )
+    if contents.tradeoff is not None:
+        yield _chart_section(
+            "The best possible attack",
+            contents.tradeoff,
+            "false positive rate",
+            "true positive rate",
+            "No test for membership lies above this line. The dashed line is guessing.",
+            percent=True,
+            diagonal=True,
+        )
+
+
+def _chart_section(
+    title: str,
+    curve: Curve,
+    x: str,
+    y: str,
+    note: str,
+    *,
+    zero: bool = False,
+    percent: bool = False,
+    diagonal: bool = False,
+) -> str:
+    drawn = _chart(curve, x, y, zero=zero or diagonal, percent=percent, diagonal=diagonal)
+    return (
+        f'<section><h2>{_text(title)}</h2>{drawn}<p class="small soft">{_text(note)}</p></section>'
+    )
+
+
+def _chart(
+    curve: Curve, x_label: str, y_label: str, *, zero: bool, percent: bool, diagonal: bool
+) -> str:
+    """A line chart as SVG, in the colours of the page."""
+    xs, ys = list(curve.x), list(curve.y)
+    x_ticks = _ticks(0.0 if zero else min(xs), max(xs))
+    y_ticks = _ticks(0.0 if zero else min(ys), max(ys))
+    x_low, x_high = min(x_ticks[0], *xs), max(x_ticks[-1], *xs)
+    y_low, y_high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return (
+            LEFT + (x - x_low) / (x_high - x_low or 1) * (WIDTH - LEFT - RIGHT),
+            HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low or 1) * (HEIGHT - TOP - BOTTOM),
+        )
+
+    def label(value: float, as_percent: bool) -> str:
+        return f"{value * 100:g}%" if as_percent else f"{value:g}"
+
+    parts = []
+    for value in y_ticks:
+        _, at = place(x_low, value)
+        parts.append(
+            f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        )
+        written = label(value, percent)
+        parts.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{written}</text>')
+    for value in x_ticks:
+        at, _ = place(value, y_low)
+        parts.append(
+            f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
+            f"{label(value, percent and diagonal)}</text>"
+        )
+    if diagonal:
+        (a, b), (c, d) = place(0, 0), place(1, 1)
+        parts.append(f'<path class="guide" d="M{a:.1f} {b:.1f}L{c:.1f} {d:.1f}"/>')
+    points = [place(x, y) for x, y in zip(xs, ys, strict=True)]
+    path = "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
+    parts.append(f'<path class="curve" d="M{path}"/>')
+    if len(points) <= 40:
+        parts += [f'<circle class="dot" cx="{a:.1f}" cy="{b:.1f}" r="3"/>' for a, b in points]
+    parts.append(
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">'
+        f"{_text(x_label)}</text>"
+    )
+    parts.append(
+        f'<text transform="translate(13 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)" '
+        f'text-anchor="middle">{_text(y_label)}</text>'
+    )
+    described = f"{y_label} against {x_label}, from {_number(ys[0])} to {_number(ys[-1])}"
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(described)}">'
+        + "".join(parts)
+        + "</svg>"
+    )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Four to eight round numbers within a range."""
+    if not high > low:
+        return [low]
+    step = 10 ** math.floor(math.log10((high - low) / 4))
+    while (high - low) / step > 7:
+        step *= 2.5 if round(step / 10 ** math.floor(math.log10(step))) == 2 else 2
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def _test(contents: ReportContents) -> str:
+    test = contents.test
+    if test is None:
+        return (
+            "<section><h2>Public test set</h2><p>The released model was not tested: "
+            f"{_text(contents.no_test)}.</p></section>"
+        )
+    scores = [(name.replace("_", " "), _score(name, value)) for name, value in test.scores.items()]
+    rows = [("Test set", f"{test.task}, {test.records:,} public records"), *scores]
+    return (
+        f"<section><h2>Public test set</h2>{_table(rows)}"
+        + (_confusion(test) if test.confusion else "")
+        + "</section>"
+    )
+
+
+def _score(name: str, value: float) -> str:
+    return f"{value:.2%}" if "accuracy" in name else _number(value)
+
+
+def _confusion(test: TestResult) -> str:
+    """A matrix of counts, the larger the darker. Rows are true classes."""
+    assert test.confusion is not None
+    classes = len(test.confusion)
+    head = "".join(f"<th>{column}</th>" for column in range(classes))
+    body = []
+    for index, row in enumerate(test.confusion):
+        total = sum(row) or 1
+        cells = "".join(
+            f'<td style="background:color-mix(in srgb,var(--blue) {round(60 * count / total)}%,'
+            f'transparent)">{count}</td>'
+            for count in row
+        )
+        body.append(f"<tr><th>{index}</th>{cells}</tr>")
+    return (
+        "<h3>Confusion matrix</h3>"
+        '<p class="small soft">Rows are true classes, columns are predictions.</p>'
+        f'<div class="scroll"><table class="confusion"><tr><th></th>{head}</tr>{"".join(body)}'
+        "</table></div>"
+    )
+
+
+def _private(curves: Mapping[str, Curve]) -> str:
+    if not curves:
+        return ""
+    charts = "".join(
+        _chart_section(name, curve, "trials", name, "Private: do not publish.")
+        for name, curve in curves.items()
+    )
+    return f'<h2>Private diagnostics: do not publish</h2><div class="grid">{charts}</div>'
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    return (
+        "<table>"
+        + "".join(f"<tr><th>{_text(a)}</th><td>{_text(b)}</td></tr>" for a, b in rows)
+        + "</table>"
+    )
+
+
+def _two(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    return f"<section><h2>{_text(title)}</h2>{_table(rows)}</section>"
+
+
+def _data_rows(contents: ReportContents) -> list[tuple[str, str]]:
+    statement = contents.statement
+    return [
+        ("Task", contents.task or "custom data"),
+        ("Training records (public)", f"{statement['dataset_size']:,}"),
+        *(
+            (f"{name.replace('_', ' ').capitalize()} (declared public)", str(value))
+            for name, value in statement["public"].items()
+        ),
+        ("Unit of privacy", statement["unit"]),
+        ("Neighbouring data sets", statement["adjacency"]),
+        ("Model", f"{contents.parameters:,} parameters"),
+    ]
+
+
+def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
+    mechanism, epsilon = statement["mechanism"], statement["epsilon"]
+    rows = [("Method", statement["method"]), ("Sampling", statement["sampler"])]
+    trial = mechanism.get("trial")
+    if trial:
+        rows += [(name, _event(trial[key])) for key, name in EVENTS if trial.get(key)]
+    rows.append(("Updates in the release", f"{statement['accepted_updates']:,}"))
+    names = {
+        "proven": "Epsilon, proven",
+        "every_trial": "Epsilon, every trial charged",
+        "published": "Epsilon, as published (a claim)",
+    }
+    rows += [
+        (label, format_epsilon(epsilon[key]))
+        for key, label in names.items()
+        if epsilon.get(key) is not None
+    ]
+    for row in statement.get("metrics", []):
+        error = "" if row["standard_error"] is None else f" ± {row['standard_error']:.2g}"
+        rows.append(
+            (f"{row['quantity']} of {row['after']} (noisy, paid)", f"{row['value']:.4g}{error}")
+        )
+    return rows
+
+
+EVENTS = (("update", "Update"), ("test", "Test of an update"))
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    values = ", ".join(
+        f"{name.replace('_', ' ')} {_number(value)}"
+        for name, value in event.items()
+        if name != "kind" and isinstance(value, (int, float)) and not isinstance(value, bool)
+    )
+    return f"{event['kind']}: {values}"
+
+
+def _setting_rows(contents: ReportContents) -> list[tuple[str, str]]:
+    settings = [
+        (name.replace("_", " "), _number(value) if isinstance(value, float) else str(value))
+        for name, value in contents.statement["settings"].items()
+        if value is not None
+    ]
+    versions = ", ".join(f"{name} {v}" for name, v in contents.statement["versions"].items())
+    return [*settings, ("versions", versions)]
+
+
+def _engine(contents: ReportContents) -> str:
+    if contents.engine is None:
+        return ""
+    return (
+        "<section><h2>Engine</h2><p>How gradients of single records were found:</p>"
+        f"<pre>{_text(contents.engine)}</pre></section>"
+    )
+
+
+def _limits(statement: Mapping[str, Any]) -> str:
+    if statement["guarantee"]["epsilon"] is None:
+        return ""
+    items = [
+        statement["tuning"],
+        statement["arithmetic"],
+        *statement["side_channels"],
+        *statement["not_covered"],
+    ]
+    listed = "".join(f"<li>{_text(item)}</li>" for item in items)
+    return f"<section><h2>What the guarantee does not cover</h2><ul>{listed}</ul></section>"
+
+
+def _verify(contents: ReportContents) -> str:
+    digest = contents.statement["weights"]["sha256"]
+    return (
+        "<section><h2>How to check this</h2>"
+        "<pre>pip install dpsur\ndpsur verify RELEASE_FOLDER\ndpsur proof</pre>"
+        "<p><code>dpsur verify</code> computes every figure again from the statement and compares "
+        "the weights with the hash in it. <code>dpsur proof</code> prints the theorem behind "
+        "epsilon and its proof. A release is not a signature: whoever can change the weights can "
+        "change the statement.</p>"
+        f'<p class="small soft">SHA-256 of the weights: <code>{_text(digest)}</code></p></section>'
+    )

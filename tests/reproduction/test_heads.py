@@ -1,0 +1,61 @@
+"""What auto reaches: pages from rows, and what they say."""
+
+import pytest
+
+from reproduction.experiments import heads, unseen
+from reproduction.experiments.accuracy import paper_accuracy
+from reproduction.rows import read_rows
+from tests.reproduction.made_up import check_every_part_renders, made_up
+
+PAPER_NAMES = {"imdb-words": "imdb"}
+
+
+def test_every_part_renders(tmp_path):
+    rows = made_up(heads.EXPERIMENT, lambda _, seed: 0.9 + seed / 1000)
+    assert len(rows) == 4 * 5 * 5
+    check_every_part_renders(heads.EXPERIMENT, rows, tmp_path)
+
+
+def test_auto_is_above_the_papers_dpsur_in_all_sixteen_cells():
+    found = heads.of_auto(read_rows(heads.RESULTS / "heads.jsonl"))
+    cells = 0
+    for task in heads.TASKS:
+        for point in found[heads.DATA_SETS[task], "auto"]:
+            assert point.seeds == 5
+            if point.value <= 4:
+                stated = paper_accuracy()[PAPER_NAMES.get(task, task), "dpsur", point.value]
+                assert point.mean > stated
+                cells += 1
+    assert cells == 16
+
+
+def test_the_rows_spent_their_epsilon_and_were_made_by_the_preset():
+    for row in read_rows(heads.RESULTS / "heads.jsonl"):
+        asked = row["config"]["epsilon"]
+        assert asked - 0.01 < row["epsilon"]["proven"] <= asked
+        assert row["config"]["tried"] == {}
+
+
+def test_the_page_shows_the_rows():
+    rows = read_rows(heads.RESULTS / "heads.jsonl")
+    found = {**heads.of_auto(rows), **heads.of_others()}
+    page = (heads.RESULTS.parent / "docs" / "results.md").read_text(encoding="utf-8")
+    assert page == heads.page(rows, found)
+    assert "published, *with public data*" in page
+
+
+def test_what_the_page_on_unseen_data_says_is_what_the_rows_say():
+    records = {r["data"]: r for r in unseen.summary(read_rows(heads.RESULTS / "unseen.jsonl"))}
+    assert list(records) == list(unseen.DATA)
+    assert records["digits"]["difference"] > 0
+    for data in ("table", "passages"):
+        auto, median = (float(records[data][name].split()[0]) for name in ("auto", "median"))
+        assert records[data]["difference"] < 0
+        assert auto > median
+
+
+@pytest.mark.parametrize("data", unseen.DATA)
+def test_unseen_data_are_the_same_every_time(data):
+    arrays = unseen.DATA[data]()
+    assert len(arrays["x"]) == {"digits": 1437, "table": 8000, "passages": 4000}[data]
+    assert set(arrays["y"]) == set(range(arrays["classes"]))
