@@ -198,8 +198,9 @@ def test_trials_have_the_smallest_room_that_holds_their_batch(largest, monkeypat
 
 def test_rooms_end_with_the_one_for_any_sample():
     sizes = sampling.padded_sizes(50_000, 512 / 50_000)
-    assert sizes == (496, 512, 544, 560, 640)
-    assert [sampling.smallest_room(sizes, n) for n in (0, 512, 513, 641)] == [496, 512, 544, 640]
+    assert sizes == (496, 504, 512, 528, 536, 552, 560, 584, 640)
+    assert [sampling.smallest_room(sizes, n) for n in (0, 512, 513, 641)] == [496, 512, 528, 640]
+    assert sampling.padded_sizes(256, 32 / 256) == (28, 30, 32, 36, 38, 40, 44, 48, 64)
     assert sampling.padded_sizes(100, 1.0) == (100,)
     assert sampling.padded_sizes(10, 0.01)[-1] == 10
 

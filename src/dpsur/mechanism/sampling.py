@@ -18,7 +18,7 @@ from dpsur.mechanism.streams import Stream
 SPARE_DEVIATIONS = 5.0
 # Where a batch may have one of several sizes, they are so many standard deviations from what is
 # expected.
-_DEVIATIONS = (-1.0, 0.0, 1.0, 2.0)
+_DEVIATIONS = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,13 @@ def padded_size(size: int, rate: float) -> int:
 def padded_sizes(size: int, rate: float) -> tuple[int, ...]:
     """Rooms for Poisson samples, ascending; the last is `padded_size`.
 
-    A sample in the smallest room that holds it has few rows that count for nothing: about three in
-    a hundred, where a room for every sample would have twenty-five at 512 rows.
+    A sample in the smallest room that holds it has few rows that count for nothing: about two in a
+    hundred at 512 rows, where a room for every sample would have twenty-five.
     """
     spread, most = math.sqrt(size * rate * (1 - rate)), padded_size(size, rate)
-    rooms = {math.ceil((size * rate + some * spread) / 16) * 16 for some in _DEVIATIONS}
+    # rounded to what suits kernels, but by much less than samples differ
+    unit = next(unit for unit in (16, 8, 4, 2, 1) if unit == 1 or 2 * unit <= spread)
+    rooms = {math.ceil((size * rate + some * spread) / unit) * unit for some in _DEVIATIONS}
     return (*sorted(room for room in rooms if 0 < room < most), most)
 
 
