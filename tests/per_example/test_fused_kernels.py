@@ -4,6 +4,7 @@ TRITON_INTERPRET=1 python -m pytest tests/per_example/test_fused_kernels.py
 """
 
 import os
+from copy import deepcopy
 
 import pytest
 import torch
@@ -161,8 +162,13 @@ def setting(request, device):
 
 
 def reference(objective, params, examples, bound):
+    """The definition, in double precision on the CPU."""
+    model = deepcopy(objective.model).cpu().double()
+    params = {name: value.cpu().double() for name, value in params.items()}
+    examples = Examples(examples.inputs.cpu().double(), examples.targets.cpu())
+
     def loss(params, input_, target):
-        output = functional_call(objective.model, params, (input_.unsqueeze(0),))
+        output = functional_call(model, params, (input_.unsqueeze(0),))
         return F.cross_entropy(output, target.unsqueeze(0))
 
     rows = [
@@ -180,6 +186,7 @@ def reference(objective, params, examples, bound):
 def test_the_clipped_sum_is_the_reference(setting):
     objective, params, examples = setting
     found = clipped_sum(objective, params, examples, 0.5).params
+    found = {name: value.cpu().double() for name, value in found.items()}
     expected = reference(objective, params, examples, 0.5)
     gap = torch.stack([(found[n] - expected[n]).square().sum() for n in params]).sum().sqrt()
     size = torch.stack([value.square().sum() for value in expected.values()]).sum().sqrt()

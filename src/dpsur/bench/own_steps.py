@@ -1,5 +1,9 @@
 """Our own arms: what `dpsur.mechanism.loop.train` does in one turn, on a batch of known size."""
 
+import time
+
+import torch
+
 from dpsur.bench.settings import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_MULTIPLIER, Cell
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
@@ -18,8 +22,8 @@ VAL_BATCH_SIZE = 256
 # The paper's gate; what a test costs in time does not depend on these.
 VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD = 1.3, -1.0
 ENDLESS = 10**9
-# Where batches are drawn from a data set: how many times as large it is, and trials in a block.
-RECORDS_PER_BATCH, TRAINING_BLOCK = 8, 5
+# Where batches are drawn from a data set: how many times as large it is, and how long a block is.
+RECORDS_PER_BATCH, BLOCK_SECONDS, LONGEST_BLOCK = 8, 0.5, 100
 # Trials between two reads of a captured run; verdicts of later ones overwrite the last row.
 BLOCK = 100
 
@@ -87,10 +91,24 @@ class TrainingSteps:
         procedure = method.bind(self.problem, plan)
         progress, streams = start(procedure), cell.streams()
         padded = procedure.padded() if cell.device.type == "cuda" else None
-        self.steps = 1 if padded is None else TRAINING_BLOCK
+        self.steps = 1
         self._loop: Loop = EagerLoop(procedure, plan, streams, progress)
         if padded is not None:
-            self._loop = CudaGraphLoop(procedure, padded, plan, streams, progress, self.steps)
+            self.steps = self._block(cell.device)
+            self._loop = CudaGraphLoop(
+                procedure, padded, plan, streams, self._loop.progress, self.steps
+            )
+
+    def _block(self, device: torch.device) -> int:
+        """As many trials as take about BLOCK_SECONDS, by one that is not captured."""
+        seconds = 0.0
+        for _ in range(2):  # the first one plans
+            torch.cuda.synchronize(device)
+            begin = time.perf_counter()
+            self()
+            torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - begin
+        return max(2, min(LONGEST_BLOCK, round(BLOCK_SECONDS / seconds)))
 
     def __call__(self) -> None:
         """Make a block of trials and read what became of them."""

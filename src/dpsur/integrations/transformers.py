@@ -7,6 +7,7 @@ trainer.train()
 print(engine.guarantee())
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.functional.model_loss import model_loss
 from dpsur.functional.tree import row_count, split_rows
 
-_LEDGER = "privacy_engine.pt"
+_LEDGER = "privacy_engine.json"
 # What a trainer logs of the private records.
 _PRIVATE = ("loss", "train_loss", "grad_norm", "num_input_tokens_seen")
 
@@ -35,6 +36,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     Training losses depend on private records: they are neither logged nor returned unless
     `log_private` is set.
     """
+
+    optimizer: Any
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        torch.save(self.engine.state_dict(), Path(output_dir) / _LEDGER)
+        (Path(output_dir) / _LEDGER).write_text(json.dumps(self.engine.state_dict()))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -152,7 +155,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
                 f"{checkpoint} holds no privacy ledger ({_LEDGER}); resume from a checkpoint of a "
                 "PrivateTrainer"
             )
-        self.engine.load_state_dict(torch.load(path, weights_only=True))
+        self.engine.load_state_dict(json.loads(path.read_text()))
 
 
 def _check(args: Any, noise: float | None, epsilon: float | None, delta: float | None) -> None:

@@ -24,6 +24,13 @@ _COSTS = {
 }
 
 
+COPIES = "copies"
+_COPIES_COST = (
+    "torch.func differentiates with a copy of the parameters per example, in about the time and "
+    "memory of Opacus's functorch mode; layers of torch.nn are several times faster"
+)
+
+
 @dataclass(frozen=True)
 class ModuleReport:
     """How the gradients of one module with trained parameters are found.
@@ -67,6 +74,8 @@ class EngineReport:
         lines += [
             f"  tried {one.engine.value}: {_place(one.module)}{one.reason}" for one in self.failed
         ]
+        if any(one.method == COPIES for one in self.modules):
+            lines.append(f"  {COPIES}: {_COPIES_COST}")
         columns = [(one.path or "(root)", one.kind, one.method) for one in self.modules]
         widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
         for row, one in zip(columns, self.modules, strict=True):
@@ -154,15 +163,15 @@ def _modules(model: nn.Module, params: Params, plan: Plan) -> tuple[ModuleReport
         repeated = [name for name in own if name in plan.repeated]
         if by is None and repeated:
             why = f"{', '.join(repeated)}: used by an operation without a rule"
-            found.append(ModuleReport(path, kind, "copies", why))
+            found.append(ModuleReport(path, kind, COPIES, why))
         elif by is None:
             found.append(ModuleReport(path, kind, "operations"))
         elif by[0] == path:
             rule = kind_of(module)
-            method = "rule" if by[1] and rule is not None else "copies"
+            method = "rule" if by[1] and rule is not None else COPIES
             found.append(ModuleReport(path, kind, method, missing))
         else:
-            method = "rule" if by[1] else "copies"
+            method = "rule" if by[1] else COPIES
             found.append(ModuleReport(path, kind, method, f"part of {by[0] or '(root)'}"))
     return tuple(found)
 

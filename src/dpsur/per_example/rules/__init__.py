@@ -25,18 +25,11 @@ from dpsur.per_example.rules.normalization import (
     group_norm,
     instance_norm,
     layer_norm,
-    prelu,
     rms_norm,
 )
 from dpsur.per_example.rules.pooling import max_pool
-from dpsur.per_example.rules.recurrent import (
-    gru,
-    gru_cell,
-    lstm,
-    lstm_cell,
-    rnn,
-    rnn_cell,
-)
+from dpsur.per_example.rules.recurrent import gru, lstm, rnn
+from dpsur.per_example.rules.recurrent_steps import gru_cell, lstm_cell, rnn_cell
 from dpsur.per_example.rules.transposed_convolution import transposed_convolution
 
 Rule = Callable[..., Any]
@@ -50,7 +43,6 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.ConvTranspose2d: transposed_convolution,
     nn.ConvTranspose3d: transposed_convolution,
     nn.Bilinear: bilinear,
-    nn.PReLU: prelu,
     nn.Embedding: embedding,
     nn.EmbeddingBag: embedding_bag,
     nn.GroupNorm: group_norm,

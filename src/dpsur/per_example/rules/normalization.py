@@ -130,13 +130,8 @@ def rms_norm_map(
     return _scaled(tape, output, weight, None, normalise, _by_entry(shape))
 
 
-def prelu(module: nn.PReLU, tape: Tape, input: Tensor) -> Tensor:
-    """One slope below zero, or one per channel."""
-    return prelu_map(tape, input, module.weight)
-
-
 def prelu_map(tape: Tape, input: Tensor, weight: Tensor) -> Tensor:
-    """`F.prelu`."""
+    """`F.prelu`: one slope below zero, or one per channel."""
     output = F.prelu(input, weight)
     layout, slot = tape.examples_in(output, axis=0), tape.slot(weight)
     if slot is None:
