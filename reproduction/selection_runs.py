@@ -19,10 +19,8 @@ from torch import Tensor, nn
 
 from dpsur.config import Pace, RunConfig, Speed
 from dpsur.errors import BudgetError
-from dpsur.functional.parameters import Params, elementwise
-from dpsur.mechanism.block_gate import METRICS_NORM, class_metrics
+from dpsur.mechanism.block_tests import METRICS_NORM, class_metrics
 from dpsur.mechanism.optim import Optimizer
-from dpsur.mechanism.state import OptimizerState
 from dpsur.mechanism.streams import VAL_NOISE, Streams
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.methods.gradient_method import NO_GATE, GradientMethod
@@ -33,6 +31,7 @@ from dpsur.runs.session import Session
 from dpsur.runs.tasks import Records, build_task_session
 from dpsur.runs.together import run_together
 from reproduction.base import Cell, Experiment, Options, Row
+from reproduction.dog import DogSteps
 from reproduction.training import (
     BLOCK,
     DELTA,
@@ -125,42 +124,6 @@ def transformer() -> nn.Module:
 
 
 # --- arms -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DogSteps:
-    """DoG (Ivgi, Hinder and Carmon 2023): the rate is distance from the start over gradient norms.
-
-    The distance is the largest so far, at first a millionth of the start's size; norms are those of
-    the noisy gradients.
-    """
-
-    first_distance: float = 1e-6
-
-    def init(self, params: Params) -> OptimizerState:
-        """The first weights, and nothing seen."""
-        some = next(iter(params.values()))
-        zero = torch.zeros((), dtype=torch.float64, device=some.device)
-        distance = self.first_distance * (1 + _length(params))
-        sums = {"distance": distance, "squares": zero}
-        return OptimizerState(zero.long(), {"first": params, "sums": sums})
-
-    def step(
-        self, params: Params, gradient: Params, state: OptimizerState, learning_rate: Tensor
-    ) -> tuple[Params, OptimizerState]:
-        """One step; `learning_rate` is a factor, 1 in the original."""
-        first, sums = state.buffers["first"], state.buffers["sums"]
-        away = _length({name: value - first[name] for name, value in params.items()})
-        distance = torch.maximum(sums["distance"], away)
-        squares = sums["squares"] + _length(gradient).square()
-        rate = learning_rate * distance / (squares + 1e-16).sqrt()
-        moved = elementwise(lambda value, by: value - rate.to(value.dtype) * by, params, gradient)
-        new = {"distance": distance, "squares": squares}
-        return moved, OptimizerState(state.step + 1, {"first": first, "sums": new})
-
-
-def _length(params: Params) -> Tensor:
-    return torch.stack([value.double().square().sum() for value in params.values()]).sum().sqrt()
 
 
 @dataclass(frozen=True, repr=False)

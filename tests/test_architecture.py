@@ -29,14 +29,16 @@ LEAVES = {
 # package -> the packages it may import from
 ARROWS = {
     "privacy": set(),
+    "distributed": set(),
     "functional": set(),
-    "per_example": {"functional"},
-    "mechanism": {"per_example", "functional", "privacy"},
+    "per_example": {"distributed", "functional"},
+    "mechanism": {"distributed", "per_example", "functional", "privacy"},
     "features": {"mechanism", "per_example", "functional", "privacy"},
     "networks": {"features"},
     "tasks": {"networks", "features", "functional"},
-    "methods": {"networks", "mechanism", "per_example", "functional", "privacy"},
+    "methods": {"distributed", "networks", "mechanism", "per_example", "functional", "privacy"},
     "runs": {
+        "distributed",
         "tasks",
         "networks",
         "features",
@@ -46,7 +48,7 @@ ARROWS = {
         "functional",
         "privacy",
     },
-    "engine": {"runs", "mechanism", "per_example", "functional", "privacy"},
+    "engine": {"distributed", "runs", "mechanism", "per_example", "functional", "privacy"},
     "opacus": {"engine", "per_example", "privacy"},
     "integrations": {"engine", "mechanism", "functional", "privacy"},
     "presets": {"runs", "features", "privacy"},
@@ -55,6 +57,7 @@ ARROWS = {
     "bench": {"methods", "mechanism", "per_example", "functional", "privacy"},
     "reports": {"runs", "tasks", "per_example", "functional", "privacy"},
     "cli": {
+        "distributed",
         "reports",
         "bench",
         "presets",

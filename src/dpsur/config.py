@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 
 from dpsur import checks
+from dpsur.distributed.ranks import DEFAULT_TIMEOUT
 from dpsur.errors import InvalidInputError
 from dpsur.features import FEATURES, NORMALISATIONS, features_named
 from dpsur.methods import METHODS, Dpsur, Method, Nonprivate, method_named
@@ -54,6 +55,13 @@ class Pace(checks.NamedArguments):
         "updates between evaluations on the public test set (default: 20 evaluations in a run)",
         check=checks.at_least_one,
         metavar="UPDATES",
+        group=RUN,
+    )
+    rank_timeout: float = option(
+        DEFAULT_TIMEOUT,
+        "seconds that a process of a distributed run waits for the others before it gives up",
+        check=checks.positive,
+        metavar="SECONDS",
         group=RUN,
     )
 

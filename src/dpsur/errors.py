@@ -37,6 +37,10 @@ class UnsupportedModelError(InvalidInputError):
     """The model has a part whose per-example gradient is undefined or unknown."""
 
 
+class StepError(InvalidInputError):
+    """A loop that does something the accounting does not cover; nothing was released by it."""
+
+
 class CheckpointError(InvalidInputError):
     """A checkpoint or release that is damaged, or belongs to another run."""
 
@@ -47,6 +51,10 @@ class FileError(DpsurError, OSError):
 
 class NothingReleasedError(DpsurError):
     """The run used up its trials before its updates; its result must not be published."""
+
+
+class DistributedError(DpsurError):
+    """Another process of a distributed run has failed, or differs; nothing is released."""
 
 
 class PrivacyWarning(UserWarning):

@@ -13,8 +13,8 @@ _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 
 @contextmanager
 def silenced(quiet: bool = True) -> Iterator[None]:
-    """Show no status lines inside, if `quiet`."""
-    token = _quiet.set(quiet)
+    """Show no status lines inside, if `quiet` or silenced already."""
+    token = _quiet.set(quiet or _quiet.get())
     try:
         yield
     finally:

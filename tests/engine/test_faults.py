@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 
 import dpsur
 from dpsur.engine.loss_graph import CoupledLossError
-from dpsur.engine.watch import StepError
+from dpsur.errors import StepError
 from tests.engine.helpers import linear_model, private, records
 
 

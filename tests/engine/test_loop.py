@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dpsur
-from dpsur.engine.watch import StepError
+from dpsur.errors import StepError
 from tests.engine.helpers import linear_model, private, records, without_noise
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import dpsur
 from dpsur.engine.loss_graph import CoupledLossError
-from dpsur.engine.watch import StepError
+from dpsur.errors import StepError
 from tests.engine.helpers import private, without_noise
 
 CLIP = 1e6  # clips nothing, so that a wrong scale shows

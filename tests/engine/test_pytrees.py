@@ -149,16 +149,16 @@ def test_fit_takes_dicts_and_targets_of_any_structure():
 
 def test_texts_of_many_lengths_are_planned_for_twice(monkeypatch):
     """What two lengths have in common is taken for the others; their gradients are right."""
-    from dpsur.engine import watch
+    from dpsur.engine import plans
 
     planned = []
-    plain_plan = watch.plan_for
+    plain_plan = plans.plan_for
 
     def counted(objective, params, inputs, budget):
         planned.append(inputs)
         return plain_plan(objective, params, inputs, budget)
 
-    monkeypatch.setattr(watch, "plan_for", counted)
+    monkeypatch.setattr(plans, "plan_for", counted)
     without_noise(monkeypatch)
     engine, model, optimizer, loader = private(
         Reader(), Records(), batch_size=5, seed=1, max_grad_norm=CLIP

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpsur
-from dpsur.engine.watch import StepError
+from dpsur.errors import StepError
 from dpsur.per_example import clipping
 from tests.engine.helpers import private, records, without_noise
 

@@ -16,8 +16,9 @@ from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import flatten
-from dpsur.mechanism import block_gate, dp_gradient, proposer
-from dpsur.mechanism.block_gate import BlockGate, median_of
+from dpsur.mechanism import block_gate, block_tests, dp_gradient, proposer
+from dpsur.mechanism.block_gate import BlockGate
+from dpsur.mechanism.block_tests import median_of
 from dpsur.mechanism.loop import has_next, make_trial, start, train
 from dpsur.mechanism.rate_search import (
     TOO_HIGH,
@@ -93,7 +94,7 @@ def what_was_drawn_fits_the_budget():
         done.append(SampledGaussian(rates[-1], multiplier))
         return real(total, multiplier, stream)
 
-    def spy_test(total, multiplier, stream, real=block_gate.add_gaussian):
+    def spy_test(total, multiplier, stream, real=block_tests.add_gaussian):
         assert total.sensitivity == 1.0
         done.append(Gaussian(multiplier))
         return real(total, multiplier, stream)
@@ -101,7 +102,7 @@ def what_was_drawn_fits_the_budget():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proposer, "steady_batch", spy_batch)
         patch.setattr(dp_gradient, "add_gaussian", spy_update)
-        patch.setattr(block_gate, "add_gaussian", spy_test)
+        patch.setattr(block_tests, "add_gaussian", spy_test)
         end = train(gate, plan, Streams(0, CPU))
     assert len(done) == 7 + 4 * 3 + 5
     assert pld.composed_epsilon([(event, 1) for event in done], BUDGET.delta) <= BUDGET.epsilon
@@ -123,7 +124,7 @@ def a_run_depends_on_the_records_through_noisy_sums_only():
         gate, plan = bound(problem_of(records), clip_norm="given")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dp_gradient, "add_gaussian", noise_alone)
-            patch.setattr(block_gate, "add_gaussian", noise_alone)
+            patch.setattr(block_tests, "add_gaussian", noise_alone)
             ends.append(flatten(train(gate, plan, Streams(3, CPU)).state))
     for name, value in ends[0].items():
         assert torch.equal(value, ends[1][name]), name
@@ -174,7 +175,7 @@ def _exact_tests(gate, weights):
     state = gate.initial_state()
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_gate, "add_gaussian", lambda total, *_: total.params)
+        patch.setattr(block_tests, "add_gaussian", lambda total, *_: total.params)
         for number in range(3):
             memory = {
                 **state.memory,
@@ -193,7 +194,7 @@ def a_test_has_the_accounted_noise():
     for tests, draws in ((0, 6), (1, 500)):
         at = replace(state, memory={**state.memory, "tests": torch.tensor(tests)})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(block_gate, "add_gaussian", lambda total, *_: total.params)
+            patch.setattr(block_tests, "add_gaussian", lambda total, *_: total.params)
             exact = gate._test(at, Streams(0, CPU).at(1))
         found = [gate._test(at, Streams(0, CPU).at(step)) - exact for step in range(1, draws)]
         assert_standard_deviation(torch.stack(found).numpy(), plan.test.noise_multiplier)
@@ -313,7 +314,7 @@ def the_sum_clipped_instead_of_each_record(patch):
 
 def metrics_of_separate_sensitivity(patch):
     """Each within 1 by itself, both together not."""
-    patch.setattr(block_gate, "METRICS_NORM", 1.0)
+    patch.setattr(block_tests, "METRICS_NORM", 1.0)
     patch.setattr(torch.Tensor, "norm", lambda self, *_, **__: torch.zeros(len(self), 1))
 
 
@@ -325,9 +326,9 @@ def unclipped_loss_decreases(patch):
 
 
 def half_the_noise_on_tests(patch):
-    real = block_gate.add_gaussian
+    real = block_tests.add_gaussian
     patch.setattr(
-        block_gate, "add_gaussian", lambda total, noise, stream: real(total, noise / 2, stream)
+        block_tests, "add_gaussian", lambda total, noise, stream: real(total, noise / 2, stream)
     )
 
 
@@ -506,12 +507,12 @@ def test_the_median_of_a_noisy_histogram():
     sizes[:1000] = 1e-9
     sizes[-1000:] = math.inf  # which counts as zero
     sizes[1000:1100] = 1e12
-    bins = block_gate._bins(sizes)
+    bins = block_tests._bins(sizes)
     assert torch.equal(bins.sum(1), torch.ones(5000, dtype=torch.float64))
     generator = torch.Generator().manual_seed(0)
-    noisy = bins.sum(0) + 30 * torch.randn(block_gate.BINS, generator=generator).double()
+    noisy = bins.sum(0) + 30 * torch.randn(block_tests.BINS, generator=generator).double()
     assert median_of(noisy, 30.0) == pytest.approx(3.0, rel=0.2)
-    assert median_of(torch.zeros(block_gate.BINS), 30.0) is None
+    assert median_of(torch.zeros(block_tests.BINS), 30.0) is None
 
 
 # --- runs ---------------------------------------------------------------------------------------

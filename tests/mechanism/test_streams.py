@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from dpsur.distributed import Ranks
 from dpsur.errors import CheckpointError
 from dpsur.mechanism import philox
 from dpsur.mechanism.philox import Key, philox_words
@@ -38,13 +39,13 @@ def test_purposes_steps_seeds_and_runs_give_different_draws():
     streams = Streams(7, CPU)
     draws = [draw(streams, purpose, step=step) for purpose in PURPOSES for step in (1, 2)]
     draws += [draw(Streams(8, CPU), BATCH), draw(streams.spawn(0), BATCH)]
-    draws += [draw(streams.spawn(1), BATCH), draw(Streams(7, CPU, rank=1), LAYERS)]
+    draws += [draw(streams.spawn(1), BATCH), draw(Streams(7, CPU, Ranks(1, 2)), LAYERS)]
     for one, two in itertools.combinations(draws, 2):
         assert not torch.isclose(one, two).any()
 
 
 def test_shared_purposes_are_the_same_on_all_ranks_and_others_are_not():
-    first, second = Streams(7, CPU), Streams(7, CPU, rank=1)
+    first, second = Streams(7, CPU), Streams(7, CPU, Ranks(1, 2))
     for purpose in SHARED:
         assert torch.equal(draw(first, purpose), draw(second, purpose))
     for purpose in PER_RANK:

@@ -10,9 +10,10 @@ from dpsur.privacy.budget import Budget
 from reproduction import selection_runs
 from reproduction.base import Options
 from reproduction.command import main
+from reproduction.dog import DogSteps
 from reproduction.experiments import selection_grid, selection_tuning
 from reproduction.selection import PAGE, ROWS, mean, rendered, rows, select
-from reproduction.selection_runs import CASES, Case, DogSteps, cell_of, tuning_epsilon, tuning_noise
+from reproduction.selection_runs import CASES, Case, cell_of, tuning_epsilon, tuning_noise
 
 LINEAR = {"name": "linear", "inputs": 784, "classes": 10}
 

@@ -93,9 +93,9 @@ def test_the_released_model_is_in_evaluation_mode(tmp_path):
 # --- 25: several processes ------------------------------------------------------------------------
 
 
-def test_several_processes_are_refused(monkeypatch, capsys, tmp_path):
+def test_several_processes_without_torchrun_are_refused(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(dpsur.InvalidInputError, match="WORLD_SIZE is 4.*one process"):
+    with pytest.raises(dpsur.InvalidInputError, match="WORLD_SIZE is 4, but RANK .*torchrun"):
         fit()
     assert main(["train", "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err

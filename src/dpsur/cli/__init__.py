@@ -1,6 +1,7 @@
 """The command `dpsur`."""
 
 import argparse
+import os
 import signal
 import sys
 import warnings
@@ -128,7 +129,10 @@ def _run(parser_for: Callable[[Sequence[str]], Parser], program: str, given: lis
 
 
 def _report(program: str, text: str, status: int) -> int:
-    print(f"{program}: {text}", file=sys.stderr)
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    own = f"rank {rank}: " if size != "1" and status != 130 else ""
+    if status != 130 or rank == "0" or size == "1":  # a stop that was asked for is said once
+        print(f"{program}: {own}{text}", file=sys.stderr)
     return status
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from dpsur.config import PRIVACY, RUN, WHAT, RunConfig, check_method_options
+from dpsur.distributed import Ranks, connect, is_distributed, restarted
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.options import Option, declared, flag
+from dpsur.runs.build_session import choose_device
 from dpsur.runs.files import RunFolder, start_command
 from dpsur.tasks import TASKS
 from dpsur.tasks.npz import PREFIX as NPZ
@@ -148,6 +150,43 @@ def new_config(options: argparse.Namespace, *, auto: bool = False) -> tuple[RunC
     return config, folder
 
 
+def join_ranks(options: argparse.Namespace) -> Ranks:
+    """Join the other processes of this run, if `torchrun` has started several.
+
+    A run in a folder that was named is resumed after an elastic restart.
+    """
+    if is_distributed() and not (options.out or options.resume):
+        raise InvalidInputError(
+            "a run of several processes needs a folder that all of them can name; set --out"
+        )
+    if restarted() and options.resume is None and options.out is not None:
+        folder = RunFolder(options.out)
+        if folder.checkpoint.exists() and folder.config.exists():
+            for name in (*_given(options), *given_method_options(options)):
+                if name != "rank_timeout":
+                    setattr(options, name, None)
+            options.resume = str(folder.root)
+    device = choose_device(options.device or RunConfig().device)
+    return connect(device, options.rank_timeout or RunConfig().pace.rank_timeout)
+
+
+def agreed_config(options: argparse.Namespace, ranks: Ranks) -> tuple[RunConfig, RunFolder]:
+    """The config of a new or resumed run and its folder, as rank 0 finds them."""
+
+    def found() -> tuple[RunConfig, RunFolder]:
+        return new_config(options, auto=True) if options.resume is None else stored_config(options)
+
+    if ranks.size == 1:
+        return found()
+
+    def stored() -> bytes:
+        config, folder = found()
+        return json.dumps({"config": config.to_json(), "folder": str(folder.root)}).encode()
+
+    agreed = json.loads(ranks.from_main(stored))
+    return RunConfig.from_json(agreed["config"]), RunFolder(agreed["folder"])
+
+
 def config_of(options: argparse.Namespace, *, auto: bool = False) -> RunConfig:
     """The config that the command line asks for; with `auto`, that is the preset by default."""
     values = _given(options)
@@ -158,6 +197,8 @@ def config_of(options: argparse.Namespace, *, auto: bool = False) -> RunConfig:
 def stored_config(options: argparse.Namespace) -> tuple[RunConfig, RunFolder]:
     """The config of an interrupted run, from its folder."""
     for name in (*_given(options), *given_method_options(options)):
+        if name == "rank_timeout":  # how long to wait for others is no part of the run
+            continue
         raise InvalidInputError(
             f"--resume takes the settings from its folder; leave out {flag(name)}"
         )

@@ -13,11 +13,12 @@ from dpsur.cli.run_options import (
     ALL_GROUPS,
     add_method_options,
     add_run_options,
-    new_config,
-    stored_config,
+    agreed_config,
+    join_ranks,
 )
 from dpsur.cli.signals import Stop, stop_on_signal
 from dpsur.config import RunConfig, data_facts
+from dpsur.distributed import Ranks
 from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, describe_os_error
 from dpsur.presets import AUTO, explain_auto
 from dpsur.privacy.plans.rejections import NOT_HIDDEN
@@ -29,7 +30,6 @@ from dpsur.runs.fit import execute
 from dpsur.runs.release import as_published
 from dpsur.runs.result import Run
 from dpsur.runs.tasks import build_task_session, task_of
-from dpsur.runs.validation import check_single_process
 from dpsur.status import silenced
 
 DESCRIPTION = """\
@@ -66,11 +66,15 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Start or resume a run and print its result."""
-    check_single_process()
-    if options.resume is not None:
-        config, folder = stored_config(options)
-    else:
-        config, folder = new_config(options, auto=True)
+    ranks = join_ranks(options)
+    with ranks.ends_together():
+        return _run(options, ranks)
+
+
+def _run(options: argparse.Namespace, ranks: Ranks) -> int:
+    config, folder = agreed_config(options, ranks)
+    if not ranks.is_main:
+        options.quiet = True
     if options.show_private and config.hide_rejections != NOT_HIDDEN:
         raise InvalidInputError(
             f"--show-private shows what --hide-rejections {config.hide_rejections} hides; "
@@ -78,14 +82,15 @@ def run(options: argparse.Namespace) -> int:
         )
     with stop_on_signal() as stop:
         try:
-            result = _train(config, folder, options, stop)
+            result = _train(config, folder, options, stop, ranks)
         except InterruptedRunError as error:
             raise InterruptedRunError(f"{error}; {_next_command(folder)}") from None
         except KeyboardInterrupt:
             raise InterruptedRunError(f"stopped; {_next_command(folder)}") from None
         except OSError as error:
             raise FileError(f"{describe_os_error(error)}; {_next_command(folder)}") from error
-    _print_result(result, folder, as_json=options.json)
+    if ranks.is_main:
+        _print_result(result, folder, as_json=options.json)
     return 0
 
 
@@ -103,16 +108,18 @@ def _train(
     folder: RunFolder,
     options: argparse.Namespace,
     stop: Stop,
+    ranks: Ranks,
 ) -> Run:
     # A run that was killed before its first checkpoint has trained nothing and starts again.
-    resume = options.resume is not None and folder.checkpoint.exists()
-    released = load_statistics(folder.checkpoint) if resume else None
+    resume = ranks.decided(lambda: options.resume is not None and folder.checkpoint.exists())
+    released = load_statistics(folder.checkpoint, ranks) if resume else None
     with silenced(options.quiet or options.json):
         session, origin = build_task_session(config, released=released)
     quiet = options.quiet or options.json
     if config.preset == AUTO and not (quiet or options.resume):
         _explain(config)
-    folder.create()
+    if ranks.is_main:
+        folder.create()
     if not (quiet or options.resume or options.out):
         print(f"dpsur: writing the run to {folder.root}", file=sys.stderr)
     with ProgressBar(quiet=quiet, show_private=options.show_private) as bar:

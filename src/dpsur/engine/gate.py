@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpsur import checks
+from dpsur.distributed import ALONE, Ranks
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import mode
 from dpsur.mechanism.gate import LossRule
@@ -76,8 +77,13 @@ class LossGate:
             self.val_batch_size / records, self.val_noise_multiplier, self.accept_threshold
         )
 
-    def mean_loss(self, model: nn.Module, batches: list[tuple[int, Any]]) -> Tensor:
-        """The mean over microbatches, each given with its number of records; zero for none."""
+    def mean_loss(
+        self, model: nn.Module, batches: list[tuple[int, Any]], ranks: Ranks = ALONE
+    ) -> Tensor:
+        """The mean over microbatches, each given with its number of records; zero for none.
+
+        Those of all ranks count. A microbatch of none is a placeholder.
+        """
         device = next(model.parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         with torch.no_grad(), mode(model, training=False):
@@ -87,8 +93,11 @@ class LossGate:
                     raise InvalidInputError(
                         "the loss of a gate must return a tensor of one number, the mean of a batch"
                     )
-                total += count * found.double().reshape(())
-        return total / max(1, sum(count for count, _ in batches))
+                if count:
+                    total += count * found.double().reshape(())
+        records = torch.full_like(total, sum(count for count, _ in batches))
+        total, records = ranks.sum(torch.stack([total, records])).unbind()
+        return total / records.clamp(min=1)
 
     def accepts(self, after: Tensor, before: Tensor, noise: Stream) -> bool:
         """The verdict on a candidate, by the rule of Algorithm 1."""

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -20,7 +21,8 @@ from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.sampling import poisson_sample
 from dpsur.mechanism.streams import BATCH, Streams
 
-_PLAIN_SAMPLERS = (RandomSampler, SequentialSampler)
+# Poisson sampling takes their place; it is over the whole data set, whatever the rank.
+_PLAIN_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Microbatch:
     """Some of the records of one Poisson batch, as the loader is about to yield them."""
 
     step: int
-    drawn: int  # records of the whole batch
+    rows: int  # records of this microbatch; for none a record of zeros stands in
     before: int  # records in the microbatches before this one
     last: bool
 
@@ -39,8 +41,8 @@ class Microbatch:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was drawn, so that a record of zeros stands in."""
-        return not self.drawn
+        """Whether there is nothing in it, so that a record of zeros stands in."""
+        return not self.rows
 
 
 class Owner(Protocol):
@@ -92,7 +94,8 @@ class PoissonSampler(Sampler[list[int]]):
 
     Every record joins every batch independently with probability `sample_rate`. The number of a
     batch is part of the address of its random numbers, so a batch that was drawn ahead and not used
-    is drawn again, not replaced by another.
+    is drawn again, not replaced by another. Of several ranks each yields its share of the batch,
+    perhaps nothing.
     """
 
     def __init__(self, size: int, sample_rate: float, streams: Callable[[], Streams]) -> None:
@@ -105,27 +108,29 @@ class PoissonSampler(Sampler[list[int]]):
         planned: deque[Microbatch] = deque()
         self.planned = planned
         for step in self.steps:
-            rows = poisson_sample(
-                self.size, self.sample_rate, self._streams().at(step)[BATCH]
-            ).tolist()
-            size = self.most or max(1, len(rows))
-            parts = [rows[start : start + size] for start in range(0, len(rows), size)] or [[]]
-            for place, part in enumerate(parts):
-                last = place == len(parts) - 1
-                planned.append(Microbatch(step, len(rows), place * size, last))
+            stream = self._streams().at(step)[BATCH]
+            drawn = poisson_sample(self.size, self.sample_rate, stream)
+            rows = stream.ranks.own(drawn).tolist()
+            # all ranks make as many passes as the one with most records: some need each other's
+            most = max(1, -(-len(drawn) // stream.ranks.size))
+            size = self.most or most
+            for start in range(0, most, size):
+                part = rows[start : start + size]
+                planned.append(Microbatch(step, len(part), start, start + size >= most))
                 yield part
 
     def __len__(self) -> int:
         return len(self.steps)
 
 
-class _Collate:
+class Collate:
     """The user's way to join records; for none of them, zeros in the place of one."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, views: int) -> None:
         self.collate, self.dataset, self.views = collate, dataset, views
 
     def __call__(self, records: list[Any]) -> Any:
+        """A batch of some records, or the placeholder."""
         if records:
             batch = self.collate(records)
         else:  # only the shape of the record is used; what is no number becomes empty
@@ -173,7 +178,7 @@ class PrivateLoader(DataLoader[Any]):
             loader.dataset,
             batch_sampler=sampler,
             num_workers=loader.num_workers,
-            collate_fn=_Collate(loader.collate_fn, loader.dataset, views),
+            collate_fn=Collate(loader.collate_fn, loader.dataset, views),
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,

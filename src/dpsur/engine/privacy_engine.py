@@ -1,9 +1,9 @@
 """`PrivacyEngine`: makes a model, an optimizer and a data loader private, for a custom loop."""
 
 import os
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,25 +11,20 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpsur import checks
+from dpsur.distributed import connect
+from dpsur.distributed.ranks import unwrap
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.gate import LossGate, Snapshot
-from dpsur.engine.loader import Microbatch, PoissonSampler, PrivateLoader, check_loader
-from dpsur.engine.optimizer import check_optimizer, make_private_optimizer
-from dpsur.engine.watch import StepError, Watcher
+from dpsur.engine.loader import Collate, PoissonSampler, PrivateLoader, check_loader
+from dpsur.engine.optimizer import make_private_optimizer
+from dpsur.engine.setup import parameters_to_train, planned_steps, refuse_options, size_and_rate
+from dpsur.engine.sharding import Sharding, is_sharded
+from dpsur.engine.steps import PrivateLoop
+from dpsur.engine.watch import Watcher
 from dpsur.environment import versions
-from dpsur.errors import (
-    BudgetError,
-    CheckpointError,
-    InvalidInputError,
-    NothingReleasedError,
-)
-from dpsur.functional.parameters import elementwise
-from dpsur.mechanism.dp_gradient import add_gaussian
-from dpsur.mechanism.sampling import poisson_sample
-from dpsur.mechanism.streams import NOISE, VAL_BATCH, VAL_NOISE, Streams
+from dpsur.errors import CheckpointError, InvalidInputError, NothingReleasedError, StepError
+from dpsur.mechanism.streams import Streams
 from dpsur.per_example.augmentation import Augment
-from dpsur.per_example.clipping import ClippedSum
-from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
 from dpsur.privacy.calibrate import calibrate
 from dpsur.privacy.events import SampledGaussian, Step, Trial
 from dpsur.privacy.ledger import Ledger
@@ -43,7 +38,7 @@ from dpsur.runs.replanning import CUSTOM_LOOP
 FORMAT = "dpsur-engine/1"
 
 
-class PrivacyEngine:
+class PrivacyEngine(PrivateLoop):
     """Differentially private training in a custom loop.
 
         engine = dpsur.PrivacyEngine()
@@ -59,7 +54,9 @@ class PrivacyEngine:
         print(engine.get_epsilon(delta=1e-5))
 
     The model is the module itself, the optimizer is the same object with another class, and the
-    loader draws Poisson batches from the same data set.
+    loader draws Poisson batches from the same data set. Under `torchrun` every rank runs the same
+    loop: the loader yields its share of a batch that is drawn over the whole data set, and the
+    clipped sums of all ranks are added up before the noise, of which there is one draw.
 
     Formal guarantee: every `optimizer.step()` is a sampled Gaussian mechanism of the loader's
     sample rate and the noise multiplier, charged before it is made. All weights that the loop sees
@@ -86,16 +83,7 @@ class PrivacyEngine:
                 "secure_mode=True is not supported: random numbers come from Philox4x64-10 under a "
                 "secret key, which is not a cryptographic generator; leave it out"
             )
-        self._ledger: PrivacyLedger | None = None
-        self._due: Microbatch | None = None
-        self._criterion: Criterion | None = None
-        self._gate: LossGate | None = None
-        self._saved: Snapshot | None = None
-        self._test_batch: list[tuple[int, Any]] = []
-        # Schedulers do nothing after a step that did nothing or was undone.
-        self.scheduler_due = True
-        self.verdicts: list[bool] = []
-        self._accepted = 0
+        super().__init__()
 
     @checks.arguments
     def make_private(
@@ -156,17 +144,23 @@ class PrivacyEngine:
                 loader then yields every record so many times in a row, for `augment` to change.
             seed: makes batches and noise repeatable, and void against anyone who knows it.
         """
-        _refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
+        refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
         checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
         checks.positive("noise_multiplier", noise_multiplier)
         checks.positive("max_grad_norm", max_grad_norm)
-        trained = self._check(module, optimizer, data_loader)
-        size, rate = _size_and_rate(data_loader)
+        module = unwrap(module)
+        if self._ledger is not None:
+            raise InvalidInputError(
+                "this engine is in use; make one PrivacyEngine for each training, and add up their "
+                "epsilons if they use the same records"
+            )
+        trained = parameters_to_train(module, optimizer, data_loader)
+        size, rate = size_and_rate(data_loader)
         update = SampledGaussian(rate, noise_multiplier)
         test = None if gate is None else gate.test(size)
         step = Trial(update, test)
         delta = min(1e-5, 0.1 / size) if target_delta is None else target_delta
-        planned = _planned_steps(epochs, steps, data_loader)
+        planned = planned_steps(epochs, steps, data_loader)
         if gate is not None and gate.accounting == PROVEN:
             if planned is None:
                 raise InvalidInputError(
@@ -189,23 +183,35 @@ class PrivacyEngine:
         self._event: Step = step
         self._size, self._rate, self._noise = size, rate, noise_multiplier
         device = next(iter(trained.values())).device
-        self._streams, self._seed = Streams(seed, device), seed
         if views > 1 and augment is None:
             raise InvalidInputError(f"views={views} needs augment=..., which makes them different")
+        ranks = connect(device)
+        ranks.check_same(
+            {
+                "settings": f"{step} {max_grad_norm} {self._ledger.describe()} {seed} {views} "
+                f"{None if gate is None else gate.loss_clip}",
+                "number of records": str(size),
+                "parameters": str([(name, value.shape) for name, value in trained.items()]),
+            }
+        )
+        sharding = Sharding(module, trained, ranks) if is_sharded(module) else None
+        if sharding is None:
+            ranks.broadcast_module(module)
+        self._streams, self._seed = Streams(seed, device, ranks), seed
         self._module, self._optimizer, self._dataset = module, optimizer, data_loader.dataset
         self._gate, self._saved = gate, None
         if isinstance(self._ledger, SelectiveLedger):
             self._first = Snapshot(module, optimizer)
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
         self._watcher = Watcher(
-            module, trained, max_grad_norm, loss_reduction, self._expect, augment, views
+            module, trained, max_grad_norm, loss_reduction, self._expect, augment, views, sharding
         )
         sampler = PoissonSampler(size, rate, lambda: self._batch_streams())
         if max_physical_batch_size is not None:
             checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
             sampler.most = max_physical_batch_size
         self._loader = PrivateLoader(data_loader, sampler, self, views)
-        self._collate = data_loader.collate_fn
+        self._test_collate = Collate(data_loader.collate_fn, data_loader.dataset, 1)
         return module, make_private_optimizer(optimizer, self), self._loader
 
     def make_private_with_epsilon(
@@ -227,10 +233,10 @@ class PrivacyEngine:
         `epochs` or `steps` says how long the training is; both are fixed here.
         """
         check_loader(data_loader)
-        planned = _planned_steps(epochs, steps, data_loader)
+        planned = planned_steps(epochs, steps, data_loader)
         if planned is None:
             raise InvalidInputError("give epochs or steps: the noise depends on their number")
-        size, rate = _size_and_rate(data_loader)
+        size, rate = size_and_rate(data_loader)
         noise = calibrate(
             epsilon=target_epsilon,
             delta=target_delta,
@@ -252,53 +258,6 @@ class PrivacyEngine:
             **options,
         )
 
-    def _check(
-        self, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader[Any]
-    ) -> dict[str, nn.Parameter]:
-        """Refuse what cannot be made private; returns the parameters to be trained."""
-        if self._ledger is not None:
-            raise InvalidInputError(
-                "this engine is in use; make one PrivacyEngine for each training, and add up their "
-                "epsilons if they use the same records"
-            )
-        if not isinstance(module, nn.Module):
-            raise InvalidInputError(f"module must be an nn.Module, got {type(module).__name__}")
-        if hasattr(module, "_orig_mod"):
-            raise InvalidInputError(
-                "module was compiled by torch.compile, inside which layers cannot be watched; pass "
-                "the module itself"
-            )
-        check_optimizer(optimizer)
-        check_loader(data_loader)
-        names = {id(value): name for name, value in module.named_parameters()}
-        given = [value for group in optimizer.param_groups for value in group["params"]]
-        if any(id(value) not in names for value in given):
-            raise InvalidInputError(
-                "the optimizer has parameters that are not the module's; build it from "
-                "module.parameters(), after the module is on its device"
-            )
-        held = {id(value) for value in given}
-        trained = {
-            name: value
-            for name, value in module.named_parameters()
-            if value.requires_grad and id(value) in held
-        }
-        for name, value in module.named_parameters():
-            if value.requires_grad and id(value) not in held:
-                raise InvalidInputError(
-                    f"parameter {name} requires a gradient but is not in the optimizer; freeze it "
-                    "with requires_grad_(False), or add it to the optimizer"
-                )
-        if not trained:
-            raise InvalidInputError("no parameter in the optimizer requires a gradient")
-        count = sum(value.numel() for value in trained.values())
-        if count > MOST_WEIGHTS:
-            raise InvalidInputError(
-                f"the model has {count} trainable weights, and guarantees are computed for at most "
-                f"{MOST_WEIGHTS}; freeze some of them with requires_grad_(False)"
-            )
-        return trained
-
     @property
     def criterion(self) -> Criterion:
         """The loss that was given to `make_private`, computed for each record alone."""
@@ -307,13 +266,6 @@ class PrivacyEngine:
         return self._criterion
 
     # What is spent
-
-    @property
-    def accountant(self) -> PrivacyLedger:
-        """The ledger that every step is charged to."""
-        if self._ledger is None:
-            raise InvalidInputError("call make_private first")
-        return self._ledger
 
     def get_epsilon(self, delta: float) -> float:
         """Epsilon of the steps made so far: a progress figure.
@@ -388,164 +340,6 @@ class PrivacyEngine:
         write_release(folder.release, self._module, statement, NO_ORIGIN)
         return folder.release
 
-    # The loop
-
-    def _batch_streams(self) -> Streams:
-        """Batches are drawn on the host."""
-        if self._streams.device.type == "cpu":
-            return self._streams
-        host = Streams(0, torch.device("cpu"), self._streams.rank)
-        host.key = self._streams.key
-        return host
-
-    def begin_epoch(self, length: int) -> range:
-        """The numbers of the steps whose batches an iteration of the loader may yield."""
-        self._check_size()
-        first = self.accountant.steps + 1
-        self._due = None  # what was looked at and not used is drawn again
-        self._watcher.forget()
-        if not self.accountant.affords(self._event):
-            raise self._spent()
-        if isinstance(self.accountant, SelectiveLedger):  # ends after the last update
-            assert self.accountant.plan is not None
-            length = self.accountant.plan.trials
-        return range(first, first + length)
-
-    def finished(self) -> bool:
-        """Whether no further batch is to be yielded: what was planned is done."""
-        return self._due is None and not self.accountant.affords(self._event)
-
-    def _spent(self) -> BudgetError:
-        return BudgetError(
-            f"the budget is spent after {self.accountant.steps} steps "
-            f"({self.accountant.describe()}); stop here, or plan more steps in make_private"
-        )
-
-    def _check_size(self) -> None:
-        now = len(cast(Sized, self._dataset))
-        if now != self._size:
-            raise StepError(
-                f"the data set has {now} records, and had {self._size} in make_private: the sample "
-                "rate was fixed for those; make a new engine for another data set"
-            )
-
-    def yielded(self, batch: Microbatch) -> None:
-        """The loader is about to yield a microbatch."""
-        self._check_size()
-        if batch.first and self._due is not None:
-            raise StepError(
-                "a private batch was drawn and optimizer.step() was not called for the one before; "
-                "make one step for every batch of the loader (for larger batches, give the loader "
-                "a larger batch_size and set max_physical_batch_size)"
-            )
-        if batch.step != self.accountant.steps + 1:
-            raise StepError(
-                "this pass over the loader is not the latest one, and its batches belong to steps "
-                "that were made meanwhile; iterate over the loader once at a time"
-            )
-        if self._watcher.sums.rows != batch.before:
-            raise StepError(
-                "a microbatch was drawn, and backward() was not called exactly once for each "
-                "record of those before; call it for every microbatch"
-            )
-        self._due = batch
-
-    def _expect(self, rows: int) -> Tensor | None:
-        """Called before each watched forward pass: a private batch has to be there."""
-        if self._due is None:
-            raise StepError(
-                "the model was called in training mode without a batch of the private loader; "
-                "iterate over the loader that make_private returned, and evaluate with "
-                "model.eval() or torch.no_grad()"
-            )
-        if self._due.empty:
-            device = next(iter(self._watcher.trained.values())).device
-            return torch.zeros(rows, dtype=torch.bool, device=device)
-        return None
-
-    def begin_step(self) -> bool:
-        """Charge a step, and put the private gradient in place. Called by `optimizer.step()`."""
-        due, watcher = self._due, self._watcher
-        if due is None:
-            raise StepError(
-                "optimizer.step() was called without a new batch of the private loader; make one "
-                "step for every batch that the loader from make_private yields"
-            )
-        seen = watcher.sums.rows
-        wanted = 1 if due.empty else due.drawn
-        if not due.last:
-            self.scheduler_due = False
-            return False
-        if not seen:
-            raise StepError(
-                "optimizer.step() was called without a private backward pass: "
-                + (watcher.unwatched or "call loss.backward() on outputs of the model first")
-            )
-        if seen != wanted and not due.empty:
-            raise StepError(
-                f"backward passes went through {seen} records, but the private batch has another "
-                "number of them; use each record of the batch exactly once, and no others",
-                private=f"the private batch has {wanted} records",
-            )
-        watcher.check_parameters()
-        watcher.check_gradients()
-        self.accountant.charge(self._event)
-        self._due = None
-        total = ClippedSum(watcher.take(), watcher.max_grad_norm)
-        # the model may have been moved since
-        self._streams.device = next(iter(watcher.trained.values())).device
-        noise = self._streams.at(due.step)[NOISE]
-        noisy = add_gaussian(total, self._noise, noise)
-        expected = self._rate * self._size
-        watcher.write_gradients(elementwise(lambda value: value / expected, noisy))
-        if self._gate is not None:
-            self._saved = Snapshot(self._module, self._optimizer)
-            self._test_batch = self._draw_test_batch(due.step)
-            self._before = self._gate.mean_loss(self._module, self._test_batch)
-        self._step = due.step
-        return True
-
-    def end_step(self) -> None:
-        """The optimizer has made a candidate: keep it, or go back."""
-        self.scheduler_due = True
-        if self._gate is None or self._saved is None:
-            self._accepted += 1
-            return
-        after = self._gate.mean_loss(self._module, self._test_batch)
-        noise = self._streams.at(self._step)[VAL_NOISE]
-        accepted = self._gate.accepts(after, self._before, noise)
-        self._accepted += accepted
-        if not accepted:
-            self._saved.restore()
-            self.scheduler_due = False
-        if isinstance(self.accountant, SelectiveLedger):
-            self._count(accepted, self.accountant)
-        if self._gate.show_verdicts:
-            self.verdicts.append(accepted)
-        self._saved, self._test_batch = None, []
-
-    def _count(self, accepted: bool, ledger: SelectiveLedger) -> None:
-        """Charge an accepted update; give up where the cap on trials is reached."""
-        if accepted:
-            ledger.accept()
-        if ledger.given_up:
-            self._first.restore()
-            raise NothingReleasedError(
-                "the cap on trials was reached before all updates were accepted, which is as "
-                "improbable as delta demands; the first weights are back, and nothing that came of "
-                "this training may be released"
-            )
-
-    def _draw_test_batch(self, step: int) -> list[tuple[int, Any]]:
-        """A fresh Poisson batch, collated as the loader does, in microbatches."""
-        assert self._gate is not None
-        rate = self._gate.test(self._size).sample_rate
-        rows = poisson_sample(self._size, rate, self._batch_streams().at(step)[VAL_BATCH]).tolist()
-        most = self._loader.poisson.most or max(1, len(rows))
-        parts = [rows[start : start + most] for start in range(0, len(rows), most)]
-        collate, data = self._collate, cast(Any, self._dataset)
-        return [(len(part), collate([data[row] for row in part])) for part in parts]
-
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -588,46 +382,3 @@ class PrivacyEngine:
             )
         self._ledger, self._due, self._accepted = ledger, None, int(state["accepted"])
         self._watcher.forget()
-
-
-def _refuse_options(
-    batch_first: bool,
-    poisson_sampling: bool,
-    clipping: str,
-    noise_generator: Any,
-    grad_sample_mode: str,
-) -> None:
-    if not batch_first:
-        raise InvalidInputError(
-            "batch_first=False is not supported; put the records into the first dimension"
-        )
-    if not poisson_sampling:
-        raise InvalidInputError(
-            "poisson_sampling=False is not supported: no epsilon is known for shuffled batches; "
-            "leave it out"
-        )
-    if clipping != "flat":
-        raise InvalidInputError(
-            f"clipping={clipping!r} is not supported; use 'flat', one norm over all parameters"
-        )
-    if noise_generator is not None:
-        raise InvalidInputError(
-            "noise_generator is not supported: noise is drawn in double precision from a secret "
-            "key; for a repeatable run pass seed=..."
-        )
-    checks.one_of("grad_sample_mode", grad_sample_mode, ("hooks", "functorch", "ew", "ghost"))
-
-
-def _size_and_rate(loader: DataLoader[Any]) -> tuple[int, float]:
-    return len(cast(Sized, loader.dataset)), 1 / len(loader)
-
-
-def _planned_steps(epochs: int | None, steps: int | None, loader: DataLoader[Any]) -> int | None:
-    if epochs is not None and steps is not None:
-        raise InvalidInputError("give epochs or steps, not both")
-    if epochs is not None:
-        checks.at_least_one("epochs", epochs)
-        return int(epochs) * len(loader)
-    if steps is not None:
-        checks.at_least_one("steps", steps)
-    return steps

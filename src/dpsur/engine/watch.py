@@ -19,36 +19,26 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpsur.engine.loss_graph import Cut, check_loss_graph
-from dpsur.errors import InvalidInputError, UnsupportedModelError
+from dpsur.engine.plans import Plans, row_count_of
+from dpsur.engine.sharding import Sharding
+from dpsur.errors import StepError
 from dpsur.functional.call import Arguments, arguments, every_module, use_weights
 from dpsur.functional.parameters import Params
-from dpsur.functional.problem import Objective, forbid_side_effects, without_flattening
+from dpsur.functional.problem import forbid_side_effects, without_flattening
 from dpsur.functional.process_settings import precision
-from dpsur.functional.records import Examples
 from dpsur.functional.tree import (
-    describe_rows,
-    flatten,
     map_tensors,
-    signature,
-    slice_rows,
     split_rows,
-    tensors_of,
 )
 from dpsur.per_example.augmentation import Augment, check_augmentation
 from dpsur.per_example.contributions import Factors, clip_factors
-from dpsur.per_example.engine_choice import Engine, Plan, plan_for
-from dpsur.per_example.memory_budget import GradientBudget
-from dpsur.per_example.model_check import check_model
+from dpsur.per_example.engine_choice import Engine, Plan
 from dpsur.per_example.one_pass import copy_per_example, use_rules
 from dpsur.per_example.rules import RULES
 from dpsur.per_example.tape import Layout, Tape
 
 # Tensors that a module without any rule may take and return.
 _MOST_TENSORS = 1000
-
-
-class StepError(InvalidInputError):
-    """A loop that does something the accounting does not cover; nothing was released by it."""
 
 
 @dataclass(eq=False)
@@ -87,17 +77,16 @@ class Watcher:
         expects: Callable[[int], Tensor | None],
         augment: Augment | None = None,
         views: int = 1,
+        sharding: Sharding | None = None,
     ) -> None:
-        self.module, self.trained = module, trained
+        self.module, self.trained, self.sharding = module, trained, sharding
         self.max_grad_norm, self.loss_reduction = max_grad_norm, loss_reduction
         self.sums = Sums()
         self.unwatched: str | None = None
-        self.rounded = False  # whether a call was made in bfloat16
         self._expects = expects
         self._augment, self._views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
-        self._plans: dict[object, Plan] = {}
-        self._lengths: dict[object, list[Plan]] = {}
+        self._plans = Plans(module, list(trained), sharding)
         self._factors: tuple[float, ...] | None = None
         self._calls: list[Call] = []
         self._open: tuple[ExitStack, Tape, Plan] | None = None
@@ -107,9 +96,13 @@ class Watcher:
             module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
         ]
-        self._own_hooks = tuple(handle.id for handle in self._handles)
         _watchers.add(self)
         _wrap_backward()
+
+    @property
+    def rounded(self) -> bool:
+        """Whether a call was made in bfloat16."""
+        return self._plans.rounded
 
     def __deepcopy__(self, memo: Any) -> "Watcher":
         return _inactive()
@@ -134,7 +127,7 @@ class Watcher:
             return None
         if not torch.is_grad_enabled():
             return None
-        rows = _row_count(Arguments(args, kwargs))
+        rows = row_count_of(Arguments(args, kwargs))
         if rows % self._views:
             raise StepError(
                 f"the model was called with {rows} rows, which is no multiple of the {self._views} "
@@ -144,10 +137,22 @@ class Watcher:
         self.check_parameters()
         args, kwargs = self._augmented(args, kwargs)
         inputs = Arguments(args, kwargs)
-        plan = self._plan(inputs)
-        params = {name: value.detach() for name, value in self.trained.items()}
-        tape = Tape(params, rows, list(plan.layouts) or [Layout(0)] * _MOST_TENSORS)
+        self._busy = True
+        try:
+            plan = self._plans.find(inputs)
+        finally:
+            self._busy = False
+        layouts = list(plan.layouts) or [Layout(0)] * _MOST_TENSORS
         stack = ExitStack()
+        if self.sharding is not None:
+            assert plan.assignment is not None
+            tape = self.sharding.tape(rows, layouts)
+            self._open = stack, tape, plan
+            stack.enter_context(self.sharding.watched())
+            stack.enter_context(use_rules(plan.assignment, module, tape))
+            return args, kwargs
+        params = {name: value.detach() for name, value in self.trained.items()}
+        tape = Tape(params, rows, layouts)
         self._open = stack, tape, plan
         stack.enter_context(without_flattening(every_module(module)))
         stack.enter_context(forbid_side_effects(module, {}))
@@ -169,7 +174,7 @@ class Watcher:
                 "with augment=..., call the model with positional or with keyword arguments only"
             )
         inputs = kwargs or (args[0] if len(args) == 1 else args)
-        if not self._plans:
+        if not len(self._plans):
             check_augmentation(self._augment, self._views, inputs)
         return arguments(self._augment(inputs))
 
@@ -243,54 +248,10 @@ class Watcher:
             otherwise=lambda value: value,
         )
 
-    # The plan
-
-    def _plan(self, inputs: Arguments) -> Plan:
-        device = next(iter(self.trained.values())).device
-        kind = device.type
-        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
-            raise StepError(
-                "autocast in float16 needs a GradScaler, which a private step cannot have; use "
-                "torch.autocast(..., dtype=torch.bfloat16)"
-            )
-        bf16 = torch.is_autocast_enabled(kind)
-        self.rounded = self.rounded or bf16
-        key = (signature(inputs), inputs.constants, bf16)
-        if key not in self._plans:
-            self._plans[key] = self._known_plan(inputs, bf16) or self._new_plan(inputs, bf16)
-        return self._plans[key]
-
-    def _known_plan(self, inputs: Arguments, bf16: bool) -> Plan | None:
-        """The plan of two other lengths of the same inputs, if it is the same for both.
-
-        Texts that are padded to the longest of a batch come in hundreds of lengths.
-        """
-        tried = self._lengths.get(_without_sizes(inputs, bf16), [])
-        if len(tried) < 2 or tried[0].assignment is None:
-            return None
-        first, second = tried[:2]
-        same = first.layouts == second.layouts and first.assignment == second.assignment
-        return first if same else None
-
-    def _new_plan(self, inputs: Arguments, bf16: bool) -> Plan:
-        self._busy = True
-        try:
-            with torch.autocast(next(iter(self.trained.values())).device.type, enabled=False):
-                plan = self._make_plan(inputs, bf16)
-        finally:
-            self._busy = False
-        self._lengths.setdefault(_without_sizes(inputs, bf16), []).append(plan)
-        return plan
-
-    def _make_plan(self, inputs: Arguments, bf16: bool) -> Plan:
-        if not self._plans:
-            check_model(self.module, Examples(slice_rows(inputs, slice(1)), None))
-        params = {name: value.detach() for name, value in self.trained.items()}
-        objective = Objective(self.module, _no_loss, bf16=bf16)
-        return plan_for(objective, params, inputs, GradientBudget())
-
     def check_parameters(self) -> None:
         """Refuse a module whose parameters are no longer those of the set-up."""
+        if self.sharding is not None:
+            self.sharding.reshard()
         now = dict(self.module.named_parameters())
         for name, value in self.trained.items():
             if now.get(name) is not value:
@@ -393,9 +354,11 @@ class Watcher:
             factors = Factors(factors.values * scale, factors.keep)
             if factors.keep is not None:
                 factors.values.masked_fill_(~factors.keep, 0.0)
-            sums = {
-                name: tape.weighted_sum(name, factors, last=True) for name in reversed(tape.params)
-            }
+            sums: Params = {}
+            for name in reversed(tape.params):
+                total = tape.weighted_sum(name, factors, last=True)
+                # of a sharded parameter only this rank's part is kept, of the sum of all ranks
+                sums[name] = total if self.sharding is None else self.sharding.reduce(name, total)
         self.sums.add(call.rows, sums)
         tape.leaves.clear()
         self._mark_gradients()
@@ -439,7 +402,9 @@ class Watcher:
         """The clipped sums of the batch, which are forgotten here."""
         sums, self.sums, self._calls = self.sums, Sums(), []
         return {
-            name: sums.params.get(name, torch.zeros_like(value.detach()))
+            name: found
+            if (found := sums.params.get(name)) is not None
+            else torch.zeros_like(value.detach())
             for name, value in self.trained.items()
         }
 
@@ -447,7 +412,8 @@ class Watcher:
         """Hand the private gradient to the optimizer."""
         for name, value in self.trained.items():
             grad = self._grads[name][0] if name in self._grads else torch.zeros_like(value)
-            grad.copy_(gradients[name])
+            new = gradients[name]
+            grad.copy_(new if self.sharding is None else self.sharding.distribute(name, new))
             value.grad = grad
             self._grads[name] = grad, grad._version
 
@@ -456,39 +422,13 @@ class Watcher:
         self.sums, self._calls = Sums(), []
 
 
-def _without_sizes(inputs: Arguments, bf16: bool) -> object:
-    """What inputs share that differ in nothing but the sizes of their records."""
-    kinds = tuple((name, value.dim(), value.dtype) for name, value in flatten(inputs).items())
-    return kinds, inputs.constants, bf16
-
-
 def _inactive() -> Watcher:
     return object.__new__(Watcher)
-
-
-def _no_loss(outputs: Any, targets: Any) -> Tensor:
-    raise NotImplementedError("the loss of a custom loop is custom")
 
 
 def _close(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(abs(a - b) <= 1e-9 * abs(a) for a, b in pairs)
-
-
-def _row_count(inputs: Arguments) -> int:
-    """How many records a call is for; refuses arguments that do not agree."""
-    found = tensors_of(inputs)
-    if not found:
-        raise UnsupportedModelError("the model was called without a tensor; pass it the records")
-    rows = len(found[0]) if found[0].dim() else 0
-    for value in found:
-        if not value.dim() or len(value) != rows:
-            raise UnsupportedModelError(
-                f"the model was called with tensors of {describe_rows(inputs)}, of which one has "
-                f"the shape {tuple(value.shape)} and another {rows} rows; every tensor must have a "
-                "row per record in its first dimension (batch_first=True)"
-            )
-    return rows
 
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()

@@ -45,7 +45,14 @@ def dp_mean_gradient(
     `coins` are those of `clipped_sum`.
     """
     total = clipped_sum(
-        problem, params, batch.data, max_grad_norm, mask=batch.mask, rows=batch.rows, coins=coins
+        problem,
+        params,
+        batch.data,
+        max_grad_norm,
+        mask=batch.mask,
+        rows=batch.rows,
+        coins=coins,
+        ranks=batch.ranks,
     )
     noisy = add_gaussian(total, noise_multiplier, noise)
     # The expected size, not the drawn one: the drawn size is private, and dividing by it would

@@ -190,10 +190,9 @@ def mean_losses(
 
     An empty batch says nothing for or against: both are zero.
     """
-    if len(batch) == 0:
-        nothing = torch.zeros((), dtype=torch.float64, device=problem.device)
-        return nothing, nothing
-    losses = paired_losses(problem, candidate, current, batch.examples)
+    losses = torch.zeros(2, 0, device=problem.device)
+    if len(batch):
+        losses = paired_losses(problem, candidate, current, batch.examples)
     after, before = batch.mean(losses.double()).unbind()
     return after, before
 

@@ -9,7 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from dpsur.distributed import ALONE, Ranks
 from dpsur.functional.records import Examples, HostExamples
+from dpsur.functional.tree import tensors_of
 from dpsur.mechanism.streams import Stream
 
 # A padded batch holds this many standard deviations more than is expected. More are drawn about
@@ -26,13 +28,16 @@ class Batch:
 
     `data` is what was drawn from and `rows` says which of it; None means all. `mask` tells the
     drawn rows; None means all. `overflow` tells whether more were drawn than there is room for;
-    None means that there is room for any.
+    None means that there is room for any. Where there are several `ranks`, these are the rows of
+    this one, and `total` counts the rows of all.
     """
 
     data: Examples
     mask: Tensor | None = None
     overflow: Tensor | None = None
     rows: Tensor | None = None
+    ranks: Ranks = ALONE
+    total: int | None = None
 
     def __len__(self) -> int:
         return len(self.data) if self.rows is None else len(self.rows)
@@ -42,12 +47,31 @@ class Batch:
         """The rows themselves, gathered when they are first asked for."""
         return self.data.part(slice(None)) if self.rows is None else self.data.select(self.rows)
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Mean over the rows that were drawn, which are the last dimension; zero where none was."""
+    def own_sum(self, values: Tensor) -> Tensor:
+        """Sum over the rows of this rank that were drawn, which are the last dimension."""
         if self.mask is None:
-            return values.sum(-1) / max(1, len(self))
+            return values.sum(-1)
         # Replaced, not multiplied: what is not finite outside the sample must not matter.
-        return values.masked_fill(~self.mask, 0.0).sum(-1) / self.mask.sum().clamp(min=1)
+        return values.masked_fill(~self.mask, 0.0).sum(-1)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over the rows of all ranks that were drawn; zero where none was."""
+        total, count = self.own_sum(values), self._own_count(values)
+        if self.ranks.size > 1:
+            both = torch.cat([total.reshape(-1), count.reshape(1).to(total.dtype)])
+            both = self.ranks.sum(both)
+            total, count = both[:-1].view(total.shape), both[-1]
+        return total / count.clamp(min=1)
+
+    def count(self) -> Tensor:
+        """How many rows were drawn, on all ranks together."""
+        first = tensors_of(self.data.inputs)[0]
+        return self.ranks.sum(self._own_count(first).reshape(1))[0]
+
+    def _own_count(self, like: Tensor) -> Tensor:
+        if self.mask is not None:
+            return self.mask.sum()
+        return torch.full((), len(self), dtype=torch.int64, device=like.device)
 
 
 Draw = Callable[[Examples, float, Stream], Batch]
@@ -71,12 +95,17 @@ def exact_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
     """A Poisson sample as it is drawn."""
     following = stream.ahead()
     rows = poisson_sample(len(examples), rate, stream)
-    return _fetched(Batch(examples, rows=rows), exact_rows, rate, following)
+    return _fetched(_share(examples, rows, stream.ranks), exact_rows, rate, following)
 
 
 def exact_rows(examples: Examples, rate: float, stream: Stream) -> Tensor:
     """The rows of `exact_batch`."""
-    return poisson_sample(len(examples), rate, stream)
+    return stream.ranks.own(poisson_sample(len(examples), rate, stream))
+
+
+def _share(examples: Examples, rows: Tensor, ranks: Ranks) -> Batch:
+    """The batch of this rank, of the rows that all ranks have drawn alike."""
+    return Batch(examples, rows=ranks.own(rows), ranks=ranks, total=len(rows))
 
 
 def _fetched(
@@ -132,15 +161,20 @@ def padded_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
     Nothing here waits for the device, so that a trial can be captured and replayed. Rows that were
     not drawn are copies of the first record and are masked out.
     """
-    return _padded(examples, rate, _joins(len(examples), rate, stream), padding_level.get())
+    joins = _joins(len(examples), rate, stream)
+    return _padded(examples, rate, joins, stream.ranks, padding_level.get())
 
 
-def _padded(examples: Examples, rate: float, joins: Tensor, level: int | None = None) -> Batch:
+def _padded(
+    examples: Examples, rate: float, joins: Tensor, ranks: Ranks, level: int | None = None
+) -> Batch:
     size = len(examples)
     room = padded_size(size, rate) if level is None else padded_sizes(size, rate)[level]
+    room = math.ceil(room / ranks.size) * ranks.size  # every rank has as many rows
     found = torch.nonzero_static(joins, size=room, fill_value=-1)[:, 0]
     overflow = joins.sum() > room if room < size else None
-    return Batch(examples, mask=found >= 0, overflow=overflow, rows=found.clamp(min=0))
+    own = ranks.own(found)
+    return Batch(examples, own >= 0, overflow, own.clamp(min=0), ranks, room)
 
 
 def steady_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
@@ -154,12 +188,14 @@ def steady_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
     following = stream.ahead()
     joins = _joins(len(examples), rate, stream)
     if isinstance(examples, HostExamples):  # whose next batch is fetched before it is drawn
-        batch = _padded(examples, rate, joins)
+        batch = _padded(examples, rate, joins, stream.ranks)
     else:
         rooms = padded_sizes(len(examples), rate)
-        batch = _padded(examples, rate, joins, level_for(rooms, int(joins.sum())))
+        level = level_for(rooms, int(joins.sum()))
+        batch = _padded(examples, rate, joins, stream.ranks, level)
     if batch.overflow is not None and bool(batch.overflow):
-        return _fetched(Batch(examples, rows=joins.nonzero()[:, 0]), exact_rows, rate, following)
+        whole = _share(examples, joins.nonzero()[:, 0], stream.ranks)
+        return _fetched(whole, exact_rows, rate, following)
     return _fetched(replace(batch, overflow=None), _padded_rows, rate, following)
 
 

@@ -20,6 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from dpsur.distributed import ALONE, Ranks
 from dpsur.errors import CheckpointError
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.mechanism.philox import Key, philox_normal, philox_uniform
@@ -62,13 +63,18 @@ class Stream:
 
     def __init__(self, streams: "Streams", purpose: str, step: int | Tensor) -> None:
         self._streams, self.purpose, self._step = streams, purpose, step
-        self._rank = streams.rank + 1 if purpose in PER_RANK else 0
+        self._rank = streams.ranks.rank + 1 if purpose in PER_RANK else 0
         self._next = 0
 
     @property
     def device(self) -> torch.device:
         """Where draws are made."""
         return self._streams.device
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that make the same draws."""
+        return self._streams.ranks
 
     def uniform(self, count: int) -> Tensor:
         """Uniform numbers in [0, 1)."""
@@ -105,6 +111,11 @@ class Draws:
             self._found[purpose] = Stream(self._streams, purpose, self.step)
         return self._found[purpose]
 
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that make the same draws."""
+        return self._streams.ranks
+
     @contextmanager
     def global_randomness(self, purpose: str) -> Iterator[None]:
         """Let code that only knows torch's global generator (dropout, initialisers) draw from here.
@@ -118,10 +129,12 @@ class Draws:
 class Streams:
     """The random numbers of one run, all of them under one secret key."""
 
-    def __init__(self, seed: int | None, device: torch.device, rank: int = 0) -> None:
+    def __init__(self, seed: int | None, device: torch.device, ranks: Ranks = ALONE) -> None:
         self.seeded = seed is not None
-        self.device, self.rank = device, rank
-        self.key = Key(os.urandom(KEY_BYTES) if seed is None else _seeded_key(seed))
+        self.device, self.ranks = device, ranks
+        # rank 0 draws the key: all ranks must make the same draws
+        drawn = ranks.from_main(lambda: os.urandom(KEY_BYTES)) if seed is None else None
+        self.key = Key(_seeded_key(seed) if seed is not None else drawn or b"")
 
     def at(self, step: int | Tensor) -> Draws:
         """The draws of a step: `SETUP`, or the number of the trial from 1."""
@@ -129,14 +142,14 @@ class Streams:
 
     def spawn(self, index: int) -> "Streams":
         """Independent streams for one of several runs that share a seed."""
-        child = Streams(0, self.device, self.rank)
+        child = Streams(0, self.device, self.ranks)
         digest = hashlib.blake2b(f"run {index}".encode(), key=self.key.content, digest_size=16)
         child.seeded, child.key = self.seeded, Key(digest.digest())
         return child
 
     def seed_for(self, purpose: str, step: int) -> int:
         """A seed of 63 bits for a generator that is not ours."""
-        rank = self.rank + 1 if purpose in PER_RANK else 0
+        rank = self.ranks.rank + 1 if purpose in PER_RANK else 0
         address = f"{PURPOSES[purpose]}/{rank}/{step}".encode()
         digest = hashlib.blake2b(address, key=self.key.content, digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1

@@ -361,9 +361,10 @@ class AdaptiveSteps:
                 direction,
             )
 
-        losses = torch.stack(
-            [self._problem.losses(moved(length), sample.examples) for length in lengths.unbind()]
-        )
+        losses = torch.zeros(len(lengths), 0, device=lengths.device)
+        if len(sample):
+            each = [self._problem.losses(moved(by), sample.examples) for by in lengths.unbind()]
+            losses = torch.stack(each)
         if sample.mask is not None:
             losses = torch.where(sample.mask, losses, 0.0)
         return exponential_mechanism(
@@ -391,7 +392,7 @@ def _memory(state: State) -> Mapping[str, Tensor]:
 def exponential_mechanism(
     losses: Tensor, loss_clip: float, choice_epsilon: float, stream: Stream
 ) -> Tensor:
-    """Row of `losses` (candidates by records) whose noisy clipped sum is least.
+    """Row of `losses` (candidates by records) whose noisy clipped sum, over all ranks, is least.
 
     Formal guarantee: the exponential mechanism on sums of values in [0, loss_clip], an event
     `NoisyChoice` with this epsilon: a row is chosen with probability in proportion to
@@ -404,5 +405,5 @@ def exponential_mechanism(
     draws = stream.uniform(len(losses))
     # The largest of scores plus Gumbel noise is distributed as the exponential mechanism.
     gumbel = -torch.log(-torch.log(draws.clamp(min=torch.finfo(torch.float64).tiny)))
-    scores = -choice_epsilon / loss_clip * clipped.sum(1)
+    scores = -choice_epsilon / loss_clip * stream.ranks.sum(clipped.sum(1))
     return (scores + gumbel).argmax()

@@ -270,7 +270,8 @@ class ImportanceGradient:
         event, problem = self.event(state), self.sampler.problem
         batch = self.sampler.batch(event.sample_rate, draws)
         # In (0, 1]: a draw of zero would keep a gradient that is too small to be scaled up.
-        coins = 1 - draws[COINS].uniform(len(batch))
+        drawn = len(batch) if batch.total is None else batch.total
+        coins = batch.ranks.own(1 - draws[COINS].uniform(drawn))
         with self.sampler.layer_randomness(draws):
             gradient = dp_mean_gradient(
                 problem,
@@ -320,7 +321,7 @@ class ImportanceGradient:
             norms = clipped_norms(sampler.problem, state.params, batch.examples, bound)
         if batch.mask is not None:
             norms = torch.where(batch.mask, norms, 0.0)
-        total = ClippedSum({"norms": norms.sum()}, sensitivity=bound)
+        total = ClippedSum({"norms": batch.ranks.sum(norms.sum())}, sensitivity=bound)
         noisy = add_gaussian(total, release.noise_multiplier, draws[STEERING])
         estimate = noisy["norms"] / release.sample_rate
         # The floor keeps every probability at most 1; the ceiling is what K cannot exceed.

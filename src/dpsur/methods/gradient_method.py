@@ -13,14 +13,10 @@ from typing import Any, Self
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.block_gate import (
-    FIRST_ADAM_RATE,
-    FIRST_PRODUCT,
-    BlockGate,
-    MeasuredUpdates,
-    is_classification,
-)
+from dpsur.mechanism.block_gate import FIRST_ADAM_RATE, FIRST_PRODUCT, BlockGate
+from dpsur.mechanism.block_tests import is_classification
 from dpsur.mechanism.gate import AlwaysAccept, LossTestGate, make_rule
+from dpsur.mechanism.measured_updates import MeasuredUpdates
 from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.state import Gate, Procedure
 from dpsur.mechanism.trial import Selective

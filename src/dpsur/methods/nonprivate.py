@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dpsur import checks
+from dpsur.distributed import Reduction
 from dpsur.functional.call import call_on
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem, example_losses, mode
@@ -95,6 +96,15 @@ class PlainGradient:
 
 
 def _mean_gradient(problem: Problem, params: Params, batch: Batch) -> Params:
+    count = batch.count().clamp(min=1)
+    reduction = Reduction(batch.ranks)
+    for name, value in _own_gradient(problem, params, batch, count).items():
+        reduction.add(name, value)
+    return reduction.result()
+
+
+def _own_gradient(problem: Problem, params: Params, batch: Batch, count: Tensor) -> Params:
+    """What the rows of this rank add to the mean over all `count` rows."""
     if not len(batch):
         return {name: torch.zeros_like(value) for name, value in params.items()}
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
@@ -102,6 +112,9 @@ def _mean_gradient(problem: Problem, params: Params, batch: Batch) -> Params:
         outputs = call_on(problem.model, leaves, batch.examples.inputs)
         losses = example_losses(problem.loss, outputs, batch.examples.targets)
         gradients = torch.autograd.grad(
-            batch.mean(losses), list(leaves.values()), allow_unused=True, materialize_grads=True
+            batch.own_sum(losses) / count,
+            list(leaves.values()),
+            allow_unused=True,
+            materialize_grads=True,
         )
     return dict(zip(leaves, gradients, strict=True))

@@ -1,11 +1,13 @@
 """Clip the gradient of every record by itself and add them up (Alg. 1, L4-7)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
+from dpsur.distributed import ALONE, Ranks, Reduction
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Objective, Problem
@@ -42,6 +44,7 @@ def clipped_sum(
     rows: Tensor | None = None,
     coins: Tensor | None = None,
     budget: GradientBudget = _DEFAULT_BUDGET,
+    ranks: Ranks = ALONE,
 ) -> ClippedSum:
     """Sum of the per-example gradients of a batch, each scaled down to the norm bound.
 
@@ -57,6 +60,9 @@ def clipped_sum(
     in (0, 1] per row, rounds every clipped gradient at random to the norm 0 or the bound: the
     guarantee is the same, and so is the mean of the sum. `max_grad_norm` may be a number on the
     device.
+
+    The rows are those of this rank, and the sum is that of all `ranks`: all of them must call this,
+    those without rows too.
     """
     size = len(examples) if rows is None else len(rows)
     if mask is not None and (mask.dtype != torch.bool or mask.shape != (size,)):
@@ -68,25 +74,32 @@ def clipped_sum(
         raise InvalidInputError(
             f"rows must be a list of indices, got {tuple(rows.shape)} of {rows.dtype}"
         )
+    reduction, total = Reduction(ranks), dict[str, Tensor]()
     if not size:
-        nothing = {name: torch.zeros_like(value) for name, value in params.items()}
-        return ClippedSum(nothing, sensitivity=max_grad_norm)
+        for name in reversed(params):
+            reduction.add(name, torch.zeros_like(params[name]))
+        return ClippedSum(_in_order(reduction.result(), params), sensitivity=max_grad_norm)
     plan = plan_for(objective, params, examples.inputs, budget)
-    total: Params = {}
     start = 0
     while start < size:
         most = max(1, plan.rows // objective.views)
         some = slice(start, min(start + most, size))
+        found: Params = {}
+        enough = True
         try:
             microbatch = _microbatch(objective, examples, some, rows, mask, plan, budget)
             if coins is not None:
                 microbatch = replace(microbatch, coins=coins[some])
-            partial = _microbatch_sum(objective, params, microbatch, max_grad_norm, plan)
+            travels = ranks.size > 1 and some.stop == size
+            for name, value in _microbatch_sums(objective, params, microbatch, max_grad_norm, plan):
+                found[name] = total[name] + value if start else value
+                if travels:  # to the other ranks, while the next layer's sum is computed
+                    reduction.add(name, found.pop(name))
         except torch.OutOfMemoryError:
-            if some.stop - start == 1 or _capturing():
+            if some.stop - start == 1 or _capturing() or reduction.begun:
                 raise
-            partial = None
-        if partial is None:  # outside of `except`, whose traceback would keep the memory
+            enough = False
+        if not enough:  # outside of `except`, whose traceback would keep the memory
             fewer = 1 << (some.stop - start - 1).bit_length() - 1
             plan = plan_with_less_memory(
                 objective, params, examples.inputs, budget, fewer * objective.views
@@ -94,9 +107,14 @@ def clipped_sum(
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             continue
-        total = partial if not start else {name: total[name] + partial[name] for name in total}
-        start = some.stop
-    return ClippedSum(total, sensitivity=max_grad_norm)
+        total, start = found, some.stop
+    if ranks.size > 1:
+        total = reduction.result()
+    return ClippedSum(_in_order(total, params), sensitivity=max_grad_norm)
+
+
+def _in_order(found: Params, params: Params) -> Params:
+    return {name: found[name] for name in params}
 
 
 def _capturing() -> bool:
@@ -146,14 +164,14 @@ def _blank(values: TensorTree, mask: Tensor) -> TensorTree:
     return map_tensors(replace_masked, values)
 
 
-def _microbatch_sum(
+def _microbatch_sums(
     objective: Objective,
     params: Params,
     microbatch: Microbatch,
     max_grad_norm: float | Tensor,
     plan: Plan,
-) -> Params:
-    """Sum of clipped per-example gradients.
+) -> Iterator[tuple[str, Tensor]]:
+    """Sums of clipped per-example gradients, one parameter after the other.
 
     Formal guarantee: what is added for an example is, over the reals, its gradient times
     min(1, max_grad_norm / norm), where norm is that of the same gradient over all parameters; zero
@@ -167,9 +185,11 @@ def _microbatch_sum(
         factors = clip_factors(norms, max_grad_norm, microbatch.keep, microbatch.coins)
         if views > 1:
             factors = Factors(factors.values / views, factors.keep)
-        # The last layer first: what it kept is given back before larger things are worked on.
-        sums = {name: tape.weighted_sum(name, factors, last=True) for name in reversed(params)}
-        return {name: sums[name] for name in params}
+    # The last layer first: what it kept is given back before larger things are worked on.
+    for name in reversed(params):
+        with torch.no_grad(), precision(tf32=False):
+            total = tape.weighted_sum(name, factors, last=True)
+        yield name, total
 
 
 def _tape(objective: Objective, params: Params, microbatch: Microbatch, plan: Plan) -> Tape:

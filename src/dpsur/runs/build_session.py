@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur.config import RunConfig, Speed
+from dpsur.distributed import connect
+from dpsur.distributed.ranks import local_device, unwrap
 from dpsur.errors import InvalidInputError
 from dpsur.features import PixelScale
 from dpsur.functional.model_loss import is_transformers_model, model_loss
@@ -30,6 +32,7 @@ from dpsur.runs.data import (
     with_indices,
 )
 from dpsur.runs.embedding_check import check_tokens
+from dpsur.runs.files import to_json
 from dpsur.runs.input_features import InputFeatures, compute_inputs, like_features
 from dpsur.runs.session import Session
 from dpsur.runs.streaming import checked_parts
@@ -38,9 +41,12 @@ from dpsur.status import status
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """Resolve "auto", and refuse a device that is not there."""
+    """Resolve "auto", and refuse a device that is not there.
+
+    Of several processes on a machine each gets its own CUDA device.
+    """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return local_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
@@ -50,7 +56,7 @@ def choose_device(device: str | torch.device) -> torch.device:
             f"device {device} was asked for, but this machine has no usable CUDA device; "
             "use --device cpu"
         )
-    return chosen
+    return local_device(chosen)
 
 
 def build_session(
@@ -68,13 +74,20 @@ def build_session(
     """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
 
     `released` are the statistics of a run that is resumed (see `load_statistics`), so that they are
-    drawn once for one run. `pixel_scale` is what images were standardised with.
+    drawn once for one run. `pixel_scale` is what images were standardised with. Under `torchrun`
+    every process builds the same session, from the weights of rank 0.
     """
     check_is_loss(loss)
     check_module(model)
+    model = unwrap(model)
     if loss is F.cross_entropy and is_transformers_model(model):
         loss = model_loss(model)  # of one record alone, where the model's own is of a batch
     device = choose_device(config.device)
+    ranks = connect(device, config.pace.rank_timeout)
+    stored = config.to_json()
+    for name in ("device", "data_dir"):  # differ between machines; the records are compared later
+        stored.pop(name, None)
+    ranks.check_same({"settings": to_json(stored).decode()})
     train, test = _records(train_set, test_set, model, loss, config.speed)
     # a method may bring its features
     features = InputFeatures(
@@ -85,6 +98,7 @@ def build_session(
     )
     features.check_held(train, test)
     original = copy.deepcopy(config.method.adapt(model))
+    ranks.broadcast_module(original)
     model = copy.deepcopy(original).to(device)
     shape = features.check(train.record_shape)
     outputs = check_model(model, like_features(train, shape).part(slice(1)).to(device))
@@ -112,7 +126,7 @@ def build_session(
     loss = applied
     _check_size(model)
     method, plan = _settle(config, len(train), features)
-    streams = Streams(config.seed, device)
+    streams = Streams(config.seed, device, ranks)
     inputs = compute_inputs(features, train, test, streams, released)
     test = None if inputs.test is None else inputs.test.to(device)
     records = place(inputs.train, device, config.speed.data_bytes)

@@ -18,6 +18,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from dpsur.distributed import ALONE, Ranks
 from dpsur.errors import CheckpointError, FileError, describe_os_error
 from dpsur.functional.tree import flatten, unflatten
 from dpsur.mechanism.loop import Progress
@@ -86,9 +87,14 @@ def save_checkpoint(
     write_atomically(path, save_tensors(tensors, metadata), mode=0o600)
 
 
-def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
-    """Read a checkpoint; refuse one that is damaged or belongs to another run."""
-    tensors, facts = _read(path)
+def load_checkpoint(
+    path: Path, fingerprint: Fingerprint, content: bytes | None = None
+) -> Checkpoint:
+    """Read a checkpoint; refuse one that is damaged or belongs to another run.
+
+    `content` is that of the file, where it has been read already.
+    """
+    tensors, facts = _parse(path, read_checkpoint(path) if content is None else content)
     if facts.get("fingerprint") != fingerprint.total:
         differing = fingerprint.differences(facts.get("parts"))
         raise CheckpointError(
@@ -103,13 +109,14 @@ def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
     return Checkpoint(ledger, _under(_STATE, tensors), _under(_STREAM, tensors))
 
 
-def load_statistics(path: Path) -> Statistics:
+def load_statistics(path: Path, ranks: Ranks = ALONE) -> Statistics:
     """The statistics that a run has released already, so that it never draws them a second time.
 
     Whether they belong to the run at hand is checked by `load_checkpoint`: inputs that were
-    prepared with others have another fingerprint.
+    prepared with others have another fingerprint. Of several ranks the first reads the file.
     """
-    return _under(_STATISTICS, _read(path)[0])
+    content = ranks.from_main(lambda: read_checkpoint(path))
+    return _under(_STATISTICS, _parse(path, content)[0])
 
 
 def restore(checkpoint: Checkpoint, initial: Progress, streams: Streams) -> Progress:
@@ -119,21 +126,26 @@ def restore(checkpoint: Checkpoint, initial: Progress, streams: Streams) -> Prog
     return Progress(state, checkpoint.ledger)
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    damaged = f"{path} is not a whole checkpoint of this program; it cannot be resumed from"
+def read_checkpoint(path: Path) -> bytes:
+    """The content of a checkpoint file."""
     try:
-        content = path.read_bytes()
-        tensors = load_tensors(content)
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        metadata = header["__metadata__"]
-        text = metadata["dpsur"]
-        facts: dict[str, Any] = dict(json.loads(text))
+        return path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} does not exist, so there is nothing to resume; start the run without resume"
         ) from None
     except OSError as error:
         raise FileError(describe_os_error(error)) from error
+
+
+def _parse(path: Path, content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    damaged = f"{path} is not a whole checkpoint of this program; it cannot be resumed from"
+    try:
+        tensors = load_tensors(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        metadata = header["__metadata__"]
+        text = metadata["dpsur"]
+        facts: dict[str, Any] = dict(json.loads(text))
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(damaged) from error
     written = facts.get("format")

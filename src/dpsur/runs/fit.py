@@ -13,6 +13,7 @@ from torch import nn
 
 from dpsur import checks
 from dpsur.config import Pace, RunConfig, Speed, choose_for_model, uses_gpu
+from dpsur.distributed import connect, restarted
 from dpsur.environment import versions
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.functional.problem import LossFunction
@@ -24,7 +25,7 @@ from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.rejections import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import RunFacts, privacy_statement, warnings_for
-from dpsur.runs.build_session import build_session
+from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import CURVES, RunFolder, to_json, write_atomically
@@ -32,8 +33,8 @@ from dpsur.runs.observers import RandomDelays, Recorder, draw_curves
 from dpsur.runs.release import NO_ORIGIN, Origin, released_model, write_release
 from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Session
-from dpsur.runs.validation import check_observers, check_single_process
-from dpsur.status import notes
+from dpsur.runs.validation import check_observers
+from dpsur.status import notes, silenced
 from dpsur.tasks.schema import Schema
 
 
@@ -107,7 +108,6 @@ def fit(
     Formal guarantee: `Run.model` is (epsilon, delta)-differentially private for adding or removing
     one record of `train_set`, as `Run.statement` says, if the accounting is a proved one.
     """
-    check_single_process()
     check_observers(observers)
     described: Origin = NO_ORIGIN
     if schema is not None:
@@ -151,21 +151,40 @@ def fit(
     folder = None if config.out is None else RunFolder(config.out)
     if folder is None and resume:
         raise InvalidInputError("resume needs the folder of the interrupted run; set out")
-    if folder is not None and not resume:
-        folder.check_new()
-    session = build_session(
-        config,
-        model,
-        train_set,
-        loss=loss,
-        test_set=test_set,
-        augment=augment,
-        views=views,
-        released=load_statistics(folder.checkpoint) if folder and resume else None,
-    )
-    notes(reasons)  # after all checks, which end in one line
-    origin = replace(described, features=session.layer_descriptions)
-    return execute(session, folder=folder, resume=resume, observers=observers, origin=origin)
+    ranks = connect(choose_device(config.device), config.pace.rank_timeout)
+    with ranks.ends_together(), silenced(not ranks.is_main):
+        if folder is not None:
+            resume = ranks.decided(lambda: resumes(folder, asked=resume))
+        session = build_session(
+            config,
+            model,
+            train_set,
+            loss=loss,
+            test_set=test_set,
+            augment=augment,
+            views=views,
+            released=load_statistics(folder.checkpoint, ranks) if folder and resume else None,
+        )
+        notes(reasons)  # after all checks, which end in one line
+        return execute(
+            session,
+            folder=folder,
+            resume=resume,
+            observers=observers if ranks.is_main else (),
+            origin=replace(described, features=session.layer_descriptions),
+        )
+
+
+def resumes(folder: RunFolder, *, asked: bool) -> bool:
+    """Whether a run resumes the one in its folder: if asked to, or after an elastic restart.
+
+    A process that `torchrun` starts again gets the arguments of the first start. A new run would
+    spend the budget once more.
+    """
+    if asked or (restarted() and folder.checkpoint.exists()):
+        return True
+    folder.check_new()
+    return False
 
 
 def _count(train_set: Any) -> int | None:
@@ -212,11 +231,17 @@ def execute(
 
     `stop_requested` is called after every trial, or block of captured trials; if it returns True,
     the run saves a checkpoint and stops. `store_config` writes the config of a new run into its
-    private folder, so that the command line can resume it.
+    private folder, so that the command line can resume it. Of several ranks only the first writes.
     """
-    for text in objections(session):
-        warnings.warn(text, PrivacyWarning, stacklevel=_caller())
-    observers = [*_delays(session), *observers]
+    ranks = session.ranks
+    if ranks.is_main:
+        for text in objections(session):
+            warnings.warn(text, PrivacyWarning, stacklevel=_caller())
+        observers = [*_delays(session), *observers]
+    if folder is not None and not ranks.is_main:
+        run = _follow(session, folder, resume, observers, stop_requested, origin)
+        ranks.wait_for_all()  # until the release is written
+        return replace(run, saved=folder.release)
     if folder is None:
         recorder = Recorder()
         progress = session.run([recorder, *observers], stop_requested=stop_requested)
@@ -235,8 +260,23 @@ def execute(
         progress = session.run([recorder, *observers], folder, resume, stop_requested)
         run = finish_run(session, progress, recorder, origin)
         write_release(folder.release, run.model, run.statement, origin)
+        ranks.wait_for_all()
         draw_curves(recorder.rows, folder.private / CURVES)
     return replace(run, saved=folder.release)
+
+
+def _follow(
+    session: Session,
+    folder: RunFolder,
+    resume: bool,
+    observers: Sequence[Observer],
+    stop_requested: Callable[[], bool],
+    origin: Origin,
+) -> Run:
+    """Take part in a run of which another rank writes the files."""
+    recorder = Recorder()
+    progress = session.run([recorder, *observers], folder, resume, stop_requested)
+    return finish_run(session, progress, recorder, origin)
 
 
 def _caller() -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dpsur.config import RunConfig
+from dpsur.distributed import Ranks
 from dpsur.errors import InterruptedRunError
 from dpsur.functional.problem import Problem
 from dpsur.functional.process_settings import precision, repeatable
@@ -31,6 +32,7 @@ from dpsur.runs.checkpoint import (
     Statistics,
     digest_of,
     load_checkpoint,
+    read_checkpoint,
     restore,
     save_checkpoint,
 )
@@ -89,6 +91,11 @@ class Session:
 
     def __repr__(self) -> str:
         return f"Session({self.method!r}, {len(self.problem.train)} records)"
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that make this run together."""
+        return self.streams.ranks
 
     def engine(self) -> EngineReport:
         """How gradients are found, and why."""
@@ -149,7 +156,7 @@ class Session:
         return CudaGraphLoop(self.procedure, padded, self.plan, self.streams, progress, block)
 
     def _may_capture(self) -> bool:
-        fits = not isinstance(self.problem.train, HostExamples)
+        fits = not isinstance(self.problem.train, HostExamples) and self.ranks.size == 1
         return self.config.speed.capture and fits and self.streams.device.type == "cuda"
 
     def fingerprint(self) -> Fingerprint:
@@ -195,10 +202,14 @@ class ActiveRun:
     ) -> None:
         self._session, self._observers = session, observers
         self._folder, self._stop_requested = folder, stop_requested
-        self._fingerprint = Fingerprint("", {}) if folder is None else session.fingerprint()
+        ranks, needed = session.ranks, folder is not None or session.ranks.size > 1
+        self._fingerprint = session.fingerprint() if needed else Fingerprint("", {})
+        ranks.check_same({**self._fingerprint.parts, "settings": self._fingerprint.total})
         progress = start(session.procedure)
         if folder is not None and resume:
-            saved = load_checkpoint(folder.checkpoint, self._fingerprint)
+            path = folder.checkpoint
+            content = ranks.from_main(lambda: read_checkpoint(path))  # one file for all ranks
+            saved = load_checkpoint(path, self._fingerprint, content)
             progress = restore(saved, progress, session.streams)
         log_engine(session.engine())
         self._unchanged = Unchanged(session.problem.model, session.problem.loss)
@@ -232,7 +243,7 @@ class ActiveRun:
         if self._evaluation_is_due(self._evaluated_at, position):
             self._evaluated_at = position
             self._evaluate(progress)
-        stop = self._stop_requested()
+        stop = self._session.ranks.any(self._stop_requested())
         every = self._session.config.pace.checkpoint_every
         if stop or progress.ledger.trials // every > self._saved_at // every:
             self._saved_at = progress.ledger.trials
@@ -260,7 +271,9 @@ class ActiveRun:
         session = self._session
         check_fixed_parts(session.problem.model, session.original)
         self._unchanged.check()
-        if self._folder is not None:
+        ledger = progress.ledger
+        session.ranks.check_state(flatten(progress.state), f"after trial {ledger.trials}")
+        if self._folder is not None and session.ranks.is_main:
             path = self._folder.checkpoint
             save_checkpoint(path, progress, session.streams, self._fingerprint, session.statistics)
 
@@ -276,7 +289,8 @@ class ActiveRun:
         session = self._session
         if session.test is None or not self._observers:
             return
-        scores = evaluate(session.problem, progress.state.released_params, session.test)
+        released = progress.state.released_params
+        scores = evaluate(session.problem, released, session.test)
         spent = session.plan.spent(progress.ledger)
         for observer in self._observers:
             observer.evaluated(progress, scores, spent)

@@ -1,7 +1,6 @@
 """What a run is given, checked before a record is drawn: arguments and loss."""
 
 import copy
-import os
 import traceback
 import warnings
 from functools import partial
@@ -27,16 +26,6 @@ from dpsur.functional.tree import (
     tensors_of,
 )
 from dpsur.per_example.one_pass import losses_one_by_one
-
-
-def check_single_process() -> None:
-    """Refuse to be one of several processes: each would train, and spend, by itself."""
-    given = os.environ.get("WORLD_SIZE", "1")
-    if given.isdecimal() and int(given) > 1:
-        raise InvalidInputError(
-            f"WORLD_SIZE is {given}: a run takes one process, and several (torchrun) would each "
-            "spend the budget on a separate model; start it without torchrun, or unset WORLD_SIZE"
-        )
 
 
 def check_observers(observers: Any) -> None:
@@ -76,6 +65,12 @@ def check_module(model: Any) -> None:
             f"the model must be a torch.nn.Module, got {given}; build the network and pass it in"
         )
     for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if hasattr(value, "device_mesh"):
+            raise UnsupportedModelError(
+                f"{name} is split over several processes (fully_shard, tensor parallelism), and "
+                "fit trains a copy on each; pass the model unsharded, or train the sharded one "
+                "with dpsur.PrivacyEngine"
+            )
         if is_lazy(value):
             raise UnsupportedModelError(
                 f"{name} has no shape yet, as in lazy modules; call the model once on inputs of "

@@ -1,0 +1,103 @@
+"""What `make_private` is given, checked before anything is changed."""
+
+from collections.abc import Sized
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dpsur import checks
+from dpsur.engine.loader import check_loader
+from dpsur.engine.optimizer import check_optimizer
+from dpsur.errors import InvalidInputError
+from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
+
+
+def parameters_to_train(
+    module: nn.Module, optimizer: Optimizer, data_loader: DataLoader[Any]
+) -> dict[str, nn.Parameter]:
+    """Refuse what cannot be made private; returns the parameters to be trained."""
+    if not isinstance(module, nn.Module):
+        raise InvalidInputError(f"module must be an nn.Module, got {type(module).__name__}")
+    if hasattr(module, "_orig_mod"):
+        raise InvalidInputError(
+            "module was compiled by torch.compile, inside which layers cannot be watched; pass "
+            "the module itself"
+        )
+    check_optimizer(optimizer)
+    check_loader(data_loader)
+    names = {id(value): name for name, value in module.named_parameters()}
+    given = [value for group in optimizer.param_groups for value in group["params"]]
+    if any(id(value) not in names for value in given):
+        raise InvalidInputError(
+            "the optimizer has parameters that are not the module's; build it from "
+            "module.parameters(), after the module is on its device"
+        )
+    held = {id(value) for value in given}
+    trained = {
+        name: value
+        for name, value in module.named_parameters()
+        if value.requires_grad and id(value) in held
+    }
+    for name, value in module.named_parameters():
+        if value.requires_grad and id(value) not in held:
+            raise InvalidInputError(
+                f"parameter {name} requires a gradient but is not in the optimizer; freeze it "
+                "with requires_grad_(False), or add it to the optimizer"
+            )
+    if not trained:
+        raise InvalidInputError("no parameter in the optimizer requires a gradient")
+    count = sum(value.numel() for value in trained.values())
+    if count > MOST_WEIGHTS:
+        raise InvalidInputError(
+            f"the model has {count} trainable weights, and guarantees are computed for at most "
+            f"{MOST_WEIGHTS}; freeze some of them with requires_grad_(False)"
+        )
+    return trained
+
+
+def refuse_options(
+    batch_first: bool,
+    poisson_sampling: bool,
+    clipping: str,
+    noise_generator: Any,
+    grad_sample_mode: str,
+) -> None:
+    """Refuse options of Opacus that stand for something that is not done here."""
+    if not batch_first:
+        raise InvalidInputError(
+            "batch_first=False is not supported; put the records into the first dimension"
+        )
+    if not poisson_sampling:
+        raise InvalidInputError(
+            "poisson_sampling=False is not supported: no epsilon is known for shuffled batches; "
+            "leave it out"
+        )
+    if clipping != "flat":
+        raise InvalidInputError(
+            f"clipping={clipping!r} is not supported; use 'flat', one norm over all parameters"
+        )
+    if noise_generator is not None:
+        raise InvalidInputError(
+            "noise_generator is not supported: noise is drawn in double precision from a secret "
+            "key; for a repeatable run pass seed=..."
+        )
+    checks.one_of("grad_sample_mode", grad_sample_mode, ("hooks", "functorch", "ew", "ghost"))
+
+
+def size_and_rate(loader: DataLoader[Any]) -> tuple[int, float]:
+    """The number of records, and the probability with which each joins a batch."""
+    return len(cast(Sized, loader.dataset)), 1 / len(loader)
+
+
+def planned_steps(epochs: int | None, steps: int | None, loader: DataLoader[Any]) -> int | None:
+    """The number of steps that is fixed in advance, if any."""
+    if epochs is not None and steps is not None:
+        raise InvalidInputError("give epochs or steps, not both")
+    if epochs is not None:
+        checks.at_least_one("epochs", epochs)
+        return int(epochs) * len(loader)
+    if steps is not None:
+        checks.at_least_one("steps", steps)
+    return steps

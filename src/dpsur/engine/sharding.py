@@ -1,0 +1,244 @@
+"""Modules that `torch.distributed.fsdp.fully_shard` has split over the ranks (FSDP2).
+
+FSDP gathers the weights of a layer for its forward and its backward pass. Per-example norms come
+from activations and output gradients, which each rank has for its own records; so only the weighted
+sum of one parameter at a time exists as a whole, is added up over the ranks and split again. Noise
+is drawn for each shard at the offset that its numbers have in the whole vector.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dpsur.distributed import Ranks
+from dpsur.errors import UnsupportedModelError
+from dpsur.functional.call import every_module
+from dpsur.functional.parameters import Params
+from dpsur.mechanism.streams import Stream
+from dpsur.per_example.clipping import ClippedSum
+from dpsur.per_example.engine_choice import Engine, Plan
+from dpsur.per_example.tape import Slot, Tape
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a module has parameters of which each rank holds a part."""
+    return any(isinstance(value, DTensor) for value in module.parameters())
+
+
+class Sharding:
+    """The shards of a module's parameters, by name."""
+
+    def __init__(self, module: nn.Module, trained: dict[str, nn.Parameter], ranks: Ranks) -> None:
+        self.module, self.trained = module, trained
+        self._check(ranks)
+        self._buffers = dict(module.named_buffers())
+
+    def _check(self, ranks: Ranks) -> None:
+        if not isinstance(self.module, FSDPModule):
+            raise UnsupportedModelError(
+                "the module holds distributed parameters, but fully_shard was not called on it; "
+                "tensor parallelism is not supported, because no rank sees a whole layer: call "
+                "fully_shard on the blocks and then on the module itself"
+            )
+        for name, value in self.module.named_parameters():
+            if not isinstance(value, DTensor):
+                raise UnsupportedModelError(
+                    f"parameter {name} is not sharded; call fully_shard on the module itself, last"
+                )
+            shards = [place for place in value.placements if isinstance(place, Shard)]
+            plain = len(shards) == 1 and type(shards[0]) is Shard and shards[0].dim == 0
+            if not plain or value.device_mesh.size() != ranks.size:
+                raise UnsupportedModelError(
+                    f"parameter {name} is split as {tuple(value.placements)} over "
+                    f"{value.device_mesh.size()} of {ranks.size} ranks; tensor, pipeline and "
+                    "expert parallelism are not supported: use fully_shard over all ranks"
+                )
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                policy = part._get_fsdp_state()._mp_policy
+                if policy.param_dtype is not None or policy.reduce_dtype is not None:
+                    raise UnsupportedModelError(
+                        "fully_shard with a MixedPrecisionPolicy is not supported: clipped sums "
+                        "must not be rounded after clipping; use torch.autocast(dtype="
+                        "torch.bfloat16) around the forward pass"
+                    )
+
+    # --- the forward pass -------------------------------------------------------------------------
+
+    def tape(self, rows: int, layouts: list[Any]) -> Tape:
+        """A tape that knows whole parameters by their shapes alone."""
+        shapes = {
+            name: torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
+            for name, value in self.trained.items()
+        }
+        return _ShardedTape(self.module, shapes, rows, layouts)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Weights require no gradient while the model is called, and buffers do not change."""
+        versions = {name: value._version for name, value in self._buffers.items()}
+        for value in self.trained.values():
+            value.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for value in self.trained.values():
+                value.requires_grad_(True)
+        for name, buffer in self.module.named_buffers():
+            if buffer is not self._buffers.get(name) or buffer._version != versions[name]:
+                raise UnsupportedModelError(
+                    f"buffer {name} changes during a forward pass and would carry private records "
+                    "into the release; make the forward pass free of side effects"
+                )
+
+    def reshard(self) -> None:
+        """Give gathered weights back, such as those of a call without a backward pass."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def plain_copy(self) -> nn.Module:
+        """The same module without shards and with synthetic weights, for checks of the model."""
+        generator = torch.Generator().manual_seed(0)
+        known: dict[int, Any] = {}
+
+        def parameter(value: nn.Parameter | None) -> nn.Parameter | None:
+            if value is None:
+                return None
+            if id(value) not in known:
+                drawn = torch.randn(value.shape, generator=generator, dtype=value.dtype) * 0.05
+                drawn = drawn.to(value.device)
+                known[id(value)] = nn.Parameter(drawn, requires_grad=value.requires_grad)
+            found: nn.Parameter = known[id(value)]
+            return found
+
+        def visit(module: nn.Module) -> nn.Module:
+            if id(module) in known:
+                found: nn.Module = known[id(module)]
+                return found
+            kind: Any = type(module)
+            if isinstance(module, FSDPModule):
+                kind = next(each for each in kind.__mro__[1:] if not issubclass(each, FSDPModule))
+            new: nn.Module = known.setdefault(id(module), object.__new__(kind))
+            values = dict(vars(module))
+            values |= {
+                "_parameters": {k: parameter(v) for k, v in module._parameters.items()},
+                "_buffers": {k: copy.deepcopy(v) for k, v in module._buffers.items()},
+                "_modules": {
+                    k: None if v is None else visit(v) for k, v in module._modules.items()
+                },
+            }
+            if isinstance(module, FSDPModule):
+                values |= {name: OrderedDict() for name in _HOOKS}
+            vars(new).update(values)
+            return new
+
+        return visit(self.module)
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuse a model for which whole weights would be needed outside of its layers."""
+        found = plan.assignment
+        rules_only = plan.engine is Engine.ONE_PASS and found is not None and not found.operations
+        if found is None or not rules_only or any(kind is None for _, kind in found.forwards):
+            reasons = "; ".join(attempt.reason for attempt in plan.failed)
+            raise UnsupportedModelError(
+                "the model has a trained layer without a gradient rule, or uses a weight outside "
+                "of its layer, which cannot be sharded"
+                + (f" ({reasons})" if reasons else "")
+                + "; train it without fully_shard, or freeze that layer (see dpsur.explain)"
+            )
+
+    # --- sums, noise and gradients ----------------------------------------------------------------
+
+    def reduce(self, name: str, value: Tensor) -> Tensor:
+        """This rank's shard of a sum over all ranks."""
+        like = self.trained[name]
+        assert isinstance(like, DTensor)
+        mesh = like.device_mesh
+        whole = DTensor.from_local(value, mesh, [Partial("sum")] * mesh.ndim, run_check=False)
+        return whole.redistribute(placements=like.placements).to_local()
+
+    def zeros(self, name: str) -> Tensor:
+        """A shard of zeros."""
+        like = self.trained[name]
+        assert isinstance(like, DTensor)
+        return torch.zeros_like(like.to_local())
+
+    def add_gaussian(self, total: ClippedSum, noise_multiplier: float, stream: Stream) -> Params:
+        """The Gaussian mechanism on shards: together they get the noise of one process.
+
+        Formal guarantee: that of `mechanism.dp_gradient.add_gaussian` for the whole vector. Each
+        number has its own address, so no two ranks draw the same one.
+        """
+        scale, one_type = noise_multiplier * total.sensitivity, len(self._types()) == 1
+        noisy: Params = {}
+        start = 0
+        for name, like in self.trained.items():
+            assert isinstance(like, DTensor)
+            value = total.params[name]
+            first = start + self._offset(like)
+            noise = stream.normal(value.numel(), first).view(value.shape)
+            noisy[name] = noise.mul_(scale).add_(value).to(value.dtype)
+            start += like.numel()
+            if not one_type:  # then parameters are drawn for one by one, in whole blocks
+                start = -4 * (-start // 4)
+        return noisy
+
+    def _types(self) -> set[torch.dtype]:
+        return {value.dtype for value in self.trained.values()}
+
+    @staticmethod
+    def _offset(value: DTensor) -> int:
+        """The place of a shard's first number in the whole parameter, which is split by rows."""
+        _, offsets = compute_local_shape_and_global_offset(
+            value.shape, value.device_mesh, value.placements
+        )
+        row = value.numel() // value.shape[0] if value.shape and value.shape[0] else 1
+        return int(offsets[0]) * row if offsets else 0
+
+    def distribute(self, name: str, value: Tensor) -> DTensor:
+        """A shard as the part of a whole that it is."""
+        like = self.trained[name]
+        assert isinstance(like, DTensor)
+        return DTensor.from_local(
+            value,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+
+class _ShardedTape(Tape):
+    """Finds the parameter that a layer uses by its place: FSDP replaces the objects."""
+
+    def __init__(self, module: nn.Module, params: Params, rows: int, layouts: list[Any]) -> None:
+        super().__init__(params, rows, layouts)
+        self._modules = every_module(module)
+
+    def slot(self, parameter: Tensor | None, rows: tuple[int, int] | None = None) -> Slot | None:
+        """The slot of a parameter that is gathered now, or None if it is not trained."""
+        if not isinstance(parameter, nn.Parameter):
+            return None
+        if id(parameter) not in self.names:
+            for module, prefix in self._modules.items():
+                for key, value in module._parameters.items():
+                    if value is parameter:
+                        self.names[id(parameter)] = f"{prefix}.{key}" if prefix else key
+        name = self.names.get(id(parameter))
+        return None if name not in self.params else Slot(name, rows)
+
+    def copies(self, name: str) -> Tensor:
+        """Never asked for by rules: whole weights are not here."""
+        raise UnsupportedModelError(f"parameter {name} is needed as a whole; it cannot be sharded")

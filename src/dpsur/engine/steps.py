@@ -1,0 +1,256 @@
+"""The steps of a custom loop: what is due, what was used, what is charged, and what is kept."""
+
+from collections.abc import Sized
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpsur.distributed import Reduction
+from dpsur.engine.criterion import Criterion
+from dpsur.engine.gate import LossGate, Snapshot
+from dpsur.engine.loader import Collate, Microbatch, PrivateLoader
+from dpsur.engine.watch import Watcher
+from dpsur.errors import BudgetError, InvalidInputError, NothingReleasedError, StepError
+from dpsur.functional.parameters import elementwise
+from dpsur.mechanism.dp_gradient import add_gaussian
+from dpsur.mechanism.sampling import poisson_sample
+from dpsur.mechanism.streams import NOISE, VAL_BATCH, VAL_NOISE, Streams
+from dpsur.per_example.clipping import ClippedSum
+from dpsur.privacy.events import Step
+from dpsur.privacy.plans import PrivacyLedger
+from dpsur.privacy.plans.open_ended import SelectiveLedger
+
+COMPARED_EVERY = 50  # steps after which the weights of all ranks are compared
+
+
+class PrivateLoop:
+    """What an optimizer and a loader that were made private ask and report.
+
+    The loader reports each batch that it yields (`yielded`), the watched model asks whether one is
+    due (`_expect`), and the optimizer's step takes the clipped sum of exactly that batch, once.
+    """
+
+    _event: Step
+    _module: nn.Module
+    _optimizer: Optimizer
+    _dataset: Any
+    _loader: PrivateLoader
+    _test_collate: Collate
+    _watcher: Watcher
+    _streams: Streams
+    _first: Snapshot
+    _before: Tensor
+    _size: int
+    _step: int
+    _rate: float
+    _noise: float
+
+    def __init__(self) -> None:
+        self._ledger: PrivacyLedger | None = None
+        self._due: Microbatch | None = None
+        self._criterion: Criterion | None = None
+        self._gate: LossGate | None = None
+        self._saved: Snapshot | None = None
+        self._test_batch: list[tuple[int, Any]] = []
+        # Schedulers do nothing after a step that did nothing or was undone.
+        self.scheduler_due = True
+        self.verdicts: list[bool] = []
+        self._accepted = 0
+
+    @property
+    def accountant(self) -> PrivacyLedger:
+        """The ledger that every step is charged to."""
+        if self._ledger is None:
+            raise InvalidInputError("call make_private first")
+        return self._ledger
+
+    def _batch_streams(self) -> Streams:
+        """Batches are drawn on the host."""
+        if self._streams.device.type == "cpu":
+            return self._streams
+        host = Streams(0, torch.device("cpu"), self._streams.ranks)
+        host.key = self._streams.key
+        return host
+
+    def begin_epoch(self, length: int) -> range:
+        """The numbers of the steps whose batches an iteration of the loader may yield."""
+        self._check_size()
+        first = self.accountant.steps + 1
+        self._due = None  # what was looked at and not used is drawn again
+        self._watcher.forget()
+        if not self.accountant.affords(self._event):
+            raise self._spent()
+        if isinstance(self.accountant, SelectiveLedger):  # ends after the last update
+            assert self.accountant.plan is not None
+            length = self.accountant.plan.trials
+        return range(first, first + length)
+
+    def finished(self) -> bool:
+        """Whether no further batch is to be yielded: what was planned is done."""
+        return self._due is None and not self.accountant.affords(self._event)
+
+    def _spent(self) -> BudgetError:
+        return BudgetError(
+            f"the budget is spent after {self.accountant.steps} steps "
+            f"({self.accountant.describe()}); stop here, or plan more steps in make_private"
+        )
+
+    def _check_size(self) -> None:
+        now = len(cast(Sized, self._dataset))
+        if now != self._size:
+            raise StepError(
+                f"the data set has {now} records, and had {self._size} in make_private: the sample "
+                "rate was fixed for those; make a new engine for another data set"
+            )
+
+    def yielded(self, batch: Microbatch) -> None:
+        """The loader is about to yield a microbatch."""
+        self._check_size()
+        if batch.first and self._due is not None:
+            raise StepError(
+                "a private batch was drawn and optimizer.step() was not called for the one before; "
+                "make one step for every batch of the loader (for larger batches, give the loader "
+                "a larger batch_size and set max_physical_batch_size)"
+            )
+        if batch.step != self.accountant.steps + 1:
+            raise StepError(
+                "this pass over the loader is not the latest one, and its batches belong to steps "
+                "that were made meanwhile; iterate over the loader once at a time"
+            )
+        if self._watcher.sums.rows != batch.before:
+            raise StepError(
+                "a microbatch was drawn, and backward() was not called exactly once for each "
+                "record of those before; call it for every microbatch"
+            )
+        self._due = batch
+
+    def _expect(self, rows: int) -> Tensor | None:
+        """Called before each watched forward pass: a private batch has to be there."""
+        if self._due is None:
+            raise StepError(
+                "the model was called in training mode without a batch of the private loader; "
+                "iterate over the loader that make_private returned, and evaluate with "
+                "model.eval() or torch.no_grad()"
+            )
+        if self._due.empty:
+            device = next(iter(self._watcher.trained.values())).device
+            return torch.zeros(rows, dtype=torch.bool, device=device)
+        return None
+
+    def begin_step(self) -> bool:
+        """Charge a step, and put the private gradient in place. Called by `optimizer.step()`."""
+        with self._streams.ranks.ends_together():
+            return self._begin_step()
+
+    def _begin_step(self) -> bool:
+        due, watcher = self._due, self._watcher
+        if due is None:
+            raise StepError(
+                "optimizer.step() was called without a new batch of the private loader; make one "
+                "step for every batch that the loader from make_private yields"
+            )
+        seen = watcher.sums.rows
+        wanted = due.before + max(1, due.rows)
+        if not due.last:
+            self.scheduler_due = False
+            return False
+        if not seen:
+            raise StepError(
+                "optimizer.step() was called without a private backward pass: "
+                + (watcher.unwatched or "call loss.backward() on outputs of the model first")
+            )
+        if seen != wanted and not due.empty:
+            raise StepError(
+                f"backward passes went through {seen} records, but the private batch has another "
+                "number of them; use each record of the batch exactly once, and no others",
+                private=f"the private batch has {wanted} records",
+            )
+        watcher.check_parameters()
+        watcher.check_gradients()
+        self.accountant.charge(self._event)
+        self._due = None
+        # the model may have been moved since
+        self._streams.device = next(iter(watcher.trained.values())).device
+        noise = self._streams.at(due.step)[NOISE]
+        if watcher.sharding is not None:  # its sums are those of all ranks already
+            total = ClippedSum(watcher.take(), watcher.max_grad_norm)
+            noisy = watcher.sharding.add_gaussian(total, self._noise, noise)
+        else:
+            reduction = Reduction(self._streams.ranks)
+            for name, value in watcher.take().items():
+                reduction.add(name, value)
+            total = ClippedSum(reduction.result(), watcher.max_grad_norm)
+            noisy = add_gaussian(total, self._noise, noise)
+        expected = self._rate * self._size
+        watcher.write_gradients(elementwise(lambda value: value / expected, noisy))
+        if self._gate is not None:
+            self._saved = Snapshot(self._module, self._optimizer)
+            self._test_batch = self._draw_test_batch(due.step)
+            self._before = self._test_loss()
+        self._step = due.step
+        return True
+
+    def end_step(self) -> None:
+        """The optimizer has made a candidate: keep it, or go back.
+
+        Now and then the weights of all ranks are compared.
+        """
+        with self._streams.ranks.ends_together():
+            self._end_step()
+            steps = self.accountant.steps
+            if steps % COMPARED_EVERY == 0 and self._watcher.sharding is None:
+                trained = {name: value.detach() for name, value in self._watcher.trained.items()}
+                self._streams.ranks.check_state(trained, f"after step {steps}")
+
+    def _end_step(self) -> None:
+        self.scheduler_due = True
+        if self._gate is None or self._saved is None:
+            self._accepted += 1
+            return
+        after = self._test_loss()
+        noise = self._streams.at(self._step)[VAL_NOISE]
+        accepted = self._gate.accepts(after, self._before, noise)
+        self._accepted += accepted
+        if not accepted:
+            self._saved.restore()
+            self.scheduler_due = False
+        if isinstance(self.accountant, SelectiveLedger):
+            self._count(accepted, self.accountant)
+        if self._gate.show_verdicts:
+            self.verdicts.append(accepted)
+        self._saved, self._test_batch = None, []
+
+    def _test_loss(self) -> Tensor:
+        """The mean loss of the weights at hand on the test batch of all ranks."""
+        assert self._gate is not None
+        found = self._gate.mean_loss(self._module, self._test_batch, self._streams.ranks)
+        if self._watcher.sharding is not None:
+            self._watcher.sharding.reshard()  # or the next step would not reach gathered weights
+        return found
+
+    def _count(self, accepted: bool, ledger: SelectiveLedger) -> None:
+        """Charge an accepted update; give up where the cap on trials is reached."""
+        if accepted:
+            ledger.accept()
+        if ledger.given_up:
+            self._first.restore()
+            raise NothingReleasedError(
+                "the cap on trials was reached before all updates were accepted, which is as "
+                "improbable as delta demands; the first weights are back, and nothing that came of "
+                "this training may be released"
+            )
+
+    def _draw_test_batch(self, step: int) -> list[tuple[int, Any]]:
+        """A fresh Poisson batch, collated as the loader does, in microbatches."""
+        assert self._gate is not None
+        rate = self._gate.test(self._size).sample_rate
+        drawn = poisson_sample(self._size, rate, self._batch_streams().at(step)[VAL_BATCH])
+        rows, ranks = self._streams.ranks.own(drawn).tolist(), self._streams.ranks
+        # all ranks make as many passes as the one with most records: some need each other's
+        longest = -(-len(drawn) // ranks.size)
+        most = self._loader.poisson.most or max(1, longest)
+        parts = [rows[start : start + most] for start in range(0, longest, most)]
+        collate, data = self._test_collate, cast(Any, self._dataset)
+        return [(len(part), collate([data[row] for row in part])) for part in parts]

@@ -1,0 +1,205 @@
+"""Tests of blocks of updates: noisy sums of bounded values over the training records.
+
+A record adds a row of L2 norm at most 1, whatever it is, so that 1 is the sensitivity of a sum.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import EVALUATION_ROWS, Problem, example_losses
+from dpsur.functional.records import Examples
+from dpsur.mechanism.dp_gradient import add_gaussian
+from dpsur.mechanism.proposer import BlockSource, GradientProposer
+from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws
+from dpsur.per_example import ClippedSum, clipped_norms
+from dpsur.privacy.events import SampledGaussian
+from dpsur.privacy.plans.blocks import BlockPlan
+
+# Bins of a noisy histogram: half octaves from 2^-24 to 2^24, what lies outside in the end bins.
+LOWEST_OCTAVE, HIGHEST_OCTAVE, BINS_PER_OCTAVE = -24, 24, 2
+BINS: Final = (HIGHEST_OCTAVE - LOWEST_OCTAVE) * BINS_PER_OCTAVE
+# A bin whose noisy count is below this many standard deviations counts as empty.
+EMPTY_BELOW: Final = 2.0
+
+GRADIENT_NORM, LOSS_SCALE = "median gradient norm", "median loss"
+SCORE, LOSS_DECREASE = "score", "clipped loss decrease"
+ACCURACY, LOSS = "training accuracy", "training loss"
+# The largest norm of (label right, loss over 2 ln K): the loss of a record whose label has the
+# largest probability is at most ln K. Losses that are not cross-entropy are clipped to it.
+METRICS_NORM: Final = math.sqrt(1.25)
+
+
+def noisy_sum(
+    values_of: Callable[[Examples], Tensor],
+    plan: BlockPlan,
+    updates: GradientProposer,
+    draws: Draws,
+) -> Tensor:
+    """The sum of values of all records, or of a Poisson sample, on all ranks, with noise.
+
+    Each record adds a row of L2 norm at most 1, so that this is the sensitivity.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=updates.problem.device)
+    for rows, mask in _test_records(plan, updates, draws):
+        values = values_of(rows)
+        if mask is not None:
+            values = torch.where(mask[:, None], values, 0.0)
+        total = total + values.sum(0)
+    total = draws.ranks.sum(total)
+    test, noise = ClippedSum({"test": total}, 1.0), plan.test.noise_multiplier
+    return add_gaussian(test, noise, draws[VAL_NOISE])["test"]
+
+
+def _test_records(
+    plan: BlockPlan, updates: GradientProposer, draws: Draws
+) -> Iterator[tuple[Examples, Tensor | None]]:
+    """This rank's share of the records to test on; a masked record where it has none."""
+    test, train, ranks = plan.test, updates.problem.train, draws.ranks
+    if isinstance(test, SampledGaussian):
+        source = cast(BlockSource, updates.source)
+        batch = source.sampler.batch(test.sample_rate, draws, VAL_BATCH)
+        for start in range(0, len(batch), EVALUATION_ROWS):
+            some = slice(start, start + EVALUATION_ROWS)
+            mask = None if batch.mask is None else batch.mask[some]
+            if batch.rows is None:
+                yield batch.data.part(some), mask
+            else:
+                yield batch.data.select(batch.rows[some]), mask
+        if not len(batch):
+            yield _masked_record(updates)
+        return
+    rows, seen = max(1, min(EVALUATION_ROWS, -(-len(train) // ranks.size))), False
+    for number, part in enumerate(train.parts(rows)):
+        if number % ranks.size == ranks.rank:
+            seen = True
+            yield part, None
+    if not seen:
+        yield _masked_record(updates)
+
+
+def _masked_record(updates: GradientProposer) -> tuple[Examples, Tensor]:
+    """One record that does not count, from which a sum of nothing gets its shape."""
+    mask = torch.zeros(1, dtype=torch.bool, device=updates.problem.device)
+    return updates.problem.train.part(slice(1)), mask
+
+
+def _rate_of(plan: BlockPlan) -> float:
+    return plan.test.sample_rate if isinstance(plan.test, SampledGaussian) else 1.0
+
+
+def tested_records(plan: BlockPlan, problem: Problem) -> float:
+    """The expected number of records that a test looks at."""
+    return _rate_of(plan) * len(problem.train)
+
+
+def standard_error(plan: BlockPlan, problem: Problem) -> float:
+    """Of a test's mean: its noise and, of a sample, at most that of values in [-1, 1]."""
+    tested = tested_records(plan, problem)
+    noise = plan.test.noise_multiplier / tested
+    return math.hypot(noise, math.sqrt((1 - _rate_of(plan)) / tested))
+
+
+# --- what a record adds to a test: a row of L2 norm at most 1, whatever the record is -------------
+
+
+def class_count(problem: Problem) -> int:
+    """How many classes outputs are scores of, where targets are indices of them; else 0."""
+    targets = problem.train.targets
+    if not isinstance(targets, Tensor) or targets.dim() != 1 or targets.dtype != torch.int64:
+        return 0
+    one = problem.outputs(problem.initial_params(), problem.train.part(slice(1)).inputs)
+    classes = isinstance(one, Tensor) and one.dim() == 2 and one.shape[1] > 1
+    return int(one.shape[1]) if classes else 0
+
+
+def is_classification(problem: Problem) -> bool:
+    """Whether outputs are scores of classes and targets are indices of classes."""
+    return class_count(problem) > 1
+
+
+def class_metrics(problem: Problem, params: Params, rows: Examples) -> Tensor:
+    """(label right, min(loss, 2 ln K) / (2 ln K)) over the largest norm that this can have."""
+    outputs = problem.outputs(params, rows.inputs)
+    assert isinstance(outputs, Tensor)
+    losses = example_losses(problem.loss, outputs, rows.targets).double()
+    bound = 2 * math.log(outputs.shape[1])
+    right = (outputs.argmax(1) == rows.targets).double()
+    parts = torch.where(losses.isfinite(), losses.clamp(0, bound) / bound, 1.0)
+    right = torch.where(losses.isfinite(), right, 0.0)
+    values = torch.stack([right, parts], 1) / METRICS_NORM
+    longest: Tensor = values.norm(dim=1, keepdim=True)
+    return values / longest.clamp(min=1)
+
+
+def loss_decreases(
+    problem: Problem, params: Params, first: Params, bound: Tensor, rows: Examples
+) -> Tensor:
+    """By how much a record's loss is below that at the first weights, clipped, in [-1, 1]."""
+    difference = problem.losses(first, rows).double() - problem.losses(params, rows).double()
+    clipped = (difference / bound).clamp(-1, 1)
+    return torch.where(difference.isfinite(), clipped, -1.0)[:, None]
+
+
+def gradient_bins(problem: Problem, params: Params, rows: Examples) -> Tensor:
+    """A one in the bin of the record's gradient norm."""
+    return _bins(clipped_norms(problem, params, rows, math.inf))
+
+
+def loss_bins(problem: Problem, params: Params, rows: Examples) -> Tensor:
+    """A one in the bin of the size of the record's loss."""
+    return _bins(problem.losses(params, rows).double().abs())
+
+
+def _bins(sizes: Tensor) -> Tensor:
+    sizes = torch.where(sizes.isfinite(), sizes, 0.0).clamp(min=2.0**LOWEST_OCTAVE)
+    places = (BINS_PER_OCTAVE * (sizes.log2() - LOWEST_OCTAVE)).floor().long()
+    return torch.nn.functional.one_hot(places.clamp(0, BINS - 1), BINS).double()
+
+
+def median_of(noisy: Tensor, noise: float) -> float | None:
+    """The median by a noisy histogram, the middle of its bin; None if all bins look empty."""
+    counts = torch.where(noisy > EMPTY_BELOW * noise, noisy, 0.0).cumsum(0)
+    if not float(counts[-1]) > 0:
+        return None
+    place = int((counts < counts[-1] / 2).sum())
+    return float(2.0 ** (LOWEST_OCTAVE + (place + 0.5) / BINS_PER_OCTAVE))
+
+
+# --- what a test released -------------------------------------------------------------------------
+
+
+def metric_row(
+    test: int,
+    after: str,
+    quantity: str,
+    rate: float | None,
+    value: float,
+    scale: float | None,
+    error: float,
+) -> dict[str, Any]:
+    """A noisy value that a test released. `scale` is by how much a record can change its sum."""
+    return {
+        "test": test,
+        "after": after,
+        "quantity": quantity,
+        "learning_rate": rate,
+        "value": value,
+        "scale": scale,
+        "standard_error": None if scale is None else scale * error,
+    }
+
+
+def both_metrics(
+    test: int, after: str, rate: float | None, pair: Sequence[float], bound: float, error: float
+) -> list[dict[str, Any]]:
+    """Training accuracy and training loss, from one test."""
+    right, loss = pair
+    return [
+        metric_row(test, after, ACCURACY, rate, right, METRICS_NORM, error),
+        metric_row(test, after, LOSS, rate, bound * loss, bound * METRICS_NORM, error),
+    ]

@@ -1,0 +1,1 @@
+"""Tests of runs of several processes, with gloo on the CPU."""

@@ -1,0 +1,377 @@
+"""What the processes of a test do."""
+
+import json
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+import dpsur
+from dpsur.config import Pace, RunConfig
+from dpsur.distributed import Ranks, Reduction, connect
+from dpsur.engine.gate import LossGate
+from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
+from dpsur.mechanism import dp_gradient
+from dpsur.mechanism.loop import train
+from dpsur.mechanism.sampling import Batch
+from dpsur.mechanism.streams import Streams
+from dpsur.runs.build_session import build_session
+from dpsur.runs.files import RunFolder
+from dpsur.runs.fit import execute
+from tests.methods.problems import BUDGET
+
+CPU = torch.device("cpu")
+
+
+def records(count, seed=0):
+    """Two classes in six dimensions."""
+    made = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 6, dtype=torch.float64, generator=made)
+    return inputs, (inputs[:, 0] + inputs[:, 1] > 0).long()
+
+
+def network(dtype=torch.float64):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+
+
+def make_run(method, plan, count=61, dtype=torch.float64, device=CPU):
+    """All trials of a plan; what must not depend on the number of ranks."""
+    inputs, targets = records(count)
+    problem = Problem(
+        method.adapt(network(dtype)).to(device),
+        F.cross_entropy,
+        Examples(inputs.to(dtype), targets).to(device),
+    )
+    verdicts = []
+    end = train(
+        method.bind(problem, plan),
+        plan,
+        Streams(3, device, connect(device)),
+        on_block=lambda _, found: verdicts.extend(bool(each.accept) for each in found),
+    )
+    params = {name: value.cpu() for name, value in end.state.released_params.items()}
+    return {"weights": params, "ledger": end.ledger.to_json(), "accepted": verdicts}
+
+
+def fit(method, *, count=61, seed=3, settings_by_rank=None, **settings):
+    """One run by `dpsur.fit`."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    inputs, targets = records(count, seed=(settings_by_rank or {}).get(("data", rank), 0))
+    settings |= (settings_by_rank or {}).get(rank, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dpsur.PrivacyWarning)
+        run = dpsur.fit(
+            network(),
+            (inputs, targets),
+            budget=BUDGET,
+            method=method,
+            test_set=(inputs, targets),
+            seed=seed,
+            device="cpu",
+            pace=Pace(checkpoint_every=5),
+            **settings,
+        )
+    return outcome(run) | {"scores": dict(run.scores or {}), "saved": run.saved}
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def engine(
+    size,
+    *,
+    wrap=False,
+    shard=False,
+    gate=False,
+    sampler=False,
+    most=None,
+    steps=20,
+    optimizer="sgd",
+):
+    """A custom loop with `PrivacyEngine`: weights, epsilon and the sizes of the rank's batches."""
+    ranks = connect(CPU)
+    inputs, targets = records(size)
+    model = network()
+    if ranks.rank:
+        with torch.no_grad():  # an unseeded script starts with other weights on every rank
+            model[0].weight.add_(1.0)
+    data = torch.utils.data.TensorDataset(inputs, targets)
+    own = DistributedSampler(data, ranks.size, ranks.rank) if sampler else None
+    loader = DataLoader(data, batch_size=9 // (ranks.size if sampler else 1), sampler=own)
+    module = DistributedDataParallel(model) if wrap and ranks.size > 1 else model
+    if shard and ranks.size > 1:
+        model = network()
+        fully_shard(model[0])
+        fully_shard(model[2])
+        module = fully_shard(model)
+    kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
+    optim = kind(module.parameters(), lr=0.1)
+    privacy = dpsur.PrivacyEngine()
+    module, optim, loader = privacy.make_private(
+        module=module,
+        optimizer=optim,
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+        steps=steps,
+        max_physical_batch_size=most,
+        gate=LossGate(_test_loss, min(7, size), show_verdicts=True, loss_clip=0.5)
+        if gate
+        else None,
+        seed=7,
+    )
+    made = 0
+    while made < steps:
+        for x, y in loader:
+            optim.zero_grad()
+            F.cross_entropy(module(x), y).backward()
+            optim.step()
+            made = privacy.accountant.steps
+            if made == steps:
+                break
+    weights = {name: whole(value.detach()).clone() for name, value in model.named_parameters()}
+    return {
+        "weights": weights,
+        "ledger": privacy.accountant.to_json(),
+        "accepted": list(privacy.verdicts) if gate else [],
+        "rate": loader.sample_rate,
+    }
+
+
+def _test_loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def pure_noise(wrong=None):
+    """Gradients of empty batches, in units of their noise."""
+    inputs, targets = records(50)
+    problem = Problem(network(), F.cross_entropy, Examples(inputs, targets))
+    streams = Streams(3, CPU, connect(CPU))
+    params = problem.initial_params()
+    empty = Batch(problem.train, rows=torch.zeros(0, dtype=torch.int64), ranks=streams.ranks)
+    found = []
+    add = dp_gradient.add_gaussian
+    if wrong == "noise of each rank":
+
+        def add_each(total, noise, stream):
+            own = Streams(90 + stream.ranks.rank, CPU, stream.ranks).at(int(stream._step))
+            reduction = Reduction(stream.ranks)
+            for name, value in add(total, noise, own["noise"]).items():
+                reduction.add(name, value)
+            return reduction.result()
+
+        dp_gradient.add_gaussian = add_each
+    try:
+        for step in range(1, 201):
+            noise = streams.at(step)["noise"]
+            gradient = dp_gradient.dp_mean_gradient(problem, params, empty, 0.1, 2.0, 0.5, noise)
+            vector = torch.cat([value.reshape(-1) for value in gradient.values()]) * 5.0 / (2 * 0.5)
+            found.append(vector / streams.ranks.size if wrong == "divided by ranks" else vector)
+    finally:
+        dp_gradient.add_gaussian = add
+    return torch.cat(found)
+
+
+def make_wrong_run(wrong, method, plan):
+    result, total = Reduction.result, Ranks.sum
+    if wrong == "averaged":
+        Reduction.result = lambda self: {
+            name: value / self._ranks.size for name, value in result(self).items()
+        }
+    else:
+        Ranks.sum = lambda self, values: values
+    try:
+        return make_run(method, plan)
+    finally:
+        Reduction.result, Ranks.sum = result, total
+
+
+def session_of(method, count=61):
+    inputs, targets = records(count)
+    config = RunConfig(
+        task=None,
+        method=method,
+        budget=BUDGET,
+        seed=3,
+        device="cpu",
+        pace=Pace(checkpoint_every=4),
+    )
+    return build_session(config, network(), (inputs, targets), loss=F.cross_entropy)
+
+
+def run_in(folder, method, stop_at=None):
+    """A run with checkpoints, which rank 1 may ask to stop after some trials; resumed if it can."""
+    session, folder = session_of(method), RunFolder(folder)
+    resume, calls = folder.checkpoint.exists(), []
+
+    def stop_requested():
+        calls.append(None)
+        return session.ranks.rank == 1 and len(calls) == stop_at
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dpsur.PrivacyWarning)
+        try:
+            run = execute(session, folder=folder, resume=resume, stop_requested=stop_requested)
+        except dpsur.InterruptedRunError:
+            return len(calls)
+    return outcome(run)
+
+
+def outcome(run):
+    return {
+        "weights": dict(run.model.state_dict()),
+        "ledger": run.private.ledger.to_json(),
+        "accepted": [row["accepted"] for row in run.private.rows if row["kind"] == "trial"],
+    }
+
+
+def drifting_run(method):
+    """A run in which the state of one rank changes by one bit."""
+    session = session_of(method)
+    ranks, step = session.ranks, type(session.procedure).propose
+    calls = []
+
+    def propose(self, state, draws, position):
+        found = step(self, state, draws, position)
+        calls.append(None)
+        if ranks.rank == 1 and len(calls) == 3:
+            next(iter(found.state.params.values())).view(torch.int64).view(-1)[0] ^= 1
+        return found
+
+    type(session.procedure).propose = propose
+    try:
+        session.run()
+    finally:
+        type(session.procedure).propose = step
+
+
+def ledger_of(folder):
+    content = RunFolder(folder).checkpoint.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return json.loads(header["__metadata__"]["dpsur"])["ledger"]
+
+
+DYING_SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import dpsur
+from tests.distributed import jobs
+from tests.distributed.test_runs import NOISE
+
+out, marker = sys.argv[1], Path(sys.argv[2])
+
+class Dies:
+    def started(self, plan, progress): pass
+    def evaluated(self, *_): pass
+    def trials(self, progress, verdicts):
+        if progress.ledger.trials == 8 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+jobs.fit(dpsur.Dpsgd(**NOISE, updates=12), out=out, observers=[Dies()])
+"""
+
+
+class Block(nn.Module):
+    """A block of a decoder: causal attention and two linear layers."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        rows, length, width = x.shape
+        parts = self.attention(self.before(x)).view(rows, length, 3, self.heads, -1)
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(seen.transpose(1, 2).reshape(rows, length, width))
+        return x + self.narrow(F.gelu(self.widen(self.between(x))))
+
+
+class Decoder(nn.Module):
+    """A model of the shape of GPT-2."""
+
+    def __init__(self, words=50, width=32, blocks=2, heads=4, length=12):
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
+        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens):
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x = self.words(tokens) + self.places(places)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x)).transpose(1, 2)
+
+
+def decoder(shard, steps=4, count=24, words=50, length=12, **sizes):
+    """Train a decoder: its weights, and the bytes of weights, gradients and moments per rank."""
+    ranks = connect(CPU)
+    torch.manual_seed(0)
+    model = Decoder(words=words, length=length, **sizes).double()
+    tokens = torch.randint(words, (count, length + 1))
+    data = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    if shard:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    privacy = dpsur.PrivacyEngine()
+    module, optim, loader = privacy.make_private(
+        module=model,
+        optimizer=optim,
+        data_loader=DataLoader(data, batch_size=6),
+        noise_multiplier=0.5,
+        max_grad_norm=1.0,
+        steps=steps,
+        seed=5,
+    )
+    for x, y in loader:
+        optim.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        optim.step()
+    held = 0
+    for value in model.parameters():
+        for each in (value, value.grad, *optim.state[value].values()):
+            local = each.to_local() if isinstance(each, DTensor) else each
+            held += local.nbytes
+    weights = {name: whole(value.detach()).clone() for name, value in model.named_parameters()}
+    ledger = privacy.accountant.to_json()
+    return {"weights": weights, "ledger": ledger, "accepted": [], "bytes": held, "rank": ranks.rank}
+
+
+def tensor_parallel():
+    """A module that is split as tensor parallelism splits it."""
+    ranks = connect(CPU)
+    model = network()
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = DataLoader(torch.utils.data.TensorDataset(*records(20)), batch_size=4)
+    dpsur.PrivacyEngine().make_private(
+        module=model, optimizer=optim, data_loader=data, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+
+
+def fit_sharded():
+    dpsur.fit(fully_shard(network()), records(20), budget=BUDGET, method=dpsur.Dpsgd(updates=1))

@@ -1,0 +1,62 @@
+"""The documentation site: every page and every public name is on it, and its code runs."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dpsur
+
+ROOT = Path(__file__).parent.parent
+MENU = re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+# Pages that others include or link to.
+NOT_IN_THE_MENU = {"accounting_table.md", "demo_table.md", "schematics.md"}
+
+
+def test_every_page_is_in_the_menu():
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert set(MENU) == pages - NOT_IN_THE_MENU
+    assert len(MENU) == len(set(MENU))
+
+
+def test_every_public_name_is_in_the_reference():
+    text = (ROOT / "docs" / "api.md").read_text()
+    named = set(re.findall(r"^::: dpsur\.(\w+)$", text, flags=re.MULTILINE))
+    errors = {name for name in dpsur.__all__ if name.endswith(("Error", "Warning"))}
+    assert named - {"errors"} == set(dpsur.__all__) - errors - {"__version__"}
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs mkdocs-material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    subprocess.run([*command, "--site-dir", str(tmp_path)], cwd=ROOT, check=True)
+    pages = {path.parent.name for path in tmp_path.glob("*/index.html")}
+    assert {page.removesuffix(".md") for page in MENU} - {"index"} <= pages
+
+
+@pytest.mark.parametrize("page", ["getting_started.md"])
+def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / page).read_text()
+    codes = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert codes
+    for code in codes:
+        exec(compile(code, page, "exec"), {})
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs(tmp_path):
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
+    import nbformat
+
+    book = nbformat.read(ROOT / "docs" / "tutorial.ipynb", as_version=4)
+    nbclient.NotebookClient(book, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+    kinds = [out.get("data", {}) for cell in book.cells for out in cell.get("outputs", [])]
+    assert sum("image/png" in kind for kind in kinds) == 2
+    printed = json.dumps(book)
+    assert "faults: []" in printed
+    assert "CONTRADICTED" not in printed
