@@ -382,6 +382,30 @@ def test_the_readme_shows_the_rows(name):
     assert not shown_in_the_readme(slower, name)
 
 
+@pytest.mark.parametrize("name", ["bench_networks_gpu", "bench_networks_cpu"])
+def test_the_page_shows_the_rows_of_common_networks(name):
+    rows = read_rows(ROOT / "results" / f"{name}.jsonl")
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    shown = text.split(f"<!-- results/{name}.jsonl -->\n")[1].split("\n<!-- end -->")[0]
+    assert shown == network_grid.markdown(rows)
+
+
+def test_what_the_page_says_did_not_help_did_not():
+    best = {}
+    for row in read_rows(ROOT / "results" / "bench_kernels_gpu.jsonl"):
+        if row["case"].startswith("conv") and row["milliseconds"] is not None:
+            kind = " ".join(row["kernel"].split()[:2])
+            cell = best.setdefault(row["case"], {})
+            cell[kind] = min(cell.get(kind, 1e9), row["milliseconds"])
+    compared = [cell for cell in best.values() if "triton tf32x3" in cell]
+    assert len(compared) == 6
+    assert all(cell["triton tf32x3"] > cell["each now"] for cell in compared)
+    for cell in compared:
+        rounded = min(cell["triton tf32"], cell.get("gram now", 1e9))
+        assert rounded < cell.get("shifted bmm", 1e9)
+        assert rounded < cell["patches bmm"]
+
+
 def ratios(name, arm, figure):
     rows = read_rows(ROOT / "results" / f"{name}.jsonl")
     return {(r["network"], r["batch_size"]): r[figure] for r in rows if r["arm"] == arm}
