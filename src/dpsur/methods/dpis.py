@@ -16,6 +16,7 @@ from dpsur.mechanism.proposer import GradientProposer, Sampler
 from dpsur.mechanism.state import Candidate, Procedure, State
 from dpsur.mechanism.streams import COINS, NOISE, STEERING, Draws
 from dpsur.mechanism.trial import Selective
+from dpsur.methods.block_plans import block_procedure
 from dpsur.methods.gradient_method import BLOCK_GATE, NO_GATE, GradientMethod
 from dpsur.options import option
 from dpsur.per_example import ClippedSum, clipped_norms
@@ -213,7 +214,7 @@ class Dpis(GradientMethod):
             self.make_average(),
         )
         if isinstance(plan, BlockPlan):
-            return self.block_gate(plan, steps)
+            return block_procedure(self, plan, steps)
         return Selective(
             ImportanceProposer(steps, source), self.make_gate(problem, plan), plan.setup
         )

@@ -7,27 +7,30 @@ it adds.
 
 import math
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Self
 
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.block_gate import FIRST_ADAM_RATE, FIRST_PRODUCT, BlockGate
-from dpsur.mechanism.block_tests import is_classification
 from dpsur.mechanism.gate import AlwaysAccept, LossTestGate, make_rule
-from dpsur.mechanism.measured_updates import MeasuredUpdates
 from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.state import Gate, Procedure
 from dpsur.mechanism.trial import Selective
+from dpsur.methods import block_plans
 from dpsur.methods.base import OptimizerMethod, check_batch_size, power_of_two_near
+from dpsur.methods.block_plans import (
+    block_procedure,
+    check_block_gate,
+    check_metrics,
+    settle_blocks,
+    settle_measured,
+)
 from dpsur.options import option
 from dpsur.privacy.accounting import (
     KEEP_MOMENTUM,
     RESTORE,
     Accounting,
     accounting_named,
-    check_covers_steering,
 )
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import (
@@ -41,13 +44,12 @@ from dpsur.privacy.events import (
     Trial,
 )
 from dpsur.privacy.plans import BlockPlan, Plan, PrivacyPlan
-from dpsur.privacy.plans.blocks import TESTS_COST, cheapest_test, plan_blocks
 from dpsur.privacy.plans.fixed import Request, make_plan
 from dpsur.privacy.search import largest_ratio, least_noise
 
 DEFAULT_EPOCHS = 20
-NO_GATE = "none"
-BLOCK_GATE = "block"
+NO_GATE = block_plans.NO_GATE
+BLOCK_GATE = block_plans.BLOCK_GATE
 GATES = ("loss", "coin", BLOCK_GATE, NO_GATE)
 GATE_HELP = (
     "the test of a candidate: loss is the paper's noisy loss difference; coin accepts every "
@@ -62,11 +64,8 @@ USUAL_LOSS_CLIP = 0.001
 # the training digits of mnist-5k: under `proven` the ratio costs more than its tests alone.
 LOSS_TEST_SHARE = 0.5
 COIN_TEST_SHARE = 0.3
-# Of the gate block (docs/selection.md): blocks of a search, and updates in each of them.
-USUAL_BLOCKS = 4
-BLOCKS_PER_RUN, SHORTEST_BLOCK = 16, 40
-MEDIAN, GIVEN = "median", "given"
-METRICS_PER_RUN = 10  # how often paid metrics are measured without a gate
+USUAL_BLOCKS, SHORTEST_BLOCK = block_plans.USUAL_BLOCKS, block_plans.SHORTEST_BLOCK
+MEDIAN, GIVEN = block_plans.MEDIAN, block_plans.GIVEN
 
 
 # Of the rule below: the best of 0.1, 0.14, 0.2, 0.28 and 0.4 on held-out records of CIFAR-10 and
@@ -187,14 +186,7 @@ class GradientMethod(OptimizerMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive("max_grad_norm", self.max_grad_norm)
-        self._check_metrics()
-        if self.test_error is not None:
-            checks.positive("test_error", self.test_error)
-            if self._implied_gate() != BLOCK_GATE or self.val_noise_multiplier is not None:
-                raise InvalidInputError(
-                    f"test_error {self.test_error:g} sets the noise of tests of the gate block; "
-                    "choose that gate, and leave val_noise_multiplier out"
-                )
+        check_metrics(self)
         checks.one_of("clip_norm", self.clip_norm, (MEDIAN, GIVEN))
         if self.noise_multiplier is not None:
             checks.positive("noise_multiplier", self.noise_multiplier)
@@ -214,7 +206,7 @@ class GradientMethod(OptimizerMethod):
             "patience",
         )
         if self._implied_gate() == BLOCK_GATE:
-            self._check_block_gate()
+            check_block_gate(self)
         for name in ("val_batch_size", "trials"):
             if self.gate == NO_GATE and getattr(self, name) is not None:
                 raise InvalidInputError(
@@ -226,35 +218,6 @@ class GradientMethod(OptimizerMethod):
                 f"on_reject {self.on_reject} has no meaning where nothing is rejected; leave it "
                 "out, or choose a gate"
             )
-
-    def _check_metrics(self) -> None:
-        """Refuse metrics that are not paid for, or that a gate does not make."""
-        gate = self._implied_gate()
-        if self.patience is not None and (self.metrics_budget is None or gate != NO_GATE):
-            raise InvalidInputError(
-                f"patience {self.patience} watches the training loss that metrics_budget pays for, "
-                "without a gate; give metrics_budget, or leave patience out"
-            )
-        if self.metrics_budget is None:
-            if self.metrics_noise_multiplier is not None:
-                raise InvalidInputError(
-                    f"metrics_noise_multiplier {self.metrics_noise_multiplier:g} has no meaning "
-                    "without metrics_budget; give one, such as 0.01, or leave it out"
-                )
-            return
-        checks.positive("metrics_budget", self.metrics_budget)
-        if gate not in (NO_GATE, BLOCK_GATE):
-            raise InvalidInputError(
-                f"metrics_budget {self.metrics_budget:g} needs the gate none or block; the gate "
-                f"{gate or 'of ' + self.name} makes no tests that could pay for metrics"
-            )
-        if self.metrics_noise_multiplier is not None:
-            checks.positive("metrics_noise_multiplier", self.metrics_noise_multiplier)
-            if gate == BLOCK_GATE:
-                raise InvalidInputError(
-                    f"metrics_noise_multiplier {self.metrics_noise_multiplier:g} is for the gate "
-                    "none; with the gate block give val_noise_multiplier"
-                )
 
     def settle(
         self,
@@ -269,7 +232,9 @@ class GradientMethod(OptimizerMethod):
                 dataset_size, budget, accounting, setup
             )
         if self.metrics_budget is not None:
-            return self._settle_measured(dataset_size, budget, accounting, setup)
+            return self._with_rate_by_rule(
+                *settle_measured(self, dataset_size, budget, accounting, setup)
+            )
         return self._settle_repeated(dataset_size, budget, accounting, setup)
 
     def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
@@ -282,7 +247,7 @@ class GradientMethod(OptimizerMethod):
             self.make_average(),
         )
         if isinstance(plan, BlockPlan):
-            return self.block_gate(plan, proposer)
+            return block_procedure(self, plan, proposer)
         gate = self.make_gate(problem, plan)
         if gate.rejects and gate.test is None and plan.updates is not None:
             raise InvalidInputError(
@@ -291,26 +256,6 @@ class GradientMethod(OptimizerMethod):
                 "every-trial, which charges every candidate"
             )
         return Selective(proposer, gate, plan.setup)
-
-    def block_gate(self, plan: BlockPlan, updates: GradientProposer) -> Procedure:
-        """The gate over blocks of these updates, or updates whose blocks are measured."""
-        if self.metrics_budget is not None and not is_classification(updates.problem):
-            raise InvalidInputError(
-                f"metrics_budget {self.metrics_budget:g} pays for the accuracy and the loss of a "
-                "classifier, and these targets are not class indices; leave it out"
-            )
-        if not plan.searches:
-            return MeasuredUpdates(plan, updates, self.patience)
-        return BlockGate(
-            plan,
-            updates,
-            self.max_grad_norm,
-            self._starts(),
-            schedule=self.schedule,
-            clip_by_median=self.clip_norm == MEDIAN,
-            scale_free=self.optimizer == "adam",
-            momentum=self.momentum if self.optimizer == "sgd" else 0.0,
-        )
 
     def gradient_source(self, problem: Problem, plan: PrivacyPlan) -> GradientSource:
         """Where gradients come from: noisy sums of clipped gradients."""
@@ -375,27 +320,6 @@ class GradientMethod(OptimizerMethod):
                 implied = gate
         return implied
 
-    def _check_block_gate(self) -> None:
-        """Refuse what has no meaning where every update is charged and blocks are tested."""
-        if self.trials is not None:
-            raise InvalidInputError(
-                f"trials {self.trials} has no meaning with the gate block, which charges every "
-                "update; give updates instead"
-            )
-        if self.on_reject != RESTORE:
-            raise InvalidInputError(
-                f"on_reject {self.on_reject} has no meaning with the gate block, which restores "
-                "whole blocks; leave it out"
-            )
-
-    def _starts(self) -> tuple[float, ...]:
-        """Where the search starts: by rule, and at a learning rate that was given."""
-        adam, rate = self.optimizer == "adam", self.learning_rate
-        by_rule = FIRST_ADAM_RATE if adam else FIRST_PRODUCT * (1 - self.momentum)
-        if rate is None or rate == OptimizerMethod.learning_rate:  # the default: left open
-            return (math.log2(by_rule),)
-        return math.log2(by_rule), math.log2(rate if adam else rate * self.max_grad_norm)
-
     def _settle_blocks(
         self,
         dataset_size: int,
@@ -406,92 +330,16 @@ class GradientMethod(OptimizerMethod):
         steering: SampledGaussian | None = None,
     ) -> tuple[Self, BlockPlan]:
         """Fix blocks, tests and noise: everything but what released values may decide."""
-        check_covers_steering(accounting)
-        if self.test_error is not None:
-            return self._with_tests(dataset_size, self.test_error)._settle_blocks(
-                dataset_size, budget, accounting, setup, menu, steering
-            )
-        settled = self._with_batches(dataset_size)
-        assert settled.batch_size is not None
-        updates = self.updates or settled._default_count(dataset_size)
-        count = self.blocks or USUAL_BLOCKS + len(self._starts()) - 1
-        size = self.block_updates or max(SHORTEST_BLOCK, -(-updates // BLOCKS_PER_RUN))
-        first = (0, 0) if self.clip_norm == MEDIAN else (0,)
-        sample_rate = settled.batch_size / dataset_size
-        settled = replace(settled, updates=updates, blocks=count, block_updates=size)
-        plan = plan_blocks(
-            budget,
-            accounting,
-            (*first, *[size] * count, updates),
-            sample_rate=sample_rate,
-            test_rate=None if self.val_batch_size is None else self.val_batch_size / dataset_size,
-            noise_multiplier=self.noise_multiplier,
-            test_noise=self.val_noise_multiplier,
-            setup=setup,
-            menu=menu,
-            steering=steering,
-            tests_cost=TESTS_COST + (self.metrics_budget or 0.0),
-        )
-        settled = replace(
-            settled,
-            noise_multiplier=plan.update.noise_multiplier,
-            val_noise_multiplier=plan.test.noise_multiplier,
-        )
-        return settled, plan
+        return settle_blocks(self, dataset_size, budget, accounting, setup, menu, steering)
 
-    def _with_tests(self, dataset_size: int, error: float) -> Self:
-        """The noise of tests for a standard error, and their size unless it was given."""
-        if self.val_batch_size is None:
-            rate, noise = cheapest_test(dataset_size, error)
-            if rate == 1:
-                return replace(self, test_error=None, val_noise_multiplier=noise)
-            size: int = math.ceil(rate * dataset_size)
-        else:
-            check_batch_size("val_batch_size", self.val_batch_size, dataset_size)
-            size = self.val_batch_size
-        left = error**2 - (1 - size / dataset_size) / size
-        if left <= 0:
-            raise InvalidInputError(
-                f"{size} records cannot give a standard error of {error:g}, whatever the noise; "
-                "raise test_error or val_batch_size"
-            )
-        noise = size * math.sqrt(left)
-        return replace(self, test_error=None, val_batch_size=size, val_noise_multiplier=noise)
-
-    def _settle_measured(
-        self, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
-    ) -> tuple[Self, BlockPlan]:
-        """Fix updates in equal blocks, after each of which loss and accuracy are measured."""
-        check_covers_steering(accounting)
-        settled = self._with_batches(dataset_size)
+    def _with_rate_by_rule(self, settled: Self, plan: BlockPlan) -> tuple[Self, BlockPlan]:
+        """The settled method with the learning rate that follows from its noise, if it is open."""
+        if self.learning_rate is not None:
+            return settled, plan
         assert settled.batch_size is not None
-        assert self.metrics_budget is not None
-        updates = self.updates or settled._default_count(dataset_size)
-        count = min(METRICS_PER_RUN, updates)
-        ends = [updates * number // count for number in range(count + 1)]
-        plan = plan_blocks(
-            budget,
-            accounting,
-            tuple(after - before for before, after in pairwise(ends)),
-            sample_rate=settled.batch_size / dataset_size,
-            noise_multiplier=self.noise_multiplier,
-            test_noise=self.metrics_noise_multiplier,
-            setup=setup,
-            searches=False,
-            tests_cost=self.metrics_budget,
-        )
-        plan = replace(plan, may_stop=self.patience is not None)
         noise = plan.update.noise_multiplier
-        if self.learning_rate is None:
-            rate = linear_head_rate(settled.batch_size, noise, self.max_grad_norm, updates)
-            settled = replace(settled, learning_rate=rate)
-        settled = replace(
-            settled,
-            noise_multiplier=noise,
-            metrics_noise_multiplier=plan.test.noise_multiplier,
-            updates=updates,
-        )
-        return settled, plan
+        rate = linear_head_rate(settled.batch_size, noise, self.max_grad_norm, plan.updates)
+        return replace(settled, learning_rate=rate), plan
 
     def _with_gate(self, dataset_size: int, budget: Budget, accounting: Accounting) -> Self:
         gate = self._implied_gate() or ("coin" if accounting.name == "proven" else "loss")

@@ -1,0 +1,210 @@
+"""How runs in blocks are settled: the gate block, and updates with paid metrics."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeVar
+
+from dpsur import checks
+from dpsur.errors import InvalidInputError
+from dpsur.mechanism.block_gate import FIRST_ADAM_RATE, FIRST_PRODUCT, BlockGate
+from dpsur.mechanism.block_tests import is_classification
+from dpsur.mechanism.measured_updates import MeasuredUpdates
+from dpsur.mechanism.proposer import GradientProposer
+from dpsur.mechanism.state import Procedure
+from dpsur.methods.base import OptimizerMethod, check_batch_size
+from dpsur.privacy.accounting import RESTORE, check_covers_steering
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.events import Event, Menu, SampledGaussian
+from dpsur.privacy.plans import BlockPlan
+from dpsur.privacy.plans.blocks import TESTS_COST, cheapest_test, plan_blocks
+
+if TYPE_CHECKING:
+    from dpsur.methods.gradient_method import GradientMethod
+
+M = TypeVar("M", bound="GradientMethod")
+NO_GATE, BLOCK_GATE = "none", "block"
+MEDIAN, GIVEN = "median", "given"
+# Of the gate block (docs/selection.md): blocks of a search, and updates in each of them.
+USUAL_BLOCKS = 4
+BLOCKS_PER_RUN, SHORTEST_BLOCK = 16, 40
+METRICS_PER_RUN = 10  # how often paid metrics are measured without a gate
+
+
+def check_metrics(method: "GradientMethod") -> None:
+    """Refuse metrics that are not paid for, or that a gate does not make."""
+    gate = method._implied_gate()
+    if method.test_error is not None:
+        checks.positive("test_error", method.test_error)
+        if gate != BLOCK_GATE or method.val_noise_multiplier is not None:
+            raise InvalidInputError(
+                f"test_error {method.test_error:g} sets the noise of tests of the gate block; "
+                "choose that gate, and leave val_noise_multiplier out"
+            )
+    if method.patience is not None and (method.metrics_budget is None or gate != NO_GATE):
+        raise InvalidInputError(
+            f"patience {method.patience} watches the training loss that metrics_budget pays for, "
+            "without a gate; give metrics_budget, or leave patience out"
+        )
+    if method.metrics_budget is None:
+        if method.metrics_noise_multiplier is not None:
+            raise InvalidInputError(
+                f"metrics_noise_multiplier {method.metrics_noise_multiplier:g} has no meaning "
+                "without metrics_budget; give one, such as 0.01, or leave it out"
+            )
+        return
+    checks.positive("metrics_budget", method.metrics_budget)
+    if gate not in (NO_GATE, BLOCK_GATE):
+        raise InvalidInputError(
+            f"metrics_budget {method.metrics_budget:g} needs the gate none or block; the gate "
+            f"{gate or 'of ' + method.name} makes no tests that could pay for metrics"
+        )
+    if method.metrics_noise_multiplier is not None:
+        checks.positive("metrics_noise_multiplier", method.metrics_noise_multiplier)
+        if gate == BLOCK_GATE:
+            raise InvalidInputError(
+                f"metrics_noise_multiplier {method.metrics_noise_multiplier:g} is for the gate "
+                "none; with the gate block give val_noise_multiplier"
+            )
+
+
+def check_block_gate(method: "GradientMethod") -> None:
+    """Refuse what has no meaning where every update is charged and blocks are tested."""
+    if method.trials is not None:
+        raise InvalidInputError(
+            f"trials {method.trials} has no meaning with the gate block, which charges every "
+            "update; give updates instead"
+        )
+    if method.on_reject != RESTORE:
+        raise InvalidInputError(
+            f"on_reject {method.on_reject} has no meaning with the gate block, which restores "
+            "whole blocks; leave it out"
+        )
+
+
+def search_starts(method: "GradientMethod") -> tuple[float, ...]:
+    """Where the search starts: by rule, and at a learning rate that was given."""
+    adam, rate = method.optimizer == "adam", method.learning_rate
+    by_rule = FIRST_ADAM_RATE if adam else FIRST_PRODUCT * (1 - method.momentum)
+    if rate is None or rate == OptimizerMethod.learning_rate:  # the default: left open
+        return (math.log2(by_rule),)
+    return math.log2(by_rule), math.log2(rate if adam else rate * method.max_grad_norm)
+
+
+def settle_blocks(
+    method: M,
+    dataset_size: int,
+    budget: Budget,
+    accounting: str,
+    setup: tuple[Event, ...],
+    menu: Menu | None = None,
+    steering: SampledGaussian | None = None,
+) -> tuple[M, BlockPlan]:
+    """Fix blocks, tests and noise: everything but what released values may decide."""
+    check_covers_steering(accounting)
+    if method.test_error is not None:
+        tested = _with_tests(method, dataset_size, method.test_error)
+        return settle_blocks(tested, dataset_size, budget, accounting, setup, menu, steering)
+    settled = method._with_batches(dataset_size)
+    assert settled.batch_size is not None
+    updates = method.updates or settled._default_count(dataset_size)
+    count = method.blocks or USUAL_BLOCKS + len(search_starts(method)) - 1
+    size = method.block_updates or max(SHORTEST_BLOCK, -(-updates // BLOCKS_PER_RUN))
+    first = (0, 0) if method.clip_norm == MEDIAN else (0,)
+    sample_rate = settled.batch_size / dataset_size
+    settled = replace(settled, updates=updates, blocks=count, block_updates=size)
+    plan = plan_blocks(
+        budget,
+        accounting,
+        (*first, *[size] * count, updates),
+        sample_rate=sample_rate,
+        test_rate=None if method.val_batch_size is None else method.val_batch_size / dataset_size,
+        noise_multiplier=method.noise_multiplier,
+        test_noise=method.val_noise_multiplier,
+        setup=setup,
+        menu=menu,
+        steering=steering,
+        tests_cost=TESTS_COST + (method.metrics_budget or 0.0),
+    )
+    settled = replace(
+        settled,
+        noise_multiplier=plan.update.noise_multiplier,
+        val_noise_multiplier=plan.test.noise_multiplier,
+    )
+    return settled, plan
+
+
+def _with_tests(method: M, dataset_size: int, error: float) -> M:
+    """The noise of tests for a standard error, and their size unless it was given."""
+    if method.val_batch_size is None:
+        rate, noise = cheapest_test(dataset_size, error)
+        if rate == 1:
+            return replace(method, test_error=None, val_noise_multiplier=noise)
+        size: int = math.ceil(rate * dataset_size)
+    else:
+        check_batch_size("val_batch_size", method.val_batch_size, dataset_size)
+        size = method.val_batch_size
+    left = error**2 - (1 - size / dataset_size) / size
+    if left <= 0:
+        raise InvalidInputError(
+            f"{size} records cannot give a standard error of {error:g}, whatever the noise; "
+            "raise test_error or val_batch_size"
+        )
+    noise = size * math.sqrt(left)
+    return replace(method, test_error=None, val_batch_size=size, val_noise_multiplier=noise)
+
+
+def settle_measured(
+    method: M, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
+) -> tuple[M, BlockPlan]:
+    """Fix updates in equal blocks, after each of which loss and accuracy are measured."""
+    check_covers_steering(accounting)
+    settled = method._with_batches(dataset_size)
+    assert settled.batch_size is not None
+    assert method.metrics_budget is not None
+    updates = method.updates or settled._default_count(dataset_size)
+    count = min(METRICS_PER_RUN, updates)
+    ends = [updates * number // count for number in range(count + 1)]
+    plan = plan_blocks(
+        budget,
+        accounting,
+        tuple(after - before for before, after in pairwise(ends)),
+        sample_rate=settled.batch_size / dataset_size,
+        noise_multiplier=method.noise_multiplier,
+        test_noise=method.metrics_noise_multiplier,
+        setup=setup,
+        searches=False,
+        tests_cost=method.metrics_budget,
+    )
+    plan = replace(plan, may_stop=method.patience is not None)
+    noise = plan.update.noise_multiplier
+    settled = replace(
+        settled,
+        noise_multiplier=noise,
+        metrics_noise_multiplier=plan.test.noise_multiplier,
+        updates=updates,
+    )
+    return settled, plan
+
+
+def block_procedure(
+    method: "GradientMethod", plan: BlockPlan, updates: GradientProposer
+) -> Procedure:
+    """The gate over blocks of these updates, or updates whose blocks are measured."""
+    if method.metrics_budget is not None and not is_classification(updates.problem):
+        raise InvalidInputError(
+            f"metrics_budget {method.metrics_budget:g} pays for the accuracy and the loss of a "
+            "classifier, and these targets are not class indices; leave it out"
+        )
+    if not plan.searches:
+        return MeasuredUpdates(plan, updates, method.patience)
+    return BlockGate(
+        plan,
+        updates,
+        method.max_grad_norm,
+        search_starts(method),
+        schedule=method.schedule,
+        clip_by_median=method.clip_norm == MEDIAN,
+        scale_free=method.optimizer == "adam",
+        momentum=method.momentum if method.optimizer == "sgd" else 0.0,
+    )
