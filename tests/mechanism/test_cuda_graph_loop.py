@@ -181,10 +181,10 @@ def test_trials_have_the_smallest_rooms_that_hold_their_batches(method, largest,
     levels, drawn = [], []
     draw = sampling._padded
 
-    def watched(examples, rate, joins, level=None):
+    def watched(examples, rate, joins, ranks, level=None):
         levels.append(level)
         drawn.append(int(joins.sum()))
-        return draw(examples, rate, joins, level)
+        return draw(examples, rate, joins, ranks, level)
 
     exact, _ = bound(method)
     monkeypatch.setattr(sampling, "_padded", watched)
