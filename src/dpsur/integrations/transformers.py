@@ -157,7 +157,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
                 f"{checkpoint} holds no privacy ledger ({_LEDGER}); resume from a checkpoint of a "
                 "PrivateTrainer"
             )
-        self.engine.load_state_dict(json.loads(path.read_text()))
+        self.engine.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _check(args: Any, noise: float | None, epsilon: float | None, delta: float | None) -> None:
