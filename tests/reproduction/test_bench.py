@@ -201,6 +201,7 @@ def test_the_captured_step_is_the_plain_step():
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_rows_say_everything_and_survive_json():
     settings = replace(TINY, grid=[("pixel-28", 4), ("pixel-28", 8)], arms=[*TINY.arms, "loop"])
@@ -223,6 +224,7 @@ def test_rows_say_everything_and_survive_json():
     assert rows[1]["time_over_plain"] == rows[1]["step_seconds"] / rows[0]["step_seconds"]
 
 
+@pytest.mark.slow
 def test_memory_of_a_step_is_measured_in_its_own_process():
     found = memory.probe("pixel-28", 2048, "plain", TINY)
     assert found.status == "ok"
@@ -230,6 +232,7 @@ def test_memory_of_a_step_is_measured_in_its_own_process():
     assert 2048 * 13 * 13 * 16 * 4 < found.peak_bytes < 20 * 2048 * 13 * 13 * 16 * 4
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_the_limit_is_a_row():
     tight = replace(TINY, memory_limit=100 * 2**20)
     found = memory.probe("pixel-28", 4096, "plain", tight)

@@ -170,6 +170,7 @@ def test_training_loss_and_accuracy_are_paid_for(gate, tmp_path):
         assert resumed.statement["metrics"] == rows
 
 
+@pytest.mark.slow
 def test_metrics_are_what_they_say(tmp_path):
     """With little noise they are accuracy and loss of the training records."""
     options = {**MEASURED, "gate": "none", "block_updates": None, "val_noise_multiplier": None}
