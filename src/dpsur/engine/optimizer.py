@@ -49,7 +49,7 @@ class PrivateOptimizer(Optimizer):
             try:
                 super().step()
                 self.engine.end_step()
-            except BaseException:  # also Ctrl-C in a notebook whose loop then goes on
+            except BaseException:  # also Ctrl-C in a notebook, where the next cell continues
                 self.engine.undo_step()
                 raise
         return loss
