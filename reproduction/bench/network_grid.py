@@ -367,7 +367,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                     points
                 ) else None
             axis.set(xscale="log", yscale="log", xlabel=name, ylabel="ms per update")
-        figure.savefig(path)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
 
 

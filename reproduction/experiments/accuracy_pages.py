@@ -70,11 +70,22 @@ def short_page(records: Sequence[Record], paper: Figures) -> Page:
     """Methods by data sets at one epsilon."""
     parts = [
         f"# {SHORT_TITLE}",
-        textwrap.fill(SHORT_TEXT.strip(), WIDTH),
+        textwrap.fill(SHORT_TEXT.strip() + _single_seeds(records), WIDTH),
         short_table(records, paper).markdown(),
         f"Rendered by `python -m reproduction {NAME}` from its rows.",
     ]
     return Page(f"{TABLES}/{SHORT}.md", "\n\n".join(parts) + "\n")
+
+
+def _single_seeds(records: Sequence[Record]) -> str:
+    """A sentence on the cells of the short table that are no mean."""
+    single: dict[str, list[str]] = {}
+    for record in records:
+        shown = record["arm"] in LINES and record["epsilon"] in (SHORT_EPSILON, None)
+        if shown and record["seeds"] == 1:
+            single.setdefault(record["arm"], []).append(DATA_SETS[record["task"]])
+    cells = "; ".join(f"{LINES[arm][0]}: {', '.join(data)}" for arm, data in single.items())
+    return f" Cells with one seed only: {cells}." if cells else ""
 
 
 def short_table(records: Sequence[Record], paper: Figures) -> Table:

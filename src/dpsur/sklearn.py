@@ -187,7 +187,7 @@ class DPClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[misc]
         bounds: (low, high) of all features, or of each. Numbers beyond are clipped.
         schema: a `dpsur.Schema` for data frames, in place of `classes` and `bounds`.
         model: "linear", "mlp" or a module that takes the scaled features; by default what suits.
-        method: `dpsur.Dpsur()` unless another is given.
+        method: what `dpsur.fit` chooses from public facts, unless one is given.
         accounting: how privacy loss is counted, by name.
         max_updates: ends the planned run early.
         random_state: makes the run repeatable, and void against anyone who knows it.
@@ -284,7 +284,7 @@ class DPRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
         bounds: (low, high) of all features, or of each. Numbers beyond are clipped.
         schema: a `dpsur.Schema` for data frames, in place of `target_range` and `bounds`.
         model: "linear", "mlp" or a module that takes the scaled features; by default what suits.
-        method: `dpsur.Dpsur()` unless another is given.
+        method: what `dpsur.fit` chooses from public facts, unless one is given.
         accounting: how privacy loss is counted, by name.
         max_updates: ends the planned run early.
         random_state: makes the run repeatable, and void against anyone who knows it.

@@ -265,6 +265,7 @@ def lead(scores: Scores, gap: Scores) -> float:
     return float(difference.sum() / np.sqrt(max(1.0, (difference**2).sum())))
 
 
+@pytest.mark.slow
 def test_attacks_beat_the_gap_attack(sure):
     models, split = sure
     members = as_many(split.target_train, len(split.target_test), seed=3)
@@ -332,6 +333,7 @@ def test_parts_cover_all_records_alike():
         assert times.max() - times.min() <= 1 + (pool % size > 0)
 
 
+@pytest.mark.slow
 def test_all_attacks_at_once(trainer, split):
     found = attack_target(split, trainer, list(ATTACKS), seed=0, shadow_models=6)
     controls = {name + SHUFFLED for name in ATTACKS if name != "gap"}

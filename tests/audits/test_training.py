@@ -222,6 +222,7 @@ def going_out(tiny):
     return sound, held * (density @ out) + (1 - held) * not_held
 
 
+@pytest.mark.slow
 def test_a_stale_loss_breaks_its_claim():
     """By the law of the training, which the loop is held against; a sound test does not have it."""
     tiny, runs = TINY[PLACES["stale-loss"]], 250

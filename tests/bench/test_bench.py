@@ -57,7 +57,8 @@ def in_process(monkeypatch):
 @pytest.mark.usefixtures("in_process")
 def test_a_model_is_measured_beside_plain_pytorch(capsys):
     given = ("bench", "--model", MODEL, "--batch-size", "8", "4", *SHORT)
-    status, out, _ = dpsur(*given, "--arms", "plain", "dpsgd", "dpsur", "--json", capsys=capsys)
+    status, out, said = dpsur(*given, "--arms", "plain", "dpsgd", "dpsur", "--json", capsys=capsys)
+    assert "one-pass" in said  # how gradients are found
     assert status == 0
     rows = [json.loads(line) for line in out.splitlines()]
     arms = ("plain", "dpsgd", "dpsur")

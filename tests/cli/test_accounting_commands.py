@@ -153,7 +153,8 @@ def test_calibrate_a_share(capsys):
 def run_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verify") / "run"
     arguments = ["--updates", "3", "--batch-size", "64", "--noise-multiplier", "20"]
-    assert main(["train", "--quiet", "--out", str(folder), *arguments]) == 0
+    gate = ["--method", "dpsur", "--gate", "coin"]
+    assert main(["train", "--quiet", "--out", str(folder), *gate, *arguments]) == 0
     return folder
 
 

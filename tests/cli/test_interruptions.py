@@ -57,6 +57,7 @@ def test_killed_and_resumed(tmp_path, uninterrupted, number):
     assert metrics.count('"accepted": true') == 50
 
 
+@pytest.mark.slow
 def test_killed_twice(tmp_path, uninterrupted):
     folder = tmp_path / "run"
     done = stop_in_the_middle(folder, signal.SIGKILL)

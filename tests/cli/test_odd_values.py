@@ -53,7 +53,9 @@ def odd_values(action):
 
 
 def test_every_command_is_covered():
-    assert {words[0] for words, _ in OPTIONS} | {"proof", "methods", "tasks"} == set(COMMANDS)
+    assert {words[0] for words, _ in OPTIONS} | {"proof", "methods", "tasks", "doctor"} == set(
+        COMMANDS
+    )
     assert len(OPTIONS) > 150
 
 

@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dpsur.runs.files import RunFolder
 from tests.distributed import jobs, launch
 from tests.distributed.test_runs import KINDS, NOISE, assert_all_same, assert_same
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "distributed" / "train.py"
 COIN = KINDS["dpsur with a coin"][0]
 PLAIN = dpsur.Dpsgd(**NOISE, updates=12)
 
@@ -160,3 +162,14 @@ def test_torchrun_restarts_a_run_from_its_checkpoint(tmp_path):
     assert RunFolder(out).finished
     weights = load_file(out / "release" / "model.safetensors")
     torch.testing.assert_close(dict(weights), jobs.fit(PLAIN)["weights"], rtol=0, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_the_example_resumes_a_sharded_run_on_one_process(tmp_path):
+    """What two ranks have saved in shards is the whole of what one process loads."""
+    out = ["--out", str(tmp_path / "run"), "--epochs", "1", "--records", "1024"]
+    command = [str(EXAMPLE), *out]
+    for size, more in ((2, ["--shard"]), (1, [])):
+        for code, said, errors in launch.outcomes(launch.start(size, [*command, *more])):
+            assert code == 0, errors
+            assert not said or "4 steps, epsilon 4.2" in said

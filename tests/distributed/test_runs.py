@@ -112,7 +112,7 @@ def test_float32_differs_by_rounding(processes):
     assert_all_same(alone, found, 1e-5)
 
 
-@pytest.mark.parametrize("count", [61, 5])
+@pytest.mark.parametrize("count", [61, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "changes",
     [

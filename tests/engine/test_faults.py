@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 
 import dpsur
 from dpsur.engine.loss_graph import CoupledLossError
-from dpsur.errors import StepError
+from dpsur.errors import CheckpointError, StepError, UnsupportedModelError
 from tests.engine.helpers import linear_model, private, records
 
 
@@ -34,7 +34,7 @@ def test_a_batch_from_another_loader():
     other = DataLoader(records(), batch_size=29)
     for _, (x, y) in zip(loader, other, strict=False):
         F.cross_entropy(model(x), y).backward()
-        with pytest.raises(StepError, match="went through 29 records"):
+        with pytest.raises(StepError, match="another number of records"):
             optimizer.step()
         break
 
@@ -307,3 +307,58 @@ def test_loaders_that_are_refused_by_name(loader, name):
             noise_multiplier=1.0,
             max_grad_norm=1.0,
         )
+
+
+def test_an_engine_that_has_made_steps_does_not_go_back():
+    """It would draw the same noise again, and forget steps that were made."""
+    engine, model, optimizer, loader = set_up()
+    state = engine.state_dict()
+    x, y = batch_of(loader)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with pytest.raises(CheckpointError, match="has made 1 steps, which are charged"):
+        engine.load_state_dict(state)
+    assert engine.accountant.steps == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
+def test_an_interrupted_trial_leaves_nothing_behind(error):
+    calls = []
+
+    def loss(model, batch):
+        calls.append(1)
+        if len(calls) == 2:  # of the candidate
+            raise error
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    gate = dpsur.LossGate(loss, val_batch_size=20)
+    _, model, optimizer, loader = set_up(gate=gate)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(type(error)):
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+class Centred(nn.Module):
+    """Mixes records, if it is asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x, centre=False):
+        return self.layer(x - x.mean(0) if centre else x)
+
+
+def test_a_call_with_other_arguments_is_tried_for_mixing_too():
+    _, model, optimizer, loader = set_up(model=Centred())
+    batches = iter(loader)
+    x, y = next(batches)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    x, _ = next(batches)
+    with pytest.raises(UnsupportedModelError):
+        model(x, centre=True)

@@ -68,7 +68,28 @@ def contrastive(o, y):
     return F.cross_entropy(o @ o.T, torch.arange(len(o)))
 
 
+def each(o, y):
+    return F.cross_entropy(o, y, reduction="none")
+
+
+def masked_by_the_mean(o, y):
+    losses = each(o, y)
+    return losses.masked_fill(losses < losses.detach().mean(), 0.0).mean()
+
+
+def above_the_median(o, y):
+    losses = each(o, y)
+    return torch.where(losses > losses.detach().median(), losses, 0.0).mean()
+
+
 COUPLED = {
+    "a mask by the mean of the batch": masked_by_the_mean,
+    "a choice by the median of the batch": above_the_median,
+    "a bound from the batch": lambda o, y: (
+        each(o, y).clamp(max=each(o, y).detach().median()).mean()
+    ),
+    "a floor from the batch": lambda o, y: torch.maximum(each(o, y), y.float().mean()).mean(),
+    "an exponent from the batch": lambda o, y: each(o, y).pow(y.float().mean()).mean(),
     "class weights": lambda o, y: F.cross_entropy(o, y, weight=WEIGHTS),
     "contrastive": contrastive,
     "batch statistics": lambda o, y: F.cross_entropy(o - o.mean(0), y),
@@ -104,6 +125,31 @@ def test_a_normaliser_that_changes_from_batch_to_batch_is_refused():
         for x, y in loader:
             loss = F.cross_entropy(model(x), y, reduction="mean") / int((y > 0).sum())
             loss.backward()
+            optimizer.step()
+
+    with pytest.raises(StepError, match="other numbers than in the first batch"):
+        loop()
+
+
+def huber(o, y):
+    return F.huber_loss(o[:, 0], y.float(), delta=float(y.float().std()))
+
+
+def softplus(o, y):
+    return F.softplus(o[:, 0], beta=float(y.float().mean())).mean()
+
+
+def added(o, y):
+    return torch.add(o[:, 0], o[:, 1], alpha=float(y.float().mean())).mean()
+
+
+@pytest.mark.parametrize("loss", [huber, softplus, added])
+def test_numbers_that_come_from_the_batch_are_refused(loss):
+    _, model, optimizer, loader = private(seed=1)
+
+    def loop():
+        for x, y in loader:
+            loss(model(x), y).backward()
             optimizer.step()
 
     with pytest.raises(StepError, match="other numbers than in the first batch"):

@@ -692,6 +692,7 @@ def test_importance_sampling_releases_norms_at_the_start_of_every_block(monkeypa
         list(steps_of(gate, plan))
 
 
+@pytest.mark.slow
 def test_the_smallest_sample_for_a_wanted_precision():
     for size, error in ((10**6, 0.005), (10**7, 0.01), (60_000, 0.002)):
         rate, noise = cheapest_test(size, error)

@@ -164,44 +164,52 @@ def test_a_block_without_room_is_made_again_exactly(monkeypatch):
 
 
 @pytest.mark.parametrize("largest", [None, 20])
-def test_trials_have_the_smallest_room_that_holds_their_batch(largest, monkeypatch):
+@pytest.mark.parametrize(
+    "method",
+    [
+        Dpsgd(updates=12, noise_multiplier=20.0, batch_size=20),
+        Dpsur(updates=8, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5),
+    ],
+)
+def test_trials_have_the_smallest_rooms_that_hold_their_batches(method, largest, monkeypatch):
     """A batch that is larger than every room is taken whole, as without rooms."""
     monkeypatch.setattr(cuda_graph_loop, "LONG_TRIAL", 0.0)
-    method = Dpsgd(updates=12, noise_multiplier=20.0, batch_size=20)
     single, plan = bound(method)
     one = train(single, plan, Streams(0, CPU))
     if largest is not None:
         monkeypatch.setattr(sampling, "padded_size", lambda size, rate: largest)
-    rooms, drawn = [], []
+    levels, drawn = [], []
     draw = sampling._padded
 
-    def watched(examples, rate, joins, room=None):
-        rooms.append(room)
+    def watched(examples, rate, joins, ranks, level=None):
+        levels.append(level)
         drawn.append(int(joins.sum()))
-        return draw(examples, rate, joins, room)
+        return draw(examples, rate, joins, ranks, level)
 
     exact, _ = bound(method)
     monkeypatch.setattr(sampling, "_padded", watched)
     two, again = in_blocks(exact, plan, 6)
     assert bool(again) == (largest is not None)
+    assert two.ledger == one.ledger
     for name, value in flatten(one.state).items():
         torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-6)
-    sizes = sampling.padded_sizes(200, 0.1)
-    used = {room for room in rooms if room is not None}
-    assert used < set(sizes)
-    for room, count in zip(rooms, drawn, strict=True):
-        if room is not None:
-            assert room == min(size for size in sizes if size >= count)
+    rooms = sampling.padded_sizes(200, 0.1)
+    used = {level for level in levels if level is not None}
+    assert used < set(range(len(rooms)))
     if largest is None:
         assert len(used) > 1
+        held = [(rooms[level], n) for level, n in zip(levels, drawn, strict=True) if level]
+        assert all(room >= count for room, count in held)
 
 
 def test_rooms_end_with_the_one_for_any_sample():
-    sizes = sampling.padded_sizes(50_000, 512 / 50_000)
-    assert sizes == (496, 504, 512, 528, 536, 552, 560, 584, 640)
-    assert [sampling.smallest_room(sizes, n) for n in (0, 512, 513, 641)] == [496, 512, 528, 640]
+    rooms = sampling.padded_sizes(50_000, 512 / 50_000)
+    assert rooms == (496, 504, 512, 528, 536, 552, 560, 584, 640)
+    assert [rooms[sampling.level_for(rooms, n)] for n in (0, 512, 513, 641)] == [
+        496, 512, 528, 640,
+    ]  # fmt: skip
     assert sampling.padded_sizes(256, 32 / 256) == (28, 30, 32, 36, 38, 40, 44, 48, 64)
-    assert sampling.padded_sizes(100, 1.0) == (100,)
+    assert set(sampling.padded_sizes(100, 1.0)) == {100}
     assert sampling.padded_sizes(10, 0.01)[-1] == 10
 
 

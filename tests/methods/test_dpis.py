@@ -21,7 +21,7 @@ from dpsur.mechanism.state import State
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import Selective
 from dpsur.methods import Dpis, dpis
-from dpsur.methods.dpis import ImportanceProposer, price_of_an_update
+from dpsur.methods.dpis import ImportanceGradient, price_of_an_update
 from dpsur.per_example import GradientBudget, clipped_norms, clipped_sum
 from dpsur.per_example import contributions as factors
 from dpsur.privacy.accountants import pld
@@ -254,14 +254,13 @@ def half_the_noise_on_the_sum(patch):
 
 
 def no_floor(patch):
-    real = ImportanceProposer._refreshed
+    real = ImportanceGradient.released
 
     def wrong(self, state, draws):
-        steering = replace(self.source.steering, batch_size=1e-6)
-        other = replace(self, source=replace(self.source, steering=steering))
-        return real(other, state, draws)
+        steering = replace(self.steering, batch_size=1e-6)
+        return real(replace(self, steering=steering), state, draws)
 
-    patch.setattr(ImportanceProposer, "_refreshed", wrong)
+    patch.setattr(ImportanceGradient, "released", wrong)
 
 
 def noise_of_the_planned_rate(patch):

@@ -301,7 +301,7 @@ def test_without_memory_microbatches_become_smaller(monkeypatch, caplog):
     problem = Problem(nn.Linear(4, 3), F.cross_entropy, records)
     params = problem.initial_params()
     expected = clipped_sum(problem, params, problem.train, 0.1).params
-    sizes, most, real = [], [2], clipping._microbatch_sum
+    sizes, most, real = [], [2], clipping._microbatch_sums
 
     def limited(objective, params, microbatch, *rest):
         sizes.append(len(microbatch.batch))
@@ -309,7 +309,7 @@ def test_without_memory_microbatches_become_smaller(monkeypatch, caplog):
             raise torch.OutOfMemoryError("no room")
         return real(objective, params, microbatch, *rest)
 
-    monkeypatch.setattr(clipping, "_microbatch_sum", limited)
+    monkeypatch.setattr(clipping, "_microbatch_sums", limited)
     for _ in range(2):
         found = clipped_sum(problem, params, problem.train, 0.1).params
         for name, value in expected.items():

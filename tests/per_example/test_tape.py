@@ -1,5 +1,8 @@
 """A tape of a forward pass, a loss and a backward pass that the caller makes."""
 
+import weakref
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -10,6 +13,7 @@ from dpsur.per_example.api import per_example_gradients
 from dpsur.per_example.contributions import clip_factors
 from dpsur.per_example.engine_choice import plan_for
 from dpsur.per_example.one_pass import tape_for
+from dpsur.per_example.tape import Tape
 
 
 def test_a_callers_own_backward_pass_gives_norms_and_sums():
@@ -35,3 +39,24 @@ def test_a_callers_own_backward_pass_gives_norms_and_sums():
         torch.testing.assert_close(tape.weighted_sum(name, factors), wanted)
         torch.testing.assert_close(tape.per_example(name), rows)
     assert all(isinstance(value, nn.Parameter) for value in model.parameters())
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_what_a_layer_kept_is_given_back_when_it_was_used(once):
+    """A graph keeps its hooks as long as it lives, and with them inputs of layers."""
+    value = torch.ones(3, requires_grad=True)
+    tape = Tape({"value": value}, 3, [], once=once)
+    kept = torch.zeros(3)
+    alive, calls = weakref.ref(kept), []
+
+    def record(gradient, kept=kept):
+        calls.append(gradient + kept)
+        return []
+
+    output = tape.watch(value * 2, record)
+    del kept, record
+    total = output.sum()
+    for _ in range(2):
+        torch.autograd.grad(total, value, retain_graph=True)
+    assert len(calls) == (1 if once else 2)
+    assert (alive() is None) == once

@@ -198,6 +198,7 @@ def test_calibration_pays_for_the_tail(test):
     assert ideal < 0.9 * budget.epsilon  # the tail decides here, not the budget
 
 
+@pytest.mark.slow
 def test_a_menu_pays_for_the_tail():
     menu = Menu((SampledGaussian(0.1, 1.0), SampledGaussian(0.2, 1.5)), repeats=5)
     plan = MenuPlan.for_budget(

@@ -67,5 +67,6 @@ def test_a_statement_is_set_against_the_rows():
     assert record["spread"] == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_a_part_of_the_rows_is_rendered(tmp_path):
     check_every_part_renders(EXPERIMENT, made_up(EXPERIMENT, accuracy_of), tmp_path)

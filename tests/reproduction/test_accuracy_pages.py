@@ -119,6 +119,7 @@ def test_the_short_table_shows_ours_and_the_papers():
     assert lines["without privacy"]["imdb"].endswith("(79.97)")
 
 
+@pytest.mark.slow
 def test_a_part_of_the_rows_is_rendered(tmp_path):
     rows = [r for r in made_up(EXPERIMENT, off_by(0.0)) if r["config"]["epsilon"] in (1, 3)]
     check_every_part_renders(EXPERIMENT, rows, tmp_path)

@@ -201,6 +201,7 @@ def test_the_captured_step_is_the_plain_step():
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_rows_say_everything_and_survive_json():
     settings = replace(TINY, grid=[("pixel-28", 4), ("pixel-28", 8)], arms=[*TINY.arms, "loop"])
@@ -223,6 +224,7 @@ def test_rows_say_everything_and_survive_json():
     assert rows[1]["time_over_plain"] == rows[1]["step_seconds"] / rows[0]["step_seconds"]
 
 
+@pytest.mark.slow
 def test_memory_of_a_step_is_measured_in_its_own_process():
     found = memory.probe("pixel-28", 2048, "plain", TINY)
     assert found.status == "ok"
@@ -230,6 +232,7 @@ def test_memory_of_a_step_is_measured_in_its_own_process():
     assert 2048 * 13 * 13 * 16 * 4 < found.peak_bytes < 20 * 2048 * 13 * 13 * 16 * 4
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_the_limit_is_a_row():
     tight = replace(TINY, memory_limit=100 * 2**20)
     found = memory.probe("pixel-28", 4096, "plain", tight)
@@ -380,6 +383,30 @@ def test_the_readme_shows_the_rows(name):
     assert shown_in_the_readme(rows, name)
     slower = [{**row, "time_over_plain": 7.5} for row in rows]
     assert not shown_in_the_readme(slower, name)
+
+
+@pytest.mark.parametrize("name", ["bench_networks_gpu", "bench_networks_cpu"])
+def test_the_page_shows_the_rows_of_common_networks(name):
+    rows = read_rows(ROOT / "results" / f"{name}.jsonl")
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    shown = text.split(f"<!-- results/{name}.jsonl -->\n")[1].split("\n<!-- end -->")[0]
+    assert shown == network_grid.markdown(rows)
+
+
+def test_what_the_page_says_did_not_help_did_not():
+    best = {}
+    for row in read_rows(ROOT / "results" / "bench_kernels_gpu.jsonl"):
+        if row["case"].startswith("conv") and row["milliseconds"] is not None:
+            kind = " ".join(row["kernel"].split()[:2])
+            cell = best.setdefault(row["case"], {})
+            cell[kind] = min(cell.get(kind, 1e9), row["milliseconds"])
+    compared = [cell for cell in best.values() if "triton tf32x3" in cell]
+    assert len(compared) == 6
+    assert all(cell["triton tf32x3"] > cell["each now"] for cell in compared)
+    for cell in compared:
+        rounded = min(cell["triton tf32"], cell.get("gram now", 1e9))
+        assert rounded < cell.get("shifted bmm", 1e9)
+        assert rounded < cell["patches bmm"]
 
 
 def ratios(name, arm, figure):

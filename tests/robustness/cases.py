@@ -737,6 +737,10 @@ SMALL: dict[str, list[list[str]]] = {
     ],
     "evaluate": [["evaluate", "{run}", "--task", "npz:{data}"]],
     "verify": [["verify", "{run}"]],
+    "report": [["report", "{run}", "--task", "npz:{data}"]],
+    "plot": [["plot", "{run}", "--out", "plot.svg"]],
+    "doctor": [["doctor"]],
+    "completion": [["completion", "bash"]],
     "proof": [["proof"]],
     "account": [
         ["account", *_MECHANISM, "--noise-multiplier", "4", "--updates", "10"],

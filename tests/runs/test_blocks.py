@@ -170,6 +170,7 @@ def test_training_loss_and_accuracy_are_paid_for(gate, tmp_path):
         assert resumed.statement["metrics"] == rows
 
 
+@pytest.mark.slow
 def test_metrics_are_what_they_say(tmp_path):
     """With little noise they are accuracy and loss of the training records."""
     options = {**MEASURED, "gate": "none", "block_updates": None, "val_noise_multiplier": None}
@@ -292,8 +293,9 @@ def another_gate(statement):
     statement["settings"]["gate"] = "none"
 
 
-def a_metric_less(statement):
-    statement["metrics"].pop()
+def a_test_without_metrics(statement):
+    rows = statement["metrics"]
+    statement["metrics"] = [row for row in rows if row["test"] != rows[-1]["test"]]
 
 
 def no_metrics(statement):
@@ -310,8 +312,8 @@ def as_it_is(statement):
 
 EDITS = [
     one_update_less, one_test_less, a_shorter_block, more_noise_in_tests,
-    updates_with_more_noise, no_blocks, another_gate, a_metric_less, no_metrics, a_smaller_error,
-    as_it_is,
+    updates_with_more_noise, no_blocks, another_gate, a_test_without_metrics, no_metrics,
+    a_smaller_error, as_it_is,
 ]  # fmt: skip
 
 

@@ -148,16 +148,16 @@ def test_reading_twice_changes_no_random_numbers():
 
 
 class Odd(nn.Module):
-    """Decides by what it sees: neither rules nor torch.func can follow."""
+    """Looks at values, and folds examples in an order that no rule expects."""
 
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(2))
 
     def forward(self, x):
-        if x.sum().item() > 1e9:
-            return x * 0
-        return x * self.scale
+        parts = x.view(len(x), 2, -1).transpose(0, 1).flatten(0, 1) * self.scale[:1]
+        whole = parts.view(2, len(x), -1).transpose(0, 1).flatten(1)
+        return whole if bool(x.isfinite().any()) else x * 0 + self.scale.sum()
 
 
 def test_a_fast_engine_is_named(caplog):
@@ -175,7 +175,7 @@ def test_a_slow_engine_says_why_and_which_module(caplog):
     run = fit(model)
     assert run.engine.name == "one-by-one"
     assert run.engine.module == "0 (Odd)"
-    assert "item" in run.engine.reason
+    assert run.engine.reason
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(said) == 1
     assert "one-by-one" in said[0]

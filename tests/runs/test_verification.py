@@ -275,10 +275,11 @@ STEERED = {
     "norms": ("mechanism.menu.steps", "settings.norm", "settings.refresh"),
     "gated norms": ("mechanism.filter", "settings.norm", "settings.refresh"),
 }
-# How many of the charged trials were accepted, and how many a filter let pass.
+# How many of the charged trials were accepted, and how many a filter let pass. The share of choices
+# is a tenth of the budget: a hundredth of it more or less plans the same run within the tolerance.
 WITHIN_THE_PLAN = {
     "trials": {"accepted_updates"},
-    "choice": {"accepted_updates", "mechanism.filter.steps.0.charged"},
+    "choice": {"accepted_updates", "mechanism.filter.steps.0.charged", "settings.choice_share"},
 }
 FREE = {"budget.epsilon", *(f"settings.{name}" for name in FREE_SETTINGS)}
 

@@ -110,7 +110,9 @@ def _run(parser_for: Callable[[Sequence[str]], Parser], program: str, given: lis
             stream.reconfigure(errors="backslashreplace")
     try:
         with interrupts_exit_at_once():
-            options = parser_for(given).parse_args(given or ["--help"])
+            options = parser_for(given).parse_args(
+                given if given or program != "dpsur" else ["--help"]
+            )
         with warnings.catch_warnings():
             for kind in (PrivacyWarning, DiagnosticsWarning):  # also under `python -W error`
                 warnings.simplefilter("always", kind)

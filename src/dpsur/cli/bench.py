@@ -9,9 +9,11 @@ import torch
 from dpsur import checks
 from dpsur.bench.arms import ARMS, arm_named
 from dpsur.bench.run import line, rows
-from dpsur.bench.settings import Settings
+from dpsur.bench.settings import Cell, Settings
 from dpsur.bench.user_model import FORM, NETWORKS, model_named
 from dpsur.errors import InvalidInputError
+from dpsur.functional.problem import Problem
+from dpsur.per_example import engine_report
 from dpsur.runs.build_session import choose_device
 
 REPETITIONS = 20
@@ -59,7 +61,11 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
-    parser.add_argument("--tf32", action="store_true", help="let all arms use TF32 on a GPU")
+    parser.add_argument(
+        "--tf32",
+        action=argparse.BooleanOptionalAction,
+        help="let all arms use TF32 on a GPU, or none (default: as PyTorch is set)",
+    )
     parser.add_argument(
         "--memory-limit",
         type=float,
@@ -73,7 +79,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
     warned = None
-    for row in rows(settings_from(options), _say):
+    settings = settings_from(options)
+    _say(_engine(options.model, settings))
+    for row in rows(settings, _say):
         cores = row["cores_used_by_others"] or 0.0
         if cores > TOLERATED_CONTENTION and row["batch_size"] != warned:
             _say(f"unreliable: other processes used {cores:.1f} cores during the measurement")
@@ -113,6 +121,17 @@ def settings_from(options: argparse.Namespace) -> Settings:
         tf32=options.tf32,
         memory_limit=None if limit is None else int(limit * 1e9),
     )
+
+
+def _engine(name: str, settings: Settings) -> str:
+    """How our arms find gradients of the model."""
+    described = settings.network(name)
+    batch = described.batch(settings.grid[0][1], settings.device)
+    cell = Cell(described, batch)
+    try:
+        return str(engine_report(Problem(cell.model(), cell.loss, batch)))
+    except Exception as error:  # a model that we refuse is still measured without us
+        return f"no gradient engine: {str(error).splitlines()[0]}"
 
 
 def _say(message: str) -> None:

@@ -17,6 +17,7 @@ Write one self-contained HTML page about a finished run.
   dpsur report run
   dpsur report run --out privacy.html
   dpsur report run --private
+  dpsur report run --task csv:people.csv --schema schema.json
 
 The page holds public values only: the guarantee in plain words, epsilon by update, accuracy on the
 public test set, settings, limits, and how to verify it. It needs no network. With --private the
@@ -35,6 +36,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help="the page to write (default: DIR/report.html, or DIR/private/report.html)",
     )
     parser.add_argument("--task", help="public test set, where the release does not name it")
+    parser.add_argument(
+        "--schema", type=Path, metavar="FILE", help="the columns of csv:FILE or parquet:FILE"
+    )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="folder of the data")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     parser.add_argument(
@@ -59,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
         contents = read_report(
             folder,
             task=options.task,
+            schema=options.schema,
             data_dir=options.data_dir,
             private=options.private,
             device=choose_device(options.device),

@@ -161,7 +161,8 @@ def _print_result(run: Run, folder: RunFolder, *, as_json: bool) -> None:
         (released,) = run.statement["released"]
         name, score = shown_scores(run.scores)[0]
         print(f"test {name}: {score} ({released}, public test set)")
-    for row in run.statement.get("metrics", []):
+    metrics = run.statement.get("metrics", [])
+    for row in (row for row in metrics if row["after"] == metrics[-1]["after"]):
         rate = (
             "" if row["learning_rate"] is None else f" at learning rate {row['learning_rate']:.3g}"
         )

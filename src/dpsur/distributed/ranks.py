@@ -346,7 +346,12 @@ def _join(backend: str, timeout: float) -> None:
                 "processes with torchrun, or unset WORLD_SIZE"
             )
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        limit = timedelta(seconds=timeout)
+        store, rank, size = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+        # After an elastic restart the store may still hold the addresses of ranks that have died.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"dpsur/attempt-{attempt}", store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise DistributedError(

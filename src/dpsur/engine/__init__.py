@@ -1,1 +1,1 @@
-"""Private training in a loop of your own: model, optimizer and loader made private."""
+"""Private training in a custom loop: the private optimizer, loader and model calls."""

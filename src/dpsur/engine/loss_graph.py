@@ -52,13 +52,18 @@ class Total:
 State = Rows | Total
 Cut = dict[tuple[Any, int], int]  # (node, number of its output): length of the first dimension
 
-# Applied to each number alone; a constant among the arguments is a truth value or a plain number.
+# Applied to each number alone. Arguments that are tensors are refused, since they may come from the
+# whole batch (a mask, a bound); plain numbers have to be the same in every batch.
 _ELEMENTWISE = {
     *("Abs", "Neg", "Exp", "Expm1", "Log", "Log1P", "Log2", "Log10", "Sqrt", "Rsqrt", "Square"),
     *("Sigmoid", "Tanh", "Relu", "LogSigmoid", "Softplus", "Gelu", "Silu", "Erf", "Sin", "Cos"),
     *("Clamp", "ClampMin", "ClampMax", "Pow", "Reciprocal", "ToCopy", "Clone", "Alias", "Sgn"),
-    *("MaskedFill", "NanToNum", "Elu", "LeakyRelu", "Hardtanh", "Huber", "Xlogy", "Lgamma"),
+    *("NanToNum", "Elu", "LeakyRelu", "Hardtanh", "Huber", "Xlogy", "Lgamma"),
 }
+_ARGUMENTS = (
+    *("min", "max", "min_val", "max_val", "exponent", "other", "alpha", "beta", "threshold"),
+    *("negative_slope", "scale", "input_scale", "delta", "mask", "condition"),
+)
 _VIEWS = {"View", "UnsafeView", "ReshapeAlias"}
 _SOFTMAX = {"LogSoftmax", "Softmax"}
 # Losses with a reduction of their own; what may weight their items has to be absent.
@@ -222,10 +227,15 @@ class _Walk:
                 raise self._unknown(node, "it was given parts of records")
             return Total(float(self.records) if node.mean else 1.0, node.mean)
         if kind in _ELEMENTWISE and len(rows) == 1 and shape == first.shape:
+            self._note_arguments(node)
             return first
-        if kind in ("Add", "Sub", "Where", "Maximum", "Minimum") and all(
-            one.shape == shape for one in rows
-        ):
+        if kind in ("Add", "Sub") and all(one.shape == shape for one in rows):
+            self._note_arguments(node)
+            return Rows(shape)
+        if kind == "MaskedFill" and len(rows) == 1 and not node._saved_mask.any():
+            return first  # of label smoothing, whose mask holds ignored targets
+        two = len(rows) == 2 and all(one.shape == shape for one in rows)
+        if kind in ("Maximum", "Minimum") and two:
             return Rows(shape)
         if kind in ("Mul", "Div"):
             return self._product(node, rows, shape)
@@ -245,6 +255,17 @@ class _Walk:
         if kind in _LOSSES:
             return self._loss(node, kind, first, shape)
         raise self._unknown(node)
+
+    def _note_arguments(self, node: Any) -> None:
+        """Refuse tensors beside the rows, and note numbers: a clamp, a mask, an exponent."""
+        for name in _ARGUMENTS:
+            value = getattr(node, f"_saved_{name}", None)
+            if isinstance(value, Tensor):
+                raise self._unknown(
+                    node, "a tensor beside the rows, which may come from the whole batch"
+                )
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                self.factors.append(float(value))
 
     def _product(self, node: Any, rows: list[Rows], shape: tuple[int, ...]) -> Rows:
         if all(one.shape == shape for one in rows):
@@ -308,6 +329,8 @@ class _Walk:
                     "the loss has weights (class weights, pos_weight), which may come from the "
                     "batch and which a mean over the batch divides by; " + REMEDY
                 )
+        for name in ("delta", "beta"):
+            self.factors += [float(v) for v in [getattr(node, f"_saved_{name}", None)] if v]
         target = getattr(node, "_saved_target", None)
         if kind.startswith("Nll"):
             self._check_classes(node, target, first)

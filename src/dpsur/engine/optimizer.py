@@ -29,6 +29,10 @@ class Steps(Protocol):
         """The optimizer has stepped."""
         ...
 
+    def undo_step(self) -> None:
+        """The step was interrupted before it was decided about."""
+        ...
+
 
 class PrivateOptimizer(Optimizer):
     """What is mixed into the class of an optimizer by `make_private_optimizer`."""
@@ -42,8 +46,12 @@ class PrivateOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.engine.begin_step():
-            super().step()
-            self.engine.end_step()
+            try:
+                super().step()
+                self.engine.end_step()
+            except BaseException:  # also Ctrl-C in a notebook, where the next cell continues
+                self.engine.undo_step()
+                raise
         return loss
 
 

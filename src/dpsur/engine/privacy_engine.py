@@ -359,7 +359,7 @@ class PrivacyEngine(PrivateLoop):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a ledger, after `make_private` with the same settings.
+        """Continue a ledger, right after `make_private` with the same settings.
 
         Restore the model and the optimizer from the same moment. The key of the random numbers is
         a new one, unless the run is seeded: noise of steps that the checkpoint does not know is
@@ -367,6 +367,12 @@ class PrivacyEngine(PrivateLoop):
         """
         if state.get("format") != FORMAT:
             raise CheckpointError(f"not the state of an engine in the format {FORMAT}")
+        if self.accountant.steps:
+            # going back would forget steps that were made, and draw their noise again
+            raise CheckpointError(
+                f"this engine has made {self.accountant.steps} steps, which are charged; to resume "
+                "a checkpoint, call make_private on a new PrivacyEngine first"
+            )
         own = self.state_dict()
         for name in ("sample_rate", "noise_multiplier", "max_grad_norm", "records", "seed"):
             if own[name] != state[name]:

@@ -163,9 +163,9 @@ class PrivateLoop:
             )
         if seen != wanted and not due.empty:
             raise StepError(
-                f"backward passes went through {seen} records, but the private batch has another "
-                "number of them; use each record of the batch exactly once, and no others",
-                private=f"the private batch has {wanted} records",
+                "backward passes went through another number of records than the private batch "
+                "has; use each record of the batch exactly once, and no others",
+                private=f"{seen} records; the private batch has {wanted}",
             )
         watcher.check_parameters()
         watcher.check_gradients()
@@ -204,6 +204,13 @@ class PrivateLoop:
                 trained = {name: value.detach() for name, value in self._watcher.trained.items()}
                 self._streams.ranks.check_state(trained, f"after step {steps}")
 
+    def undo_step(self) -> None:
+        """Go back where a candidate was interrupted: nothing untested stays in the weights."""
+        if self._saved is not None:
+            self._saved.restore()
+            self._saved, self._test_batch = None, []
+        self.scheduler_due = False
+
     def _end_step(self) -> None:
         self.scheduler_due = True
         if self._gate is None or self._saved is None:
@@ -216,11 +223,11 @@ class PrivateLoop:
         if not accepted:
             self._saved.restore()
             self.scheduler_due = False
+        self._saved, self._test_batch = None, []
         if isinstance(self.accountant, SelectiveLedger):
             self._count(accepted, self.accountant)
         if self._gate.show_verdicts:
             self.verdicts.append(accepted)
-        self._saved, self._test_batch = None, []
 
     def _test_loss(self) -> Tensor:
         """The mean loss of the weights at hand on the test batch of all ranks."""

@@ -143,7 +143,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        (Path(output_dir) / _LEDGER).write_text(json.dumps(self.engine.state_dict()))
+        (Path(output_dir) / _LEDGER).write_text(
+            json.dumps(self.engine.state_dict()), encoding="utf-8"
+        )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -155,7 +157,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
                 f"{checkpoint} holds no privacy ledger ({_LEDGER}); resume from a checkpoint of a "
                 "PrivateTrainer"
             )
-        self.engine.load_state_dict(json.loads(path.read_text()))
+        self.engine.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _check(args: Any, noise: float | None, epsilon: float | None, delta: float | None) -> None:

@@ -20,9 +20,10 @@ from dpsur.errors import UnsupportedModelError
 from dpsur.functional.parameters import elementwise
 from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.cuda_graphs import capture_graph
+from dpsur.mechanism.gate import LossTestGate
 from dpsur.mechanism.loop import Progress, has_next, make_trial
-from dpsur.mechanism.proposer import DpGradient, batch_room
-from dpsur.mechanism.sampling import smallest_room
+from dpsur.mechanism.proposer import DpGradient
+from dpsur.mechanism.sampling import level_for, padding_level
 from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import trial
@@ -80,10 +81,10 @@ class CapturedTrial:
         # One trial, within a block, with room for any batch.
         self.replay: Callable[[], None] = self._made(None)
         # Trials with room for smaller batches, where that is worth it.
-        self._source = self._sized_batches()
-        self._by_room: dict[int, Callable[[], None]] = {}
-        if self._source is not None:
-            self._by_room[self._source.rooms[-1]] = self.replay
+        self._sized = self._sized_batches()
+        self._by_level: dict[int, Callable[[], None]] = {}
+        if self._sized:
+            self._by_level[len(self._sized[0].rooms) - 1] = self.replay
 
     def run(self, count: int, ledger: Ledger) -> None:
         """Replay a block of trials, after those in the ledger."""
@@ -95,26 +96,36 @@ class CapturedTrial:
             replay()
 
     def _replays(self, first: int, count: int) -> list[Callable[[], None]]:
-        """A trial for every step, with the smallest room that holds its batch.
+        """A trial for every step, with the smallest rooms that hold its batches.
 
         Batches follow from the steps' random numbers alone, so their sizes can be had in advance.
         A batch that has no room anywhere is noticed by the trial itself.
         """
-        source = self._source
-        if source is None:
+        if not self._sized:
             return [self.replay] * count
-        sizes = [source.batch_size(self._streams.at(first + step)) for step in range(count)]
-        rooms = [smallest_room(source.rooms, size) for size in torch.stack(sizes).tolist()]
-        for room in sorted(set(rooms) - set(self._by_room)):
-            self._by_room[room] = self._made(room)
-        return [self._by_room[room] for room in rooms]
+        steps = [self._streams.at(first + step) for step in range(count)]
+        sizes = torch.stack([one.batch_size(draws) for one in self._sized for draws in steps])
+        levels = [0] * count
+        for one, counts in zip(self._sized, sizes.view(-1, count).tolist(), strict=True):
+            rooms = one.rooms
+            levels = [
+                max(level, level_for(rooms, size))
+                for level, size in zip(levels, counts, strict=True)
+            ]
+        for level in sorted(set(levels) - set(self._by_level)):
+            self._by_level[level] = self._made(level)
+        return [self._by_level[level] for level in levels]
 
-    def _sized_batches(self) -> DpGradient | None:
+    def _sized_batches(self) -> list[DpGradient | LossTestGate]:
         """Where batches come from, if several rooms for them are worth it: trials take long."""
         source = getattr(getattr(self._procedure, "proposer", None), "source", None)
-        if not isinstance(source, DpGradient) or len(source.rooms) < 2:
-            return None
-        return source if self._seconds() >= LONG_TRIAL else None
+        gate = getattr(self._procedure, "gate", None)
+        if not isinstance(source, DpGradient) or len(set(source.rooms)) < 2:
+            return []
+        # processes that work on one batch must all do the same, whatever their clocks say
+        if self._streams.ranks.size == 1 and self._seconds() < LONG_TRIAL:
+            return []
+        return [source, gate] if isinstance(gate, LossTestGate) else [source]
 
     def _seconds(self) -> float:
         """How long a trial takes, with room for any batch."""
@@ -199,15 +210,15 @@ class CapturedTrial:
         place = (self._counts.trials - self._first).clamp(max=len(self._rows) - 1)
         self._rows.index_copy_(0, place.reshape(1), row.reshape(1, -1))
 
-    def _made(self, room: int | None) -> Callable[[], None]:
-        """A trial with this room for its batch; on CUDA captured, state and counts left alone."""
+    def _made(self, level: int | None) -> Callable[[], None]:
+        """A trial at a level of padding; on CUDA captured, state and counts left alone."""
 
         def trial_in_room() -> None:
-            token = batch_room.set(room)
+            token = padding_level.set(level)
             try:
                 self._trial()
             finally:
-                batch_room.reset(token)
+                padding_level.reset(token)
 
         device = self._state.updates.device
         if device.type != "cuda":

@@ -37,7 +37,14 @@ from dpsur.functional.tree import (
     tensors_of,
     with_tensors,
 )
-from dpsur.mechanism.sampling import Batch, Draw, padded_batch, steady_batch
+from dpsur.mechanism.sampling import (
+    Batch,
+    Draw,
+    padded_batch,
+    padded_sizes,
+    sample_size,
+    steady_batch,
+)
 from dpsur.mechanism.state import Candidate, State, Verdict
 from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws, Stream
 from dpsur.per_example.mixing_check import synthetic
@@ -278,6 +285,15 @@ class LossTestGate:
     def padded(self) -> "LossTestGate":
         """The same on padded batches."""
         return replace(self, draw=padded_batch)
+
+    @property
+    def rooms(self) -> tuple[int, ...]:
+        """Sizes of padded batches, by level."""
+        return padded_sizes(len(self.problem.train), self.test.sample_rate)
+
+    def batch_size(self, draws: Draws) -> Tensor:
+        """How many records the batch of a test has."""
+        return sample_size(len(self.problem.train), self.test.sample_rate, draws[VAL_BATCH])
 
     def _fresh_batch(self, draws: Draws) -> Batch:
         return self.draw(self.problem.train, self.test.sample_rate, draws[VAL_BATCH])

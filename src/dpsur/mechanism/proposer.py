@@ -6,7 +6,6 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -40,10 +39,8 @@ class Sampler:
 
     def batch(self, sample_rate: float, draws: Draws, purpose: str = BATCH) -> Batch:
         """A Poisson sample at this rate."""
-        if self.pad:
-            room = batch_room.get() if purpose == BATCH else None
-            return padded_batch(self.problem.train, sample_rate, draws[purpose], room)
-        return steady_batch(self.problem.train, sample_rate, draws[purpose])
+        draw = padded_batch if self.pad else steady_batch
+        return draw(self.problem.train, sample_rate, draws[purpose])
 
     def padded(self) -> "Sampler | None":
         """The same on padded batches; not for layers that draw random numbers."""
@@ -52,11 +49,6 @@ class Sampler:
     def layer_randomness(self, draws: Draws) -> AbstractContextManager[None]:
         """Where layers such as dropout get their random numbers from."""
         return draws.global_randomness(LAYERS) if self.random_layers else nullcontext()
-
-
-# Rows that a padded batch has room for; None: as many as any sample needs. A captured trial has
-# the room that this says while it is captured.
-batch_room: ContextVar[int | None] = ContextVar("batch_room", default=None)
 
 
 class GradientSource(Protocol):
@@ -156,7 +148,7 @@ class DpGradient:
 
     @property
     def rooms(self) -> tuple[int, ...]:
-        """Sizes of padded batches to choose from, ascending."""
+        """Sizes of padded batches, by level."""
         return padded_sizes(len(self.sampler.problem.train), self.update.sample_rate)
 
     def batch_size(self, draws: Draws) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -126,7 +127,7 @@ def padded_size(size: int, rate: float) -> int:
 
 
 def padded_sizes(size: int, rate: float) -> tuple[int, ...]:
-    """Rooms for Poisson samples, ascending; the last is `padded_size`.
+    """Rooms for Poisson samples, one for every level of padding; the last is `padded_size`.
 
     A sample in the smallest room that holds it has few rows that count for nothing: about two in a
     hundred at 512 rows, where a room for every sample would have twenty-five.
@@ -134,13 +135,14 @@ def padded_sizes(size: int, rate: float) -> tuple[int, ...]:
     spread, most = math.sqrt(size * rate * (1 - rate)), padded_size(size, rate)
     # rounded to what suits kernels, but by much less than samples differ
     unit = next(unit for unit in (16, 8, 4, 2, 1) if unit == 1 or 2 * unit <= spread)
-    rooms = {math.ceil((size * rate + some * spread) / unit) * unit for some in _DEVIATIONS}
-    return (*sorted(room for room in rooms if 0 < room < most), most)
+    rooms = (math.ceil((size * rate + some * spread) / unit) * unit for some in _DEVIATIONS)
+    return (*(min(max(unit, room), most) for room in rooms), most)
 
 
-def smallest_room(rooms: tuple[int, ...], count: int) -> int:
-    """The smallest room that holds so many rows; the largest where none does."""
-    return next((room for room in rooms if room >= count), rooms[-1])
+def level_for(rooms: tuple[int, ...], count: int) -> int:
+    """The level whose room is the smallest that holds so many rows; the last where none does."""
+    last = len(rooms) - 1
+    return next((level for level, room in enumerate(rooms) if room >= count), last)
 
 
 def sample_size(size: int, rate: float, stream: Stream) -> Tensor:
@@ -148,19 +150,26 @@ def sample_size(size: int, rate: float, stream: Stream) -> Tensor:
     return _joins(size, rate, stream).sum()
 
 
-def padded_batch(examples: Examples, rate: float, stream: Stream, room: int | None = None) -> Batch:
+# The level of padding of `padded_batch`; None is the last. A captured trial has the one that this
+# says while it is captured.
+padding_level: ContextVar[int | None] = ContextVar("padding_level", default=None)
+
+
+def padded_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
     """The same sample from the same draws, in a shape that does not depend on them.
 
     Nothing here waits for the device, so that a trial can be captured and replayed. Rows that were
     not drawn are copies of the first record and are masked out.
     """
-    return _padded(examples, rate, _joins(len(examples), rate, stream), stream.ranks, room)
+    joins = _joins(len(examples), rate, stream)
+    return _padded(examples, rate, joins, stream.ranks, padding_level.get())
 
 
 def _padded(
-    examples: Examples, rate: float, joins: Tensor, ranks: Ranks, room: int | None = None
+    examples: Examples, rate: float, joins: Tensor, ranks: Ranks, level: int | None = None
 ) -> Batch:
-    size, room = len(examples), room or padded_size(len(examples), rate)
+    size = len(examples)
+    room = padded_size(size, rate) if level is None else padded_sizes(size, rate)[level]
     room = math.ceil(room / ranks.size) * ranks.size  # every rank has as many rows
     found = torch.nonzero_static(joins, size=room, fill_value=-1)[:, 0]
     overflow = joins.sum() > room if room < size else None
@@ -182,8 +191,8 @@ def steady_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
         batch = _padded(examples, rate, joins, stream.ranks)
     else:
         rooms = padded_sizes(len(examples), rate)
-        room = smallest_room(rooms, int(joins.sum()))
-        batch = _padded(examples, rate, joins, stream.ranks, room)
+        level = level_for(rooms, int(joins.sum()))
+        batch = _padded(examples, rate, joins, stream.ranks, level)
     if batch.overflow is not None and bool(batch.overflow):
         whole = _share(examples, joins.nonzero()[:, 0], stream.ranks)
         return _fetched(whole, exact_rows, rate, following)

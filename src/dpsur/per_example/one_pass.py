@@ -276,6 +276,7 @@ def fill_tape(
         known=microbatch.known,
         autocast=objective.training_precision(),
     )
+    tape.once = True
     with torch.enable_grad():
         losses = losses_one_by_one(objective.loss, outputs, batch.targets)
     if losses.requires_grad:

@@ -80,6 +80,9 @@ class Tape:
     contributions: dict[str, dict[Range, list[Contribution]]] = field(default_factory=dict)
     leaves: list[Tensor] = field(default_factory=list)
     recording: bool = True
+    # Whether there is one backward pass only: what a layer kept for it is then given back as it
+    # goes, as PyTorch gives back what it saved itself. The graph would keep it to the end.
+    once: bool = False
     known: KnownInputs | None = None
     guesses: list[Layout | None] = field(default_factory=list)
     # Parameters of operations that torch.func repeats per example.
@@ -145,12 +148,15 @@ class Tape:
 
     def watch(self, output: Tensor, record: Record) -> Tensor:
         """Have `record` called with the gradient of `output` during the backward pass."""
+        kept = [record]
 
         def note(gradient: Tensor) -> None:
-            if self.recording:
+            if self.recording and kept:
                 with precision(tf32=False):  # what norms are made of
-                    for slot, contribution in record(gradient):
+                    for slot, contribution in kept[0](gradient):
                         self.add(slot, contribution)
+                if self.once:
+                    kept.clear()
 
         if not output.requires_grad:
             rooted: Tensor = _Root.apply(self._anchor, (output,), note)  # type: ignore[no-untyped-call]

@@ -68,14 +68,15 @@ def read_report(
     path: str | os.PathLike[str],
     *,
     task: str | None = None,
+    schema: Path | None = None,
     data_dir: Path | None = None,
     private: bool = False,
     device: torch.device | None = None,
 ) -> ReportContents:
     """Read a finished run and compute what its report shows.
 
-    `task` names the public test set where the release does not, such as `npz:FILE`. Refuses a
-    release whose statement does not follow from its own parameters.
+    `task` names the public test set where the release does not, such as `npz:FILE`, and `schema`
+    the columns of a table. Refuses a release whose statement does not follow from its parameters.
     """
     folder = release_folder(path)
     model, statement, origin = read_release(path)
@@ -96,7 +97,7 @@ def read_report(
     name = task or (origin.task if origin.task in TASKS else None)
     if name is not None:
         try:
-            records, loss = load_test_records(name, data_dir)
+            records, loss = load_test_records(name, data_dir, schema)
             target = torch.device("cpu") if device is None else device
             model = model.to(target).eval()
             check_fits(model, records, loss, name)

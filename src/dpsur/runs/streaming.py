@@ -52,7 +52,7 @@ def is_mapped(values: Any) -> bool:
 def _in_file(address: int) -> bool:
     """Whether memory belongs to a file on disk, as the operating system tells on Linux."""
     try:
-        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return False
     for line in lines:
