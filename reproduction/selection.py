@@ -112,7 +112,7 @@ def library() -> str:
     head += ["gate block", "rate given: worst", "against the best"]
     found = read_rows(GRID) if GRID.exists() else []
     tried = by_rate(read_rows(TUNING) if TUNING.exists() else [])
-    wanted = len(TRIED["linear"][0])
+    wanted = len(TRIED)
     lines = []
     for case in CASES.values():
         for epsilon in EPSILONS:
@@ -121,7 +121,7 @@ def library() -> str:
                 continue
             free = points_of(found, case.name, epsilon, "block-free")
             given = points_of(found, case.name, epsilon, "block")
-            whole = len(tried.get((case.name, epsilon, "linear"), ())) == wanted
+            whole = len(tried.get((case.name, epsilon, "linear", case.updates), ())) == wanted
             tuned = "" if whole else " *"
             line = [f"{case.label}{tuned}", str(epsilon)]
             line += [f"{plain[start]:.1f}" if start in plain else "–" for start in STARTS]

@@ -1,7 +1,7 @@
 """Runs of the experiments on selection: data and networks, arms, and how rows are made.
 
-All starting rates and seeds of an arm are trained at once in one process, each on its own CUDA
-stream: small networks do not fill a GPU.
+Starting rates and seeds of an arm are trained at once in one process, each on its own CUDA stream:
+small networks do not fill a GPU.
 """
 
 import gc
@@ -45,7 +45,7 @@ from reproduction.training import (
 EPSILONS = (1, 3)
 CLIP = 0.1  # the library's default
 HOLD_OUT_SHARE = 6  # one record of so many is held out where rates are chosen
-MOST_TOGETHER = 25
+MOST_TOGETHER = 15
 SEARCH = 3  # raised whenever the rule by which the gate block finds a rate changes
 
 
@@ -137,18 +137,17 @@ class Dog(Dpsgd):
 
 @dataclass(frozen=True)
 class SelectionArm:
-    """A method with options of its own. `tuned_by` names the arm whose tuned rate is its centre."""
+    """A method with options of its own."""
 
     label: str
     method: type[GradientMethod]
     options: Mapping[str, Any]
-    tuned_by: str = "linear"
     takes_rate: bool = True
 
 
 DECAY, BLOCKS = {"schedule": "linear"}, {"gate": "block", "schedule": "linear"}
 SELECTION_ARMS = {
-    "constant": SelectionArm("DP-SGD, constant rate", Dpsgd, {"schedule": "constant"}, "constant"),
+    "constant": SelectionArm("DP-SGD, constant rate", Dpsgd, {"schedule": "constant"}),
     "linear": SelectionArm("DP-SGD, linear decay", Dpsgd, DECAY),
     "algorithm-1": SelectionArm(
         "Algorithm 1, proven", Dpsur, {**DECAY, "gate": "loss", "val_batch_size": 256}
@@ -162,6 +161,7 @@ SELECTION_ARMS = {
         takes_rate=False,
     ),
     "private-tuning": SelectionArm("private tuning", Dpsgd, DECAY, takes_rate=False),
+    "short": SelectionArm("one short block", Dpsgd, DECAY),
 }
 
 
@@ -175,11 +175,13 @@ def cell_of(
     start: int = 0,
     clip: float = 1,
     hold_out: bool = False,
+    block_of: int | None = None,
     **changes: Any,
 ) -> Cell:
     """What is asked: everything that a result depends on, as plain values.
 
     `start` is by how many octaves the rate is off the tuned one, `clip` the factor of the norm.
+    `block_of` asks for a part of a run: the noise is that of a run of so many updates.
     """
     options = {
         "batch_size": case.batch_size,
@@ -207,6 +209,7 @@ def cell_of(
         "hold_out": case.records // HOLD_OUT_SHARE if hold_out else 0,
         "tf32": case.tf32,
         **({"search": SEARCH} if options.get("gate") == "block" else {}),
+        **({} if block_of is None else {"block_of": block_of}),
     }
     return {"config": config, "seed": seed}
 
@@ -224,7 +227,8 @@ class SelectionRuns(Experiment):
     def make(self, cells: Sequence[Cell], options: Options) -> Iterator[Row]:
         """Run this process's share; starts and seeds of an arm are trained together.
 
-        Processes begin with different cases, so that each loads few of them.
+        Arms come in the order of the grid, so that one that is cut off lacks the last of them. Of
+        each arm processes begin with different cases, so that each loads few of them.
         """
         limit_gpu_share(options)
         groups: dict[str, list[Cell]] = {_group(cell): [] for cell in self.cells(options)}
@@ -234,17 +238,27 @@ class SelectionRuns(Experiment):
         cases = list(dict.fromkeys(group[0]["config"]["case"] for group in mine))
         first = options.shard[0] * len(cases) // options.shard[1]
         cases = cases[first:] + cases[:first]
-        for group in sorted(mine, key=lambda group: cases.index(group[0]["config"]["case"])):
+        arms = list(dict.fromkeys(_arm_of(group) for group in mine))
+        for group in sorted(
+            mine, key=lambda g: (arms.index(_arm_of(g)), cases.index(g[0]["config"]["case"]))
+        ):
             for start in range(0, len(group), MOST_TOGETHER):
                 some = group[start : start + MOST_TOGETHER]
                 if options.takes(f"{self.name} {_group(some[0])} {start}"):
                     yield from made_together(some, options.device)
 
 
+def _arm_of(group: Sequence[Cell]) -> tuple[str, str]:
+    """The arm, and whether its clipping norm is off."""
+    config = group[0]["config"]
+    off = config["clip"] != 1 or "clip_norm" in config["options"]
+    return config["arm"], "clip" if off else "start"
+
+
 def _group(cell: Cell) -> str:
     config = cell["config"]
-    kind = "clip" if config["clip"] != 1 or "clip_norm" in config["options"] else "start"
-    return json.dumps([config["case"], config["arm"], config["epsilon"], config["hold_out"], kind])
+    alike = [config["case"], config["epsilon"], config["hold_out"], config.get("block_of")]
+    return json.dumps([*alike, *_arm_of([cell])])
 
 
 def made_together(cells: Sequence[Cell], device: str | None) -> Iterator[Row]:
@@ -311,7 +325,9 @@ def _session(config: Mapping[str, Any], seed: int, device: str | None, **changes
     method = SELECTION_ARMS[config["arm"]].method(**{**config["options"], **changes})
     run = RunConfig(
         task=config["task"],
-        method=_with_noise(method, len(records.train), config["epsilon"]),
+        method=_with_noise(
+            method, len(records.train), config["epsilon"], config.get("block_of") or method.updates
+        ),
         budget=Budget(config["epsilon"], config["delta"]),
         accounting=config["accounting"],
         features=config["features"],
@@ -326,9 +342,11 @@ def _session(config: Mapping[str, Any], seed: int, device: str | None, **changes
     return build_task_session(run, records)[0]
 
 
-def _with_noise(method: GradientMethod, size: int, epsilon: float) -> GradientMethod:
+def _with_noise(
+    method: GradientMethod, size: int, epsilon: float, updates: int | None
+) -> GradientMethod:
     """The method with the noise of its plan, which is found once for all rates and norms."""
-    same = replace(method, max_grad_norm=CLIP)
+    same = replace(method, max_grad_norm=CLIP, updates=updates)
     if (
         method.gate != "block" and method.learning_rate is not None
     ) or method.learning_rate != type(method).learning_rate:
