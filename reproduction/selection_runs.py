@@ -304,10 +304,21 @@ def _figures(session: Session, run: Run) -> Row:
         "trials": run.private.ledger.trials,
         "noise_multiplier": session.method.noise_multiplier,  # type: ignore[attr-defined]
         "epsilon": run.epsilon["proven"],
+        "moved": _moved(session, run),
         "device": device_name(session.streams.device),
     }
     metrics = run.statement.get("metrics")
     return found if metrics is None else {**found, "metrics": metrics}
+
+
+def _moved(session: Session, run: Run) -> float:
+    """The distance from the first weights to those that are released."""
+    weights = dict(run.model.named_parameters())
+    squares = [
+        (weights[name].detach().double().cpu() - value.double().cpu()).square().sum()
+        for name, value in session.problem.initial_params().items()
+    ]
+    return float(torch.stack(squares).sum().sqrt())
 
 
 def records_of(config: Mapping[str, Any], device: str | None) -> Records:

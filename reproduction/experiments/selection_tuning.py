@@ -20,7 +20,7 @@ from reproduction.series import Point, best_of, series
 TRIED = range(-4, 5)  # rates in octaves around the first guess
 # Two seeds for linear models and MLPs, one for what takes longer. Short blocks at the noise of a
 # whole run show what a search sees.
-SHORT, SHORT_EPSILON = (20, 40), 1
+SHORT, SHORT_EPSILON = (20, 40, 80), 1
 TITLE = "Learning rates chosen on held-out records"
 TEXT = """
 Plain DP-SGD with linear decay at rates in factors of 2, on five sixths of the training records;
