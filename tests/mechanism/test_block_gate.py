@@ -523,7 +523,7 @@ def scripted(patch, values):
     following = iter(values)
 
     def wrong(self, values_of, draws):
-        half = next(following) * self.tested / block_gate.METRICS_NORM / 2
+        half = next(following) * self.search.tested / block_tests.METRICS_NORM / 2
         return torch.tensor([half, -half], dtype=torch.float64)
 
     patch.setattr(BlockGate, "_noisy_sum", wrong)

@@ -92,14 +92,14 @@ def _rate_of(plan: BlockPlan) -> float:
     return plan.test.sample_rate if isinstance(plan.test, SampledGaussian) else 1.0
 
 
-def tested_records(plan: BlockPlan, problem: Problem) -> float:
+def tested_records(plan: BlockPlan, records: int) -> float:
     """The expected number of records that a test looks at."""
-    return _rate_of(plan) * len(problem.train)
+    return _rate_of(plan) * records
 
 
-def standard_error(plan: BlockPlan, problem: Problem) -> float:
+def standard_error(plan: BlockPlan, records: int) -> float:
     """Of a test's mean: its noise and, of a sample, at most that of values in [-1, 1]."""
-    tested = tested_records(plan, problem)
+    tested = tested_records(plan, records)
     noise = plan.test.noise_multiplier / tested
     return math.hypot(noise, math.sqrt((1 - _rate_of(plan)) / tested))
 
@@ -171,6 +171,13 @@ def median_of(noisy: Tensor, noise: float) -> float | None:
 
 
 # --- what a test released -------------------------------------------------------------------------
+
+
+def with_value(values: Tensor, place: int, value: float | Tensor) -> Tensor:
+    """The same values, one of them replaced."""
+    values = values.clone()
+    values[place] = value
+    return values
 
 
 def metric_row(
