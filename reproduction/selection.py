@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.experiments.selection_grid import points_of
-from reproduction.experiments.selection_tuning import TRIED, by_rate
+from reproduction.experiments.selection_tuning import by_rate
 from reproduction.rows import read_rows
 from reproduction.selection_runs import CASES, EPSILONS
 
@@ -112,7 +112,6 @@ def library() -> str:
     head += ["gate block", "rate given: worst", "against the best"]
     found = read_rows(GRID) if GRID.exists() else []
     tried = by_rate(read_rows(TUNING) if TUNING.exists() else [])
-    wanted = len(TRIED)
     lines = []
     for case in CASES.values():
         for epsilon in EPSILONS:
@@ -121,7 +120,7 @@ def library() -> str:
                 continue
             free = points_of(found, case.name, epsilon, "block-free")
             given = points_of(found, case.name, epsilon, "block")
-            whole = len(tried.get((case.name, epsilon, "linear", case.updates), ())) == wanted
+            whole = len(tried.get((case.name, epsilon), ())) > 3
             tuned = "" if whole else " *"
             line = [f"{case.label}{tuned}", str(epsilon)]
             line += [f"{plain[start]:.1f}" if start in plain else "–" for start in STARTS]

@@ -45,8 +45,8 @@ from reproduction.training import (
 EPSILONS = (1, 3)
 CLIP = 0.1  # the library's default
 HOLD_OUT_SHARE = 6  # one record of so many is held out where rates are chosen
-MOST_TOGETHER = 15
-SEARCH = 3  # raised whenever the rule by which the gate block finds a rate changes
+MOST_TOGETHER = 18
+SEARCH = 4  # raised whenever the rule by which the gate block finds a rate changes
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,6 @@ SELECTION_ARMS = {
         takes_rate=False,
     ),
     "private-tuning": SelectionArm("private tuning", Dpsgd, DECAY, takes_rate=False),
-    "short": SelectionArm("one short block", Dpsgd, DECAY),
 }
 
 
@@ -175,13 +174,11 @@ def cell_of(
     start: int = 0,
     clip: float = 1,
     hold_out: bool = False,
-    block_of: int | None = None,
     **changes: Any,
 ) -> Cell:
     """What is asked: everything that a result depends on, as plain values.
 
     `start` is by how many octaves the rate is off the tuned one, `clip` the factor of the norm.
-    `block_of` asks for a part of a run: the noise is that of a run of so many updates.
     """
     options = {
         "batch_size": case.batch_size,
@@ -209,7 +206,6 @@ def cell_of(
         "hold_out": case.records // HOLD_OUT_SHARE if hold_out else 0,
         "tf32": case.tf32,
         **({"search": SEARCH} if options.get("gate") == "block" else {}),
-        **({} if block_of is None else {"block_of": block_of}),
     }
     return {"config": config, "seed": seed}
 
@@ -225,7 +221,7 @@ class SelectionRuns(Experiment):
     shared = True
 
     def make(self, cells: Sequence[Cell], options: Options) -> Iterator[Row]:
-        """Run this process's share; starts and seeds of an arm are trained together.
+        """Run this process's share; starts, seeds and budgets of an arm are trained together.
 
         Arms come in the order of the grid, so that one that is cut off lacks the last of them. Of
         each arm processes begin with different cases, so that each loads few of them.
@@ -238,9 +234,9 @@ class SelectionRuns(Experiment):
         cases = list(dict.fromkeys(group[0]["config"]["case"] for group in mine))
         first = options.shard[0] * len(cases) // options.shard[1]
         cases = cases[first:] + cases[:first]
-        arms = list(dict.fromkeys(_arm_of(group) for group in mine))
+        kinds = list(dict.fromkeys(_kind(group[0]) for group in mine))
         for group in sorted(
-            mine, key=lambda g: (arms.index(_arm_of(g)), cases.index(g[0]["config"]["case"]))
+            mine, key=lambda g: (kinds.index(_kind(g[0])), cases.index(g[0]["config"]["case"]))
         ):
             for start in range(0, len(group), MOST_TOGETHER):
                 some = group[start : start + MOST_TOGETHER]
@@ -248,17 +244,18 @@ class SelectionRuns(Experiment):
                     yield from made_together(some, options.device)
 
 
-def _arm_of(group: Sequence[Cell]) -> tuple[str, str]:
-    """The arm, and whether its clipping norm is off."""
-    config = group[0]["config"]
-    off = config["clip"] != 1 or "clip_norm" in config["options"]
-    return config["arm"], "clip" if off else "start"
+def _kind(cell: Cell) -> tuple[str, str]:
+    """The arm, and whether a cell is among its first: at the tuned rate, or far from it."""
+    config = cell["config"]
+    if config["clip"] != 1 or "clip_norm" in config["options"]:
+        return config["arm"], "clip"
+    far = config["arm"] == "block" and abs(config["start"]) == 6
+    return config["arm"], "first" if far or not config["start"] else "off"
 
 
 def _group(cell: Cell) -> str:
     config = cell["config"]
-    alike = [config["case"], config["epsilon"], config["hold_out"], config.get("block_of")]
-    return json.dumps([*alike, *_arm_of([cell])])
+    return json.dumps([config["case"], config["hold_out"], *_kind(cell)])
 
 
 def made_together(cells: Sequence[Cell], device: str | None) -> Iterator[Row]:
@@ -304,21 +301,10 @@ def _figures(session: Session, run: Run) -> Row:
         "trials": run.private.ledger.trials,
         "noise_multiplier": session.method.noise_multiplier,  # type: ignore[attr-defined]
         "epsilon": run.epsilon["proven"],
-        "moved": _moved(session, run),
         "device": device_name(session.streams.device),
     }
     metrics = run.statement.get("metrics")
     return found if metrics is None else {**found, "metrics": metrics}
-
-
-def _moved(session: Session, run: Run) -> float:
-    """The distance from the first weights to those that are released."""
-    weights = dict(run.model.named_parameters())
-    squares = [
-        (weights[name].detach().double().cpu() - value.double().cpu()).square().sum()
-        for name, value in session.problem.initial_params().items()
-    ]
-    return float(torch.stack(squares).sum().sqrt())
 
 
 def records_of(config: Mapping[str, Any], device: str | None) -> Records:
@@ -336,9 +322,7 @@ def _session(config: Mapping[str, Any], seed: int, device: str | None, **changes
     method = SELECTION_ARMS[config["arm"]].method(**{**config["options"], **changes})
     run = RunConfig(
         task=config["task"],
-        method=_with_noise(
-            method, len(records.train), config["epsilon"], config.get("block_of") or method.updates
-        ),
+        method=_with_noise(method, len(records.train), config["epsilon"]),
         budget=Budget(config["epsilon"], config["delta"]),
         accounting=config["accounting"],
         features=config["features"],
@@ -353,11 +337,9 @@ def _session(config: Mapping[str, Any], seed: int, device: str | None, **changes
     return build_task_session(run, records)[0]
 
 
-def _with_noise(
-    method: GradientMethod, size: int, epsilon: float, updates: int | None
-) -> GradientMethod:
+def _with_noise(method: GradientMethod, size: int, epsilon: float) -> GradientMethod:
     """The method with the noise of its plan, which is found once for all rates and norms."""
-    same = replace(method, max_grad_norm=CLIP, updates=updates)
+    same = replace(method, max_grad_norm=CLIP)
     if (
         method.gate != "block" and method.learning_rate is not None
     ) or method.learning_rate != type(method).learning_rate:

@@ -22,17 +22,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STARTS = {-6: "1/64", -3: "1/8", 0: "1", 3: "8", 6: "64"}  # octaves off the tuned rate
-CLIPS = {1 / 16: "1/16", 1 / 4: "1/4", 1: "1", 4: "4", 16: "16"}
+CLIPS = {1 / 16: "1/16", 1: "1", 16: "16"}
 CLIP_EPSILON = 3
 TUNED_PRIVATELY = "mnist-linear"
-# Most telling first. Of the baselines only plain DP-SGD with linear decay has the full grid: the
-# others have three starting rates at most and three seeds.
+# What is made first: arms, and by how many octaves the rate is off. Only plain DP-SGD with linear
+# decay and the gate block from all starting rates; of others fewer, and no more than three seeds.
 OFF_CLIP = "off clip"  # plain DP-SGD and the gate block with a wrong clipping norm
-STARTED = (
-    "linear", "block-free", "block", "dog", "constant", OFF_CLIP, "algorithm-1", "private-tuning",
+PASSES: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("block-free", (0,)), ("linear", (0,)), ("block", (-6, 0, 6)), ("linear", (-6, -3, 3, 6)),
+    ("dog", (0,)), (OFF_CLIP, ()), ("constant", (0,)), ("algorithm-1", (0,)),
+    ("constant", (-3, 3)), ("private-tuning", (0,)), ("block", (-3, 3)), ("algorithm-1", (-3, 3)),
 )  # fmt: skip
-THINNED = ("dog", "constant", "algorithm-1", "private-tuning")
-THIN_STARTS, THIN_SEEDS = (-3, 0, 3), 3
+ALL_SEEDS, FEW_SEEDS = ("linear", "block-free"), 3
 HALF_RATE = ("constant",)  # the same mean rate as with linear decay
 LOOKS = {
     "constant": Look("DP-SGD, constant rate", style.ORANGE, "^", "--"),
@@ -46,8 +47,8 @@ Mean accuracy in percent on the test set over seeds, last iterate, delta 1e-5, p
 starting rate is off the tuned one by the factor at the head of the column; the tuned rate was
 chosen on [held-out training records](selection-tuning.md) for linear decay and is not charged. A
 constant rate is half of it, which has the same mean. *Gate block* searches by itself; where a rate
-is given it is tried in one block more. Five seeds for linear models and MLPs and three for the
-others; three seeds and three starting rates for constant rates, DoG and Algorithm 1.
+is given it is tried in one block more. Plain DP-SGD with linear decay and *gate block* have five
+seeds for linear models and MLPs; everything else has three.
 """
 COLUMNS = (
     Column("data, network", "case"),
@@ -79,13 +80,14 @@ class SelectionGrid(SelectionRuns):
         """Arms from all starting rates and clipping norms, the most telling first."""
         tuned = tuned_rates(options.results)
         wanted = [(case, epsilon) for case in CASES.values() for epsilon in EPSILONS]
-        for arm in STARTED:
+        for arm, starts in PASSES:
             for case, epsilon in wanted:
                 if arm == OFF_CLIP and epsilon == CLIP_EPSILON:
-                    seeds = options.seeds or range(THIN_SEEDS)
+                    seeds = options.seeds or range(FEW_SEEDS)
                     yield from _off_clip(case, epsilon, seeds, tuned, options.ask_for)
                 elif arm != OFF_CLIP and options.ask_for(case.name, arm, epsilon):
-                    yield from _from_starts(case, arm, epsilon, options.seeds, tuned)
+                    seeds = options.seeds or range(case.seeds if arm in ALL_SEEDS else FEW_SEEDS)
+                    yield from _from_starts(case, arm, epsilon, starts, seeds, tuned)
 
     def render(self, rows: Sequence[Row]) -> list[Artifact]:
         """A table by starting rate, one by clipping norm, and the picture."""
@@ -108,9 +110,13 @@ def _centre(case: Case, arm: str, epsilon: int, tuned: Tuned) -> float:
 
 
 def _from_starts(
-    case: Case, arm: str, epsilon: int, asked: Sequence[int] | None, tuned: Tuned
+    case: Case,
+    arm: str,
+    epsilon: int,
+    starts: Sequence[int],
+    seeds: Sequence[int],
+    tuned: Tuned,
 ) -> Iterator[Cell]:
-    seeds = asked or range(THIN_SEEDS if arm in THINNED else case.seeds)
     if arm == "private-tuning" and case.name != TUNED_PRIVATELY:
         return
     if not SELECTION_ARMS[arm].takes_rate:
@@ -118,7 +124,7 @@ def _from_starts(
             yield cell_of(case, arm, epsilon, seed)
         return
     centre = _centre(case, arm, epsilon, tuned)
-    for start in THIN_STARTS if arm in THINNED else STARTS:
+    for start in starts:
         for seed in seeds:
             yield cell_of(case, arm, epsilon, seed, centre * 2.0**start, start=start)
 

@@ -7,15 +7,15 @@ before it and about the learning rate of the next one. All of that is post-proce
 values that are paid for. Rule and constants are explained in docs/selection.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from dpsur.functional.parameters import Params
+from dpsur.functional.parameters import Params, elementwise
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.block_tests import (
@@ -31,7 +31,7 @@ from dpsur.mechanism.block_tests import (
 )
 from dpsur.mechanism.measured_updates import MeasuredUpdates, PaddedUpdates, memory_of
 from dpsur.mechanism.proposer import BlockSource, GradientProposer
-from dpsur.mechanism.rate_search import BEST, START, RateSearch, Walk
+from dpsur.mechanism.rate_search import START, RateSearch, Walk
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import Draws
 from dpsur.privacy.events import Event, Step, Trial
@@ -101,9 +101,11 @@ class BlockGate:
             "made": torch.zeros((), dtype=torch.int64, device=device),  # since the last test
             **self.search.initial_memory(device),
         }
-        saved = {START: state.params, BEST: state.params}
-        if state.average is not None:
-            saved[BEST + AVERAGE] = state.average
+        saved = {START: state.params}
+        for name in self.search.ends:  # a checkpoint has the same tensors at any time
+            saved[name] = state.params
+            if state.average is not None:
+                saved[name + AVERAGE] = state.average
         return replace(state, memory=memory, saved=saved)
 
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
@@ -177,22 +179,26 @@ class BlockGate:
         if decision.restore is None:
             return state
         if decision.restore == START:
-            return self._restarted(state)
+            return self._restarted(state, decision.add)
         params = saved[decision.restore]
         average = None if state.average is None else saved[decision.restore + AVERAGE]
         return replace(
             state, params=params, optimizer=self.updates.optimizer.init(params), average=average
         )
 
-    def _restarted(self, state: State) -> State:
-        """The first weights again: nothing of the block is left but what was released."""
-        first = _saved(state)[START]
+    def _restarted(self, state: State, add: Sequence[tuple[str, float]]) -> State:
+        """The first weights again, and parts of the ways that blocks have gone from there."""
+        saved = _saved(state)
+        params = saved[START]
+        for name, factor in add:
+            way = elementwise(torch.sub, saved[name], saved[START])
+            params = elementwise(partial(torch.add, alpha=factor), params, way)
         return replace(
             state,
-            params=first,
-            optimizer=self.updates.optimizer.init(first),
+            params=params,
+            optimizer=self.updates.optimizer.init(params),
             updates=torch.zeros_like(state.updates),
-            average=None if state.average is None else first,
+            average=None if state.average is None else params,
             memory=self._source.restarted(memory_of(state)),
         )
 

@@ -32,20 +32,19 @@ from dpsur.mechanism.optim import SHAPES
 from dpsur.privacy.plans.blocks import BlockPlan
 
 # Where the search starts: learning rate times clipping norm of plain SGD, and the rate of Adam.
-FIRST_PRODUCT: Final = 8.0
+FIRST_PRODUCT: Final = 24.0
 FIRST_ADAM_RATE: Final = 0.08
 # Blocks of a search, and updates in each of them.
-USUAL_BLOCKS: Final = 4
+USUAL_BLOCKS: Final = 3
 BLOCKS_PER_RUN, SHORTEST_BLOCK = 16, 40
 CLIP_PART: Final = 8.0  # the clipping norm is the median gradient norm over this
 # A block has learned something if it moved the loss by this much, of 2 ln K or of the median loss,
 # and by so many standard errors. Where that is a lot, values alone are compared.
 LEAST_MOVE, MOVE_ERRORS, COARSE_MOVE = 0.005, 3.0, 0.05
-SHARE_OCTAVES: Final = 1.3  # by which the last block is slower where noise moves the weights
+# Where noise moves the weights, the best rate of a run falls with this power of its length.
+LENGTH_POWER: Final = 0.75
 FIRST, BLOCK, LAST = "first weights", "block", "last block"
-# Names of states that are saved to be restored: the one before the first update, and the end of the
-# best block so far.
-START, BEST = "first", "best"
+START = "first"  # the name of the state before the first update, which is saved
 
 SEARCH_STEP: Final = 1.5  # octaves from the best rate to its neighbours
 LONG_STEP: Final = 3.0  # octaves, while no rate has learned much, or all were too high
@@ -85,8 +84,8 @@ def next_exponent(starts: Sequence[float], tried: Sequence[Block]) -> float:
 
     All starts first. While none has learned anything, long steps up, or down if all were too high,
     or half way between both. If the best has learned little, one long step up. Then the neighbours
-    of the best, and last the middle between it and the better neighbour. So a start that is far off
-    costs one block and nothing else.
+    of the best, first towards the nearest other rate, and last the middle between it and the better
+    neighbour. So a start that is far off costs one block and nothing else.
     """
     if len(tried) < len(starts):
         return starts[len(tried)]
@@ -99,7 +98,10 @@ def next_exponent(starts: Sequence[float], tried: Sequence[Block]) -> float:
         return (highest + min(high)) / 2 if high else highest + LONG_STEP
     if best.kind == WEAK and not high and highest is not None and highest <= max(starts):
         return highest + LONG_STEP
-    below, above = _neighbours(best, tried)
+    below, above = (_nearest(best, tried, side, SEARCH_STEP) for side in (-1, 1))
+    if below is None and above is None:
+        ways = [block.exponent - best.exponent for block in tried if block is not best]
+        return best.exponent + math.copysign(SEARCH_STEP, min(ways, key=abs, default=1.0))
     if above is None:
         return best.exponent + SEARCH_STEP
     if below is None:
@@ -109,24 +111,41 @@ def next_exponent(starts: Sequence[float], tried: Sequence[Block]) -> float:
 
 
 def best_exponent(tried: Sequence[Block]) -> float:
-    """The top of a parabola through the best value and its neighbours, at most half way to them.
+    """The top of a parabola through the best value and two beside it, at most half a step away.
 
-    Without a useful rate it is the highest that did no harm.
+    These are its neighbours. At an end they are the neighbour and the one beyond it; where values
+    still rise without slowing down, it is half a step further. Without a useful rate it is the
+    highest that did no harm.
     """
     best = _best(tried)
     if best is None:
         low = _exponents(tried, TOO_LOW)
         return max(low) if low else min(_exponents(tried, TOO_HIGH)) - LONG_STEP
-    below, above = _neighbours(best, tried)
-    if below is None or above is None:
-        return best.exponent
-    left, middle, right = below.exponent, best.exponent, above.exponent
-    rise = (middle - left) * (best.value - above.value)
-    fall = (right - middle) * (best.value - below.value)
-    if not rise + fall > 0:
-        return middle
-    peak = middle - ((middle - left) * rise - (right - middle) * fall) / (2 * (rise + fall))
-    return min(max(peak, (left + middle) / 2), (middle + right) / 2)
+    below, above = (_nearest(best, tried, side, SEARCH_STEP) for side in (-1, 1))
+    if below is not None and above is not None:
+        first, second = below, above
+    else:
+        end, side = (below, -1) if above is None else (above, 1)
+        beyond = None if end is None else _nearest(end, tried, side, SEARCH_STEP)
+        if end is None or beyond is None or TOO_HIGH in (end.kind, beyond.kind):
+            return best.exponent
+        first, second = end, beyond
+    return best.exponent + _top(best, first, second)
+
+
+def _top(best: Block, first: Block, second: Block) -> float:
+    """Where a parabola is highest, from the best on: not beyond the middle to a neighbour."""
+    (x, dx), (y, dy) = (
+        (block.exponent - best.exponent, block.value - best.value) for block in (first, second)
+    )
+    low, high = (min(x, y), max(x, y)) if x * y < 0 else (-SEARCH_STEP, SEARCH_STEP)
+    curve = (dy / y - dx / x) / (y - x)
+    slope = dx / x - curve * x
+    if curve >= 0:  # no top
+        peak = math.copysign(math.inf, slope) if slope else 0.0
+    else:
+        peak = -slope / (2 * curve)
+    return min(max(peak, low / 2), high / 2)
 
 
 def between(place: float, places: Sequence[float], heights: Sequence[float]) -> float:
@@ -150,15 +169,10 @@ def _exponents(tried: Sequence[Block], kind: str) -> list[float]:
     return [block.exponent for block in tried if block.kind == kind]
 
 
-def _neighbours(best: Block, tried: Sequence[Block]) -> tuple[Block | None, Block | None]:
-    """The nearest rates below and above the best, if they are at most a step away."""
-    reach = SEARCH_STEP * (1 + 1e-9)
-    below = [b for b in tried if 0 < best.exponent - b.exponent <= reach]
-    above = [b for b in tried if 0 < b.exponent - best.exponent <= reach]
-    return (
-        max(below, key=lambda block: block.exponent, default=None),
-        min(above, key=lambda block: block.exponent, default=None),
-    )
+def _nearest(block: Block, tried: Sequence[Block], side: int, reach: float) -> Block | None:
+    """The nearest rate on a side, -1 for below and 1 for above, if it is within reach."""
+    beside = [b for b in tried if 0 < side * (b.exponent - block.exponent) <= reach * (1 + 1e-9)]
+    return min(beside, key=lambda b: abs(b.exponent - block.exponent), default=None)
 
 
 # --- the whole rule -------------------------------------------------------------------------------
@@ -182,12 +196,20 @@ class Decision:
     """What follows from a test.
 
     The state at the test is saved under the names in `save`. Then the run continues from the state
-    that is saved as `restore`, with an optimizer at rest, or from where it is if that is None.
+    that is saved as `restore`, with an optimizer at rest, or from where it is if that is None. For
+    every name and factor in `add`, the way from the first weights to the saved ones is added to the
+    restored weights, times the factor.
     """
 
     memory: Memory
     save: tuple[str, ...] = ()
     restore: str | None = None
+    add: tuple[tuple[str, float], ...] = ()
+
+
+def end_of(block: int) -> str:
+    """The name of the state at the end of a block of the search, counted from 0."""
+    return f"{BLOCK} {block + 1}"
 
 
 def search_starts(
@@ -277,8 +299,13 @@ class RateSearch:
         first = [(FIRST, GRADIENT_NORM)] if self.clip_by_median else []
         first.append((FIRST, SCORE if self.classes else LOSS_SCALE))
         score = SCORE if self.classes else LOSS_DECREASE
-        found = [(f"{BLOCK} {number + 1}", score) for number in range(self._searched)]
+        found = [(end_of(number), score) for number in range(self._searched)]
         return [*first, *found, (LAST, score)]
+
+    @property
+    def ends(self) -> list[str]:
+        """The names of the states at the ends of the blocks of the search."""
+        return [end_of(block) for block in range(self._searched)]
 
     def quantity(self, memory: Memory) -> str:
         """What the next test releases."""
@@ -330,14 +357,16 @@ class RateSearch:
         if block < 0:
             return Decision(self._with_rate(memory, 0) if block == -1 else memory)
         if block == self._searched:
-            return Decision(memory, restore=None if self._last_is_best(memory) else BEST)
+            best = end_of(int(memory["best"]))
+            return Decision(memory, restore=None if self._last_is_best(memory) else best)
         share = self._noise_share(memory, block, walk)
         memory["shares"] = with_value(memory["shares"], block, share)
         values = self._block_values(memory)
-        best = values[block] > max(values[:block], default=-math.inf)
-        if best:
+        if values[block] > max(values[:block], default=-math.inf):
             memory["best"] = torch.full_like(memory["best"], block)
-        return Decision(self._with_rate(memory, block + 1), (BEST,) if best else (), START)
+        memory = self._with_rate(memory, block + 1)
+        last = block + 1 == self._searched
+        return Decision(memory, (end_of(block),), START, self._head_start(memory) if last else ())
 
     def _with_rate(self, memory: Memory, block: int) -> Memory:
         """The rate of the next block, from the values of those before it."""
@@ -349,13 +378,34 @@ class RateSearch:
         else:
             exponent = best_exponent(tried)
             places = [one.exponent for one in tried]
-            share = between(exponent, places, memory["shares"].tolist()[:block])
-            exponent -= SHARE_OCTAVES * share**2
+            shares = [min(1.0, share) for share in memory["shares"].tolist()[:block]]
+            share = between(exponent, places, shares)
+            sizes = self.plan.blocks[self._before_blocks :]
+            exponent -= (
+                share * LENGTH_POWER * max(0.0, math.log2(sizes[block] / max(sizes[:block])))
+            )
         memory["exponents"] = with_value(memory["exponents"], block, exponent)
         size = self.plan.blocks[block + self._before_blocks]
         memory["rate"] = torch.full_like(memory["rate"], self._rate(memory, block))
         memory["size"] = torch.full_like(memory["size"], size)
         return memory
+
+    def _head_start(self, memory: Memory) -> tuple[tuple[str, float], ...]:
+        """How much of the way of each block the last one starts with.
+
+        A block's way, times the last rate over its own, is what its updates would have done at the
+        last rate, as long as gradients do not change. All ways together are at most a mean. There
+        is none where tests are too coarse to tell what a block did.
+        """
+        tried, shares = self._blocks(memory, self._searched), memory["shares"].tolist()
+        used = [
+            n for n, block in enumerate(tried)
+            if block.kind != TOO_HIGH and math.isfinite(shares[n]) and self._margin <= COARSE_MOVE
+        ]  # fmt: skip
+        last = float(memory["exponents"][self._searched])
+        return tuple(
+            (end_of(n), min(2.0 ** (last - tried[n].exponent), 1 / len(used))) for n in used
+        )
 
     def _blocks(self, memory: Memory, count: int) -> list[Block]:
         """What the first blocks of the search say of their rates."""
@@ -364,17 +414,23 @@ class RateSearch:
         if self.classes:
             losses = memory["measured"][:, 1].tolist()
             first_value, first_loss = memory["values"].tolist()[before - 1], losses[before - 1]
-            noise = METRICS_NORM * self.standard_error
         else:  # values are decreases of the loss
             losses = [-value for value in memory["values"].tolist()]
-            first_value, first_loss, noise = 0.0, 0.0, self.standard_error
-        margin = max(LEAST_MOVE, MOVE_ERRORS * noise)
-        if margin > COARSE_MOVE:
+            first_value, first_loss = 0.0, 0.0
+        if self._margin > COARSE_MOVE:
             return [Block(exponents[n], values[n]) for n in range(count)]
         return [
-            judged(exponents[n], values[n], losses[before + n], first_value, first_loss, margin)
+            judged(
+                exponents[n], values[n], losses[before + n], first_value, first_loss, self._margin
+            )
             for n in range(count)
         ]
+
+    @property
+    def _margin(self) -> float:
+        """How much a loss has to move for a block to have done anything."""
+        noise = METRICS_NORM if self.classes else 1.0
+        return max(LEAST_MOVE, MOVE_ERRORS * noise * self.standard_error)
 
     def _last_is_best(self, memory: Memory) -> bool:
         """Whether no searched block was clearly better than the last one."""
@@ -384,17 +440,24 @@ class RateSearch:
         return last >= max(searched) - 2 * self.standard_error * self._score_scale
 
     def _noise_share(self, memory: Memory, block: int, walk: Callable[[], Walk]) -> float:
-        """How much of a block's way is a random walk of the noise; 1 where that is not known."""
-        if self.scale_free:
-            return 1.0
+        """How much of a block's way is a random walk of the noise; 1 where that is not known.
+
+        It is infinite where the weights are.
+        """
         found, size = walk(), self.plan.blocks[block + self._before_blocks]
         way = found.squared_distance
-        if not way > 0 or math.isinf(way):
+        if not math.isfinite(way):
+            return math.inf
+        if self.scale_free or way == 0:
             return 1.0
         rates = self._rate(memory, block) * self._decay(torch.arange(size), size)
-        rates = rates / (1 - self.momentum)
+        # With momentum, noise moves the weights in the update it is drawn for and in all later ones
+        reach, squares = 0.0, 0.0
+        for rate in reversed(rates.tolist()):
+            reach = rate + self.momentum * reach
+            squares += reach**2
         step = found.noise_multiplier * float(memory["max_grad_norm"]) / found.batch_size
-        return min(1.0, float(rates.square().sum()) * step**2 * found.weights / way)
+        return min(1.0, squares * step**2 * found.weights / way)
 
     # --- where a run stands -----------------------------------------------------------------------
 
