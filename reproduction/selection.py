@@ -26,7 +26,7 @@ TASKS = (
 )  # fmt: skip
 STARTS = {-6: "1/64", -3: "1/8", 0: "1", 3: "8", 6: "64"}
 GRID = ROOT / "results" / "selection-grid.jsonl"
-FIRST_SEARCH = ROOT / "results" / "selection_first_search.jsonl"
+FIRST_SEARCH = ROOT / "results" / "selection_earlier_searches.jsonl"
 TUNING = ROOT / "results" / "selection-tuning.jsonl"
 Row = dict[str, Any]
 
