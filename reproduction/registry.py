@@ -73,6 +73,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.selection_grid",
         "accuracy against starting rate and clipping norm, gate block and others (GPU minutes)",
     ),
+    "selection-rule": (
+        "reproduction.experiments.selection_rule",
+        "the gate block with parts of its rule changed, on held-out records (GPU minutes)",
+    ),
     "convergence": (
         "reproduction.experiments.convergence",
         "loss and accuracy against the budget spent (GPU minutes)",

@@ -5,13 +5,15 @@ import math
 import pytest
 import torch
 
+from dpsur.mechanism import rate_search
 from dpsur.methods import Dpsgd
 from dpsur.privacy.budget import Budget
 from reproduction import selection_runs
 from reproduction.base import Options
 from reproduction.command import main
 from reproduction.dog import DogSteps
-from reproduction.experiments import selection_grid, selection_tuning
+from reproduction.experiments import selection_grid, selection_rule, selection_tuning
+from reproduction.rows import read_rows
 from reproduction.selection import PAGE, ROWS, mean, rendered, rows, select
 from reproduction.selection_runs import CASES, Case, cell_of, tuning_epsilon, tuning_noise
 
@@ -117,6 +119,25 @@ def test_a_row_of_the_gate_block_has_its_metrics(monkeypatch):
     assert {row["quantity"] for row in block["metrics"]} >= {"score", "training loss"}
     assert block["epsilon"] <= 3
     assert "metrics" not in dog
+
+
+def test_parts_of_the_rule_are_changed_one_at_a_time(tmp_path, monkeypatch):
+    small = Case("tiny", "A", "mnist-5k", 4800, "pixels", 64, 80, 1, {1: 4.0}, LINEAR)
+    for module in (selection_runs, selection_rule):
+        monkeypatch.setattr(module, "CASES", {small.name: small})
+    given = ["--results", str(tmp_path), "--out", str(tmp_path), "--device", "cpu", "--seeds", "0"]
+    given += ["--arms", "usual", "no head start", "power 0"]
+    assert main(["selection-rule", *given]) == 0
+    usual, without, same = read_rows(tmp_path / "selection-rule.jsonl")
+    scores = [
+        [m for m in row["metrics"] if m["quantity"] == "score"] for row in (usual, without, same)
+    ]
+    assert scores[0][:4] == scores[1][:4] == scores[2][:4]  # the same search
+    assert scores[0][4]["learning_rate"] == scores[1][4]["learning_rate"]
+    assert scores[0][4]["learning_rate"] < scores[2][4]["learning_rate"]
+    assert scores[0][4]["value"] != scores[1][4]["value"]
+    assert rate_search.LENGTH_POWER == 0.75
+    assert "| as it is |" in (tmp_path / "tables" / "selection-rule.md").read_text()
 
 
 def test_a_block_that_was_searched_otherwise_is_another_cell():

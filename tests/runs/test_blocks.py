@@ -25,6 +25,7 @@ OPTIONS = {
     "gate": "block",
     "batch_size": 20,
     "updates": 4,
+    "blocks": 4,
     "block_updates": 3,
     "average_decay": 0.9,
 }
@@ -173,7 +174,13 @@ def test_training_loss_and_accuracy_are_paid_for(gate, tmp_path):
 @pytest.mark.slow
 def test_metrics_are_what_they_say(tmp_path):
     """With little noise they are accuracy and loss of the training records."""
-    options = {**MEASURED, "gate": "none", "block_updates": None, "val_noise_multiplier": None}
+    options = {
+        **MEASURED,
+        "gate": "none",
+        "blocks": None,
+        "block_updates": None,
+        "val_noise_multiplier": None,
+    }
     options["average_decay"] = None
     budget = dpsur.Budget(400.0, 1e-3)
     run = fit(budget=budget, options={**options, "metrics_noise_multiplier": 0.4})
@@ -190,7 +197,13 @@ def test_metrics_are_what_they_say(tmp_path):
 
 def test_a_run_that_stops_early_keeps_the_whole_epsilon(tmp_path):
     """A rate next to nothing improves nothing, so that the run stops; epsilon is the plan's."""
-    options = {**MEASURED, "gate": "none", "block_updates": None, "val_noise_multiplier": None}
+    options = {
+        **MEASURED,
+        "gate": "none",
+        "blocks": None,
+        "block_updates": None,
+        "val_noise_multiplier": None,
+    }
     options |= {"patience": 2, "learning_rate": 1e-9, "metrics_noise_multiplier": 30.0}
     run = fit(out=tmp_path / "run", options=options)
     assert run.private.ledger.updates == sum(run.plan.blocks[:3]) < run.plan.updates == 24

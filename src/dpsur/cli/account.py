@@ -41,7 +41,7 @@ published    the paper's analysis: a claim that is not proved for selective rele
 The gate block charges every update and every test; give the updates before each test:
 
   dpsur account --dataset-size 60000 --batch-size 2048 --noise-multiplier 8 \\
-      --block-sizes 0,0,40,40,40,40,600 --val-noise-multiplier 60 --delta 1e-5
+      --block-sizes 0,0,40,40,40,600 --val-noise-multiplier 60 --delta 1e-5
 """
 LABELS = {
     "proven": "proven",
@@ -61,7 +61,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-sizes",
         metavar="SIZES",
-        help="updates before each test of the gate block, such as 0,0,40,40,40,40,600",
+        help="updates before each test of the gate block, such as 0,0,40,40,40,600",
     )
     parser.add_argument("--delta", type=float, required=True, help="of (epsilon, delta)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
