@@ -1,6 +1,6 @@
 """Accuracy against the learning rate that a run starts from, and against the clipping norm."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dpsur import figure_style as style
@@ -27,7 +27,7 @@ CLIP_EPSILON = 3
 TUNED_PRIVATELY = "mnist-linear"
 # What is made first: arms, and by how many octaves the rate is off. Only plain DP-SGD with linear
 # decay and the gate block from all starting rates; of others fewer, and no more than three seeds.
-OFF_CLIP = "off clip"  # plain DP-SGD and the gate block with a wrong clipping norm
+OFF_CLIP = "off-clip"  # plain DP-SGD and the gate block with a wrong clipping norm
 PASSES: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("block-free", (0,)), ("linear", (0,)), ("block", (-6, 0, 6)), ("linear", (-6, -3, 3, 6)),
     ("dog", (0,)), (OFF_CLIP, ()), ("constant", (0,)), ("algorithm-1", (0,)),
@@ -82,12 +82,13 @@ class SelectionGrid(SelectionRuns):
         wanted = [(case, epsilon) for case in CASES.values() for epsilon in EPSILONS]
         for arm, starts in PASSES:
             for case, epsilon in wanted:
-                if arm == OFF_CLIP and epsilon == CLIP_EPSILON:
-                    seeds = options.seeds or range(FEW_SEEDS)
-                    yield from _off_clip(case, epsilon, seeds, tuned, options.ask_for)
-                elif arm != OFF_CLIP and options.ask_for(case.name, arm, epsilon):
-                    seeds = options.seeds or range(case.seeds if arm in ALL_SEEDS else FEW_SEEDS)
+                if not options.ask_for(case.name, arm, epsilon):
+                    continue
+                seeds = options.seeds or range(case.seeds if arm in ALL_SEEDS else FEW_SEEDS)
+                if arm != OFF_CLIP:
                     yield from _from_starts(case, arm, epsilon, starts, seeds, tuned)
+                elif epsilon == CLIP_EPSILON:
+                    yield from _off_clip(case, epsilon, seeds, tuned)
 
     def render(self, rows: Sequence[Row]) -> list[Artifact]:
         """A table by starting rate, one by clipping norm, and the picture."""
@@ -129,20 +130,13 @@ def _from_starts(
             yield cell_of(case, arm, epsilon, seed, centre * 2.0**start, start=start)
 
 
-def _off_clip(
-    case: Case,
-    epsilon: int,
-    seeds: Sequence[int],
-    tuned: Tuned,
-    asked: Callable[[str, str, float | None], bool],
-) -> Iterator[Cell]:
+def _off_clip(case: Case, epsilon: int, seeds: Sequence[int], tuned: Tuned) -> Iterator[Cell]:
     rate = _centre(case, "linear", epsilon, tuned)
     for factor in CLIPS:
         for seed in seeds:
-            if factor != 1 and asked(case.name, "linear", epsilon):
+            if factor != 1:
                 yield cell_of(case, "linear", epsilon, seed, rate, clip=factor)
-            if asked(case.name, "block-free", epsilon):
-                yield cell_of(case, "block-free", epsilon, seed, clip=factor, clip_norm=GIVEN)
+            yield cell_of(case, "block-free", epsilon, seed, clip=factor, clip_norm=GIVEN)
 
 
 # --- rendering ------------------------------------------------------------------------------------

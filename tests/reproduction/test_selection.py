@@ -102,7 +102,7 @@ def test_rows_are_made_and_drawn(tmp_path, monkeypatch):
     for module in (selection_runs, selection_grid, selection_tuning):
         monkeypatch.setattr(module, "CASES", {small.name: small})
     given = ["--results", str(tmp_path), "--out", str(tmp_path), "--device", "cpu"]
-    given += ["--epsilons", "3", "--arms", "linear", "private-tuning"]
+    given += ["--epsilons", "3", "--arms", "linear", "private-tuning", "off-clip"]
     assert main(["selection-grid", *given]) == 0
     page = (tmp_path / "tables" / "selection-grid.md").read_text()
     assert "| A | 3 | private tuning |" in page

@@ -144,7 +144,7 @@ MEASURED = {"metrics_budget": 0.05, "updates": 24, "noise_multiplier": None}
 def test_training_loss_and_accuracy_are_paid_for(gate, tmp_path):
     options = {**MEASURED, "gate": gate, "val_noise_multiplier": None}
     if gate == "none":
-        options["block_updates"] = None
+        options |= {"blocks": None, "block_updates": None}
     seen = Seen()
     run = fit(out=tmp_path / "run", options=options, observers=[seen])
     assert run.epsilon["proven"] <= 3
