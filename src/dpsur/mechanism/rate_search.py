@@ -43,6 +43,7 @@ CLIP_PART: Final = 8.0  # the clipping norm is the median gradient norm over thi
 LEAST_MOVE, MOVE_ERRORS, COARSE_MOVE = 0.005, 3.0, 0.05
 # Where noise moves the weights, the best rate of a run falls with this power of its length.
 LENGTH_POWER: Final = 0.75
+ADAM_SHARE: Final = 0.5  # of noise, where steps do not grow with the gradient and none is measured
 FIRST, BLOCK, LAST = "first weights", "block", "last block"
 START = "first"  # the name of the state before the first update, which is saved
 
@@ -440,15 +441,14 @@ class RateSearch:
         return last >= max(searched) - 2 * self.standard_error * self._score_scale
 
     def _noise_share(self, memory: Memory, block: int, walk: Callable[[], Walk]) -> float:
-        """How much of a block's way is a random walk of the noise; 1 where that is not known.
-
-        It is infinite where the weights are.
-        """
+        """How much of a block's way is a random walk of the noise; infinite where weights are."""
         found, size = walk(), self.plan.blocks[block + self._before_blocks]
         way = found.squared_distance
         if not math.isfinite(way):
             return math.inf
-        if self.scale_free or way == 0:
+        if self.scale_free:
+            return ADAM_SHARE
+        if way == 0:
             return 1.0
         rates = self._rate(memory, block) * self._decay(torch.arange(size), size)
         # With momentum, noise moves the weights in the update it is drawn for and in all later ones
