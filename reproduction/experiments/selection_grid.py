@@ -1,5 +1,6 @@
 """Accuracy against the learning rate that a run starts from, and against the clipping norm."""
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,10 @@ from reproduction.selection_runs import (
     SelectionRuns,
     cell_of,
 )
-from reproduction.series import Look, Point, draw, legend_below, series
+from reproduction.series import Look, Point, legend_below, series
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 STARTS = {-6: "1/64", -3: "1/8", 0: "1", 3: "8", 6: "64"}  # octaves off the tuned rate
@@ -35,11 +37,12 @@ PASSES: tuple[tuple[str, tuple[int, ...]], ...] = (
 )  # fmt: skip
 ALL_SEEDS, FEW_SEEDS = ("linear", "block-free"), 3
 HALF_RATE = ("constant",)  # the same mean rate as with linear decay
+NO_RATE, LOWEST = -9.0, 30.0  # where what takes no rate stands, and where the picture ends
 LOOKS = {
-    "constant": Look("DP-SGD, constant rate", style.ORANGE, "^", "--"),
-    "linear": Look("DP-SGD, linear decay", style.INK, "v", "--"),
-    "algorithm-1": Look("Algorithm 1, proven", style.GREEN, "s", ":"),
+    "linear": Look("plain DP-SGD", style.INK, "v", "--"),
+    "dog": Look("DoG", style.GREY, "s", ""),
     "block": Look("gate block, rate given", style.BLUE),
+    "block-free": Look("gate block", style.ORANGE, "D", ""),
 }
 TITLE = "Accuracy against the starting rate"
 TEXT = """
@@ -196,34 +199,50 @@ def by_clip(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _draw(rows: Sequence[Row]) -> "Figure":
+    """Points lost against the tuned rate: a thin line for each case, their median bold."""
     from matplotlib.figure import Figure
 
-    shown = [
-        case for case in CASES.values()
-        if any(row["config"]["case"] == case.name for row in rows)
-    ]  # fmt: skip
-    figure = Figure(figsize=(style.PAGE, 1.6 * len(EPSILONS) + 0.6), layout="constrained")
-    panels = figure.subplots(len(EPSILONS), len(shown), squeeze=False, sharey="col")
-    for epsilon, line in zip(EPSILONS, panels, strict=True):
-        for case, axes in zip(shown, line, strict=True):
-            for arm, look in LOOKS.items():
-                points = points_of(rows, case.name, epsilon, arm)
-                if points:
-                    draw(axes, points, look)
-            for arm, look in (
-                ("block-free", Look("gate block", style.BLUE, "", "-")),
-                ("dog", Look("DoG", style.GREY, "", "-.")),
-            ):
-                for point in points_of(rows, case.name, epsilon, arm):
-                    axes.axhline(
-                        point.mean, color=look.colour, linestyle=look.dash, linewidth=0.8,
-                        label=look.label,
-                    )  # fmt: skip
-            axes.set_xticks(list(STARTS), list(STARTS.values()), fontsize=5)
-            if epsilon == EPSILONS[0]:
-                axes.set_title(case.label.replace(", ", "\n"), fontsize=6)
-        line[0].set_ylabel(f"accuracy, epsilon {epsilon}")
-    for axes in panels[-1]:
-        axes.set_xlabel("rate / tuned rate", fontsize=6)
-    legend_below([axes for line in panels for axes in line], 3)
+    figure = Figure(figsize=(style.PAGE, 2.9), layout="constrained")
+    panels = figure.subplots(1, len(EPSILONS), sharey=True)
+    for epsilon, axes in zip(EPSILONS, panels, strict=True):
+        axes.axhline(0, color=style.GREY, linewidth=0.6)
+        for arm, look in LOOKS.items():
+            _draw_arm(axes, lost(rows, epsilon, arm), look)
+        places = [NO_RATE, *STARTS]
+        axes.set_xticks(places, ["none", *(f"x {name}" for name in STARTS.values())], fontsize=7)
+        axes.set_xlabel("learning rate that is given, against the tuned one")
+        axes.set_title(f"epsilon {epsilon}")
+        axes.set_ylim(-LOWEST, 3)
+    panels[0].set_ylabel("points against the tuned rate")
+    legend_below(list(panels), len(LOOKS))
     return figure
+
+
+def lost(rows: Sequence[Row], epsilon: int, arm: str) -> list[dict[float, float]]:
+    """By case, the accuracy against that of plain DP-SGD at the tuned rate, by starting rate."""
+    found = []
+    for case in CASES:
+        tuned = {p.value: p.mean for p in points_of(rows, case, epsilon, "linear")}.get(0)
+        points = points_of(rows, case, epsilon, arm)
+        if tuned is not None and points:
+            free = not SELECTION_ARMS[arm].takes_rate
+            found.append({NO_RATE if free else p.value: p.mean - tuned for p in points})
+    return found
+
+
+def _draw_arm(axes: "Axes", cases: Sequence[Mapping[float, float]], look: Look) -> None:
+    places = sorted({place for case in cases for place in case})
+    for case in cases:
+        at = [place for place in places if place in case]
+        axes.plot(
+            at, [max(case[place], -LOWEST) for place in at], look.marker, linestyle=look.dash,
+            color=look.colour, linewidth=0.5, markersize=2, alpha=0.45,
+        )  # fmt: skip
+    middle = [
+        statistics.median([case[place] for case in cases if place in case]) for place in places
+    ]
+    if places:
+        axes.plot(
+            places, [max(value, -LOWEST) for value in middle], look.marker, linestyle=look.dash,
+            color=look.colour, linewidth=2, markersize=5, label=look.label,
+        )  # fmt: skip

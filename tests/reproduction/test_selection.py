@@ -14,7 +14,7 @@ from reproduction.command import main
 from reproduction.dog import DogSteps
 from reproduction.experiments import selection_grid, selection_rule, selection_tuning
 from reproduction.rows import read_rows
-from reproduction.selection import PAGE, ROWS, mean, rendered, rows, select
+from reproduction.selection import PAGE, ROWS, rendered, summary
 from reproduction.selection_runs import CASES, Case, cell_of, tuning_epsilon, tuning_noise
 
 LINEAR = {"name": "linear", "inputs": 784, "classes": 10}
@@ -25,16 +25,25 @@ def test_the_page_is_rendered_from_the_rows():
 
 
 def test_rows_say_that_a_simulator_made_them():
-    assert all(row["simulator"] is True for row in rows())
+    rows = read_rows(ROWS)
+    assert all(row["simulator"] is True for row in rows)
     assert ROWS.stat().st_size < 400_000
 
 
-def test_runs_are_selected_by_form_start_and_clip():
-    found = [row for row in rows() if (row["task"], row["epsilon"]) == ("mnist-lin", 1)]
-    assert len(select(found, "short")) == 8
-    assert mean(select(found, "short"), count=True) == "88.2 (8)"
-    assert mean(select(found, "linear decay", 6)) == "82.5"
-    assert mean([]) == "–"
+def test_the_summary_compares_with_the_tuned_rate():
+    case = CASES["mnist-linear"]
+    cells = [
+        (cell_of(case, "linear", 1, 0, 4.0 * 2.0**start, start=start), value)
+        for start, value in ((0, 0.9), (-3, 0.8), (3, 0.7), (6, 0.5))
+    ]
+    cells += [(cell_of(case, "block-free", 1, seed), 0.89 + seed / 100) for seed in (0, 1)]
+    cells += [(cell_of(case, "block", 1, 0, 4.0 * 2.0**start, start=start), 0.88) for start in (6,)]
+    found = summary([{**cell, "accuracy": value} for cell, value in cells])[0]
+    assert found["off by 8"] == pytest.approx(70)
+    assert found["off by 64"] is None  # one side only
+    assert found["against"] == pytest.approx(-0.5)
+    assert (found["worst against"], found["starts"]) == (pytest.approx(-2), 1)
+    assert found["dog"] is None
 
 
 def test_the_grid_has_what_was_asked_for():
