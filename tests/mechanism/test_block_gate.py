@@ -127,6 +127,7 @@ def a_run_depends_on_the_records_through_noisy_sums_only():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dp_gradient, "add_gaussian", noise_alone)
             patch.setattr(block_tests, "add_gaussian", noise_alone)
+            patch.setattr(RateSearch, "standard_error", 1e-3)  # so that there is a head start
             ends.append(flatten(train(gate, plan, Streams(3, CPU)).state))
     for name, value in ends[0].items():
         assert torch.equal(value, ends[1][name]), name
@@ -354,6 +355,18 @@ def repeated_test_noise(patch):
     patch.setattr(Draws, "__getitem__", wrong)
 
 
+def head_start_by_the_records(patch):
+    """Ways are added in proportion to a loss of the records that was not released."""
+    real = BlockGate._restarted
+
+    def wrong(self, state, add):
+        records, saved = self._problem.train, state.saved
+        losses = [float(self._problem.losses(saved[name], records).mean()) for name, _ in add]
+        return real(self, state, [(n, f / loss) for (n, f), loss in zip(add, losses, strict=True)])
+
+    patch.setattr(BlockGate, "_restarted", wrong)
+
+
 def _restart_keeping(name):
     def apply(patch):
         real = BlockGate._restarted
@@ -380,6 +393,7 @@ MUTANTS = [
     Mutant(
         a_run_depends_on_the_records_through_noisy_sums_only, verdict_from_the_value_without_noise
     ),
+    Mutant(a_run_depends_on_the_records_through_noisy_sums_only, head_start_by_the_records),
     Mutant(a_record_moves_a_test_by_at_most_one, the_sum_clipped_instead_of_each_record),
     Mutant(a_record_moves_a_test_by_at_most_one, unclipped_loss_decreases),
     Mutant(metrics_of_a_record_are_jointly_at_most_one, metrics_of_separate_sensitivity),
