@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from reproduction.experiments.selection_grid import points_of
+from reproduction.base import Options
+from reproduction.experiments.selection_grid import EXPERIMENT, points_of
 from reproduction.experiments.selection_rule import EXPERIMENT as RULE
 from reproduction.rows import read_rows
-from reproduction.selection_runs import CASES, EPSILONS, SEARCH
+from reproduction.runner import look_up
+from reproduction.selection_runs import CASES, EPSILONS
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -36,9 +38,8 @@ def _shown(value: float | None, form: str = ".1f") -> str:
 
 
 def grid_rows() -> list[Row]:
-    """Runs of the grid; of the gate block, those of the search as it is."""
-    found = read_rows(GRID)
-    return [row for row in found if row["config"].get("search", SEARCH) == SEARCH]
+    """Runs of the grid as it is: around the tuned rates, and with the present search."""
+    return list(look_up(EXPERIMENT, GRID, Options(results=GRID.parent)).rows)
 
 
 def summary(rows: list[Row]) -> list[Row]:

@@ -46,7 +46,8 @@ EPSILONS = (1, 3)
 CLIP = 0.1  # the library's default
 HOLD_OUT_SHARE = 6  # one record of so many is held out where rates are chosen
 MOST_TOGETHER = 18
-SEARCH = 4  # raised whenever the rule by which the gate block finds a rate changes
+# Raised whenever the rule by which the gate block finds a rate changes, by optimizer.
+SEARCH = {"sgd": 4, "adam": 5}
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,11 @@ SELECTION_ARMS = {
 }
 
 
+def search_of(case: Case) -> int:
+    """The form of the search that a case is run with."""
+    return SEARCH[case.options.get("optimizer", "sgd")]
+
+
 def cell_of(
     case: Case,
     arm: str,
@@ -205,7 +211,7 @@ def cell_of(
         "clip": clip,
         "hold_out": case.records // HOLD_OUT_SHARE if hold_out else 0,
         "tf32": case.tf32,
-        **({"search": SEARCH} if options.get("gate") == "block" else {}),
+        **({"search": search_of(case)} if options.get("gate") == "block" else {}),
     }
     return {"config": config, "seed": seed}
 
