@@ -46,8 +46,9 @@ EPSILONS = (1, 3)
 CLIP = 0.1  # the library's default
 HOLD_OUT_SHARE = 6  # one record of so many is held out where rates are chosen
 MOST_TOGETHER = 18
-# Raised whenever the rule by which the gate block finds a rate changes, by optimizer.
-SEARCH = {"sgd": 4, "adam": 5}
+# Raised whenever the rule changes by which the gate block finds a rate: with SGD, with Adam, and
+# where a rate is given.
+SEARCH, ADAM_SEARCH, GIVEN_SEARCH = 4, 5, 6
 
 
 @dataclass(frozen=True)
@@ -165,9 +166,11 @@ SELECTION_ARMS = {
 }
 
 
-def search_of(case: Case) -> int:
+def search_of(case: Case, rate: float | None) -> int:
     """The form of the search that a case is run with."""
-    return SEARCH[case.options.get("optimizer", "sgd")]
+    if rate is not None:
+        return GIVEN_SEARCH
+    return ADAM_SEARCH if case.options.get("optimizer") == "adam" else SEARCH
 
 
 def cell_of(
@@ -211,7 +214,7 @@ def cell_of(
         "clip": clip,
         "hold_out": case.records // HOLD_OUT_SHARE if hold_out else 0,
         "tf32": case.tf32,
-        **({"search": search_of(case)} if options.get("gate") == "block" else {}),
+        **({"search": search_of(case, rate)} if options.get("gate") == "block" else {}),
     }
     return {"config": config, "seed": seed}
 

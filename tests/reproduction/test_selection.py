@@ -151,5 +151,7 @@ def test_parts_of_the_rule_are_changed_one_at_a_time(tmp_path, monkeypatch):
 
 def test_a_block_that_was_searched_otherwise_is_another_cell():
     cell = cell_of(CASES["mnist-linear"], "block-free", 1, 0)
-    assert cell["config"]["search"] == selection_runs.SEARCH["sgd"]
+    assert cell["config"]["search"] == selection_runs.SEARCH
+    given = cell_of(CASES["mnist-linear"], "block", 1, 0, 4.0)
+    assert given["config"]["search"] == selection_runs.GIVEN_SEARCH
     assert "search" not in cell_of(CASES["mnist-linear"], "linear", 1, 0)["config"]

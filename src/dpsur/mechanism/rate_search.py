@@ -80,16 +80,16 @@ def judged(
     return Block(exponent, value, TOO_HIGH if fall < -HARM else TOO_LOW)
 
 
-def next_exponent(starts: Sequence[float], tried: Sequence[Block]) -> float:
+def next_exponent(start: float, tried: Sequence[Block]) -> float:
     """Which rate to try next.
 
-    All starts first. While none has learned anything, long steps up, or down if all were too high,
+    The start first. While none has learned anything, long steps up, or down if all were too high,
     or half way between both. If the best has learned little, one long step up. Then the neighbours
     of the best, first towards the nearest other rate, and last the middle between it and the better
-    neighbour. So a start that is far off costs one block and nothing else.
+    neighbour.
     """
-    if len(tried) < len(starts):
-        return starts[len(tried)]
+    if not tried:
+        return start
     best = _best(tried)
     high = _exponents(tried, TOO_HIGH)
     highest = max((block.exponent for block in tried if block.kind != TOO_HIGH), default=None)
@@ -97,7 +97,7 @@ def next_exponent(starts: Sequence[float], tried: Sequence[Block]) -> float:
         if highest is None:
             return min(high) - LONG_STEP
         return (highest + min(high)) / 2 if high else highest + LONG_STEP
-    if best.kind == WEAK and not high and highest is not None and highest <= max(starts):
+    if best.kind == WEAK and not high and highest is not None and highest <= start:
         return highest + LONG_STEP
     below, above = (_nearest(best, tried, side, SEARCH_STEP) for side in (-1, 1))
     if below is None and above is None:
@@ -247,8 +247,9 @@ def search_blocks(
 class RateSearch:
     """Which tests a run in blocks makes, and what follows from their values.
 
-    `starts` are where the search starts: log2 of rate times clipping norm, or of the rate where
-    gradients are rescaled anyway (`scale_free`, Adam). `momentum` is that of the optimizer.
+    `starts` are where the search starts and, if a learning rate is given, what its last block tries
+    (a bad one costs that block and nothing else): log2 of rate times clipping norm, or of the rate
+    where gradients are rescaled anyway (`scale_free`, Adam). `momentum` is that of the optimizer.
     `classes` is 0 unless the model is a classifier. `records` is the size of the data set.
 
     It sees released values and released weights only, so whatever it decides is post-processing.
@@ -372,8 +373,10 @@ class RateSearch:
     def _with_rate(self, memory: Memory, block: int) -> Memory:
         """The rate of the next block, from the values of those before it."""
         memory, tried = dict(memory), self._blocks(memory, block)
-        if block < self._searched:
-            exponent = next_exponent(self.starts, tried)
+        if len(self.starts) > 1 and block == self._searched - 1:
+            exponent = self.starts[1]
+        elif block < self._searched:
+            exponent = next_exponent(self.starts[0], tried)
         elif not tried:
             exponent = self.starts[-1]
         else:
