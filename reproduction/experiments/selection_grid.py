@@ -37,12 +37,11 @@ PASSES: tuple[tuple[str, tuple[int, ...]], ...] = (
 )  # fmt: skip
 ALL_SEEDS, FEW_SEEDS = ("linear", "block-free"), 3
 HALF_RATE = ("constant",)  # the same mean rate as with linear decay
-NO_RATE, LOWEST = -9.0, 30.0  # where what takes no rate stands, and where the picture ends
+LOWEST = 30.0  # points, where the picture ends
 LOOKS = {
-    "linear": Look("plain DP-SGD", style.INK, "v", "--"),
-    "dog": Look("DoG", style.GREY, "s", ""),
-    "block": Look("gate block, rate given", style.BLUE),
-    "block-free": Look("gate block", style.ORANGE, "D", ""),
+    "linear": Look("plain DP-SGD, linear decay", style.INK, "v", "--"),
+    "dog": Look("DoG", style.GREY, "", ":"),
+    "block-free": Look("gate block, which takes no rate", style.BLUE, ""),
 }
 TITLE = "Accuracy against the starting rate"
 TEXT = """
@@ -205,12 +204,10 @@ def _draw(rows: Sequence[Row]) -> "Figure":
     figure = Figure(figsize=(style.PAGE, 2.9), layout="constrained")
     panels = figure.subplots(1, len(EPSILONS), sharey=True)
     for epsilon, axes in zip(EPSILONS, panels, strict=True):
-        axes.axhline(0, color=style.GREY, linewidth=0.6)
         for arm, look in LOOKS.items():
             _draw_arm(axes, lost(rows, epsilon, arm), look)
-        places = [NO_RATE, *STARTS]
-        axes.set_xticks(places, ["none", *(f"x {name}" for name in STARTS.values())], fontsize=7)
-        axes.set_xlabel("learning rate that is given, against the tuned one")
+        axes.set_xticks(list(STARTS), [f"x {name}" for name in STARTS.values()], fontsize=7)
+        axes.set_xlabel("learning rate against the tuned one")
         axes.set_title(f"epsilon {epsilon}")
         axes.set_ylim(-LOWEST, 3)
     panels[0].set_ylabel("points against the tuned rate")
@@ -219,14 +216,20 @@ def _draw(rows: Sequence[Row]) -> "Figure":
 
 
 def lost(rows: Sequence[Row], epsilon: int, arm: str) -> list[dict[float, float]]:
-    """By case, the accuracy against that of plain DP-SGD at the tuned rate, by starting rate."""
+    """By case, the accuracy against that of plain DP-SGD at the tuned rate, by starting rate.
+
+    What takes no rate has the same at all of them.
+    """
     found = []
     for case in CASES:
         tuned = {p.value: p.mean for p in points_of(rows, case, epsilon, "linear")}.get(0)
         points = points_of(rows, case, epsilon, arm)
-        if tuned is not None and points:
-            free = not SELECTION_ARMS[arm].takes_rate
-            found.append({NO_RATE if free else p.value: p.mean - tuned for p in points})
+        if tuned is None or not points:
+            continue
+        means = {point.value: point.mean - tuned for point in points}
+        if not SELECTION_ARMS[arm].takes_rate:
+            means = dict.fromkeys(map(float, STARTS), means[0])
+        found.append(means)
     return found
 
 
