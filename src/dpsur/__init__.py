@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from dpsur.cli.progress import ProgressBar
     from dpsur.config import Pace, Speed
+    from dpsur.engine.blocks import BlockGate
     from dpsur.engine.gate import LossGate
     from dpsur.engine.microbatches import BatchMemoryManager
     from dpsur.engine.privacy_engine import PrivacyEngine
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BatchMemoryManager": "dpsur.engine.microbatches",
+    "BlockGate": "dpsur.engine.blocks",
     "Budget": "dpsur.privacy.budget",
     "calibrate": "dpsur.privacy.calibrate",
     "Category": "dpsur.tasks.columns",
@@ -107,6 +109,7 @@ _PACKAGES = (
 
 __all__ = [
     "BatchMemoryManager",
+    "BlockGate",
     "Budget",
     "BudgetError",
     "Category",

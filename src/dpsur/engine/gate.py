@@ -7,7 +7,7 @@ that was fixed in advance (`proven`). Verdicts are not shown unless `show_verdic
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dpsur import checks
 from dpsur.distributed import ALONE, Ranks
-from dpsur.errors import InvalidInputError
+from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.functional.problem import mode
 from dpsur.mechanism.gate import LossRule
 from dpsur.mechanism.streams import Stream
@@ -106,34 +106,88 @@ class LossGate:
 
 
 class Snapshot:
-    """Weights, buffers and the optimizer's state, to go back to after a rejection."""
+    """Weights, buffers and the optimizer's state, to go back to; of other modules as well."""
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
-        self._module, self._optimizer = module, optimizer
-        self._tensors = {
-            name: (value, value.detach().clone()) for name, value in _tensors_of(module).items()
-        }
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, others: Sequence[nn.Module] = ()
+    ) -> None:
+        self._module, self._optimizer, self._others = module, optimizer, others
+        self._tensors = {name: value.detach().clone() for name, value in self._live().items()}
         self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
         self._groups = [_settings(group) for group in optimizer.param_groups]
 
-    def restore(self) -> None:
-        """Put everything back, and forget the gradient of the rejected candidate."""
+    def _live(self) -> dict[str, Tensor]:
+        found = _tensors_of(self._module)
+        for place, other in enumerate(self._others):
+            found |= {f"{place} {name}": value for name, value in _tensors_of(other).items()}
+        return found
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters of the module, by name."""
+        return {name: self._tensors[f"parameter {name}"] for name, _ in _named(self._module)}
+
+    def restore(self, *, keep: bool = False) -> None:
+        """Put everything back, and forget the gradient; `keep`: it will be restored again."""
         with torch.no_grad():
-            for value, before in self._tensors.values():
-                value.copy_(before)
+            for name, value in self._live().items():
+                value.copy_(self._tensors[name])
         self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
+        self._optimizer.state.update(
+            {key: copy.deepcopy(value) for key, value in self._state.items()}
+            if keep
+            else self._state
+        )
         for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(settings)
+            group.update({name: copy.copy(value) for name, value in settings.items()})
         for value in self._module.parameters():
             value.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors; parameters of the optimizer by their number."""
+        numbers = _numbers(self._optimizer)
+        return {
+            "tensors": dict(self._tensors),
+            "optimizer": {numbers[key]: dict(value) for key, value in self._state.items()},
+            "groups": copy.deepcopy(self._groups),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hold what another snapshot of the same modules has held."""
+        live, given = self._live(), state["tensors"]
+        if live.keys() != given.keys():
+            raise CheckpointError("the checkpoint holds other weights or buffers than the model")
+        with torch.no_grad():
+            for name, value in self._tensors.items():
+                value.copy_(given[name])
+        keys = {number: key for key, number in _numbers(self._optimizer).items()}
+        self._state = {
+            keys[number]: {
+                name: value.to(keys[number].device)
+                if isinstance(value, Tensor) and value.dim()  # counts stay where they are
+                else copy.deepcopy(value)
+                for name, value in values.items()
+            }
+            for number, values in state["optimizer"].items()
+        }
+        self._groups = copy.deepcopy(list(state["groups"]))
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters())
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {
-        **{f"parameter {name}": value for name, value in module.named_parameters()},
+        **{f"parameter {name}": value for name, value in _named(module)},
         **{f"buffer {name}": value for name, value in module.named_buffers()},
     }
+
+
+def _numbers(optimizer: Optimizer) -> dict[Any, int]:
+    """The numbers of an optimizer's parameters, in the order of its groups."""
+    found = [value for group in optimizer.param_groups for value in group["params"]]
+    return {value: number for number, value in enumerate(found)}
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

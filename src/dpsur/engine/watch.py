@@ -9,8 +9,8 @@ the loss has to be inspected before autograd frees what it has saved.
 
 import functools
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,7 @@ class Watcher:
         self._calls: list[Call] = []
         self._open: tuple[ExitStack, Tape, Plan] | None = None
         self._busy = False
+        self._measured: list[Tensor] | None = None
         self._grads: dict[str, tuple[Tensor, int]] = {}
         self._handles = [
             module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
@@ -133,7 +134,8 @@ class Watcher:
                 f"the model was called with {rows} rows, which is no multiple of the {self._views} "
                 "views of each record; keep the views of a record together"
             )
-        self._expects(rows // self._views)
+        if self._measured is None:
+            self._expects(rows // self._views)
         self.check_parameters()
         args, kwargs = self._augmented(args, kwargs)
         inputs = Arguments(args, kwargs)
@@ -339,7 +341,7 @@ class Watcher:
             tape.carry_back()
             if self._views > 1:
                 tape.merge_views(self._views)
-        keep = self._expects(call.rows)
+        keep = None if self._measured is not None else self._expects(call.rows)
         if keep is None:
             missing = next((n for n in tape.params if not tape.contributions.get(n)), None)
             if missing is not None:
@@ -350,6 +352,10 @@ class Watcher:
         with torch.no_grad(), precision(tf32=False):
             norms = tape.norms()
             scale = torch.as_tensor(scale, device=norms.device).to(norms.dtype)
+            if self._measured is not None:
+                self._measured.append(norms * scale)
+                tape.leaves.clear()
+                return
             factors = clip_factors(norms * scale, self.max_grad_norm, keep)
             factors = Factors(factors.values * scale, factors.keep)
             if factors.keep is not None:
@@ -362,6 +368,17 @@ class Watcher:
         self.sums.add(call.rows, sums)
         tape.leaves.clear()
         self._mark_gradients()
+
+    @contextmanager
+    def measuring(self) -> Iterator[list[Tensor]]:
+        """Norms of records' gradients by backward passes that add to no sum and need no batch."""
+        factors, calls = self._factors, self._calls
+        self._measured = []
+        try:
+            yield self._measured
+        finally:
+            # its loss need not be that of the loop
+            self._measured, self._factors, self._calls = None, factors, calls
 
     def _mark_gradients(self) -> None:
         """Put zeros into `.grad`, where other code that clips or adds gradients leaves a trace."""
