@@ -42,7 +42,6 @@ from dpsur.mechanism.block_tests import (
 from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.optim import SHAPES
 from dpsur.mechanism.rate_search import (
-    BEST,
     START,
     Decision,
     Memory,
@@ -98,7 +97,7 @@ class BlockGate:
     Formal guarantee: that of a `BlockPlan`. Every update is a sampled Gaussian, every test a
     (sampled) Gaussian on a sum of per-record values of L2 norm at most 1, all charged, whatever
     they decide. Every record's value depends on that record alone: `outputs` and `losses` must not
-    mix records, which is tried once.
+    mix records, which is tried with the first records of each test.
     """
 
     outputs: Outputs | None = None
@@ -200,11 +199,9 @@ class BlockRun:
         self._max_grad_norm = FIRST_CLIP_NORM if max_grad_norm is None else max_grad_norm
         self._ratios = _ratios(optimizer)
         self._set: list[float] | None = None  # the rates that were set last
-        first = self._snapshot()
-        self._saved = {START: first, BEST: first}
+        self._saved = {START: Snapshot(self._module, optimizer, gate.averages)}
         self._memory: Memory | None = None
         self._decision: Decision | None = None  # to be carried out
-        self._mixing_was_tried = False
 
     def _check_settings(self) -> None:
         if self._gate.losses is None and self._criterion is None:
@@ -222,7 +219,8 @@ class BlockRun:
             raise InvalidInputError(SCHEDULED.format("a learning-rate scheduler"))
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(self._module, self._optimizer, self._gate.averages)
+        """The state at hand, to be restored with the optimizer of the first one."""
+        return Snapshot(self._module, self._optimizer, self._gate.averages, self._saved[START])
 
     @property
     def plan(self) -> BlockPlan:
@@ -258,6 +256,12 @@ class BlockRun:
         if self._memory is None:
             self._memory = self.search.initial_memory()
         return self._memory
+
+    @property
+    def done(self) -> bool:
+        """Whether all of the plan was made, and all decisions were carried out."""
+        noted = 0 if self._memory is None else int(self._memory["tests"])
+        return self.ledger.completed and noted == self.ledger.tests
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -308,6 +312,12 @@ class BlockRun:
         if decision.restore is not None:
             self._saved[decision.restore].restore(keep=True)
             self._set = None
+        first, trained = self._saved[START].weights, self._watcher.trained
+        with torch.no_grad():
+            for name, factor in decision.add:  # to restored weights
+                end = self._saved[name].weights
+                for key, value in trained.items():
+                    value.add_(end[key] - first[key], alpha=factor)
         self._memory = decision.memory
         self._use_clip_norm()
         self._decision = None
@@ -323,8 +333,10 @@ class BlockRun:
         rate = getattr(self.plan.test, "sample_rate", None)
         views = quantity == GRADIENT_NORM  # is measured as in training
         now = self._weights() if quantity == LOSS_DECREASE else {}
-        for count, batch in self._records.read(draws.step, rate, views=views):
-            values = self._values(quantity, batch, count, now)
+        for number, (count, batch) in enumerate(self._records.read(draws.step, rate, views=views)):
+            values = self._values(quantity, batch, now)
+            if not number and quantity != GRADIENT_NORM:  # on all ranks, which need each other
+                self._try_mixing(batch, count)
             if len(values) != max(1, count):
                 raise InvalidInputError(
                     "outputs or losses of the gate have another number of rows than their batch "
@@ -336,13 +348,11 @@ class BlockRun:
         clipped = ClippedSum({"test": ranks.sum(total)}, 1.0)
         return add_gaussian(clipped, self.plan.test.noise_multiplier, draws[VAL_NOISE])["test"]
 
-    def _values(self, quantity: str, batch: Any, count: int, now: Mapping[str, Tensor]) -> Tensor:
+    def _values(self, quantity: str, batch: Any, now: Mapping[str, Tensor]) -> Tensor:
         """What the records of a microbatch add to a test: rows of L2 norm at most 1."""
         if quantity == GRADIENT_NORM:
             return bins_of(self._gradient_norms(batch))
         found = self._evaluate(batch)
-        if count > 1 and not self._mixing_was_tried:
-            self._try_mixing(batch, found)
         if quantity == LOSS_SCALE:
             return bins_of(found.losses.double().abs())
         if quantity == SCORE:
@@ -419,13 +429,14 @@ class BlockRun:
             )
         return norms[0]
 
-    def _try_mixing(self, batch: Any, found: "_Evaluated") -> None:
+    def _try_mixing(self, batch: Any, count: int) -> None:
         """Refuse losses that change with the other records: here all become copies of the first."""
-        rows = len(found.losses)
+        rows = max(1, count)
 
         def copies(value: Tensor) -> Tensor:
             return value[:1].expand_as(value) if value.dim() and len(value) == rows else value
 
+        found = self._evaluate(batch)
         alone = self._evaluate(map_tensors(copies, batch, otherwise=lambda value: value))
         one, other = float(found.losses[0]), float(alone.losses[0])
         if abs(one - other) > ROUNDING * max(abs(one), abs(other), ROUNDING):
@@ -434,7 +445,6 @@ class BlockRun:
                 "batch, so that its clipping bounds nothing; compute outputs and losses of each "
                 "record from that record alone"
             )
-        self._mixing_was_tried = True
 
     def _walk(self) -> Walk:
         """How far the weights are from the first ones."""
@@ -454,22 +464,19 @@ class BlockRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Released values and saved states."""
-        memory = None if self._memory is None else dict(self._memory)
-        first, best = self._saved[START], self._saved[BEST]
-        saved = {START: first.state_dict()}
-        if best is not first:
-            saved |= {name: one.state_dict() for name, one in self._saved.items() if name != START}
-        return {"memory": memory, "saved": saved}
+        return {
+            "memory": None if self._memory is None else dict(self._memory),
+            "saved": {name: saved.state_dict() for name, saved in self._saved.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], ledger: BlockLedger) -> None:
         """Continue where a checkpoint was made."""
         self.ledger = ledger
         self._memory = None if state["memory"] is None else dict(state["memory"])
-        for name in state["saved"]:
+        self._saved[START].load_state_dict(state["saved"][START])
+        for name in state["saved"].keys() - {START}:
             self._saved[name] = self._snapshot()
             self._saved[name].load_state_dict(state["saved"][name])
-        if BEST not in state["saved"]:
-            self._saved[BEST] = self._saved[START]
         self._set = None
         self._use_clip_norm()
 

@@ -109,10 +109,18 @@ class Snapshot:
     """Weights, buffers and the optimizer's state, to go back to; of other modules as well."""
 
     def __init__(
-        self, module: nn.Module, optimizer: Optimizer, others: Sequence[nn.Module] = ()
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        others: Sequence[nn.Module] = (),
+        at_rest: "Snapshot | None" = None,
     ) -> None:
+        """With `at_rest` the optimizer's state is that of another snapshot, and is not copied."""
         self._module, self._optimizer, self._others = module, optimizer, others
         self._tensors = {name: value.detach().clone() for name, value in self._live().items()}
+        self._at_rest = at_rest
+        if at_rest is not None:
+            return
         self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
         self._groups = [_settings(group) for group in optimizer.param_groups]
 
@@ -132,19 +140,19 @@ class Snapshot:
         with torch.no_grad():
             for name, value in self._live().items():
                 value.copy_(self._tensors[name])
+        rest = self._at_rest or self
+        state = copy.deepcopy(list(rest._state.values())) if keep else list(rest._state.values())
         self._optimizer.state.clear()
-        self._optimizer.state.update(
-            {key: copy.deepcopy(value) for key, value in self._state.items()}
-            if keep
-            else self._state
-        )
-        for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
+        self._optimizer.state.update(zip(rest._state, state, strict=True))
+        for group, settings in zip(self._optimizer.param_groups, rest._groups, strict=True):
             group.update({name: copy.copy(value) for name, value in settings.items()})
         for value in self._module.parameters():
             value.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors; parameters of the optimizer by their number."""
+        if self._at_rest is not None:
+            return {"tensors": dict(self._tensors)}
         numbers = _numbers(self._optimizer)
         return {
             "tensors": dict(self._tensors),
@@ -160,6 +168,8 @@ class Snapshot:
         with torch.no_grad():
             for name, value in self._tensors.items():
                 value.copy_(given[name])
+        if self._at_rest is not None:
+            return
         keys = {number: key for key, number in _numbers(self._optimizer).items()}
         self._state = {
             keys[number]: {

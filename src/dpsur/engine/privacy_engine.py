@@ -356,7 +356,7 @@ class PrivacyEngine(PrivateLoop):
                 "the accounting 'proven' covers a training that made all of its updates; continue "
                 "until the loader ends, or release nothing"
             )
-        if isinstance(self.accountant, BlockLedger) and not self.accountant.completed:
+        if self._blocks is not None and not self._blocks.done:
             raise StepError(
                 "the plan of the BlockGate is not done, and the weights at hand may be those of a "
                 "learning rate on trial; continue until the loader ends, then state and save"

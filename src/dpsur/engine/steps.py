@@ -88,7 +88,7 @@ class PrivateLoop:
         self._due = None  # what was looked at and not used is drawn again
         self._watcher.forget()
         if self._blocks is not None:
-            if self._blocks.ledger.completed:
+            if self._blocks.done:
                 raise self._spent()
             self._make_tests()
             return self._blocks.ledger.update_steps()
@@ -102,7 +102,7 @@ class PrivateLoop:
     def finished(self) -> bool:
         """Whether no further batch is to be yielded: what was planned is done."""
         if self._blocks is not None:
-            return self._due is None and self._blocks.ledger.completed
+            return self._due is None and self._blocks.done
         return self._due is None and not self.accountant.affords(self._event)
 
     def _make_tests(self) -> None:

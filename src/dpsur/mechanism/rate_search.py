@@ -182,12 +182,15 @@ class Decision:
     """What follows from a test.
 
     The state at the test is saved under the names in `save`. Then the run continues from the state
-    that is saved as `restore`, with an optimizer at rest, or from where it is if that is None.
+    that is saved as `restore`, with an optimizer at rest, or from where it is if that is None. For
+    every name and factor in `add`, the way from the first weights to the saved ones is added to the
+    restored weights, times the factor.
     """
 
     memory: Memory
     save: tuple[str, ...] = ()
     restore: str | None = None
+    add: tuple[tuple[str, float], ...] = ()
 
 
 def search_starts(
