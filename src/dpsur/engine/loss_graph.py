@@ -11,6 +11,7 @@ loss, which for a mean over several items of a record (tokens) is the mean over 
 """
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,9 +97,11 @@ def check_loss_graph(loss: Tensor, cut: Cut, records: int, names: dict[int, str]
     `names` are those of parameters by identity, for messages.
     """
     walk = _Walk(cut, records, names)
-    if records == 1:  # there is nothing to couple
+    if records == 1:  # there is nothing to couple but by numbers that come from elsewhere
         walk.check_leaves(loss.grad_fn)
-        return LossReport(1.0, True, ())
+        with suppress(CoupledLossError):
+            walk.state(loss.grad_fn, 0)
+        return LossReport(1.0, True, tuple(walk.factors))
     state = walk.state(loss.grad_fn, 0)
     if not isinstance(state, Total):
         if math.prod(state.shape) != 1:

@@ -26,10 +26,7 @@ from dpsur.functional.call import Arguments, arguments, every_module, use_weight
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import forbid_side_effects, without_flattening
 from dpsur.functional.process_settings import precision
-from dpsur.functional.tree import (
-    map_tensors,
-    split_rows,
-)
+from dpsur.functional.tree import map_tensors, split_rows, tensors_of
 from dpsur.per_example.augmentation import Augment, check_augmentation
 from dpsur.per_example.contributions import Factors, clip_factors
 from dpsur.per_example.engine_choice import Engine, Plan
@@ -47,8 +44,44 @@ class Call:
 
     tape: Tape
     rows: int
+    inputs: "list[Place]"
     cut: Cut = field(default_factory=dict)
     differentiated: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where in memory the rows of an argument begin. The memory is held: it stays theirs."""
+
+    storage: torch.UntypedStorage
+    version: int
+    start: int
+    stride: int
+    rows: int
+
+    def overlaps(self, other: "Place") -> bool:
+        """Whether some rows are the same, unchanged since."""
+        known = (self.storage._cdata, self.version, self.stride)
+        if known != (other.storage._cdata, other.version, other.stride):
+            return False
+        apart = other.start - self.start
+        first, last = -other.rows * self.stride, self.rows * self.stride
+        return apart % self.stride == 0 and first < apart < last
+
+
+def _places(inputs: Arguments) -> list[Place]:
+    """Those of all arguments that have a row for each record."""
+    return [
+        Place(
+            value.untyped_storage(),
+            value._version,
+            value.data_ptr(),
+            value.stride(0) * value.itemsize,
+            len(value),
+        )
+        for value in tensors_of(inputs)
+        if type(value) is Tensor and value.numel() and value.stride(0)
+    ]
 
 
 @dataclass
@@ -57,10 +90,12 @@ class Sums:
 
     rows: int = 0
     params: Params = field(default_factory=dict)
+    inputs: list[list[Place]] = field(default_factory=list)
 
-    def add(self, rows: int, params: Params) -> None:
+    def add(self, rows: int, params: Params, inputs: list[Place]) -> None:
         """Add the clipped gradients of some more records."""
         self.rows += rows
+        self.inputs.append(inputs)
         for name, value in params.items():
             self.params[name] = self.params[name] + value if name in self.params else value
 
@@ -87,9 +122,11 @@ class Watcher:
         self._augment, self._views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
         self._plans = Plans(module, list(trained), sharding)
-        self._factors: tuple[float, ...] | None = None
+        # of one record and of several, whose losses are not written alike
+        self._factors: dict[bool, tuple[float, ...]] = {}
         self._calls: list[Call] = []
         self._open: tuple[ExitStack, Tape, Plan] | None = None
+        self._places: list[Place] = []
         self._busy = False
         self._measured: list[Tensor] | None = None
         self._grads: dict[str, tuple[Tensor, int]] = {}
@@ -137,6 +174,7 @@ class Watcher:
         if self._measured is None:
             self._expects(rows // self._views)
         self.check_parameters()
+        self._places = _places(Arguments(args, kwargs))
         args, kwargs = self._augmented(args, kwargs)
         inputs = Arguments(args, kwargs)
         self._busy = True
@@ -187,7 +225,7 @@ class Watcher:
         stack.close()
         if outputs is None:  # the forward pass raised
             return None
-        call = Call(tape, tape.examples // self._views)
+        call = Call(tape, tape.examples // self._views, self._places)
 
         def note(value: Tensor) -> Tensor:
             if value.grad_fn is not None and value.dim() and len(value) == tape.examples:
@@ -311,6 +349,12 @@ class Watcher:
                 "a second backward pass through one forward pass would count its records twice; "
                 "add the losses up and call backward() once"
             )
+        for before in self.sums.inputs:
+            if call.inputs and all(any(p.overlaps(q) for q in before) for p in call.inputs):
+                raise StepError(
+                    "the model was called on the same rows of a batch twice, which would count "
+                    "their records twice; use each record of the batch exactly once"
+                )
         if options.get("create_graph"):
             raise StepError("create_graph=True is not supported in a private backward pass")
         report = check_loss_graph(loss, call.cut, call.rows, self._names)
@@ -321,15 +365,14 @@ class Watcher:
                 f"the loss is {has} over the batch, but loss_reduction is "
                 f"{self.loss_reduction!r}; make the two agree in make_private(loss_reduction=...)"
             )
-        if report.factors and call.rows > 1:
-            known = self._factors
-            if known is not None and not _close(known, report.factors):
+        if report.factors:
+            known = self._factors.setdefault(call.rows == 1, report.factors)
+            if not _close(known, report.factors):
                 raise StepError(
                     "the loss is multiplied or divided by other numbers than in the first batch; a "
                     "number that depends on the batch couples its records: make it constant, or "
                     "compute it from each record alone in make_private(criterion=...)"
                 )
-            self._factors = report.factors
         call.tape.recording = True
         return report.scale / views
 
@@ -365,14 +408,14 @@ class Watcher:
                 total = tape.weighted_sum(name, factors, last=True)
                 # of a sharded parameter only this rank's part is kept, of the sum of all ranks
                 sums[name] = total if self.sharding is None else self.sharding.reduce(name, total)
-        self.sums.add(call.rows, sums)
+        self.sums.add(call.rows, sums, call.inputs)
         tape.leaves.clear()
         self._mark_gradients()
 
     @contextmanager
     def measuring(self) -> Iterator[list[Tensor]]:
         """Norms of records' gradients by backward passes that add to no sum and need no batch."""
-        factors, calls = self._factors, self._calls
+        factors, calls = dict(self._factors), self._calls
         self._measured = []
         try:
             yield self._measured
