@@ -132,6 +132,11 @@ CASES = {
         lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.5),
         {"gate": {"val_batch_size": 60}},
     ),
+    "precise tests": (
+        {"batch_size": 400},
+        lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.5),
+        {"batch_size": 400, "data": points(count=2000)},
+    ),
     "regression": ({}, lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.5), {}),
 }
 
@@ -140,7 +145,8 @@ CASES = {
 def test_the_engine_makes_the_run_of_fit(case):
     """Same seed, same settings: same rates, same values, same weights."""
     settings, optimizer, options = CASES[case]
-    inputs, targets = points().tensors
+    options = dict(options)
+    inputs, targets = options.pop("data", points()).tensors
     model, criterion = Network(), nn.CrossEntropyLoss()
     if case == "regression":
         model, criterion, targets = regressor(), nn.MSELoss(), inputs[:, 3].clone()
@@ -203,6 +209,29 @@ def test_the_engine_decides_nothing_itself(monkeypatch):
     assert set(counts) == {4}  # no block started with an optimizer at rest
 
 
+def test_the_ways_of_blocks_are_added_to_restored_weights(monkeypatch):
+    """As a rule may decide; also if it is interrupted on the way."""
+    monkeypatch.setattr(BlockRun, "make_tests", lambda self: None)  # nothing else decides
+    engine, model, optimizer, _ = make()
+    run, first, ends = engine._blocks, weights(model), {}
+    memory = run.search.initial_memory()
+    for name in ("one", "two"):
+        with torch.no_grad():
+            for value in model.parameters():
+                value.add_(torch.randn_like(value))
+        optimizer.state[next(model.parameters())] = {"step": torch.ones(())}
+        ends[name] = weights(model)
+        run._carry_out(rate_search.Decision(memory, (name,), "first"))
+        assert_close(first, weights(model), 0.0)
+        assert not optimizer.state
+    added = rate_search.Decision(memory, (), "first", (("one", 0.5), ("two", -0.25)))
+    for _ in range(2):
+        run._carry_out(added)
+        for name, value in first.items():
+            wanted = value + 0.5 * (ends["one"][name] - value) - 0.25 * (ends["two"][name] - value)
+            torch.testing.assert_close(model.state_dict()[name], wanted)
+
+
 # --- laws ----------------------------------------------------------------------------------------
 
 
@@ -263,7 +292,7 @@ def nothing_of_a_block_survives_a_restart():
 
     def spy(self, decision):
         real(self, decision)
-        if decision.restore == "first":
+        if decision.restore == "first" and not decision.add:
             restarts.append(self.ledger.steps)
             assert_close(first, weights(model), 0.0)
             assert_close(first_average, weights(average), 0.0)
