@@ -613,9 +613,9 @@ def test_empty_batches_are_steps_of_noise():
     sizes = []
     real = made[0].yielded
 
-    def spy(batch):
+    def spy(batch, content):
         sizes.append(batch.rows)
-        real(batch)
+        real(batch, content)
 
     made[0].yielded = spy
     loop(*made)

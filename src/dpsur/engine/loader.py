@@ -35,6 +35,7 @@ class Microbatch:
     rows: int  # records of this microbatch; for none a record of zeros stands in
     before: int  # records in the microbatches before this one
     last: bool
+    records: tuple[int, ...] = ()  # their numbers in the data set
 
     @property
     def first(self) -> bool:
@@ -58,7 +59,7 @@ class Owner(Protocol):
         """Whether no further batch is to be yielded."""
         ...
 
-    def yielded(self, batch: Microbatch) -> None:
+    def yielded(self, batch: Microbatch, content: Any) -> None:
         """A microbatch is about to be yielded."""
         ...
 
@@ -118,7 +119,9 @@ class PoissonSampler(Sampler[list[int]]):
             size = self.most or most
             for start in range(0, most, size):
                 part = rows[start : start + size]
-                planned.append(Microbatch(step, len(part), start, start + size >= most))
+                planned.append(
+                    Microbatch(step, len(part), start, start + size >= most, tuple(part))
+                )
                 yield part
 
     def __len__(self) -> int:
@@ -208,7 +211,7 @@ class PrivateLoader(DataLoader[Any]):
                 return
             if planned is None:  # the sampler has begun by now
                 planned = self.poisson.planned
-            self.owner.yielded(planned.popleft())
+            self.owner.yielded(planned.popleft(), batch)
             yield batch
 
 

@@ -12,6 +12,7 @@ from dpsur.engine.blocks import BlockRun
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.gate import LossGate, Snapshot
 from dpsur.engine.loader import Collate, Microbatch, PrivateLoader
+from dpsur.engine.target_check import Yielded
 from dpsur.engine.watch import Watcher
 from dpsur.errors import BudgetError, InvalidInputError, NothingReleasedError, StepError
 from dpsur.functional.parameters import elementwise
@@ -135,7 +136,7 @@ class PrivateLoop:
                 "rate was fixed for those; make a new engine for another data set"
             )
 
-    def yielded(self, batch: Microbatch) -> None:
+    def yielded(self, batch: Microbatch, content: Any) -> None:
         """The loader is about to yield a microbatch."""
         self._check_size()
         self._make_tests()  # where one was interrupted
@@ -156,6 +157,7 @@ class PrivateLoop:
                 "record of those before; call it for every microbatch"
             )
         self._due = batch
+        self._watcher.yielded = Yielded(batch.records, content, batch.before)
 
     def _expect(self, rows: int) -> Tensor | None:
         """Called before each watched forward pass: a private batch has to be there."""

@@ -11,16 +11,17 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpsur.engine.loss_graph import Cut, check_loss_graph
+from dpsur.engine.loss_graph import Cut, Values, check_loss_graph
 from dpsur.engine.plans import Plans, row_count_of
 from dpsur.engine.sharding import Sharding
+from dpsur.engine.target_check import TargetCheck, Yielded
 from dpsur.errors import StepError
 from dpsur.functional.call import Arguments, arguments, every_module, use_weights
 from dpsur.functional.parameters import Params
@@ -45,6 +46,8 @@ class Call:
     tape: Tape
     rows: int
     inputs: "list[Place]"
+    given: Arguments
+    outputs: Values = field(default_factory=dict)
     cut: Cut = field(default_factory=dict)
     differentiated: bool = False
 
@@ -126,7 +129,9 @@ class Watcher:
         self._factors: dict[bool, tuple[float, ...]] = {}
         self._calls: list[Call] = []
         self._open: tuple[ExitStack, Tape, Plan] | None = None
-        self._places: list[Place] = []
+        self._given = Arguments((), {})
+        self.yielded: Yielded | None = None
+        self._target_check = TargetCheck()
         self._busy = False
         self._measured: list[Tensor] | None = None
         self._grads: dict[str, tuple[Tensor, int]] = {}
@@ -174,7 +179,7 @@ class Watcher:
         if self._measured is None:
             self._expects(rows // self._views)
         self.check_parameters()
-        self._places = _places(Arguments(args, kwargs))
+        self._given = Arguments(args, kwargs)
         args, kwargs = self._augmented(args, kwargs)
         inputs = Arguments(args, kwargs)
         self._busy = True
@@ -225,11 +230,12 @@ class Watcher:
         stack.close()
         if outputs is None:  # the forward pass raised
             return None
-        call = Call(tape, tape.examples // self._views, self._places)
+        call = Call(tape, tape.examples // self._views, _places(self._given), self._given)
 
         def note(value: Tensor) -> Tensor:
             if value.grad_fn is not None and value.dim() and len(value) == tape.examples:
                 call.cut[value.grad_fn, value.output_nr] = len(value)
+                call.outputs[value.grad_fn, value.output_nr] = value.detach()
             return value
 
         def total(given: Tensor, found: Tensor) -> Tensor:
@@ -357,7 +363,7 @@ class Watcher:
                 )
         if options.get("create_graph"):
             raise StepError("create_graph=True is not supported in a private backward pass")
-        report = check_loss_graph(loss, call.cut, call.rows, self._names)
+        report = check_loss_graph(loss, call.cut, call.rows, self._names, call.outputs)
         views = 1 if self.loss_reduction == "mean" else self._views  # a sum is not divided by them
         if call.rows > 1 and report.mean != (self.loss_reduction == "mean"):
             has = "a mean" if report.mean else "a sum"
@@ -373,6 +379,11 @@ class Watcher:
                     "number that depends on the batch couples its records: make it constant, or "
                     "compute it from each record alone in make_private(criterion=...)"
                 )
+        if self.yielded is not None and self._measured is None and self._views == 1:
+            used = self.sums.rows - self.yielded.before
+            self._target_check.look(
+                replace(self.yielded, before=used), call.given, report.targets, call.rows
+            )
         call.tape.recording = True
         return report.scale / views
 
@@ -479,7 +490,7 @@ class Watcher:
 
     def forget(self) -> None:
         """Drop what calls and backward passes have left."""
-        self.sums, self._calls = Sums(), []
+        self.sums, self._calls, self.yielded = Sums(), [], None
 
 
 def _inactive() -> Watcher:
