@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import dpsur
 from dpsur.config import Pace, RunConfig
 from dpsur.distributed import Ranks, Reduction, connect
-from dpsur.engine.blocks import BlockGate
-from dpsur.engine.gate import LossGate
+from dpsur.engine.gate import BlockGate, LossGate
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism import dp_gradient

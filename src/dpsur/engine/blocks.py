@@ -14,13 +14,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Optimizer
 
-from dpsur import checks
 from dpsur.engine.criterion import Criterion
-from dpsur.engine.gate import Snapshot
+from dpsur.engine.gate import BlockGate, Snapshot
 from dpsur.engine.loader import RecordReader
 from dpsur.engine.loss_graph import CoupledLossError
 from dpsur.engine.optimizer import SCHEDULED
@@ -40,139 +39,22 @@ from dpsur.mechanism.block_tests import (
     metrics_of,
 )
 from dpsur.mechanism.dp_gradient import add_gaussian
-from dpsur.mechanism.optim import SHAPES
 from dpsur.mechanism.rate_search import (
     START,
     Decision,
     Memory,
     RateSearch,
     Walk,
-    search_blocks,
     search_starts,
 )
 from dpsur.mechanism.streams import VAL_NOISE, Draws, Streams
 from dpsur.per_example.clipping import ClippedSum
-from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import SampledGaussian, Trial
-from dpsur.privacy.plans.blocks import TESTS_COST, BlockPlan, plan_blocks
-from dpsur.privacy.plans.open_ended import ACCOUNTING, BlockLedger
+from dpsur.privacy.plans.blocks import BlockPlan
+from dpsur.privacy.plans.open_ended import BlockLedger
 
-# Of the model and a batch of the loader: outputs and targets, or the loss of each record.
-Outputs = Callable[[nn.Module, Any], tuple[Any, Any]]
-Losses = Callable[[nn.Module, Any], Tensor]
 FIRST_CLIP_NORM = 1.0  # stays in force where a histogram of gradient norms shows nothing
 # By how much a record's loss may change with the other records of its batch: rounding.
 ROUNDING = 1e-2
-
-
-@dataclass(frozen=True)
-class BlockGate:
-    """Find the learning rate by rare, precise tests of blocks of updates; all are charged.
-
-    Short blocks that start from the first weights try learning rates. A test on all records after
-    each of them says how well it did. The last block trains with the best rate, which decays to
-    zero. The rule is that of `dpsur.fit(..., gate="block")` (docs/selection.md). `steps` or
-    `epochs` of `make_private` is the length of the last block; the search comes on top. One pass
-    over the loader is the whole training. The learning rate of the optimizer is set by the gate:
-    only the ratios between its parameter groups are kept. Leave `max_grad_norm` out, and the
-    clipping norm is measured as well.
-
-    Args:
-        outputs: `outputs(model, batch)` gives the outputs of the model and the targets, for a batch
-            as the loader yields it. The loss of each record comes from `make_private(criterion=)`.
-            By default a batch is a pair, and the model is called on its first part.
-        losses: instead of `outputs` and a criterion, `losses(model, batch)` gives the loss of each
-            record of a batch, a tensor with a row per record.
-        learning_rate: is tried as well; it is used if it is better.
-        schedule: how the rate decays within a block: "linear", "cosine" or "constant".
-        blocks: the number of short blocks.
-        block_updates: the updates in each of them.
-        val_batch_size: test on Poisson samples of this expected size, instead of all records.
-        val_noise_multiplier: the noise of a test; by default such that all tests together raise
-            the noise of the updates by 1.5%.
-        averages: modules that follow the weights, such as a `torch.optim.swa_utils.AveragedModel`.
-            They are saved and restored with the model.
-
-    Formal guarantee: that of a `BlockPlan`. Every update is a sampled Gaussian, every test a
-    (sampled) Gaussian on a sum of per-record values of L2 norm at most 1, all charged, whatever
-    they decide. Every record's value depends on that record alone: `outputs` and `losses` must not
-    mix records, which is tried with the first records of each test.
-    """
-
-    outputs: Outputs | None = None
-    losses: Losses | None = None
-    learning_rate: float | None = None
-    schedule: str = "linear"
-    blocks: int | None = None
-    block_updates: int | None = None
-    val_batch_size: int | None = None
-    val_noise_multiplier: float | None = None
-    averages: tuple[nn.Module, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("outputs", "losses"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise InvalidInputError(f"{name} of a gate must be a function of (model, batch)")
-        if self.outputs is not None and self.losses is not None:
-            raise InvalidInputError("give a gate outputs or losses, not both")
-        for name in ("blocks", "block_updates", "val_batch_size"):
-            if getattr(self, name) is not None:
-                checks.at_least_one(name, getattr(self, name))
-        for name in ("learning_rate", "val_noise_multiplier"):
-            if getattr(self, name) is not None:
-                checks.positive(name, getattr(self, name))
-        checks.one_of("schedule", self.schedule, tuple(SHAPES))
-        object.__setattr__(self, "averages", tuple(self.averages))
-        if not all(isinstance(one, nn.Module) for one in self.averages):
-            raise InvalidInputError("averages of a gate must be modules")
-
-    def plan(
-        self,
-        updates: int | None,
-        records: int,
-        *,
-        sample_rate: float,
-        clip_by_median: bool,
-        noise_multiplier: float | None,
-        epsilon: float | None,
-        delta: float,
-    ) -> BlockPlan:
-        """Updates, tests and noise, fixed before the run; `updates` are those of the last block."""
-        if updates is None:
-            raise InvalidInputError(
-                "a BlockGate needs steps=... or epochs=..., the length of the last block: the plan "
-                "is fixed in advance"
-            )
-        if self.val_batch_size is not None and self.val_batch_size > records:
-            raise InvalidInputError(
-                f"val_batch_size {self.val_batch_size} is larger than the {records} records"
-            )
-        sizes = search_blocks(
-            updates,
-            1 if self.learning_rate is None else 2,
-            clip_by_median=clip_by_median,
-            blocks=self.blocks,
-            block_updates=self.block_updates,
-        )
-        budget = Budget(math.inf if epsilon is None else epsilon, delta)
-        if epsilon is None and self.val_noise_multiplier is None:
-            assert noise_multiplier is not None
-            alone = Trial(SampledGaussian(sample_rate, noise_multiplier / (1 + TESTS_COST)))
-            figure = accounting_named(ACCOUNTING).epsilon([(alone, sum(sizes))], delta)
-            budget = Budget(figure, delta)
-        found = plan_blocks(
-            budget,
-            ACCOUNTING,
-            sizes,
-            sample_rate=sample_rate,
-            test_rate=None if self.val_batch_size is None else self.val_batch_size / records,
-            noise_multiplier=noise_multiplier,
-            test_noise=self.val_noise_multiplier,
-        )
-        if math.isinf(budget.epsilon):  # what is planned is the budget
-            found = replace(found, budget=Budget(found.epsilon(), delta))
-        return found
 
 
 class BlockRun:

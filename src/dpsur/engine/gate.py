@@ -7,8 +7,9 @@ that was fixed in advance (`proven`). Verdicts are not shown unless `show_verdic
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,13 +21,21 @@ from dpsur.distributed import ALONE, Ranks
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.functional.problem import mode
 from dpsur.mechanism.gate import LossRule
+from dpsur.mechanism.optim import SHAPES
+from dpsur.mechanism.rate_search import search_blocks
 from dpsur.mechanism.streams import Stream
-from dpsur.privacy.events import LossTest
+from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.events import LossTest, SampledGaussian, Trial
+from dpsur.privacy.plans.blocks import TESTS_COST, BlockPlan, plan_blocks
 from dpsur.privacy.plans.open_ended import ACCOUNTING as EVERY_TRIAL
 from dpsur.privacy.plans.open_ended import PROVEN
 
 # Of the loss function of a gate: the model and a batch of the loader, to a number.
 BatchLoss = Callable[[nn.Module, Any], Tensor]
+# Of the model and a batch of the loader: outputs and targets, or the loss of each record.
+Outputs = Callable[[nn.Module, Any], tuple[Any, Any]]
+Losses = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,115 @@ class LossGate:
         """The verdict on a candidate, by the rule of Algorithm 1."""
         rule = LossRule(self.loss_clip, self.val_noise_multiplier, self.accept_threshold)
         return bool(rule.decide(after - before, noise))
+
+
+@dataclass(frozen=True)
+class BlockGate:
+    """Find the learning rate by rare, precise tests of blocks of updates; all are charged.
+
+    Short blocks that start from the first weights try learning rates. A test on all records after
+    each of them says how well it did. The last block trains with the best rate, which decays to
+    zero. The rule is that of `dpsur.fit(..., gate="block")` (docs/selection.md). `steps` or
+    `epochs` of `make_private` is the length of the last block; the search comes on top. One pass
+    over the loader is the whole training. The learning rate of the optimizer is set by the gate:
+    only the ratios between its parameter groups are kept. Leave `max_grad_norm` out, and the
+    clipping norm is measured as well.
+
+    Args:
+        outputs: `outputs(model, batch)` gives the outputs of the model and the targets, for a batch
+            as the loader yields it. The loss of each record comes from `make_private(criterion=)`.
+            By default a batch is a pair, and the model is called on its first part.
+        losses: instead of `outputs` and a criterion, `losses(model, batch)` gives the loss of each
+            record of a batch, a tensor with a row per record.
+        learning_rate: is tried as well; it is used if it is better.
+        schedule: how the rate decays within a block: "linear", "cosine" or "constant".
+        blocks: the number of short blocks.
+        block_updates: the updates in each of them.
+        val_batch_size: test on Poisson samples of this expected size, instead of all records.
+        val_noise_multiplier: the noise of a test; by default such that all tests together raise
+            the noise of the updates by 1.5%.
+        averages: modules that follow the weights, such as a `torch.optim.swa_utils.AveragedModel`.
+            They are saved and restored with the model.
+
+    Formal guarantee: that of a `BlockPlan`. Every update is a sampled Gaussian, every test a
+    (sampled) Gaussian on a sum of per-record values of L2 norm at most 1, all charged, whatever
+    they decide. Every record's value depends on that record alone: `outputs` and `losses` must not
+    mix records, which is tried with the first records of each test.
+    """
+
+    outputs: Outputs | None = None
+    losses: Losses | None = None
+    learning_rate: float | None = None
+    schedule: str = "linear"
+    blocks: int | None = None
+    block_updates: int | None = None
+    val_batch_size: int | None = None
+    val_noise_multiplier: float | None = None
+    averages: tuple[nn.Module, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("outputs", "losses"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise InvalidInputError(f"{name} of a gate must be a function of (model, batch)")
+        if self.outputs is not None and self.losses is not None:
+            raise InvalidInputError("give a gate outputs or losses, not both")
+        for name in ("blocks", "block_updates", "val_batch_size"):
+            if getattr(self, name) is not None:
+                checks.at_least_one(name, getattr(self, name))
+        for name in ("learning_rate", "val_noise_multiplier"):
+            if getattr(self, name) is not None:
+                checks.positive(name, getattr(self, name))
+        checks.one_of("schedule", self.schedule, tuple(SHAPES))
+        object.__setattr__(self, "averages", tuple(self.averages))
+        if not all(isinstance(one, nn.Module) for one in self.averages):
+            raise InvalidInputError("averages of a gate must be modules")
+
+    def plan(
+        self,
+        updates: int | None,
+        records: int,
+        *,
+        sample_rate: float,
+        clip_by_median: bool,
+        noise_multiplier: float | None,
+        epsilon: float | None,
+        delta: float,
+    ) -> BlockPlan:
+        """Updates, tests and noise, fixed before the run; `updates` are those of the last block."""
+        if updates is None:
+            raise InvalidInputError(
+                "a BlockGate needs steps=... or epochs=..., the length of the last block: the plan "
+                "is fixed in advance"
+            )
+        if self.val_batch_size is not None and self.val_batch_size > records:
+            raise InvalidInputError(
+                f"val_batch_size {self.val_batch_size} is larger than the {records} records"
+            )
+        sizes = search_blocks(
+            updates,
+            1 if self.learning_rate is None else 2,
+            clip_by_median=clip_by_median,
+            blocks=self.blocks,
+            block_updates=self.block_updates,
+        )
+        budget = Budget(math.inf if epsilon is None else epsilon, delta)
+        if epsilon is None and self.val_noise_multiplier is None:
+            assert noise_multiplier is not None
+            alone = Trial(SampledGaussian(sample_rate, noise_multiplier / (1 + TESTS_COST)))
+            figure = accounting_named(EVERY_TRIAL).epsilon([(alone, sum(sizes))], delta)
+            budget = Budget(figure, delta)
+        found = plan_blocks(
+            budget,
+            EVERY_TRIAL,
+            sizes,
+            sample_rate=sample_rate,
+            test_rate=None if self.val_batch_size is None else self.val_batch_size / records,
+            noise_multiplier=noise_multiplier,
+            test_noise=self.val_noise_multiplier,
+        )
+        if math.isinf(budget.epsilon):  # what is planned is the budget
+            found = replace(found, budget=Budget(found.epsilon(), delta))
+        return found
 
 
 class Snapshot:

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from dpsur import checks
 from dpsur.distributed import connect
 from dpsur.distributed.ranks import unwrap
-from dpsur.engine.blocks import FIRST_CLIP_NORM, BlockGate, BlockRun
+from dpsur.engine.blocks import FIRST_CLIP_NORM, BlockRun
 from dpsur.engine.criterion import Criterion
-from dpsur.engine.gate import LossGate, Snapshot
+from dpsur.engine.gate import BlockGate, LossGate, Snapshot
 from dpsur.engine.loader import (
     Collate,
     PoissonSampler,

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpsur.distributed import Reduction
+from dpsur.engine.batch_checks import Yielded
 from dpsur.engine.blocks import BlockRun
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.gate import LossGate, Snapshot
 from dpsur.engine.loader import Collate, Microbatch, PrivateLoader
-from dpsur.engine.target_check import Yielded
 from dpsur.engine.watch import Watcher
 from dpsur.errors import BudgetError, InvalidInputError, NothingReleasedError, StepError
 from dpsur.functional.parameters import elementwise

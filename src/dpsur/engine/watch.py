@@ -8,7 +8,6 @@ the loss has to be inspected before autograd frees what it has saved.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,16 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from dpsur.engine.backward import leave_backward, watch_backward
+from dpsur.engine.batch_checks import (
+    Place,
+    TargetCheck,
+    Yielded,
+    check_not_used,
+    places_of,
+)
 from dpsur.engine.loss_graph import Cut, Values, check_loss_graph
 from dpsur.engine.plans import Plans, row_count_of
 from dpsur.engine.sharding import Sharding
-from dpsur.engine.target_check import TargetCheck, Yielded
 from dpsur.errors import StepError
 from dpsur.functional.call import Arguments, arguments, every_module, use_weights
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import forbid_side_effects, without_flattening
 from dpsur.functional.process_settings import precision
-from dpsur.functional.tree import map_tensors, split_rows, tensors_of
+from dpsur.functional.tree import map_tensors, split_rows
 from dpsur.per_example.augmentation import Augment, check_augmentation
 from dpsur.per_example.contributions import Factors, clip_factors
 from dpsur.per_example.engine_choice import Engine, Plan
@@ -45,46 +51,11 @@ class Call:
 
     tape: Tape
     rows: int
-    inputs: "list[Place]"
+    inputs: list[Place]
     given: Arguments
     outputs: Values = field(default_factory=dict)
     cut: Cut = field(default_factory=dict)
     differentiated: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Where in memory the rows of an argument begin. The memory is held: it stays theirs."""
-
-    storage: torch.UntypedStorage
-    version: int
-    start: int
-    stride: int
-    rows: int
-
-    def overlaps(self, other: "Place") -> bool:
-        """Whether some rows are the same, unchanged since."""
-        known = (self.storage._cdata, self.version, self.stride)
-        if known != (other.storage._cdata, other.version, other.stride):
-            return False
-        apart = other.start - self.start
-        first, last = -other.rows * self.stride, self.rows * self.stride
-        return apart % self.stride == 0 and first < apart < last
-
-
-def _places(inputs: Arguments) -> list[Place]:
-    """Those of all arguments that have a row for each record."""
-    return [
-        Place(
-            value.untyped_storage(),
-            value._version,
-            value.data_ptr(),
-            value.stride(0) * value.itemsize,
-            len(value),
-        )
-        for value in tensors_of(inputs)
-        if type(value) is Tensor and value.numel() and value.stride(0)
-    ]
 
 
 @dataclass
@@ -139,8 +110,7 @@ class Watcher:
             module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
         ]
-        _watchers.add(self)
-        _wrap_backward()
+        watch_backward(self)
 
     @property
     def rounded(self) -> bool:
@@ -157,7 +127,7 @@ class Watcher:
         """Leave the module alone from now on."""
         for handle in self._handles:
             handle.remove()
-        _watchers.discard(self)
+        leave_backward(self)
 
     # The forward pass
 
@@ -230,7 +200,7 @@ class Watcher:
         stack.close()
         if outputs is None:  # the forward pass raised
             return None
-        call = Call(tape, tape.examples // self._views, _places(self._given), self._given)
+        call = Call(tape, tape.examples // self._views, places_of(self._given), self._given)
 
         def note(value: Tensor) -> Tensor:
             if value.grad_fn is not None and value.dim() and len(value) == tape.examples:
@@ -355,12 +325,7 @@ class Watcher:
                 "a second backward pass through one forward pass would count its records twice; "
                 "add the losses up and call backward() once"
             )
-        for before in self.sums.inputs:
-            if call.inputs and all(any(p.overlaps(q) for q in before) for p in call.inputs):
-                raise StepError(
-                    "the model was called on the same rows of a batch twice, which would count "
-                    "their records twice; use each record of the batch exactly once"
-                )
+        check_not_used(call.inputs, self.sums.inputs)
         if options.get("create_graph"):
             raise StepError("create_graph=True is not supported in a private backward pass")
         report = check_loss_graph(loss, call.cut, call.rows, self._names, call.outputs)
@@ -500,42 +465,3 @@ def _inactive() -> Watcher:
 def _close(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(abs(a - b) <= 1e-9 * abs(a) for a, b in pairs)
-
-
-_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-_plain_backward: Callable[..., None] | None = None
-
-
-def _wrap_backward() -> None:
-    """Let watched losses be inspected before autograd differentiates them."""
-    global _plain_backward
-    if _plain_backward is not None:
-        return
-    _plain_backward = torch.autograd.backward
-    plain = _plain_backward
-
-    @functools.wraps(plain)
-    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
-        found = [
-            (watcher, loss, call)
-            for loss in ([tensors] if isinstance(tensors, Tensor) else list(tensors))
-            if isinstance(loss, Tensor)
-            for watcher in list(_watchers)
-            if (call := watcher.reached(loss)) is not None
-        ]
-        if not found:
-            plain(tensors, grad_tensors, *args, **options)
-            return
-        if len(found) > 1:
-            raise StepError("several losses in one backward pass; add them up first")
-        watcher, loss, call = found[0]
-        if grad_tensors is not None and any(
-            one is not None
-            for one in ([grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors)
-        ):
-            raise StepError("backward(gradient=...) is not supported; reduce the loss to a number")
-        scale = watcher.before_backward(call, loss, options)
-        plain(tensors, grad_tensors, *args, **options)
-        watcher.after_backward(call, scale)
-
-    torch.autograd.backward = backward

@@ -1,8 +1,10 @@
-"""Targets that a loop computes from other records of the batch, found out by records that return.
+"""What can be told about the rows of a batch: which were used twice, which targets they have.
 
-The graph of a loss does not show where its constants come from: `y - y.mean()` is a tensor like any
-other. But a record comes again in another batch, among other records. If the loader yields it as
-before, and the model is called on the same row, then its target must be the same too.
+Rows that the model is called on twice are found by their place in memory. Targets that a loop
+computes from other records of the batch are found out by records that return. The graph of a loss
+does not show where its constants come from: `y - y.mean()` is a tensor like any other. But a record
+comes again in another batch, among other records. If the loader yields it as before, and the model
+is called on the same row, then its target must be the same too.
 """
 
 from collections.abc import Sequence
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dpsur.errors import StepError
-from dpsur.functional.tree import map_tensors
+from dpsur.functional.call import Arguments
+from dpsur.functional.tree import map_tensors, tensors_of
 
 MOST_RECORDS: Final = 4096  # that are remembered
 ROWS_PER_BATCH: Final = 16  # of each kind, known and new
@@ -21,6 +24,51 @@ EVERY: Final = 20  # batches, after the first
 ALWAYS_UNTIL: Final = 50
 ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3}
 COARSE: Final = 3e-2
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where in memory the rows of an argument begin. The memory is held: it stays theirs."""
+
+    storage: torch.UntypedStorage
+    version: int
+    start: int
+    stride: int
+    rows: int
+
+    def overlaps(self, other: "Place") -> bool:
+        """Whether some rows are the same, unchanged since."""
+        known = (self.storage._cdata, self.version, self.stride)
+        if known != (other.storage._cdata, other.version, other.stride):
+            return False
+        apart = other.start - self.start
+        first, last = -other.rows * self.stride, self.rows * self.stride
+        return apart % self.stride == 0 and first < apart < last
+
+
+def places_of(inputs: Arguments) -> list[Place]:
+    """Those of all arguments that have a row for each record."""
+    return [
+        Place(
+            value.untyped_storage(),
+            value._version,
+            value.data_ptr(),
+            value.stride(0) * value.itemsize,
+            len(value),
+        )
+        for value in tensors_of(inputs)
+        if type(value) is Tensor and value.numel() and value.stride(0)
+    ]
+
+
+def check_not_used(inputs: list[Place], before: list[list[Place]]) -> None:
+    """Refuse rows that an earlier call on the same batch was made on."""
+    for other in before:
+        if inputs and all(any(one.overlaps(two) for two in other) for one in inputs):
+            raise StepError(
+                "the model was called on the same rows of a batch twice, which would count their "
+                "records twice; use each record of the batch exactly once"
+            )
 
 
 @dataclass(frozen=True)
