@@ -143,11 +143,11 @@ def added(o, y):
     return torch.add(o[:, 0], o[:, 1], alpha=float(y.float().mean())).mean()
 
 
-@pytest.mark.parametrize("most", [None, 1])
-@pytest.mark.parametrize("loss", [huber, softplus, added])
+@pytest.mark.parametrize(
+    ("loss", "most"),
+    [(huber, None), (softplus, None), (added, None), (softplus, 1), (added, 1)],
+)
 def test_numbers_that_come_from_the_batch_are_refused(loss, most):
-    if most == 1 and loss is huber:
-        pytest.skip("one number has no deviation")
     _, model, optimizer, loader = private(seed=1, max_physical_batch_size=most)
 
     def loop():
