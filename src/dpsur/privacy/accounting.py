@@ -275,8 +275,7 @@ class Published(Accounting):
 
 
 ACCOUNTINGS: dict[str, Accounting] = {
-    accounting.name: accounting
-    for accounting in (Proven(), EveryTrial(), Published(), ProvenPld())
+    accounting.name: accounting for accounting in (Proven(), EveryTrial(), Published(), ProvenPld())
 }
 DEFAULT_ACCOUNTING = "proven"
 FIGURES: Final = ("published", "proven", "proven_lower", "every_trial")

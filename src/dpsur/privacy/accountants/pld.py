@@ -99,7 +99,7 @@ def _block(update: proven.SelectiveUpdate, length: int, width: float) -> Any:
         profiles = block_profiles(*update, direction, BLOCK)
         if profiles is None:
             raise _NotComputableError
-        both.append(on_grid(profiles[length - 1].points, profiles[length - 1], width))
+        both.append(on_grid(profiles[length - 1].points, profiles[length - 1].at, width))
     # What dp-accounting calls removal has the law with the record in front.
     return PrivacyLossDistribution(*both)
 

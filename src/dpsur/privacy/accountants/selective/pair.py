@@ -239,4 +239,6 @@ def _tails(
     q: float, s: float, power: float, lo: float, hi: float, ends0: Array, ends1: Array
 ) -> Tails:
     left, right = _left_tail(q, s, power, np.array([lo])), _right_tail(q, s, power, np.array([hi]))
-    return Tails(_mass_outside(q, ends0, ends1), log_moment=float(np.logaddexp(left, right)[0]) + 1e-9)
+    return Tails(
+        _mass_outside(q, ends0, ends1), log_moment=float(np.logaddexp(left, right)[0]) + 1e-9
+    )

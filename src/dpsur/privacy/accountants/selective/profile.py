@@ -30,10 +30,11 @@ from dpsur.privacy.accountants.selective.divergence import COARSE, divergence
 from dpsur.privacy.accountants.selective.frame import vertices
 from dpsur.privacy.accountants.selective.pair import Array, Choice, Direction, chord
 
-# Rounding, of the sum of the sizes of what is added up. Weights are right to 1e-14 of themselves.
+# Rounding, of the sum of the sizes of what is added up. Logarithms of weights are at most a few
+# hundred in size, so that weights are right to 3e-14 of themselves.
 ROUND = 1e-13
 REACH = 9.5  # standard deviations of noise on the mesh; what lies outside is charged in full
-FARTHEST = 200.0  # a privacy loss beyond this is left to the bound by Rényi divergences
+FARTHEST = 60.0  # a log(num / den) beyond this is left to the bound by Rényi divergences
 
 
 class Effort(NamedTuple):
@@ -53,7 +54,7 @@ class Profile(NamedTuple):
     points: Array
     values: Array
 
-    def __call__(self, x: Array) -> Array:
+    def at(self, x: Array) -> Array:
         """The values at x."""
         points, values = np.append(0.0, self.points), np.append(1.0, self.values)
         found: Array = np.interp(x, points, values)
@@ -152,7 +153,7 @@ def _pick(options: Array, theta: Array, num: Array) -> tuple[Array, Choice]:
 
 def _chosen(values: Array, choice: Choice) -> Array:
     """Sums over the atoms of the chosen vertices."""
-    vertex, row, atom = values.shape
+    _, row, atom = values.shape
     flat = choice * (row * atom) + np.arange(atom)
     if row > 1:
         flat += np.arange(row)[:, None] * atom
@@ -202,8 +203,9 @@ def _find_lines(
         t = _chosen(p.den, choice) / norm
         return t, _chosen(worth, choice) / norm, y / t * _chosen(fall, choice) / norm
 
+    # t and value of the choices between which the largest value lies
     left, right = (
-        attained(np.broadcast_to(edge, (len(y), edge.shape[1])))[:2] for edge in edges
+        np.stack(attained(np.broadcast_to(edge, (len(y), edge.shape[1])))[:2]) for edge in edges
     )
     heights, slopes = [], []
     for _ in range(lines):
@@ -217,10 +219,8 @@ def _find_lines(
         slopes.append(slope)
         t, value, balance = attained(choice)
         upwards = slope > balance
-        left = tuple(np.where(upwards, new, old) for new, old in zip((t, value), left, strict=True))
-        right = tuple(
-            np.where(upwards, old, new) for new, old in zip((t, value), right, strict=True)
-        )
+        new = np.stack((t, value))
+        left, right = np.where(upwards, new, left), np.where(upwards, right, new)
     return _Lines(np.stack(heights, axis=1), np.stack(slopes, axis=1))
 
 
@@ -239,9 +239,7 @@ def _largest(x: Array, lines: _Lines, low: float, high: float) -> Array:
         i, here = i[rows], x[rows][:, None]
         below, above = x[i][:, None], x[i + 1][:, None]
         start, end = np.maximum(here / above, low), np.minimum(here / below, high)
-        near, far = (
-            _Lines(lines.height[i + k], lines.slope[i + k]) for k in (0, 1)
-        )
+        near, far = (_Lines(lines.height[i + k], lines.slope[i + k]) for k in (0, 1))
         curve = here * (far.height - far.slope - near.height + near.slope) / (above - below)
         ends = []
         for t in (start, end):
@@ -288,10 +286,13 @@ def _grid(
     step = max(math.sqrt(chi_square), 1e-9)
     reach = 9.0 * step * math.sqrt(updates)
     least, most = -float(p.shift.max()), -float(p.shift.min())
-    low, high = max(updates * least, -reach + min(least, 0.0)), reach + max(most, 0.0)
-    low = min(low - 2.0 * step, -4.0 * step)
-    if not max(-low, high) < FARTHEST:
+    if not max(-least, most) < FARTHEST:
         return None
+    # A loss is at most log(num / den) - log u, and u is at most r from 1.
+    low = max(updates * (least - math.log(r)), -reach + min(least, 0.0))
+    high = min(updates * (most + math.log(r)), reach + max(most, 0.0))
+    low, high = min(low, -4.0 * step), max(high, 4.0 * step)
+    low, high = max(low, -3.0 * FARTHEST), min(high, 3.0 * FARTHEST)
     return _Grid.covering(low, high, step / effort.cells, effort.stretch)
 
 
@@ -334,7 +335,7 @@ def block_profiles(
     tests depend on it, the hockey-stick divergence at x of the next k accepted updates is at most
     that of the k-th profile; with the record against without it for `add`.
     """
-    if not (1e-3 < s < 1e6 and r < 1e6):
+    if not (0.05 < s < 1e6 and r < 1e6):  # beyond, logarithms grow large
         return None
     with np.errstate(all="ignore"):
         p = _programme(q, s, q_v, r, direction, effort.nodes)
