@@ -18,7 +18,7 @@ from dpsur.privacy.accountants.selective.frame import Vertices, vertices
 from dpsur.privacy.accountants.selective.pair import bracket
 from dpsur.privacy.accountants.selective.profile import Effort, Profile, block_profiles
 from dpsur.privacy.events import CoinTest, Gaussian, SampledGaussian, Trial
-from tests.privacy.selective_cases import DELTA, ROW
+from tests.privacy.selective_cases import DELTA, ROW, empty_cache
 
 SETTINGS = [
     (0.034, 4.0, 0.0043, 2.26),
@@ -345,8 +345,21 @@ LAWS = [
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+@pytest.mark.usefixtures("forgotten")
 def test_law_holds(law):
     law()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_figure_is_looked_up_before_it_is_computed(monkeypatch):
+    figure = epsilon(ROW, 20)
+    proven._known.cache_clear()
+
+    def fail(*_):
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(pld, "_epsilon", fail)
+    assert epsilon(ROW, 20) == figure
 
 
 # --- mutants --------------------------------------------------------------------------------------
@@ -356,16 +369,16 @@ SUP_RATIO, LARGEST, CHORD, PROFILES = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def forget():
-    """Nothing that a mutant computed may outlive it."""
-    yield
-    forget_all()
-
-
-def forget_all():
-    for cached in (PROFILES, pld._block, pld._total):
-        cached.cache_clear()
+@pytest.fixture
+def forgotten(tmp_path, monkeypatch):
+    """Nothing that was computed before is known, and nothing that a mutant computes outlives it."""
+    cached = (PROFILES, pld._block, pld._total)
+    for one in cached:
+        one.cache_clear()
+    with empty_cache(tmp_path, monkeypatch):
+        yield
+    for one in cached:
+        one.cache_clear()
 
 
 def equal_normalisers(monkeypatch):
@@ -455,8 +468,8 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize(("law", "mutant"), MUTANTS, ids=lambda function: function.__name__)
+@pytest.mark.usefixtures("forgotten")
 def test_mutant_is_killed(law, mutant, monkeypatch):
     mutant(monkeypatch)
-    forget_all()
     with pytest.raises(AssertionError):
         law()

@@ -5,6 +5,7 @@ are composed apart and the larger epsilon is taken, so that the result is an upp
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accountants import proven
 from dpsur.privacy.accountants.menu import dominating, on_grid
-from dpsur.privacy.accountants.selective.divergence import COARSE
+from dpsur.privacy.accountants.selective.divergence import COARSE, Interval
 from dpsur.privacy.accountants.selective.profile import block_profiles
 from dpsur.privacy.events import (
     Event,
@@ -39,6 +40,7 @@ LONGEST_STRETCH = 10_000
 # Rounding of the transforms by which dp-accounting composes, per composed part and taken from
 # delta: some hundred times what is seen against closed forms (2e-13 after ten thousand parts).
 ROUNDING = 2.0**-47
+PROFILES = "profiles-1"  # a stored figure belongs to one version of the computation
 # Accepted updates are dominated in blocks of so many: longer ones are tighter and take longer.
 BLOCK = 16
 
@@ -207,20 +209,36 @@ def selective_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> flo
     the other events. Where distributions cannot be computed, or are looser, it is the bound by
     Rényi divergences.
     """
-    parts: list[tuple[_Part, int]] = []
+    accepted: Counter[_Accepted] = Counter()
+    others: list[tuple[_Part, int]] = []
     for event, count in charges:
         match event:
             case Trial(update=SampledGaussian(sample_rate=q, noise_multiplier=sigma)) if event.gate:
-                update = proven.SelectiveUpdate.of(q, sigma, event.gate)
-                parts += [(_Accepted(update), count)] if count else []
+                accepted[_Accepted(proven.SelectiveUpdate.of(q, sigma, event.gate))] += count
             case _:
-                parts += [(part, count) for part in _parts(event) if count]
+                others += [(part, count) for part in _parts(event) if count]
+    parts = [*((part, count) for part, count in accepted.items() if count), *others]
     known = proven.composed_epsilon(proven.compose(charges), delta).upper
+    return min(known, _stored_epsilon(parts, delta))
+
+
+def _stored_epsilon(parts: Sequence[tuple[_Part, int]], delta: float) -> float:
+    """Epsilon by distributions, looked up before it is computed; infinite where it cannot be."""
+    updates = [part.update for part, _ in parts if isinstance(part, _Accepted)]
+    store = proven.stored(updates[0]) if updates else None
+    label = f"{PROFILES} {BLOCK} {float(delta).hex()} {parts!r}"
+    value = None if store is None else store.get(label)
+    if value is not None:
+        return value.upper
     try:
         found = _epsilon(parts, delta)
     except _NotComputableError:
-        return known
-    return known if found is None else min(found, known)
+        found = None
+    upper = math.inf if found is None else found
+    if store is not None:
+        store.put(label, Interval(0.0, upper))
+        store.flush()
+    return upper
 
 
 def _epsilon(parts: Sequence[tuple[_Part, int]], delta: float) -> float | None:

@@ -18,6 +18,7 @@ from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans.protocol import planned_trials, stated_counts
 from dpsur.privacy.plans.rejections import DELAY, early_end, least_cap, nothing_to_hide, trial_cap
 from dpsur.privacy.search import (
+    MOST_NOISE,
     least_noise,
     most_repetitions,
     noise_at_least,
@@ -351,8 +352,9 @@ def _refined_noise(
     if accounting.refines is not None:
         try:
             known = _calibrated_noise(request, accounting_named(accounting.refines), budget, count)
-        except BudgetError:
-            pass  # what is too much by the looser figure may still fit
+        except BudgetError:  # what is too much by the looser figure may still fit
+            if epsilon_of(MOST_NOISE) > budget.epsilon:
+                return None
         else:
             return noise_at_most(epsilon_of, budget.epsilon, known)
     return least_noise(epsilon_of, budget.epsilon)
