@@ -9,7 +9,7 @@ from dpsur.presets.settings import DELTA, PaperSetting, paper_setting, paper_set
 from dpsur.privacy.accountants import proven
 from dpsur.privacy.accountants.selective.frame import frame, vertices
 from dpsur.privacy.accountants.selective.lower import attack
-from dpsur.privacy.accountants.selective.pair import Direction, bracket
+from dpsur.privacy.accountants.selective.pair import bracket
 from dpsur.privacy.accountants.selective.upper import envelope
 from dpsur.privacy.accounting import figures
 from dpsur.privacy.budget import Budget
@@ -136,16 +136,13 @@ def _refined(epsilon: Row) -> str:
 def attained(setting: PaperSetting, updates: int) -> float:
     """Epsilon, from below, of updates that one fixed acceptance function selects.
 
-    The function is the one that attains the Rényi divergence of order 2. Its law is known cell by
-    cell of z, and losses are discretised downwards.
+    The function is the one that attains the Rényi divergence of order 2 with the record against
+    without it, the costlier direction. Its law is known cell by cell of z, and losses are
+    discretised downwards.
     """
-    return max(_attained(setting, updates, direction) for direction in proven.DIRECTIONS)
-
-
-def _attained(setting: PaperSetting, updates: int, direction: Direction) -> float:
     from dp_accounting.pld import privacy_loss_distribution as distributions
 
-    trial, order = setting.trial, 2.0
+    trial, order, direction = setting.trial, 2.0, proven.DIRECTIONS[0]
     assert trial.gate is not None
     assert isinstance(trial.update, SampledGaussian)
     q, s, q_v, r = proven.SelectiveUpdate.of(
@@ -157,8 +154,7 @@ def _attained(setting: PaperSetting, updates: int, direction: Direction) -> floa
     choice = attack(both.cells, corner, order, direction, 0.0, lines, chord.scale).choice
     without = corner.base[choice, 0]
     with_record = without * (1 + corner.gain[choice, 0])
-    laws = [with_record * both.cells.weighted_ratio, without * both.cells.weight]
-    upper, lower = laws if direction == "add" else laws[::-1]
+    upper, lower = with_record * both.cells.weighted_ratio, without * both.cells.weight
     options: dict[str, Any] = {
         "value_discretization_interval": 1e-5,
         "pessimistic_estimate": False,

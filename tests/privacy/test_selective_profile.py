@@ -351,6 +351,16 @@ def test_law_holds(law):
 
 
 @pytest.mark.usefixtures("forgotten")
+def test_single_updates_are_dominated_at_a_higher_price(monkeypatch):
+    """Why blocks: a pair for one update at a time is no better than Rényi divergences."""
+    blocks = epsilon(ROW, 512)
+    renyi = proven.composed_epsilon(proven.Composition(((ROW, 512),)), DELTA).upper
+    monkeypatch.setattr(pld, "BLOCK", 1)
+    one_by_one = pld._epsilon([(pld._Accepted(ROW), 512)], DELTA)
+    assert one_by_one > renyi > 1.05 * blocks
+
+
+@pytest.mark.usefixtures("forgotten")
 def test_a_figure_is_looked_up_before_it_is_computed(monkeypatch):
     figure = epsilon(ROW, 20)
     proven._known.cache_clear()
