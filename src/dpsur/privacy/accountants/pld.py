@@ -37,6 +37,8 @@ CELLS_OF_A_STEP = 3
 # Beyond this width dp-accounting runs out of floating-point numbers.
 WIDEST_CELL = 64.0
 LONGEST_STRETCH = 10_000
+# More noise is charged as this much: its square is still a floating-point number.
+MOST_NOISE = 1e100
 # Rounding of the transforms by which dp-accounting composes, per composed part and taken from
 # delta: some hundred times what is seen against closed forms (2e-13 after ten thousand parts).
 ROUNDING = 2.0**-47
@@ -59,7 +61,7 @@ def _distribution(q: float, sigma: float, width: float) -> Any:
     from dp_accounting.pld import privacy_loss_distribution
 
     return privacy_loss_distribution.from_gaussian_mechanism(
-        sigma, value_discretization_interval=width, sampling_prob=q
+        min(sigma, MOST_NOISE), value_discretization_interval=width, sampling_prob=q
     )
 
 
