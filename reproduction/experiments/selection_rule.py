@@ -15,8 +15,8 @@ from reproduction.training import limit_gpu_share
 EPSILON, SEEDS = 1, (0, 1)
 TITLE = "The rule of the gate block, part by part"
 TEXT = f"""
-Mean accuracy in percent on a sixth of the training records that was held out, epsilon {EPSILON},
-{len(SEEDS)} seeds: the gate block as it is, and with one part of its rule changed. The rule was
+Mean accuracy in percent on a sixth of the training records that was held out, epsilon {EPSILON}, up
+to {len(SEEDS)} seeds: the gate block as it is, and with one part of its rule changed. The rule was
 chosen by these and by earlier runs on held-out records ([selection](../selection.md)).
 """
 
