@@ -46,8 +46,7 @@ EPSILONS = (1, 3)
 CLIP = 0.1  # the library's default
 HOLD_OUT_SHARE = 6  # one record of so many is held out where rates are chosen
 MOST_TOGETHER = 18
-# Raised whenever the rule changes by which the gate block finds a rate: with SGD, with Adam, and
-# where a rate is given.
+# Raised whenever the rule of the gate block changes: with SGD, with Adam, where a rate is given.
 SEARCH, ADAM_SEARCH, GIVEN_SEARCH = 4, 5, 6
 
 
@@ -168,9 +167,8 @@ SELECTION_ARMS = {
 
 def search_of(case: Case, rate: float | None) -> int:
     """The form of the search that a case is run with."""
-    if rate is not None:
-        return GIVEN_SEARCH
-    return ADAM_SEARCH if case.options.get("optimizer") == "adam" else SEARCH
+    usual = ADAM_SEARCH if case.options.get("optimizer") == "adam" else SEARCH
+    return usual if rate is None else GIVEN_SEARCH
 
 
 def cell_of(
@@ -232,8 +230,7 @@ class SelectionRuns(Experiment):
     def make(self, cells: Sequence[Cell], options: Options) -> Iterator[Row]:
         """Run this process's share; starts, seeds and budgets of an arm are trained together.
 
-        Arms come in the order of the grid, so that one that is cut off lacks the last of them. Of
-        each arm processes begin with different cases, so that each loads few of them.
+        Arms come in the order of the grid. Processes begin with different cases, to load few.
         """
         limit_gpu_share(options)
         groups: dict[str, list[Cell]] = {_group(cell): [] for cell in self.cells(options)}

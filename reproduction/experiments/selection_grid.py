@@ -238,14 +238,14 @@ def _draw_arm(axes: "Axes", cases: Sequence[Mapping[float, float]], look: Look) 
     for case in cases:
         at = [place for place in places if place in case]
         axes.plot(
-            at, [max(case[place], -LOWEST) for place in at], look.marker, linestyle=look.dash,
-            color=look.colour, linewidth=0.5, markersize=2, alpha=0.45,
+            at, [max(case[place], -LOWEST) for place in at], marker=look.marker, alpha=0.45,
+            linestyle=look.dash, color=look.colour, linewidth=0.5, markersize=2,
         )  # fmt: skip
     middle = [
         statistics.median([case[place] for case in cases if place in case]) for place in places
     ]
     if places:
         axes.plot(
-            places, [max(value, -LOWEST) for value in middle], look.marker, linestyle=look.dash,
-            color=look.colour, linewidth=2, markersize=5, label=look.label,
+            places, [max(value, -LOWEST) for value in middle], marker=look.marker, label=look.label,
+            linestyle=look.dash, color=look.colour, linewidth=2, markersize=5,
         )  # fmt: skip

@@ -20,19 +20,18 @@ from dpsur.mechanism import block_gate, block_tests, dp_gradient, proposer
 from dpsur.mechanism.block_gate import BlockGate
 from dpsur.mechanism.block_tests import median_of
 from dpsur.mechanism.loop import has_next, make_trial, start, train
-from dpsur.mechanism.rate_search import (
+from dpsur.mechanism.rate_choice import (
     TOO_HIGH,
     TOO_LOW,
     USEFUL,
     WEAK,
     Block,
-    RateSearch,
-    Walk,
     best_exponent,
     between,
     judged,
     next_exponent,
 )
+from dpsur.mechanism.rate_search import RateSearch, Walk
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import NOISE, VAL_NOISE, Draws, Stream, Streams
 from dpsur.methods import Dpis, Dpsgd, Dpsur
