@@ -160,11 +160,13 @@ def main() -> None:
     """Write the best settings of the rows into the data of the presets."""
     rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
     chosen = {**tuned_settings(), **best_settings(rows)}
-    with (PRESETS / TUNED).open("w", newline="") as file:
+    written = PRESETS / f"{TUNED}.new"
+    with written.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["arm", "task", "epsilon", "settings"])
         for block, setting in sorted(chosen.items()):
             writer.writerow([*block, json.dumps(setting, sort_keys=True)])
+    written.replace(PRESETS / TUNED)  # at once: other processes may be reading it
 
 
 if __name__ == "__main__":
