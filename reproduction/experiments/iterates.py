@@ -8,7 +8,7 @@ from reproduction.base import Row
 from reproduction.experiments.accuracy import paper_accuracy
 from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
-ARM, NONPRIVATE = "released-code", "nonprivate-network"
+ARM, NONPRIVATE = "released-code", "nonprivate"
 SEEDS, FEW = (0, 1, 2, 3, 4), (0, 1, 2)
 # As often as a run of the smallest budget makes an update, so that no peak falls between two looks.
 LOOKS = 100
@@ -115,7 +115,7 @@ def _record(task: str, epsilon: int | None, change: Change, rows: Sequence[Row])
     peaks = [_peak(row["curve"]) for row in rows]
     best, best_spread = mean_and_spread([100 * accuracy for accuracy, _ in peaks])
     figures = paper_accuracy()
-    paper = figures[task, "nonprivate", 0] if epsilon is None else figures[task, "dpsur", epsilon]
+    paper = figures[task, NONPRIVATE, 0] if epsilon is None else figures[task, "dpsur", epsilon]
     found = [_reached(row["curve"], paper / 100) for row in rows]
     reached = [share for share in found if share is not None]
     return {
