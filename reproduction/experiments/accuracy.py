@@ -96,9 +96,9 @@ class Accuracy(TrainingGrid):
         for epsilon in EPSILONS:
             yield from _seeds("imdb", RELEASED_COMMANDS.name, epsilon, seeds or MANY)
             yield from _seeds("imdb", RELEASED_NETWORK.name, epsilon, seeds or MANY)
-            for arm in NETWORK_ARMS:
-                if arm.preset_of != "nonprivate" or epsilon == 1:
-                    yield from _seeds("imdb", arm.name, epsilon, seeds or FEW)
+            for other in NETWORK_ARMS:
+                if other.preset_of != "nonprivate" or epsilon == 1:
+                    yield from _seeds("imdb", other.name, epsilon, seeds or FEW)
         for task in ("imdb", "cifar10"):  # where plain DPSGD is above the paper by most
             for epsilon in EPSILONS:
                 yield from _seeds(task, DPSGD_PUBLISHED.name, epsilon, seeds or FEW)
