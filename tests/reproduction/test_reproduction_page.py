@@ -757,6 +757,7 @@ def claims_about_the_network(number):
     network, ours = (FOUND["imdb", arm, 1] for arm in ("dpsgd-network", "dpsgd-published"))
     assert network["seeds"] == ours["seeds"] == 3
     assert network["updates"] == ours["updates"]  # "with as many updates"
+    assert abs(network["difference"]) <= TOLERANCE  # "meets the paper's figure"
     (run,) = committed_runs("dpsgd", "imdb", 1)
     yield (
         rf"affords, has {measured} at epsilon 1; the paper has {number}, and one committed run of "
