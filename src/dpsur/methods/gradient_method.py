@@ -342,7 +342,7 @@ class GradientMethod(OptimizerMethod):
         return replace(settled, learning_rate=rate), plan
 
     def _with_gate(self, dataset_size: int, budget: Budget, accounting: Accounting) -> Self:
-        gate = self._implied_gate() or ("coin" if accounting.name == "proven" else "loss")
+        gate = self._implied_gate() or ("loss" if accounting.verdicts_charged else "coin")
         settled = replace(self, gate=gate)
         accounting.check(Trial(NonPrivate(), _example_test(gate)), self.on_reject)
         if gate == "loss" and self.accept_threshold is None:

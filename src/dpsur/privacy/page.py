@@ -147,6 +147,11 @@ def _guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"`{guarantee['accounting']}`, {'proved' if guarantee['proved'] else 'not proved'}",
         ),
         ("Budget", f"epsilon {budget['epsilon']:g}, delta {budget['delta']:g}"),
+        *(
+            [("Epsilon, by privacy loss distributions", _figure(epsilon["proven_pld"]))]
+            if "proven_pld" in epsilon
+            else []
+        ),
         ("Epsilon, proven for selective release", _figure(epsilon["proven"])),
         ("The least any analysis of that kind can give", _figure(epsilon["proven_lower"])),
         ("Epsilon, every trial charged", _figure(epsilon["every_trial"])),
