@@ -133,8 +133,12 @@ def agreement_page(records: Sequence[Record], paper: Figures) -> list[Artifact]:
         f"a validation batch of {STATED['imdb']} and the released commands have {COMMANDED}: with "
         f"that, at the budgets where it was run, it is {near_commanded} of {len(cells)}. The "
         f"released network for IMDb has an activation before its LSTM, which the paper's table of "
-        f"layers does not mention: with that too it is {near_as_built} of {len(cells)}."
+        f"layers does not mention: "
     )
+    if any(cell["arm"] == NETWORK for cell in as_built):
+        text += f"with that too it is {near_as_built} of {len(cells)}."
+    else:
+        text += "with that DPSUR was not run."
     reviews = [
         cell
         for arm, found in ((COMMANDS, commanded), (NETWORK, as_built))

@@ -22,6 +22,7 @@ from reproduction.experiments.tuning_grids import (
     BEST_ON_PHOTOGRAPHS,
     GRIDS,
     HELD_OUT,
+    PENDING,
     SHORTER_STEPS,
     STRETCHED,
 )
@@ -57,9 +58,10 @@ on Fashion-MNIST and at 1.25, 2.5, 3.75 and 5 on IMDb for an epsilon of 1, 2, 3 
 1.2 and on CIFAR-10 at 1.25 for an epsilon of 1. That momentum and a range of step lengths that
 shrinks help was seen before on the test set of Fashion-MNIST, in single runs; batch, updates and
 range were then chosen here. Epsilon 2 and 4 were tried when their test accuracies with the settings
-of 1 and 3 had been seen. On MNIST every budget takes the settings of 1. On CIFAR-10 batch and range
-are those of 1, and the updates, 600 at epsilon 2 and 3 and 1,000 at 4, are about as many as plain
-DPSGD makes.
+of 1 and 3 had been seen. On Fashion-MNIST the best of them are not in the preset yet, which has the
+settings of 1 and 3 there: no run on the test set was made with them. On MNIST every budget takes
+the settings of 1. On CIFAR-10 batch and range are those of 1, and the updates, 600 at epsilon 2 and
+3 and 1,000 at 4, are about as many as plain DPSGD makes.
 
 Rows of CIFAR-10 with the preset `tuned` were made at 1.25, 2.5 and 3.75 too. They have features
 that are normalised with noisy statistics; with features normalised by group, and test accuracies
@@ -139,6 +141,7 @@ def best_settings(rows: list[dict[str, Any]]) -> dict[Block, dict[str, Any]]:
     """The setting with the best mean accuracy of every block that has rows.
 
     Where some were tried at a budget stretched to the records that were left, only those count.
+    Blocks in PENDING are left out.
     """
     stretched = {_block(row) for row in rows if "stretch" in row["config"]}
     found: dict[Block, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -150,6 +153,7 @@ def best_settings(rows: list[dict[str, Any]]) -> dict[Block, dict[str, Any]]:
     return {
         block: json.loads(max(tried, key=lambda one: sum(tried[one]) / len(tried[one])))
         for block, tried in found.items()
+        if block not in PENDING
     }
 
 
