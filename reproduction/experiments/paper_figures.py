@@ -215,7 +215,7 @@ def _because_of_updates(
     share += "the authors' run made, "
     alike = [e for e in EPSILONS if paper_setting(task, e).noise_multiplier == noise]
     ends = [found[task, "dpsgd", e] for e in alike if (task, "dpsgd", e) in found]
-    if len(ends) < 2:
+    if len({end["updates"] for end in ends}) < 2:
         return share + "whose worth was not measured; the rest is not known"
     first, last = ends[0], ends[-1]
     slope = (last["mean"] - first["mean"]) / (last["updates"] - first["updates"])
