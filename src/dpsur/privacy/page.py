@@ -274,7 +274,7 @@ def _block_rows(mechanism: Mapping[str, Any], settings: Mapping[str, Any]) -> li
     """Updates and tests in the order that was fixed before the run."""
     update, chosen = mechanism["trial"]["update"], mechanism["blocks"]
     test, sizes = chosen["test"], chosen["updates"]
-    by_rule = chosen["searches"] and settings["clip_norm"] == "median"
+    by_rule = chosen["searches"] and settings.get("clip_norm") == "median"
     clip = "set by the first test" if by_rule else f"{settings['max_grad_norm']:g}"
     looks_at = f"sample rate {test['sample_rate']:.5g}" if "sample_rate" in test else "all records"
     updates = [
