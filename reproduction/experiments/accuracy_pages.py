@@ -136,7 +136,7 @@ def agreement_page(records: Sequence[Record], paper: Figures) -> list[Artifact]:
         f"layers does not mention: "
     )
     if any(cell["arm"] == NETWORK for cell in as_built):
-        text += f"with that too it is {near_as_built} of {len(cells)}."
+        text += f"with that too, where it was run, it is {near_as_built} of {len(cells)}."
     else:
         text += "with that DPSUR was not run."
     reviews = [
@@ -158,7 +158,8 @@ def agreement(
     it was run at.
     """
     ours = {(r["task"], r["epsilon"]): r for r in records if r["arm"] == RELEASED}
-    ours |= {(r["task"], r["epsilon"]): r for r in records if r["arm"] == reviews}
+    for arm in (COMMANDS, NETWORK) if reviews == NETWORK else (reviews,):
+        ours |= {(r["task"], r["epsilon"]): r for r in records if r["arm"] == arm}
     blank: dict[str, Any] = {"mean": None, "spread": None, "seeds": None, "difference": None}
     found = []
     for task in DATA_SETS:
@@ -169,10 +170,10 @@ def agreement(
             if difference is not None and abs(difference) <= TOLERANCE:
                 within = "yes"
             cell = {field: record[field] for field in blank}
-            arm = record.get("arm")
-            cell |= {"task": task, "epsilon": epsilon, "within": within, "arm": arm}
-            cell["val_batch"] = COMMANDED if arm in (COMMANDS, NETWORK) else STATED[task]
-            cell["network"] = "as released" if arm == NETWORK else None
+            made_by = record.get("arm")
+            cell |= {"task": task, "epsilon": epsilon, "within": within, "arm": made_by}
+            cell["val_batch"] = COMMANDED if made_by in (COMMANDS, NETWORK) else STATED[task]
+            cell["network"] = "as released" if made_by == NETWORK else None
             found.append({**cell, "paper": paper[task, "dpsur", epsilon]})
     return found
 

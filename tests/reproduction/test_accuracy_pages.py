@@ -69,7 +69,7 @@ def test_reviews_are_counted_with_the_batch_of_the_text_and_of_the_commands():
     as_built = agreement(records, PAPER, NETWORK)
     assert [cell["within"] for cell in as_built] == ["yes"] * 12 + ["no"] + ["yes"] * 3
     assert [cell["network"] for cell in as_built] == [None] * 12 + ["as released"] * 4
-    assert "with that too it is 15 of 16." in text
+    assert "with that too, where it was run, it is 15 of 16." in text
 
 
 def test_differences_have_every_cell_of_the_paper_and_a_reason_for_those_that_are_far():

@@ -786,6 +786,12 @@ def claims_about_the_network(number):
         rf"{number}\.",
         shown(".2f", (tempered["mean"], tempered["spread"], tempered["paper"], ours["mean"])),
     )
+    released_network, usual = (FOUND["imdb", arm, 1] for arm in ("released-network", RELEASED))
+    yield (
+        rf"has {number} with it at epsilon 1, in one seed, where the paper has {number} and the "
+        rf"arm {number} without it",
+        shown(".2f", (released_network["mean"], usual["paper"], usual["mean"])),
+    )
 
 
 def claims_about_dpagd(number, four):
@@ -1349,6 +1355,7 @@ def test_the_seeds_of_dpagd_are_told():
     assert few == {
         *(("cifar10", "dpsgd-ts", e) for e in (1, 2)),
         *(("imdb", "dpsgd-network", e) for e in (2, 3, 4)),
+        ("imdb", "released-network", 1),
     }
     assert "DPAGD has one seed on CIFAR-10 and MNIST and on IMDb at epsilon 3" in PROSE
 
@@ -1436,6 +1443,7 @@ def test_where_rows_were_made_is_told():
         *(("fmnist", arm.name) for arm in FAULT_ARMS),
         ("imdb", "dpsgd-network"),
         ("imdb", "dpsgd-ts-network"),
+        ("imdb", "released-network"),
     }
     controls = {"every-trial", "kept-momentum", "random", "random-kept"}
     assert part == {
