@@ -32,6 +32,8 @@ from dpsur.privacy.plans import PrivacyPlan
 
 # Seconds of a trial from which on it pays to look at the sizes of batches first.
 LONG_TRIAL = 2e-3
+# The level of padding that a trial's time is measured at: room for the expected number of records.
+USUAL_LEVEL = 2
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,18 @@ class CapturedTrial:
         if not plan.position_follows_counts:
             self._position = torch.tensor(plan.position(ledger), device=device)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        # One trial, within a block, with room for any batch.
-        self.replay: Callable[[], None] = self._made(None)
-        # Trials with room for smaller batches, where that is worth it.
+        # Where this is False a trial changes neither state nor counts.
+        self._live = torch.tensor(True, device=device)
+        # Trials by level of padding; None has room for any batch.
+        self._by_level: dict[int | None, Callable[[], None]] = {}
         self._sized = self._sized_batches()
-        self._by_level: dict[int, Callable[[], None]] = {}
-        if self._sized:
-            self._by_level[len(self._sized[0].rooms) - 1] = self.replay
+        if not self._sized:
+            self._at(None)
+
+    @property
+    def replay(self) -> Callable[[], None]:
+        """One trial, within a block, with room for any batch."""
+        return self._at(None)
 
     def run(self, count: int, ledger: Ledger) -> None:
         """Replay a block of trials, after those in the ledger."""
@@ -112,9 +119,15 @@ class CapturedTrial:
                 max(level, level_for(rooms, size))
                 for level, size in zip(levels, counts, strict=True)
             ]
-        for level in sorted(set(levels) - set(self._by_level)):
+        for level in sorted(set(levels)):
+            self._at(level)
+        return [self._at(level) for level in levels]
+
+    def _at(self, level: int | None) -> Callable[[], None]:
+        """A trial at a level of padding, made when it is first needed."""
+        if level not in self._by_level:
             self._by_level[level] = self._made(level)
-        return [self._by_level[level] for level in levels]
+        return self._by_level[level]
 
     def _sized_batches(self) -> list[DpGradient | LossTestGate]:
         """Where batches come from, if several rooms for them are worth it: trials take long."""
@@ -123,21 +136,22 @@ class CapturedTrial:
         if not isinstance(source, DpGradient) or len(set(source.rooms)) < 2:
             return []
         # processes that work on one batch must all do the same, whatever their clocks say
-        if self._streams.ranks.size == 1 and self._seconds() < LONG_TRIAL:
+        if self._streams.ranks.size == 1 and self._seconds(USUAL_LEVEL) < LONG_TRIAL:
+            self._by_level.clear()
             return []
         return [source, gate] if isinstance(gate, LossTestGate) else [source]
 
-    def _seconds(self) -> float:
-        """How long a trial takes, with room for any batch."""
-        device = self._state.updates.device
-        go_back = self._undo()
+    def _seconds(self, level: int) -> float:
+        """How long a trial takes at a level of padding."""
+        device, replay = self._state.updates.device, self._at(level)
         waited = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+        self._live.fill_(False)
         waited(device)
         start = time.perf_counter()
-        self.replay()
+        replay()
         waited(device)
         seconds = time.perf_counter() - start
-        go_back()
+        self._live.fill_(True)
         return seconds
 
     def read(self) -> tuple[int, int, bool]:
@@ -178,7 +192,7 @@ class CapturedTrial:
     def _trial(self) -> None:
         """One trial, written so that a replay after the end of the plan changes nothing."""
         counts = self._counts
-        room = counts.trials < self._plan.trials
+        room = (counts.trials < self._plan.trials) & self._live
         active, position = room, counts.trials
         if self._plan.updates is not None:
             active = room & (counts.updates < self._plan.updates)
@@ -223,19 +237,11 @@ class CapturedTrial:
         device = self._state.updates.device
         if device.type != "cuda":
             return trial_in_room
-        return capture_graph(trial_in_room, device, before_capture=self._undo(), pool=self._pool)
-
-    def _undo(self) -> Callable[[], None]:
-        """Puts state and counts back to what they are now."""
-        before = self.state()
-        counts = [value.clone() for value in vars(self._counts).values()]
-
-        def go_back() -> None:
-            self._put(before)
-            for place, value in zip(vars(self._counts).values(), counts, strict=True):
-                place.copy_(value)
-
-        return go_back
+        self._live.fill_(False)
+        try:
+            return capture_graph(trial_in_room, device, pool=self._pool)
+        finally:
+            self._live.fill_(True)
 
 
 def _copy(state: State) -> State:

@@ -23,7 +23,7 @@ from torch import Tensor
 from dpsur.distributed import ALONE, Ranks
 from dpsur.errors import CheckpointError
 from dpsur.functional.process_settings import seeded_globally
-from dpsur.mechanism.philox import Key, philox_normal, philox_uniform
+from dpsur.mechanism.philox import Key, add_philox_normal, philox_normal, philox_uniform
 
 INIT: Final = "init"
 BATCH: Final = "batch"
@@ -88,6 +88,12 @@ class Stream:
             offset = self._advance(count)
         address = (PURPOSES[self.purpose], self._rank, offset)
         return philox_normal(self._streams.key, self._step, address, count, self.device)
+
+    def add_normal(self, values: Tensor, scale: float | Tensor) -> Tensor:
+        """A vector plus a scale times as many standard normal numbers, in double precision."""
+        offset = self._advance(values.numel())
+        address = (PURPOSES[self.purpose], self._rank, offset)
+        return add_philox_normal(self._streams.key, self._step, address, values, scale)
 
     def ahead(self) -> "Stream":
         """The same purpose in the next step."""

@@ -27,6 +27,8 @@ _WIDE: Tile = (128, 128, 32, 8, 3)
 _MOST_PROGRAMS = 2**31 - 1
 _FEWEST_PROGRAMS = 1024
 _PADDING_BLOCK = 1024
+# Rows of matrices begin at multiples of so many numbers where tensor cores are to read them.
+_ALIGNED = 4
 
 
 @cache
@@ -42,13 +44,19 @@ def _source() -> Any:
 
 def _kernels(*values: Tensor) -> Any:
     """The kernels, if they can work on these tensors."""
-    first = values[0]
-    if first.device.type != DEVICE or any(value.dtype != torch.float32 for value in values):
+    if any(value.dtype != torch.float32 for value in values):
         return None
     if not all(value.is_contiguous() and 0 < value.numel() < 2**31 for value in values):
         return None
+    return _available(values[0].device)
+
+
+def _available(device: torch.device) -> Any:
+    """The kernels, if there are any for a device."""
+    if device.type != DEVICE:
+        return None
     if DEVICE == "cuda" and (
-        torch.version.hip or torch.cuda.get_device_capability(first.device) < _LEAST_CAPABILITY
+        torch.version.hip or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY
     ):
         return None
     return _source()
@@ -107,6 +115,40 @@ def rounded_gradients(
             num_stages=stages,
         )
     return rows, squares.sum(1)
+
+
+def halves(
+    values: Tensor, factors: Tensor | None = None, *, scaled: bool = True
+) -> tuple[Tensor, Tensor] | None:
+    """A matrix as the sum of two whose numbers are those of TF32, to about 22 bits.
+
+    With `factors` a row is multiplied by its factor first, or only replaced by zeros where that is
+    0 (`scaled` False). Neighbouring rows share a factor where there are more rows than factors.
+    """
+    if values.dim() != 2 or values.stride(1) != 1 or not values.numel():
+        return None
+    kernels = _available(values.device)
+    if kernels is None or values.dtype != torch.float32:
+        return None
+    rows, width = values.shape
+    room = -(-width // _ALIGNED) * _ALIGNED
+    large, small = values.new_empty(2, rows, room)
+    block = min(1024, max(64, 1 << (room - 1).bit_length()))
+    with _on(values):
+        kernels.halves[(rows, -(-room // block))](
+            values,
+            values if factors is None else factors,
+            large,
+            small,
+            width,
+            values.stride(0),
+            room,
+            1 if factors is None else rows // len(factors),
+            FACTORED=factors is not None,
+            SCALED=factors is not None and scaled,
+            BLOCK=block,
+        )
+    return large[:, :width], small[:, :width]
 
 
 def weighted_rows(rows: Tensor, factors: Tensor) -> Tensor | None:

@@ -18,6 +18,39 @@ def rounded(values):
 
 
 @triton.jit
+def halves(
+    values,
+    factors,
+    large,
+    small,
+    WIDTH,
+    STRIDE,
+    ROOM,
+    POSITIONS,
+    FACTORED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Numbers as sums of two of TF32. With factors, rows whose factor is zero are not read.
+
+    `POSITIONS` rows share a factor. A row of the results has room for `ROOM` numbers.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = column < WIDTH
+    factor = 1.0
+    if FACTORED:
+        factor = tl.load(factors + row // POSITIONS)
+        there = there & (factor != 0.0)
+    value = tl.load(values + row * STRIDE + column, mask=there, other=0.0)
+    if SCALED:
+        value = value * factor
+    most = rounded(value)
+    tl.store(large + row * ROOM + column, most, mask=column < ROOM)
+    tl.store(small + row * ROOM + column, rounded(value - most), mask=column < ROOM)
+
+
+@triton.jit
 def pad_and_round(
     inputs, out, HIGH, WIDE, TOP, LEFT, PADDED_HIGH, PADDED_WIDE, BLOCK: tl.constexpr
 ):
