@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Below this part of the largest possible value a squared norm is taken to suffer from cancellation.
+# Below this part of what its errors are relative to a squared norm is taken to suffer from them.
 CANCELLED = 1e-2
 
 
@@ -23,12 +23,13 @@ CANCELLED = 1e-2
 class InnerNorms:
     """Squared norms of sum_t g_t x_t^T as sums of inner products, one per example.
 
-    `largest` is sum_t |x_t| |g_t|, and `terms` how many products were added up for one entry: the
-    widths of x and g and the number of positions t, together.
+    `scale` is what rounding errors of the squares are relative to: an error of x_s.x_t, relative to
+    |x_s| |x_t|, is multiplied by g_s.g_t, and the other way round. `terms` is how many products
+    were added up for one entry: the widths of x and g and the number of positions t, together.
     """
 
     squares: Tensor
-    largest: Tensor
+    scale: Tensor
     terms: int
 
     @staticmethod
@@ -45,7 +46,8 @@ class InnerNorms:
         inputs, outputs = inner.diagonal(dim1=1, dim2=2), outer.diagonal(dim1=1, dim2=2)
         lost = lost_to_underflow(terms**2, squares.dtype) ** 2
         squares.add_((inputs + outputs).sum(1), alpha=lost)
-        return InnerNorms(squares, (inputs * outputs).sqrt_().sum(1), terms)
+        scale = _between(inner, outputs) + _between(outer, inputs)
+        return InnerNorms(squares, scale, terms)
 
     @staticmethod
     def concatenate(parts: "Sequence[InnerNorms]") -> "InnerNorms":
@@ -54,7 +56,7 @@ class InnerNorms:
             return parts[0]
         return InnerNorms(
             torch.cat([part.squares for part in parts]),
-            torch.cat([part.largest for part in parts]),
+            torch.cat([part.scale for part in parts]),
             parts[0].terms,
         )
 
@@ -74,8 +76,8 @@ def whole_norms(measures: Sequence[Measure], entries: int) -> Tensor:
     parts = torch.stack(norms) if norms else None
     if inner:
         squares = torch.stack([one.squares for one in inner])
-        largest = torch.stack([one.largest for one in inner])
-        roots = guard(squares, largest, max(one.terms for one in inner)).sqrt_()
+        scale = torch.stack([one.scale for one in inner])
+        roots = guard(squares, scale, max(one.terms for one in inner)).sqrt_()
         parts = roots if parts is None else torch.cat([parts, roots])
     assert parts is not None
     total = _combine(parts)
@@ -91,19 +93,24 @@ def _combine(parts: Tensor) -> Tensor:
     return norms
 
 
-def guard(squares: Tensor, largest: Tensor, terms: int) -> Tensor:
+def _between(products: Tensor, squares: Tensor) -> Tensor:
+    """sum_st |products_st| |v_s| |v_t|, from the squared norms of v."""
+    norms = squares.sqrt().unsqueeze(2)
+    return torch.bmm(norms.mT, torch.bmm(products.abs(), norms))[:, 0, 0]
+
+
+def guard(squares: Tensor, scale: Tensor, terms: int) -> Tensor:
     """Squared norms that are never too small.
 
     Where large positions nearly cancel, the sum is mostly rounding error and may even come out
     negative: a record made for it would pass the clip unclipped. The error is at most a small
-    multiple of the unit in the last place of (sum_t |x_t| |g_t|)^2. Where that could matter it is
-    added, so that such a record is clipped harder than it need be, never less.
+    multiple of the unit in the last place of `scale`. Where that could matter it is added, so that
+    such a record is clipped harder than it need be, never less.
     """
-    whole = largest.square()
     slack = 8 * torch.finfo(squares.dtype).eps * terms**0.5
     # a negative sum is rounding error too, or an overflow, which has to stay one
-    safe = squares.abs().add_(whole, alpha=slack)
-    return torch.where(squares < CANCELLED * whole, safe, squares)
+    safe = squares.abs().add_(scale, alpha=slack)
+    return torch.where(squares < CANCELLED * scale, safe, squares)
 
 
 def part_norms(rows: Tensor) -> Tensor:
