@@ -15,7 +15,7 @@ from torch.func import functional_call, grad
 from dpsur.functional.problem import Objective
 from dpsur.functional.records import Examples
 from dpsur.per_example import clipped_sum
-from dpsur.per_example.kernels import fused, products
+from dpsur.per_example.kernels import fused
 from dpsur.per_example.rules import recurrent
 from dpsur.per_example.rules.patches import Window, instantiate
 
@@ -75,28 +75,6 @@ def test_rounding_keeps_what_is_not_a_number(bits, device):
     seen = inputs.view(torch.float32).to(device)
     squares = fused.rounded_gradients(seen, outputs, window)[1]
     assert squares.isfinite().tolist() == [False, True]
-
-
-@pytest.mark.parametrize("shape", [(6, 5), (4, 64), (10, 1030)])
-def test_halves_add_up_to_22_bits(shape, device):
-    torch.manual_seed(0)
-    values = torch.randn(shape, device=device) * 10.0 ** torch.randint(-8, 9, shape, device=device)
-    large, small = fused.halves(values)
-    assert torch.equal(rounded(large.contiguous()), large)
-    assert torch.equal(rounded(small.contiguous()), small)
-    gap = (large.double() + small.double() - values.double()).abs()
-    assert bool((gap <= 2.0**-22 * values.double().abs()).all())
-    values[1, 2] = torch.nan
-    factors = torch.tensor([0.5, 0.0], device=device)
-    values[len(values) // 2 :] = torch.nan  # the half without a factor
-    values[1, 2] = 3.0
-    for scaled, factor in ((True, 0.5), (False, 1.0)):
-        large, small = fused.halves(values, factors, scaled=scaled)
-        total = large.double() + small.double()
-        first, second = total.split(len(values) // 2)
-        exact = factor * values[: len(values) // 2].double()
-        torch.testing.assert_close(first, exact, rtol=2.0**-22, atol=0.0)
-        assert not second.any()
 
 
 def test_rows_without_a_factor_are_not_read(device):
@@ -232,51 +210,6 @@ def test_records_that_are_not_finite_add_nothing(setting):
     found = clipped_sum(objective, params, examples, BOUND).params
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-8)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1024, 768, 1100), (512, 1025, 777)])
-def test_products_are_as_exact_as_those_of_float32(shape):
-    rows, inner, columns = shape
-    torch.manual_seed(0)
-    one, other = torch.randn(rows, inner).cuda(), torch.randn(inner, columns).cuda()
-    bias = torch.randn(columns).cuda()
-    if not products.pays(rows, inner, columns, one, other):
-        pytest.skip("PyTorch's product is as fast here")
-    exact = one.double() @ other.double()
-
-    def error(found, exact=exact):
-        return float((found.double() - exact).norm() / exact.norm())
-
-    own = error(one @ other)
-    assert error(products.product(one, other)) < 2 * own + 1e-7
-    assert error(products.product(one, other, bias), exact + bias.double()) < 2 * own + 1e-7
-    assert (
-        error(products.product(one.mT.contiguous().mT, other.mT.contiguous().mT)) < 2 * own + 1e-7
-    )
-    factors = torch.rand(len(other)).cuda()
-    factors[:7] = 0.0
-    exact = one.double() @ (factors.double()[:, None] * other.double())
-    left = one.mT.contiguous()
-    left[:7], other[:7] = torch.nan, torch.nan
-    for found in (
-        products.weighted_product(left, other, factors),
-        products.weighted_product(other, left, factors).mT,
-    ):
-        assert error(found, exact) < 2 * own + 1e-7
-
-
-@pytest.mark.gpu
-def test_a_linear_layer_on_tensor_cores_is_that_of_pytorch():
-    torch.manual_seed(0)
-    layer = nn.Linear(700, 900).cuda().requires_grad_(False)
-    x = torch.randn(5, 300, 700).cuda().requires_grad_()
-    slopes = torch.randn(5, 300, 900).cuda()
-    found, exact = products.linear(x, layer.weight, layer.bias), layer.double()(x.double())
-    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
-    (one,) = torch.autograd.grad(found, x, slopes)
-    (other,) = torch.autograd.grad(exact, x, slopes.double())
-    torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -27,8 +27,8 @@ _WIDE: Tile = (128, 128, 32, 8, 3)
 _MOST_PROGRAMS = 2**31 - 1
 _FEWEST_PROGRAMS = 1024
 _PADDING_BLOCK = 1024
-# Rows of matrices begin at multiples of so many numbers where tensor cores are to read them.
-_ALIGNED = 4
+# Rows and columns that are split at once; where a matrix is turned the other way round.
+_SPLIT_TILE = (64, 32)
 
 
 @cache
@@ -117,38 +117,52 @@ def rounded_gradients(
     return rows, squares.sum(1)
 
 
-def halves(
-    values: Tensor, factors: Tensor | None = None, *, scaled: bool = True
-) -> tuple[Tensor, Tensor] | None:
-    """A matrix as the sum of two whose numbers are those of TF32, to about 22 bits.
+def split_matrix(
+    values: Tensor,
+    chunk: int,
+    parts: tuple[bool, ...],
+    factors: Tensor | None = None,
+    *,
+    scaled: bool = False,
+    turned: bool = False,
+) -> Tensor | None:
+    """A matrix for products on tensor cores: what rounding to TF32 leaves of it, and the rest.
 
-    With `factors` a row is multiplied by its factor first, or only replaced by zeros where that is
-    0 (`scaled` False). Neighbouring rows share a factor where there are more rows than factors.
+    A row of the result has the numbers of a row of the matrix, or of a column where it is `turned`,
+    in chunks, the last one filled up with zeros. Every chunk is there once for each of the `parts`:
+    the rounded rest (True), or the rounded numbers (False). With `factors` a row of the matrix is
+    multiplied by its factor first (`scaled`), or only replaced by zeros where that is 0.
+    Neighbouring rows share a factor where there are more rows than factors.
     """
-    if values.dim() != 2 or values.stride(1) != 1 or not values.numel():
-        return None
     kernels = _available(values.device)
     if kernels is None or values.dtype != torch.float32:
         return None
     rows, width = values.shape
-    room = -(-width // _ALIGNED) * _ALIGNED
-    large, small = values.new_empty(2, rows, room)
-    block = min(1024, max(64, 1 << (room - 1).bit_length()))
+    inner, outer = (rows, width) if turned else (width, rows)
+    filled = -(-inner // chunk) * chunk
+    found = values.new_empty(outer, len(parts) * filled)
+    down, along = _SPLIT_TILE if turned else _SPLIT_TILE[::-1]
+    high, wide = (filled, width) if turned else (rows, filled)
     with _on(values):
-        kernels.halves[(rows, -(-room // block))](
+        kernels.split_matrix[(-(-high // down), -(-wide // along))](
             values,
             values if factors is None else factors,
-            large,
-            small,
+            found,
+            rows,
             width,
             values.stride(0),
-            room,
             1 if factors is None else rows // len(factors),
+            chunk,
+            found.shape[1],
             FACTORED=factors is not None,
             SCALED=factors is not None and scaled,
-            BLOCK=block,
+            TURNED=turned,
+            PARTS=len(parts),
+            SMALL=sum(1 << place for place, rest in enumerate(parts) if rest),
+            DOWN=down,
+            ALONG=along,
         )
-    return large[:, :width], small[:, :width]
+    return found
 
 
 def weighted_rows(rows: Tensor, factors: Tensor) -> Tensor | None:

@@ -18,36 +18,54 @@ def rounded(values):
 
 
 @triton.jit
-def halves(
+def split_matrix(
     values,
     factors,
-    large,
-    small,
+    out,
+    ROWS,
     WIDTH,
     STRIDE,
-    ROOM,
     POSITIONS,
+    CHUNK,
+    LENGTH,
     FACTORED: tl.constexpr,
     SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TURNED: tl.constexpr,
+    PARTS: tl.constexpr,
+    SMALL: tl.constexpr,
+    DOWN: tl.constexpr,
+    ALONG: tl.constexpr,
 ):
-    """Numbers as sums of two of TF32. With factors, rows whose factor is zero are not read.
+    """A matrix, or its transpose, as numbers rounded to TF32 and the rounded rest of them.
 
-    `POSITIONS` rows share a factor. A row of the results has room for `ROOM` numbers.
+    A row of the result holds chunks of `CHUNK` numbers, each `PARTS` times: as the rest where the
+    bit of the part is set in `SMALL`, else as what was rounded. The last chunk ends with zeros.
+    With factors, `POSITIONS` rows share one, and rows whose factor is zero are not read.
     """
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = column < WIDTH
-    factor = 1.0
+    row = tl.program_id(0) * DOWN + tl.arange(0, DOWN)
+    column = tl.program_id(1) * ALONG + tl.arange(0, ALONG)
+    there = (row < ROWS)[:, None] & (column < WIDTH)[None, :]
     if FACTORED:
-        factor = tl.load(factors + row // POSITIONS)
-        there = there & (factor != 0.0)
-    value = tl.load(values + row * STRIDE + column, mask=there, other=0.0)
+        factor = tl.load(factors + row // POSITIONS, mask=row < ROWS, other=0.0)
+        there = there & (factor != 0.0)[:, None]
+    at = row.to(tl.int64)[:, None] * STRIDE + column[None, :]
+    value = tl.load(values + at, mask=there, other=0.0)
     if SCALED:
-        value = value * factor
-    most = rounded(value)
-    tl.store(large + row * ROOM + column, most, mask=column < ROOM)
-    tl.store(small + row * ROOM + column, rounded(value - most), mask=column < ROOM)
+        value = tl.where(there, value * factor[:, None], 0.0)
+    large = rounded(value)
+    small = rounded(value - large)
+    if TURNED:
+        inner, outer = row[:, None], column[None, :].to(tl.int64)
+        inside = (outer < WIDTH) & (inner < tl.cdiv(ROWS, CHUNK) * CHUNK)
+    else:
+        inner, outer = column[None, :], row[:, None].to(tl.int64)
+        inside = (outer < ROWS) & (inner < tl.cdiv(WIDTH, CHUNK) * CHUNK)
+    place = outer * LENGTH + (inner // CHUNK) * (PARTS * CHUNK) + inner % CHUNK
+    for part in tl.static_range(PARTS):
+        if (SMALL >> part) & 1:
+            tl.store(out + place + part * CHUNK, small, mask=inside)
+        else:
+            tl.store(out + place + part * CHUNK, large, mask=inside)
 
 
 @triton.jit
