@@ -35,6 +35,7 @@ def emulated(monkeypatch):
     monkeypatch.setattr(products, "split_matrix", split_matrix)
     monkeypatch.setattr(products, "pays", lambda *_: True)
     monkeypatch.setattr(products, "_LONGEST_CHUNK", 8)
+    monkeypatch.setattr(products, "_CHUNK_UNIT", 4)
     monkeypatch.setattr(products, "_AT_ONCE", 64)
 
 
@@ -160,7 +161,7 @@ def test_the_kernel_splits(shape, is_turned, device):
     values[2] = torch.nan
     factors = torch.tensor([0.5, 0.0])
     values[len(values) // 2 :] = torch.nan
-    for chunk, parts in ((8, (True, False, False)), (2048, (False, True)), (12, (False,))):
+    for chunk, parts in ((64, (True, False, False)), (2048, (False, True)), (192, (False,))):
         for given in ({}, {"factors": factors}, {"factors": factors, "scaled": True}):
             there = {name: v.cuda() if name == "factors" else v for name, v in given.items()}
             expected = split_matrix(values, chunk, parts, **given, turned=is_turned)

@@ -27,8 +27,8 @@ _WIDE: Tile = (128, 128, 32, 8, 3)
 _MOST_PROGRAMS = 2**31 - 1
 _FEWEST_PROGRAMS = 1024
 _PADDING_BLOCK = 1024
-# Rows and columns that are split at once; where a matrix is turned the other way round.
-_SPLIT_TILE = (64, 32)
+# Numbers along a chunk, and across, that are split at once; chunks are multiples of the first.
+SPLIT_TILE = (64, 32)
 
 
 @cache
@@ -135,13 +135,13 @@ def split_matrix(
     Neighbouring rows share a factor where there are more rows than factors.
     """
     kernels = _available(values.device)
-    if kernels is None or values.dtype != torch.float32:
+    if kernels is None or values.dtype != torch.float32 or chunk % SPLIT_TILE[0]:
         return None
     rows, width = values.shape
     inner, outer = (rows, width) if turned else (width, rows)
     filled = -(-inner // chunk) * chunk
     found = values.new_empty(outer, len(parts) * filled)
-    down, along = _SPLIT_TILE if turned else _SPLIT_TILE[::-1]
+    down, along = SPLIT_TILE if turned else SPLIT_TILE[::-1]
     high, wide = (filled, width) if turned else (rows, filled)
     with _on(values):
         kernels.split_matrix[(-(-high // down), -(-wide // along))](

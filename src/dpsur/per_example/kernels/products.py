@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpsur.functional.process_settings import precision, tf32_is_forbidden
-from dpsur.per_example.kernels.fused import split_matrix
+from dpsur.per_example.kernels.fused import SPLIT_TILE, split_matrix
 
 # Where TF32 is at least five times as fast as float32: A100, H100 and H200, B200.
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
 # Splitting a matrix moves numbers: products must be this large in all directions for it to pay.
 _LEAST_SIZE = 200
-# Numbers that are added up by tensor cores alone.
-_LONGEST_CHUNK = 2048
+# Numbers that are added up by tensor cores alone: at most so many, in multiples of this.
+_LONGEST_CHUNK, _CHUNK_UNIT = 2048, SPLIT_TILE[0]
 # Rows of matrices begin at multiples of so many numbers, so that tensor cores can read them.
 _ALIGNED = 4
 # Numbers that are split at once, which bounds the memory for it.
@@ -124,7 +124,7 @@ def weighted_product(
 def _chunk(inner: int) -> int:
     """Equal chunks of at most _LONGEST_CHUNK numbers."""
     chunks = -(-inner // _LONGEST_CHUNK)
-    return -(-inner // (chunks * _ALIGNED)) * _ALIGNED
+    return -(-inner // (chunks * _CHUNK_UNIT)) * _CHUNK_UNIT
 
 
 def _parts(count: int, each: int) -> list[slice]:

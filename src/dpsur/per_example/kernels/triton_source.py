@@ -40,7 +40,8 @@ def split_matrix(
 
     A row of the result holds chunks of `CHUNK` numbers, each `PARTS` times: as the rest where the
     bit of the part is set in `SMALL`, else as what was rounded. The last chunk ends with zeros.
-    With factors, `POSITIONS` rows share one, and rows whose factor is zero are not read.
+    With factors, `POSITIONS` rows share one, and rows whose factor is zero are not read. A chunk is
+    a multiple of what a program takes along it.
     """
     row = tl.program_id(0) * DOWN + tl.arange(0, DOWN)
     column = tl.program_id(1) * ALONG + tl.arange(0, ALONG)
@@ -57,10 +58,12 @@ def split_matrix(
     if TURNED:
         inner, outer = row[:, None], column[None, :].to(tl.int64)
         inside = (outer < WIDTH) & (inner < tl.cdiv(ROWS, CHUNK) * CHUNK)
+        chunk = (tl.program_id(0) * DOWN) // CHUNK
     else:
         inner, outer = column[None, :], row[:, None].to(tl.int64)
         inside = (outer < ROWS) & (inner < tl.cdiv(WIDTH, CHUNK) * CHUNK)
-    place = outer * LENGTH + (inner // CHUNK) * (PARTS * CHUNK) + inner % CHUNK
+        chunk = (tl.program_id(1) * ALONG) // CHUNK
+    place = outer * LENGTH + (chunk * (PARTS - 1) * CHUNK + inner)
     for part in tl.static_range(PARTS):
         if (SMALL >> part) & 1:
             tl.store(out + place + part * CHUNK, small, mask=inside)
