@@ -52,8 +52,8 @@ def compare(
     held: list[Tensor] = []
 
     def hold(value: Tensor) -> Tensor:
-        held.append(value)
-        return value
+        held.append(value.detach())  # a graph that holds its own outputs is never given back
+        return held[-1]
 
     device = device_of(inputs)
     before = generator_state(device)
