@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpsur.per_example.kernels.fused import inner_norms
+
 # Below this part of what its errors are relative to a squared norm is taken to suffer from them.
 CANCELLED = 1e-2
 
@@ -42,9 +44,12 @@ class InnerNorms:
         are at most T sum_t |g_t|^2 and T sum_t |x_t|^2, and (d + h) T <= terms^2 / 4. This is added
         here; m T^2, and what vanishes on the way, is left to `whole_norms`.
         """
+        lost = lost_to_underflow(terms**2, inner.dtype) ** 2
+        found = inner_norms(inner, outer, lost)
+        if found is not None:
+            return InnerNorms(*found, terms)
         squares = (inner * outer).sum((1, 2))
         inputs, outputs = inner.diagonal(dim1=1, dim2=2), outer.diagonal(dim1=1, dim2=2)
-        lost = lost_to_underflow(terms**2, squares.dtype) ** 2
         squares.add_((inputs + outputs).sum(1), alpha=lost)
         scale = _between(inner, outputs) + _between(outer, inputs)
         return InnerNorms(squares, scale, terms)

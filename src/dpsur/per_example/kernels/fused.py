@@ -183,6 +183,28 @@ def weighted_rows(rows: Tensor, factors: Tensor) -> Tensor | None:
     return found.sum(0) if parts > 1 else found[0]
 
 
+def inner_norms(inner: Tensor, outer: Tensor, lost: float) -> tuple[Tensor, Tensor] | None:
+    """Squares and scales of `norms.InnerNorms`, from matrices of inner products.
+
+    `lost` times the diagonals is added to the squares.
+    """
+    inner, outer = inner.contiguous(), outer.contiguous()
+    kernels = _kernels(inner, outer)
+    if kernels is None:
+        return None
+    examples, positions = inner.shape[:2]
+    down, along = 16, 64
+    parts = -(-positions // down)
+    if positions**2 >= 2**31:
+        return None
+    squares, scale = inner.new_empty(2, examples, parts)
+    with _on(inner):
+        kernels.inner_norms[(examples, parts)](
+            inner, outer, squares, scale, positions, lost, DOWN=down, ALONG=along
+        )
+    return squares.sum(1), scale.sum(1)
+
+
 def channel_sums(
     inputs: Tensor, slopes: Tensor, means: Tensor, rates: Tensor
 ) -> tuple[Tensor, Tensor] | None:

@@ -329,3 +329,39 @@ def lstm_cell_backward(
     tl.store(gates + gate + 2 * WIDTH, cell * enter * (1.0 - fresh * fresh), mask=there)
     tl.store(gates + gate + 3 * WIDTH, hidden * small * leave * (1.0 - leave), mask=there)
     tl.store(slope + entry, cell * keep, mask=there)
+
+
+@triton.jit
+def inner_norms(
+    inner, outer, squares, scale, POSITIONS, LOST, DOWN: tl.constexpr, ALONG: tl.constexpr
+):
+    """Per example, sums over pairs of positions of what a norm is made of (`norms.InnerNorms`).
+
+    A program takes some rows of the two matrices of an example.
+    """
+    example = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * DOWN + tl.arange(0, DOWN)
+    real = row < POSITIONS
+    start = example * POSITIONS * POSITIONS
+    inner += start
+    outer += start
+    own_inner = tl.sqrt(tl.load(inner + row * (POSITIONS + 1), mask=real, other=0.0))
+    own_outer = tl.sqrt(tl.load(outer + row * (POSITIONS + 1), mask=real, other=0.0))
+    total = tl.zeros((DOWN, ALONG), tl.float32)
+    size = tl.zeros((DOWN, ALONG), tl.float32)
+    for first in range(0, POSITIONS, ALONG):
+        column = first + tl.arange(0, ALONG)
+        there = real[:, None] & (column < POSITIONS)[None, :]
+        at = row[:, None] * POSITIONS + column[None, :]
+        one = tl.load(inner + at, mask=there, other=0.0)
+        other = tl.load(outer + at, mask=there, other=0.0)
+        place = column * (POSITIONS + 1)
+        others_inner = tl.sqrt(tl.load(inner + place, mask=column < POSITIONS, other=0.0))
+        others_outer = tl.sqrt(tl.load(outer + place, mask=column < POSITIONS, other=0.0))
+        total += one * other
+        total += tl.where(row[:, None] == column[None, :], LOST * (one + other), 0.0)
+        size += tl.abs(one) * (own_outer[:, None] * others_outer[None, :])
+        size += tl.abs(other) * (own_inner[:, None] * others_inner[None, :])
+    part = example * tl.num_programs(1) + tl.program_id(1)
+    tl.store(squares + part, tl.sum(total))
+    tl.store(scale + part, tl.sum(size))
