@@ -135,7 +135,9 @@ def measure(job: Job, arm: str, device: torch.device) -> dict[str, Any]:
         row["step_seconds"], row["step_seconds_quartiles"] = _timed(step, count, device)
         row["cores_used_by_others"] = contention.cores()
         if device.type == "cuda":
-            row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) - before
+            # weights, optimizer, one batch and what a step needs; not the data set behind it
+            data = before + getattr(step, "data_bytes", 0)
+            row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) - data
     except Exception as error:  # whatever goes wrong becomes a row
         outcome = outcome_of(error)
         row |= {"status": outcome.status, "reason": outcome.reason}

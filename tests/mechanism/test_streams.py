@@ -136,6 +136,15 @@ def test_noise_is_added_in_double_precision(count):
     assert torch.equal(one.normal(5), other.normal(5))  # both have drawn as many
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("count", [1, 7, 4099])
+def test_counts_are_those_of_the_draws(device, count):
+    streams = Streams(0, torch.device(device))
+    found = streams.counts_below(0.3, count, BATCH, range(5, 25))
+    drawn = [streams.at(step)[BATCH].uniform(count) for step in range(5, 25)]
+    assert found == [int((one < 0.3).sum()) for one in drawn]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 7, 4096])
 def test_a_gpu_adds_the_noise_that_it_draws(count):

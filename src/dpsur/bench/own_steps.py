@@ -8,6 +8,7 @@ from dpsur.bench.settings import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_M
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
+from dpsur.functional.tree import tensors_of
 from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
 from dpsur.mechanism.loop import EagerLoop, Loop, make_trial, start
 from dpsur.methods.dpsgd import Dpsgd
@@ -84,6 +85,11 @@ class TrainingSteps:
         size = RECORDS_PER_BATCH * len(cell.batch)
         records = cell.network.batch(size, cell.device, cell.seed)
         self.problem = Problem(cell.model(), cell.loss, records, bf16=cell.bf16)
+        # what the data set takes beside the batch that every arm is charged for
+        self.data_bytes = sum(
+            value.numel() * value.element_size()
+            for value in tensors_of((records.inputs, records.targets))
+        )
         rate = min(VAL_BATCH_SIZE, len(cell.batch)) / size
         test = LossTest(rate, VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD) if tested else None
         trial = Trial(SampledGaussian(1 / RECORDS_PER_BATCH, NOISE_MULTIPLIER), test)
@@ -95,9 +101,9 @@ class TrainingSteps:
         self._loop: Loop = EagerLoop(procedure, plan, streams, progress)
         if padded is not None:
             self.steps = self._block(cell.device)
-            self._loop = CudaGraphLoop(
-                procedure, padded, plan, streams, self._loop.progress, self.steps
-            )
+            loop = CudaGraphLoop(procedure, padded, plan, streams, self._loop.progress, self.steps)
+            loop.prepare()
+            self._loop = loop
 
     def _block(self, device: torch.device) -> int:
         """As many trials as take about BLOCK_SECONDS, by one that is not captured."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from dpsur.errors import UnsupportedModelError
 from dpsur.functional.parameters import elementwise
 from dpsur.functional.tree import map_tensors
-from dpsur.mechanism.cuda_graphs import capture_graph
+from dpsur.mechanism.cuda_graphs import WARM_UP_CALLS, capture_graph
 from dpsur.mechanism.gate import LossTestGate
 from dpsur.mechanism.loop import Progress, has_next, make_trial
 from dpsur.mechanism.proposer import DpGradient
@@ -31,7 +31,7 @@ from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
 
 # Seconds of a trial from which on it pays to look at the sizes of batches first.
-LONG_TRIAL = 2e-3
+LONG_TRIAL = 5e-4
 # The level of padding that a trial's time is measured at: room for the expected number of records.
 USUAL_LEVEL = 2
 
@@ -99,22 +99,25 @@ class CapturedTrial:
         self._other_steps.fill_(ledger.steps - ledger.trials)
         if self._position is not None:
             self._position.fill_(self._plan.position(ledger))
-        for replay in self._replays(ledger.trials + 1, count):
+        for replay in self._replays(range(ledger.steps + 1, ledger.steps + 1 + count)):
             replay()
 
-    def _replays(self, first: int, count: int) -> list[Callable[[], None]]:
+    def prepare(self) -> None:
+        """Capture now what is captured when it is first needed otherwise."""
+        for level in range(len(self._sized[0].rooms)) if self._sized else ():
+            self._at(level)
+
+    def _replays(self, steps: range) -> list[Callable[[], None]]:
         """A trial for every step, with the smallest rooms that hold its batches.
 
         Batches follow from the steps' random numbers alone, so their sizes can be had in advance.
         A batch that has no room anywhere is noticed by the trial itself.
         """
         if not self._sized:
-            return [self.replay] * count
-        steps = [self._streams.at(first + step) for step in range(count)]
-        sizes = torch.stack([one.batch_size(draws) for one in self._sized for draws in steps])
-        levels = [0] * count
-        for one, counts in zip(self._sized, sizes.view(-1, count).tolist(), strict=True):
-            rooms = one.rooms
+            return [self.replay] * len(steps)
+        levels = [0] * len(steps)
+        for one in self._sized:
+            rooms, counts = one.rooms, one.batch_sizes(self._streams, steps)
             levels = [
                 max(level, level_for(rooms, size))
                 for level, size in zip(levels, counts, strict=True)
@@ -239,7 +242,8 @@ class CapturedTrial:
             return trial_in_room
         self._live.fill_(False)
         try:
-            return capture_graph(trial_in_room, device, pool=self._pool)
+            calls = 1 if self._by_level else WARM_UP_CALLS  # kernels are known then
+            return capture_graph(trial_in_room, device, pool=self._pool, warm_up=calls)
         finally:
             self._live.fill_(True)
 
@@ -274,6 +278,10 @@ class CudaGraphLoop:
     def finished(self) -> bool:
         """Whether the plan affords no further trial."""
         return not has_next(self._procedure, self._plan, self.progress)
+
+    def prepare(self) -> None:
+        """Capture trials for all sizes of batches, so that none of them waits for it later."""
+        self._captured.prepare()
 
     def launch(self) -> None:
         """Replay a block on the GPU, without waiting for it."""

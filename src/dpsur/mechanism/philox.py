@@ -74,6 +74,22 @@ extern "C" __global__ void add_noise(
         out[4 * i + j] = __double2float_rn(
             __dadd_rn(__dmul_rn(u[j], *scale), (double)values[4 * i + j]));
 }
+// The second dimension of the grid is the step.
+extern "C" __global__ void count_below(
+    const word* key, const word* first_step, const double* bound, int* out, int purpose, int rank,
+    int count)
+{
+    const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    const word step = *first_step + blockIdx.y;
+    int found = 0;
+    if (4 * i < count) {
+        double u[4];
+        philox(key, &step, purpose, rank, i, u);
+        for (int j = 0; j < 4 && 4 * i + j < count; ++j) found += u[j] < *bound;
+    }
+    for (int lanes = 16; lanes; lanes /= 2) found += __shfl_down_sync(0xffffffffu, found, lanes);
+    if (threadIdx.x % 32 == 0) atomicAdd(out + blockIdx.y, found);
+}
 """
 
 
@@ -151,6 +167,38 @@ def add_philox_normal(
             ],
         )
     return found
+
+
+def count_philox_below(
+    key: Key, steps: range, address: Address, count: int, bound: float, device: torch.device
+) -> list[int]:
+    """How many of the first `count` uniform numbers are below a bound, in each of several steps.
+
+    On CUDA by one kernel, which writes none of the numbers to memory.
+    """
+    purpose, rank, _ = address
+    kernel = None
+    if device.type == "cuda" and 0 < count < 2**31:
+        kernel = nvrtc.compile_kernel(_SOURCE, "count_below", (), _index(device))
+    if kernel is None:
+        found = [philox_uniform(key, step, address, count, device) < bound for step in steps]
+        return [int(each) for each in torch.stack([one.sum() for one in found]).tolist()]
+    counts = torch.zeros(len(steps), dtype=torch.int32, device=device)
+    with torch.cuda.device(device):
+        kernel(
+            grid=(-(-count // (_WORDS * _THREADS)), len(steps), 1),
+            block=(_THREADS, 1, 1),
+            args=[
+                key.on(device),
+                _on_device(steps.start, device),
+                torch.full((), bound, dtype=torch.float64, device=device),
+                counts,
+                purpose,
+                rank,
+                count,
+            ],
+        )
+    return [int(each) for each in counts.tolist()]
 
 
 def _draw(

@@ -23,7 +23,7 @@ _DEVIATIONS = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 
 # A sample that is larger than expected by more than this is worked on in parts, so that memory
 # does not follow the largest sample: at 32 expected records there is one of 48 now and then.
-MOST_AT_ONCE = 1.25
+MOST_AT_ONCE = 1.125
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,6 @@ def level_for(rooms: tuple[int, ...], count: int) -> int:
     """The level whose room is the smallest that holds so many rows; the last where none does."""
     last = len(rooms) - 1
     return next((level for level, room in enumerate(rooms) if room >= count), last)
-
-
-def sample_size(size: int, rate: float, stream: Stream) -> Tensor:
-    """How many rows a Poisson sample has."""
-    return _joins(size, rate, stream).sum()
 
 
 # The level of padding of `padded_batch`; None is the last. A captured trial has the one that this
