@@ -2,6 +2,7 @@
 
     python -m reproduction.scaling --measure        1, 2 and 4 processes on this machine (gloo)
     python -m reproduction.scaling --privacy        noise as records and batches grow
+    python -m reproduction.scaling --accuracy       what a network then reaches (a GPU, minutes)
     python -m reproduction.scaling --write          the tables of docs/scaling.md, from the rows
 
 Rows go to results/scaling.jsonl. The model is a sum of parts, each with a measured constant; what
@@ -16,6 +17,7 @@ import re
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from dpsur import Budget, Dpsgd, PrivacyWarning, fit
 from dpsur.distributed import Ranks, Reduction, connect
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
@@ -36,6 +39,7 @@ from dpsur.mechanism.streams import BATCH, NOISE, VAL_BATCH, Streams
 from dpsur.networks import pixel_cnn
 from dpsur.per_example import ClippedSum, clipped_sum
 from dpsur.privacy.calibrate import calibrate
+from dpsur.tasks.mnist import load_fashion
 from reproduction.rows import ROOT, provenance, read_rows, write_rows
 
 ROWS, PAGE = ROOT / "results" / "scaling.jsonl", ROOT / "docs" / "scaling.md"
@@ -209,6 +213,83 @@ def _noise_row(question: str, records: int, batch: int) -> Row:
     return row
 
 
+# --- accuracy as records and batches grow ---------------------------------------------------------
+
+HELD_OUT, SEEDS = 5_000, (0, 1, 2)
+SHARES, SMALLEST_BATCH = (8, 4, 2, 1), 128
+RATES = (0.5, 1.0, 2.0, 4.0)
+ACCURACY_EPOCHS = 10  # of the largest part with the smallest batch these are 4,297 updates
+
+
+def accuracy(device: str, rows: list[Row]) -> None:
+    """The paper's network on parts of Fashion-MNIST: the best of some rates by held-out records.
+
+    Rows are appended and written as they are made; those that are there are not made again.
+    """
+    made = {(row["question"], row["records"]) for row in rows if row["kind"] == "accuracy"}
+    train, test = load_fashion()
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
+    inputs, labels = train.inputs[order], train.targets[order]
+    held_out = (inputs[:HELD_OUT], labels[:HELD_OUT])
+    for share in SHARES:
+        count = (len(order) - HELD_OUT) // share
+        records = (inputs[HELD_OUT:][:count], labels[HELD_OUT:][:count])
+        grown = SMALLEST_BATCH * max(SHARES) // share
+        for name, batch in (
+            ("batch grows with the records", grown),
+            ("same batch", SMALLEST_BATCH),
+        ):
+            if (name, count) in made:
+                continue
+
+            def reached(rate: float, seed: int, scored: Any, batch: int = batch) -> float:
+                return _reached(records, scored, batch, rate, seed, device)  # noqa: B023
+
+            tried = {rate: reached(rate, len(SEEDS), held_out) for rate in RATES}
+            best = max(RATES, key=lambda rate: tried[rate])
+            found = [reached(best, seed, (test.inputs, test.targets)) for seed in SEEDS]
+            row = {
+                "kind": "accuracy",
+                "question": name,
+                "network": "pixel-cnn",
+                "records": count,
+                "batch": batch,
+                "updates": math.ceil(ACCURACY_EPOCHS * count / batch),
+                "epsilon": EPSILON,
+                "delta": 0.1 / count,
+                "learning_rate": best,
+                "held_out_accuracy": {str(rate): value for rate, value in tried.items()},
+                "seeds": list(SEEDS),
+                "test_accuracy": found,
+                "device": device,
+                **provenance(),
+            }
+            rows.append(row)
+            write_rows(ROWS, rows)
+            print({k: row[k] for k in ("question", "records", "test_accuracy")}, flush=True)
+
+
+def _reached(records: Any, scored: Any, batch: int, rate: float, seed: int, device: str) -> float:
+    count = len(records[1])
+    method = Dpsgd(
+        learning_rate=rate, batch_size=batch, updates=math.ceil(ACCURACY_EPOCHS * count / batch)
+    )
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivacyWarning)  # of a seed
+        run = fit(
+            pixel_cnn(),
+            records,
+            budget=Budget(EPSILON, 0.1 / count),
+            method=method,
+            test_set=scored,
+            seed=seed,
+            device=device,
+        )
+    assert run.scores is not None
+    return float(run.scores["accuracy"])
+
+
 # --- modelled: 8 to 1,024 GPUs --------------------------------------------------------------------
 
 # Assumed of the links, not measured: NCCL all-reduce inside a machine of 8 GPUs, and between
@@ -261,6 +342,7 @@ def tables() -> dict[str, str]:
         "links": _links_table(trials),
         "records": _noise_table(noise, "records:"),
         "batch": _noise_table(noise, "batch at"),
+        "accuracy": _accuracy_table([row for row in rows if row["kind"] == "accuracy"]),
         "model small": _model_table("pixel-28", 65_536, 1024),
         "model large": _model_table("pixel-cifar", 65_536, 1024),
     }
@@ -326,6 +408,16 @@ def _noise_table(rows: list[Row], question: str) -> str:
     return _table([*head, "of a run, 1e-5"], lines)
 
 
+def _accuracy_table(rows: list[Row]) -> str:
+    lines = []
+    for row in rows:
+        found = [100 * value for value in row["test_accuracy"]]
+        accuracy = f"{statistics.mean(found):.1f} ± {statistics.stdev(found):.1f}"
+        counts = [f"{row[name]:,}" for name in ("records", "batch", "updates")]
+        lines.append([row["question"], *counts, f"{row['learning_rate']:g}", accuracy])
+    return _table(["", "records", "batch", "updates", "rate", "test accuracy, %"], lines)
+
+
 def _model_table(network: str, batch: int, test: int) -> str:
     lines, rows = [], modelled(network, batch, test)
     parts = ("compute", "reduce", "gate", "launches")
@@ -353,6 +445,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--privacy", action="store_true")
+    parser.add_argument("--accuracy", action="store_true")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     options = parser.parse_args()
@@ -363,6 +457,8 @@ def main() -> None:
         rows = [row for row in rows if row["kind"] != "noise"] + privacy()
     if options.measure or options.privacy:
         write_rows(ROWS, rows)
+    if options.accuracy:
+        accuracy(options.device, rows)
     if options.write:
         PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 

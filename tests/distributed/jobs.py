@@ -324,11 +324,11 @@ class Decoder(nn.Module):
         return self.head(self.last(x)).transpose(1, 2)
 
 
-def decoder(shard, steps=4, count=24, words=50, length=12, **sizes):
+def decoder(shard, steps=4, count=24, words=50, length=12, device=CPU, **sizes):
     """Train a decoder: its weights, and the bytes of weights, gradients and moments per rank."""
-    ranks = connect(CPU)
+    ranks = connect(device)
     torch.manual_seed(0)
-    model = Decoder(words=words, length=length, **sizes).double()
+    model = Decoder(words=words, length=length, **sizes).double().to(device)
     tokens = torch.randint(words, (count, length + 1))
     data = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
     if shard:
@@ -348,14 +348,14 @@ def decoder(shard, steps=4, count=24, words=50, length=12, **sizes):
     )
     for x, y in loader:
         optim.zero_grad()
-        F.cross_entropy(module(x), y).backward()
+        F.cross_entropy(module(x.to(device)), y.to(device)).backward()
         optim.step()
     held = 0
     for value in model.parameters():
         for each in (value, value.grad, *optim.state[value].values()):
             local = each.to_local() if isinstance(each, DTensor) else each
             held += local.nbytes
-    weights = {name: whole(value.detach()).clone() for name, value in model.named_parameters()}
+    weights = {name: whole(value.detach()).cpu() for name, value in model.named_parameters()}
     ledger = privacy.accountant.to_json()
     return {"weights": weights, "ledger": ledger, "accepted": [], "bytes": held, "rank": ranks.rank}
 

@@ -154,8 +154,10 @@ def test_torchrun_restarts_a_run_from_its_checkpoint(tmp_path):
     script.write_text(jobs.DYING_SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--max-restarts", "2", "--standalone", str(script), str(out), str(marker)]
+    root = str(Path(__file__).parents[2])  # the script imports jobs of these tests
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
     found = subprocess.run(
-        command, env={**os.environ}, capture_output=True, text=True, timeout=300, check=False
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert found.returncode == 0, found.stderr
     assert marker.exists()

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dpsur
 from dpsur.methods import METHODS
@@ -169,3 +170,18 @@ def test_two_processes_on_one_gpu(processes, kind):
     arguments = (method, plan, COUNT, torch.float64, device)
     alone = jobs.make_run(*arguments)
     assert_all_same(alone, processes.run(2, jobs.make_run, *arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_decoder_on_a_gpu_is_that_of_the_cpu(tmp_path, shard):
+    """Sharded by FSDP2 over NCCL, with the one rank that one GPU allows."""
+    alone = jobs.decoder(False)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    try:
+        assert_same(alone, jobs.decoder(shard, device=device))
+    finally:
+        dist.destroy_process_group()
