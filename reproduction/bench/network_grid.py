@@ -18,14 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import Dataset
 
 from dpsur import checks
 from dpsur.bench.measurement import OK, outcome_of, release, synchronize
-from dpsur.bench.own_steps import dpsgd_training, dpsur_training
+from dpsur.bench.own_steps import RECORDS_PER_BATCH, dpsgd_training, dpsur_training
 from dpsur.bench.peer_steps import PlainStep, ghost_step, hooks_step
 from dpsur.bench.settings import Cell, CpuContention, Settings, machine
 from dpsur.errors import InvalidInputError
+from dpsur.functional.records import Examples, HostExamples, StreamedExamples
 from dpsur.mechanism.streams import NOISE
+from dpsur.runs.data import as_examples
 from reproduction.bench.command import NETWORKS_FROM, origin_of
 from reproduction.bench.networks import (
     COMMON,
@@ -59,6 +64,7 @@ CUDA_GRID = (
 CPU_GRID = (("wrn-16-4", 128), ("encoder-192x6", 128), ("mlp", 4096), ("gpt2", 4))
 # Growth: with parameters, with the batch, with the length of a sequence.
 WIDTHS, BATCHES, LENGTHS = (192, 1_024, 3_072, 9_792), (128, 512, 2048), (64, 256, 512)
+WORKERS = 4  # that read records
 ROUNDS, LEAST_SECONDS, MOST_SECONDS, WARM_UP_SECONDS = 5, 0.1, 2.0, 0.2
 
 
@@ -74,19 +80,23 @@ class Job:
     arms: tuple[str, ...] = tuple(ARMS)
 
 
-def jobs(device: torch.device, names: list[str] | None, *, growth: bool) -> Iterator[Job]:
+def jobs(
+    device: torch.device, names: list[str] | None, *, growth: bool, bf16: bool = False
+) -> Iterator[Job]:
     """What to measure, in order."""
     grid: tuple[tuple[str, int], ...] = CUDA_GRID if device.type == "cuda" else CPU_GRID
     if names is not None:
         grid = tuple(_pair(name) for name in names)
     for name, batch_size in grid:
-        yield Job(network_named(name), batch_size)
-    if not growth:
-        return
+        arms = ("plain", "dpsgd") if bf16 else tuple(ARMS)
+        yield Job(network_named(name), batch_size, bf16=bf16, arms=arms)
+    if growth:
+        yield from series()
+
+
+def series() -> Iterator[Job]:
+    """Growth with parameters, with the batch and with the length of a sequence."""
     few = ("plain", "dpsgd", "opacus-hooks")
-    if device.type == "cuda":
-        for name, batch_size in (("wrn-16-4", 512), ("encoder-192x6", 512)):
-            yield Job(network_named(name), batch_size, bf16=True, arms=("plain", "dpsgd"))
     for width in WIDTHS:
         model = partial(perceptron, width)
         count = sum(value.numel() for value in model().parameters())
@@ -206,6 +216,75 @@ def rows_of(job: Job, device: torch.device) -> Iterator[dict[str, Any]]:
         yield row
 
 
+class _Records(Dataset[tuple[Tensor, Tensor]]):
+    """Records that workers read one by one."""
+
+    def __init__(self, records: Examples) -> None:
+        self._inputs, self._targets = records.inputs, records.targets
+
+    def __len__(self) -> int:
+        return len(self._targets)  # type: ignore[arg-type]
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        return self._inputs[row], self._targets[row]  # type: ignore[index,call-overload,return-value]
+
+
+def data_rows(network: Network, batch_size: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """DP-SGD with the records in three places: time, and how much of it the device is busy."""
+    host = torch.device("cpu")
+    for place in ("device", "memory", "workers"):
+        release(device)
+        records = network.batch(RECORDS_PER_BATCH * batch_size, host)
+        if place == "device":
+            placed = records.to(device)
+        elif place == "memory":
+            placed = HostExamples(records.inputs, records.targets, device)
+        else:
+            read = as_examples(_Records(records), "train_set", workers=WORKERS)
+            assert isinstance(read, StreamedExamples)
+            placed = read.to(device)
+        row: dict[str, Any] = {"status": OK, "reason": None, "step_seconds": None}
+        try:
+            step = dpsgd_training(Cell(network, network.batch(batch_size, device)), placed)
+            row["step_seconds"], row["step_seconds_quartiles"] = _timed(step, step.steps, device)
+            if device.type == "cuda":
+                row["busy_seconds"] = busy_seconds(step, device) / step.steps
+                row["busy"] = min(1.0, row["busy_seconds"] / row["step_seconds"])
+        except Exception as error:  # whatever goes wrong becomes a row
+            outcome = outcome_of(error)
+            row |= {"status": outcome.status, "reason": outcome.reason}
+        yield {
+            "network": network.name,
+            "parameters": network.parameters,
+            "batch_size": batch_size,
+            "precision": "float32",
+            "series": "data",
+            "size": None,
+            "arm": f"{OURS}, {place}",
+            **row,
+            "time_over_plain": None,
+        }
+
+
+def busy_seconds(step: Callable[[], None], device: torch.device) -> float:
+    """How long kernels and copies run in a call, those at the same time counted once."""
+    step()
+    synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+        synchronize(device)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in found.events()
+        if str(event.device_type).endswith("CUDA")
+    )
+    total, until = 0.0, 0.0
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return 1e-6 * total
+
+
 def _ratio(one: dict[str, Any], other: dict[str, Any], key: str) -> float | None:
     mine, theirs = one.get(key), other.get(key)
     return mine / theirs if mine and theirs else None
@@ -219,7 +298,13 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: all")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    parser.add_argument("--bf16", action="store_true", help="layers in bfloat16, ours and plain")
     parser.add_argument("--no-growth", action="store_true", help="leave out the series")
+    parser.add_argument(
+        "--data-path",
+        action="store_true",
+        help="how long a GPU is busy with records on it, in host memory and read by workers",
+    )
     parser.add_argument("--seconds", type=float, metavar="S", help="start nothing after so long")
     parser.add_argument("--out", metavar="FILE.jsonl", help="write rows as they are made")
     parser.add_argument("--rows", metavar="FILE.jsonl", help="measure nothing, show these rows")
@@ -258,7 +343,16 @@ def _measured(options: argparse.Namespace, into: list[dict[str, Any]]) -> Iterat
     )
     start, origin = time.perf_counter(), origin_of(settings)
     with machine(settings):
-        for job in jobs(device, options.networks, growth=not options.no_growth):
+        if options.data_path:
+            name, size = _pair((options.networks or ["wrn-16-4:512"])[0])
+            for row in data_rows(network_named(name), size, device):
+                whole = {"experiment": EXPERIMENT, **row, **origin}
+                into.append(whole)
+                print(line(whole), flush=True)
+                yield whole
+            return
+        growth = not (options.no_growth or options.bf16)
+        for job in jobs(device, options.networks, growth=growth, bf16=options.bf16):
             if options.seconds is not None and time.perf_counter() - start > options.seconds:
                 print(f"no time for {job.network.name}", file=sys.stderr)
                 continue
@@ -278,6 +372,8 @@ def line(row: dict[str, Any]) -> str:
     parts = [f"{1e3 * row['step_seconds']:9.2f} ms"]
     if row.get("peak_memory_bytes"):
         parts.append(f"{row['peak_memory_bytes'] / 2**30:6.2f} GiB")
+    if row.get("busy"):
+        parts.append(f"busy {row['busy']:.2f}")
     if row["time_over_plain"] is not None:
         parts.append(f"{row['time_over_plain']:.2f} x plain")
     return head + "  ".join(parts)

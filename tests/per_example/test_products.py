@@ -17,25 +17,25 @@ def rounded(values):
     return torch.where(values.isnan(), values, bits)
 
 
-def split_matrix(values, chunk, parts, factors=None, *, scaled=False, turned=False):
+def split_matrix(
+    values, parts, factors=None, *, length, first=0, positions=1, scaled=False, turned=False
+):
     """What the kernel computes."""
     if factors is not None:
-        each = factors.repeat_interleave(len(values) // len(factors)).unsqueeze(1)
+        each = factors[(first + torch.arange(len(values))) // positions].unsqueeze(1)
         values = torch.where(each != 0, values * each if scaled else values, 0.0)
     values = values.mT if turned else values
-    inner = values.shape[1]
-    values = F.pad(values, (0, -inner % chunk)).unflatten(1, (-1, 1, chunk))
+    values = F.pad(values, (0, length - values.shape[1]))
     large = rounded(values)
     small = rounded(values - large)
-    return torch.cat([small if rest else large for rest in parts], 2).flatten(1)
+    return torch.cat([small if rest else large for rest in parts], 1)
 
 
 @pytest.fixture
 def emulated(monkeypatch):
     monkeypatch.setattr(products, "split_matrix", split_matrix)
     monkeypatch.setattr(products, "pays", lambda *_: True)
-    monkeypatch.setattr(products, "_LONGEST_CHUNK", 8)
-    monkeypatch.setattr(products, "_CHUNK_UNIT", 4)
+    monkeypatch.setattr(products, "_LONGEST", 8)
     monkeypatch.setattr(products, "_AT_ONCE", 64)
 
 
@@ -158,14 +158,18 @@ def test_tf32_is_forbidden_by_switching_it_off(monkeypatch):
 @pytest.mark.parametrize("shape", [(6, 5), (40, 64), (100, 1030)])
 def test_the_kernel_splits(shape, is_turned, device):
     values = matrices(*shape, 3)[0] * 10.0 ** torch.randint(-8, 9, shape)
-    values[2] = torch.nan
-    factors = torch.tensor([0.5, 0.0])
-    values[len(values) // 2 :] = torch.nan
-    for chunk, parts in ((64, (True, False, False)), (2048, (False, True)), (192, (False,))):
-        for given in ({}, {"factors": factors}, {"factors": factors, "scaled": True}):
-            there = {name: v.cuda() if name == "factors" else v for name, v in given.items()}
-            expected = split_matrix(values, chunk, parts, **given, turned=is_turned)
-            found = fused.split_matrix(values.cuda(), chunk, parts, **there, turned=is_turned)
+    values[2], values[-3:] = torch.nan, torch.nan
+    factors = torch.linspace(0.5, 1.0, len(values) // 3 + 1)
+    factors[-2:] = 0.0
+    length = values.shape[not is_turned] + 3
+    for parts in ((True, False, False), (False, True), (False,)):
+        for given in ({}, {"first": 1}, {"first": 1, "scaled": True}):
+            rule = {"length": length, "positions": 3, "turned": is_turned, **given}
+            some = factors if given else None
+            expected = split_matrix(values, parts, some, **rule)
+            found = fused.split_matrix(
+                values.cuda(), parts, None if some is None else some.cuda(), **rule
+            )
             torch.testing.assert_close(found.cpu(), expected, rtol=0.0, atol=0.0, equal_nan=True)
 
 

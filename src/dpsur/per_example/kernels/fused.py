@@ -27,8 +27,6 @@ _WIDE: Tile = (128, 128, 32, 8, 3)
 _MOST_PROGRAMS = 2**31 - 1
 _FEWEST_PROGRAMS = 1024
 _PADDING_BLOCK = 1024
-# Numbers along a chunk, and across, that are split at once; chunks are multiples of the first.
-SPLIT_TILE = (64, 32)
 
 
 @cache
@@ -119,30 +117,30 @@ def rounded_gradients(
 
 def split_matrix(
     values: Tensor,
-    chunk: int,
     parts: tuple[bool, ...],
     factors: Tensor | None = None,
     *,
+    length: int,
+    first: int = 0,
+    positions: int = 1,
     scaled: bool = False,
     turned: bool = False,
 ) -> Tensor | None:
     """A matrix for products on tensor cores: what rounding to TF32 leaves of it, and the rest.
 
     A row of the result has the numbers of a row of the matrix, or of a column where it is `turned`,
-    in chunks, the last one filled up with zeros. Every chunk is there once for each of the `parts`:
-    the rounded rest (True), or the rounded numbers (False). With `factors` a row of the matrix is
-    multiplied by its factor first (`scaled`), or only replaced by zeros where that is 0.
-    Neighbouring rows share a factor where there are more rows than factors.
+    filled up to `length` with zeros, once for each of the `parts`: the rounded rest (True), or the
+    rounded numbers (False). With `factors` a row of the matrix is multiplied by its factor first
+    (`scaled`), or only replaced by zeros where that is 0. So many `positions` share a factor; the
+    matrix begins with position `first` of all.
     """
     kernels = _available(values.device)
-    if kernels is None or values.dtype != torch.float32 or chunk % SPLIT_TILE[0]:
+    if kernels is None or values.dtype != torch.float32 or values.stride(1) != 1:
         return None
     rows, width = values.shape
-    inner, outer = (rows, width) if turned else (width, rows)
-    filled = -(-inner // chunk) * chunk
-    found = values.new_empty(outer, len(parts) * filled)
-    down, along = SPLIT_TILE if turned else SPLIT_TILE[::-1]
-    high, wide = (filled, width) if turned else (rows, filled)
+    found = values.new_empty(width if turned else rows, len(parts) * length)
+    down, along = (64, 32) if turned else (32, 64)
+    high, wide = (length, width) if turned else (rows, length)
     with _on(values):
         kernels.split_matrix[(-(-high // down), -(-wide // along))](
             values,
@@ -151,9 +149,9 @@ def split_matrix(
             rows,
             width,
             values.stride(0),
-            1 if factors is None else rows // len(factors),
-            chunk,
-            found.shape[1],
+            first,
+            positions,
+            length,
             FACTORED=factors is not None,
             SCALED=factors is not None and scaled,
             TURNED=turned,

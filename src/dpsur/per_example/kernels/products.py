@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpsur.functional.process_settings import precision, tf32_is_forbidden
-from dpsur.per_example.kernels.fused import SPLIT_TILE, split_matrix
+from dpsur.per_example.kernels.fused import split_matrix
 
 # Where TF32 is at least five times as fast as float32: A100, H100 and H200, B200.
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
 # Splitting a matrix moves numbers: products must be this large in all directions for it to pay.
 _LEAST_SIZE = 200
-# Numbers that are added up by tensor cores alone: at most so many, in multiples of this.
-_LONGEST_CHUNK, _CHUNK_UNIT = 2048, SPLIT_TILE[0]
+# Numbers that are added up by tensor cores alone.
+_LONGEST = 2048
 # Rows of matrices begin at multiples of so many numbers, so that tensor cores can read them.
 _ALIGNED = 4
 # Numbers that are split at once, which bounds the memory for it.
@@ -37,8 +37,11 @@ _SPLIT, _WHOLE = (True, False), (False, False)
 
 def pays(rows: int, inner: int, columns: int, *factors: Tensor) -> bool:
     """Whether a product of two matrices of these sizes is faster on tensor cores."""
-    if any(value.device.type != "cuda" or value.dtype != torch.float32 for value in factors):
-        return False
+    for value in factors:
+        if type(value) is not Tensor or value.device.type != "cuda":
+            return False
+        if value.dtype != torch.float32:
+            return False
     if not min(rows, inner, columns) or 1 / rows + 1 / inner + 1 / columns > 1 / _LEAST_SIZE:
         return False
     if torch.version.hip or tf32_is_forbidden() or torch.backends.cuda.matmul.allow_tf32:
@@ -72,26 +75,28 @@ class _Linear(torch.autograd.Function):
 
 
 def product(one: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`one @ other + bias`, some rows of `one` at a time."""
+    """`one @ other + bias`, some rows and columns at a time."""
     (rows, inner), columns = one.shape, other.shape[1]
-    chunk = _chunk(inner)
-    right = _split(other.mT, chunk, _RIGHT)
-    if right is None:
-        return torch.mm(one, other) if bias is None else torch.addmm(bias, one, other)
-    found = one.new_empty(rows, columns)
-    aligned = columns % _ALIGNED == 0
-    for some in _parts(rows, inner if aligned else max(inner, columns)):
-        left = _split(one[some], chunk, _LEFT)
-        assert left is not None
-        if aligned:
-            _add_up(left, right, 3 * chunk, found[some], bias)
-        else:  # written where rows begin as tensor cores like it, then copied
-            room = one.new_empty(len(left), -(-columns // _ALIGNED) * _ALIGNED)[:, :columns]
-            _add_up(left, right, 3 * chunk, room, bias)
-            found[some] = room
+    found, length = one.new_empty(rows, columns), _length(inner)
+    for some in _ranges(rows, _AT_ONCE // length):
+        for several in _ranges(columns, _AT_ONCE // length):
+            out = place = found[some, several]
+            if columns % _ALIGNED:  # rows have to begin where tensor cores like it
+                wide = -(-out.shape[1] // _ALIGNED) * _ALIGNED
+                place = one.new_empty(len(out), wide)[:, : out.shape[1]]
+            for chunk in _ranges(inner, length):
+                left = _split(one[some, chunk], _LEFT, length)
+                right = _split(other.mT[several, chunk], _RIGHT, length)
+                if left is None or right is None:
+                    return torch.mm(one, other) if bias is None else torch.addmm(bias, one, other)
+                shift = None if bias is None or chunk.start else bias[several]
+                _add(left, right, place, shift, begun=chunk.start > 0)
+            if place is not out:
+                out.copy_(place)
     return found
 
 
+@torch.no_grad()
 def weighted_product(
     outputs: Tensor, inputs: Tensor, factors: Tensor, *, narrow: bool = False
 ) -> Tensor | None:
@@ -103,43 +108,46 @@ def weighted_product(
     (count, height), width = outputs.shape, inputs.shape[1]
     if not pays(height, count, width, outputs, inputs, factors):
         return None
-    chunk, wide = _chunk(count), height >= width
     parts = (_SPLIT, _WHOLE) if narrow else (_LEFT, _RIGHT)
-    # factors go to the smaller matrix, and the larger one is split some columns at a time
+    # factors go to the smaller matrix; what has no factor must not be read in either
+    wide = height >= width
     smaller, larger = (inputs, outputs) if wide else (outputs, inputs)
-    scaled = _split(smaller.mT, chunk, parts[0], factors, scaled=True)
-    if scaled is None:
-        return None
+    positions, length = count // len(factors), _length(count)
     found = inputs.new_empty(height, width)
-    for some in _parts(larger.shape[1], count):
-        kept = _split(larger.mT[some], chunk, parts[1], factors)
-        assert kept is not None
-        if wide:
-            _add_up(kept, scaled, len(parts[0]) * chunk, found[some])
-        else:
-            _add_up(scaled, kept, len(parts[0]) * chunk, found[:, some])
+    for some in _ranges(larger.shape[1], _AT_ONCE // length):
+        place = found[some] if wide else found[:, some]
+        for chunk in _ranges(count, length):
+            rule: dict[str, int] = {"first": chunk.start, "positions": positions}
+            scaled = _split(smaller.mT[:, chunk], parts[0], length, factors, scaled=True, **rule)
+            kept = _split(larger.mT[some, chunk], parts[1], length, factors, **rule)
+            if scaled is None or kept is None:
+                return None
+            left, right = (kept, scaled) if wide else (scaled, kept)
+            _add(left, right, place, None, begun=chunk.start > 0)
     return found
 
 
-def _chunk(inner: int) -> int:
-    """Equal chunks of at most _LONGEST_CHUNK numbers."""
-    chunks = -(-inner // _LONGEST_CHUNK)
-    return -(-inner // (chunks * _CHUNK_UNIT)) * _CHUNK_UNIT
+def _length(inner: int) -> int:
+    """Of equal chunks of at most _LONGEST numbers."""
+    chunks = -(-inner // _LONGEST)
+    return -(-inner // (chunks * _ALIGNED)) * _ALIGNED
 
 
-def _parts(count: int, each: int) -> list[slice]:
-    """Ranges of about equal length, of at most _AT_ONCE numbers where each has so many."""
-    parts = -(-count * each // _AT_ONCE)
+def _ranges(count: int, most: int) -> list[slice]:
+    """Ranges of about equal length, of at most so many."""
+    parts = -(-count // max(_ALIGNED, most))
     length = -(-count // (_ALIGNED * parts)) * _ALIGNED
     return [slice(start, min(start + length, count)) for start in range(0, count, length)]
 
 
 def _split(
     matrix: Tensor,
-    chunk: int,
     parts: tuple[bool, ...],
+    length: int,
     factors: Tensor | None = None,
     *,
+    first: int = 0,
+    positions: int = 1,
     scaled: bool = False,
 ) -> Tensor | None:
     """The rows of a matrix, split; factors are those of its columns.
@@ -147,25 +155,30 @@ def _split(
     A view of a transpose is turned on the way: tensor cores want what is summed to lie together.
     """
     if factors is None and matrix.stride(1) == 1:
-        return split_matrix(matrix, chunk, parts)
+        return split_matrix(matrix, parts, length=length)
     if matrix.stride(0) != 1:
         matrix = matrix.mT.contiguous().mT
-    return split_matrix(matrix.mT, chunk, parts, factors, scaled=scaled, turned=True)
+    return split_matrix(
+        matrix.mT,
+        parts,
+        factors,
+        length=length,
+        first=first,
+        positions=positions,
+        scaled=scaled,
+        turned=True,
+    )
 
 
-def _add_up(
-    left: Tensor, right: Tensor, length: int, out: Tensor, bias: Tensor | None = None
-) -> None:
-    """`left @ right.mT + bias`, chunk by chunk."""
+def _add(left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None, *, begun: bool) -> None:
+    """`left @ right.mT`, written or added to what is there."""
     with precision(tf32=True):
-        for start in range(0, left.shape[1], length):
-            one, other = left[:, start : start + length], right[:, start : start + length].mT
-            if start:
-                out.addmm_(one, other)
-            elif bias is None:
-                torch.mm(one, other, out=out)
-            else:
-                torch.addmm(bias, one, other, out=out)
+        if begun:
+            out.addmm_(left, right.mT)
+        elif bias is None:
+            torch.mm(left, right.mT, out=out)
+        else:
+            torch.addmm(bias, left, right.mT, out=out)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ def rounded(values):
     return tl.where(values != values, values, bits.to(tl.float32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS", "WIDTH", "FIRST", "POSITIONS"])
 def split_matrix(
     values,
     factors,
@@ -25,8 +25,8 @@ def split_matrix(
     ROWS,
     WIDTH,
     STRIDE,
+    FIRST,
     POSITIONS,
-    CHUNK,
     LENGTH,
     FACTORED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -38,16 +38,15 @@ def split_matrix(
 ):
     """A matrix, or its transpose, as numbers rounded to TF32 and the rounded rest of them.
 
-    A row of the result holds chunks of `CHUNK` numbers, each `PARTS` times: as the rest where the
-    bit of the part is set in `SMALL`, else as what was rounded. The last chunk ends with zeros.
-    With factors, `POSITIONS` rows share one, and rows whose factor is zero are not read. A chunk is
-    a multiple of what a program takes along it.
+    A row of the result holds `LENGTH` numbers, the last ones zero, as often as there are `PARTS`:
+    as the rest where the bit of the part is set in `SMALL`, else as what was rounded. With factors,
+    `POSITIONS` rows share one, counted from `FIRST`, and rows whose factor is zero are not read.
     """
     row = tl.program_id(0) * DOWN + tl.arange(0, DOWN)
     column = tl.program_id(1) * ALONG + tl.arange(0, ALONG)
     there = (row < ROWS)[:, None] & (column < WIDTH)[None, :]
     if FACTORED:
-        factor = tl.load(factors + row // POSITIONS, mask=row < ROWS, other=0.0)
+        factor = tl.load(factors + (FIRST + row) // POSITIONS, mask=row < ROWS, other=0.0)
         there = there & (factor != 0.0)[:, None]
     at = row.to(tl.int64)[:, None] * STRIDE + column[None, :]
     value = tl.load(values + at, mask=there, other=0.0)
@@ -56,19 +55,16 @@ def split_matrix(
     large = rounded(value)
     small = rounded(value - large)
     if TURNED:
-        inner, outer = row[:, None], column[None, :].to(tl.int64)
-        inside = (outer < WIDTH) & (inner < tl.cdiv(ROWS, CHUNK) * CHUNK)
-        chunk = (tl.program_id(0) * DOWN) // CHUNK
+        inside = (column < WIDTH)[None, :] & (row < LENGTH)[:, None]
+        place = column.to(tl.int64)[None, :] * (PARTS * LENGTH) + row[:, None]
     else:
-        inner, outer = column[None, :], row[:, None].to(tl.int64)
-        inside = (outer < ROWS) & (inner < tl.cdiv(WIDTH, CHUNK) * CHUNK)
-        chunk = (tl.program_id(1) * ALONG) // CHUNK
-    place = outer * LENGTH + (chunk * (PARTS - 1) * CHUNK + inner)
+        inside = (row < ROWS)[:, None] & (column < LENGTH)[None, :]
+        place = row.to(tl.int64)[:, None] * (PARTS * LENGTH) + column[None, :]
     for part in tl.static_range(PARTS):
         if (SMALL >> part) & 1:
-            tl.store(out + place + part * CHUNK, small, mask=inside)
+            tl.store(out + place + part * LENGTH, small, mask=inside)
         else:
-            tl.store(out + place + part * CHUNK, large, mask=inside)
+            tl.store(out + place + part * LENGTH, large, mask=inside)
 
 
 @triton.jit
