@@ -83,7 +83,7 @@ class Job:
 def jobs(
     device: torch.device, names: list[str] | None, *, growth: bool, bf16: bool = False
 ) -> Iterator[Job]:
-    """What to measure, in order."""
+    """What to measure, in order; with an empty list of names the series alone."""
     grid: tuple[tuple[str, int], ...] = CUDA_GRID if device.type == "cuda" else CPU_GRID
     if names is not None:
         grid = tuple(_pair(name) for name in names)
@@ -223,10 +223,10 @@ class _Records(Dataset[tuple[Tensor, Tensor]]):
         self._inputs, self._targets = records.inputs, records.targets
 
     def __len__(self) -> int:
-        return len(self._targets)  # type: ignore[arg-type]
+        return len(self._targets)
 
     def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
-        return self._inputs[row], self._targets[row]  # type: ignore[index,call-overload,return-value]
+        return self._inputs[row], self._targets[row]
 
 
 def data_rows(network: Network, batch_size: int, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -294,7 +294,12 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--networks", nargs="+", metavar="NAME:B", help="default: the whole table")
+    parser.add_argument(
+        "--networks",
+        nargs="*",
+        metavar="NAME:B",
+        help="default: the whole table; without a name: the series alone",
+    )
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: all")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")

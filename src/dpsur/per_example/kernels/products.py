@@ -10,6 +10,7 @@ about twice as fast this way. Everywhere else, and where TF32 is forbidden, PyTo
 used.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,9 +118,9 @@ def weighted_product(
     for some in _ranges(larger.shape[1], _AT_ONCE // length):
         place = found[some] if wide else found[:, some]
         for chunk in _ranges(count, length):
-            rule: dict[str, int] = {"first": chunk.start, "positions": positions}
-            scaled = _split(smaller.mT[:, chunk], parts[0], length, factors, scaled=True, **rule)
-            kept = _split(larger.mT[some, chunk], parts[1], length, factors, **rule)
+            split = partial(_split, length=length, factors=factors, first=chunk.start)
+            scaled = split(smaller.mT[:, chunk], parts[0], positions=positions, scaled=True)
+            kept = split(larger.mT[some, chunk], parts[1], positions=positions)
             if scaled is None or kept is None:
                 return None
             left, right = (kept, scaled) if wide else (scaled, kept)
