@@ -12,6 +12,7 @@ such as the tests of blocks of updates, are made on the host's command between c
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class CapturedTrial:
         self._position: Tensor | None = None
         if not plan.position_follows_counts:
             self._position = torch.tensor(plan.position(ledger), device=device)
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._pool = self._new_pool()
         # Where this is False a trial changes neither state nor counts.
         self._live = torch.tensor(True, device=device)
         # Trials by level of padding; None has room for any batch.
@@ -141,8 +142,14 @@ class CapturedTrial:
         # processes that work on one batch must all do the same, whatever their clocks say
         if self._streams.ranks.size == 1 and self._seconds(USUAL_LEVEL) < LONG_TRIAL:
             self._by_level.clear()
+            self._pool = self._new_pool()  # one whose graphs are gone cannot be used again
             return []
         return [source, gate] if isinstance(gate, LossTestGate) else [source]
+
+    def _new_pool(self) -> Any:
+        """Memory that the captured trials share: only one of them runs at a time."""
+        on_gpu = self._state.updates.device.type == "cuda"
+        return torch.cuda.graph_pool_handle() if on_gpu else None
 
     def _seconds(self, level: int) -> float:
         """How long a trial takes at a level of padding."""
