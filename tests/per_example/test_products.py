@@ -110,22 +110,33 @@ def test_a_rest_is_needed(emulated, monkeypatch):
 
 
 class Frozen(nn.Module):
-    """A layer that is not trained between two that are, for vectors and for sequences."""
+    """A layer that is not trained between two that are, for vectors and for sequences.
 
-    def __init__(self):
+    With `products` there is also a weight of the shape (in, out), used without a layer.
+    """
+
+    def __init__(self, products):
         super().__init__()
         self.first, self.last = nn.Linear(6, 9), nn.Linear(9, 4)
         self.frozen = nn.Linear(9, 9).requires_grad_(False)
+        if products:
+            self.weight, self.bias = nn.Parameter(torch.randn(9, 9)), nn.Parameter(torch.randn(9))
+        self.products = products
 
     def forward(self, inputs):
-        states = self.last(torch.relu(self.frozen(torch.relu(self.first(inputs)))))
+        states = torch.relu(self.frozen(torch.relu(self.first(inputs))))
+        if self.products:
+            flat = torch.addmm(self.bias, states.view(-1, 9), self.weight)
+            states = torch.tanh(flat.view(states.shape) @ self.weight)
+        states = self.last(states)
         return states.mean(1) if states.dim() == 3 else states
 
 
+@pytest.mark.parametrize("others", [False, True])
 @pytest.mark.parametrize("shape", [(5, 7, 6), (5, 6)])
-def test_clipped_sums_are_the_same(shape, emulated, monkeypatch):
+def test_clipped_sums_are_the_same(shape, others, emulated, monkeypatch):
     torch.manual_seed(0)
-    objective = Objective(Frozen(), F.cross_entropy)
+    objective = Objective(Frozen(others), F.cross_entropy)
     params = {n: v.detach() for n, v in objective.model.named_parameters() if v.requires_grad}
     inputs = torch.randn(shape)
     inputs[3] = torch.nan

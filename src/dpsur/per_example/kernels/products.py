@@ -51,13 +51,20 @@ def pays(rows: int, inner: int, columns: int, *factors: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, where no gradient of the weight is asked for."""
-    if not weight.requires_grad and not torch.is_autocast_enabled(x.device.type):
-        height, width = weight.shape
-        if pays(x.numel() // max(1, width), width, height, x, weight):
-            found: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-            return found
-    return F.linear(x, weight, bias)
+    """`F.linear`, on tensor cores where that pays."""
+    found = fast_linear(x, weight, bias)
+    return F.linear(x, weight, bias) if found is None else found
+
+
+def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """`F.linear` on tensor cores; None where that does not pay, or the weight needs a gradient."""
+    if weight.requires_grad or torch.is_autocast_enabled(x.device.type):
+        return None
+    height, width = weight.shape
+    if not pays(x.numel() // max(1, width), width, height, x, weight):
+        return None
+    found: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Linear(torch.autograd.Function):
