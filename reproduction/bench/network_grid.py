@@ -438,38 +438,40 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     from dpsur.figure_style import common
 
-    series = [name for name in ("parameters", "batch", "length") if _of(rows, name)]
+    names = [name for name in ("parameters", "batch", "length") if _of(rows, name)]
+    figures = [("step_seconds", 1e3, "ms per update"), ("peak_memory_bytes", 2**-30, "peak, GiB")]
     with common():
-        figure, axes = plt.subplots(
-            1,
-            1 + len(series),
-            figsize=(4.8 + 2.6 * len(series), 3.0),
-            squeeze=False,
-            width_ratios=[1.8, *[1.0] * len(series)],
-            layout="constrained",
+        figure = plt.figure(figsize=(4.8 + 2.6 * len(names), 3.2), layout="constrained")
+        columns = figure.add_gridspec(
+            1, 1 + bool(names), width_ratios=[1.8, len(names)][: 1 + bool(names)]
         )
+        bars = figure.add_subplot(columns[0])
         cells = {key: arms for key, arms in table(rows).items() if key[2] == "float32"}
         places, width = np.arange(len(cells)), 0.16
         for number, arm in enumerate((PLAIN, *OPACUS, OURS, GATE)):
             heights = [
                 arms.get(arm, {}).get("time_over_plain") or np.nan for arms in cells.values()
             ]
-            axes[0][0].bar(places + (number - 2) * width, heights, width, label=arm)
-        axes[0][0].set_xticks(places, [key[0] for key in cells], rotation=30, ha="right")
-        axes[0][0].set_ylabel("time of an update / plain")
-        axes[0][0].set_yscale("log")
-        axes[0][0].legend(fontsize=6)
-        for axis, name in zip(axes[0][1:], series, strict=True):
-            for arm in (PLAIN, OURS, "opacus-hooks"):
-                points = [
-                    (row["size"], 1e3 * row["step_seconds"])
-                    for row in _of(rows, name)
-                    if row["arm"] == arm and row["status"] == OK
-                ]
-                axis.plot(*zip(*sorted(points), strict=True), marker="o", ms=3, label=arm) if (
-                    points
-                ) else None
-            axis.set(xscale="log", yscale="log", xlabel=name, ylabel="ms per update")
+            bars.bar(places + (number - 2) * width, heights, width, label=arm)
+        bars.set_xticks(places, [key[0] for key in cells], rotation=30, ha="right")
+        bars.set(ylabel="time of an update / plain", yscale="log")
+        bars.legend(fontsize=6)
+        if names:
+            grid = columns[1].subgridspec(2, len(names))
+            for column, name in enumerate(names):
+                for line_, (field, unit, label) in enumerate(figures):
+                    axis = figure.add_subplot(grid[line_, column])
+                    for arm in (PLAIN, OURS, "opacus-hooks"):
+                        points = [
+                            (row["size"], unit * row[field])
+                            for row in _of(rows, name)
+                            if row["arm"] == arm and row["status"] == OK and row.get(field)
+                        ]
+                        if points:
+                            axis.plot(*zip(*sorted(points), strict=True), marker="o", ms=2)
+                    axis.set(xscale="log", yscale="log", ylabel="" if column else label)
+                    if line_:
+                        axis.set_xlabel(name)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
 
