@@ -448,11 +448,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         bars = figure.add_subplot(columns[0])
         cells = {key: arms for key, arms in table(rows).items() if key[2] == "float32"}
         places, width = np.arange(len(cells)), 0.16
-        for number, arm in enumerate((PLAIN, *OPACUS, OURS, GATE)):
+        order = (PLAIN, *OPACUS, OURS, GATE)
+        for number, arm in enumerate(order):
             heights = [
                 arms.get(arm, {}).get("time_over_plain") or np.nan for arms in cells.values()
             ]
-            bars.bar(places + (number - 2) * width, heights, width, label=arm)
+            bars.bar(places + (number - 2) * width, heights, width, label=arm, color=f"C{number}")
         bars.set_xticks(places, [key[0] for key in cells], rotation=30, ha="right")
         bars.set(ylabel="time of an update / plain", yscale="log")
         bars.legend(fontsize=6)
@@ -468,7 +469,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                             if row["arm"] == arm and row["status"] == OK and row.get(field)
                         ]
                         if points:
-                            axis.plot(*zip(*sorted(points), strict=True), marker="o", ms=2)
+                            color = f"C{order.index(arm)}"
+                            axis.plot(*zip(*sorted(points), strict=True), color, marker="o", ms=2)
                     axis.set(xscale="log", yscale="log", ylabel="" if column else label)
                     if line_:
                         axis.set_xlabel(name)
