@@ -18,19 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import Dataset
 
 from dpsur import checks
 from dpsur.bench.measurement import OK, outcome_of, release, synchronize
-from dpsur.bench.own_steps import RECORDS_PER_BATCH, dpsgd_training, dpsur_training
+from dpsur.bench.own_steps import dpsgd_training, dpsur_training
 from dpsur.bench.peer_steps import PlainStep, ghost_step, hooks_step
 from dpsur.bench.settings import Cell, CpuContention, Settings, machine
 from dpsur.errors import InvalidInputError
-from dpsur.functional.records import Examples, HostExamples, StreamedExamples
 from dpsur.mechanism.streams import NOISE
-from dpsur.runs.data import as_examples
 from reproduction.bench.command import NETWORKS_FROM, origin_of
 from reproduction.bench.networks import (
     COMMON,
@@ -64,7 +59,6 @@ CUDA_GRID = (
 CPU_GRID = (("wrn-16-4", 128), ("encoder-192x6", 128), ("mlp", 4096), ("gpt2", 4))
 # Growth: with parameters, with the batch, with the length of a sequence.
 WIDTHS, BATCHES, LENGTHS = (192, 1_024, 3_072, 9_792), (128, 512, 2048), (64, 256, 512)
-WORKERS = 4  # that read records
 ROUNDS, LEAST_SECONDS, MOST_SECONDS, WARM_UP_SECONDS = 5, 0.1, 2.0, 0.2
 
 
@@ -142,7 +136,7 @@ def measure(job: Job, arm: str, device: torch.device) -> dict[str, Any]:
         step()
         synchronize(device)
         row["setup_seconds"] = time.perf_counter() - start
-        row["step_seconds"], row["step_seconds_quartiles"] = _timed(step, count, device)
+        row["step_seconds"], row["step_seconds_quartiles"] = timed(step, count, device)
         row["cores_used_by_others"] = contention.cores()
         if device.type == "cuda":
             # weights, optimizer, one batch and what a step needs; not the data set behind it
@@ -157,7 +151,7 @@ def measure(job: Job, arm: str, device: torch.device) -> dict[str, Any]:
     return row
 
 
-def _timed(step: Callable[[], None], count: int, device: torch.device) -> tuple[float, list[float]]:
+def timed(step: Callable[[], None], count: int, device: torch.device) -> tuple[float, list[float]]:
     """The median over rounds of at least LEAST_SECONDS, and the quartiles."""
     warm, once = 0.0, 0.0
     while not once or warm < WARM_UP_SECONDS:
@@ -214,75 +208,6 @@ def rows_of(job: Job, device: torch.device) -> Iterator[dict[str, Any]]:
         if arm == OURS and found["status"] == OK and job.network.parameters:
             row["noise_seconds"] = noise_seconds(job.network.parameters, device)
         yield row
-
-
-class _Records(Dataset[tuple[Tensor, Tensor]]):
-    """Records that workers read one by one."""
-
-    def __init__(self, records: Examples) -> None:
-        self._inputs, self._targets = records.inputs, records.targets
-
-    def __len__(self) -> int:
-        return len(self._targets)
-
-    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
-        return self._inputs[row], self._targets[row]
-
-
-def data_rows(network: Network, batch_size: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """DP-SGD with the records in three places: time, and how much of it the device is busy."""
-    host = torch.device("cpu")
-    for place in ("device", "memory", "workers"):
-        release(device)
-        records = network.batch(RECORDS_PER_BATCH * batch_size, host)
-        if place == "device":
-            placed = records.to(device)
-        elif place == "memory":
-            placed = HostExamples(records.inputs, records.targets, device)
-        else:
-            read = as_examples(_Records(records), "train_set", workers=WORKERS)
-            assert isinstance(read, StreamedExamples)
-            placed = read.to(device)
-        row: dict[str, Any] = {"status": OK, "reason": None, "step_seconds": None}
-        try:
-            step = dpsgd_training(Cell(network, network.batch(batch_size, device)), placed)
-            row["step_seconds"], row["step_seconds_quartiles"] = _timed(step, step.steps, device)
-            if device.type == "cuda":
-                row["busy_seconds"] = busy_seconds(step, device) / step.steps
-                row["busy"] = min(1.0, row["busy_seconds"] / row["step_seconds"])
-        except Exception as error:  # whatever goes wrong becomes a row
-            outcome = outcome_of(error)
-            row |= {"status": outcome.status, "reason": outcome.reason}
-        yield {
-            "network": network.name,
-            "parameters": network.parameters,
-            "batch_size": batch_size,
-            "precision": "float32",
-            "series": "data",
-            "size": None,
-            "arm": f"{OURS}, {place}",
-            **row,
-            "time_over_plain": None,
-        }
-
-
-def busy_seconds(step: Callable[[], None], device: torch.device) -> float:
-    """How long kernels and copies run in a call, those at the same time counted once."""
-    step()
-    synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        step()
-        synchronize(device)
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in found.events()
-        if str(event.device_type).endswith("CUDA")
-    )
-    total, until = 0.0, 0.0
-    for start, end in spans:
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return 1e-6 * total
 
 
 def _ratio(one: dict[str, Any], other: dict[str, Any], key: str) -> float | None:
@@ -349,6 +274,8 @@ def _measured(options: argparse.Namespace, into: list[dict[str, Any]]) -> Iterat
     start, origin = time.perf_counter(), origin_of(settings)
     with machine(settings):
         if options.data_path:
+            from reproduction.bench.data_path import data_rows
+
             name, size = _pair((options.networks or ["wrn-16-4:512"])[0])
             for row in data_rows(network_named(name), size, device):
                 whole = {"experiment": EXPERIMENT, **row, **origin}
