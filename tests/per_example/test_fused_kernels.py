@@ -101,7 +101,7 @@ def test_norms_from_inner_products(positions, device, monkeypatch):
     monkeypatch.setattr(norms, "inner_norms", lambda *_: None)
     expected = InnerNorms.of(inner, outer, 100)
     torch.testing.assert_close(found.squares, expected.squares, rtol=1e-4, atol=0.0)
-    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(found.errors, expected.errors, rtol=1e-4, atol=0.0)
     assert (found.squares[1] > 0).item()
     inner[2, 0, 0] = torch.nan
     monkeypatch.undo()

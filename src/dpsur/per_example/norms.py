@@ -17,21 +17,21 @@ from torch import Tensor
 
 from dpsur.per_example.kernels.fused import inner_norms
 
-# Below this part of what its errors are relative to a squared norm is taken to suffer from them.
-CANCELLED = 1e-2
+# From this part of a squared norm on its error is taken into account.
+TOLERATED = 4e-3
 
 
 @dataclass(frozen=True)
 class InnerNorms:
     """Squared norms of sum_t g_t x_t^T as sums of inner products, one per example.
 
-    `scale` is what rounding errors of the squares are relative to: an error of x_s.x_t, relative to
+    `errors` bounds what rounding may have done to them: an error of x_s.x_t, relative to
     |x_s| |x_t|, is multiplied by g_s.g_t, and the other way round. `terms` is how many products
     were added up for one entry: the widths of x and g and the number of positions t, together.
     """
 
     squares: Tensor
-    scale: Tensor
+    errors: Tensor
     terms: int
 
     @staticmethod
@@ -45,14 +45,14 @@ class InnerNorms:
         here; m T^2, and what vanishes on the way, is left to `whole_norms`.
         """
         lost = lost_to_underflow(terms**2, inner.dtype) ** 2
-        found = inner_norms(inner, outer, lost)
+        found = inner_norms(inner, outer, lost, rounding(terms, inner.dtype))
         if found is not None:
             return InnerNorms(*found, terms)
         squares = (inner * outer).sum((1, 2))
         inputs, outputs = inner.diagonal(dim1=1, dim2=2), outer.diagonal(dim1=1, dim2=2)
         squares.add_((inputs + outputs).sum(1), alpha=lost)
         scale = _between(inner, outputs) + _between(outer, inputs)
-        return InnerNorms(squares, scale, terms)
+        return InnerNorms(squares, scale.mul_(rounding(terms, inner.dtype)), terms)
 
     @staticmethod
     def concatenate(parts: "Sequence[InnerNorms]") -> "InnerNorms":
@@ -61,7 +61,7 @@ class InnerNorms:
             return parts[0]
         return InnerNorms(
             torch.cat([part.squares for part in parts]),
-            torch.cat([part.scale for part in parts]),
+            torch.cat([part.errors for part in parts]),
             parts[0].terms,
         )
 
@@ -81,8 +81,7 @@ def whole_norms(measures: Sequence[Measure], entries: int) -> Tensor:
     parts = torch.stack(norms) if norms else None
     if inner:
         squares = torch.stack([one.squares for one in inner])
-        scale = torch.stack([one.scale for one in inner])
-        roots = guard(squares, scale, max(one.terms for one in inner)).sqrt_()
+        roots = guard(squares, torch.stack([one.errors for one in inner])).sqrt_()
         parts = roots if parts is None else torch.cat([parts, roots])
     assert parts is not None
     total = _combine(parts)
@@ -104,18 +103,20 @@ def _between(products: Tensor, squares: Tensor) -> Tensor:
     return torch.bmm(norms.mT, torch.bmm(products.abs(), norms))[:, 0, 0]
 
 
-def guard(squares: Tensor, scale: Tensor, terms: int) -> Tensor:
-    """Squared norms that are never too small.
+def rounding(terms: int, dtype: torch.dtype) -> float:
+    """A bound on the relative error of an inner product: a few dozen units in the last place."""
+    return float(8 * torch.finfo(dtype).eps * terms**0.5)
+
+
+def guard(squares: Tensor, errors: Tensor) -> Tensor:
+    """Squared norms that are never too small by more than a fraction of a percent.
 
     Where large positions nearly cancel, the sum is mostly rounding error and may even come out
-    negative: a record made for it would pass the clip unclipped. The error is at most a small
-    multiple of the unit in the last place of `scale`. Where that could matter it is added, so that
-    such a record is clipped harder than it need be, never less.
+    negative: a record made for it would pass the clip unclipped. Where an error could matter it is
+    added, so that such a record is clipped harder than it need be, never less.
     """
-    slack = 8 * torch.finfo(squares.dtype).eps * terms**0.5
     # a negative sum is rounding error too, or an overflow, which has to stay one
-    safe = squares.abs().add_(scale, alpha=slack)
-    return torch.where(squares < CANCELLED * scale, safe, squares)
+    return torch.where(errors > TOLERATED * squares, squares.abs() + errors, squares)
 
 
 def part_norms(rows: Tensor) -> Tensor:

@@ -181,10 +181,12 @@ def weighted_rows(rows: Tensor, factors: Tensor) -> Tensor | None:
     return found.sum(0) if parts > 1 else found[0]
 
 
-def inner_norms(inner: Tensor, outer: Tensor, lost: float) -> tuple[Tensor, Tensor] | None:
-    """Squares and scales of `norms.InnerNorms`, from matrices of inner products.
+def inner_norms(
+    inner: Tensor, outer: Tensor, lost: float, rounding: float
+) -> tuple[Tensor, Tensor] | None:
+    """Squares and errors of `norms.InnerNorms`, from matrices of inner products.
 
-    `lost` times the diagonals is added to the squares.
+    `lost` times the diagonals is added to the squares; `rounding` is the error of one product.
     """
     inner, outer = inner.contiguous(), outer.contiguous()
     kernels = _kernels(inner, outer)
@@ -195,12 +197,12 @@ def inner_norms(inner: Tensor, outer: Tensor, lost: float) -> tuple[Tensor, Tens
     parts = -(-positions // down)
     if positions**2 >= 2**31:
         return None
-    squares, scale = inner.new_empty(2, examples, parts)
+    squares, errors = inner.new_empty(2, examples, parts)
     with _on(inner):
         kernels.inner_norms[(examples, parts)](
-            inner, outer, squares, scale, positions, lost, DOWN=down, ALONG=along
+            inner, outer, squares, errors, positions, lost, rounding, DOWN=down, ALONG=along
         )
-    return squares.sum(1), scale.sum(1)
+    return squares.sum(1), errors.sum(1)
 
 
 def channel_sums(

@@ -329,7 +329,15 @@ def lstm_cell_backward(
 
 @triton.jit
 def inner_norms(
-    inner, outer, squares, scale, POSITIONS, LOST, DOWN: tl.constexpr, ALONG: tl.constexpr
+    inner,
+    outer,
+    squares,
+    errors,
+    POSITIONS,
+    LOST,
+    ROUNDING,
+    DOWN: tl.constexpr,
+    ALONG: tl.constexpr,
 ):
     """Per example, sums over pairs of positions of what a norm is made of (`norms.InnerNorms`).
 
@@ -360,4 +368,4 @@ def inner_norms(
         size += tl.abs(other) * (own_inner[:, None] * others_inner[None, :])
     part = example * tl.num_programs(1) + tl.program_id(1)
     tl.store(squares + part, tl.sum(total))
-    tl.store(scale + part, tl.sum(size))
+    tl.store(errors + part, ROUNDING * tl.sum(size))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.per_example.contributions import Contribution, Factors, Products, Rows
-from dpsur.per_example.norms import InnerNorms, Measure, part_norms
+from dpsur.per_example.norms import InnerNorms, Measure, part_norms, rounding
 from dpsur.per_example.tape import NotSupportedError, Slot, Tape
 
 
@@ -90,8 +90,9 @@ class TiedLookups(Contribution):
         squares = own.squares + alone + 2 * between.sum((1, 2))
         norms = torch.linalg.vector_norm(linear.inputs, dim=2, keepdim=True)
         most = torch.bmm(norms.mT, torch.bmm(read.abs_(), sizes.unsqueeze(2)))[:, 0, 0]
-        scale = own.scale + alone + 2 * most
-        return InnerNorms(squares, scale, own.terms + tokens.shape[1])
+        terms = own.terms + tokens.shape[1]
+        errors = own.errors + rounding(terms, squares.dtype) * (alone + 2 * most)
+        return InnerNorms(squares, errors, terms)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """Of both parts."""
