@@ -173,7 +173,7 @@ def test_a_block_without_room_is_made_again_exactly(monkeypatch):
 )
 def test_trials_have_the_smallest_rooms_that_hold_their_batches(method, largest, monkeypatch):
     """A batch that is larger than every room is taken whole, as without rooms."""
-    monkeypatch.setattr(cuda_graph_loop, "LONG_TRIAL", 0.0)
+    monkeypatch.setattr(cuda_graph_loop, "LEAST_WORK", 0.0)
     single, plan = bound(method)
     one = train(single, plan, Streams(0, CPU))
     if largest is not None:
@@ -200,6 +200,17 @@ def test_trials_have_the_smallest_rooms_that_hold_their_batches(method, largest,
         assert len(used) > 1
         held = [(rooms[level], n) for level, n in zip(levels, drawn, strict=True) if level]
         assert all(room >= count for room, count in held)
+
+
+@pytest.mark.parametrize("work", [0.0, 1e12])
+def test_rooms_are_chosen_by_the_size_of_a_trial(work, monkeypatch):
+    """Never by a clock: a seeded run would not be the same every time."""
+    monkeypatch.setattr(cuda_graph_loop, "LEAST_WORK", work)
+    procedure, plan = bound(Dpsgd(updates=6, noise_multiplier=20.0, batch_size=20))
+    trials = CapturedTrial(procedure.padded(), plan, start(procedure), Streams(0, CPU), 3)
+    trials.prepare()
+    rooms = len(sampling.padded_sizes(200, 0.1))
+    assert set(trials._by_level) == ({None} if work else set(range(rooms)))
 
 
 def test_large_samples_are_worked_on_in_parts():

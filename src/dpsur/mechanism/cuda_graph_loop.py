@@ -9,10 +9,8 @@ Steps whose cost depends on earlier steps are blocks of a single trial. Steps th
 such as the tests of blocks of updates, are made on the host's command between captured blocks.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,10 +29,10 @@ from dpsur.mechanism.trial import trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
 
-# Seconds of a trial from which on it pays to look at the sizes of batches first.
-LONG_TRIAL = 5e-4
-# The level of padding that a trial's time is measured at: room for the expected number of records.
-USUAL_LEVEL = 2
+# Parameters times records of a batch from which on it pays to look at the sizes of batches first:
+# trials of half a millisecond on an H200. By size, not by a clock: a seeded run has to choose the
+# same every time, since sums over other rooms are rounded otherwise.
+LEAST_WORK = 1e8
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class CapturedTrial:
         self._position: Tensor | None = None
         if not plan.position_follows_counts:
             self._position = torch.tensor(plan.position(ledger), device=device)
-        self._pool = self._new_pool()
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         # Where this is False a trial changes neither state nor counts.
         self._live = torch.tensor(True, device=device)
         # Trials by level of padding; None has room for any batch.
@@ -134,35 +132,16 @@ class CapturedTrial:
         return self._by_level[level]
 
     def _sized_batches(self) -> list[DpGradient | LossTestGate]:
-        """Where batches come from, if several rooms for them are worth it: trials take long."""
+        """Where batches come from, if several rooms for them are worth it: trials are large."""
         source = getattr(getattr(self._procedure, "proposer", None), "source", None)
         gate = getattr(self._procedure, "gate", None)
         if not isinstance(source, DpGradient) or len(set(source.rooms)) < 2:
             return []
-        # processes that work on one batch must all do the same, whatever their clocks say
-        if self._streams.ranks.size == 1 and self._seconds(USUAL_LEVEL) < LONG_TRIAL:
-            self._by_level.clear()
-            self._pool = self._new_pool()  # one whose graphs are gone cannot be used again
+        problem = source.sampler.problem
+        parameters = sum(value.numel() for value in problem.model.parameters())
+        if parameters * source.update.sample_rate * len(problem.train) < LEAST_WORK:
             return []
         return [source, gate] if isinstance(gate, LossTestGate) else [source]
-
-    def _new_pool(self) -> Any:
-        """Memory that the captured trials share: only one of them runs at a time."""
-        on_gpu = self._state.updates.device.type == "cuda"
-        return torch.cuda.graph_pool_handle() if on_gpu else None
-
-    def _seconds(self, level: int) -> float:
-        """How long a trial takes at a level of padding."""
-        device, replay = self._state.updates.device, self._at(level)
-        waited = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
-        self._live.fill_(False)
-        waited(device)
-        start = time.perf_counter()
-        replay()
-        waited(device)
-        seconds = time.perf_counter() - start
-        self._live.fill_(True)
-        return seconds
 
     def read(self) -> tuple[int, int, bool]:
         """Trials, updates and whether a batch overflowed: the one synchronisation per block."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpsur.functional.process_settings import precision, tf32_is_forbidden
 from dpsur.per_example.kernels.fused import split_matrix
@@ -39,7 +39,7 @@ _SPLIT, _WHOLE = (True, False), (False, False)
 def pays(rows: int, inner: int, columns: int, *factors: Tensor) -> bool:
     """Whether a product of two matrices of these sizes is faster on tensor cores."""
     for value in factors:
-        if type(value) is not Tensor or value.device.type != "cuda":
+        if type(value) not in (Tensor, nn.Parameter) or value.device.type != "cuda":
             return False
         if value.dtype != torch.float32:
             return False
