@@ -17,6 +17,8 @@ from reproduction.bench.network_grid import OURS, timed
 from reproduction.bench.networks import Network
 
 WORKERS = 4  # that read records
+SERIES = "data"
+PLACES = {"device": "on the device", "memory": "in memory", "workers": "from workers"}
 
 
 class _Records(Dataset[tuple[Tensor, Tensor]]):
@@ -35,7 +37,7 @@ class _Records(Dataset[tuple[Tensor, Tensor]]):
 def data_rows(network: Network, batch_size: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """DP-SGD with the records in three places: time, and how much of it the device is busy."""
     host = torch.device("cpu")
-    for place in ("device", "memory", "workers"):
+    for place in PLACES:
         release(device)
         records = network.batch(RECORDS_PER_BATCH * batch_size, host)
         if place == "device":
@@ -61,7 +63,7 @@ def data_rows(network: Network, batch_size: int, device: torch.device) -> Iterat
             "parameters": network.parameters,
             "batch_size": batch_size,
             "precision": "float32",
-            "series": "data",
+            "series": SERIES,
             "size": None,
             "arm": f"{OURS}, {place}",
             **row,
@@ -86,3 +88,15 @@ def busy_seconds(step: Callable[[], None], device: torch.device) -> float:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return 1e-6 * total
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Where records are, time and the part of it that the device is busy, as a Markdown table."""
+    lines = ["| network, batch | records | ms per update | device busy |", "|---|---|---|---|"]
+    for row in rows:
+        if row["series"] == SERIES and row["status"] == OK:
+            label = f"{row['network']}, {row['batch_size']:,}"
+            place = PLACES[row["arm"].split(", ")[1]]
+            busy = f"{100 * row['busy']:.0f}%"
+            lines.append(f"| {label} | {place} | {1e3 * row['step_seconds']:.2f} | {busy} |")
+    return "\n".join(lines)

@@ -406,4 +406,13 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _of(rows: list[dict[str, Any]], series: str) -> list[dict[str, Any]]:
-    return [row for row in rows if row["series"] == series]
+    """The rows of a series; cells of the table are points of the series over batch sizes."""
+    found = [row for row in rows if row["series"] == series]
+    if series == "batch":
+        names = {row["network"] for row in found}
+        found += [
+            {**row, "size": row["batch_size"]}
+            for row in rows
+            if row["series"] is None and row["network"] in names and row["precision"] == "float32"
+        ]
+    return found

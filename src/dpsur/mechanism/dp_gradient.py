@@ -55,7 +55,8 @@ def dp_mean_gradient(
         at_once=batch.at_once,
     )
     noisy = add_gaussian(total, noise_multiplier, noise)
+    del total  # as large as the model
     # The expected size, not the drawn one: the drawn size is private, and dividing by it would
     # change the sensitivity.
     expected_size = sample_rate * len(problem.train)
-    return elementwise(lambda value: value / expected_size, noisy)
+    return elementwise(lambda value: value.div_(expected_size), noisy)

@@ -3,10 +3,10 @@
 A number of float32 is, to 22 bits, the sum of two numbers of TF32: what it is rounded to, and the
 rounded rest. A product of matrices is then the sum of three in TF32, of all but the two rests. They
 are made as one, of matrices three times as long, the small terms first: tensor cores cut off what
-they add up, by about 2e-9 of the sum for every number that is added, so that what comes last counts
-most. Products over many numbers are made in chunks and added up in float32. The error is 2e-6 to
-5e-6 of the result where that of float32 is 5e-7, and that of TF32 3e-4. GPUs for data centres are
-about twice as fast this way. Everywhere else, and where TF32 is forbidden, PyTorch's product is
+they add up, the more the larger it has become. Products over many numbers are made in chunks and
+added up in float32. The error is a few millionths of the result, several times that of float32 and
+about a hundredth of that of TF32 (`tests/per_example/test_products.py` bounds it). GPUs for data
+centres are faster this way. Everywhere else, and where TF32 is forbidden, PyTorch's product is
 used.
 """
 
