@@ -32,10 +32,12 @@ class Texts(Dataset):
         }
 
 
-config = GPT2Config(vocab_size=40, n_positions=16, n_embd=32, n_layer=1, n_head=2)
-config.bos_token_id = config.eos_token_id = 0
+sizes = {"vocab_size": 40, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
+config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+gpt2 = GPT2LMHeadModel(config)
+gpt2.loss_type = "ForCausalLM"  # which the library cannot tell from the name of this class
 model = get_peft_model(
-    GPT2LMHeadModel(config),
+    gpt2,
     LoraConfig(r=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True),
 )
 model.train()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from dpsur.cli.progress import ProgressBar
     from dpsur.config import Pace, Speed
-    from dpsur.engine.gate import LossGate
+    from dpsur.engine.gate import BlockGate, LossGate
     from dpsur.engine.microbatches import BatchMemoryManager
     from dpsur.engine.privacy_engine import PrivacyEngine
     from dpsur.functional.model_loss import model_loss
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BatchMemoryManager": "dpsur.engine.microbatches",
+    "BlockGate": "dpsur.engine.gate",
     "Budget": "dpsur.privacy.budget",
     "calibrate": "dpsur.privacy.calibrate",
     "Category": "dpsur.tasks.columns",
@@ -107,6 +108,7 @@ _PACKAGES = (
 
 __all__ = [
     "BatchMemoryManager",
+    "BlockGate",
     "Budget",
     "BudgetError",
     "Category",

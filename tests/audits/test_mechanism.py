@@ -118,9 +118,10 @@ def test_exact_laws_need_no_confidence():
     verdicts = {
         f.accounting: f.verdict for f in audit_exactly("unit", dead_unit(SMALL).repeated(8))
     }
-    assert set(verdicts) == {"proven", "published"}
-    assert verdicts["proven"] == NOT_CONTRADICTED
+    assert set(verdicts) == {"proven", "proven-pld", "published"}
+    assert verdicts["proven"] == verdicts["proven-pld"] == NOT_CONTRADICTED
     four = {f.accounting: f for f in audit_exactly("four", UNITS["dead unit, 4 updates"]())}
     assert four["published"].verdict == CONTRADICTED
-    assert four["proven"].verdict == NOT_CONTRADICTED
+    assert four["proven"].verdict == four["proven-pld"].verdict == NOT_CONTRADICTED
+    assert four["proven-pld"].claimed < four["proven"].claimed
     assert exact_epsilon(no_selection(SMALL), "add") < exact_epsilon(dead_unit(SMALL), "add") + 3

@@ -33,7 +33,8 @@ def test_reference_table(size, batch, noise, val_noise, updates, published, lowe
     )  # fmt: skip
     assert status == 0
     found = json.loads(out)
-    assert found.keys() == {"published", "proven", "proven_lower", "every_trial"}
+    assert found.keys() == {"published", "proven", "proven_lower", "every_trial", "proven_pld"}
+    assert 0.9 * found["proven"] < found["proven_pld"] < 0.96 * found["proven"]
     assert found["published"] == pytest.approx(published, abs=1e-3)
     assert found["proven_lower"] == pytest.approx(lower, rel=2e-3)
     assert found["proven_lower"] <= found["proven"] <= 1.01 * found["proven_lower"]

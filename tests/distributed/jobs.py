@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import dpsur
 from dpsur.config import Pace, RunConfig
 from dpsur.distributed import Ranks, Reduction, connect
-from dpsur.engine.gate import LossGate
+from dpsur.engine.gate import BlockGate, LossGate
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism import dp_gradient
@@ -98,7 +98,7 @@ def engine(
     *,
     wrap=False,
     shard=False,
-    gate=False,
+    gate=None,
     sampler=False,
     most=None,
     steps=20,
@@ -123,35 +123,50 @@ def engine(
     kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
     optim = kind(module.parameters(), lr=0.1)
     privacy = dpsur.PrivacyEngine()
+    gates = {
+        "loss": LossGate(_test_loss, min(7, size), show_verdicts=True, loss_clip=0.5),
+        "block": BlockGate(blocks=3, block_updates=2, val_noise_multiplier=2.0),
+        "losses": BlockGate(losses=_losses, blocks=3, block_updates=2, val_noise_multiplier=2.0),
+    }
     module, optim, loader = privacy.make_private(
         module=module,
         optimizer=optim,
         data_loader=loader,
         noise_multiplier=1.0,
-        max_grad_norm=0.5,
+        max_grad_norm=None if gate in ("block", "losses") else 0.5,
         steps=steps,
         max_physical_batch_size=most,
-        gate=LossGate(_test_loss, min(7, size), show_verdicts=True, loss_clip=0.5)
-        if gate
-        else None,
+        gate=gates.get(gate),
+        criterion=torch.nn.CrossEntropyLoss(),
         seed=7,
     )
     made = 0
-    while made < steps:
+    planned = steps
+    if gate in ("block", "losses"):  # tests are steps as well
+        planned = privacy.accountant.plan.updates + len(privacy.accountant.plan.blocks)
+    while made < planned:
         for x, y in loader:
             optim.zero_grad()
             F.cross_entropy(module(x), y).backward()
             optim.step()
             made = privacy.accountant.steps
-            if made == steps:
+            if made == planned:
                 break
     weights = {name: whole(value.detach()).clone() for name, value in model.named_parameters()}
     return {
         "weights": weights,
         "ledger": privacy.accountant.to_json(),
-        "accepted": list(privacy.verdicts) if gate else [],
+        "accepted": list(privacy.verdicts) or _rates(privacy.metrics),
         "rate": loader.sample_rate,
     }
+
+
+def _rates(metrics):
+    return [row["learning_rate"] and f"{row['learning_rate']:.9g}" for row in metrics]
+
+
+def _losses(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def _test_loss(model, batch):

@@ -122,14 +122,17 @@ def test_float32_differs_by_rounding(processes):
         {"optimizer": "adam"},
         {"shard": True},
         {"shard": True, "most": 2, "optimizer": "adam"},
-        {"gate": True, "most": 2},
-        {"gate": True, "shard": True, "optimizer": "adam"},
+        {"gate": "loss", "most": 2},
+        {"gate": "loss", "shard": True, "optimizer": "adam"},
+        {"gate": "block", "wrap": True, "most": 2, "steps": 5},
+        {"gate": "block", "shard": True, "optimizer": "adam", "steps": 5},
+        {"gate": "losses", "shard": True, "steps": 5},
     ],
 )
 def test_a_custom_loop_is_the_same_on_any_number_of_ranks(processes, count, changes):
     """Also in microbatches, of which the ranks have different numbers, and inside DDP."""
     alone = jobs.engine(count, **changes)
-    if changes.get("gate") and count > 5:
+    if changes.get("gate") == "loss" and count > 5:
         assert {True, False} == set(alone["accepted"])
     for size in (2, 3, 4) if changes.get("shard") else (2, 4):
         found = processes.run(size, partial(jobs.engine, count, **changes))

@@ -43,9 +43,48 @@ def test_a_batch_that_is_used_twice():
     _, model, optimizer, loader = set_up()
     x, y = batch_of(loader)
     for _ in range(2):
-        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(x.clone()), y).backward()
     with pytest.raises(StepError, match="exactly once"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("way", ["slices", "by position", "transposed", "overlapping"])
+def test_a_half_of_a_batch_that_is_used_twice(way):
+    """As many records as the batch has, and half of them twice."""
+    _, model, _, loader = set_up()
+    x, y = batch_of(loader)
+    half = len(x) // 2
+    one, two = x[:half], x[:half]
+    if way == "by position":
+        one = x.narrow(0, 0, half)
+    if way == "transposed":
+        one, two = (x.T.contiguous().T[:half] for _ in range(2))
+        two = one[:half]
+    if way == "overlapping":
+        two = x[1 : half + 1]
+    F.cross_entropy(model(one), y[:half]).backward()
+    with pytest.raises(StepError, match="same rows of a batch twice"):
+        F.cross_entropy(model(two), y[: len(two)]).backward()
+
+
+@pytest.mark.parametrize("way", ["halves", "every other", "transposed", "one buffer"])
+def test_parts_of_a_batch_that_are_used_once(way):
+    """The same memory, other rows; or the same rows with other contents."""
+    _, model, optimizer, loader = set_up()
+    x, y = batch_of(loader)
+    half = len(x) // 2
+    if way == "transposed":
+        x = x.T.contiguous().T
+    parts = [slice(None, half), slice(half, None)]
+    if way == "every other":
+        parts = [slice(0, None, 2), slice(1, None, 2)]
+    buffer = torch.empty_like(x)
+    for part in parts:
+        rows = x[part]
+        if way == "one buffer":
+            rows = buffer[: len(x[part])].copy_(x[part])
+        F.cross_entropy(model(rows), y[part]).backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

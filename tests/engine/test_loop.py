@@ -420,8 +420,8 @@ def test_a_rejection_that_keeps_something_is_noticed(monkeypatch):
 
     def weights_only(self):
         with torch.no_grad():
-            for value, before in self._tensors.values():
-                value.copy_(before)
+            for name, value in self._live().items():
+                value.copy_(self._tensors[name])
 
     monkeypatch.setattr("dpsur.engine.gate.Snapshot.restore", weights_only)
     with pytest.raises(AssertionError):
@@ -434,8 +434,8 @@ def test_noise_for_every_microbatch_is_noticed(monkeypatch):
 
     honest = Microbatch.__init__
 
-    def always_last(self, step, drawn, before, last):
-        honest(self, step, drawn if last else before, before, True)
+    def always_last(self, step, drawn, before, last, records):
+        honest(self, step, drawn if last else before, before, True, records)
 
     monkeypatch.setattr(Microbatch, "__init__", always_last)
     with pytest.raises((AssertionError, StepError)):

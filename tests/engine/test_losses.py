@@ -143,9 +143,12 @@ def added(o, y):
     return torch.add(o[:, 0], o[:, 1], alpha=float(y.float().mean())).mean()
 
 
-@pytest.mark.parametrize("loss", [huber, softplus, added])
-def test_numbers_that_come_from_the_batch_are_refused(loss):
-    _, model, optimizer, loader = private(seed=1)
+@pytest.mark.parametrize(
+    ("loss", "most"),
+    [(huber, None), (softplus, None), (added, None), (softplus, 1), (added, 1)],
+)
+def test_numbers_that_come_from_the_batch_are_refused(loss, most):
+    _, model, optimizer, loader = private(seed=1, max_physical_batch_size=most)
 
     def loop():
         for x, y in loader:

@@ -514,7 +514,7 @@ def test_the_median_of_a_noisy_histogram():
     sizes[:1000] = 1e-9
     sizes[-1000:] = math.inf  # which counts as zero
     sizes[1000:1100] = 1e12
-    bins = block_tests._bins(sizes)
+    bins = block_tests.bins_of(sizes)
     assert torch.equal(bins.sum(1), torch.ones(5000, dtype=torch.float64))
     generator = torch.Generator().manual_seed(0)
     noisy = bins.sum(0) + 30 * torch.randn(block_tests.BINS, generator=generator).double()
@@ -530,7 +530,7 @@ def scripted(patch, values):
     following = iter(values)
 
     def wrong(self, values_of, draws):
-        half = next(following) * self.tested / block_gate.METRICS_NORM / 2
+        half = next(following) * self.search.tested / block_tests.METRICS_NORM / 2
         return torch.tensor([half, -half], dtype=torch.float64)
 
     patch.setattr(BlockGate, "_noisy_sum", wrong)

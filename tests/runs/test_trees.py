@@ -11,6 +11,7 @@ from torch import nn
 import dpsur
 from dpsur.errors import InvalidInputError
 from dpsur.runs.data import as_examples, check_alike
+from dpsur.runs.fit import _count
 
 SIZE, WIDTH, WORDS = 60, 4, 9
 GENERATOR = torch.Generator().manual_seed(0)
@@ -129,3 +130,10 @@ def test_pairs_of_numbers_are_still_records():
     tensors = [(torch.ones(3), torch.tensor(1)), (torch.zeros(3), torch.tensor(0))]
     for form in (tensors, tuple(tensors)):
         assert as_examples(form, "train_set").inputs.shape == (2, 3)
+
+
+def test_columns_of_a_mapping_are_not_counted_as_records():
+    columns = {"input_ids": torch.zeros(7, 3), "labels": torch.zeros(7)}
+    assert _count(columns) == _count((columns, torch.zeros(7))) == 7
+    assert _count(({"a": torch.zeros(7)}, {"b": torch.zeros(7)})) == 7
+    assert _count(iter([])) is None

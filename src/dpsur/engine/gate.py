@@ -7,8 +7,9 @@ that was fixed in advance (`proven`). Verdicts are not shown unless `show_verdic
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,16 +18,24 @@ from torch.optim import Optimizer
 
 from dpsur import checks
 from dpsur.distributed import ALONE, Ranks
-from dpsur.errors import InvalidInputError
+from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.functional.problem import mode
 from dpsur.mechanism.gate import LossRule
+from dpsur.mechanism.optim import SHAPES
+from dpsur.mechanism.rate_search import search_blocks
 from dpsur.mechanism.streams import Stream
-from dpsur.privacy.events import LossTest
+from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.events import LossTest, SampledGaussian, Trial
+from dpsur.privacy.plans.blocks import TESTS_COST, BlockPlan, plan_blocks
 from dpsur.privacy.plans.open_ended import ACCOUNTING as EVERY_TRIAL
 from dpsur.privacy.plans.open_ended import PROVEN
 
 # Of the loss function of a gate: the model and a batch of the loader, to a number.
 BatchLoss = Callable[[nn.Module, Any], Tensor]
+# Of the model and a batch of the loader: outputs and targets, or the loss of each record.
+Outputs = Callable[[nn.Module, Any], tuple[Any, Any]]
+Losses = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -105,35 +114,208 @@ class LossGate:
         return bool(rule.decide(after - before, noise))
 
 
-class Snapshot:
-    """Weights, buffers and the optimizer's state, to go back to after a rejection."""
+@dataclass(frozen=True)
+class BlockGate:
+    """Find the learning rate by rare, precise tests of blocks of updates; all are charged.
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
-        self._module, self._optimizer = module, optimizer
-        self._tensors = {
-            name: (value, value.detach().clone()) for name, value in _tensors_of(module).items()
-        }
+    Short blocks that start from the first weights try learning rates. A test on all records after
+    each of them says how well it did. The last block trains with the best rate, which decays to
+    zero. The rule is that of `dpsur.fit(..., gate="block")` (docs/selection.md). `steps` or
+    `epochs` of `make_private` is the length of the last block; the search comes on top. One pass
+    over the loader is the whole training. The learning rate of the optimizer is set by the gate:
+    only the ratios between its parameter groups are kept. Leave `max_grad_norm` out, and the
+    clipping norm is measured as well.
+
+    Args:
+        outputs: `outputs(model, batch)` gives the outputs of the model and the targets, for a batch
+            as the loader yields it. The loss of each record comes from `make_private(criterion=)`.
+            By default a batch is a pair, and the model is called on its first part.
+        losses: instead of `outputs` and a criterion, `losses(model, batch)` gives the loss of each
+            record of a batch, a tensor with a row per record.
+        learning_rate: is tried as well; it is used if it is better.
+        schedule: how the rate decays within a block: "linear", "cosine" or "constant".
+        blocks: the number of short blocks.
+        block_updates: the updates in each of them.
+        val_batch_size: test on Poisson samples of this expected size, instead of all records.
+        val_noise_multiplier: the noise of a test; by default such that all tests together raise
+            the noise of the updates by 1.5%.
+        averages: modules that follow the weights, such as a `torch.optim.swa_utils.AveragedModel`.
+            They are saved and restored with the model.
+
+    Formal guarantee: that of a `BlockPlan`. Every update is a sampled Gaussian, every test a
+    (sampled) Gaussian on a sum of per-record values of L2 norm at most 1, all charged, whatever
+    they decide. Every record's value depends on that record alone: `outputs` and `losses` must not
+    mix records, which is tried with the first records of each test.
+    """
+
+    outputs: Outputs | None = None
+    losses: Losses | None = None
+    learning_rate: float | None = None
+    schedule: str = "linear"
+    blocks: int | None = None
+    block_updates: int | None = None
+    val_batch_size: int | None = None
+    val_noise_multiplier: float | None = None
+    averages: tuple[nn.Module, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("outputs", "losses"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise InvalidInputError(f"{name} of a gate must be a function of (model, batch)")
+        if self.outputs is not None and self.losses is not None:
+            raise InvalidInputError("give a gate outputs or losses, not both")
+        for name in ("blocks", "block_updates", "val_batch_size"):
+            if getattr(self, name) is not None:
+                checks.at_least_one(name, getattr(self, name))
+        for name in ("learning_rate", "val_noise_multiplier"):
+            if getattr(self, name) is not None:
+                checks.positive(name, getattr(self, name))
+        checks.one_of("schedule", self.schedule, tuple(SHAPES))
+        object.__setattr__(self, "averages", tuple(self.averages))
+        if not all(isinstance(one, nn.Module) for one in self.averages):
+            raise InvalidInputError("averages of a gate must be modules")
+
+    def plan(
+        self,
+        updates: int | None,
+        records: int,
+        *,
+        sample_rate: float,
+        clip_by_median: bool,
+        noise_multiplier: float | None,
+        epsilon: float | None,
+        delta: float,
+    ) -> BlockPlan:
+        """Updates, tests and noise, fixed before the run; `updates` are those of the last block."""
+        if updates is None:
+            raise InvalidInputError(
+                "a BlockGate needs steps=... or epochs=..., the length of the last block: the plan "
+                "is fixed in advance"
+            )
+        if self.val_batch_size is not None and self.val_batch_size > records:
+            raise InvalidInputError(
+                f"val_batch_size {self.val_batch_size} is larger than the {records} records"
+            )
+        sizes = search_blocks(
+            updates,
+            1 if self.learning_rate is None else 2,
+            clip_by_median=clip_by_median,
+            blocks=self.blocks,
+            block_updates=self.block_updates,
+        )
+        budget = Budget(math.inf if epsilon is None else epsilon, delta)
+        if epsilon is None and self.val_noise_multiplier is None:
+            assert noise_multiplier is not None
+            alone = Trial(SampledGaussian(sample_rate, noise_multiplier / (1 + TESTS_COST)))
+            figure = accounting_named(EVERY_TRIAL).epsilon([(alone, sum(sizes))], delta)
+            budget = Budget(figure, delta)
+        found = plan_blocks(
+            budget,
+            EVERY_TRIAL,
+            sizes,
+            sample_rate=sample_rate,
+            test_rate=None if self.val_batch_size is None else self.val_batch_size / records,
+            noise_multiplier=noise_multiplier,
+            test_noise=self.val_noise_multiplier,
+        )
+        if math.isinf(budget.epsilon):  # what is planned is the budget
+            found = replace(found, budget=Budget(found.epsilon(), delta))
+        return found
+
+
+class Snapshot:
+    """Weights, buffers and the optimizer's state, to go back to; of other modules as well."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        others: Sequence[nn.Module] = (),
+        at_rest: "Snapshot | None" = None,
+    ) -> None:
+        """With `at_rest` the optimizer's state is that of another snapshot, and is not copied."""
+        self._module, self._optimizer, self._others = module, optimizer, others
+        self._tensors = {name: value.detach().clone() for name, value in self._live().items()}
+        self._at_rest = at_rest
+        if at_rest is not None:
+            return
         self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
         self._groups = [_settings(group) for group in optimizer.param_groups]
 
-    def restore(self) -> None:
-        """Put everything back, and forget the gradient of the rejected candidate."""
+    def _live(self) -> dict[str, Tensor]:
+        found = _tensors_of(self._module)
+        for place, other in enumerate(self._others):
+            found |= {f"{place} {name}": value for name, value in _tensors_of(other).items()}
+        return found
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters of the module, by name."""
+        return {name: self._tensors[f"parameter {name}"] for name, _ in _named(self._module)}
+
+    def restore(self, *, keep: bool = False) -> None:
+        """Put everything back, and forget the gradient; `keep`: it will be restored again."""
         with torch.no_grad():
-            for value, before in self._tensors.values():
-                value.copy_(before)
+            for name, value in self._live().items():
+                value.copy_(self._tensors[name])
+        rest = self._at_rest or self
+        state = copy.deepcopy(list(rest._state.values())) if keep else list(rest._state.values())
         self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-        for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(settings)
+        self._optimizer.state.update(zip(rest._state, state, strict=True))
+        for group, settings in zip(self._optimizer.param_groups, rest._groups, strict=True):
+            group.update({name: copy.copy(value) for name, value in settings.items()})
         for value in self._module.parameters():
             value.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors; parameters of the optimizer by their number."""
+        if self._at_rest is not None:
+            return {"tensors": dict(self._tensors)}
+        numbers = _numbers(self._optimizer)
+        return {
+            "tensors": dict(self._tensors),
+            "optimizer": {numbers[key]: dict(value) for key, value in self._state.items()},
+            "groups": copy.deepcopy(self._groups),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hold what another snapshot of the same modules has held."""
+        live, given = self._live(), state["tensors"]
+        if live.keys() != given.keys():
+            raise CheckpointError("the checkpoint holds other weights or buffers than the model")
+        with torch.no_grad():
+            for name, value in self._tensors.items():
+                value.copy_(given[name])
+        if self._at_rest is not None:
+            return
+        keys = {number: key for key, number in _numbers(self._optimizer).items()}
+        self._state = {
+            keys[number]: {
+                name: value.to(keys[number].device)
+                if isinstance(value, Tensor) and value.dim()  # counts stay where they are
+                else copy.deepcopy(value)
+                for name, value in values.items()
+            }
+            for number, values in state["optimizer"].items()
+        }
+        self._groups = copy.deepcopy(list(state["groups"]))
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters())
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {
-        **{f"parameter {name}": value for name, value in module.named_parameters()},
+        **{f"parameter {name}": value for name, value in _named(module)},
         **{f"buffer {name}": value for name, value in module.named_buffers()},
     }
+
+
+def _numbers(optimizer: Optimizer) -> dict[Any, int]:
+    """The numbers of an optimizer's parameters, in the order of its groups."""
+    found = [value for group in optimizer.param_groups for value in group["params"]]
+    return {value: number for number, value in enumerate(found)}
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Poisson batches of a map-style data set, read by the workers of a `DataLoader`."""
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -19,7 +21,7 @@ from torch.utils.data import (
 from dpsur.errors import InvalidInputError
 from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.sampling import poisson_sample
-from dpsur.mechanism.streams import BATCH, Streams
+from dpsur.mechanism.streams import BATCH, VAL_BATCH, Streams
 
 # Poisson sampling takes their place; it is over the whole data set, whatever the rank.
 _PLAIN_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
@@ -33,6 +35,7 @@ class Microbatch:
     rows: int  # records of this microbatch; for none a record of zeros stands in
     before: int  # records in the microbatches before this one
     last: bool
+    records: tuple[int, ...] = ()  # their numbers in the data set
 
     @property
     def first(self) -> bool:
@@ -48,7 +51,7 @@ class Microbatch:
 class Owner(Protocol):
     """What an engine does around the batches of a loader."""
 
-    def begin_epoch(self, length: int) -> range:
+    def begin_epoch(self, length: int) -> Sequence[int]:
         """The numbers of the steps whose batches an iteration may yield."""
         ...
 
@@ -56,7 +59,7 @@ class Owner(Protocol):
         """Whether no further batch is to be yielded."""
         ...
 
-    def yielded(self, batch: Microbatch) -> None:
+    def yielded(self, batch: Microbatch, content: Any) -> None:
         """A microbatch is about to be yielded."""
         ...
 
@@ -100,7 +103,7 @@ class PoissonSampler(Sampler[list[int]]):
 
     def __init__(self, size: int, sample_rate: float, streams: Callable[[], Streams]) -> None:
         self.size, self.sample_rate, self._streams = size, sample_rate, streams
-        self.steps: range = range(0)
+        self.steps: Sequence[int] = ()
         self.most: int | None = None
         self.planned: deque[Microbatch] = deque()
 
@@ -116,7 +119,9 @@ class PoissonSampler(Sampler[list[int]]):
             size = self.most or most
             for start in range(0, most, size):
                 part = rows[start : start + size]
-                planned.append(Microbatch(step, len(part), start, start + size >= most))
+                planned.append(
+                    Microbatch(step, len(part), start, start + size >= most, tuple(part))
+                )
                 yield part
 
     def __len__(self) -> int:
@@ -165,7 +170,7 @@ class PrivateLoader(DataLoader[Any]):
         owner: "Owner",
         views: int = 1,
     ) -> None:
-        self._epoch = len(loader)
+        self.length = len(loader)
         self.owner, self.views = owner, views
         self.poisson = sampler
         options: dict[str, Any] = {}
@@ -193,10 +198,10 @@ class PrivateLoader(DataLoader[Any]):
         return self.poisson.sample_rate
 
     def __len__(self) -> int:
-        return self._epoch
+        return self.length
 
     def __iter__(self) -> Any:
-        self.poisson.steps = self.owner.begin_epoch(self._epoch)
+        self.poisson.steps = self.owner.begin_epoch(self.length)
         return self._batches(super().__iter__())
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -206,5 +211,50 @@ class PrivateLoader(DataLoader[Any]):
                 return
             if planned is None:  # the sampler has begun by now
                 planned = self.poisson.planned
-            self.owner.yielded(planned.popleft())
+            self.owner.yielded(planned.popleft(), batch)
             yield batch
+
+
+class RecordReader:
+    """Reads the records of a test in microbatches, with the workers of a private loader."""
+
+    def __init__(self, loader: PrivateLoader, streams: Callable[[], Streams]) -> None:
+        self._loader, self._streams = loader, streams
+        self.size = loader.poisson.size
+
+    def blank(self) -> Any:
+        """A batch of one record of zeros."""
+        return self._collate(views=False)([])
+
+    def _collate(self, *, views: bool) -> Collate:
+        own = cast(Collate, self._loader.collate_fn)
+        return Collate(own.collate, own.dataset, own.views if views else 1)
+
+    def read(
+        self, step: int | Tensor, rate: float | None, *, views: bool
+    ) -> Iterator[tuple[int, Any]]:
+        """This rank's share of all records, or of a Poisson sample, as the loader joins them.
+
+        Each microbatch comes with its number of records; for none a record of zeros stands in. With
+        `views` it has as many rows per record as in training.
+        """
+        loader, streams = self._loader, self._streams()
+        drawn = torch.arange(self.size)
+        if rate is not None:
+            drawn = poisson_sample(self.size, rate, streams.at(step)[VAL_BATCH])
+        rows = streams.ranks.own(drawn).tolist()
+        # all ranks make as many passes as the one with most records: some need each other's
+        longest = max(1, -(-len(drawn) // streams.ranks.size))
+        most = loader.poisson.most or math.ceil(loader.sample_rate * self.size)
+        parts = [rows[start : start + most] for start in range(0, longest, most)]
+        batches = DataLoader(
+            loader.dataset,
+            batch_sampler=cast(Any, parts),
+            num_workers=loader.num_workers,
+            collate_fn=self._collate(views=views),
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+        )
+        yield from zip(map(len, parts), batches, strict=True)

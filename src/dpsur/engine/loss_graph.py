@@ -11,6 +11,7 @@ loss, which for a mean over several items of a record (tokens) is the mean over 
 """
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,7 @@ class Total:
 
 State = Rows | Total
 Cut = dict[tuple[Any, int], int]  # (node, number of its output): length of the first dimension
+Values = dict[tuple[Any, int], Tensor]
 
 # Applied to each number alone. Arguments that are tensors are refused, since they may come from the
 # whole batch (a mask, a bound); plain numbers have to be the same in every batch.
@@ -83,35 +85,69 @@ _NONE, _MEAN = 0, 1
 
 @dataclass(frozen=True)
 class LossReport:
-    """What to multiply each record's gradient by, whether the batch was averaged, and factors."""
+    """What to multiply each record's gradient by, whether the batch was averaged, and factors.
+
+    `targets` are constants that outputs were compared with, with a row per record.
+    """
 
     scale: float | Tensor
     mean: bool
     factors: tuple[float, ...]
+    targets: tuple[Tensor, ...] = ()
 
 
-def check_loss_graph(loss: Tensor, cut: Cut, records: int, names: dict[int, str]) -> LossReport:
+def check_loss_graph(
+    loss: Tensor, cut: Cut, records: int, names: dict[int, str], outputs: Values
+) -> LossReport:
     """Follow a loss down to the outputs in `cut`; refuse it where records may be coupled.
 
-    `names` are those of parameters by identity, for messages.
+    `names` are those of parameters by identity, for messages; `outputs` are the values of those in
+    `cut`.
     """
-    walk = _Walk(cut, records, names)
-    if records == 1:  # there is nothing to couple
+    walk = _Walk(cut, records, names, outputs)
+    if records == 1:  # there is nothing to couple but by numbers that come from elsewhere
         walk.check_leaves(loss.grad_fn)
-        return LossReport(1.0, True, ())
+        with suppress(CoupledLossError):
+            walk.state(loss.grad_fn, 0)
+        return LossReport(1.0, True, tuple(walk.factors), walk.targets)
     state = walk.state(loss.grad_fn, 0)
     if not isinstance(state, Total):
         if math.prod(state.shape) != 1:
             raise CoupledLossError("the loss must be one number; reduce it with .mean() or .sum()")
         state = Total(1.0, False)
-    return LossReport(state.scale, state.mean, tuple(walk.factors))
+    return LossReport(state.scale, state.mean, tuple(walk.factors), walk.targets)
 
 
 class _Walk:
-    def __init__(self, cut: Cut, records: int, names: dict[int, str]) -> None:
-        self.cut, self.records, self.names = cut, records, names
+    def __init__(self, cut: Cut, records: int, names: dict[int, str], outputs: Values) -> None:
+        self.cut, self.records, self.names, self.outputs = cut, records, names, outputs
+        self._targets: list[Tensor] = []
         self.factors: list[float] = []
         self._known: dict[tuple[Any, int], State] = {}
+
+    @property
+    def targets(self) -> tuple[Tensor, ...]:
+        """Constants with a row per record."""
+        parts = [value for value in self._targets if value.dim() and value.numel()]
+        return tuple(
+            value.detach().reshape(self.records, -1)
+            for value in parts
+            if len(value) % self.records == 0
+        )
+
+    def _note_difference(self, node: Any) -> None:
+        """What an output was subtracted from, or what from it, where the difference is saved."""
+        below = node.next_functions[0][0]
+        saved = getattr(node, "_saved_self", None)
+        if below is None or not below.name().startswith("Sub") or not isinstance(saved, Tensor):
+            return
+        (one, first), (two, second) = below.next_functions
+        if two is None and (one, first) in self.outputs:
+            output = self.outputs[one, first]
+            self._targets += [output - saved] if output.shape == saved.shape else []
+        elif one is None and (two, second) in self.outputs:
+            output = self.outputs[two, second]
+            self._targets += [saved + output] if output.shape == saved.shape else []
 
     def state(self, node: Any, output: int) -> State:
         """What a node's output is; nodes are visited once, without deep recursion in Python."""
@@ -222,6 +258,8 @@ class _Walk:
 
     def _of_rows(self, node: Any, kind: str, rows: list[Rows], shape: tuple[int, ...]) -> State:
         first = rows[0]
+        if kind in ("Pow", "Abs", "Mul"):
+            self._note_difference(node)
         if getattr(node, "_forward_cls", None) is PerRecord:
             if any(one.shape[0] != node.records for one in rows) or node.records % self.records:
                 raise self._unknown(node, "it was given parts of records")
@@ -332,6 +370,7 @@ class _Walk:
         for name in ("delta", "beta"):
             self.factors += [float(v) for v in [getattr(node, f"_saved_{name}", None)] if v]
         target = getattr(node, "_saved_target", None)
+        self._targets += [] if target is None else [target]
         if kind.startswith("Nll"):
             self._check_classes(node, target, first)
         elif target is not None and tuple(target.shape) != first.shape:

@@ -16,10 +16,21 @@ _REFUSED = {
 }
 
 
+SCHEDULED = (
+    "{} sets the learning rate, which a BlockGate searches for and lets decay by itself; leave "
+    "that out, or train without a BlockGate"
+)
+
+
 class Steps(Protocol):
     """What an engine does around the step of an optimizer."""
 
     scheduler_due: bool
+
+    @property
+    def sets_learning_rate(self) -> bool:
+        """Whether schedulers are refused."""
+        ...
 
     def begin_step(self) -> bool:
         """Put the private gradient in place; False: this microbatch is not the last."""
@@ -93,6 +104,8 @@ def _wrap_schedulers(kind: type[LRScheduler]) -> None:
         @functools.wraps(plain)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             optimizer = getattr(self, "optimizer", None)
+            if isinstance(optimizer, PrivateOptimizer) and optimizer.engine.sets_learning_rate:
+                raise InvalidInputError(SCHEDULED.format(type(self).__name__))
             if (
                 isinstance(optimizer, PrivateOptimizer)
                 and not optimizer.engine.scheduler_due

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,16 @@ from torch.utils.data import DataLoader
 from dpsur import checks
 from dpsur.distributed import connect
 from dpsur.distributed.ranks import unwrap
+from dpsur.engine.blocks import FIRST_CLIP_NORM, BlockRun
 from dpsur.engine.criterion import Criterion
-from dpsur.engine.gate import LossGate, Snapshot
-from dpsur.engine.loader import Collate, PoissonSampler, PrivateLoader, check_loader
+from dpsur.engine.gate import BlockGate, LossGate, Snapshot
+from dpsur.engine.loader import (
+    Collate,
+    PoissonSampler,
+    PrivateLoader,
+    RecordReader,
+    check_loader,
+)
 from dpsur.engine.optimizer import make_private_optimizer
 from dpsur.engine.setup import parameters_to_train, planned_steps, refuse_options, size_and_rate
 from dpsur.engine.sharding import Sharding, is_sharded
@@ -28,8 +36,8 @@ from dpsur.per_example.augmentation import Augment
 from dpsur.privacy.calibrate import calibrate
 from dpsur.privacy.events import SampledGaussian, Step, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import FilteredPlan, PrivacyLedger
-from dpsur.privacy.plans.open_ended import ACCOUNTING, PROVEN, SelectiveLedger
+from dpsur.privacy.plans import BlockPlan, FilteredPlan, PrivacyLedger
+from dpsur.privacy.plans.open_ended import ACCOUNTING, PROVEN, BlockLedger, SelectiveLedger
 from dpsur.privacy.statement import RunFacts, Statement, privacy_statement
 from dpsur.runs.files import RunFolder
 from dpsur.runs.release import NO_ORIGIN, write_release
@@ -93,7 +101,7 @@ class PrivacyEngine(PrivateLoop):
         optimizer: Optimizer,
         data_loader: DataLoader[Any],
         noise_multiplier: float,
-        max_grad_norm: float,
+        max_grad_norm: float | None = None,
         criterion: Callable[..., Tensor] | None = None,
         epochs: int | None = None,
         steps: int | None = None,
@@ -106,7 +114,7 @@ class PrivacyEngine(PrivateLoop):
         noise_generator: Any = None,
         grad_sample_mode: str = "hooks",
         max_physical_batch_size: int | None = None,
-        gate: LossGate | None = None,
+        gate: LossGate | BlockGate | None = None,
         augment: Augment | None = None,
         views: int = 1,
         seed: int | None = None,
@@ -120,7 +128,8 @@ class PrivacyEngine(PrivateLoop):
             data_loader: a loader of a map-style data set. Poisson sampling takes the place of its
                 sampler; the sample rate is one over its length.
             noise_multiplier: standard deviation of the noise over `max_grad_norm`.
-            max_grad_norm: the norm that each record's gradient is clipped to.
+            max_grad_norm: the norm that each record's gradient is clipped to. With a `BlockGate` it
+                may be left out, and is measured.
             criterion: a loss to be computed for each record alone, as `engine.criterion(outputs,
                 targets)`; needed for losses that normalise over the batch.
             epochs: with `steps` left out, plans as many steps as so many passes over the loader.
@@ -137,8 +146,8 @@ class PrivacyEngine(PrivateLoop):
             grad_sample_mode: accepted for compatibility; the fastest way is chosen by itself.
             max_physical_batch_size: largest number of records that the loader yields at once. A
                 batch then comes in several microbatches, and `step` acts on the last of them.
-            gate: makes every step a trial: the candidate is tested on a fresh batch, and kept or
-                undone.
+            gate: a `LossGate` makes every step a trial: the candidate is tested on a fresh batch,
+                and kept or undone. A `BlockGate` searches for the learning rate.
             augment: changes the inputs of the model at random, each record by itself, in training.
             views: so many views of a record are averaged inside its one clipped gradient. The
                 loader then yields every record so many times in a row, for `augment` to change.
@@ -147,7 +156,10 @@ class PrivacyEngine(PrivateLoop):
         refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
         checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
         checks.positive("noise_multiplier", noise_multiplier)
-        checks.positive("max_grad_norm", max_grad_norm)
+        if max_grad_norm is not None:
+            checks.positive("max_grad_norm", max_grad_norm)
+        elif not isinstance(gate, BlockGate):
+            raise InvalidInputError("give max_grad_norm, the norm that gradients are clipped to")
         module = unwrap(module)
         if self._ledger is not None:
             raise InvalidInputError(
@@ -157,11 +169,22 @@ class PrivacyEngine(PrivateLoop):
         trained = parameters_to_train(module, optimizer, data_loader)
         size, rate = size_and_rate(data_loader)
         update = SampledGaussian(rate, noise_multiplier)
-        test = None if gate is None else gate.test(size)
-        step = Trial(update, test)
+        step = Trial(update, gate.test(size) if isinstance(gate, LossGate) else None)
         delta = min(1e-5, 0.1 / size) if target_delta is None else target_delta
         planned = planned_steps(epochs, steps, data_loader)
-        if gate is not None and gate.accounting == PROVEN:
+        if isinstance(gate, BlockGate):
+            self._ledger = BlockLedger.from_plan(
+                gate.plan(
+                    planned,
+                    size,
+                    sample_rate=rate,
+                    clip_by_median=max_grad_norm is None,
+                    noise_multiplier=noise_multiplier,
+                    epsilon=target_epsilon,
+                    delta=delta,
+                )
+            )
+        elif gate is not None and gate.accounting == PROVEN:
             if planned is None:
                 raise InvalidInputError(
                     "the accounting 'proven' needs steps=..., the number of accepted updates, "
@@ -189,7 +212,7 @@ class PrivacyEngine(PrivateLoop):
         ranks.check_same(
             {
                 "settings": f"{step} {max_grad_norm} {self._ledger.describe()} {seed} {views} "
-                f"{None if gate is None else gate.loss_clip}",
+                f"{gate.loss_clip if isinstance(gate, LossGate) else None}",
                 "number of records": str(size),
                 "parameters": str([(name, value.shape) for name, value in trained.items()]),
             }
@@ -198,13 +221,15 @@ class PrivacyEngine(PrivateLoop):
         if sharding is None:
             ranks.broadcast_module(module)
         self._streams, self._seed = Streams(seed, device, ranks), seed
+        self._max_grad_norm = max_grad_norm
         self._module, self._optimizer, self._dataset = module, optimizer, data_loader.dataset
-        self._gate, self._saved = gate, None
+        self._gate, self._saved = gate if isinstance(gate, LossGate) else None, None
         if isinstance(self._ledger, SelectiveLedger):
             self._first = Snapshot(module, optimizer)
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
+        clip_norm = FIRST_CLIP_NORM if max_grad_norm is None else max_grad_norm
         self._watcher = Watcher(
-            module, trained, max_grad_norm, loss_reduction, self._expect, augment, views, sharding
+            module, trained, clip_norm, loss_reduction, self._expect, augment, views, sharding
         )
         sampler = PoissonSampler(size, rate, lambda: self._batch_streams())
         if max_physical_batch_size is not None:
@@ -212,6 +237,19 @@ class PrivacyEngine(PrivateLoop):
             sampler.most = max_physical_batch_size
         self._loader = PrivateLoader(data_loader, sampler, self, views)
         self._test_collate = Collate(data_loader.collate_fn, data_loader.dataset, 1)
+        if isinstance(gate, BlockGate):
+            assert isinstance(self._ledger, BlockLedger)
+            self._blocks = BlockRun(
+                gate,
+                self._ledger,
+                self._watcher,
+                optimizer,
+                self._criterion,
+                max_grad_norm,
+                RecordReader(self._loader, self._batch_streams),
+                lambda: self._streams,
+            )
+            self._loader.length = self._ledger.updates
         return module, make_private_optimizer(optimizer, self), self._loader
 
     def make_private_with_epsilon(
@@ -222,10 +260,10 @@ class PrivacyEngine(PrivateLoop):
         data_loader: DataLoader[Any],
         target_epsilon: float,
         target_delta: float,
-        max_grad_norm: float,
+        max_grad_norm: float | None = None,
         epochs: int | None = None,
         steps: int | None = None,
-        gate: LossGate | None = None,
+        gate: LossGate | BlockGate | None = None,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         """Like `make_private`, with the least noise for which the training fits a budget.
@@ -237,14 +275,27 @@ class PrivacyEngine(PrivateLoop):
         if planned is None:
             raise InvalidInputError("give epochs or steps: the noise depends on their number")
         size, rate = size_and_rate(data_loader)
-        noise = calibrate(
-            epsilon=target_epsilon,
-            delta=target_delta,
-            sample_rate=rate,
-            updates=planned,
-            test=None if gate is None else gate.test(size),
-            accounting=ACCOUNTING if gate is None else gate.accounting,
-        )
+        if isinstance(gate, BlockGate):
+            plan = gate.plan(
+                planned,
+                size,
+                sample_rate=rate,
+                clip_by_median=max_grad_norm is None,
+                noise_multiplier=None,
+                epsilon=target_epsilon,
+                delta=target_delta,
+            )
+            noise = plan.update.noise_multiplier
+            gate = replace(gate, val_noise_multiplier=plan.test.noise_multiplier)
+        else:
+            noise = calibrate(
+                epsilon=target_epsilon,
+                delta=target_delta,
+                sample_rate=rate,
+                updates=planned,
+                test=None if gate is None else gate.test(size),
+                accounting=ACCOUNTING if gate is None else gate.accounting,
+            )
         return self.make_private(
             module=module,
             optimizer=optimizer,
@@ -264,6 +315,14 @@ class PrivacyEngine(PrivateLoop):
         if self._criterion is None:
             raise InvalidInputError("give the loss to make_private: criterion=...")
         return self._criterion
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Noisy training metrics that the tests of a `BlockGate` have released so far.
+
+        They are paid for and public: the rows of `statement()["metrics"]`.
+        """
+        return [] if self._blocks is None else self._blocks.metrics
 
     # What is spent
 
@@ -297,7 +356,18 @@ class PrivacyEngine(PrivateLoop):
                 "the accounting 'proven' covers a training that made all of its updates; continue "
                 "until the loader ends, or release nothing"
             )
+        if self._blocks is not None and not self._blocks.done:
+            raise StepError(
+                "the plan of the BlockGate is not done, and the weights at hand may be those of a "
+                "learning rate on trial; continue until the loader ends, then state and save"
+            )
         steps = None if isinstance(plan, FilteredPlan) else plan.length
+        val_batch_size = None if gate is None else gate.val_batch_size
+        val_noise = None if gate is None else gate.val_noise_multiplier
+        if isinstance(plan, BlockPlan):  # the search is not counted, as in `make_private`
+            steps, val_noise = plan.blocks[-1], plan.test.noise_multiplier
+            if isinstance(plan.test, SampledGaussian):
+                val_batch_size = round(plan.test.sample_rate * self._size)
         facts = RunFacts(
             dataset_size=self._size,
             method=CUSTOM_LOOP,
@@ -306,8 +376,8 @@ class PrivacyEngine(PrivateLoop):
                 "noise_multiplier": self._noise,
                 "max_grad_norm": self._watcher.max_grad_norm,
                 "steps": steps,
-                "val_batch_size": None if gate is None else gate.val_batch_size,
-                "val_noise_multiplier": None if gate is None else gate.val_noise_multiplier,
+                "val_batch_size": val_batch_size,
+                "val_noise_multiplier": val_noise,
                 "accept_threshold": None if gate is None else gate.accept_threshold,
                 "loss_clip": None if gate is None else gate.loss_clip,
                 "optimizer": type(self._optimizer).__name__.removeprefix("Private"),
@@ -318,9 +388,12 @@ class PrivacyEngine(PrivateLoop):
             tf32=torch.backends.cuda.matmul.allow_tf32,
             bf16=self._watcher.rounded,
             versions=versions(),
+            metrics=None if self._blocks is None else self._blocks.metrics,
         )
-        charged = Ledger()
-        if self.accountant.steps:
+        charged = self.accountant.charged
+        if self._blocks is None:
+            charged = Ledger()
+        if self.accountant.steps and self._blocks is None:
             charged = charged.record(
                 self._event, updates=self._accepted, trials=self.accountant.steps
             )
@@ -345,17 +418,19 @@ class PrivacyEngine(PrivateLoop):
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of the loop keeps beside those of the model and the optimizer.
 
-        Private: it holds the key of the random numbers of a seeded run.
+        Private: it holds the key of the random numbers of a seeded run. With a `BlockGate` it holds
+        the saved weights and optimizer states that the search goes back to.
         """
         return {
             "format": FORMAT,
             "ledger": self.accountant.to_json(),
             "sample_rate": self._rate,
             "noise_multiplier": self._noise,
-            "max_grad_norm": self._watcher.max_grad_norm,
+            "max_grad_norm": self._max_grad_norm,
             "records": self._size,
             "seed": self._seed,
             "accepted": self._accepted,
+            **({} if self._blocks is None else {"blocks": self._blocks.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -386,5 +461,8 @@ class PrivacyEngine(PrivateLoop):
                 f"the checkpoint planned {ledger.describe()}, this engine "
                 f"{self.accountant.describe()}; plan the same in make_private"
             )
+        if self._blocks is not None:
+            assert isinstance(ledger, BlockLedger)
+            self._blocks.load_state_dict(state["blocks"], ledger)
         self._ledger, self._due, self._accepted = ledger, None, int(state["accepted"])
         self._watcher.forget()

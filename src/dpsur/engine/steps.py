@@ -1,6 +1,6 @@
 """The steps of a custom loop: what is due, what was used, what is charged, and what is kept."""
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from typing import Any, cast
 
 import torch
@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpsur.distributed import Reduction
+from dpsur.engine.batch_checks import Yielded
+from dpsur.engine.blocks import BlockRun
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.gate import LossGate, Snapshot
 from dpsur.engine.loader import Collate, Microbatch, PrivateLoader
@@ -52,6 +54,7 @@ class PrivateLoop:
         self._due: Microbatch | None = None
         self._criterion: Criterion | None = None
         self._gate: LossGate | None = None
+        self._blocks: BlockRun | None = None
         self._saved: Snapshot | None = None
         self._test_batch: list[tuple[int, Any]] = []
         # Schedulers do nothing after a step that did nothing or was undone.
@@ -66,6 +69,11 @@ class PrivateLoop:
             raise InvalidInputError("call make_private first")
         return self._ledger
 
+    @property
+    def sets_learning_rate(self) -> bool:
+        """Whether the engine sets the learning rate, so that schedulers are refused."""
+        return self._blocks is not None
+
     def _batch_streams(self) -> Streams:
         """Batches are drawn on the host."""
         if self._streams.device.type == "cpu":
@@ -74,12 +82,17 @@ class PrivateLoop:
         host.key = self._streams.key
         return host
 
-    def begin_epoch(self, length: int) -> range:
+    def begin_epoch(self, length: int) -> Sequence[int]:
         """The numbers of the steps whose batches an iteration of the loader may yield."""
         self._check_size()
         first = self.accountant.steps + 1
         self._due = None  # what was looked at and not used is drawn again
         self._watcher.forget()
+        if self._blocks is not None:
+            if self._blocks.done:
+                raise self._spent()
+            self._make_tests()
+            return self._blocks.ledger.update_steps()
         if not self.accountant.affords(self._event):
             raise self._spent()
         if isinstance(self.accountant, SelectiveLedger):  # ends after the last update
@@ -89,9 +102,27 @@ class PrivateLoop:
 
     def finished(self) -> bool:
         """Whether no further batch is to be yielded: what was planned is done."""
+        if self._blocks is not None:
+            return self._due is None and self._blocks.done
         return self._due is None and not self.accountant.affords(self._event)
 
+    def _make_tests(self) -> None:
+        """Make the tests of blocks that are due, on all ranks."""
+        if self._blocks is not None:
+            self._follow_device()
+            with self._streams.ranks.ends_together():
+                self._blocks.make_tests()
+
+    def _follow_device(self) -> None:
+        """Draw noise where the model is: it may have been moved since."""
+        self._streams.device = next(iter(self._watcher.trained.values())).device
+
     def _spent(self) -> BudgetError:
+        if self._blocks is not None:
+            return BudgetError(
+                f"the plan of the BlockGate is done ({self.accountant.describe()}); one pass over "
+                "the loader is the whole training: iterate over it once"
+            )
         return BudgetError(
             f"the budget is spent after {self.accountant.steps} steps "
             f"({self.accountant.describe()}); stop here, or plan more steps in make_private"
@@ -105,9 +136,10 @@ class PrivateLoop:
                 "rate was fixed for those; make a new engine for another data set"
             )
 
-    def yielded(self, batch: Microbatch) -> None:
+    def yielded(self, batch: Microbatch, content: Any) -> None:
         """The loader is about to yield a microbatch."""
         self._check_size()
+        self._make_tests()  # where one was interrupted
         if batch.first and self._due is not None:
             raise StepError(
                 "a private batch was drawn and optimizer.step() was not called for the one before; "
@@ -125,6 +157,7 @@ class PrivateLoop:
                 "record of those before; call it for every microbatch"
             )
         self._due = batch
+        self._watcher.yielded = Yielded(batch.records, content, batch.before)
 
     def _expect(self, rows: int) -> Tensor | None:
         """Called before each watched forward pass: a private batch has to be there."""
@@ -169,10 +202,11 @@ class PrivateLoop:
             )
         watcher.check_parameters()
         watcher.check_gradients()
+        if self._blocks is not None:
+            self._blocks.check_rates()
         self.accountant.charge(self._event)
         self._due = None
-        # the model may have been moved since
-        self._streams.device = next(iter(watcher.trained.values())).device
+        self._follow_device()
         noise = self._streams.at(due.step)[NOISE]
         if watcher.sharding is not None:  # its sums are those of all ranks already
             total = ClippedSum(watcher.take(), watcher.max_grad_norm)
@@ -189,6 +223,8 @@ class PrivateLoop:
             self._saved = Snapshot(self._module, self._optimizer)
             self._test_batch = self._draw_test_batch(due.step)
             self._before = self._test_loss()
+        if self._blocks is not None:
+            self._blocks.set_rates()
         self._step = due.step
         return True
 
@@ -215,6 +251,7 @@ class PrivateLoop:
         self.scheduler_due = True
         if self._gate is None or self._saved is None:
             self._accepted += 1
+            self._make_tests()
             return
         after = self._test_loss()
         noise = self._streams.at(self._step)[VAL_NOISE]

@@ -8,17 +8,24 @@ the loss has to be inspected before autograd frees what it has saved.
 """
 
 import functools
-import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpsur.engine.loss_graph import Cut, check_loss_graph
+from dpsur.engine.backward import leave_backward, watch_backward
+from dpsur.engine.batch_checks import (
+    Place,
+    TargetCheck,
+    Yielded,
+    check_not_used,
+    places_of,
+)
+from dpsur.engine.loss_graph import Cut, Values, check_loss_graph
 from dpsur.engine.plans import Plans, row_count_of
 from dpsur.engine.sharding import Sharding
 from dpsur.errors import StepError
@@ -26,10 +33,7 @@ from dpsur.functional.call import Arguments, arguments, every_module, use_weight
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import forbid_side_effects, without_flattening
 from dpsur.functional.process_settings import precision
-from dpsur.functional.tree import (
-    map_tensors,
-    split_rows,
-)
+from dpsur.functional.tree import map_tensors, split_rows
 from dpsur.per_example.augmentation import Augment, check_augmentation
 from dpsur.per_example.contributions import Factors, clip_factors
 from dpsur.per_example.engine_choice import Engine, Plan
@@ -47,6 +51,9 @@ class Call:
 
     tape: Tape
     rows: int
+    inputs: list[Place]
+    given: Arguments
+    outputs: Values = field(default_factory=dict)
     cut: Cut = field(default_factory=dict)
     differentiated: bool = False
 
@@ -57,10 +64,12 @@ class Sums:
 
     rows: int = 0
     params: Params = field(default_factory=dict)
+    inputs: list[list[Place]] = field(default_factory=list)
 
-    def add(self, rows: int, params: Params) -> None:
+    def add(self, rows: int, params: Params, inputs: list[Place]) -> None:
         """Add the clipped gradients of some more records."""
         self.rows += rows
+        self.inputs.append(inputs)
         for name, value in params.items():
             self.params[name] = self.params[name] + value if name in self.params else value
 
@@ -87,17 +96,21 @@ class Watcher:
         self._augment, self._views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
         self._plans = Plans(module, list(trained), sharding)
-        self._factors: tuple[float, ...] | None = None
+        # of one record and of several, whose losses are not written alike
+        self._factors: dict[bool, tuple[float, ...]] = {}
         self._calls: list[Call] = []
         self._open: tuple[ExitStack, Tape, Plan] | None = None
+        self._given = Arguments((), {})
+        self.yielded: Yielded | None = None
+        self._target_check = TargetCheck()
         self._busy = False
+        self._measured: list[Tensor] | None = None
         self._grads: dict[str, tuple[Tensor, int]] = {}
         self._handles = [
             module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
         ]
-        _watchers.add(self)
-        _wrap_backward()
+        watch_backward(self)
 
     @property
     def rounded(self) -> bool:
@@ -114,7 +127,7 @@ class Watcher:
         """Leave the module alone from now on."""
         for handle in self._handles:
             handle.remove()
-        _watchers.discard(self)
+        leave_backward(self)
 
     # The forward pass
 
@@ -133,8 +146,10 @@ class Watcher:
                 f"the model was called with {rows} rows, which is no multiple of the {self._views} "
                 "views of each record; keep the views of a record together"
             )
-        self._expects(rows // self._views)
+        if self._measured is None:
+            self._expects(rows // self._views)
         self.check_parameters()
+        self._given = Arguments(args, kwargs)
         args, kwargs = self._augmented(args, kwargs)
         inputs = Arguments(args, kwargs)
         self._busy = True
@@ -185,11 +200,12 @@ class Watcher:
         stack.close()
         if outputs is None:  # the forward pass raised
             return None
-        call = Call(tape, tape.examples // self._views)
+        call = Call(tape, tape.examples // self._views, places_of(self._given), self._given)
 
         def note(value: Tensor) -> Tensor:
             if value.grad_fn is not None and value.dim() and len(value) == tape.examples:
                 call.cut[value.grad_fn, value.output_nr] = len(value)
+                call.outputs[value.grad_fn, value.output_nr] = value.detach()
             return value
 
         def total(given: Tensor, found: Tensor) -> Tensor:
@@ -309,9 +325,10 @@ class Watcher:
                 "a second backward pass through one forward pass would count its records twice; "
                 "add the losses up and call backward() once"
             )
+        check_not_used(call.inputs, self.sums.inputs)
         if options.get("create_graph"):
             raise StepError("create_graph=True is not supported in a private backward pass")
-        report = check_loss_graph(loss, call.cut, call.rows, self._names)
+        report = check_loss_graph(loss, call.cut, call.rows, self._names, call.outputs)
         views = 1 if self.loss_reduction == "mean" else self._views  # a sum is not divided by them
         if call.rows > 1 and report.mean != (self.loss_reduction == "mean"):
             has = "a mean" if report.mean else "a sum"
@@ -319,15 +336,19 @@ class Watcher:
                 f"the loss is {has} over the batch, but loss_reduction is "
                 f"{self.loss_reduction!r}; make the two agree in make_private(loss_reduction=...)"
             )
-        if report.factors and call.rows > 1:
-            known = self._factors
-            if known is not None and not _close(known, report.factors):
+        if report.factors:
+            known = self._factors.setdefault(call.rows == 1, report.factors)
+            if not _close(known, report.factors):
                 raise StepError(
                     "the loss is multiplied or divided by other numbers than in the first batch; a "
                     "number that depends on the batch couples its records: make it constant, or "
                     "compute it from each record alone in make_private(criterion=...)"
                 )
-            self._factors = report.factors
+        if self.yielded is not None and self._measured is None and self._views == 1:
+            used = self.sums.rows - self.yielded.before
+            self._target_check.look(
+                replace(self.yielded, before=used), call.given, report.targets, call.rows
+            )
         call.tape.recording = True
         return report.scale / views
 
@@ -339,7 +360,7 @@ class Watcher:
             tape.carry_back()
             if self._views > 1:
                 tape.merge_views(self._views)
-        keep = self._expects(call.rows)
+        keep = None if self._measured is not None else self._expects(call.rows)
         if keep is None:
             missing = next((n for n in tape.params if not tape.contributions.get(n)), None)
             if missing is not None:
@@ -350,6 +371,10 @@ class Watcher:
         with torch.no_grad(), precision(tf32=False):
             norms = tape.norms()
             scale = torch.as_tensor(scale, device=norms.device).to(norms.dtype)
+            if self._measured is not None:
+                self._measured.append(norms * scale)
+                tape.leaves.clear()
+                return
             factors = clip_factors(norms * scale, self.max_grad_norm, keep)
             factors = Factors(factors.values * scale, factors.keep)
             if factors.keep is not None:
@@ -359,9 +384,20 @@ class Watcher:
                 total = tape.weighted_sum(name, factors, last=True)
                 # of a sharded parameter only this rank's part is kept, of the sum of all ranks
                 sums[name] = total if self.sharding is None else self.sharding.reduce(name, total)
-        self.sums.add(call.rows, sums)
+        self.sums.add(call.rows, sums, call.inputs)
         tape.leaves.clear()
         self._mark_gradients()
+
+    @contextmanager
+    def measuring(self) -> Iterator[list[Tensor]]:
+        """Norms of records' gradients by backward passes that add to no sum and need no batch."""
+        factors, calls = dict(self._factors), self._calls
+        self._measured = []
+        try:
+            yield self._measured
+        finally:
+            # its loss need not be that of the loop
+            self._measured, self._factors, self._calls = None, factors, calls
 
     def _mark_gradients(self) -> None:
         """Put zeros into `.grad`, where other code that clips or adds gradients leaves a trace."""
@@ -419,7 +455,7 @@ class Watcher:
 
     def forget(self) -> None:
         """Drop what calls and backward passes have left."""
-        self.sums, self._calls = Sums(), []
+        self.sums, self._calls, self.yielded = Sums(), [], None
 
 
 def _inactive() -> Watcher:
@@ -429,42 +465,3 @@ def _inactive() -> Watcher:
 def _close(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(abs(a - b) <= 1e-9 * abs(a) for a, b in pairs)
-
-
-_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-_plain_backward: Callable[..., None] | None = None
-
-
-def _wrap_backward() -> None:
-    """Let watched losses be inspected before autograd differentiates them."""
-    global _plain_backward
-    if _plain_backward is not None:
-        return
-    _plain_backward = torch.autograd.backward
-    plain = _plain_backward
-
-    @functools.wraps(plain)
-    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
-        found = [
-            (watcher, loss, call)
-            for loss in ([tensors] if isinstance(tensors, Tensor) else list(tensors))
-            if isinstance(loss, Tensor)
-            for watcher in list(_watchers)
-            if (call := watcher.reached(loss)) is not None
-        ]
-        if not found:
-            plain(tensors, grad_tensors, *args, **options)
-            return
-        if len(found) > 1:
-            raise StepError("several losses in one backward pass; add them up first")
-        watcher, loss, call = found[0]
-        if grad_tensors is not None and any(
-            one is not None
-            for one in ([grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors)
-        ):
-            raise StepError("backward(gradient=...) is not supported; reduce the loss to a number")
-        scale = watcher.before_backward(call, loss, options)
-        plain(tensors, grad_tensors, *args, **options)
-        watcher.after_backward(call, scale)
-
-    torch.autograd.backward = backward

@@ -92,14 +92,14 @@ def _rate_of(plan: BlockPlan) -> float:
     return plan.test.sample_rate if isinstance(plan.test, SampledGaussian) else 1.0
 
 
-def tested_records(plan: BlockPlan, problem: Problem) -> float:
+def tested_records(plan: BlockPlan, records: int) -> float:
     """The expected number of records that a test looks at."""
-    return _rate_of(plan) * len(problem.train)
+    return _rate_of(plan) * records
 
 
-def standard_error(plan: BlockPlan, problem: Problem) -> float:
+def standard_error(plan: BlockPlan, records: int) -> float:
     """Of a test's mean: its noise and, of a sample, at most that of values in [-1, 1]."""
-    tested = tested_records(plan, problem)
+    tested = tested_records(plan, records)
     noise = plan.test.noise_multiplier / tested
     return math.hypot(noise, math.sqrt((1 - _rate_of(plan)) / tested))
 
@@ -109,12 +109,20 @@ def standard_error(plan: BlockPlan, problem: Problem) -> float:
 
 def class_count(problem: Problem) -> int:
     """How many classes outputs are scores of, where targets are indices of them; else 0."""
-    targets = problem.train.targets
-    if not isinstance(targets, Tensor) or targets.dim() != 1 or targets.dtype != torch.int64:
+    one = problem.train.part(slice(1))
+    if not _are_labels(one.targets):
         return 0
-    one = problem.outputs(problem.initial_params(), problem.train.part(slice(1)).inputs)
-    classes = isinstance(one, Tensor) and one.dim() == 2 and one.shape[1] > 1
-    return int(one.shape[1]) if classes else 0
+    return classes_of(problem.outputs(problem.initial_params(), one.inputs), one.targets)
+
+
+def _are_labels(targets: Any) -> bool:
+    return isinstance(targets, Tensor) and targets.dim() == 1 and targets.dtype == torch.int64
+
+
+def classes_of(outputs: Any, targets: Any) -> int:
+    """The same from the outputs and the targets of some records."""
+    scores = isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] > 1
+    return int(outputs.shape[1]) if scores and _are_labels(targets) else 0
 
 
 def is_classification(problem: Problem) -> bool:
@@ -126,9 +134,15 @@ def class_metrics(problem: Problem, params: Params, rows: Examples) -> Tensor:
     """(label right, min(loss, 2 ln K) / (2 ln K)) over the largest norm that this can have."""
     outputs = problem.outputs(params, rows.inputs)
     assert isinstance(outputs, Tensor)
-    losses = example_losses(problem.loss, outputs, rows.targets).double()
-    bound = 2 * math.log(outputs.shape[1])
-    right = (outputs.argmax(1) == rows.targets).double()
+    assert isinstance(rows.targets, Tensor)
+    losses = example_losses(problem.loss, outputs, rows.targets)
+    return metrics_of(outputs, rows.targets, losses)
+
+
+def metrics_of(outputs: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
+    """The same from scores of classes, labels and losses, each with a row per record."""
+    bound, losses = 2 * math.log(outputs.shape[1]), losses.double()
+    right = (outputs.argmax(1) == targets).double()
     parts = torch.where(losses.isfinite(), losses.clamp(0, bound) / bound, 1.0)
     right = torch.where(losses.isfinite(), right, 0.0)
     values = torch.stack([right, parts], 1) / METRICS_NORM
@@ -140,22 +154,28 @@ def loss_decreases(
     problem: Problem, params: Params, first: Params, bound: Tensor, rows: Examples
 ) -> Tensor:
     """By how much a record's loss is below that at the first weights, clipped, in [-1, 1]."""
-    difference = problem.losses(first, rows).double() - problem.losses(params, rows).double()
+    return decreases_of(problem.losses(first, rows), problem.losses(params, rows), bound)
+
+
+def decreases_of(before: Tensor, after: Tensor, bound: Tensor) -> Tensor:
+    """The same from the losses at the first weights and at those to test."""
+    difference = before.double() - after.double()
     clipped = (difference / bound).clamp(-1, 1)
     return torch.where(difference.isfinite(), clipped, -1.0)[:, None]
 
 
 def gradient_bins(problem: Problem, params: Params, rows: Examples) -> Tensor:
     """A one in the bin of the record's gradient norm."""
-    return _bins(clipped_norms(problem, params, rows, math.inf))
+    return bins_of(clipped_norms(problem, params, rows, math.inf))
 
 
 def loss_bins(problem: Problem, params: Params, rows: Examples) -> Tensor:
     """A one in the bin of the size of the record's loss."""
-    return _bins(problem.losses(params, rows).double().abs())
+    return bins_of(problem.losses(params, rows).double().abs())
 
 
-def _bins(sizes: Tensor) -> Tensor:
+def bins_of(sizes: Tensor) -> Tensor:
+    """A one in the bin of each record's size."""
     sizes = torch.where(sizes.isfinite(), sizes, 0.0).clamp(min=2.0**LOWEST_OCTAVE)
     places = (BINS_PER_OCTAVE * (sizes.log2() - LOWEST_OCTAVE)).floor().long()
     return torch.nn.functional.one_hot(places.clamp(0, BINS - 1), BINS).double()
@@ -171,6 +191,13 @@ def median_of(noisy: Tensor, noise: float) -> float | None:
 
 
 # --- what a test released -------------------------------------------------------------------------
+
+
+def with_value(values: Tensor, place: int, value: float | Tensor) -> Tensor:
+    """The same values, one of them replaced."""
+    values = values.clone()
+    values[place] = value
+    return values
 
 
 def metric_row(

@@ -15,6 +15,7 @@ from dpsur.mechanism.block_tests import (
     noisy_sum,
     standard_error,
     tested_records,
+    with_value,
 )
 from dpsur.mechanism.proposer import GradientProposer
 from dpsur.mechanism.state import Candidate, State, Verdict
@@ -27,13 +28,6 @@ def memory_of(state: State) -> dict[str, Tensor]:
     """What has been released so far, to be changed in a copy."""
     assert state.memory is not None
     return dict(state.memory)
-
-
-def with_value(values: Tensor, place: int, value: float | Tensor) -> Tensor:
-    """The same values, one of them replaced."""
-    values = values.clone()
-    values[place] = value
-    return values
 
 
 class UpdatesInBlocks(Protocol):
@@ -102,7 +96,7 @@ class MeasuredUpdates:
             self.updates,
             draws,
         )
-        pair = METRICS_NORM * noisy / tested_records(self.plan, problem)
+        pair = METRICS_NORM * noisy / tested_records(self.plan, len(problem.train))
         memory["measured"] = with_value(memory["measured"], int(memory["tests"]), pair)
         memory["tests"] = memory["tests"] + 1
         return Candidate(replace(state, memory=memory))
@@ -128,7 +122,7 @@ class MeasuredUpdates:
         """What was measured so far, which is paid for and public."""
         memory, problem = memory_of(state), self.updates.problem
         bound = 2 * math.log(class_count(problem))
-        error = standard_error(self.plan, problem)
+        error = standard_error(self.plan, len(problem.train))
         found = []
         for test in range(int(memory["tests"])):
             after = f"update {sum(self.plan.blocks[: test + 1])}"
@@ -146,7 +140,7 @@ class MeasuredUpdates:
         if int(state.updates) != sum(self.plan.blocks[:done]):
             return False  # only right after a test
         losses = memory["measured"][:done, 1].tolist()
-        margin = 2 * METRICS_NORM * standard_error(self.plan, self.updates.problem)
+        margin = 2 * METRICS_NORM * standard_error(self.plan, len(self.updates.problem.train))
         best, since = losses[0], 0
         for loss in losses[1:]:
             since = 0 if loss < best - margin else since + 1

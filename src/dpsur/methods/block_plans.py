@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.mechanism.block_gate import FIRST_ADAM_RATE, FIRST_PRODUCT, BlockGate
+from dpsur.mechanism.block_gate import BlockGate
 from dpsur.mechanism.block_tests import is_classification
 from dpsur.mechanism.measured_updates import MeasuredUpdates
 from dpsur.mechanism.proposer import GradientProposer
+from dpsur.mechanism.rate_search import search_blocks, search_starts
 from dpsur.mechanism.state import Procedure
 from dpsur.methods.base import OptimizerMethod, check_batch_size
 from dpsur.privacy.accounting import RESTORE, check_covers_steering
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="GradientMethod")
 NO_GATE, BLOCK_GATE = "none", "block"
 MEDIAN, GIVEN = "median", "given"
-# Of the gate block (docs/selection.md): blocks of a search, and updates in each of them.
-USUAL_BLOCKS = 4
-BLOCKS_PER_RUN, SHORTEST_BLOCK = 16, 40
 METRICS_PER_RUN = 10  # how often paid metrics are measured without a gate
 
 
@@ -82,13 +80,16 @@ def check_block_gate(method: "GradientMethod") -> None:
         )
 
 
-def search_starts(method: "GradientMethod") -> tuple[float, ...]:
+def starts_of(method: "GradientMethod") -> tuple[float, ...]:
     """Where the search starts: by rule, and at a learning rate that was given."""
     adam, rate = method.optimizer == "adam", method.learning_rate
-    by_rule = FIRST_ADAM_RATE if adam else FIRST_PRODUCT * (1 - method.momentum)
-    if rate is None or rate == OptimizerMethod.learning_rate:  # the default: left open
-        return (math.log2(by_rule),)
-    return math.log2(by_rule), math.log2(rate if adam else rate * method.max_grad_norm)
+    given = None if rate == OptimizerMethod.learning_rate else rate  # the default: left open
+    return search_starts(
+        scale_free=adam,
+        momentum=method.momentum,
+        learning_rate=given,
+        max_grad_norm=method.max_grad_norm,
+    )
 
 
 def settle_blocks(
@@ -108,15 +109,21 @@ def settle_blocks(
     settled = method._with_batches(dataset_size)
     assert settled.batch_size is not None
     updates = method.updates or settled._default_count(dataset_size)
-    count = method.blocks or USUAL_BLOCKS + len(search_starts(method)) - 1
-    size = method.block_updates or max(SHORTEST_BLOCK, -(-updates // BLOCKS_PER_RUN))
-    first = (0, 0) if method.clip_norm == MEDIAN else (0,)
+    clip_by_median = method.clip_norm == MEDIAN
+    sizes = search_blocks(
+        updates,
+        len(starts_of(method)),
+        clip_by_median=clip_by_median,
+        blocks=method.blocks,
+        block_updates=method.block_updates,
+    )
+    searched = sizes[2 if clip_by_median else 1 : -1]
     sample_rate = settled.batch_size / dataset_size
-    settled = replace(settled, updates=updates, blocks=count, block_updates=size)
+    settled = replace(settled, updates=updates, blocks=len(searched), block_updates=searched[0])
     plan = plan_blocks(
         budget,
         accounting,
-        (*first, *[size] * count, updates),
+        sizes,
         sample_rate=sample_rate,
         test_rate=None if method.val_batch_size is None else method.val_batch_size / dataset_size,
         noise_multiplier=method.noise_multiplier,
@@ -202,7 +209,7 @@ def block_procedure(
         plan,
         updates,
         method.max_grad_norm,
-        search_starts(method),
+        starts_of(method),
         schedule=method.schedule,
         clip_by_median=method.clip_norm == MEDIAN,
         scale_free=method.optimizer == "adam",

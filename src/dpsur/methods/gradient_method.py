@@ -14,6 +14,7 @@ from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.mechanism.gate import AlwaysAccept, LossTestGate, make_rule
 from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
+from dpsur.mechanism.rate_search import SHORTEST_BLOCK, USUAL_BLOCKS
 from dpsur.mechanism.state import Gate, Procedure
 from dpsur.mechanism.trial import Selective
 from dpsur.methods import block_plans
@@ -64,7 +65,6 @@ USUAL_LOSS_CLIP = 0.001
 # the training digits of mnist-5k: under `proven` the ratio costs more than its tests alone.
 LOSS_TEST_SHARE = 0.5
 COIN_TEST_SHARE = 0.3
-USUAL_BLOCKS, SHORTEST_BLOCK = block_plans.USUAL_BLOCKS, block_plans.SHORTEST_BLOCK
 MEDIAN, GIVEN = block_plans.MEDIAN, block_plans.GIVEN
 
 
@@ -342,7 +342,7 @@ class GradientMethod(OptimizerMethod):
         return replace(settled, learning_rate=rate), plan
 
     def _with_gate(self, dataset_size: int, budget: Budget, accounting: Accounting) -> Self:
-        gate = self._implied_gate() or ("coin" if accounting.name == "proven" else "loss")
+        gate = self._implied_gate() or ("loss" if accounting.verdicts_charged else "coin")
         settled = replace(self, gate=gate)
         accounting.check(Trial(NonPrivate(), _example_test(gate)), self.on_reject)
         if gate == "loss" and self.accept_threshold is None:

@@ -3,6 +3,7 @@
 | name          | charges          | proved                                                   |
 |---------------|------------------|----------------------------------------------------------|
 | `proven`      | accepted updates | yes; their number is fixed in advance                    |
+| `proven-pld`  | accepted updates | yes; the same by privacy loss distributions, tighter     |
 | `every-trial` | every trial      | yes; the number of trials is fixed in advance            |
 | `published`   | accepted updates | no: the paper's analysis, kept to reproduce its figures  |
 """
@@ -10,6 +11,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Final, Literal
 
 from dpsur.errors import InvalidInputError
@@ -48,6 +50,8 @@ class Accounting(ABC):
     charges: ClassVar[Literal["trials", "updates"]]
     proved: ClassVar[bool]
     verdicts_charged: ClassVar[bool] = True
+    # The accounting whose figure this one makes smaller, in seconds: it is shown where asked for.
+    refines: ClassVar[str | None] = None
     theorem: ClassVar[str]
     assumes: ClassVar[str]
 
@@ -163,6 +167,41 @@ class Proven(Accounting):
         return proven.composed_epsilon(composition, delta * (1 - CAP_SHARE)).upper
 
 
+class ProvenPld(Proven):
+    """The guarantee of `proven`, composed by privacy loss distributions.
+
+    Formal guarantee: as of `proven`, under the same conditions. Epsilon is never larger than that
+    of `proven`, and mostly 5 to 8% smaller; computing it takes seconds.
+    """
+
+    name = "proven-pld"
+    refines = "proven"
+    theorem = (
+        "Let a candidate be a sum of clipped gradients over a Poisson sample with Gaussian noise, "
+        "released only if a test on a fresh Poisson sample accepts it, which it does with a "
+        "probability between a_min and a_max whatever the records are. Then the hockey-stick "
+        "divergences of a block of accepted updates between neighbouring data sets, given the "
+        "accepted updates before it, are at most those of a pair of distributions that depends on "
+        "the two sample rates, the noise multiplier and a_max / a_min alone. Dominating pairs "
+        "compose adaptively, and their privacy loss distributions, discretised upwards, give "
+        f"epsilon at delta. {PROOF}"
+    )
+    assumes = (
+        "The number of accepted updates is fixed before training, whatever a rejected trial "
+        "touched is restored, and only accepted updates are released. Blocks of them are charged "
+        "a certified dominating pair of distributions, or, where that is less, the certified upper "
+        "bound on the Rényi divergence of each. How many trials were rejected, and how long they "
+        "took, must stay private."
+    )
+
+    def _ideal_bounds(self, charges: Charges, delta: float, share: float) -> proven.EpsilonBounds:
+        known = super()._ideal_bounds(charges, delta, share)
+        if not any(n and isinstance(e, Trial) and e.gate is not None for e, n in charges):
+            return known
+        upper = min(known.upper, pld.selective_epsilon(charges, delta * (1 - share)))
+        return replace(known, lower=0.0, upper=upper)
+
+
 class EveryTrial(Accounting):
     """Plain composition of every trial, accepted or not, by privacy loss distributions.
 
@@ -236,10 +275,17 @@ class Published(Accounting):
 
 
 ACCOUNTINGS: dict[str, Accounting] = {
-    accounting.name: accounting for accounting in (Proven(), EveryTrial(), Published())
+    accounting.name: accounting for accounting in (Proven(), EveryTrial(), Published(), ProvenPld())
 }
 DEFAULT_ACCOUNTING = "proven"
 FIGURES: Final = ("published", "proven", "proven_lower", "every_trial")
+
+
+def figure_names(accounting: str | None = None) -> tuple[str, ...]:
+    """The figures that are stated of a run under an accounting."""
+    if accounting is None or not accounting_named(accounting).refines:
+        return FIGURES
+    return (*FIGURES, accounting.replace("-", "_"))
 
 
 def planned_charges(setup: tuple[Event, ...], trial: Trial, count: int) -> Charges:
@@ -258,7 +304,8 @@ def accounting_named(name: str) -> Accounting:
 
 def check_covers_steering(name: str) -> None:
     """Refuse an accounting that proves nothing of parameters chosen on the way."""
-    if not accounting_named(name).proved:
+    accounting = accounting_named(name)
+    if not accounting.proved or accounting.refines:
         raise InvalidInputError(
             f"a method that steers itself by released values is not covered by the {name} "
             "accounting; use proven or every-trial"
@@ -274,14 +321,18 @@ def figures(
     trials: int | None,
     on_reject: str = RESTORE,
     early_end: float = 0.0,
+    requested: str | None = None,
 ) -> dict[str, float | None]:
     """Epsilon under each accounting, side by side; None where one does not apply.
 
     An accounting applies if the count that it charges was fixed in advance and it covers the trial.
-    `early_end` bounds the probability that the run gives up at its cap on trials.
+    `early_end` bounds the probability that the run gives up at its cap on trials. An accounting
+    that is computed on request has a figure where it is `requested` by name.
     """
-    found: dict[str, float | None] = dict.fromkeys(FIGURES)
+    found: dict[str, float | None] = dict.fromkeys(figure_names(requested))
     for accounting in ACCOUNTINGS.values():
+        if accounting.refines and accounting.name != requested:
+            continue
         count = trials if accounting.charges == "trials" else updates
         if count is None or not _covers(accounting, trial, on_reject):
             continue
@@ -289,7 +340,9 @@ def figures(
         if isinstance(accounting, Proven):
             charges = planned_charges(setup, trial, count)
             bounds = accounting.bounds(charges, delta, early_end)
-            found[key], found["proven_lower"] = bounds.upper, bounds.lower
+            found[key] = bounds.upper
+            if not accounting.refines:
+                found["proven_lower"] = bounds.lower
         else:
             found[key] = accounting.planned(setup, trial, count, delta)
     return found

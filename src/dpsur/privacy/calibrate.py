@@ -153,7 +153,7 @@ def design_gate(
         return accounting.planned(setup, Trial(update, test), count, budget.delta)
 
     test: Test | None = None
-    if accounting.name == "proven":
+    if not accounting.verdicts_charged:
         ratio = largest_ratio(
             lambda r: epsilon_of(CoinTest(val_sample_rate, r)), budget.epsilon, MOST_RATIO
         )

@@ -147,6 +147,11 @@ def _guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"`{guarantee['accounting']}`, {'proved' if guarantee['proved'] else 'not proved'}",
         ),
         ("Budget", f"epsilon {budget['epsilon']:g}, delta {budget['delta']:g}"),
+        *(
+            [("Epsilon, by privacy loss distributions", _figure(epsilon["proven_pld"]))]
+            if "proven_pld" in epsilon
+            else []
+        ),
         ("Epsilon, proven for selective release", _figure(epsilon["proven"])),
         ("The least any analysis of that kind can give", _figure(epsilon["proven_lower"])),
         ("Epsilon, every trial charged", _figure(epsilon["every_trial"])),
@@ -269,7 +274,7 @@ def _block_rows(mechanism: Mapping[str, Any], settings: Mapping[str, Any]) -> li
     """Updates and tests in the order that was fixed before the run."""
     update, chosen = mechanism["trial"]["update"], mechanism["blocks"]
     test, sizes = chosen["test"], chosen["updates"]
-    by_rule = chosen["searches"] and settings["clip_norm"] == "median"
+    by_rule = chosen["searches"] and settings.get("clip_norm") == "median"
     clip = "set by the first test" if by_rule else f"{settings['max_grad_norm']:g}"
     looks_at = f"sample rate {test['sample_rate']:.5g}" if "sample_rate" in test else "all records"
     updates = [

@@ -71,6 +71,17 @@ def noise_at_least(
     return _smallest_enough(epsilon_of, target, too_little, enough)
 
 
+def noise_at_most(epsilon_of: Callable[[float], float], target: float, start: float) -> float:
+    """The same from a start on that is enough, and not by much."""
+    epsilon_of = cache(epsilon_of)
+    enough, too_little = start, 0.94 * start
+    while epsilon_of(too_little) <= target:
+        enough, too_little = too_little, 0.94 * too_little
+        if too_little < LEAST_NOISE:
+            return enough
+    return _smallest_enough(epsilon_of, target, too_little, enough)
+
+
 def _smallest_enough(
     epsilon_of: Callable[[float], float], target: float, too_little: float, enough: float
 ) -> float:

@@ -352,6 +352,7 @@ def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows += [(name, _event(trial[key])) for key, name in EVENTS if trial.get(key)]
     rows.append(("Updates in the release", f"{statement['accepted_updates']:,}"))
     names = {
+        "proven_pld": "Epsilon, by privacy loss distributions",
         "proven": "Epsilon, proven",
         "every_trial": "Epsilon, every trial charged",
         "published": "Epsilon, as published (a claim)",

@@ -3,7 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -189,9 +189,12 @@ def resumes(folder: RunFolder, *, asked: bool) -> bool:
 
 def _count(train_set: Any) -> int | None:
     """The number of records, if it is known before they are read."""
-    pair = isinstance(train_set, (tuple, list)) and len(train_set) == 2
+    if isinstance(train_set, (tuple, list)) and len(train_set) == 2:
+        train_set = train_set[1]
+    while isinstance(train_set, Mapping) and train_set:  # columns, all of one length
+        train_set = next(iter(train_set.values()))
     try:
-        return len(train_set[1] if pair else train_set)
+        return len(train_set)
     except TypeError:
         return None
 

@@ -26,6 +26,7 @@ KINDS: Final = {
 }
 ACCOUNTING_NAMES: Final = {
     "proven": "proven",
+    "proven_pld": "proven, by privacy loss distributions",
     "every_trial": "every trial charged",
     "published": "as published (not proved)",
 }

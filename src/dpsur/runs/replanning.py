@@ -91,11 +91,13 @@ def _loop_faults(statement: dict[str, Any]) -> list[str]:
     if faults:
         return faults
     trial, size = mechanism["trial"], statement["dataset_size"]
-    test = trial["test"] or {}
+    test, steps = trial["test"] or {}, mechanism["trials"] or mechanism["updates"]
+    if "blocks" in mechanism:  # of which the last one is counted
+        test, steps = mechanism["blocks"]["test"], mechanism["blocks"]["updates"][-1]
     stated = {
         "batch_size": trial["update"]["sample_rate"] * size,
         "noise_multiplier": trial["update"]["noise_multiplier"],
-        "steps": None if mechanism["filter"] else mechanism["trials"] or mechanism["updates"],
+        "steps": None if mechanism["filter"] else steps,
         "val_noise_multiplier": test.get("noise_multiplier"),
         "accept_threshold": test.get("accept_threshold"),
     }

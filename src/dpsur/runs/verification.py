@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from dpsur.environment import versions
 from dpsur.errors import InvalidInputError
-from dpsur.privacy.accounting import FIGURES, accounting_named
+from dpsur.privacy.accounting import FIGURES, accounting_named, figure_names
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.claims import claim_faults
 from dpsur.privacy.events import (
@@ -234,6 +234,8 @@ def _form_faults(statement: dict[str, Any]) -> list[str]:
             more = {"menu", "blocks"} & mechanism.keys() if name == "mechanism" else set()
             if name == "mechanism.blocks" and "offer" in part:  # updates from a menu
                 more = {"offer", "steering"}
+            if name == "epsilon":
+                more = set(figure_names(statement["guarantee"]["accounting"]))
             faults += key_faults(f"{name}.", part, keys | more)
     for steered in (mechanism["filter"], mechanism.get("menu"), mechanism.get("blocks")):
         for row in () if steered is None else steered["steps"]:

@@ -7,6 +7,7 @@ below and above them the profile is replaced by one that lies above it (connect 
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -88,14 +89,28 @@ def dominating(menu: Menu, width: float) -> Any:
     Formal guarantee: in each direction its hockey-stick divergence is, at every epsilon, at least
     that of each choice repeated `menu.repeats` times, up to the rounding of transforms.
     """
-    from dp_accounting.pld.pld_pmf import DensePLDPmf
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
     both = (_largest(menu, width, "add"), _largest(menu, width, "remove"))
     # What dp-accounting calls removal has the law with the record in front.
-    return PrivacyLossDistribution(
-        *(DensePLDPmf(width, one.first, one.chances, one.infinite, True) for one in both)
-    )
+    return PrivacyLossDistribution(*(_pmf(one, width) for one in both))
+
+
+def on_grid(points: Floats, profile: Callable[[Floats], Floats], width: float) -> Any:
+    """The losses, in dp-accounting's form, of a pair whose profile lies above the given one.
+
+    The given profile is a convex falling function of e^epsilon that is straight from (0, 1) to the
+    first of the points, and constant beyond the last.
+    """
+    first, last = math.floor(math.log(points[0]) / width), math.ceil(math.log(points[-1]) / width)
+    deltas = profile(np.exp(np.arange(first, last + 1) * width))
+    return _pmf(_connected(first, deltas, width), width)
+
+
+def _pmf(losses: Losses, width: float) -> Any:
+    from dp_accounting.pld.pld_pmf import DensePLDPmf
+
+    return DensePLDPmf(width, losses.first, losses.chances, losses.infinite, True)
 
 
 def _largest(menu: Menu, width: float, direction: Direction) -> Losses:

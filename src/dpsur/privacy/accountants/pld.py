@@ -5,13 +5,16 @@ are composed apart and the larger epsilon is taken, so that the result is an upp
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accountants import proven
-from dpsur.privacy.accountants.menu import dominating
+from dpsur.privacy.accountants.menu import dominating, on_grid
+from dpsur.privacy.accountants.selective.divergence import COARSE, Interval
+from dpsur.privacy.accountants.selective.profile import block_profiles
 from dpsur.privacy.events import (
     Event,
     Gaussian,
@@ -34,9 +37,23 @@ CELLS_OF_A_STEP = 3
 # Beyond this width dp-accounting runs out of floating-point numbers.
 WIDEST_CELL = 64.0
 LONGEST_STRETCH = 10_000
+# More noise is charged as this much: its square is still a floating-point number.
+MOST_NOISE = 1e100
 # Rounding of the transforms by which dp-accounting composes, per composed part and taken from
 # delta: some hundred times what is seen against closed forms (2e-13 after ten thousand parts).
 ROUNDING = 2.0**-47
+PROFILES = "profiles-1"  # a stored figure belongs to one version of the computation
+# Accepted updates are dominated in blocks of so many: longer ones are tighter and take longer.
+BLOCK = 16
+
+
+class _Accepted(NamedTuple):
+    """An update that was released because a test accepted it; rejections are not charged."""
+
+    update: proven.SelectiveUpdate
+
+
+_Part = Event | _Accepted
 
 
 @lru_cache(maxsize=64)
@@ -44,7 +61,7 @@ def _distribution(q: float, sigma: float, width: float) -> Any:
     from dp_accounting.pld import privacy_loss_distribution
 
     return privacy_loss_distribution.from_gaussian_mechanism(
-        sigma, value_discretization_interval=width, sampling_prob=q
+        min(sigma, MOST_NOISE), value_discretization_interval=width, sampling_prob=q
     )
 
 
@@ -76,8 +93,32 @@ def _repeated(distribution: Any, count: int) -> Any:
     return whole.compose(distribution.self_compose(rest)) if rest else whole
 
 
-def _composed(event: Event, count: int, width: float) -> Any:
+@lru_cache(maxsize=64)
+def _block(update: proven.SelectiveUpdate, length: int, width: float) -> Any:
+    """A pair that dominates a block of accepted updates; refuses where none can be computed."""
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+    both = []
+    for direction in proven.DIRECTIONS:
+        profiles = block_profiles(*update, direction, BLOCK)
+        if profiles is None:
+            raise _NotComputableError
+        both.append(on_grid(profiles[length - 1].points, profiles[length - 1].at, width))
+    # What dp-accounting calls removal has the law with the record in front.
+    return PrivacyLossDistribution(*both)
+
+
+class _NotComputableError(Exception):
+    """Distributions cannot be computed; the bound by Rényi divergences is to be used."""
+
+
+def _composed(event: _Part, count: int, width: float) -> Any:
     match event:
+        case _Accepted(update=update):
+            blocks, rest = divmod(count, BLOCK)
+            parts = [_repeated(_block(update, BLOCK, width), blocks)] if blocks else []
+            parts += [_block(update, rest, width)] if rest else []
+            return parts[0] if len(parts) == 1 else parts[0].compose(parts[1])
         case Gaussian(noise_multiplier=sigma):
             # Not cached apart: a Gaussian composed with itself is a Gaussian.
             return _distribution(1.0, sigma / math.sqrt(count), width)
@@ -101,7 +142,9 @@ class _Shape(NamedTuple):
     reach: float  # of the whole
 
 
-def _shape(event: Event, count: int) -> _Shape:
+def _shape(event: _Part, count: int) -> _Shape:
+    if isinstance(event, _Accepted):
+        return _selected_shape(event.update, count)
     if isinstance(event, NoisyChoice):
         return _Shape(event.amplified, count * event.amplified)
     if isinstance(event, Menu):
@@ -121,7 +164,16 @@ def _shape(event: Event, count: int) -> _Shape:
     return _Shape(math.sqrt(variance) if count > 1 else math.inf, reach)
 
 
-def _width(parts: Sequence[tuple[Event, int]]) -> float:
+def _selected_shape(update: proven.SelectiveUpdate, count: int) -> _Shape:
+    whole = proven.Composition(((update, 1),))
+    order_two = max(whole.divergence(2.0, d, COARSE).upper for d in proven.DIRECTIONS)
+    variance = math.expm1(min(order_two, 50.0))
+    largest = precision(update.noise_multiplier) / 2 + 10 / update.noise_multiplier
+    reach = count * order_two + 8 * math.sqrt(count * variance) + largest
+    return _Shape(math.sqrt(variance * min(count, BLOCK)), reach)
+
+
+def _width(parts: Sequence[tuple[_Part, int]]) -> float:
     """The width of a cell, by powers of two so that distributions can be used again.
 
     Narrow enough for the loss of one part, within reason, and wide enough for MOST_CELLS to do.
@@ -136,7 +188,7 @@ def _width(parts: Sequence[tuple[Event, int]]) -> float:
     return float(DISCRETIZATION * 2.0 ** max(wanted, needed))
 
 
-def _steps(event: Event) -> int:
+def _steps(event: _Part) -> int:
     return event.repeats if isinstance(event, Menu) else 1
 
 
@@ -148,21 +200,64 @@ def composed_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> floa
     infinity.
     """
     parts = [(part, count) for event, count in charges if count for part in _parts(event)]
+    found = _epsilon(parts, delta)
+    return proven.composed_epsilon(proven.compose(parts), delta).upper if found is None else found
+
+
+def selective_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> float:
+    """The same where a trial with a gate is an accepted update, and rejections are not charged.
+
+    Formal guarantee: as of `composed_epsilon`, for the sequence of accepted updates together with
+    the other events. Where distributions cannot be computed, or are looser, it is the bound by
+    Rényi divergences.
+    """
+    accepted: Counter[_Accepted] = Counter()
+    others: list[tuple[_Part, int]] = []
+    for event, count in charges:
+        match event:
+            case Trial(update=SampledGaussian(sample_rate=q, noise_multiplier=sigma)) if event.gate:
+                accepted[_Accepted(proven.SelectiveUpdate.of(q, sigma, event.gate))] += count
+            case _:
+                others += [(part, count) for part in _parts(event) if count]
+    parts = [*((part, count) for part, count in accepted.items() if count), *others]
+    known = proven.composed_epsilon(proven.compose(charges), delta).upper
+    return min(known, _stored_epsilon(parts, delta))
+
+
+def _stored_epsilon(parts: Sequence[tuple[_Part, int]], delta: float) -> float:
+    """Epsilon by distributions, looked up before it is computed; infinite where it cannot be."""
+    updates = [part.update for part, _ in parts if isinstance(part, _Accepted)]
+    store = proven.stored(updates[0]) if updates else None
+    label = f"{PROFILES} {BLOCK} {float(delta).hex()} {parts!r}"
+    value = None if store is None else store.get(label)
+    if value is not None:
+        return value.upper
+    try:
+        found = _epsilon(parts, delta)
+    except _NotComputableError:
+        found = None
+    upper = math.inf if found is None else found
+    if store is not None:
+        store.put(label, Interval(0.0, upper))
+        store.flush()
+    return upper
+
+
+def _epsilon(parts: Sequence[tuple[_Part, int]], delta: float) -> float | None:
+    """Epsilon by distributions; None where they cannot be computed."""
     if not parts:
         return 0.0
     if any(isinstance(part, NonPrivate) for part, _ in parts):
         return math.inf
     width = _width(parts)
-    if width > WIDEST_CELL:
-        return proven.composed_epsilon(proven.compose(parts), delta).upper
     rounding = ROUNDING * sum(count * _steps(part) for part, count in parts)
-    if delta <= 2 * rounding:
-        return proven.composed_epsilon(proven.compose(parts), delta).upper
+    if width > WIDEST_CELL or delta <= 2 * rounding:
+        return None
     return float(_total(tuple(parts), width).get_epsilon_for_delta(delta - rounding))
 
 
 @lru_cache(maxsize=4)
-def _total(parts: tuple[tuple[Event, int], ...], width: float) -> Any:
+def _total(parts: tuple[tuple[_Part, int], ...], width: float) -> Any:
     """The distribution of a whole run, kept for figures of the same run at another delta."""
     total, *others = (_composed(part, count, width) for part, count in parts)
     for other in others:

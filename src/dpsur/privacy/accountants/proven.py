@@ -301,3 +301,8 @@ class _Curve:
 @lru_cache(maxsize=256)
 def _known(update: SelectiveUpdate) -> _Curve:
     return _Curve(update)
+
+
+def stored(update: SelectiveUpdate) -> Store:
+    """What is known of one update, in memory and on disk."""
+    return _known(update).store

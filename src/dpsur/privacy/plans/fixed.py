@@ -17,7 +17,13 @@ from dpsur.privacy.events import Event, NonPrivate, Step, Trial, event_from_json
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans.protocol import planned_trials, stated_counts
 from dpsur.privacy.plans.rejections import DELAY, early_end, least_cap, nothing_to_hide, trial_cap
-from dpsur.privacy.search import least_noise, most_repetitions, noise_at_least
+from dpsur.privacy.search import (
+    MOST_NOISE,
+    least_noise,
+    most_repetitions,
+    noise_at_least,
+    noise_at_most,
+)
 
 
 @dataclass(frozen=True)
@@ -167,6 +173,7 @@ class Plan:
             trials=trials,
             on_reject=self.on_reject,
             early_end=ended,
+            requested=self.accounting,
         )
 
     def to_statement(self, ledger: Ledger) -> dict[str, Any]:  # noqa: ARG002
@@ -324,7 +331,7 @@ def _calibrated_noise(
         return accounting.ideal_epsilon(charges, budget.delta)
 
     # The tail of the noise seldom matters, and then the noise does not depend on its bound.
-    ideal = least_noise(ideal_epsilon_of, budget.epsilon)
+    ideal = _refined_noise(request, accounting, budget, count, ideal_epsilon_of)
     noise = noise_at_least(epsilon_of, budget.epsilon, ideal)
     if noise is None:
         raise BudgetError(
@@ -332,3 +339,22 @@ def _calibrated_noise(
             "raise epsilon, make fewer updates, lower val_batch_size or raise val_noise_multiplier"
         )
     return noise
+
+
+def _refined_noise(
+    request: Request,
+    accounting: Accounting,
+    budget: Budget,
+    count: int,
+    epsilon_of: Callable[[float], float],
+) -> float | None:
+    """The least noise; from what is enough by the figure that the accounting refines, if any."""
+    if accounting.refines is not None:
+        try:
+            known = _calibrated_noise(request, accounting_named(accounting.refines), budget, count)
+        except BudgetError:  # what is too much by the looser figure may still fit
+            if epsilon_of(MOST_NOISE) > budget.epsilon:
+                return None
+        else:
+            return noise_at_most(epsilon_of, budget.epsilon, known)
+    return least_noise(epsilon_of, budget.epsilon)

@@ -17,6 +17,7 @@ from dpsur.privacy.accounting import RESTORE, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Gaussian, NonPrivate, SampledGaussian, Step, Trial
 from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plans.blocks import BlockPlan
 from dpsur.privacy.plans.filtered import FilteredPlan
 from dpsur.privacy.plans.fixed import Plan, Request, make_plan
 
@@ -53,7 +54,7 @@ class PrivacyLedger:
 
     def __init__(
         self,
-        plan: Plan | FilteredPlan | None,
+        plan: Plan | FilteredPlan | BlockPlan | None,
         delta: float,
         charged: Ledger | None = None,
     ) -> None:
@@ -113,7 +114,7 @@ class PrivacyLedger:
         return self._charged.steps
 
     @property
-    def plan(self) -> Plan | FilteredPlan | None:
+    def plan(self) -> Plan | FilteredPlan | BlockPlan | None:
         """What was fixed before the first step."""
         return self._plan
 
@@ -211,6 +212,10 @@ class PrivacyLedger:
                 raise InvalidInputError("the ledger's plan has another accounting")
             selective._charged = Ledger.from_json(values["charged"])
             return selective
+        if values["limit"] == "blocks":
+            return BlockLedger.from_plan(
+                BlockPlan.from_json(values["plan"]), Ledger.from_json(values["charged"])
+            )
         plan: Plan | FilteredPlan | None = None
         if values["limit"] != "none":
             checks.one_of("limit", values["limit"], ("none", "steps", "filter"))
@@ -311,6 +316,89 @@ class SelectiveLedger(PrivacyLedger):
         return {
             "format": FORMAT,
             "limit": "updates",
+            "delta": self._delta,
+            "plan": self._plan.to_json(),
+            "charged": self._charged.to_json(),
+        }
+
+
+class BlockLedger(PrivacyLedger):
+    """Updates in blocks and tests of them, in the order of a `BlockPlan`; all are charged.
+
+    Formal guarantee: that of the plan. A loop that stops early has the same figure.
+    """
+
+    _plan: BlockPlan
+
+    @staticmethod
+    def from_plan(plan: BlockPlan, charged: Ledger | None = None) -> "BlockLedger":
+        """A ledger for the steps of a plan, some of which may have been made."""
+        if plan.accounting != ACCOUNTING:
+            raise InvalidInputError("the ledger's plan has another accounting")
+        if plan.epsilon() > plan.budget.epsilon:
+            raise InvalidInputError(
+                f"the ledger's plan comes to epsilon {plan.epsilon():.4g}, above the "
+                f"{plan.budget.epsilon:g} that it states"
+            )
+        ledger = BlockLedger(plan, plan.budget.delta)
+        for entry in () if charged is None else charged.entries:
+            for _ in range(entry.trials):
+                ledger.charge(entry.step)
+        return ledger
+
+    @property
+    def completed(self) -> bool:
+        """Whether all updates and all tests were made."""
+        return self._plan.completed(self._charged)
+
+    @property
+    def updates(self) -> int:
+        """All updates of the plan."""
+        return self._plan.updates
+
+    @property
+    def test_is_due(self) -> bool:
+        """Whether a test comes next."""
+        return not self.completed and self._plan.alike(self._charged) == 0
+
+    @property
+    def made(self) -> int:
+        """Updates since the last test."""
+        return self._charged.updates - sum(self._plan.blocks[: self.tests])
+
+    @property
+    def tests(self) -> int:
+        """Tests charged so far."""
+        return self.steps - self._charged.trials
+
+    def update_steps(self) -> list[int]:
+        """The numbers of the steps that are updates still to be made."""
+        ends: list[int] = []
+        for number, size in enumerate(self._plan.blocks):
+            first = sum(self._plan.blocks[:number]) + number + 1
+            ends += range(first, first + size)
+        return [step for step in ends if step > self.steps]
+
+    def charge(self, step: Step) -> None:
+        """Charge one update or test that is about to be made."""
+        self._check(step)
+        self._charged = self._charged.record(step, updates=1)
+
+    def _check(self, step: Step) -> None:
+        if not self._plan.affords(self._charged, step):
+            raise BudgetError(
+                f"all of the plan was done ({self.describe()}): stop here and release what you have"
+            )
+
+    def spent(self, delta: float | None = None) -> float:
+        """Epsilon of the updates and tests so far: a progress figure."""
+        return self._plan.spent(self._charged, self._delta if delta is None else delta)
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the ledger as plain values."""
+        return {
+            "format": FORMAT,
+            "limit": "blocks",
             "delta": self._delta,
             "plan": self._plan.to_json(),
             "charged": self._charged.to_json(),

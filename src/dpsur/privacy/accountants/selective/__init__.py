@@ -1,6 +1,8 @@
-"""The Rényi divergence of one accepted update of a selective release, from above and from below.
+"""What accepted updates of a selective release cost, from above and from below.
 
-`divergence` returns a certified upper and an attained lower value; docs/privacy.md has the proof.
+`divergence` returns a certified upper and an attained lower value of the Rényi divergence of one
+update; `profile.block_profiles` bounds the hockey-stick divergences of a block of them.
+docs/privacy.md has the proofs.
 """
 
 from dpsur.privacy.accountants.selective.divergence import (

@@ -163,19 +163,41 @@ def _row_logsumexp(x: Array) -> Array:
     return total
 
 
+def _log_ends(z: Array, s: float) -> tuple[Array, Array]:
+    """Log mass below and above the mesh, under N(0, s^2) and N(1, s^2)."""
+    lo, hi = float(z[0]), float(z[-1])
+    ends0 = np.array([float(log_ndtr(lo / s)), float(log_ndtr(-hi / s))])
+    ends1 = np.array([float(log_ndtr((lo - 1.0) / s)), float(log_ndtr((1.0 - hi) / s))])
+    return ends0, ends1
+
+
+def _mass_outside(q: float, ends0: Array, ends1: Array) -> float:
+    mass = float(np.exp(ends0).sum() * (2.0 - q) + q * np.exp(ends1).sum())
+    return mass * (1 + 1e-9)
+
+
+def _chord(q: float, s: float, z: Array, left: Array, right: Array) -> Pair:
+    log_weight = np.concatenate((left, [-np.inf]))
+    log_weight[1:] = np.logaddexp(log_weight[1:], right)
+    return _pair(q, log_weight, _log_l(z, s))
+
+
+def chord(q: float, s: float, z: Array) -> tuple[Pair, float]:
+    """The chord pair on a given mesh, and what it leaves out: mass under P0 plus under P1."""
+    _, _, left, right = _log_sums(z, s)
+    return _chord(q, s, z, left, right), _mass_outside(q, *_log_ends(z, s))
+
+
 def bracket(q: float, s: float, alpha: float, direction: Direction, nodes: int) -> Bracket:
     """Both finite pairs on one mesh suited to this order and direction."""
     z = mesh(q, s, alpha, direction, nodes)
     mass0, mass1, left, right = _log_sums(z, s)
-    log_weight = np.concatenate((left, [-np.inf]))
-    log_weight[1:] = np.logaddexp(log_weight[1:], right)
     lo, hi = float(z[0]), float(z[-1])
-    ends0 = np.array([float(log_ndtr(lo / s)), float(log_ndtr(-hi / s))])
-    ends1 = np.array([float(log_ndtr((lo - 1.0) / s)), float(log_ndtr((1.0 - hi) / s))])
+    ends0, ends1 = _log_ends(z, s)
     cells0 = np.concatenate((ends0[:1], mass0, ends0[1:]))
     cells1 = np.concatenate((ends1[:1], mass1, ends1[1:]))
     return Bracket(
-        chord=_pair(q, log_weight, _log_l(z, s)),
+        chord=_chord(q, s, z, left, right),
         cells=_pair(q, cells0, cells1 - cells0),
         tails=_tails(q, s, _power(alpha, direction), lo, hi, ends0, ends1),
     )
@@ -216,6 +238,7 @@ def _right_tail(q: float, s: float, power: float, z: Array) -> Array:
 def _tails(
     q: float, s: float, power: float, lo: float, hi: float, ends0: Array, ends1: Array
 ) -> Tails:
-    mass = float(np.exp(ends0).sum() * (2.0 - q) + q * np.exp(ends1).sum())
     left, right = _left_tail(q, s, power, np.array([lo])), _right_tail(q, s, power, np.array([hi]))
-    return Tails(mass=mass * (1 + 1e-9), log_moment=float(np.logaddexp(left, right)[0]) + 1e-9)
+    return Tails(
+        _mass_outside(q, ends0, ends1), log_moment=float(np.logaddexp(left, right)[0]) + 1e-9
+    )

@@ -1,0 +1,63 @@
+"""`torch.autograd.backward`, wrapped once per process, so that losses are inspected before it.
+
+The loss of a watched model has to be read before autograd frees what it has saved.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpsur.errors import StepError
+
+_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+_plain_backward: Callable[..., None] | None = None
+
+
+def watch_backward(watcher: Any) -> None:
+    """Ask a watcher about every loss from now on."""
+    _watchers.add(watcher)
+    _wrap_backward()
+
+
+def leave_backward(watcher: Any) -> None:
+    """Ask it no longer."""
+    _watchers.discard(watcher)
+
+
+def _wrap_backward() -> None:
+    """Let watched losses be inspected before autograd differentiates them."""
+    global _plain_backward
+    if _plain_backward is not None:
+        return
+    _plain_backward = torch.autograd.backward
+    plain = _plain_backward
+
+    @functools.wraps(plain)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
+        found = [
+            (watcher, loss, call)
+            for loss in ([tensors] if isinstance(tensors, Tensor) else list(tensors))
+            if isinstance(loss, Tensor)
+            for watcher in list(_watchers)
+            if (call := watcher.reached(loss)) is not None
+        ]
+        if not found:
+            plain(tensors, grad_tensors, *args, **options)
+            return
+        if len(found) > 1:
+            raise StepError("several losses in one backward pass; add them up first")
+        watcher, loss, call = found[0]
+        if grad_tensors is not None and any(
+            one is not None
+            for one in ([grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors)
+        ):
+            raise StepError("backward(gradient=...) is not supported; reduce the loss to a number")
+        scale = watcher.before_backward(call, loss, options)
+        plain(tensors, grad_tensors, *args, **options)
+        watcher.after_backward(call, scale)
+
+    torch.autograd.backward = backward
