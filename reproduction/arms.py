@@ -21,12 +21,16 @@ from reproduction.released_code import (
 )
 from reproduction.released_dpagd import ReleasedDpagd
 
+BEFORE_LSTM = {"activation_before_lstm": True}
+
 
 @dataclass(frozen=True)
 class Arm:
     """A method with a preset, by default the paper's, under one accounting.
 
     `preset_of` names the method whose settings are used, `changes` what is different from them.
+    `released_network` adds the activation that the released network for reviews has before its
+    LSTM; the paper's table of layers, and the presets, have none there.
     Plain DP-SGD on the features of DPSUR is DPSGD-HF, and DPSGD-TS for reviews.
     """
 
@@ -37,11 +41,14 @@ class Arm:
     accounting: str
     changes: tuple[tuple[str, Any], ...] = ()
     preset_name: str = PAPER
+    released_network: bool = False
 
     def preset(self, task: str, epsilon: float) -> Preset:
         """Features, network and hyper-parameters."""
         facts = data_facts(TASKS[task])
         preset = preset_named(self.preset_name, self.preset_of, task, epsilon, facts)
+        if self.released_network and task == "imdb":
+            preset = replace(preset, network={**preset.network, **BEFORE_LSTM})
         return preset.changed(dict(self.changes))
 
     @property
@@ -141,6 +148,18 @@ HF_PUBLISHED = Arm(
 DPSGD_PUBLISHED = Arm(
     "dpsgd-published", "dpsgd, published accounting", METHODS["dpsgd"], "dpsgd", "published"
 )
+# The same on reviews with the network of the released code: as its authors ran them.
+NETWORK_ARMS = tuple(
+    Arm(
+        f"{name}-network",
+        f"{name}, network of the released code",
+        METHODS[name],
+        name,
+        "published",
+        released_network=True,
+    )
+    for name in ("dpsgd", "dpsgd-ts", "nonprivate")
+)
 # DPSGD-TS as its authors tuned it, where the paper runs it with the settings of DPSUR.
 TS_AUTHORS = Arm(
     "dpsgd-ts-authors",
@@ -163,6 +182,7 @@ RELEASED_DPAGD = ReleasedDpagdArm(
     ReleasedDpagd,
     "dpsgd-ts",
     "published",
+    released_network=True,
 )
 # The released code on reviews with the validation batch of its own commands, 256; the paper's text
 # has 128.
@@ -173,6 +193,13 @@ RELEASED_COMMANDS = Arm(
     "dpsur",
     "published",
     (("val_batch_size", 256),),
+)
+# The same with the network of the released code too.
+RELEASED_NETWORK = replace(
+    RELEASED_COMMANDS,
+    name="released-network",
+    label="released code, its network and validation batch",
+    released_network=True,
 )
 BEST_ARMS = tuple(
     Arm(f"best-{name}", f"{name}, preset tuned", METHODS[name], name, "proven", preset_name=TUNED)
@@ -187,10 +214,12 @@ ARMS = {
     for arm in (
         *DPSUR_ARMS,
         RELEASED_COMMANDS,
+        RELEASED_NETWORK,
         *FAULT_ARMS,
         *METHOD_ARMS,
         HF_PUBLISHED,
         DPSGD_PUBLISHED,
+        *NETWORK_ARMS,
         TS_AUTHORS,
         ADAPTIVE_DPAGD,
         RELEASED_DPAGD,

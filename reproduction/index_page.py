@@ -13,8 +13,9 @@ TEXT = """\
 minute and without a GPU. A row is one measurement with its configuration, seed, commit, versions
 and device. To regenerate rows, delete them from `results/NAME.jsonl` and run the command of the
 experiment: only missing rows are made, and an interrupted command resumes. `--jobs 4` shares one
-GPU between four processes. *GPU minutes* are what the rows say they took, added up; many were made
-by slower code, and with four processes the whole accuracy grid takes less
+GPU between four processes. *GPU minutes* are what the rows say they took, added up: {hours:.1f}
+hours of an NVIDIA H200 in all, without the attacks, whose rows do not say. Many were made by slower
+code, and with four processes the whole accuracy grid takes less
 ([measured](../reproduction_details.md#where-the-rows-were-made)). Data sets: `dpsur data fetch
 mnist fmnist cifar10 imdb`, or `$DPSUR_DATA`."""
 COLUMNS = (
@@ -40,7 +41,8 @@ def index_page(
         _record(name, text, rows.get(name, ()), missing.get(name, 0), written.get(name, ()))
         for name, text in texts.items()
     ]
-    parts = [f"# {TITLE}", TEXT, Table(COLUMNS, records).markdown()]
+    hours = sum(record["minutes"] or 0 for record in records) / 60
+    parts = [f"# {TITLE}", TEXT.format(hours=hours), Table(COLUMNS, records).markdown()]
     return Page(f"{TABLES}/index.md", "\n\n".join(parts) + "\n")
 
 

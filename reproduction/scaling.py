@@ -359,14 +359,17 @@ def _milliseconds(seconds: float) -> str:
 
 def _measured_table(rows: list[Row]) -> str:
     alone = sum(rows[0]["cpu_seconds"].values())
+    clock = sum(rows[0]["seconds"].values())
     lines = []
     for row in rows:
         worked = row["cpu_seconds"]
         total = sum(worked.values())
         cells = [str(row["processes"]), *(_milliseconds(worked[part]) for part in PARTS)]
-        cells += [_milliseconds(total), f"{alone / total:.2f}"]
+        elapsed = sum(row["seconds"].values())
+        cells += [_milliseconds(total), f"{alone / total:.2f}", f"{clock / elapsed:.2f}"]
         lines.append([*cells, f"{alone / _predicted(rows[0], row):.2f}", str(row["load_average"])])
-    head = ["processes", *(f"{part}, ms" for part in PARTS), "all, ms", "gain", "predicted"]
+    head = ["processes", *(f"{part}, ms" for part in PARTS), "all, ms", "gain"]
+    head += ["by the clock", "predicted"]
     return _table([*head, "load average"], lines)
 
 

@@ -19,6 +19,7 @@ from dpsur.methods import METHODS
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.tasks import TASKS
 from reproduction.experiments.accuracy import summary
+from reproduction.experiments.accuracy_pages import LINES
 from reproduction.experiments.best import summary as best_summary
 from reproduction.experiments.membership import summary as attacks
 from reproduction.experiments.robustness import records as rate_records
@@ -209,6 +210,7 @@ def test_the_short_table_is_the_rendered_one():
     table = [line for line in rendered if line.startswith("|")]
     assert "\n".join(table) in OVERVIEW
     shown = [r for r in summary(rows_of("accuracy")) if r["epsilon"] in (3, None)]
+    shown = [record for record in shown if record["arm"] in LINES]
     single = {(r["arm"], r["task"]) for r in shown if r["seeds"] == 1}
     assert single == {("dpagd", task) for task in ("mnist", "cifar10", "imdb")}
     assert all(r["seeds"] >= 3 for r in shown if (r["arm"], r["task"]) not in single)

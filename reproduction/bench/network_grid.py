@@ -74,19 +74,23 @@ class Job:
     arms: tuple[str, ...] = tuple(ARMS)
 
 
-def jobs(device: torch.device, names: list[str] | None, *, growth: bool) -> Iterator[Job]:
-    """What to measure, in order."""
+def jobs(
+    device: torch.device, names: list[str] | None, *, growth: bool, bf16: bool = False
+) -> Iterator[Job]:
+    """What to measure, in order; with an empty list of names the series alone."""
     grid: tuple[tuple[str, int], ...] = CUDA_GRID if device.type == "cuda" else CPU_GRID
     if names is not None:
         grid = tuple(_pair(name) for name in names)
     for name, batch_size in grid:
-        yield Job(network_named(name), batch_size)
-    if not growth:
-        return
+        arms = ("plain", "dpsgd") if bf16 else tuple(ARMS)
+        yield Job(network_named(name), batch_size, bf16=bf16, arms=arms)
+    if growth:
+        yield from series()
+
+
+def series() -> Iterator[Job]:
+    """Growth with parameters, with the batch and with the length of a sequence."""
     few = ("plain", "dpsgd", "opacus-hooks")
-    if device.type == "cuda":
-        for name, batch_size in (("wrn-16-4", 512), ("encoder-192x6", 512)):
-            yield Job(network_named(name), batch_size, bf16=True, arms=("plain", "dpsgd"))
     for width in WIDTHS:
         model = partial(perceptron, width)
         count = sum(value.numel() for value in model().parameters())
@@ -132,10 +136,12 @@ def measure(job: Job, arm: str, device: torch.device) -> dict[str, Any]:
         step()
         synchronize(device)
         row["setup_seconds"] = time.perf_counter() - start
-        row["step_seconds"], row["step_seconds_quartiles"] = _timed(step, count, device)
+        row["step_seconds"], row["step_seconds_quartiles"] = timed(step, count, device)
         row["cores_used_by_others"] = contention.cores()
         if device.type == "cuda":
-            row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) - before
+            # weights, optimizer, one batch and what a step needs; not the data set behind it
+            data = before + getattr(step, "data_bytes", 0)
+            row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) - data
     except Exception as error:  # whatever goes wrong becomes a row
         outcome = outcome_of(error)
         row |= {"status": outcome.status, "reason": outcome.reason}
@@ -145,7 +151,7 @@ def measure(job: Job, arm: str, device: torch.device) -> dict[str, Any]:
     return row
 
 
-def _timed(step: Callable[[], None], count: int, device: torch.device) -> tuple[float, list[float]]:
+def timed(step: Callable[[], None], count: int, device: torch.device) -> tuple[float, list[float]]:
     """The median over rounds of at least LEAST_SECONDS, and the quartiles."""
     warm, once = 0.0, 0.0
     while not once or warm < WARM_UP_SECONDS:
@@ -213,11 +219,22 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--networks", nargs="+", metavar="NAME:B", help="default: the whole table")
+    parser.add_argument(
+        "--networks",
+        nargs="*",
+        metavar="NAME:B",
+        help="default: the whole table; without a name: the series alone",
+    )
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: all")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    parser.add_argument("--bf16", action="store_true", help="layers in bfloat16, ours and plain")
     parser.add_argument("--no-growth", action="store_true", help="leave out the series")
+    parser.add_argument(
+        "--data-path",
+        action="store_true",
+        help="how long a GPU is busy with records on it, in host memory and read by workers",
+    )
     parser.add_argument("--seconds", type=float, metavar="S", help="start nothing after so long")
     parser.add_argument("--out", metavar="FILE.jsonl", help="write rows as they are made")
     parser.add_argument("--rows", metavar="FILE.jsonl", help="measure nothing, show these rows")
@@ -256,7 +273,18 @@ def _measured(options: argparse.Namespace, into: list[dict[str, Any]]) -> Iterat
     )
     start, origin = time.perf_counter(), origin_of(settings)
     with machine(settings):
-        for job in jobs(device, options.networks, growth=not options.no_growth):
+        if options.data_path:
+            from reproduction.bench.data_path import data_rows
+
+            name, size = _pair((options.networks or ["wrn-16-4:512"])[0])
+            for row in data_rows(network_named(name), size, device):
+                whole = {"experiment": EXPERIMENT, **row, **origin}
+                into.append(whole)
+                print(line(whole), flush=True)
+                yield whole
+            return
+        growth = not (options.no_growth or options.bf16)
+        for job in jobs(device, options.networks, growth=growth, bf16=options.bf16):
             if options.seconds is not None and time.perf_counter() - start > options.seconds:
                 print(f"no time for {job.network.name}", file=sys.stderr)
                 continue
@@ -276,6 +304,8 @@ def line(row: dict[str, Any]) -> str:
     parts = [f"{1e3 * row['step_seconds']:9.2f} ms"]
     if row.get("peak_memory_bytes"):
         parts.append(f"{row['peak_memory_bytes'] / 2**30:6.2f} GiB")
+    if row.get("busy"):
+        parts.append(f"busy {row['busy']:.2f}")
     if row["time_over_plain"] is not None:
         parts.append(f"{row['time_over_plain']:.2f} x plain")
     return head + "  ".join(parts)
@@ -335,41 +365,54 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     from dpsur.figure_style import common
 
-    series = [name for name in ("parameters", "batch", "length") if _of(rows, name)]
+    names = [name for name in ("parameters", "batch", "length") if _of(rows, name)]
+    figures = [("step_seconds", 1e3, "ms per update"), ("peak_memory_bytes", 2**-30, "peak, GiB")]
     with common():
-        figure, axes = plt.subplots(
-            1,
-            1 + len(series),
-            figsize=(4.8 + 2.6 * len(series), 3.0),
-            squeeze=False,
-            width_ratios=[1.8, *[1.0] * len(series)],
-            layout="constrained",
+        figure = plt.figure(figsize=(4.8 + 2.6 * len(names), 3.2), layout="constrained")
+        columns = figure.add_gridspec(
+            1, 1 + bool(names), width_ratios=[1.8, len(names)][: 1 + bool(names)]
         )
+        bars = figure.add_subplot(columns[0])
         cells = {key: arms for key, arms in table(rows).items() if key[2] == "float32"}
         places, width = np.arange(len(cells)), 0.16
-        for number, arm in enumerate((PLAIN, *OPACUS, OURS, GATE)):
+        order = (PLAIN, *OPACUS, OURS, GATE)
+        for number, arm in enumerate(order):
             heights = [
                 arms.get(arm, {}).get("time_over_plain") or np.nan for arms in cells.values()
             ]
-            axes[0][0].bar(places + (number - 2) * width, heights, width, label=arm)
-        axes[0][0].set_xticks(places, [key[0] for key in cells], rotation=30, ha="right")
-        axes[0][0].set_ylabel("time of an update / plain")
-        axes[0][0].set_yscale("log")
-        axes[0][0].legend(fontsize=6)
-        for axis, name in zip(axes[0][1:], series, strict=True):
-            for arm in (PLAIN, OURS, "opacus-hooks"):
-                points = [
-                    (row["size"], 1e3 * row["step_seconds"])
-                    for row in _of(rows, name)
-                    if row["arm"] == arm and row["status"] == OK
-                ]
-                axis.plot(*zip(*sorted(points), strict=True), marker="o", ms=3, label=arm) if (
-                    points
-                ) else None
-            axis.set(xscale="log", yscale="log", xlabel=name, ylabel="ms per update")
+            bars.bar(places + (number - 2) * width, heights, width, label=arm, color=f"C{number}")
+        bars.set_xticks(places, [key[0] for key in cells], rotation=30, ha="right")
+        bars.set(ylabel="time of an update / plain", yscale="log")
+        bars.legend(fontsize=6)
+        if names:
+            grid = columns[1].subgridspec(2, len(names))
+            for column, name in enumerate(names):
+                for line_, (field, unit, label) in enumerate(figures):
+                    axis = figure.add_subplot(grid[line_, column])
+                    for arm in (PLAIN, OURS, "opacus-hooks"):
+                        points = [
+                            (row["size"], unit * row[field])
+                            for row in _of(rows, name)
+                            if row["arm"] == arm and row["status"] == OK and row.get(field)
+                        ]
+                        if points:
+                            color = f"C{order.index(arm)}"
+                            axis.plot(*zip(*sorted(points), strict=True), color, marker="o", ms=2)
+                    axis.set(xscale="log", yscale="log", ylabel="" if column else label)
+                    if line_:
+                        axis.set_xlabel(name)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
 
 
 def _of(rows: list[dict[str, Any]], series: str) -> list[dict[str, Any]]:
-    return [row for row in rows if row["series"] == series]
+    """The rows of a series; cells of the table are points of the series over batch sizes."""
+    found = [row for row in rows if row["series"] == series]
+    if series == "batch":
+        names = {row["network"] for row in found}
+        found += [
+            {**row, "size": row["batch_size"]}
+            for row in rows
+            if row["series"] is None and row["network"] in names and row["precision"] == "float32"
+        ]
+    return found

@@ -7,9 +7,11 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from dpsur import figure_style as style
+from dpsur.presets.settings import paper_setting
 from reproduction.arms import ARMS
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Row
+from reproduction.experiments.paper_figures import committed_results
 from reproduction.series import Look, Point, best_of, draw, legend_below, series
 from reproduction.training import TrainingCell, TrainingGrid
 
@@ -47,6 +49,7 @@ LOOKS = {
     "released-code": Look("released code", style.ORANGE, "s"),
 }
 STATED, PRAISED = "paper's figure", "best, says the paper"
+COMMITTED = "authors' run"
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Panel:
     ticks: Sequence[float]
     lines: Mapping[str, Sequence[Point]]
     claims: Sequence[Claim]
+    authors: Mapping[float, float]
 
 
 FACTORS = (
@@ -104,7 +108,9 @@ set, mean and standard deviation over three seeds; of a single run there is no d
 1 is as printed; the released code is the arm that works as the code released with the paper does,
 and its epsilon is a claim. The paper draws curves and gives few of their figures in its text; those
 stand beside ours (diamonds, and a dotted line where it speaks of a range), and what it calls best
-without a figure is shaded. [What the paper says of each curve](ablation_claims.md) is set against
+without a figure is shaded. *authors' run* is the accuracy at the end of a single run that the
+authors committed ([all of those](accuracy_committed.md)); crosses in the figure. They are there for
+the validation batch alone. [What the paper says of each curve](ablation_claims.md) is set against
 the rows.
 """
 CLAIMS_TITLE = "What the paper says of each hyper-parameter, and what the rows say"
@@ -124,6 +130,7 @@ COLUMNS = (
     Column("+-", "spread", ".2f"),
     Column("seeds", "seeds"),
     Column("paper", "paper", ".2f"),
+    Column("authors' run", "authors", ".2f"),
 )
 CLAIM_COLUMNS = (
     Column("parameter", "parameter"),
@@ -216,13 +223,29 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
         lines = {arm: measured(rows, arm, factor) for arm in ARMS_SHOWN}
         claims = paper_claims(factor.name)
         shown = {arm: points for arm, points in lines.items() if points}
-        found.append(Panel(factor.symbol, factor.scale, factor.ticks, shown, claims))
+        authors = committed(factor.name)
+        found.append(Panel(factor.symbol, factor.scale, factor.ticks, shown, claims, authors))
     return found
+
+
+def committed(parameter: str) -> dict[float, float]:
+    """Accuracies at the end of the authors' committed runs; only validation batches were varied."""
+    if parameter != BATCH:
+        return {}
+    setting = paper_setting(TASK, EPSILON)
+    return {
+        float(row["val_batch"]): float(row["last"])
+        for row in committed_results()
+        if (row["dataset"], row["method"], int(row["epsilon"])) == (TASK, "dpsur", EPSILON)
+        and float(row["sigma_t"]) == setting.noise_multiplier
+        and float(row["sigma_v"]) == setting.val_noise_multiplier
+    }
 
 
 def _value_records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     for factor in FACTORS:
         stated = {c.low: c.accuracy for c in paper_claims(factor.name) if c.low == c.high}
+        authors = committed(factor.name)
         for arm in ARMS_SHOWN:
             for point in measured(rows, arm, factor):
                 yield {
@@ -230,6 +253,7 @@ def _value_records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
                     "what": ARMS[arm].label,
                     "base": None if factor.name == BATCH else DEFAULT_BASE,
                     "paper": stated.get(point.value),
+                    "authors": authors.get(point.value),
                     **vars(point),
                     "spread": _spread(point),
                 }
@@ -241,6 +265,7 @@ def _value_records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
                     "what": ARMS[RELEASED].label,
                     "base": OTHER_BASE,
                     "paper": stated.get(point.value),
+                    "authors": None,
                     **vars(point),
                     "spread": _spread(point),
                 }
@@ -285,12 +310,15 @@ def draw_panels(panels: Sequence[Panel]) -> "Figure":
             draw(axes, points, LOOKS[arm])
         for claim in panel.claims:
             _mark(axes, claim)
+        if panel.authors:
+            places_of, accuracies = zip(*sorted(panel.authors.items()), strict=True)
+            axes.plot(places_of, accuracies, "x", color=style.INK, ms=4.5, ls="", label=COMMITTED)
         axes.set(xscale=panel.scale, xlabel=panel.symbol)
         axes.set_xticks(panel.ticks, [f"{tick:g}" for tick in panel.ticks])
         axes.minorticks_off()
         style.label_panel(axes, letter)
     places[0].set_ylabel("test accuracy, %")
-    legend_below(places, 4)
+    legend_below(places, 5)
     return figure
 
 

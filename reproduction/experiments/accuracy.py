@@ -15,8 +15,10 @@ from reproduction.arms import (
     FAULT_ARMS,
     HF_PUBLISHED,
     METHOD_ARMS,
+    NETWORK_ARMS,
     RELEASED_COMMANDS,
     RELEASED_DPAGD,
+    RELEASED_NETWORK,
     TS_AUTHORS,
 )
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
@@ -31,7 +33,10 @@ MAIN_ARMS = ("published", "proven", "released-code")
 SIDE_EPSILONS = (1, 3)
 # The method of the paper's table that an arm stands beside, where it is not the arm's own name.
 PAPER_METHODS = {
-    **{arm.name: "dpsur" for arm in (*DPSUR_ARMS, *FAULT_ARMS, RELEASED_COMMANDS)},
+    **{
+        arm.name: "dpsur" for arm in (*DPSUR_ARMS, *FAULT_ARMS, RELEASED_COMMANDS, RELEASED_NETWORK)
+    },
+    **{arm.name: arm.preset_of for arm in NETWORK_ARMS},
     HF_PUBLISHED.name: "dpsgd-hf",
     DPSGD_PUBLISHED.name: "dpsgd",
     TS_AUTHORS.name: "dpsgd-ts",
@@ -90,6 +95,10 @@ class Accuracy(TrainingGrid):
                         yield from _seeds(task, method.name, epsilon, seeds or FEW)
         for epsilon in EPSILONS:
             yield from _seeds("imdb", RELEASED_COMMANDS.name, epsilon, seeds or MANY)
+            yield from _seeds("imdb", RELEASED_NETWORK.name, epsilon, seeds or MANY)
+            for other in NETWORK_ARMS:
+                if other.preset_of != "nonprivate" or epsilon == 1:
+                    yield from _seeds("imdb", other.name, epsilon, seeds or FEW)
         for task in ("imdb", "cifar10"):  # where plain DPSGD is above the paper by most
             for epsilon in EPSILONS:
                 yield from _seeds(task, DPSGD_PUBLISHED.name, epsilon, seeds or FEW)
@@ -167,7 +176,7 @@ def _record(key: tuple[str, str, float], rows: Sequence[Row]) -> dict[str, Any]:
     mean, spread = mean_and_spread([100 * row["accuracy"] for row in rows])
     paper = _paper_figure(task, name, int(epsilon))
     epsilons: Mapping[str, float | None] = rows[0]["epsilon"]
-    private = name != "nonprivate"
+    private = ARMS[name].preset_of != "nonprivate"
     return {
         "task": task,
         "arm": name,
@@ -186,7 +195,7 @@ def _record(key: tuple[str, str, float], rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _paper_figure(task: str, arm: str, epsilon: int) -> float | None:
-    if arm == "nonprivate":
+    if ARMS[arm].preset_of == "nonprivate":
         return paper_accuracy()[task, "nonprivate", 0]
     method = PAPER_METHODS.get(arm, arm)
     return paper_accuracy().get((task, method, epsilon))

@@ -192,7 +192,9 @@ class RunConfig(checks.NamedArguments):
     preset: str | None = option(
         None,
         "auto chooses from public facts and says why; encoder is for any images and any epsilon; "
-        "paper and best have settings for the task and epsilon 1, 2, 3 or 4; other options take "
+        "paper and tuned have settings for the task and epsilon 1, 2, 3 or 4; those of paper are "
+        "the paper's for dpsur, dpsgd, dpsgd-ts and dpsgd-hf, and ours for dpis, dpagd and "
+        "nonprivate; authors has those that the authors of dpsgd-ts tuned; other options take "
         "precedence (default: auto, unless a method or the gate loss or coin is named)",
         names=PRESETS,
         group=WHAT,

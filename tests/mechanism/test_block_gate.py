@@ -238,7 +238,7 @@ def noise_is_never_repeated():
     """Every test and every update has noise of its own, also after a block was restored."""
     gate, plan = bound(clip_norm="given")
     drawn = {NOISE: [], VAL_NOISE: []}
-    real = Stream.normal
+    real, added = Stream.normal, Stream.add_normal
 
     def spy(self, count, offset=None):
         found = real(self, count, offset)
@@ -246,10 +246,17 @@ def noise_is_never_repeated():
             drawn[self.purpose].append(float(found[0]))
         return found
 
+    def spy_on_sum(self, values, scale):
+        if self.purpose in drawn and not self._next:
+            drawn[self.purpose].append(float(real(self, 1, 0)[0]))
+        return added(self, values, scale)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stream, "normal", spy)
+        patch.setattr(Stream, "add_normal", spy_on_sum)
         train(gate, plan, Streams(0, CPU))
     assert len(drawn[VAL_NOISE]) == 6
+    assert drawn[NOISE]
     for values in drawn.values():
         assert len(set(values)) == len(values)
 

@@ -13,10 +13,10 @@ from dpsur.functional.tree import flatten
 from dpsur.mechanism import cuda_graph_loop, sampling
 from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
 from dpsur.mechanism.loop import make_trial, run_loop, start, train
-from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.methods import Dpagd, Dpsgd, Dpsur
 from dpsur.methods.dpagd import AdaptiveSteps
-from dpsur.per_example import draws_randomness
+from dpsur.per_example import clipped_sum, draws_randomness
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.rejections import hiding_plan
 from tests.conftest import blobs, small_model
@@ -173,7 +173,7 @@ def test_a_block_without_room_is_made_again_exactly(monkeypatch):
 )
 def test_trials_have_the_smallest_rooms_that_hold_their_batches(method, largest, monkeypatch):
     """A batch that is larger than every room is taken whole, as without rooms."""
-    monkeypatch.setattr(cuda_graph_loop, "LONG_TRIAL", 0.0)
+    monkeypatch.setattr(cuda_graph_loop, "LEAST_WORK", 0.0)
     single, plan = bound(method)
     one = train(single, plan, Streams(0, CPU))
     if largest is not None:
@@ -200,6 +200,40 @@ def test_trials_have_the_smallest_rooms_that_hold_their_batches(method, largest,
         assert len(used) > 1
         held = [(rooms[level], n) for level, n in zip(levels, drawn, strict=True) if level]
         assert all(room >= count for room, count in held)
+
+
+@pytest.mark.parametrize("work", [0.0, 1e12])
+def test_rooms_are_chosen_by_the_size_of_a_trial(work, monkeypatch):
+    """Never by a clock: a seeded run would not be the same every time."""
+    monkeypatch.setattr(cuda_graph_loop, "LEAST_WORK", work)
+    procedure, plan = bound(Dpsgd(updates=6, noise_multiplier=20.0, batch_size=20))
+    trials = CapturedTrial(procedure.padded(), plan, start(procedure), Streams(0, CPU), 3)
+    trials.prepare()
+    rooms = len(sampling.padded_sizes(200, 0.1))
+    assert set(trials._by_level) == ({None} if work else set(range(rooms)))
+
+
+def test_large_samples_are_worked_on_in_parts():
+    """So that memory does not follow the largest sample."""
+    problem = Problem(small_model(), F.cross_entropy, blobs())
+    rooms, found = sampling.padded_sizes(200, 0.1), []
+    for level in (None, *range(len(rooms))):
+        token = sampling.padding_level.set(level)
+        batch = sampling.padded_batch(problem.train, 0.1, Streams(0, CPU).at(4)[BATCH])
+        sampling.padding_level.reset(token)
+        found.append((len(batch), batch.at_once))
+    assert found[0] == (rooms[-1], None)
+    for room, (size, at_once) in zip(rooms, found[1:], strict=True):
+        assert size == room
+        assert at_once == size if size <= 23 else at_once <= 23
+        assert at_once * -(-size // at_once) < size + -(-size // at_once)  # equal parts
+    params = problem.initial_params()
+    whole, parts = (
+        clipped_sum(problem, params, problem.train, 0.1, at_once=at_once).params
+        for at_once in (None, 23)
+    )
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, rtol=1e-4, atol=1e-6)
 
 
 def test_rooms_end_with_the_one_for_any_sample():

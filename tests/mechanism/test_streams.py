@@ -128,6 +128,37 @@ def test_a_gpu_draws_the_same_numbers(compiled, first, monkeypatch):
             assert torch.equal(there, here)
 
 
+@pytest.mark.parametrize("count", [1, 7, 4096])
+def test_noise_is_added_in_double_precision(count):
+    one, other, values = stream(3), stream(3), torch.linspace(-1, 1, count)
+    expected = (values.double() + 0.3 * one.normal(count)).float()
+    assert torch.equal(other.add_normal(values, 0.3), expected)
+    assert torch.equal(one.normal(5), other.normal(5))  # both have drawn as many
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("count", [1, 7, 4099])
+def test_counts_are_those_of_the_draws(device, count):
+    streams = Streams(0, torch.device(device))
+    found = streams.counts_below(0.3, count, BATCH, range(5, 25))
+    drawn = [streams.at(step)[BATCH].uniform(count) for step in range(5, 25)]
+    assert found == [int((one < 0.3).sum()) for one in drawn]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 7, 4096])
+def test_a_gpu_adds_the_noise_that_it_draws(count):
+    values, scale = torch.linspace(-1, 1, count).cuda(), torch.tensor(0.3, dtype=torch.float64)
+    streams = Streams(0, torch.device("cuda"))
+    expected = streams.at(3)[NOISE].normal(count).mul_(0.3).add_(values).float()
+    assert torch.equal(streams.at(3)[NOISE].add_normal(values, 0.3), expected)
+    assert torch.equal(streams.at(3)[NOISE].add_normal(values, scale.cuda()), expected)
+    offset = streams.at(3)[NOISE]
+    offset.normal(8)
+    expected = streams.at(3)[NOISE].normal(8 + count)[8:].mul_(0.3).add_(values).float()
+    assert torch.equal(offset.add_normal(values, 0.3), expected)
+
+
 def test_a_saved_key_continues_exactly():
     streams = Streams(None, CPU)
     saved = {name: state.clone() for name, state in streams.positions().items()}

@@ -14,8 +14,9 @@ from torch.func import functional_call, grad
 
 from dpsur.functional.problem import Objective
 from dpsur.functional.records import Examples
-from dpsur.per_example import clipped_sum
+from dpsur.per_example import clipped_sum, norms
 from dpsur.per_example.kernels import fused
+from dpsur.per_example.norms import InnerNorms
 from dpsur.per_example.rules import recurrent
 from dpsur.per_example.rules.patches import Window, instantiate
 
@@ -88,6 +89,24 @@ def test_rows_without_a_factor_are_not_read(device):
         )
         found = fused.weighted_rows(rows.to(device), factors.to(device))
         torch.testing.assert_close(found.double().cpu(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", [1, 5, 16, 70])
+def test_norms_from_inner_products(positions, device, monkeypatch):
+    torch.manual_seed(0)
+    inputs, outputs = torch.randn(2, 3, positions, 20, device=device)
+    outputs[1] *= 1e-19  # whose squares vanish
+    inner, outer = inputs @ inputs.mT, outputs @ outputs.mT
+    found = InnerNorms.of(inner, outer, 100)
+    monkeypatch.setattr(norms, "inner_norms", lambda *_: None)
+    expected = InnerNorms.of(inner, outer, 100)
+    torch.testing.assert_close(found.squares, expected.squares, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(found.errors, expected.errors, rtol=1e-4, atol=0.0)
+    assert (found.squares[1] > 0).item()
+    inner[2, 0, 0] = torch.nan
+    monkeypatch.undo()
+    monkeypatch.setattr(fused, "DEVICE", device.type)
+    assert InnerNorms.of(inner, outer, 100).squares.isnan().tolist() == [False, False, True]
 
 
 def test_sums_of_normalisations(device):

@@ -1,5 +1,6 @@
 """A tape of a forward pass, a loss and a backward pass that the caller makes."""
 
+import gc
 import weakref
 
 import pytest
@@ -14,6 +15,20 @@ from dpsur.per_example.contributions import clip_factors
 from dpsur.per_example.engine_choice import plan_for
 from dpsur.per_example.one_pass import tape_for
 from dpsur.per_example.tape import Tape
+
+
+def test_a_plan_keeps_nothing_of_what_it_was_checked_with():
+    """A graph whose saved tensors hold it is never given back, and with it a copy of the model."""
+    model = nn.Sequential(nn.Linear(5, 41), nn.Tanh(), nn.Linear(41, 3))
+    params = dict(model.named_parameters())
+    plan_for(Objective(model, F.cross_entropy), params, torch.randn(6, 5), GradientBudget())
+    gc.collect()
+    alive = [
+        value
+        for value in gc.get_objects()
+        if type(value) is torch.Tensor and tuple(value.shape) == (41, 5)
+    ]
+    assert not alive
 
 
 def test_a_callers_own_backward_pass_gives_norms_and_sums():

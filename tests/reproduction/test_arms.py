@@ -371,7 +371,8 @@ def test_arms_have_names_of_their_own_and_presets():
         assert isinstance(built, arm.method)
     assert {name for name, arm in ARMS.items() if not arm.sound} == {
         "released-code", "kept-momentum", "random", "random-kept",
-        "stale-loss", "other-divisor", "first-rejections", "released-commands", "released-dpagd",
+        "stale-loss", "other-divisor", "first-rejections", "released-commands", "released-network",
+        "released-dpagd",
     }  # fmt: skip
     assert ARMS["every-trial"].preset("fmnist", 3).options["on_reject"] == "keep-momentum"
     assert {arm.accounting for arm in METHOD_ARMS} == {"proven"}

@@ -13,7 +13,7 @@ from dpsur.bench import memory, run
 from dpsur.bench.arms import ARMS, Arm, arm_named
 from dpsur.bench.settings import Cell, Settings, machine
 from dpsur.errors import InvalidInputError
-from reproduction.bench import network_grid
+from reproduction.bench import data_path, network_grid
 from reproduction.bench.command import NETWORKS_FROM, measured_rows
 from reproduction.bench.networks import COMMON, NETWORKS, Gpt, network_named
 from reproduction.bench.report import markdown, panels_of
@@ -391,6 +391,13 @@ def test_the_page_shows_the_rows_of_common_networks(name):
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     shown = text.split(f"<!-- results/{name}.jsonl -->\n")[1].split("\n<!-- end -->")[0]
     assert shown == network_grid.markdown(rows)
+
+
+def test_the_page_shows_how_busy_a_gpu_is():
+    rows = read_rows(ROOT / "results" / "bench_networks_gpu.jsonl")
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    shown = text.split("<!-- data path -->\n")[1].split("\n<!-- end -->")[0]
+    assert shown == data_path.markdown(rows)
 
 
 def test_what_the_page_says_did_not_help_did_not():

@@ -41,6 +41,7 @@ GENERAL = [
 ]
 DESCRIBED = [
     *(({"name": name, "activation": TEMPERED}, shape) for name, (_, shape, _) in PAPER.items()),
+    ({"name": "imdb-lstm", "activation": "relu", "activation_before_lstm": True}, (80,)),
     *GENERAL,
 ]
 

@@ -161,7 +161,7 @@ class ManyModels:
         together = [
             rows[start : start + self.at_once] for start in range(0, len(rows), self.at_once)
         ]
-        with precision(self.recipe.tf32):
+        with precision(self.recipe.tf32, whole_run=True):
             groups = [
                 self._group(make, pool, torch.stack(list(part)), seed, index * self.at_once)
                 for index, part in enumerate(together)

@@ -8,6 +8,8 @@ from dpsur.bench.settings import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_M
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples, HostExamples
+from dpsur.functional.tree import tensors_of
 from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
 from dpsur.mechanism.loop import EagerLoop, Loop, make_trial, start
 from dpsur.methods.dpsgd import Dpsgd
@@ -76,28 +78,43 @@ class CapturedOwnStep:
 class TrainingSteps:
     """Trials as `fit` makes them: Poisson batches of a data set, in the loop that the device has.
 
-    The data set is made up and has eight times the size of the batch. A call makes a block of
-    `steps` trials.
+    The data set is made up, unless it is given, and has eight times the size of the batch. A call
+    makes a block of `steps` trials. Records that are not on the device are fetched for every batch.
     """
 
-    def __init__(self, cell: Cell, method: GradientMethod, *, tested: bool) -> None:
-        size = RECORDS_PER_BATCH * len(cell.batch)
-        records = cell.network.batch(size, cell.device, cell.seed)
+    def __init__(
+        self,
+        cell: Cell,
+        method: GradientMethod,
+        *,
+        tested: bool,
+        records: Examples | None = None,
+    ) -> None:
+        if records is None:
+            count = RECORDS_PER_BATCH * len(cell.batch)
+            records = cell.network.batch(count, cell.device, cell.seed)
+        size = len(records)
         self.problem = Problem(cell.model(), cell.loss, records, bf16=cell.bf16)
+        # what the data set takes beside the batch that every arm is charged for
+        self.data_bytes = sum(
+            value.numel() * value.element_size()
+            for value in tensors_of((records.inputs, records.targets))
+        )
         rate = min(VAL_BATCH_SIZE, len(cell.batch)) / size
         test = LossTest(rate, VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD) if tested else None
-        trial = Trial(SampledGaussian(1 / RECORDS_PER_BATCH, NOISE_MULTIPLIER), test)
+        trial = Trial(SampledGaussian(len(cell.batch) / size, NOISE_MULTIPLIER), test)
         plan = Plan(Budget(1.0, 1e-5), "every-trial", trial, trials=ENDLESS)
         procedure = method.bind(self.problem, plan)
         progress, streams = start(procedure), cell.streams()
-        padded = procedure.padded() if cell.device.type == "cuda" else None
+        captured = cell.device.type == "cuda" and not isinstance(records, HostExamples)
+        padded = procedure.padded() if captured else None
         self.steps = 1
         self._loop: Loop = EagerLoop(procedure, plan, streams, progress)
         if padded is not None:
             self.steps = self._block(cell.device)
-            self._loop = CudaGraphLoop(
-                procedure, padded, plan, streams, self._loop.progress, self.steps
-            )
+            loop = CudaGraphLoop(procedure, padded, plan, streams, self._loop.progress, self.steps)
+            loop.prepare()
+            self._loop = loop
 
     def _block(self, device: torch.device) -> int:
         """As many trials as take about BLOCK_SECONDS, by one that is not captured."""
@@ -116,9 +133,9 @@ class TrainingSteps:
         self._loop.collect()
 
 
-def dpsgd_training(cell: Cell) -> TrainingSteps:
+def dpsgd_training(cell: Cell, records: Examples | None = None) -> TrainingSteps:
     """DP-SGD on Poisson batches."""
-    return TrainingSteps(cell, _method(Dpsgd, cell), tested=False)
+    return TrainingSteps(cell, _method(Dpsgd, cell), tested=False, records=records)
 
 
 def dpsur_training(cell: Cell) -> TrainingSteps:

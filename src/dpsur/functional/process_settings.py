@@ -7,25 +7,42 @@ from typing import Any
 
 import torch
 
+# Whether TF32 was allowed outside of our own `precision`, while that holds. For the whole process:
+# backward passes run in threads of their own.
+_allowed_outside: bool | None = None
+
 
 @contextmanager
-def precision(tf32: bool | None) -> Iterator[None]:
+def precision(tf32: bool | None, *, whole_run: bool = False) -> Iterator[None]:
     """Compute matrix products and convolutions in full float32, or with TF32 where asked for.
 
-    None leaves the settings as they are.
+    None leaves the settings as they are. For a `whole_run` this is what the user asks for.
 
     PyTorch rounds convolutions to TF32 by default. A clipped contribution that is summed with other
     roundings than its norm was measured with could pass the bound. So layers may round, and norms
     and clipped sums never do, whatever a run asks for. (A rule may round what layers were given:
     then the norm is that of the rounded gradient, which is what is added up.)
     """
+    global _allowed_outside
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    outermost = _allowed_outside is None and not whole_run
+    if outermost:
+        _allowed_outside = matmul or cudnn
     if tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     try:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+        if outermost:
+            _allowed_outside = None
+
+
+def tf32_is_forbidden() -> bool:
+    """Whether the user lets nothing be computed from numbers of TF32, not even sums of several."""
+    if _allowed_outside is not None:
+        return not _allowed_outside
+    return not (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
 
 
 @contextmanager

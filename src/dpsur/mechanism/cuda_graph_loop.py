@@ -9,7 +9,6 @@ Steps whose cost depends on earlier steps are blocks of a single trial. Steps th
 such as the tests of blocks of updates, are made on the host's command between captured blocks.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from dpsur.errors import UnsupportedModelError
 from dpsur.functional.parameters import elementwise
 from dpsur.functional.tree import map_tensors
-from dpsur.mechanism.cuda_graphs import capture_graph
+from dpsur.mechanism.cuda_graphs import WARM_UP_CALLS, capture_graph
 from dpsur.mechanism.gate import LossTestGate
 from dpsur.mechanism.loop import Progress, has_next, make_trial
 from dpsur.mechanism.proposer import DpGradient
@@ -30,8 +29,10 @@ from dpsur.mechanism.trial import trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
 
-# Seconds of a trial from which on it pays to look at the sizes of batches first.
-LONG_TRIAL = 2e-3
+# Parameters times records of a batch from which on it pays to look at the sizes of batches first:
+# trials of half a millisecond on an H200. By size, not by a clock: a seeded run has to choose the
+# same every time, since sums over other rooms are rounded otherwise.
+LEAST_WORK = 1e8
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,18 @@ class CapturedTrial:
         if not plan.position_follows_counts:
             self._position = torch.tensor(plan.position(ledger), device=device)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        # One trial, within a block, with room for any batch.
-        self.replay: Callable[[], None] = self._made(None)
-        # Trials with room for smaller batches, where that is worth it.
+        # Where this is False a trial changes neither state nor counts.
+        self._live = torch.tensor(True, device=device)
+        # Trials by level of padding; None has room for any batch.
+        self._by_level: dict[int | None, Callable[[], None]] = {}
         self._sized = self._sized_batches()
-        self._by_level: dict[int, Callable[[], None]] = {}
-        if self._sized:
-            self._by_level[len(self._sized[0].rooms) - 1] = self.replay
+        if not self._sized:
+            self._at(None)
+
+    @property
+    def replay(self) -> Callable[[], None]:
+        """One trial, within a block, with room for any batch."""
+        return self._at(None)
 
     def run(self, count: int, ledger: Ledger) -> None:
         """Replay a block of trials, after those in the ledger."""
@@ -92,53 +98,50 @@ class CapturedTrial:
         self._other_steps.fill_(ledger.steps - ledger.trials)
         if self._position is not None:
             self._position.fill_(self._plan.position(ledger))
-        for replay in self._replays(ledger.trials + 1, count):
+        for replay in self._replays(range(ledger.steps + 1, ledger.steps + 1 + count)):
             replay()
 
-    def _replays(self, first: int, count: int) -> list[Callable[[], None]]:
+    def prepare(self) -> None:
+        """Capture now what is captured when it is first needed otherwise."""
+        for level in range(len(self._sized[0].rooms)) if self._sized else ():
+            self._at(level)
+
+    def _replays(self, steps: range) -> list[Callable[[], None]]:
         """A trial for every step, with the smallest rooms that hold its batches.
 
         Batches follow from the steps' random numbers alone, so their sizes can be had in advance.
         A batch that has no room anywhere is noticed by the trial itself.
         """
         if not self._sized:
-            return [self.replay] * count
-        steps = [self._streams.at(first + step) for step in range(count)]
-        sizes = torch.stack([one.batch_size(draws) for one in self._sized for draws in steps])
-        levels = [0] * count
-        for one, counts in zip(self._sized, sizes.view(-1, count).tolist(), strict=True):
-            rooms = one.rooms
+            return [self.replay] * len(steps)
+        levels = [0] * len(steps)
+        for one in self._sized:
+            rooms, counts = one.rooms, one.batch_sizes(self._streams, steps)
             levels = [
                 max(level, level_for(rooms, size))
                 for level, size in zip(levels, counts, strict=True)
             ]
-        for level in sorted(set(levels) - set(self._by_level)):
+        for level in sorted(set(levels)):
+            self._at(level)
+        return [self._at(level) for level in levels]
+
+    def _at(self, level: int | None) -> Callable[[], None]:
+        """A trial at a level of padding, made when it is first needed."""
+        if level not in self._by_level:
             self._by_level[level] = self._made(level)
-        return [self._by_level[level] for level in levels]
+        return self._by_level[level]
 
     def _sized_batches(self) -> list[DpGradient | LossTestGate]:
-        """Where batches come from, if several rooms for them are worth it: trials take long."""
+        """Where batches come from, if several rooms for them are worth it: trials are large."""
         source = getattr(getattr(self._procedure, "proposer", None), "source", None)
         gate = getattr(self._procedure, "gate", None)
         if not isinstance(source, DpGradient) or len(set(source.rooms)) < 2:
             return []
-        # processes that work on one batch must all do the same, whatever their clocks say
-        if self._streams.ranks.size == 1 and self._seconds() < LONG_TRIAL:
+        problem = source.sampler.problem
+        parameters = sum(value.numel() for value in problem.model.parameters())
+        if parameters * source.update.sample_rate * len(problem.train) < LEAST_WORK:
             return []
         return [source, gate] if isinstance(gate, LossTestGate) else [source]
-
-    def _seconds(self) -> float:
-        """How long a trial takes, with room for any batch."""
-        device = self._state.updates.device
-        go_back = self._undo()
-        waited = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
-        waited(device)
-        start = time.perf_counter()
-        self.replay()
-        waited(device)
-        seconds = time.perf_counter() - start
-        go_back()
-        return seconds
 
     def read(self) -> tuple[int, int, bool]:
         """Trials, updates and whether a batch overflowed: the one synchronisation per block."""
@@ -178,7 +181,7 @@ class CapturedTrial:
     def _trial(self) -> None:
         """One trial, written so that a replay after the end of the plan changes nothing."""
         counts = self._counts
-        room = counts.trials < self._plan.trials
+        room = (counts.trials < self._plan.trials) & self._live
         active, position = room, counts.trials
         if self._plan.updates is not None:
             active = room & (counts.updates < self._plan.updates)
@@ -223,19 +226,12 @@ class CapturedTrial:
         device = self._state.updates.device
         if device.type != "cuda":
             return trial_in_room
-        return capture_graph(trial_in_room, device, before_capture=self._undo(), pool=self._pool)
-
-    def _undo(self) -> Callable[[], None]:
-        """Puts state and counts back to what they are now."""
-        before = self.state()
-        counts = [value.clone() for value in vars(self._counts).values()]
-
-        def go_back() -> None:
-            self._put(before)
-            for place, value in zip(vars(self._counts).values(), counts, strict=True):
-                place.copy_(value)
-
-        return go_back
+        self._live.fill_(False)
+        try:
+            calls = 1 if self._by_level else WARM_UP_CALLS  # kernels are known then
+            return capture_graph(trial_in_room, device, pool=self._pool, warm_up=calls)
+        finally:
+            self._live.fill_(True)
 
 
 def _copy(state: State) -> State:
@@ -268,6 +264,10 @@ class CudaGraphLoop:
     def finished(self) -> bool:
         """Whether the plan affords no further trial."""
         return not has_next(self._procedure, self._plan, self.progress)
+
+    def prepare(self) -> None:
+        """Capture trials for all sizes of batches, so that none of them waits for it later."""
+        self._captured.prepare()
 
     def launch(self) -> None:
         """Replay a block on the GPU, without waiting for it."""

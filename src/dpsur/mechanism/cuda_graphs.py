@@ -22,6 +22,7 @@ def capture_graph(
     device: torch.device,
     before_capture: Callable[[], None] = lambda: None,
     pool: Any = None,
+    warm_up: int = WARM_UP_CALLS,
 ) -> Callable[[], None]:
     """Warm a function up, capture it and return its replay. The capture itself makes no call.
 
@@ -32,7 +33,7 @@ def capture_graph(
     outer, stream = torch.cuda.current_stream(device), capture_stream(device)
     stream.wait_stream(outer)
     with torch.cuda.stream(stream):
-        for _ in range(WARM_UP_CALLS):
+        for _ in range(warm_up):
             function()
     outer.wait_stream(stream)
     before_capture()

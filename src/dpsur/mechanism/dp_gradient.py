@@ -21,8 +21,7 @@ def add_gaussian(total: ClippedSum, noise_multiplier: float | Tensor, stream: St
         # Normal draws in float32 end at 5.8 standard deviations, where some records would be told
         # apart for certain. In float64 they end at 8.6, which is charged
         # (`privacy/accountants/noise_tail.py`).
-        noise = stream.normal(value.numel()).view(value.shape)
-        return noise.mul_(scale).add_(value).to(value.dtype)
+        return stream.add_normal(value.reshape(-1), scale).view(value.shape)
 
     return elementwise(noisy, total.params)
 
@@ -53,9 +52,11 @@ def dp_mean_gradient(
         rows=batch.rows,
         coins=coins,
         ranks=batch.ranks,
+        at_once=batch.at_once,
     )
     noisy = add_gaussian(total, noise_multiplier, noise)
+    del total  # as large as the model
     # The expected size, not the drawn one: the drawn size is private, and dividing by it would
     # change the sensitivity.
     expected_size = sample_rate * len(problem.train)
-    return elementwise(lambda value: value / expected_size, noisy)
+    return elementwise(lambda value: value.div_(expected_size), noisy)

@@ -42,11 +42,10 @@ from dpsur.mechanism.sampling import (
     Draw,
     padded_batch,
     padded_sizes,
-    sample_size,
     steady_batch,
 )
 from dpsur.mechanism.state import Candidate, State, Verdict
-from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws, Stream
+from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws, Stream, Streams
 from dpsur.per_example.mixing_check import synthetic
 from dpsur.privacy.events import CoinTest, Test
 
@@ -291,9 +290,10 @@ class LossTestGate:
         """Sizes of padded batches, by level."""
         return padded_sizes(len(self.problem.train), self.test.sample_rate)
 
-    def batch_size(self, draws: Draws) -> Tensor:
-        """How many records the batch of a test has."""
-        return sample_size(len(self.problem.train), self.test.sample_rate, draws[VAL_BATCH])
+    def batch_sizes(self, streams: Streams, steps: range) -> list[int]:
+        """How many records the batches of some tests have."""
+        size, rate = len(self.problem.train), self.test.sample_rate
+        return streams.counts_below(rate, size, VAL_BATCH, steps)
 
     def _fresh_batch(self, draws: Draws) -> Batch:
         return self.draw(self.problem.train, self.test.sample_rate, draws[VAL_BATCH])

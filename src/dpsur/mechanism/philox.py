@@ -40,22 +40,55 @@ __device__ void philox(const word* key, const word* step, int purpose, int rank,
     out[0] = (c0 >> 11) * unit; out[1] = (c1 >> 11) * unit;
     out[2] = (c2 >> 11) * unit; out[3] = (c3 >> 11) * unit;
 }
+__device__ void normal(const word* key, const word* step, int purpose, int rank, word block,
+                       double* u) {
+    philox(key, step, purpose, rank, block, u);
+    const double turn = 6.283185307179586;
+    const double r0 = sqrt(-2.0 * log1p(-u[0])), r1 = sqrt(-2.0 * log1p(-u[2]));
+    const double a0 = turn * u[1], a1 = turn * u[3];
+    u[0] = r0 * cos(a0); u[1] = r0 * sin(a0); u[2] = r1 * cos(a1); u[3] = r1 * sin(a1);
+}
 extern "C" __global__ void draw(
     const word* key, const word* step, double* out, int purpose, int rank, int first_low,
-    int first_high, int blocks, int normal)
+    int first_high, int blocks, int gaussian)
 {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= blocks) return;
     const word first = ((word)(unsigned)first_high << 32) | (unsigned)first_low;
     double u[4];
-    philox(key, step, purpose, rank, first + i, u);
-    if (normal) {
-        const double turn = 6.283185307179586;
-        const double r0 = sqrt(-2.0 * log1p(-u[0])), r1 = sqrt(-2.0 * log1p(-u[2]));
-        const double a0 = turn * u[1], a1 = turn * u[3];
-        u[0] = r0 * cos(a0); u[1] = r0 * sin(a0); u[2] = r1 * cos(a1); u[3] = r1 * sin(a1);
-    }
+    if (gaussian) normal(key, step, purpose, rank, first + i, u);
+    else philox(key, step, purpose, rank, first + i, u);
     for (int j = 0; j < 4; ++j) out[4LL * i + j] = u[j];
+}
+// Rounded step by step, so that results have the bits of separate operations.
+extern "C" __global__ void add_noise(
+    const word* key, const word* step, const float* values, const double* scale, float* out,
+    int purpose, int rank, int first_low, int first_high, int count)
+{
+    const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (4 * i >= count) return;
+    const word first = ((word)(unsigned)first_high << 32) | (unsigned)first_low;
+    double u[4];
+    normal(key, step, purpose, rank, first + i, u);
+    for (int j = 0; j < 4 && 4 * i + j < count; ++j)
+        out[4 * i + j] = __double2float_rn(
+            __dadd_rn(__dmul_rn(u[j], *scale), (double)values[4 * i + j]));
+}
+// The second dimension of the grid is the step.
+extern "C" __global__ void count_below(
+    const word* key, const word* first_step, const double* bound, int* out, int purpose, int rank,
+    int count)
+{
+    const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    const word step = *first_step + blockIdx.y;
+    int found = 0;
+    if (4 * i < count) {
+        double u[4];
+        philox(key, &step, purpose, rank, i, u);
+        for (int j = 0; j < 4 && 4 * i + j < count; ++j) found += u[j] < *bound;
+    }
+    for (int lanes = 16; lanes; lanes /= 2) found += __shfl_down_sync(0xffffffffu, found, lanes);
+    if (threadIdx.x % 32 == 0) atomicAdd(out + blockIdx.y, found);
 }
 """
 
@@ -90,6 +123,82 @@ def philox_normal(
     1 - u is exact and positive, so that the logarithm is finite.
     """
     return _draw(key, step, address, count, device, normal=True)
+
+
+def add_philox_normal(
+    key: Key, step: int | Tensor, address: Address, values: Tensor, scale: float | Tensor
+) -> Tensor:
+    """A vector plus a scale times standard normal numbers, computed in double precision.
+
+    One kernel on CUDA, without a vector of the noise in memory.
+    """
+    purpose, rank, offset = address
+    first, skipped = divmod(offset, _WORDS)
+    device, count = values.device, values.numel()
+    kernel = None
+    if (
+        device.type == "cuda"
+        and values.dtype == torch.float32
+        and not skipped
+        and 0 < count < 2**31
+    ):
+        kernel = nvrtc.compile_kernel(_SOURCE, "add_noise", (), _index(device))
+    if kernel is None:
+        noise = philox_normal(key, step, address, count, device)
+        return noise.mul_(scale).add_(values).to(values.dtype)
+    values, found = values.contiguous(), torch.empty_like(values)
+    if not isinstance(scale, Tensor):
+        scale = torch.full((), scale, dtype=torch.float64, device=device)
+    threads = -(-count // _WORDS)
+    with torch.cuda.device(device):
+        kernel(
+            grid=(-(-threads // _THREADS), 1, 1),
+            block=(_THREADS, 1, 1),
+            args=[
+                key.on(device),
+                _on_device(step, device),
+                values,
+                scale.to(device, torch.float64),
+                found,
+                purpose,
+                rank,
+                *_two_halves(first),
+                count,
+            ],
+        )
+    return found
+
+
+def count_philox_below(
+    key: Key, steps: range, address: Address, count: int, bound: float, device: torch.device
+) -> list[int]:
+    """How many of the first `count` uniform numbers are below a bound, in each of several steps.
+
+    On CUDA by one kernel, which writes none of the numbers to memory.
+    """
+    purpose, rank, _ = address
+    kernel = None
+    if device.type == "cuda" and 0 < count < 2**31:
+        kernel = nvrtc.compile_kernel(_SOURCE, "count_below", (), _index(device))
+    if kernel is None:
+        found = [philox_uniform(key, step, address, count, device) < bound for step in steps]
+        return [int(each) for each in torch.stack([one.sum() for one in found]).tolist()]
+    counts = torch.zeros(len(steps), dtype=torch.int32, device=device)
+    with torch.cuda.device(device):
+        kernel(
+            grid=(-(-count // (_WORDS * _THREADS)), len(steps), 1),
+            block=(_THREADS, 1, 1),
+            args=[
+                key.on(device),
+                _on_device(steps.start, device),
+                torch.full((), bound, dtype=torch.float64, device=device),
+                counts,
+                purpose,
+                rank,
+                count,
+            ],
+        )
+    return [int(each) for each in counts.tolist()]
 
 
 def _draw(
@@ -157,9 +266,7 @@ def _on_cuda(
 ) -> Tensor:
     """By a kernel; nothing waits for the device, and a step on the device can be replayed."""
     purpose, rank, first = address
-    if not isinstance(step, Tensor):
-        step = torch.full((), step, dtype=torch.int64, device=device)
-    words = key.on(device)
+    step, words = _on_device(step, device), key.on(device)
     kernel = nvrtc.compile_kernel(_SOURCE, "draw", (), _index(device))
     if kernel is None:
         found = philox_words(words, step, address, blocks)
@@ -168,7 +275,7 @@ def _on_cuda(
         return found
     found = torch.empty(_WORDS * blocks, dtype=torch.float64, device=device)
     if blocks:
-        low, high = (_signed(part) for part in (first & 0xFFFFFFFF, first >> 32))
+        low, high = _two_halves(first)
         with torch.cuda.device(device):
             kernel(
                 grid=(-(-blocks // _THREADS), 1, 1),
@@ -180,6 +287,17 @@ def _on_cuda(
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _on_device(step: int | Tensor, device: torch.device) -> Tensor:
+    if isinstance(step, Tensor):
+        return step
+    return torch.full((), step, dtype=torch.int64, device=device)
+
+
+def _two_halves(word: int) -> tuple[int, int]:
+    """The lower and the upper 32 bits, as a kernel takes them."""
+    return _signed(word & 0xFFFFFFFF), _signed(word >> 32)
 
 
 def _signed(word: int) -> int:

@@ -16,9 +16,9 @@ from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
 from dpsur.mechanism.dp_gradient import dp_mean_gradient
 from dpsur.mechanism.optim import Optimizer, WeightAverage, update_average
-from dpsur.mechanism.sampling import Batch, padded_batch, padded_sizes, sample_size, steady_batch
+from dpsur.mechanism.sampling import Batch, padded_batch, padded_sizes, steady_batch
 from dpsur.mechanism.state import Candidate, State
-from dpsur.mechanism.streams import BATCH, LAYERS, NOISE, Draws
+from dpsur.mechanism.streams import BATCH, LAYERS, NOISE, Draws, Streams
 from dpsur.per_example import draws_randomness
 from dpsur.privacy.events import SampledGaussian, Step, Trial
 
@@ -151,10 +151,10 @@ class DpGradient:
         """Sizes of padded batches, by level."""
         return padded_sizes(len(self.sampler.problem.train), self.update.sample_rate)
 
-    def batch_size(self, draws: Draws) -> Tensor:
-        """How many records the batch of a step has."""
+    def batch_sizes(self, streams: Streams, steps: range) -> list[int]:
+        """How many records the batches of some steps have."""
         size, rate = len(self.sampler.problem.train), self.update.sample_rate
-        return sample_size(size, rate, draws[BATCH])
+        return streams.counts_below(rate, size, BATCH, steps)
 
     def padded(self) -> "DpGradient | None":
         """The same on padded batches."""

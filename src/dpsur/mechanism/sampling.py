@@ -21,6 +21,10 @@ SPARE_DEVIATIONS = 5.0
 # expected.
 _DEVIATIONS = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 
+# A sample that is larger than expected by more than this is worked on in parts, so that memory
+# does not follow the largest sample: at 32 expected records there is one of 48 now and then.
+MOST_AT_ONCE = 1.125
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -29,7 +33,8 @@ class Batch:
     `data` is what was drawn from and `rows` says which of it; None means all. `mask` tells the
     drawn rows; None means all. `overflow` tells whether more were drawn than there is room for;
     None means that there is room for any. Where there are several `ranks`, these are the rows of
-    this one, and `total` counts the rows of all.
+    this one, and `total` counts the rows of all. Gradients of at most `at_once` rows are computed
+    at the same time, None: of as many as memory allows.
     """
 
     data: Examples
@@ -38,6 +43,7 @@ class Batch:
     rows: Tensor | None = None
     ranks: Ranks = ALONE
     total: int | None = None
+    at_once: int | None = None
 
     def __len__(self) -> int:
         return len(self.data) if self.rows is None else len(self.rows)
@@ -145,11 +151,6 @@ def level_for(rooms: tuple[int, ...], count: int) -> int:
     return next((level for level, room in enumerate(rooms) if room >= count), last)
 
 
-def sample_size(size: int, rate: float, stream: Stream) -> Tensor:
-    """How many rows a Poisson sample has."""
-    return _joins(size, rate, stream).sum()
-
-
 # The level of padding of `padded_batch`; None is the last. A captured trial has the one that this
 # says while it is captured.
 padding_level: ContextVar[int | None] = ContextVar("padding_level", default=None)
@@ -161,8 +162,12 @@ def padded_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
     Nothing here waits for the device, so that a trial can be captured and replayed. Rows that were
     not drawn are copies of the first record and are masked out.
     """
-    joins = _joins(len(examples), rate, stream)
-    return _padded(examples, rate, joins, stream.ranks, padding_level.get())
+    joins, level = _joins(len(examples), rate, stream), padding_level.get()
+    batch = _padded(examples, rate, joins, stream.ranks, level)
+    if level is None:
+        return batch
+    most = math.ceil(MOST_AT_ONCE * rate * len(examples) / stream.ranks.size)
+    return replace(batch, at_once=math.ceil(len(batch) / math.ceil(len(batch) / most)))
 
 
 def _padded(

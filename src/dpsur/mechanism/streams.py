@@ -23,7 +23,13 @@ from torch import Tensor
 from dpsur.distributed import ALONE, Ranks
 from dpsur.errors import CheckpointError
 from dpsur.functional.process_settings import seeded_globally
-from dpsur.mechanism.philox import Key, philox_normal, philox_uniform
+from dpsur.mechanism.philox import (
+    Key,
+    add_philox_normal,
+    count_philox_below,
+    philox_normal,
+    philox_uniform,
+)
 
 INIT: Final = "init"
 BATCH: Final = "batch"
@@ -89,6 +95,12 @@ class Stream:
         address = (PURPOSES[self.purpose], self._rank, offset)
         return philox_normal(self._streams.key, self._step, address, count, self.device)
 
+    def add_normal(self, values: Tensor, scale: float | Tensor) -> Tensor:
+        """A vector plus a scale times as many standard normal numbers, in double precision."""
+        offset = self._advance(values.numel())
+        address = (PURPOSES[self.purpose], self._rank, offset)
+        return add_philox_normal(self._streams.key, self._step, address, values, scale)
+
     def ahead(self) -> "Stream":
         """The same purpose in the next step."""
         return Stream(self._streams, self.purpose, self._step + 1)
@@ -139,6 +151,14 @@ class Streams:
     def at(self, step: int | Tensor) -> Draws:
         """The draws of a step: `SETUP`, or the number of the trial from 1."""
         return Draws(self, step)
+
+    def counts_below(self, bound: float, count: int, purpose: str, steps: range) -> list[int]:
+        """How many of the first so many uniform draws of each step are below a bound.
+
+        For a purpose whose draws are the same on all ranks.
+        """
+        address = (SHARED[purpose], 0, 0)
+        return count_philox_below(self.key, steps, address, count, bound, self.device)
 
     def spawn(self, index: int) -> "Streams":
         """Independent streams for one of several runs that share a seed."""

@@ -74,16 +74,22 @@ def cifar_scattering_cnn(classes: int = 10, activation: Activation = "tanh") -> 
 class ImdbLstm(nn.Module):
     """For reviews of 80 tokens: embedding, bidirectional LSTM, mean over all positions.
 
-    2,021,202 parameters.
+    2,021,202 parameters. The paper lists layers and no activations; the code released with it has
+    one before the LSTM too, which `activation_before_lstm` adds.
     """
 
     def __init__(
-        self, classes: int = 2, activation: Activation = "tanh", words: int = 20_000
+        self,
+        classes: int = 2,
+        activation: Activation = "tanh",
+        words: int = 20_000,
+        activation_before_lstm: bool = False,
     ) -> None:
         super().__init__()
         checks.at_least_one("words", words)
         self.embedding = nn.Embedding(words, 100)
         self.narrow = nn.Linear(100, 32)
+        self.before_lstm = build_activation(activation) if activation_before_lstm else None
         self.lstm = nn.LSTM(32, 32, batch_first=True, bidirectional=True)
         self.hidden = nn.Linear(64, 16)
         self.activation = build_activation(activation)
@@ -91,7 +97,8 @@ class ImdbLstm(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         """Scores of the classes."""
-        states, _ = self.lstm(self.narrow(self.embedding(words)))
+        narrow = self.narrow(self.embedding(words))
+        states, _ = self.lstm(narrow if self.before_lstm is None else self.before_lstm(narrow))
         scores: Tensor = self.output(self.activation(self.hidden(states.mean(1))))
         return scores
 

@@ -45,6 +45,7 @@ def clipped_sum(
     coins: Tensor | None = None,
     budget: GradientBudget = _DEFAULT_BUDGET,
     ranks: Ranks = ALONE,
+    at_once: int | None = None,
 ) -> ClippedSum:
     """Sum of the per-example gradients of a batch, each scaled down to the norm bound.
 
@@ -60,6 +61,8 @@ def clipped_sum(
     in (0, 1] per row, rounds every clipped gradient at random to the norm 0 or the bound: the
     guarantee is the same, and so is the mean of the sum. `max_grad_norm` may be a number on the
     device.
+
+    At most `at_once` rows are worked on at the same time, if that is given.
 
     The rows are those of this rank, and the sum is that of all `ranks`: all of them must call this,
     those without rows too.
@@ -83,6 +86,7 @@ def clipped_sum(
     start = 0
     while start < size:
         most = max(1, plan.rows // objective.views)
+        most = most if at_once is None else min(most, at_once)
         some = slice(start, min(start + most, size))
         found: Params = {}
         enough = True

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpsur.functional.process_settings import precision
 from dpsur.per_example.kernels.fused import weighted_rows
+from dpsur.per_example.kernels.products import weighted_product
 from dpsur.per_example.norms import InnerNorms, Measure, part_norms, row_norms
 
 
@@ -166,6 +167,11 @@ class Products(Contribution):
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One product of two matrices, the factors folded into the smaller one."""
         inputs, outputs = self.inputs, self.outputs
+        found = weighted_product(
+            outputs.flatten(0, 1), inputs.flatten(0, 1), factors.values, narrow=self.narrow
+        )
+        if found is not None:
+            return found
         if inputs.shape[2] < outputs.shape[2]:
             inputs, outputs = factors.scale(inputs), factors.clean(outputs)
         else:
@@ -236,6 +242,9 @@ class Outer(Contribution):
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One product of two matrices."""
+        found = weighted_product(self.output.values, self.inputs, factors.values)
+        if found is not None:
+            return found
         return self.output.scaled(factors).mT @ factors.clean(self.inputs)
 
     def per_example(self) -> Tensor:
@@ -263,7 +272,8 @@ class Shift(Contribution):
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """A sum of rows."""
-        return self.output.scaled(factors).sum(0)
+        found = weighted_rows(self.output.values, factors.values)
+        return self.output.scaled(factors).sum(0) if found is None else found
 
     def per_example(self) -> Tensor:
         """The rows."""

@@ -15,20 +15,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Below this part of the largest possible value a squared norm is taken to suffer from cancellation.
-CANCELLED = 1e-2
+from dpsur.per_example.kernels.fused import inner_norms
+
+# From this part of a squared norm on its error is taken into account.
+TOLERATED = 4e-3
 
 
 @dataclass(frozen=True)
 class InnerNorms:
     """Squared norms of sum_t g_t x_t^T as sums of inner products, one per example.
 
-    `largest` is sum_t |x_t| |g_t|, and `terms` how many products were added up for one entry: the
-    widths of x and g and the number of positions t, together.
+    `errors` bounds what rounding may have done to them: an error of x_s.x_t, relative to
+    |x_s| |x_t|, is multiplied by g_s.g_t, and the other way round. `terms` is how many products
+    were added up for one entry: the widths of x and g and the number of positions t, together.
     """
 
     squares: Tensor
-    largest: Tensor
+    errors: Tensor
     terms: int
 
     @staticmethod
@@ -41,11 +44,15 @@ class InnerNorms:
         are at most T sum_t |g_t|^2 and T sum_t |x_t|^2, and (d + h) T <= terms^2 / 4. This is added
         here; m T^2, and what vanishes on the way, is left to `whole_norms`.
         """
+        lost = lost_to_underflow(terms**2, inner.dtype) ** 2
+        found = inner_norms(inner, outer, lost, rounding(terms, inner.dtype))
+        if found is not None:
+            return InnerNorms(*found, terms)
         squares = (inner * outer).sum((1, 2))
         inputs, outputs = inner.diagonal(dim1=1, dim2=2), outer.diagonal(dim1=1, dim2=2)
-        lost = lost_to_underflow(terms**2, squares.dtype) ** 2
         squares.add_((inputs + outputs).sum(1), alpha=lost)
-        return InnerNorms(squares, (inputs * outputs).sqrt_().sum(1), terms)
+        scale = _between(inner, outputs) + _between(outer, inputs)
+        return InnerNorms(squares, scale.mul_(rounding(terms, inner.dtype)), terms)
 
     @staticmethod
     def concatenate(parts: "Sequence[InnerNorms]") -> "InnerNorms":
@@ -54,7 +61,7 @@ class InnerNorms:
             return parts[0]
         return InnerNorms(
             torch.cat([part.squares for part in parts]),
-            torch.cat([part.largest for part in parts]),
+            torch.cat([part.errors for part in parts]),
             parts[0].terms,
         )
 
@@ -74,8 +81,7 @@ def whole_norms(measures: Sequence[Measure], entries: int) -> Tensor:
     parts = torch.stack(norms) if norms else None
     if inner:
         squares = torch.stack([one.squares for one in inner])
-        largest = torch.stack([one.largest for one in inner])
-        roots = guard(squares, largest, max(one.terms for one in inner)).sqrt_()
+        roots = guard(squares, torch.stack([one.errors for one in inner])).sqrt_()
         parts = roots if parts is None else torch.cat([parts, roots])
     assert parts is not None
     total = _combine(parts)
@@ -91,19 +97,26 @@ def _combine(parts: Tensor) -> Tensor:
     return norms
 
 
-def guard(squares: Tensor, largest: Tensor, terms: int) -> Tensor:
-    """Squared norms that are never too small.
+def _between(products: Tensor, squares: Tensor) -> Tensor:
+    """sum_st |products_st| |v_s| |v_t|, from the squared norms of v."""
+    norms = squares.sqrt().unsqueeze(2)
+    return torch.bmm(norms.mT, torch.bmm(products.abs(), norms))[:, 0, 0]
+
+
+def rounding(terms: int, dtype: torch.dtype) -> float:
+    """A bound on the relative error of an inner product: a few dozen units in the last place."""
+    return float(8 * torch.finfo(dtype).eps * terms**0.5)
+
+
+def guard(squares: Tensor, errors: Tensor) -> Tensor:
+    """Squared norms that are never too small by more than a fraction of a percent.
 
     Where large positions nearly cancel, the sum is mostly rounding error and may even come out
-    negative: a record made for it would pass the clip unclipped. The error is at most a small
-    multiple of the unit in the last place of (sum_t |x_t| |g_t|)^2. Where that could matter it is
+    negative: a record made for it would pass the clip unclipped. Where an error could matter it is
     added, so that such a record is clipped harder than it need be, never less.
     """
-    whole = largest.square()
-    slack = 8 * torch.finfo(squares.dtype).eps * terms**0.5
     # a negative sum is rounding error too, or an overflow, which has to stay one
-    safe = squares.abs().add_(whole, alpha=slack)
-    return torch.where(squares < CANCELLED * whole, safe, squares)
+    return torch.where(errors > TOLERATED * squares, squares.abs() + errors, squares)
 
 
 def part_norms(rows: Tensor) -> Tensor:

@@ -41,10 +41,12 @@ class Assignment:
     Modules are named by their places in `every_module`: this is kept for as long as the model is,
     and must not keep it alive. Rules are named by kinds of layers; None is `copy_per_example`. With
     `operations` set, parameters of modules without a rule are followed through torch functions.
+    `faster` are modules that train nothing and have a faster way.
     """
 
     forwards: list[tuple[int, type[nn.Module] | None]]
     operations: bool = False
+    faster: tuple[tuple[int, type[nn.Module]], ...] = ()
 
 
 def assign(model: nn.Module, params: Params, *, operations: bool) -> Assignment:
@@ -56,6 +58,7 @@ def assign(model: nn.Module, params: Params, *, operations: bool) -> Assignment:
     trained = {id(p) for name, p in model.named_parameters() if name in params}
     places = {module: place for place, module in enumerate(every_module(model))}
     forwards: list[tuple[int, type[nn.Module] | None]] = []
+    faster: list[tuple[int, type[nn.Module]]] = []
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
@@ -65,7 +68,9 @@ def assign(model: nn.Module, params: Params, *, operations: bool) -> Assignment:
         trains = any(id(p) in trained for p in module.parameters())
         kind = kind_of(module, RULES if trains else FASTER)
         own = any(id(p) in trained for p in module.parameters(recurse=False))
-        if kind is not None:
+        if kind is not None and not trains:
+            faster.append((places[module], kind))
+        elif kind is not None:
             forwards.append((places[module], kind))
         elif not operations and ((trains and is_parametrized(module)) or own):
             forwards.append((places[module], None))
@@ -74,7 +79,7 @@ def assign(model: nn.Module, params: Params, *, operations: bool) -> Assignment:
                 visit(child)
 
     visit(model)
-    return Assignment(forwards, operations)
+    return Assignment(forwards, operations, tuple(faster))
 
 
 @contextmanager
@@ -83,20 +88,25 @@ def use_rules(assignment: Assignment, model: nn.Module, tape: Tape) -> Iterator[
     modules = list(every_module(model))
     changed: list[tuple[dict[str, Any], Any]] = []
     operations = Operations(tape) if assignment.operations else None
+
+    def stand_in(module: nn.Module, forward: Callable[..., Any]) -> None:
+        # set behind the module's back: its own way of setting attributes is slow
+        own = vars(module)
+        changed.append((own, own.get("forward")))
+        own["forward"] = forward
+
     try:
         for place, kind in assignment.forwards:
             module = modules[place]
-            forward: Callable[..., Any]
             if kind is None:
-                forward = partial(copy_per_example, module, tape, module.forward)
-            else:
-                forward = partial((FASTER if kind in FASTER else RULES)[kind], module, tape)
-                if operations is not None and kind not in FASTER:
-                    forward = partial(_rule_or_own, operations, forward, module.forward)
-            # set behind the module's back: its own way of setting attributes is slow
-            own = vars(module)
-            changed.append((own, own.get("forward")))
-            own["forward"] = forward
+                stand_in(module, partial(copy_per_example, module, tape, module.forward))
+                continue
+            rule = partial(RULES[kind], module, tape)
+            if operations is not None:
+                rule = partial(_rule_or_own, operations, rule, module.forward)
+            stand_in(module, rule)
+        for place, faster in assignment.faster:
+            stand_in(modules[place], partial(FASTER[faster], modules[place], tape))
         with operations or nullcontext():
             yield
     finally:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpsur.functional.tree import tensors_of, with_tensors
 from dpsur.per_example.contributions import Contribution, Products, Rows, split_dimension, widen
+from dpsur.per_example.kernels.products import fast_linear
 from dpsur.per_example.rules.convolution import convolution
 from dpsur.per_example.rules.embedding import (
     Lookups,
@@ -339,7 +340,8 @@ def _matmul(tape: Tape, input: Tensor, other: Tensor) -> Any:
     if other.dim() != 2 or tape.slot(other) is None or tape.slot(input) is not None:
         call = Call(torch.matmul, (input, other), {}, tape)
         return _generic(call, [tape.layout(value) for value in call.others])
-    return _times(tape, input @ other, input, other, None)
+    output = fast_linear(input, other.mT)
+    return _times(tape, input @ other if output is None else output, input, other, None)
 
 
 def _addmm(
@@ -347,7 +349,9 @@ def _addmm(
 ) -> Any:
     if (beta, alpha) != (1, 1) or input.dim() != 1 or tape.slot(mat1) is not None:
         raise NotSupportedError("addmm with factors or with a weight on its left")
-    return _times(tape, torch.addmm(input, mat1, mat2), mat1, mat2, input)
+    output = fast_linear(mat1, mat2.mT, input)
+    output = torch.addmm(input, mat1, mat2) if output is None else output
+    return _times(tape, output, mat1, mat2, input)
 
 
 def _times(tape: Tape, output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

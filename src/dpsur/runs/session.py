@@ -131,7 +131,10 @@ class Session:
     def arithmetic(self) -> Iterator[None]:
         """The kernels and the precision of this run: settings of the whole process."""
         exact = self.streams.seeded and self.config.speed.repeatable
-        with repeatable(self.streams.device, exact), precision(self.config.speed.tf32):
+        with (
+            repeatable(self.streams.device, exact),
+            precision(self.config.speed.tf32, whole_run=True),
+        ):
             yield
 
     def start(

@@ -42,13 +42,19 @@ def _source() -> Any:
 
 def _kernels(*values: Tensor) -> Any:
     """The kernels, if they can work on these tensors."""
-    first = values[0]
-    if first.device.type != DEVICE or any(value.dtype != torch.float32 for value in values):
+    if any(value.dtype != torch.float32 for value in values):
         return None
     if not all(value.is_contiguous() and 0 < value.numel() < 2**31 for value in values):
         return None
+    return _available(values[0].device)
+
+
+def _available(device: torch.device) -> Any:
+    """The kernels, if there are any for a device."""
+    if device.type != DEVICE:
+        return None
     if DEVICE == "cuda" and (
-        torch.version.hip or torch.cuda.get_device_capability(first.device) < _LEAST_CAPABILITY
+        torch.version.hip or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY
     ):
         return None
     return _source()
@@ -109,6 +115,54 @@ def rounded_gradients(
     return rows, squares.sum(1)
 
 
+def split_matrix(
+    values: Tensor,
+    parts: tuple[bool, ...],
+    factors: Tensor | None = None,
+    *,
+    length: int,
+    first: int = 0,
+    positions: int = 1,
+    scaled: bool = False,
+    turned: bool = False,
+) -> Tensor | None:
+    """A matrix for products on tensor cores: what rounding to TF32 leaves of it, and the rest.
+
+    A row of the result has the numbers of a row of the matrix, or of a column where it is `turned`,
+    filled up to `length` with zeros, once for each of the `parts`: the rounded rest (True), or the
+    rounded numbers (False). With `factors` a row of the matrix is multiplied by its factor first
+    (`scaled`), or only replaced by zeros where that is 0. So many `positions` share a factor; the
+    matrix begins with position `first` of all.
+    """
+    kernels = _available(values.device)
+    if kernels is None or values.dtype != torch.float32 or values.stride(1) != 1:
+        return None
+    rows, width = values.shape
+    found = values.new_empty(width if turned else rows, len(parts) * length)
+    down, along = (64, 32) if turned else (32, 64)
+    high, wide = (length, width) if turned else (rows, length)
+    with _on(values):
+        kernels.split_matrix[(-(-high // down), -(-wide // along))](
+            values,
+            values if factors is None else factors,
+            found,
+            rows,
+            width,
+            values.stride(0),
+            first,
+            positions,
+            length,
+            FACTORED=factors is not None,
+            SCALED=factors is not None and scaled,
+            TURNED=turned,
+            PARTS=len(parts),
+            SMALL=sum(1 << place for place, rest in enumerate(parts) if rest),
+            DOWN=down,
+            ALONG=along,
+        )
+    return found
+
+
 def weighted_rows(rows: Tensor, factors: Tensor) -> Tensor | None:
     """Sum of rows (examples, width), each times its factor; one with the factor 0 adds nothing."""
     kernels = _kernels(rows, factors)
@@ -125,6 +179,30 @@ def weighted_rows(rows: Tensor, factors: Tensor) -> Tensor | None:
             rows, factors, found, count, width, each, TOGETHER=together, BLOCK=block
         )
     return found.sum(0) if parts > 1 else found[0]
+
+
+def inner_norms(
+    inner: Tensor, outer: Tensor, lost: float, rounding: float
+) -> tuple[Tensor, Tensor] | None:
+    """Squares and errors of `norms.InnerNorms`, from matrices of inner products.
+
+    `lost` times the diagonals is added to the squares; `rounding` is the error of one product.
+    """
+    inner, outer = inner.contiguous(), outer.contiguous()
+    kernels = _kernels(inner, outer)
+    if kernels is None:
+        return None
+    examples, positions = inner.shape[:2]
+    down, along = 16, 64
+    parts = -(-positions // down)
+    if positions**2 >= 2**31:
+        return None
+    squares, errors = inner.new_empty(2, examples, parts)
+    with _on(inner):
+        kernels.inner_norms[(examples, parts)](
+            inner, outer, squares, errors, positions, lost, rounding, DOWN=down, ALONG=along
+        )
+    return squares.sum(1), errors.sum(1)
 
 
 def channel_sums(

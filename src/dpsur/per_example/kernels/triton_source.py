@@ -17,6 +17,56 @@ def rounded(values):
     return tl.where(values != values, values, bits.to(tl.float32, bitcast=True))
 
 
+@triton.jit(do_not_specialize=["ROWS", "WIDTH", "FIRST", "POSITIONS"])
+def split_matrix(
+    values,
+    factors,
+    out,
+    ROWS,
+    WIDTH,
+    STRIDE,
+    FIRST,
+    POSITIONS,
+    LENGTH,
+    FACTORED: tl.constexpr,
+    SCALED: tl.constexpr,
+    TURNED: tl.constexpr,
+    PARTS: tl.constexpr,
+    SMALL: tl.constexpr,
+    DOWN: tl.constexpr,
+    ALONG: tl.constexpr,
+):
+    """A matrix, or its transpose, as numbers rounded to TF32 and the rounded rest of them.
+
+    A row of the result holds `LENGTH` numbers, the last ones zero, as often as there are `PARTS`:
+    as the rest where the bit of the part is set in `SMALL`, else as what was rounded. With factors,
+    `POSITIONS` rows share one, counted from `FIRST`, and rows whose factor is zero are not read.
+    """
+    row = tl.program_id(0) * DOWN + tl.arange(0, DOWN)
+    column = tl.program_id(1) * ALONG + tl.arange(0, ALONG)
+    there = (row < ROWS)[:, None] & (column < WIDTH)[None, :]
+    if FACTORED:
+        factor = tl.load(factors + (FIRST + row) // POSITIONS, mask=row < ROWS, other=0.0)
+        there = there & (factor != 0.0)[:, None]
+    at = row.to(tl.int64)[:, None] * STRIDE + column[None, :]
+    value = tl.load(values + at, mask=there, other=0.0)
+    if SCALED:
+        value = tl.where(there, value * factor[:, None], 0.0)
+    large = rounded(value)
+    small = rounded(value - large)
+    if TURNED:
+        inside = (column < WIDTH)[None, :] & (row < LENGTH)[:, None]
+        place = column.to(tl.int64)[None, :] * (PARTS * LENGTH) + row[:, None]
+    else:
+        inside = (row < ROWS)[:, None] & (column < LENGTH)[None, :]
+        place = row.to(tl.int64)[:, None] * (PARTS * LENGTH) + column[None, :]
+    for part in tl.static_range(PARTS):
+        if (SMALL >> part) & 1:
+            tl.store(out + place + part * LENGTH, small, mask=inside)
+        else:
+            tl.store(out + place + part * LENGTH, large, mask=inside)
+
+
 @triton.jit
 def pad_and_round(
     inputs, out, HIGH, WIDE, TOP, LEFT, PADDED_HIGH, PADDED_WIDE, BLOCK: tl.constexpr
@@ -275,3 +325,47 @@ def lstm_cell_backward(
     tl.store(gates + gate + 2 * WIDTH, cell * enter * (1.0 - fresh * fresh), mask=there)
     tl.store(gates + gate + 3 * WIDTH, hidden * small * leave * (1.0 - leave), mask=there)
     tl.store(slope + entry, cell * keep, mask=there)
+
+
+@triton.jit
+def inner_norms(
+    inner,
+    outer,
+    squares,
+    errors,
+    POSITIONS,
+    LOST,
+    ROUNDING,
+    DOWN: tl.constexpr,
+    ALONG: tl.constexpr,
+):
+    """Per example, sums over pairs of positions of what a norm is made of (`norms.InnerNorms`).
+
+    A program takes some rows of the two matrices of an example.
+    """
+    example = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * DOWN + tl.arange(0, DOWN)
+    real = row < POSITIONS
+    start = example * POSITIONS * POSITIONS
+    inner += start
+    outer += start
+    own_inner = tl.sqrt(tl.load(inner + row * (POSITIONS + 1), mask=real, other=0.0))
+    own_outer = tl.sqrt(tl.load(outer + row * (POSITIONS + 1), mask=real, other=0.0))
+    total = tl.zeros((DOWN, ALONG), tl.float32)
+    size = tl.zeros((DOWN, ALONG), tl.float32)
+    for first in range(0, POSITIONS, ALONG):
+        column = first + tl.arange(0, ALONG)
+        there = real[:, None] & (column < POSITIONS)[None, :]
+        at = row[:, None] * POSITIONS + column[None, :]
+        one = tl.load(inner + at, mask=there, other=0.0)
+        other = tl.load(outer + at, mask=there, other=0.0)
+        place = column * (POSITIONS + 1)
+        others_inner = tl.sqrt(tl.load(inner + place, mask=column < POSITIONS, other=0.0))
+        others_outer = tl.sqrt(tl.load(outer + place, mask=column < POSITIONS, other=0.0))
+        total += one * other
+        total += tl.where(row[:, None] == column[None, :], LOST * (one + other), 0.0)
+        size += tl.abs(one) * (own_outer[:, None] * others_outer[None, :])
+        size += tl.abs(other) * (own_inner[:, None] * others_inner[None, :])
+    part = example * tl.num_programs(1) + tl.program_id(1)
+    tl.store(squares + part, tl.sum(total))
+    tl.store(errors + part, ROUNDING * tl.sum(size))

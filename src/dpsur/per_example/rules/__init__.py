@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from dpsur.per_example.rules.attention import attention
 from dpsur.per_example.rules.convolution import convolution
 from dpsur.per_example.rules.embedding import embedding, embedding_bag
-from dpsur.per_example.rules.linear import bilinear, linear
+from dpsur.per_example.rules.linear import bilinear, frozen_linear, linear
 from dpsur.per_example.rules.normalization import (
     group_norm,
     instance_norm,
@@ -60,8 +60,8 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.MultiheadAttention: attention,
 }
 
-# Layers without parameters that a faster way to the same values stands in for.
-FASTER: dict[type[nn.Module], Rule] = {nn.MaxPool2d: max_pool}
+# Layers without trained parameters that a faster way to the same values stands in for.
+FASTER: dict[type[nn.Module], Rule] = {nn.MaxPool2d: max_pool, nn.Linear: frozen_linear}
 
 
 def rule_for(module: nn.Module) -> Rule | None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.per_example.contributions import Contribution, Factors, Products, Rows
-from dpsur.per_example.norms import InnerNorms, Measure, part_norms
+from dpsur.per_example.norms import InnerNorms, Measure, part_norms, rounding
 from dpsur.per_example.tape import NotSupportedError, Slot, Tape
 
 
@@ -83,10 +83,16 @@ class TiedLookups(Contribution):
         own = linear.measure()
         assert isinstance(own, InnerNorms)
         chosen = tokens.unsqueeze(1).expand(-1, linear.outputs.shape[1], -1)
-        between = torch.bmm(linear.inputs, slopes.mT).mul_(linear.outputs.gather(2, chosen))
+        read = linear.outputs.gather(2, chosen)
         sizes = torch.linalg.vector_norm(slopes, dim=2)
-        squares = own.squares + sizes.square().sum(1) + 2 * between.sum((1, 2))
-        return InnerNorms(squares, own.largest + sizes.sum(1), own.terms + tokens.shape[1])
+        alone = sizes.square().sum(1)
+        between = torch.bmm(linear.inputs, slopes.mT).mul_(read)
+        squares = own.squares + alone + 2 * between.sum((1, 2))
+        norms = torch.linalg.vector_norm(linear.inputs, dim=2, keepdim=True)
+        most = torch.bmm(norms.mT, torch.bmm(read.abs_(), sizes.unsqueeze(2)))[:, 0, 0]
+        terms = own.terms + tokens.shape[1]
+        errors = own.errors + rounding(terms, squares.dtype) * (alone + 2 * most)
+        return InnerNorms(squares, errors, terms)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """Of both parts."""

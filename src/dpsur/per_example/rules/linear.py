@@ -15,6 +15,7 @@ from dpsur.per_example.contributions import (
     Shift,
     widen,
 )
+from dpsur.per_example.kernels import products
 from dpsur.per_example.norms import row_norms
 from dpsur.per_example.tape import Slot, Tape
 
@@ -22,6 +23,11 @@ from dpsur.per_example.tape import Slot, Tape
 def linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
     """The gradient of the weight is a sum of outer products over positions."""
     return linear_map(tape, input, module.weight, module.bias)
+
+
+def frozen_linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:  # noqa: ARG001
+    """A linear layer that is not trained, as beside adapters."""
+    return products.linear(input, module.weight, module.bias)
 
 
 def _norms(data: Tensor) -> Tensor:
@@ -38,7 +44,7 @@ def linear_map(
     bias_rows: tuple[int, int] | None = None,
 ) -> Tensor:
     """A linear map by a weight and a bias or by some of their rows."""
-    output = F.linear(
+    output = products.linear(
         x,
         weight if weight_rows is None else weight[slice(*weight_rows)],
         bias if bias is None or bias_rows is None else bias[slice(*bias_rows)],
