@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 
 # Accounting results are stored on disk; tests must not read what another run left there.
 os.environ.pop("DPSUR_CACHE", None)
@@ -15,6 +16,7 @@ from torch import nn
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import NOISE, Stream, Streams
+from dpsur.privacy.calibration_cache import calibrated_afresh
 
 # One thread for each of the two processes that `make test` starts.
 torch.set_num_threads(1)
@@ -35,6 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def same_initial_weights() -> None:
     """Modules made in a test start alike each time: no test may pass or fail by their luck."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_calibration() -> Iterator[None]:
+    """Tests change the accounting, which noise that was stored by another test knows nothing of."""
+    with calibrated_afresh():
+        yield
 
 
 def blobs(size: int = 200, seed: int = 1) -> Examples:

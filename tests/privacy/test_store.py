@@ -1,17 +1,22 @@
-"""Where certified divergences are kept, and that whole numbers are as good as any."""
+"""Where certified divergences and calibrated noise are kept; whole numbers are as good as any."""
 
 import os
 
 import pytest
 
 from dpsur.methods import Dpsur
+from dpsur.privacy import calibration_cache
 from dpsur.privacy.accountants import proven
 from dpsur.privacy.accountants.proven import SelectiveUpdate, event_divergence, selective_divergence
 from dpsur.privacy.accountants.selective import store
 from dpsur.privacy.accountants.selective.divergence import Interval
 from dpsur.privacy.accountants.selective.store import Store
 from dpsur.privacy.budget import Budget
+from dpsur.privacy.calibrate import calibrate
 from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial
+from dpsur.privacy.plans import blocks as block_plans
+from dpsur.privacy.plans import fixed
+from dpsur.privacy.plans.blocks import BlockPlan
 
 
 def test_the_cache_of_the_package_comes_before_the_general_one(tmp_path, monkeypatch):
@@ -76,3 +81,76 @@ def test_the_longest_unused_files_are_dropped(tmp_path, monkeypatch):
     keep(20)
     assert [number for number in range(21) if known(number)] == [0, *range(4, 21)]
     assert other.exists()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder of stored noise, in use."""
+    monkeypatch.setenv("DPSUR_CACHE", str(tmp_path))
+    token = calibration_cache._enabled.set(True)
+    yield tmp_path / "calibrations"
+    calibration_cache._enabled.reset(token)
+
+
+def plain(**changes):
+    return calibrate(
+        **{"epsilon": 1.0, "delta": 1e-5, "sample_rate": 0.05, "updates": 40} | changes
+    )
+
+
+def blocks():
+    test = Gaussian(20.0)
+    return BlockPlan.for_budget(Budget(1.0, 1e-5), "proven", 0.05, test, (0, 5, 20))
+
+
+@pytest.mark.parametrize("calibrated", [plain, blocks])
+def test_calibrated_noise_is_stored_and_found_again(cache, monkeypatch, calibrated):
+    first = calibrated()
+    assert len(list(cache.glob("*.json"))) == 1
+    for module in (fixed, block_plans):
+        monkeypatch.setattr(module, "least_noise", lambda *_: pytest.fail("searched again"))
+    assert calibrated() == first
+
+
+def test_other_questions_and_other_code_are_searched_anew(cache, monkeypatch):
+    found = {plain(), plain(epsilon=2.0), plain(delta=1e-6), plain(updates=41)}
+    found |= {plain(sample_rate=0.06), plain(setup=(Gaussian(30.0),))}
+    assert len(found) == len(list(cache.glob("*.json"))) == 6
+    monkeypatch.setattr(calibration_cache, "_code", lambda: "changed")
+    assert plain() in found
+    assert len(list(cache.glob("*.json"))) == 7
+
+
+def test_stored_noise_that_does_not_fit_is_not_used(cache):
+    """A forged or damaged file never lowers the noise."""
+    right = plain()
+    (path,) = cache.glob("*.json")
+    whole = path.read_text()
+    for content in (
+        '{"noise_multiplier": 0.3}',
+        f'{{"noise_multiplier": {right * 0.999}}}',
+        '{"noise_multiplier": -1.0}',
+        '{"noise_multiplier": NaN}',
+        '{"noise_multiplier": "2"}',
+        "[]",
+        whole[:9],
+        "",
+    ):
+        path.write_text(content)
+        assert plain() == right, content
+        assert path.read_text() == whole
+
+
+def test_a_check_of_figures_does_not_use_stored_noise(cache):
+    right = plain()
+    (path,) = cache.glob("*.json")
+    path.write_text('{"noise_multiplier": 99.0}')
+    assert plain() == 99.0  # more noise than needed costs accuracy alone
+    with calibration_cache.calibrated_afresh():
+        assert plain() == right
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, cache):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DPSUR_CACHE", str(tmp_path / "file"))
+    assert plain() == plain()

@@ -15,6 +15,7 @@ from dpsur.environment import versions
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import FIGURES, accounting_named, figure_names
 from dpsur.privacy.budget import Budget
+from dpsur.privacy.calibration_cache import calibrated_afresh
 from dpsur.privacy.claims import claim_faults
 from dpsur.privacy.events import (
     Gaussian,
@@ -130,7 +131,8 @@ def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | N
     try:
         faults += [*_weight_faults(folder, statement), *_page_faults(folder, statement)]
         if not faults:  # planning takes seconds, and a statement that contradicts itself has failed
-            faults = plan_faults(statement)
+            with calibrated_afresh():
+                faults = plan_faults(statement)
     except MALFORMED as error:
         return [_unreadable(error)], {}
     return faults, figures

@@ -15,6 +15,7 @@ from dpsur.privacy.accounting import (
     check_covers_steering,
 )
 from dpsur.privacy.budget import Budget
+from dpsur.privacy.calibration_cache import remembered
 from dpsur.privacy.events import (
     Event,
     Gaussian,
@@ -136,9 +137,14 @@ class BlockPlan(ChargedSequence):
                 f"{len(blocks)} tests of blocks spend epsilon {budget.epsilon:g} by themselves; "
                 "raise val_noise_multiplier or epsilon"
             )
-        # The tail of the noise seldom matters, and then the noise does not depend on its bound.
-        ideal = least_noise(ideal_epsilon_of, budget.epsilon)
-        noise = noise_at_least(epsilon_of, budget.epsilon, ideal)
+
+        def search() -> float | None:
+            # The tail of the noise seldom matters, and then the noise does not depend on its bound.
+            ideal = least_noise(ideal_epsilon_of, budget.epsilon)
+            return noise_at_least(epsilon_of, budget.epsilon, ideal)
+
+        question = ("blocks", accounting, budget, with_noise(1.0))
+        noise = remembered(question, search, lambda noise: epsilon_of(noise) <= budget.epsilon)
         if noise is None:
             raise BudgetError(
                 f"epsilon {budget.epsilon:g} is too small for {sum(blocks)} updates, whatever the "

@@ -13,6 +13,7 @@ from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accountants.noise_tail import tail_refusal
 from dpsur.privacy.accounting import RESTORE, Accounting, accounting_named, figures, planned_charges
 from dpsur.privacy.budget import Budget
+from dpsur.privacy.calibration_cache import remembered
 from dpsur.privacy.events import Event, NonPrivate, Step, Trial, event_from_json, event_to_json
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans.protocol import planned_trials, stated_counts
@@ -330,9 +331,14 @@ def _calibrated_noise(
         charges = planned_charges(request.setup, request.trial_with(noise), count)
         return accounting.ideal_epsilon(charges, budget.delta)
 
-    # The tail of the noise seldom matters, and then the noise does not depend on its bound.
-    ideal = _refined_noise(request, accounting, budget, count, ideal_epsilon_of)
-    noise = noise_at_least(epsilon_of, budget.epsilon, ideal)
+    def search() -> float | None:
+        # The tail of the noise seldom matters, and then the noise does not depend on its bound.
+        ideal = _refined_noise(request, accounting, budget, count, ideal_epsilon_of)
+        return noise_at_least(epsilon_of, budget.epsilon, ideal)
+
+    trials = (request.trial_with(1.0), request.trial_with(2.0))
+    question = ("fixed", accounting.name, budget, count, request.setup, trials)
+    noise = remembered(question, search, lambda noise: epsilon_of(noise) <= budget.epsilon)
     if noise is None:
         raise BudgetError(
             f"epsilon {budget.epsilon:g} is too small for {count} updates, whatever the noise: "
