@@ -314,15 +314,20 @@ def nothing_of_a_block_survives_a_restart():
 
 def no_random_number_is_drawn_twice():
     drawn = []
-    real = Stream.normal
+    real, added = Stream.normal, Stream.add_normal
 
     def normal(self, count, offset=None):
         first = self._next if offset is None else offset
         drawn.append((self.purpose, int(self._step), first))
         return real(self, count, offset)
 
+    def add_normal(self, values, scale):
+        drawn.append((self.purpose, int(self._step), self._next))
+        return added(self, values, scale)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stream, "normal", normal)
+        patch.setattr(Stream, "add_normal", add_normal)
         engine, _ = run()
     plan = engine.accountant.plan
     assert len(drawn) >= plan.updates + len(plan.blocks)
@@ -760,17 +765,58 @@ def centred(model, batch):
     return found - found.mean()
 
 
+def divided(model, batch):
+    """By the number of records: the last microbatch changes as a whole when one is added."""
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none") / len(batch[1])
+
+
+def tiny(model, batch):
+    return 1e-7 * centred(model, batch)
+
+
 @pytest.mark.parametrize(
     ("losses", "error", "words"),
     [
         (centred, CoupledLossError, "changes with the other records"),
+        (tiny, CoupledLossError, "changes with the other records"),
+        (divided, CoupledLossError, "or with their number"),
         (lambda model, batch: model(batch[0]).mean(), dpsur.InvalidInputError, "one dimension"),
         (lambda model, batch: model(batch[0])[:1, 0], dpsur.InvalidInputError, "number of rows"),
     ],
 )
-def test_losses_that_mix_records(losses, error, words):
+@pytest.mark.parametrize("norm", [1.0, None])
+def test_losses_that_mix_records(losses, error, words, norm):
+    """In whichever test comes first: of losses, or of gradient norms."""
+    if norm is None and losses is not divided:  # refused before, by the backward graph
+        error, words = (dpsur.DpsurError, RuntimeError), None
     with pytest.raises(error, match=words):
-        next(iter(make(gate={"losses": losses}, max_grad_norm=1.0)[3]))
+        next(iter(make(gate={"losses": losses}, max_grad_norm=norm)[3]))
+
+
+def test_numbers_in_the_losses_of_norms_are_compared_between_microbatches(monkeypatch):
+    """100 records in microbatches of 24: the last one is smaller."""
+    monkeypatch.setattr(BlockRun, "_try_mixing", lambda *_: None)
+    with pytest.raises(StepError, match="other numbers than in the first batch"):
+        next(
+            iter(
+                make(data=points(count=100), gate={"losses": divided}, max_physical_batch_size=24)[
+                    3
+                ]
+            )
+        )
+
+
+def test_microbatches_do_not_stay_in_memory():
+    engine, model, optimizer, loader = make(max_grad_norm=1.0, max_physical_batch_size=4)
+    held = []
+    for count, (x, y) in enumerate(loader):
+        F.cross_entropy(model(x), y).backward()
+        held.append(len(engine._watcher.sums.inputs))
+        optimizer.step()
+        optimizer.zero_grad()
+        if count == 8:
+            break
+    assert max(held) <= 1
 
 
 def test_a_loss_without_a_gradient_gives_no_clipping_norm():

@@ -34,14 +34,16 @@ class Recorder(Dataset):
         self.data, self.model = records(RECORDS), model
         self.read, self.noise, self.changes = [], [], 0
         self._last = self._weights()
-        plain = streams.Stream.normal
+        for name in ("normal", "add_normal"):
+            monkeypatch.setattr(streams.Stream, name, self._noted(getattr(streams.Stream, name)))
 
-        def normal(stream, count, offset=None):
+    def _noted(self, plain):
+        def draw(stream, *args, **options):
             if stream.purpose in (streams.NOISE, streams.VAL_NOISE):
                 self.noise.append((stream.purpose, int(stream._step), stream._next))
-            return plain(stream, count, offset)
+            return plain(stream, *args, **options)
 
-        monkeypatch.setattr(streams.Stream, "normal", normal)
+        return draw
 
     def __len__(self):
         return RECORDS

@@ -1150,11 +1150,50 @@ def test_factors_are_right_for_every_norm(dtype):
 
 def test_an_overflow_among_inner_products_stays_one():
     """It may come out as minus infinity, which is less than any bound on rounding errors."""
-    squares, largest = torch.tensor([-torch.inf, -1.0, 4.0]), torch.tensor([1e18, 1e4, 2.0])
-    safe = guard(squares, largest, 100)
+    squares = torch.tensor([-torch.inf, -1.0, 4.0, 4.0])
+    safe = guard(squares, torch.tensor([1e10, 1.0, 1e-4, torch.nan]))
     assert safe[0] == torch.inf
     assert safe[1] >= 1.0
     assert safe[2] == 4.0
+    assert safe[3].isnan()  # an error that is not known: the record is left out
+
+
+class MaskedSum(nn.Module):
+    """A layer on positions of which some are masked out, and a second one on their sum."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.each, self.whole = nn.Linear(width, width, bias=False), nn.Linear(width, 2, bias=False)
+        with torch.no_grad():
+            self.each.weight[:, 0] = 1e-6  # so that the gradient of the second layer stays small
+            direction = nn.functional.normalize(torch.randn(width), dim=0)
+            self.whole.weight.copy_(torch.tensor([[0.36], [-0.36]]) * direction)
+
+    def forward(self, x):
+        return self.whole((self.each(x[..., :-1]) * x[..., -1:]).sum(1))
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_an_overflow_that_meets_a_masked_position_does_not_hide_an_error(guarded, monkeypatch):
+    """Positions nearly cancel, and the bound on the error is zero times infinity."""
+    if not guarded:  # the control: an error that is no number compares as small
+        monkeypatch.setattr(
+            "dpsur.per_example.norms.guard",
+            lambda squares, errors: torch.where(errors > 4e-3 * squares, squares + errors, squares),
+        )
+    count, most = 16, 0.45 * 3.4e38  # below the largest number, and twice it is above
+    record = torch.zeros(1, count + 1, 65)
+    places = torch.arange(count)
+    record[0, :count, 0] = (most / count) ** 0.5 * (1 - 2 * (places % 2)) * (1 + places % 7 * 1e-6)
+    record[0, :count, -1] = 1.0
+    record[0, count, 0] = most**0.5
+    moved = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        records = Examples(record, torch.tensor([0]))
+        problem = Problem(MaskedSum(), nn.functional.cross_entropy, records)
+        moved.append(contribution(problem, 1.0))
+    assert max(moved) <= 1.001 if guarded else max(moved) > 100.0
 
 
 @pytest.mark.parametrize("formed", [True, False])

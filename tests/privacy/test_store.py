@@ -116,7 +116,7 @@ def test_other_questions_and_other_code_are_searched_anew(cache, monkeypatch):
     found = {plain(), plain(epsilon=2.0), plain(delta=1e-6), plain(updates=41)}
     found |= {plain(sample_rate=0.06), plain(setup=(Gaussian(30.0),))}
     assert len(found) == len(list(cache.glob("*.json"))) == 6
-    monkeypatch.setattr(calibration_cache, "_code", lambda: "changed")
+    monkeypatch.setattr(calibration_cache, "code", lambda: "changed")
     assert plain() in found
     assert len(list(cache.glob("*.json"))) == 7
 

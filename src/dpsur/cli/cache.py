@@ -25,7 +25,10 @@ ACCOUNTING, FEATURES, DATA, DOWNLOADS = "accounting", "features", "data", "downl
 ERRORS = "errors"
 # What a part holds, and its files: patterns of what this package writes, and of nothing else.
 PARTS = {
-    ACCOUNTING: ("certified divergences of settings", ("selective-*.json", "selective-*.tmp")),
+    ACCOUNTING: (
+        "certified divergences of settings, and calibrated noise",
+        ("selective-*.json", "selective-*.tmp", "calibrations/*.json", "calibrations/*.tmp"),
+    ),
     FEATURES: (
         "features of records that were trained on",
         ("features/*.npy", "features/*.tmp", "features/key"),

@@ -84,6 +84,7 @@ class BlockRun:
         self._saved = {START: Snapshot(self._module, optimizer, gate.averages)}
         self._memory: Memory | None = None
         self._decision: Decision | None = None  # to be carried out
+        self._norm_factors: dict[bool, tuple[float, ...]] = {}  # of the loss of norms, in a test
 
     def _check_settings(self) -> None:
         if self._gate.losses is None and self._criterion is None:
@@ -215,9 +216,10 @@ class BlockRun:
         rate = getattr(self.plan.test, "sample_rate", None)
         views = quantity == GRADIENT_NORM  # is measured as in training
         now = self._weights() if quantity == LOSS_DECREASE else {}
+        self._norm_factors = {}
         for number, (count, batch) in enumerate(self._records.read(draws.step, rate, views=views)):
             values = self._values(quantity, batch, now)
-            if not number and quantity != GRADIENT_NORM:  # on all ranks, which need each other
+            if not number:  # on all ranks, which need each other
                 self._try_mixing(batch, count)
             if len(values) != max(1, count):
                 raise InvalidInputError(
@@ -294,7 +296,10 @@ class BlockRun:
 
     def _gradient_norms(self, batch: Any) -> Tensor:
         """The norm of each record's gradient, as in training."""
-        with self._watcher.measuring() as norms, mode(self._module, training=True):
+        with (
+            self._watcher.measuring(self._norm_factors) as norms,
+            mode(self._module, training=True),
+        ):
             if self._gate.losses is None:
                 assert self._criterion is not None
                 outputs, targets = self._outputs(batch)
@@ -312,21 +317,28 @@ class BlockRun:
         return norms[0]
 
     def _try_mixing(self, batch: Any, count: int) -> None:
-        """Refuse losses that change with the other records: here all become copies of the first."""
+        """Refuse losses that change with the other records, or with how many there are.
+
+        All records become copies of the first one, and then the first one is left alone.
+        """
         rows = max(1, count)
 
-        def copies(value: Tensor) -> Tensor:
-            return value[:1].expand_as(value) if value.dim() and len(value) == rows else value
+        def changed(change: Callable[[Tensor], Tensor]) -> Any:
+            def of(value: Tensor) -> Tensor:
+                return change(value) if value.dim() and len(value) == rows else value
 
-        found = self._evaluate(batch)
-        alone = self._evaluate(map_tensors(copies, batch, otherwise=lambda value: value))
-        one, other = float(found.losses[0]), float(alone.losses[0])
-        if abs(one - other) > ROUNDING * max(abs(one), abs(other), ROUNDING):
-            raise CoupledLossError(
-                "the loss that the gate finds for a record changes with the other records of its "
-                "batch, so that its clipping bounds nothing; compute outputs and losses of each "
-                "record from that record alone"
-            )
+            return map_tensors(of, batch, otherwise=lambda value: value)
+
+        found = self._evaluate(batch).losses
+        floor = ROUNDING * float(found.abs().max())  # where one loss is nearly zero
+        for other in (changed(lambda v: v[:1].expand_as(v)), changed(lambda v: v[:1])):
+            one, alone = float(found[0]), float(self._evaluate(other).losses[0])
+            if abs(one - alone) > ROUNDING * max(abs(one), abs(alone), floor):
+                raise CoupledLossError(
+                    "the loss that the gate finds for a record changes with the other records of "
+                    "its batch, or with their number, so that its clipping bounds nothing; compute "
+                    "outputs and losses of each record from that record alone"
+                )
 
     def _walk(self) -> Walk:
         """How far the weights are from the first ones."""
@@ -346,6 +358,11 @@ class BlockRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Released values and saved states."""
+        if self._decision is not None:
+            raise StepError(
+                "a test of the block gate was interrupted before weights were saved or restored as "
+                "it says; draw the next batch from the loader, which finishes that, and then save"
+            )
         return {
             "memory": None if self._memory is None else dict(self._memory),
             "saved": {name: saved.state_dict() for name, saved in self._saved.items()},

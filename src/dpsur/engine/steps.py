@@ -157,6 +157,7 @@ class PrivateLoop:
                 "record of those before; call it for every microbatch"
             )
         self._due = batch
+        self._watcher.sums.inputs.clear()  # held to their number above, and they take memory
         self._watcher.yielded = Yielded(batch.records, content, batch.before)
 
     def _expect(self, rows: int) -> Tensor | None:

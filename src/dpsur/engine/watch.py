@@ -389,15 +389,17 @@ class Watcher:
         self._mark_gradients()
 
     @contextmanager
-    def measuring(self) -> Iterator[list[Tensor]]:
-        """Norms of records' gradients by backward passes that add to no sum and need no batch."""
-        factors, calls = dict(self._factors), self._calls
-        self._measured = []
+    def measuring(self, factors: dict[bool, tuple[float, ...]]) -> Iterator[list[Tensor]]:
+        """Norms of records' gradients by backward passes that add to no sum and need no batch.
+
+        `factors` are the numbers in the losses so far, which need not be those of the loop.
+        """
+        own, calls = self._factors, self._calls
+        self._measured, self._factors = [], factors
         try:
             yield self._measured
         finally:
-            # its loss need not be that of the loop
-            self._measured, self._factors, self._calls = None, factors, calls
+            self._measured, self._factors, self._calls = None, own, calls
 
     def _mark_gradients(self) -> None:
         """Put zeros into `.grad`, where other code that clips or adds gradients leaves a trace."""

@@ -115,8 +115,9 @@ def guard(squares: Tensor, errors: Tensor) -> Tensor:
     negative: a record made for it would pass the clip unclipped. Where an error could matter it is
     added, so that such a record is clipped harder than it need be, never less.
     """
-    # a negative sum is rounding error too, or an overflow, which has to stay one
-    return torch.where(errors > TOLERATED * squares, squares.abs() + errors, squares)
+    # A negative sum is rounding error too, or an overflow, which has to stay one. So has an error
+    # that is not a number (zero times an overflow): only what is known to be small is left out.
+    return torch.where(errors <= TOLERATED * squares, squares, squares.abs() + errors)
 
 
 def part_norms(rows: Tensor) -> Tensor:

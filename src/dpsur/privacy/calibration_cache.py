@@ -17,6 +17,7 @@ from pathlib import Path
 
 from dpsur.environment import cache_folder, versions
 from dpsur.errors import DpsurError
+from dpsur.privacy.search import MOST_NOISE
 
 _enabled: ContextVar[bool] = ContextVar("calibration_cache_enabled", default=True)
 
@@ -50,11 +51,11 @@ def remembered(
 
 
 def _digest(question: object) -> str:
-    return hashlib.sha256(f"{_code()}\n{question!r}".encode()).hexdigest()
+    return hashlib.sha256(f"{code()}\n{question!r}".encode()).hexdigest()
 
 
 @cache
-def _code() -> str:
+def code() -> str:
     """What a search depends on beside its question: the code of this package, and versions."""
     digest = hashlib.sha256(json.dumps(versions(), sort_keys=True).encode())
     for path in sorted(Path(__file__).parent.rglob("*.py")):
@@ -63,9 +64,9 @@ def _code() -> str:
 
 
 def _read(path: Path) -> float | None:
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         found = json.loads(path.read_text(encoding="utf-8"))["noise_multiplier"]
-        if isinstance(found, float) and 0 < found < float("inf"):
+        if isinstance(found, float) and 0 < found <= MOST_NOISE:
             return found
     return None
 

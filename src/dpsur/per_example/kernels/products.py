@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from dpsur.functional.process_settings import precision, tf32_is_forbidden
 from dpsur.per_example.kernels.fused import split_matrix
@@ -57,8 +58,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """`F.linear` on tensor cores; None where that does not pay, or the weight needs a gradient."""
-    if weight.requires_grad or torch.is_autocast_enabled(x.device.type):
+    """`F.linear` on tensor cores; None where that does not pay, or weights need a gradient."""
+    if any(value is not None and value.requires_grad for value in (weight, bias)):
+        return None
+    if torch.is_autocast_enabled(x.device.type) or is_functorch_wrapped_tensor(x):
         return None
     height, width = weight.shape
     if not pays(x.numel() // max(1, width), width, height, x, weight):

@@ -25,8 +25,10 @@ def linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
     return linear_map(tape, input, module.weight, module.bias)
 
 
-def frozen_linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:  # noqa: ARG001
+def frozen_linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
     """A linear layer that is not trained, as beside adapters."""
+    if tape.slot(input) is not None:  # a parameter, which operations follow through functions
+        return F.linear(input, module.weight, module.bias)
     return products.linear(input, module.weight, module.bias)
 
 

@@ -15,6 +15,7 @@ from dpsur.privacy.accountants import proven
 from dpsur.privacy.accountants.menu import dominating, on_grid
 from dpsur.privacy.accountants.selective.divergence import COARSE, Interval
 from dpsur.privacy.accountants.selective.profile import block_profiles
+from dpsur.privacy.calibration_cache import code
 from dpsur.privacy.events import (
     Event,
     Gaussian,
@@ -228,7 +229,7 @@ def _stored_epsilon(parts: Sequence[tuple[_Part, int]], delta: float) -> float:
     """Epsilon by distributions, looked up before it is computed; infinite where it cannot be."""
     updates = [part.update for part, _ in parts if isinstance(part, _Accepted)]
     store = proven.stored(updates[0]) if updates else None
-    label = f"{PROFILES} {BLOCK} {float(delta).hex()} {parts!r}"
+    label = f"{PROFILES} {BLOCK} {code()} {float(delta).hex()} {parts!r}"
     value = None if store is None else store.get(label)
     if value is not None:
         return value.upper
