@@ -31,7 +31,13 @@ def test_every_example_is_listed():
 
 
 @pytest.mark.filterwarnings("ignore")  # of other packages, which an example does not silence
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "text_classification.py" else name
+        for name in SAYS
+    ],
+)
 def test_an_example_runs(name, capfd):
     for package in NEEDS.get(name, []):
         pytest.importorskip(package, reason=f"needs the extra dev: {package}")

@@ -47,7 +47,9 @@ def uninterrupted(tmp_path_factory) -> bytes:
     return (folder / "release" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_killed_and_resumed(tmp_path, uninterrupted, number):
     folder = tmp_path / "run"
     assert stop_in_the_middle(folder, number) < 50

@@ -89,7 +89,9 @@ def wait_for(path, started, seconds=90):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_a_rank_that_dies_or_hangs_ends_the_others_with_one_line(tmp_path, how):
     out = tmp_path / "run"
     command = [*COMMAND, "--updates", "4000", "--noise-multiplier", "90", "--rank-timeout", "15"]

@@ -125,7 +125,10 @@ def test_float32_differs_by_rounding(processes):
         {"gate": "loss", "most": 2},
         {"gate": "loss", "shard": True, "optimizer": "adam"},
         {"gate": "block", "wrap": True, "most": 2, "steps": 5},
-        {"gate": "block", "shard": True, "optimizer": "adam", "steps": 5},
+        pytest.param(
+            {"gate": "block", "shard": True, "optimizer": "adam", "steps": 5},
+            marks=pytest.mark.slow,
+        ),
         {"gate": "losses", "shard": True, "steps": 5},
     ],
 )

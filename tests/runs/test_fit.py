@@ -343,7 +343,9 @@ def test_trains_on_cuda():
     assert run.epsilon["proven"] <= 3.0
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 100, 4000, 60_000])
+@pytest.mark.parametrize(
+    "size", [1, 7, 60_000, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 100, 4000))]
+)
 def test_defaults_suit_any_size(size):
     for accounting in ("proven", "every-trial"):
         method, plan = dpsur.Dpsur().settle(size, BUDGET, accounting)
