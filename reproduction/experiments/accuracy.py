@@ -20,6 +20,7 @@ from reproduction.arms import (
     RELEASED_DPAGD,
     RELEASED_NETWORK,
     TS_AUTHORS,
+    TS_FIXED,
 )
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Options, Row
@@ -40,6 +41,7 @@ PAPER_METHODS = {
     HF_PUBLISHED.name: "dpsgd-hf",
     DPSGD_PUBLISHED.name: "dpsgd",
     TS_AUTHORS.name: "dpsgd-ts",
+    TS_FIXED.name: "dpsgd-ts",
     ADAPTIVE_DPAGD.name: "dpagd",
     RELEASED_DPAGD.name: "dpagd",
 }
@@ -110,6 +112,8 @@ class Accuracy(TrainingGrid):
             for epsilon in EPSILONS:
                 if has_own_settings(task, epsilon):
                     yield from _seeds(task, TS_AUTHORS.name, epsilon, seeds or FEW)
+        for epsilon in EPSILONS:  # where the preset is not what the paper's figures come from
+            yield from _seeds("cifar10", TS_FIXED.name, epsilon, seeds or FEW)
         for task in TASKS:
             for epsilon in SIDE_EPSILONS:
                 for side in DPSUR_ARMS:
