@@ -46,9 +46,16 @@ def listed():
     # --- pixels of CIFAR-10: cells without any row first
     acc("pixels", "cifar10", "dpsgd-ts", 4, 0, 995)
     acc("pixels", "cifar10", "dpsgd-ts", 3, 0, 598)
+    for epsilon, trials in ((1, 60), (2, 220), (4, 800), (3, 470)):  # batches of 1,024
+        acc("pixels", "cifar10", "dpsgd-ts-fixed", epsilon, 0, trials)
     for epsilon, trials in ((1, 250), (3, 640), (2, 650), (4, 1000)):
         acc("pixels", "cifar10", "released-dpagd", epsilon, 0, trials)
-    add("pixels", "iterates", TrainingCell("cifar10", "dpsgd-ts", 2, 0, evaluations=iterates.LOOKS), 745)
+    add(
+        "pixels",
+        "iterates",
+        TrainingCell("cifar10", "dpsgd-ts", 2, 0, evaluations=iterates.LOOKS),
+        745,
+    )
     for epsilon, trials in ((1, 271), (3, 518), (2, 642), (4, 866)):
         acc("pixels", "cifar10", "dpsgd-published", epsilon, 0, trials)
     for seed in (1, 2):
@@ -157,14 +164,18 @@ def work(pool, out, claims, deadline, device):
         started = time.time()
         try:
             for done, row in trained_rows(config, [seed], device):
-                line = json.dumps({"experiment": name, "config": config, "seed": done, **row, **provenance()})
+                line = json.dumps(
+                    {"experiment": name, "config": config, "seed": done, **row, **provenance()}
+                )
                 for folder in (Path(out), MADE):
                     with (folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
                         fcntl.flock(file, fcntl.LOCK_EX)
                         file.write(line + "\n")
-                say(f"{label}: {100 * row['accuracy']:.2f}, {row['trials']} trials, "
+                say(
+                    f"{label}: {100 * row['accuracy']:.2f}, {row['trials']} trials, "
                     f"{time.time() - started:.0f} s (guess {estimate(origin, trials):.0f}), "
-                    f"{deadline - time.time():.0f} s left")
+                    f"{deadline - time.time():.0f} s left"
+                )
         except Exception as error:  # the other rows are not to suffer
             say(f"{label}: FAILED {type(error).__name__}: {str(error)[:300]}")
             # a failed capture may leave the process unfit; what is claimed is not begun again
@@ -187,8 +198,10 @@ def plan():
     for pool, name, config, seed, trials in missing():
         alone = trials * PACE[pool]
         total[pool] += alone
-        print(f"{pool:9}{name:9}{config['task']:8}{config['arm']:20}{config['epsilon']:3} seed {seed} "
-              f"{json.dumps(config['tried']):55}{trials:6} trials {alone:6.0f} s alone, sum {total[pool]:6.0f}")
+        print(
+            f"{pool:9}{name:9}{config['task']:8}{config['arm']:20}{config['epsilon']:3} seed {seed} "
+            f"{json.dumps(config['tried']):55}{trials:6} trials {alone:6.0f} s alone, sum {total[pool]:6.0f}"
+        )
 
 
 def prepare(device):
@@ -228,8 +241,15 @@ def main():
             shutil.copy(MADE / f"{name}.jsonl", Path(options.out) / f"{name}.jsonl")
     claims = Path(f"/tmp/o_claims_{os.getpid()}")
     claims.mkdir()
-    own = [sys.executable, "-u", str(Path(__file__).resolve()), "--out", options.out,
-           "--device", options.device]
+    own = [
+        sys.executable,
+        "-u",
+        str(Path(__file__).resolve()),
+        "--out",
+        options.out,
+        "--device",
+        options.device,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     first = subprocess.Popen([*own, "--prepare"], env=environment)
     try:
