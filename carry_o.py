@@ -48,14 +48,11 @@ def listed():
     acc("pixels", "cifar10", "dpsgd-ts", 3, 0, 598)
     for epsilon, trials in ((1, 60), (2, 220), (4, 800), (3, 470)):  # batches of 1,024
         acc("pixels", "cifar10", "dpsgd-ts-fixed", epsilon, 0, trials)
+    curves = iterates.LOOKS
+    add("pixels", "iterates", TrainingCell("cifar10", "dpsgd-ts", 4, 0, evaluations=curves), 995)
     for epsilon, trials in ((1, 250), (3, 640), (2, 650), (4, 1000)):
         acc("pixels", "cifar10", "released-dpagd", epsilon, 0, trials)
-    add(
-        "pixels",
-        "iterates",
-        TrainingCell("cifar10", "dpsgd-ts", 2, 0, evaluations=iterates.LOOKS),
-        745,
-    )
+    add("pixels", "iterates", TrainingCell("cifar10", "dpsgd-ts", 2, 0, evaluations=curves), 745)
     for epsilon, trials in ((1, 271), (3, 518), (2, 642), (4, 866)):
         acc("pixels", "cifar10", "dpsgd-published", epsilon, 0, trials)
     for seed in (1, 2):
