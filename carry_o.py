@@ -23,10 +23,10 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 MADE = Path("/tmp/o_rows_made")
 NAMES = ("accuracy", "ablation", "iterates")
 # Workers of a pool, and the share of the GPU's memory that each may take.
-POOLS = {"pixels": (2, 0.14), "ablation": (3, 0.14), "small": (7, 0.03)}
+POOLS = {"pixels": (2, 0.16), "ablation": (2, 0.16), "small": (7, 0.035)}
 # Seconds of a trial on an H200 that has nothing else to do, by pool; small ones with others beside.
-PACE = {"pixels": 0.08, "ablation": 0.011, "small": 0.02}
-SLOWER = {"pixels": 2.5, "ablation": 3.5, "small": 1.5}  # with the others beside it
+PACE = {"pixels": 0.1, "ablation": 0.011, "small": 0.02}
+SLOWER = {"pixels": 3.0, "ablation": 3.5, "small": 1.5}  # with the others beside it
 
 
 def listed():
