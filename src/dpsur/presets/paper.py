@@ -1,4 +1,4 @@
-"""The paper's settings for every method and task, as what a run is asked to do.
+"""The preset `paper`: settings of every method on every task, the paper's where it gives them.
 
 DPSUR, DPSGD, DPSGD-TS and DPSGD-HF have the settings of the paper and its released commands, which
 change only the algorithm. DPIS and DPAGD have none that fit what is built here: theirs were chosen
