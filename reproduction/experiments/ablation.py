@@ -47,6 +47,7 @@ class Factor:
 LOOKS = {
     "published": Look("Algorithm 1", style.BLUE),
     "released-code": Look("released code", style.ORANGE, "s"),
+    "other-base": Look(r"released code, $B_v$ 128", style.GREEN, "^", "--"),
 }
 STATED, PRAISED = "paper's figure", "best, says the paper"
 COMMITTED = "authors' run"
@@ -69,7 +70,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Panel:
-    """A hyper-parameter: its symbol, scale and ticks, points by arm, the paper's statements."""
+    """A hyper-parameter: its symbol, scale and ticks, points by look, the paper's statements."""
 
     symbol: str
     scale: str
@@ -216,11 +217,18 @@ def _is_around(tried: Mapping[str, Any], around: Mapping[str, Any], name: str) -
     return around.items() <= tried.items() and set(tried) - set(around) <= {name}
 
 
+def around_other_base(rows: Sequence[Row], factor: Factor) -> list[Point]:
+    """The released code around the other validation batch, where something else was varied."""
+    points = [] if factor.name == BATCH else measured(rows, RELEASED, factor, OTHER_BASE)
+    return points if len(points) > 1 else []  # one alone is the preset's
+
+
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """A panel for every hyper-parameter, with the arms that have rows."""
     found = []
     for factor in FACTORS:
         lines = {arm: measured(rows, arm, factor) for arm in ARMS_SHOWN}
+        lines["other-base"] = around_other_base(rows, factor)
         claims = paper_claims(factor.name)
         shown = {arm: points for arm, points in lines.items() if points}
         authors = committed(factor.name)
@@ -257,18 +265,16 @@ def _value_records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
                     **vars(point),
                     "spread": _spread(point),
                 }
-        if factor.name != BATCH:
-            points = measured(rows, RELEASED, factor, OTHER_BASE)
-            for point in points if len(points) > 1 else []:  # one alone is the preset's
-                yield {
-                    "parameter": factor.name,
-                    "what": ARMS[RELEASED].label,
-                    "base": OTHER_BASE,
-                    "paper": stated.get(point.value),
-                    "authors": None,
-                    **vars(point),
-                    "spread": _spread(point),
-                }
+        for point in around_other_base(rows, factor):
+            yield {
+                "parameter": factor.name,
+                "what": ARMS[RELEASED].label,
+                "base": OTHER_BASE,
+                "paper": stated.get(point.value),
+                "authors": None,
+                **vars(point),
+                "spread": _spread(point),
+            }
 
 
 def _spread(point: Point) -> float | None:
@@ -306,8 +312,8 @@ def draw_panels(panels: Sequence[Panel]) -> "Figure":
     figure = style.new_figure(style.PAGE, 2.35)
     places = list(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0])
     for letter, axes, panel in zip("abcde", places, panels, strict=True):
-        for arm, points in panel.lines.items():
-            draw(axes, points, LOOKS[arm])
+        for look, points in panel.lines.items():
+            draw(axes, points, LOOKS[look])
         for claim in panel.claims:
             _mark(axes, claim)
         if panel.authors:
@@ -318,7 +324,7 @@ def draw_panels(panels: Sequence[Panel]) -> "Figure":
         axes.minorticks_off()
         style.label_panel(axes, letter)
     places[0].set_ylabel("test accuracy, %")
-    legend_below(places, 5)
+    legend_below(places, 6)
     return figure
 
 

@@ -52,6 +52,17 @@ def test_the_preset_stands_on_every_curve():
             assert all(point.seeds == 3 for point in points)
 
 
+def test_the_other_validation_batch_has_its_own_curve():
+    rows = made_up(EXPERIMENT, accuracy_of)
+    for factor, panel in zip(ablation.FACTORS, ablation.panels(rows), strict=True):
+        if factor.name == ablation.BATCH:
+            assert "other-base" not in panel.lines
+        else:
+            assert [p.value for p in panel.lines["other-base"]] == sorted(factor.values)
+    known = [row for row in rows if len(row["config"]["tried"]) < 2]  # its preset alone
+    assert all("other-base" not in panel.lines for panel in ablation.panels(known))
+
+
 def test_a_statement_is_set_against_the_rows():
     rows = made_up(EXPERIMENT, accuracy_of)
     record = next(
