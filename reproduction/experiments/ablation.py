@@ -82,7 +82,12 @@ class Panel:
 
 FACTORS = (
     Factor("learning_rate", r"$\eta$", (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)),
-    Factor("val_noise_multiplier", r"$\sigma_v$", (0.8, 0.9, 1.0, 1.1, 1.2, 1.3)),
+    Factor(
+        "val_noise_multiplier",
+        r"$\sigma_v$",
+        (0.8, 0.9, 1.0, 1.1, 1.2, 1.3),
+        labelled=(0.8, 1.0, 1.2),
+    ),
     Factor(
         "loss_clip",
         r"$C_v$",
@@ -309,7 +314,7 @@ def claim_records(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 def draw_panels(panels: Sequence[Panel]) -> "Figure":
     """All panels in a row, on one scale of accuracies."""
-    figure = style.new_figure(style.PAGE, 2.35)
+    figure = style.new_figure(style.PAGE, 2.6)
     places = list(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0])
     for letter, axes, panel in zip("abcde", places, panels, strict=True):
         for look, points in panel.lines.items():
@@ -324,7 +329,7 @@ def draw_panels(panels: Sequence[Panel]) -> "Figure":
         axes.minorticks_off()
         style.label_panel(axes, letter)
     places[0].set_ylabel("test accuracy, %")
-    legend_below(places, 6)
+    legend_below(places, 3)
     return figure
 
 
