@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpsur.functional.process_settings import widen
 from dpsur.per_example.kernels.fused import inner_norms
 
 # From this part of a squared norm on its error is taken into account.
@@ -124,8 +125,8 @@ def part_norms(rows: Tensor) -> Tensor:
     """Norm of every row, for `whole_norms`: what underflow takes from it is added there."""
     flat = rows.reshape(len(rows), -1)
     if flat.shape[1] == 1:  # would not be squared, and so not overflow where others do
-        return flat[:, 0].square().sqrt_()
-    norms: Tensor = torch.linalg.vector_norm(flat, dim=1)
+        return widen(flat[:, 0]).square().sqrt_()
+    norms: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=widen(flat[:0]).dtype)
     return norms
 
 

@@ -17,6 +17,15 @@ def rounded(values):
     return tl.where(values != values, values, bits.to(tl.float32, bitcast=True))
 
 
+@triton.jit
+def narrowed(values, KIND: tl.constexpr):
+    """Rounded to bfloat16 or, where the kind is float32, to TF32."""
+    if KIND == tl.bfloat16:  # noqa: SIM300
+        return values.to(tl.bfloat16)
+    else:  # noqa: RET505  only one branch is compiled
+        return rounded(values)
+
+
 @triton.jit(do_not_specialize=["ROWS", "WIDTH", "FIRST", "POSITIONS"])
 def split_matrix(
     values,
@@ -36,11 +45,12 @@ def split_matrix(
     DOWN: tl.constexpr,
     ALONG: tl.constexpr,
 ):
-    """A matrix, or its transpose, as numbers rounded to TF32 and the rounded rest of them.
+    """A matrix, or its transpose, as rounded numbers and the rounded rest of them.
 
-    A row of the result holds `LENGTH` numbers, the last ones zero, as often as there are `PARTS`:
-    as the rest where the bit of the part is set in `SMALL`, else as what was rounded. With factors,
-    `POSITIONS` rows share one, counted from `FIRST`, and rows whose factor is zero are not read.
+    Numbers are rounded to TF32, or to bfloat16 if that is the type of the result. A row of it holds
+    `LENGTH` numbers, the last ones zero, as often as there are `PARTS`: as the rest where the bit
+    of the part is set in `SMALL`, else as what was rounded. With factors, `POSITIONS` rows share
+    one, counted from `FIRST`, and rows whose factor is zero are not read.
     """
     row = tl.program_id(0) * DOWN + tl.arange(0, DOWN)
     column = tl.program_id(1) * ALONG + tl.arange(0, ALONG)
@@ -49,11 +59,11 @@ def split_matrix(
         factor = tl.load(factors + (FIRST + row) // POSITIONS, mask=row < ROWS, other=0.0)
         there = there & (factor != 0.0)[:, None]
     at = row.to(tl.int64)[:, None] * STRIDE + column[None, :]
-    value = tl.load(values + at, mask=there, other=0.0)
+    value = tl.load(values + at, mask=there, other=0.0).to(tl.float32)
     if SCALED:
         value = tl.where(there, value * factor[:, None], 0.0)
-    large = rounded(value)
-    small = rounded(value - large)
+    large = narrowed(value, out.dtype.element_ty)
+    small = narrowed(value - large.to(tl.float32), out.dtype.element_ty)
     if TURNED:
         inside = (column < WIDTH)[None, :] & (row < LENGTH)[:, None]
         place = column.to(tl.int64)[None, :] * (PARTS * LENGTH) + row[:, None]
@@ -71,14 +81,18 @@ def split_matrix(
 def pad_and_round(
     inputs, out, HIGH, WIDE, TOP, LEFT, PADDED_HIGH, PADDED_WIDE, BLOCK: tl.constexpr
 ):
-    """Maps with zeros around them, rounded to TF32. A program takes a part of one map."""
+    """Maps with zeros around them, rounded to TF32 or to bfloat16, whichever the result holds.
+
+    A program takes a part of one map.
+    """
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     high, wide = place // PADDED_WIDE - TOP, place % PADDED_WIDE - LEFT
     inside = (high >= 0) & (high < HIGH) & (wide >= 0) & (wide < WIDE)
     values = tl.load(inputs + row * HIGH * WIDE + high * WIDE + wide, mask=inside, other=0.0)
     size = PADDED_HIGH * PADDED_WIDE
-    tl.store(out + row * size + place, rounded(values.to(tl.float32)), mask=place < size)
+    narrow = narrowed(values.to(tl.float32), out.dtype.element_ty)
+    tl.store(out + row * size + place, narrow, mask=place < size)
 
 
 @triton.jit
@@ -107,8 +121,9 @@ def convolution_rows(
     """Gradient of a kernel for every example, and the squared norm of every tile of it.
 
     A product of matrices: output channels by entries of the kernel, summed over places. Inputs are
-    padded and rounded (`pad_and_round`), outputs are rounded here. Tiles of one example run beside
-    each other, so that they find it in the cache.
+    padded and rounded (`pad_and_round`), outputs are rounded here, to the same type. Gradients are
+    stored in the type of `rows`, and norms are those of what is stored. Tiles of one example run
+    beside each other, so that they find it in the cache.
     """
     program = tl.program_id(0).to(tl.int64)
     example, tile = program // TILES, (program % TILES).to(tl.int32)
@@ -134,12 +149,83 @@ def convolution_rows(
             other=0.0,
         )
         seen = tl.load(inputs + start[:, None] + shift[None, :])
-        total = tl.dot(rounded(slope.to(tl.float32)), tl.trans(seen), total, input_precision="tf32")
+        slope = narrowed(slope.to(tl.float32), inputs.dtype.element_ty)
+        total = tl.dot(slope, tl.trans(seen), total, input_precision="tf32")
     there = (out < HEIGHT)[:, None] & (column < width)[None, :]
     where = example * HEIGHT * width + out[:, None] * width + column[None, :]
-    tl.store(rows + where, total, mask=there)
-    total = tl.where(there, total, 0.0)
+    stored = total.to(rows.dtype.element_ty)
+    tl.store(rows + where, stored, mask=there)
+    total = tl.where(there, stored.to(tl.float32), 0.0)
     tl.store(squares + program, tl.sum(total * total))
+
+
+@triton.jit
+def convolution_sum(
+    inputs,
+    outputs,
+    factors,
+    sums,
+    COUNT,
+    EACH,
+    CHANNELS,
+    HIGH,
+    WIDE,
+    HEIGHT,
+    PLACES,
+    PLACES_WIDE,
+    TOP,
+    LEFT,
+    KERNEL_HIGH: tl.constexpr,
+    KERNEL_WIDE: tl.constexpr,
+    DOWN: tl.constexpr,
+    ALONG: tl.constexpr,
+    DILATED_DOWN: tl.constexpr,
+    DILATED_ALONG: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Gradient of a kernel, summed over all examples, each times its factor.
+
+    Inputs and outputs are rounded to TF32 first, so that a gradient is the one whose norm was
+    measured from rounded numbers. An output times its factor is the sum of two numbers of TF32, to
+    22 bits: two products of matrices. A program takes one tile and `EACH` of the `COUNT` places of
+    all examples. Examples with the factor zero are not read.
+    """
+    tile, part = tl.program_id(0), tl.program_id(1)
+    width = CHANNELS * KERNEL_HIGH * KERNEL_WIDE
+    across = tl.cdiv(width, IN)
+    out = (tile // across) * OUT + tl.arange(0, OUT)
+    column = (tile % across) * IN + tl.arange(0, IN)
+    entry = tl.where(column < width, column, 0)
+    channel, rest = entry // (KERNEL_HIGH * KERNEL_WIDE), entry % (KERNEL_HIGH * KERNEL_WIDE)
+    down, along = (rest // KERNEL_WIDE) * DILATED_DOWN, (rest % KERNEL_WIDE) * DILATED_ALONG
+    size = HIGH * WIDE
+    corner = channel * size + down * WIDE + along
+    total = tl.zeros((OUT, IN), tl.float32)
+    for first in range(part * EACH, tl.minimum(part * EACH + EACH, COUNT), STEP):
+        position = first + tl.arange(0, STEP)
+        example, place = position // PLACES, position % PLACES
+        factor = tl.load(factors + example, mask=position < COUNT, other=0.0)
+        there = factor != 0.0
+        slope = tl.load(
+            outputs + (example * (HEIGHT * PLACES) + place)[None, :] + out[:, None] * PLACES,
+            mask=(out < HEIGHT)[:, None] & there[None, :],
+            other=0.0,
+        )
+        slope = rounded(slope.to(tl.float32)) * factor[None, :]
+        large = rounded(slope)
+        small = rounded(slope - large)
+        high, wide = (place // PLACES_WIDE) * DOWN - TOP, (place % PLACES_WIDE) * ALONG - LEFT
+        row, line = high[None, :] + down[:, None], wide[None, :] + along[:, None]
+        inside = (row >= 0) & (row < HIGH) & (line >= 0) & (line < WIDE) & there[None, :]
+        start = example * (CHANNELS * size) + high * WIDE + wide
+        seen = tl.load(inputs + start[None, :] + corner[:, None], mask=inside, other=0.0)
+        seen = tl.trans(rounded(seen.to(tl.float32)))
+        total = tl.dot(small, seen, total, input_precision="tf32")
+        total = tl.dot(large, seen, total, input_precision="tf32")
+    where = part * (HEIGHT * width) + out[:, None] * width + column[None, :]
+    tl.store(sums + where, total, mask=(out < HEIGHT)[:, None] & (column < width)[None, :])
 
 
 @triton.jit
@@ -158,7 +244,7 @@ def weighted_rows(
             mask=(factor != 0.0)[:, None] & (column < WIDTH)[None, :],
             other=0.0,
         )
-        total += factor[:, None] * values
+        total += factor[:, None] * values.to(tl.float32)
     tl.store(out + part * WIDTH + column, tl.sum(total, 0), mask=column < WIDTH)
 
 
