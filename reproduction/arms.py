@@ -8,6 +8,7 @@ from dpsur.config import data_facts
 from dpsur.methods import METHODS, Method
 from dpsur.methods.dpsur import Dpsur
 from dpsur.presets import AUTHORS, AUTO, PAPER, TUNED, Preset, preset_named
+from dpsur.presets.paper import TEMPERED_EPSILON
 from dpsur.presets.settings import tuned_setting
 from dpsur.tasks import TASKS
 from reproduction.released_code import (
@@ -169,6 +170,25 @@ TS_AUTHORS = Arm(
     "proven",
     preset_name=AUTHORS,
 )
+
+
+@dataclass(frozen=True)
+class FixedNoiseArm(Arm):
+    """DPSGD-TS with all that its authors tuned, their noise too: a larger budget trains longer."""
+
+    def preset(self, task: str, epsilon: float) -> Preset:  # noqa: ARG002
+        """The settings of the budget that they tuned at."""
+        return super().preset(task, TEMPERED_EPSILON)
+
+
+TS_FIXED = FixedNoiseArm(
+    "dpsgd-ts-fixed",
+    "dpsgd-ts, its authors' settings and noise",
+    METHODS["dpsgd-ts"],
+    "dpsgd-ts",
+    "published",
+    preset_name=AUTHORS,
+)
 ADAPTIVE_DPAGD = AdaptiveArm(
     "dpagd-adaptive",
     "dpagd, no momentum, adaptive range",
@@ -221,6 +241,7 @@ ARMS = {
         DPSGD_PUBLISHED,
         *NETWORK_ARMS,
         TS_AUTHORS,
+        TS_FIXED,
         ADAPTIVE_DPAGD,
         RELEASED_DPAGD,
         *BEST_ARMS,

@@ -20,6 +20,7 @@ from reproduction.arms import (
     RELEASED_DPAGD,
     RELEASED_NETWORK,
     TS_AUTHORS,
+    TS_FIXED,
 )
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Options, Row
@@ -40,6 +41,7 @@ PAPER_METHODS = {
     HF_PUBLISHED.name: "dpsgd-hf",
     DPSGD_PUBLISHED.name: "dpsgd",
     TS_AUTHORS.name: "dpsgd-ts",
+    TS_FIXED.name: "dpsgd-ts",
     ADAPTIVE_DPAGD.name: "dpagd",
     RELEASED_DPAGD.name: "dpagd",
 }
@@ -57,7 +59,8 @@ records. In the figure, bars are one standard deviation, grey ticks the paper's 
 marker says that the epsilon is a claim. [The main cells in
 short](accuracy_short.md); [the released code against the paper](accuracy_agreement.md); [ours minus
 the paper's in every cell](accuracy_differences.md); [what the authors
-committed](accuracy_committed.md).
+committed](accuracy_committed.md), [and the losses of their
+runs](accuracy_losses.md).
 """
 COLUMNS = (
     Column("data set", "task"),
@@ -110,6 +113,8 @@ class Accuracy(TrainingGrid):
             for epsilon in EPSILONS:
                 if has_own_settings(task, epsilon):
                     yield from _seeds(task, TS_AUTHORS.name, epsilon, seeds or FEW)
+        for epsilon in EPSILONS:  # where the preset is not what the paper's figures come from
+            yield from _seeds("cifar10", TS_FIXED.name, epsilon, seeds or FEW)
         for task in TASKS:
             for epsilon in SIDE_EPSILONS:
                 for side in DPSUR_ARMS:
@@ -174,6 +179,7 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def _record(key: tuple[str, str, float], rows: Sequence[Row]) -> dict[str, Any]:
     task, name, epsilon = key
     mean, spread = mean_and_spread([100 * row["accuracy"] for row in rows])
+    losses = [row["loss"] for row in rows]
     paper = _paper_figure(task, name, int(epsilon))
     epsilons: Mapping[str, float | None] = rows[0]["epsilon"]
     private = ARMS[name].preset_of != "nonprivate"
@@ -186,6 +192,9 @@ def _record(key: tuple[str, str, float], rows: Sequence[Row]) -> dict[str, Any]:
         "mean": mean,
         "spread": spread,
         "seeds": len(rows),
+        "loss": sum(losses) / len(losses),
+        "least": min(losses),
+        "most": max(losses),
         "paper": paper,
         "difference": None if paper is None else mean - paper,
         "updates": sum(row["updates"] for row in rows) / len(rows),

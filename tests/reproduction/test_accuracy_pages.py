@@ -17,7 +17,12 @@ from reproduction.experiments.accuracy_pages import (
     agreement,
     short_table,
 )
-from reproduction.experiments.paper_figures import committed_records, differences, equal_cells
+from reproduction.experiments.paper_figures import (
+    committed_records,
+    differences,
+    equal_cells,
+    loss_records,
+)
 from tests.reproduction.made_up import check_every_part_renders, made_up
 
 EXPERIMENT = accuracy.EXPERIMENT
@@ -86,11 +91,14 @@ def test_differences_have_every_cell_of_the_paper_and_a_reason_for_those_that_ar
             assert {cell["reason"] for cell in cells} == {None}
 
 
-def test_the_rows_have_a_reason_wherever_they_are_far():
+def stored_records():
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     kept = {EXPERIMENT.key(cell) for cell in EXPERIMENT.cells(Options())}
-    rows = [row for row in rows if EXPERIMENT.key(row) in kept]
-    cells = differences(accuracy.summary(rows), PAPER)
+    return accuracy.summary([row for row in rows if EXPERIMENT.key(row) in kept])
+
+
+def test_the_rows_have_a_reason_wherever_they_are_far():
+    cells = differences(stored_records(), PAPER)
     far = [cell for cell in cells if cell["within"] == "no"]
     assert far
     assert [cell for cell in far if not cell["reason"]] == []
@@ -105,6 +113,17 @@ def test_committed_runs_are_set_beside_the_paper():
         r for r in records if (r["data"], r["method"], r["epsilon"]) == ("CIFAR-10", "dpsur", 4)
     )
     assert (at_four["last"], at_four["paper"], at_four["equal"]) == (72.06, 71.45, None)
+
+
+def test_losses_are_those_of_the_authors_runs():
+    found = [r for r in loss_records(stored_records()) if r["loss"] is not None]
+    assert {r["method"] for r in found} >= {"dpsur", "dpsgd-hf", "dpsgd-ts", "dpsgd"}
+    for record in found:  # one seed of DPSUR on Fashion-MNIST ends badly
+        assert record["loss"] == pytest.approx(record["authors"], rel=0.1), record
+    (at_four,) = (
+        r for r in found if (r["data"], r["method"], r["epsilon"]) == ("CIFAR-10", "dpsur", 4)
+    )
+    assert at_four["least"] < at_four["authors"] < at_four["most"]
 
 
 def test_cells_without_rows_are_neither_near_nor_far(tmp_path):
