@@ -31,6 +31,7 @@ def split_matrix(
     scaled=False,
     turned=False,
     dtype=torch.float32,
+    room=0,
 ):
     """What the kernel computes."""
     values = values.float()
@@ -42,7 +43,8 @@ def split_matrix(
     values = F.pad(values, (0, length - values.shape[1]))
     large = rounded_to(values)
     small = rounded_to(values - large)
-    return torch.cat([small if rest else large for rest in parts], 1).to(dtype)
+    found = torch.cat([small if rest else large for rest in parts], 1).to(dtype)
+    return F.pad(found, (0, 0, 0, max(0, room - len(found))), value=torch.nan)
 
 
 @pytest.fixture

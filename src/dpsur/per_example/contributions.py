@@ -160,10 +160,7 @@ class Products(Contribution):
         """Norms from inner products alone."""
         if self.inputs.shape[1] == 1:
             return row_norms(widen(self.inputs)) * row_norms(widen(self.outputs))
-        inner = batched_product(self.inputs, self.inputs.mT)
-        outer = batched_product(self.outputs, self.outputs.mT)
-        terms = self.inputs.shape[2] + self.outputs.shape[2] + self.inputs.shape[1]
-        return InnerNorms.of(inner, outer, terms)
+        return InnerNorms.of_factors(self.inputs, self.outputs)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One product of two matrices, the factors folded into the smaller one."""

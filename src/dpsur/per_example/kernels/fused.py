@@ -25,10 +25,6 @@ Tile = tuple[int, int, int, int, int]
 _SMALL: Tile = (16, 16, 64, 1, 3)
 _NARROW: Tile = (64, 64, 32, 4, 3)
 _WIDE: Tile = (128, 128, 32, 8, 3)
-# The same for sums over examples, whose loops are longer and hold two products.
-_SUM_TILE: Tile = (128, 128, 32, 8, 3)
-# Numbers that tensor cores add up by themselves, and numbers that partial sums may take.
-_LONGEST_SUM, _MOST_PARTIAL = 4096, 2**25
 _MOST_PROGRAMS = 2**31 - 1
 _FEWEST_PROGRAMS = 1024
 _PADDING_BLOCK = 1024
@@ -144,63 +140,6 @@ def rounded_gradients(
     return rows, squares.view(examples, -1).sum(1)
 
 
-def rounded_sum(
-    inputs: Tensor, outputs: Tensor, window: "Window", factors: Tensor, tile: Tile | None = None
-) -> Tensor | None:
-    """Gradient of a kernel, summed over examples, each times its factor; without groups.
-
-    It is that of factors rounded to TF32 (`round_to_tf32`), which is where its norm has to come
-    from. Examples with the factor 0 are not read.
-    """
-    if inputs.dim() == 3:
-        flat = rounded_sum(
-            inputs.unsqueeze(2), outputs.unsqueeze(2), window.with_height(), factors, tile
-        )
-        return None if flat is None else flat.squeeze(2)
-    if inputs.dim() != 4:
-        return None
-    inputs, outputs = inputs.contiguous(), outputs.contiguous()
-    kernels = _kernels(inputs, outputs, types=READABLE)
-    if kernels is None or factors.dtype != torch.float32:
-        return None
-    (examples, channels, *sides), (height, *maps) = inputs.shape, outputs.shape[1:]
-    width, places = channels * prod(window.sizes), prod(maps)
-    out, across, step, warps, stages = _SUM_TILE if tile is None else tile
-    tiles, count = -(-height // out) * -(-width // across), examples * places
-    # Enough programs to fill the device, none of which adds up too much.
-    parts = max(-(-count // _LONGEST_SUM), min(-(-_FEWEST_PROGRAMS // tiles), count // step))
-    parts = max(1, min(parts, _MOST_PARTIAL // (height * width)))
-    each = -(-count // (parts * step)) * step
-    parts = -(-count // each)
-    if count + each >= 2**31:
-        return None
-    sums = inputs.new_empty(parts, height, channels, *window.sizes, dtype=torch.float32)
-    with _on(inputs):
-        kernels.convolution_sum[(tiles, parts)](
-            inputs,
-            outputs,
-            factors.contiguous(),
-            sums,
-            count,
-            each,
-            channels,
-            *sides,
-            height,
-            places,
-            maps[1],
-            *window.margins,
-            *window.sizes,
-            *window.strides,
-            *window.dilations,
-            OUT=out,
-            IN=across,
-            STEP=step,
-            num_warps=warps,
-            num_stages=stages,
-        )
-    return sums.sum(0)
-
-
 def round_to_tf32(values: Tensor) -> Tensor | None:
     """Numbers of TF32, as float32."""
     values = values.contiguous()
@@ -227,6 +166,7 @@ def split_matrix(
     scaled: bool = False,
     turned: bool = False,
     dtype: torch.dtype = torch.float32,
+    room: int = 0,
 ) -> Tensor | None:
     """A matrix for products on tensor cores: what rounding leaves of it, and the rest.
 
@@ -236,13 +176,15 @@ def split_matrix(
     filled up to `length` with zeros, once for each of the `parts`: the rounded rest (True), or the
     rounded numbers (False). With `factors` a row of the matrix is multiplied by its factor first
     (`scaled`), or only replaced by zeros where that is 0. So many `positions` share a factor; the
-    matrix begins with position `first` of all.
+    matrix begins with position `first` of all. There is `room` for so many rows at least, and what
+    the rows beyond those of the matrix hold is undefined.
     """
     kernels = _available(values.device)
     if kernels is None or values.dtype not in READABLE or values.stride(1) != 1:
         return None
     rows, width = values.shape
-    found = values.new_empty(width if turned else rows, len(parts) * length, dtype=dtype)
+    high = max(room, width if turned else rows)
+    found = values.new_empty(high, len(parts) * length, dtype=dtype)
     down, along = (64, 32) if turned else (32, 64)
     high, wide = (length, width) if turned else (rows, length)
     with _on(values):
@@ -283,6 +225,46 @@ def weighted_rows(rows: Tensor, factors: Tensor) -> Tensor | None:
             rows, factors, found, count, width, each, TOGETHER=together, BLOCK=block
         )
     return found.sum(0) if parts > 1 else found[0]
+
+
+# Tiles of pairs of positions, entries at once, and entries that tensor cores add up by themselves.
+_SIDE, _ENTRIES, _CHUNK = 64, 32, 1024
+
+
+def product_norms(
+    inputs: Tensor, outputs: Tensor, lost: float, rounding: float
+) -> tuple[Tensor, Tensor] | None:
+    """Squares and errors of `norms.InnerNorms`, from factors (examples, positions, width)."""
+    inputs, outputs = inputs.contiguous(), outputs.contiguous()
+    kernels = _kernels(inputs, outputs, types=READABLE)
+    if kernels is None or inputs.dtype != outputs.dtype:
+        return None
+    examples, positions, width = inputs.shape
+    tiles = -(-positions // _SIDE)
+    seen, slopes = (
+        torch.linalg.vector_norm(value, dim=2, dtype=torch.float32) for value in (inputs, outputs)
+    )
+    squares, errors = seen.new_zeros(2, examples, tiles * tiles)
+    step = _ENTRIES if inputs.dtype == torch.float32 else 2 * _ENTRIES
+    with _on(inputs):
+        kernels.product_norms[(examples, tiles, tiles)](
+            inputs,
+            outputs,
+            seen,
+            slopes,
+            squares,
+            errors,
+            positions,
+            width,
+            outputs.shape[2],
+            SIDE=_SIDE,
+            STEP=step,
+            CHUNK=_CHUNK,
+            num_warps=4,
+            num_stages=3,
+        )
+    whole = squares.sum(1) + lost * (seen.square() + slopes.square()).sum(1)
+    return whole, rounding * errors.sum(1)
 
 
 def inner_norms(

@@ -105,18 +105,19 @@ def product(one: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor:
     for some in _ranges(rows, _AT_ONCE // length):
         for several in _ranges(columns, _AT_ONCE // length):
             out = place = found[some, several]
-            if columns % _ALIGNED:  # rows have to begin where tensor cores like it
+            shift = None if bias is None else bias[several]
+            if columns % _ALIGNED:  # tensor cores are slow with rows that are not filled up
                 wide = -(-out.shape[1] // _ALIGNED) * _ALIGNED
-                place = one.new_empty(len(out), wide)[:, : out.shape[1]]
+                place = one.new_empty(len(out), wide)
+                shift = None if shift is None else F.pad(shift, (0, wide - len(shift)))
             for chunk in _ranges(inner, length):
                 left = _split(one[some, chunk], _LEFT, length)
-                right = _split(other.mT[several, chunk], _RIGHT, length)
+                right = _split(other.mT[several, chunk], _RIGHT, length, room=place.shape[1])
                 if left is None or right is None:
                     return torch.mm(one, other) if bias is None else torch.addmm(bias, one, other)
-                shift = None if bias is None or chunk.start else bias[several]
-                _add(left, right, place, shift, begun=chunk.start > 0)
+                _add(left, right, place, None if chunk.start else shift, begun=chunk.start > 0)
             if place is not out:
-                out.copy_(place)
+                out.copy_(place[:, : out.shape[1]])
     return found
 
 
@@ -175,13 +176,14 @@ def _split(
     positions: int = 1,
     scaled: bool = False,
     dtype: torch.dtype = torch.float32,
+    room: int = 0,
 ) -> Tensor | None:
     """The rows of a matrix, split; factors are those of its columns.
 
     A view of a transpose is turned on the way: tensor cores want what is summed to lie together.
     """
     if factors is None and matrix.stride(1) == 1:
-        return split_matrix(matrix, parts, length=length, dtype=dtype)
+        return split_matrix(matrix, parts, length=length, dtype=dtype, room=room)
     if matrix.stride(0) != 1:
         matrix = matrix.mT.contiguous().mT
     return split_matrix(
@@ -194,6 +196,7 @@ def _split(
         scaled=scaled,
         turned=True,
         dtype=dtype,
+        room=room,
     )
 
 

@@ -160,75 +160,6 @@ def convolution_rows(
 
 
 @triton.jit
-def convolution_sum(
-    inputs,
-    outputs,
-    factors,
-    sums,
-    COUNT,
-    EACH,
-    CHANNELS,
-    HIGH,
-    WIDE,
-    HEIGHT,
-    PLACES,
-    PLACES_WIDE,
-    TOP,
-    LEFT,
-    KERNEL_HIGH: tl.constexpr,
-    KERNEL_WIDE: tl.constexpr,
-    DOWN: tl.constexpr,
-    ALONG: tl.constexpr,
-    DILATED_DOWN: tl.constexpr,
-    DILATED_ALONG: tl.constexpr,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Gradient of a kernel, summed over all examples, each times its factor.
-
-    Inputs and outputs are rounded to TF32 first, so that a gradient is the one whose norm was
-    measured from rounded numbers. An output times its factor is the sum of two numbers of TF32, to
-    22 bits: two products of matrices. A program takes one tile and `EACH` of the `COUNT` places of
-    all examples. Examples with the factor zero are not read.
-    """
-    tile, part = tl.program_id(0), tl.program_id(1)
-    width = CHANNELS * KERNEL_HIGH * KERNEL_WIDE
-    across = tl.cdiv(width, IN)
-    out = (tile // across) * OUT + tl.arange(0, OUT)
-    column = (tile % across) * IN + tl.arange(0, IN)
-    entry = tl.where(column < width, column, 0)
-    channel, rest = entry // (KERNEL_HIGH * KERNEL_WIDE), entry % (KERNEL_HIGH * KERNEL_WIDE)
-    down, along = (rest // KERNEL_WIDE) * DILATED_DOWN, (rest % KERNEL_WIDE) * DILATED_ALONG
-    size = HIGH * WIDE
-    corner = channel * size + down * WIDE + along
-    total = tl.zeros((OUT, IN), tl.float32)
-    for first in range(part * EACH, tl.minimum(part * EACH + EACH, COUNT), STEP):
-        position = first + tl.arange(0, STEP)
-        example, place = position // PLACES, position % PLACES
-        factor = tl.load(factors + example, mask=position < COUNT, other=0.0)
-        there = factor != 0.0
-        slope = tl.load(
-            outputs + (example * (HEIGHT * PLACES) + place)[None, :] + out[:, None] * PLACES,
-            mask=(out < HEIGHT)[:, None] & there[None, :],
-            other=0.0,
-        )
-        slope = rounded(slope.to(tl.float32)) * factor[None, :]
-        large = rounded(slope)
-        small = rounded(slope - large)
-        high, wide = (place // PLACES_WIDE) * DOWN - TOP, (place % PLACES_WIDE) * ALONG - LEFT
-        row, line = high[None, :] + down[:, None], wide[None, :] + along[:, None]
-        inside = (row >= 0) & (row < HIGH) & (line >= 0) & (line < WIDE) & there[None, :]
-        start = example * (CHANNELS * size) + high * WIDE + wide
-        seen = tl.load(inputs + start[None, :] + corner[:, None], mask=inside, other=0.0)
-        seen = tl.trans(rounded(seen.to(tl.float32)))
-        total = tl.dot(small, seen, total, input_precision="tf32")
-        total = tl.dot(large, seen, total, input_precision="tf32")
-    where = part * (HEIGHT * width) + out[:, None] * width + column[None, :]
-    tl.store(sums + where, total, mask=(out < HEIGHT)[:, None] & (column < width)[None, :])
-
-
-@triton.jit
 def weighted_rows(
     rows, factors, out, COUNT, WIDTH, EACH, TOGETHER: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -411,6 +342,97 @@ def lstm_cell_backward(
     tl.store(gates + gate + 2 * WIDTH, cell * enter * (1.0 - fresh * fresh), mask=there)
     tl.store(gates + gate + 3 * WIDTH, hidden * small * leave * (1.0 - leave), mask=there)
     tl.store(slope + entry, cell * keep, mask=there)
+
+
+@triton.jit
+def _inner_products(
+    values,
+    row,
+    column,
+    POSITIONS,
+    WIDTH,
+    SIDE: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Inner products between some rows of a matrix and others.
+
+    Tensor cores cut off what they add up, so that only chunks of it are left to them.
+    """
+    total = tl.zeros((SIDE, SIDE), tl.float32)
+    for chunk in range(0, WIDTH, CHUNK):
+        part = tl.zeros((SIDE, SIDE), tl.float32)
+        for first in range(chunk, tl.minimum(chunk + CHUNK, WIDTH), STEP):
+            entry = first + tl.arange(0, STEP)
+            inside = (entry < WIDTH)[None, :]
+            one = tl.load(
+                values + row[:, None] * WIDTH + entry[None, :],
+                mask=(row < POSITIONS)[:, None] & inside,
+                other=0.0,
+            )
+            other = tl.load(
+                values + column[:, None] * WIDTH + entry[None, :],
+                mask=(column < POSITIONS)[:, None] & inside,
+                other=0.0,
+            )
+            if values.dtype.element_ty == tl.float32:
+                part = tl.dot(one, tl.trans(other), part, input_precision="tf32x3")
+            else:
+                part = tl.dot(one, tl.trans(other), part)
+        total += part
+    return total
+
+
+@triton.jit
+def product_norms(
+    inputs,
+    outputs,
+    input_norms,
+    output_norms,
+    squares,
+    errors,
+    POSITIONS,
+    WIDTH,
+    HEIGHT,
+    SIDE: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """What `norms.InnerNorms` is made of, from the factors and without matrices in between.
+
+    A program takes the pairs of positions of one tile. Matrices of inner products are symmetric:
+    a tile beside the diagonal counts twice, and its mirror image is left out.
+    """
+    example = tl.program_id(0).to(tl.int64)
+    down, along = tl.program_id(1), tl.program_id(2)
+    if along >= down:
+        row, column = down * SIDE + tl.arange(0, SIDE), along * SIDE + tl.arange(0, SIDE)
+        real, also = row < POSITIONS, column < POSITIONS
+        inner = _inner_products(
+            inputs + example * POSITIONS * WIDTH, row, column, POSITIONS, WIDTH, SIDE, STEP, CHUNK
+        )
+        outer = _inner_products(
+            outputs + example * POSITIONS * HEIGHT,
+            row,
+            column,
+            POSITIONS,
+            HEIGHT,
+            SIDE,
+            STEP,
+            CHUNK,
+        )
+        input_norms += example * POSITIONS
+        output_norms += example * POSITIONS
+        seen = tl.load(input_norms + row, mask=real, other=0.0)
+        seen_also = tl.load(input_norms + column, mask=also, other=0.0)
+        slope = tl.load(output_norms + row, mask=real, other=0.0)
+        slope_also = tl.load(output_norms + column, mask=also, other=0.0)
+        size = tl.abs(inner) * (slope[:, None] * slope_also[None, :])
+        size += tl.abs(outer) * (seen[:, None] * seen_also[None, :])
+        count = tl.where(along > down, 2.0, 1.0)
+        part = (example * tl.num_programs(1) + down) * tl.num_programs(2) + along
+        tl.store(squares + part, count * tl.sum(inner * outer))
+        tl.store(errors + part, count * tl.sum(size))
 
 
 @triton.jit

@@ -31,7 +31,6 @@ from dpsur.per_example.kernels.fused import (
     has_kernels,
     round_to_tf32,
     rounded_gradients,
-    rounded_sum,
 )
 from dpsur.per_example.norms import InnerNorms, Measure
 from dpsur.per_example.rules.patches import (
@@ -88,9 +87,7 @@ class Sliding(Contribution):
         """The usual gradient of the weight, from scaled output gradients."""
         window, finite = self.window, self.finite_inputs
         if self.rounds:
-            found = rounded_sum(self.inputs, self.outputs, window, factors.values)
-            if found is not None:
-                return found
+            return self._rounded_sum(factors)
         each = factors
         if self.fold > 1:
             keep = None if factors.keep is None else factors.keep.repeat_interleave(self.fold)
@@ -108,6 +105,27 @@ class Sliding(Contribution):
         gradient = geometry.backward(outputs, inputs, weight, [False, True, False])[1]
         assert gradient is not None
         return gradient
+
+    def _rounded_sum(self, factors: Factors) -> Tensor:
+        """The same from rounded numbers, on tensor cores.
+
+        A rounded output times its factor is the sum of two numbers of TF32, to 22 bits. So two
+        gradients of weights, whose products are exact, make the sum.
+        """
+        window = self.window
+        inputs = factors.clean(self._factor(self.inputs))
+        outputs = factors.scale(self._factor(self.outputs))
+        large = self._factor(outputs)
+        parts = self._factor(outputs.sub_(large)), large
+        geometry = Geometry(window.strides, window.margins, window.dilations, groups=1)
+        weight = inputs.new_empty(self.weight_shape)
+        with precision(tf32=True):
+            small, total = (
+                geometry.backward(part, inputs, weight, [False, True, False])[1] for part in parts
+            )
+        assert small is not None
+        assert total is not None
+        return total.add_(small)
 
     def _factor(self, values: Tensor) -> Tensor:
         """What a gradient is made of: the values, or what rounding leaves of them."""
