@@ -354,9 +354,11 @@ def _inner_products(
     SIDE: tl.constexpr,
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
     """Inner products between some rows of a matrix and others.
 
+    A number of float32 is the sum of two of TF32 or, with `HALVES`, of two of bfloat16, to 16 bits.
     Tensor cores cut off what they add up, so that only chunks of it are left to them.
     """
     total = tl.zeros((SIDE, SIDE), tl.float32)
@@ -375,7 +377,14 @@ def _inner_products(
                 mask=(column < POSITIONS)[:, None] & inside,
                 other=0.0,
             )
-            if values.dtype.element_ty == tl.float32:
+            if HALVES:
+                large, large_other = one.to(tl.bfloat16), other.to(tl.bfloat16)
+                small = (one - large.to(tl.float32)).to(tl.bfloat16)
+                small_other = (other - large_other.to(tl.float32)).to(tl.bfloat16)
+                part = tl.dot(small, tl.trans(large_other), part)
+                part = tl.dot(large, tl.trans(small_other), part)
+                part = tl.dot(large, tl.trans(large_other), part)
+            elif values.dtype.element_ty == tl.float32:
                 part = tl.dot(one, tl.trans(other), part, input_precision="tf32x3")
             else:
                 part = tl.dot(one, tl.trans(other), part)
@@ -397,6 +406,7 @@ def product_norms(
     SIDE: tl.constexpr,
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
     """What `norms.InnerNorms` is made of, from the factors and without matrices in between.
 
@@ -409,7 +419,15 @@ def product_norms(
         row, column = down * SIDE + tl.arange(0, SIDE), along * SIDE + tl.arange(0, SIDE)
         real, also = row < POSITIONS, column < POSITIONS
         inner = _inner_products(
-            inputs + example * POSITIONS * WIDTH, row, column, POSITIONS, WIDTH, SIDE, STEP, CHUNK
+            inputs + example * POSITIONS * WIDTH,
+            row,
+            column,
+            POSITIONS,
+            WIDTH,
+            SIDE,
+            STEP,
+            CHUNK,
+            HALVES,
         )
         outer = _inner_products(
             outputs + example * POSITIONS * HEIGHT,
@@ -420,6 +438,7 @@ def product_norms(
             SIDE,
             STEP,
             CHUNK,
+            HALVES,
         )
         input_norms += example * POSITIONS
         output_norms += example * POSITIONS
