@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from dpsur.functional.side_effects import Unchanged, check_fixed_parts, fixed_pa
 from dpsur.functional.tree import flatten
 from dpsur.mechanism.block_gate import released_metrics
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
+from dpsur.mechanism.host_batches import capture_obstacle
 from dpsur.mechanism.loop import EagerLoop, Loop, Progress, check_completed, start
 from dpsur.mechanism.state import Procedure, Verdict
 from dpsur.mechanism.streams import Streams
@@ -100,8 +102,11 @@ class Session:
     def engine(self) -> EngineReport:
         """How gradients are found, and why."""
         if isinstance(self.method, Nonprivate):
-            return EngineReport("batch", f"method {self.method.name} needs no gradient per example")
-        return engine_report(self.problem)
+            reason = f"method {self.method.name} needs no gradient per example"
+            report = EngineReport("batch", reason)
+        else:
+            report = engine_report(self.problem)
+        return replace(report, not_captured=self._captured_trials[1])
 
     def run(
         self,
@@ -113,10 +118,13 @@ class Session:
         """Make the planned trials, saving checkpoints where there is a folder."""
         with self.arithmetic():
             active = self.start(observers, folder, resume, stop_requested)
-            while not active.finished:
-                active.launch()
-                active.collect()
-            return active.finish()
+            try:
+                while not active.finished:
+                    active.launch()
+                    active.collect()
+                return active.finish()
+            finally:
+                active.close()
 
     @property
     def tf32(self) -> bool:
@@ -152,15 +160,33 @@ class Session:
 
     def loop(self, progress: Progress) -> Loop:
         """CUDA graphs where the device and the procedure allow it, else one trial at a time."""
-        padded = self.procedure.padded() if self._may_capture() else None
+        padded, _ = self._captured_trials
         if padded is None:
             return EagerLoop(self.procedure, self.plan, self.streams, progress)
         block = min(self.config.pace.checkpoint_every, LONGEST_BLOCK)
+        if isinstance(self.problem.train, HostExamples) and self.plan.updates is not None:
+            block = max(1, min(block, self.plan.updates))  # records are not read in vain
         return CudaGraphLoop(self.procedure, padded, self.plan, self.streams, progress, block)
 
-    def _may_capture(self) -> bool:
-        fits = not isinstance(self.problem.train, HostExamples) and self.ranks.size == 1
-        return self.config.speed.capture and fits and self.streams.device.type == "cuda"
+    @cached_property
+    def _captured_trials(self) -> tuple[Procedure | None, str | None]:
+        """The procedure whose trials are captured, or None and on CUDA why there is none."""
+        if self.streams.device.type != "cuda":
+            return None, None
+        if not self.config.speed.capture:
+            return None, "capture is switched off"
+        if self.ranks.size > 1:
+            return None, "several processes make this run together"
+        typical = self.plan.typical
+        events = [event for event in (typical.update, typical.test) if event is not None]
+        rates = [getattr(event, "sample_rate", 1.0) for event in events]
+        obstacle = capture_obstacle(self.problem.train, rates)
+        if obstacle is not None:
+            return None, obstacle
+        padded = self.procedure.padded()
+        if padded is None:
+            return None, "layers draw random numbers, or batches must have their exact size"
+        return padded, None
 
     def fingerprint(self) -> Fingerprint:
         """Tells this run from any other: its settings, records, loss, network and fixed parts."""
@@ -262,6 +288,10 @@ class ActiveRun:
             measured = getattr(observer, "measured", None)
             if measured is not None and last:
                 measured(progress, last)
+
+    def close(self) -> None:
+        """Stop what is done in the background, at the end of the run or after an error."""
+        self._loop.close()
 
     def finish(self) -> Progress:
         """Where the run ended, saved. Raises if it hit its cap on trials."""
