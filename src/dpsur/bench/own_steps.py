@@ -80,7 +80,8 @@ class TrainingSteps:
     """Trials as `fit` makes them: Poisson batches of a data set, in the loop that the device has.
 
     The data set is made up, unless it is given, and has eight times the size of the batch. A call
-    makes a block of `steps` trials. Records that are not on the device are fetched for every batch.
+    makes a block of `steps` trials. Records that are not on the device are copied there, batch by
+    batch.
     """
 
     def __init__(

@@ -68,17 +68,17 @@ class HostBatches:
         """Whether trials take batches of records on the host."""
         return bool(self._feeds)
 
-    def batch(self, examples: HostExamples, rate: float, stream: Stream, room: int) -> Batch:
-        """The batch that is in place, for a padding of `room` rows; the `HostBatch` of sampling."""
+    def batch(self, examples: HostExamples, rate: float, stream: Stream, rows: int) -> Batch:
+        """The batch that is in place, padded to so many rows; the `HostBatch` of sampling."""
         if stream.ranks.size > 1:
             raise InvalidInputError("the trials of several processes are not captured")
         offset = stream.skip(len(examples))
         key = (id(examples), stream.purpose, offset, rate)
         if key not in self._feeds:  # the first trial, before it is captured
-            most = padded_sizes(len(examples), rate)[-1]
-            source = _Source(examples, rate, most, self._streams, stream.purpose, offset)
+            capacity = padded_sizes(len(examples), rate)[-1]
+            source = _Source(examples, rate, capacity, self._streams, stream.purpose, offset)
             self._feeds[key] = self._make_feed(source, int(stream.step))
-        return self._feeds[key].batch(room)
+        return self._feeds[key].batch(rows)
 
     def _make_feed(self, source: "_Source", step: int) -> "_Feed":
         if self._stream is None:
@@ -115,7 +115,7 @@ class _Source:
 
     examples: HostExamples
     rate: float
-    room: int  # rows of the largest padded batch
+    capacity: int  # rows of the largest padded batch
     streams: Streams
     purpose: str
     offset: int
@@ -126,7 +126,7 @@ class _Source:
         pinned = self.examples.device.type == "cuda" and not on_device
 
         def zeros(value: Tensor) -> Tensor:
-            shape = (self.room, *value.shape[1:])
+            shape = (self.capacity, *value.shape[1:])
             return torch.zeros(shape, dtype=value.dtype, device=device, pin_memory=pinned)
 
         return Examples(
@@ -134,11 +134,11 @@ class _Source:
         )
 
     def gather(self, step: int, place: Examples) -> int:
-        """Write the sample of a step to `place` if there is room; return how large it is."""
+        """Write the sample of a step to `place` if it fits; return how large it is."""
         stream = self.streams.at(step)[self.purpose]
         stream.skip(self.offset)
         rows = poisson_sample(len(self.examples), self.rate, stream)
-        if len(rows) <= self.room:
+        if len(rows) <= self.capacity:
             self.examples.gather_into(rows, place)
         return len(rows)
 
@@ -235,7 +235,7 @@ class _Feed:
         device = source.examples.device
         self._source, self._device = source, device
         self._place = source.blank(on_device=True)
-        self._positions = torch.arange(source.room, device=device)
+        self._positions = torch.arange(source.capacity, device=device)
         self._size = torch.zeros((), dtype=torch.int64, device=device)
         self._loaded: int | None = None
         self._copies: torch.cuda.Stream | None = None
@@ -249,14 +249,14 @@ class _Feed:
         self._gatherer = _Gatherer(source, events=self._copies is not None)
         self.load(step, last=step)
 
-    def batch(self, room: int) -> Batch:
+    def batch(self, rows: int) -> Batch:
         """The batch in place; its size is read on the device, so that this can be captured."""
-        some = slice(room)
+        some = slice(rows)
         return Batch(
             Examples(slice_rows(self._place.inputs, some), slice_rows(self._place.targets, some)),
-            mask=self._positions[:room] < self._size,
-            overflow=self._size > room if room < len(self._source.examples) else None,
-            total=room,
+            mask=self._positions[:rows] < self._size,
+            overflow=self._size > rows if rows < len(self._source.examples) else None,
+            total=rows,
         )
 
     def load(self, step: int, last: int) -> None:
@@ -267,7 +267,7 @@ class _Feed:
         """
         if step != self._loaded:
             slot, size = self._gatherer.take(step, last)
-            self._put(slot, size if size <= self._source.room else 0)
+            self._put(slot, size if size <= self._source.capacity else 0)
             self._size.fill_(size)
             self._loaded = step
         self._gatherer.ahead(last)
@@ -283,8 +283,9 @@ class _Feed:
             replays.wait_event(slot.copied)
             new = self._arriving
         _copy_rows(self._place, new, rows)
-        # what masked rows hold must be valid for the model, so it is never left from before
-        map_tensors(lambda value: value[rows:].zero_(), (self._place.inputs, self._place.targets))
+        if rows:  # the other rows are masked, but what they hold should be valid for the model
+            tree = self._place.inputs, self._place.targets
+            map_tensors(lambda value: value[rows:].copy_(value[:1]), tree)
         if self._copies is not None:
             self._placed.record(torch.cuda.current_stream(self._device))
 

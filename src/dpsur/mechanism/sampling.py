@@ -166,11 +166,12 @@ def padded_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
     """The same sample from the same draws, in a shape that does not depend on them.
 
     Nothing here waits for the device, so that a trial can be captured and replayed. Rows that were
-    not drawn are copies of the first record, or zeros, and are masked out.
+    not drawn are copies of one record and are masked out.
     """
     level, from_host = padding_level.get(), host_batch.get()
     if from_host is not None and isinstance(examples, HostExamples):
-        batch = from_host(examples, rate, stream, _room(len(examples), rate, stream.ranks, level))
+        rows = _static_rows(len(examples), rate, stream.ranks, level)
+        batch = from_host(examples, rate, stream, rows)
     else:
         joins = _joins(len(examples), rate, stream)
         batch = _padded(examples, rate, joins, stream.ranks, level)
@@ -180,7 +181,7 @@ def padded_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
     return replace(batch, at_once=math.ceil(len(batch) / math.ceil(len(batch) / most)))
 
 
-def _room(size: int, rate: float, ranks: Ranks, level: int | None) -> int:
+def _static_rows(size: int, rate: float, ranks: Ranks, level: int | None) -> int:
     """How many rows a padded batch has, on all ranks together."""
     room = padded_size(size, rate) if level is None else padded_sizes(size, rate)[level]
     return math.ceil(room / ranks.size) * ranks.size  # every rank has as many
@@ -190,7 +191,7 @@ def _padded(
     examples: Examples, rate: float, joins: Tensor, ranks: Ranks, level: int | None = None
 ) -> Batch:
     size = len(examples)
-    room = _room(size, rate, ranks, level)
+    room = _static_rows(size, rate, ranks, level)
     found = torch.nonzero_static(joins, size=room, fill_value=-1)[:, 0]
     overflow = joins.sum() > room if room < size else None
     own = ranks.own(found)

@@ -25,7 +25,7 @@ from dpsur.mechanism.state import Procedure, Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method, Nonprivate
 from dpsur.per_example import EngineReport, engine_report, log_engine
-from dpsur.privacy.events import Trial
+from dpsur.privacy.events import NonPrivate, Trial
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import duration, elapsed
 from dpsur.runs.checkpoint import (
@@ -171,22 +171,30 @@ class Session:
     @cached_property
     def _captured_trials(self) -> tuple[Procedure | None, str | None]:
         """The procedure whose trials are captured, or None and on CUDA why there is none."""
-        if self.streams.device.type != "cuda":
-            return None, None
-        if not self.config.speed.capture:
-            return None, "capture is switched off"
-        if self.ranks.size > 1:
-            return None, "several processes make this run together"
-        typical = self.plan.typical
-        events = [event for event in (typical.update, typical.test) if event is not None]
-        rates = [getattr(event, "sample_rate", 1.0) for event in events]
-        obstacle = capture_obstacle(self.problem.train, rates)
+        if not self._may_capture():
+            if self.streams.device.type != "cuda":
+                return None, None
+            several = "several processes make this run together"
+            return None, several if self.config.speed.capture else "capture is switched off"
+        obstacle = capture_obstacle(self.problem.train, self._sample_rates())
         if obstacle is not None:
             return None, obstacle
         padded = self.procedure.padded()
         if padded is None:
             return None, "layers draw random numbers, or batches must have their exact size"
         return padded, None
+
+    def _may_capture(self) -> bool:
+        on_cuda = self.streams.device.type == "cuda"
+        return on_cuda and self.config.speed.capture and self.ranks.size == 1
+
+    def _sample_rates(self) -> list[float]:
+        """At which rates a typical trial draws its batches."""
+        if isinstance(self.method, Nonprivate) and self.method.batch_size is not None:
+            return [self.method.batch_size / len(self.problem.train)]
+        update, test = self.plan.typical.update, self.plan.typical.test
+        rates = [] if isinstance(update, NonPrivate) else [update.sample_rate]
+        return rates if test is None else [*rates, test.sample_rate]
 
     def fingerprint(self) -> Fingerprint:
         """Tells this run from any other: its settings, records, loss, network and fixed parts."""
