@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,7 @@ ACCURACY_EPOCHS = 10  # of the largest part with the smallest batch these are 4,
 def accuracy(device: str, rows: list[Row]) -> None:
     """The paper's network on parts of Fashion-MNIST: the best of some rates by held-out records.
 
-    Rows are appended and written as they are made; those that are there are not made again.
+    Each row is written when it is done. Existing rows are skipped.
     """
     made = {(row["question"], row["records"]) for row in rows if row["kind"] == "accuracy"}
     train, test = load_fashion()
@@ -241,13 +242,10 @@ def accuracy(device: str, rows: list[Row]) -> None:
         ):
             if (name, count) in made:
                 continue
-
-            def reached(rate: float, seed: int, scored: Any, batch: int = batch) -> float:
-                return _reached(records, scored, batch, rate, seed, device)  # noqa: B023
-
-            tried = {rate: reached(rate, len(SEEDS), held_out) for rate in RATES}
-            best = max(RATES, key=lambda rate: tried[rate])
-            found = [reached(best, seed, (test.inputs, test.targets)) for seed in SEEDS]
+            reached = partial(_reached, records, batch, device)
+            tried = {rate: reached(held_out, rate, len(SEEDS)) for rate in RATES}
+            best = max(tried, key=lambda rate: tried[rate])
+            found = [reached((test.inputs, test.targets), best, seed) for seed in SEEDS]
             row = {
                 "kind": "accuracy",
                 "question": name,
@@ -269,7 +267,7 @@ def accuracy(device: str, rows: list[Row]) -> None:
             print({k: row[k] for k in ("question", "records", "test_accuracy")}, flush=True)
 
 
-def _reached(records: Any, scored: Any, batch: int, rate: float, seed: int, device: str) -> float:
+def _reached(records: Any, batch: int, device: str, scored: Any, rate: float, seed: int) -> float:
     count = len(records[1])
     method = Dpsgd(
         learning_rate=rate, batch_size=batch, updates=math.ceil(ACCURACY_EPOCHS * count / batch)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dpsur.config import Pace, RunConfig, Speed
 from dpsur.errors import BudgetError
+from dpsur.mechanism.block_gate import BlockGate
 from dpsur.mechanism.block_tests import METRICS_NORM, class_metrics
 from dpsur.mechanism.optim import Optimizer
 from dpsur.mechanism.streams import VAL_NOISE, Streams
@@ -340,7 +341,14 @@ def _session(config: Mapping[str, Any], seed: int, device: str | None, **changes
         speed=Speed(tf32=config["tf32"], repeatable=False),
         pace=Pace(checkpoint_every=BLOCK, evaluate_every=NEVER),
     )
-    return build_task_session(run, records)[0]
+    session = build_task_session(run, records)[0]
+    if "variant" in config:  # of the rule, which is no option of the method
+        assert isinstance(session.procedure, BlockGate)
+        rule = replace(
+            session.procedure.rule, length_power=config["power"], head_start=config["head_start"]
+        )
+        session = replace(session, procedure=replace(session.procedure, rule=rule))
+    return session
 
 
 def _with_noise(method: GradientMethod, size: int, epsilon: float) -> GradientMethod:

@@ -20,13 +20,14 @@ from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.features import statistics as feature_sums
 from dpsur.functional.problem import Problem
-from dpsur.functional.records import Examples
+from dpsur.functional.records import Examples, HostExamples, place
 from dpsur.functional.tree import flatten
-from dpsur.mechanism import dp_gradient, gate, proposer, sampling, trial
+from dpsur.mechanism import dp_gradient, gate, host_batches, proposer, sampling, trial
+from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.gate import LossRule, mean_losses
-from dpsur.mechanism.loop import train
+from dpsur.mechanism.loop import run_loop, start, train
 from dpsur.mechanism.proposer import DpGradient
-from dpsur.mechanism.sampling import Batch
+from dpsur.mechanism.sampling import Batch, poisson_sample
 from dpsur.mechanism.streams import BATCH, Stream, Streams
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import clipped_sum
@@ -189,6 +190,23 @@ def every_part_of_every_trial_is_charged():
     tried = Trial(SampledGaussian(0.01, 5.0), LossTest(0.1, 0.8, 0.0))
     alone = pld.composed_epsilon([(tried.test, 100)], 1e-5)
     assert pld.composed_epsilon([(tried, 100)], 1e-5) >= alone > 1.0
+
+
+def host_batches_are_the_drawn_ones():
+    """Captured trials whose batches come from the host, some of them larger than the padding."""
+    plan = Plan(BUDGET, "every-trial", Trial(SampledGaussian(0.1, 1.0), None), 24)
+    ends = []
+    for records in (blobs(), place(blobs(), CPU, limit=1)):
+        procedure = Dpsgd().bind(Problem(small_model(), F.cross_entropy, records), plan)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampling, "padded_size", lambda size, rate: 22)
+            streams, first = Streams(0, CPU), start(procedure)
+            loop = CudaGraphLoop(procedure, procedure.padded(), plan, streams, first, block=1)
+            captured = isinstance(records, HostExamples)
+            end = run_loop(loop, plan) if captured else train(procedure, plan, streams)
+        ends.append(flatten(end.state))
+    for name, value in ends[0].items():
+        torch.testing.assert_close(value, ends[1][name], rtol=1e-4, atol=1e-5)
 
 
 class RunningMean(nn.Module):
@@ -407,6 +425,40 @@ def forget_the_test(patch):
     )
 
 
+def first_host_batch_again(patch):
+    """A replay reads what an earlier one has read."""
+    real = host_batches._Feed.load
+
+    def wrong(self, step, last):
+        if self._loaded is None:
+            real(self, step, last)
+
+    patch.setattr(host_batches._Feed, "load", wrong)
+
+
+def host_batch_of_another_step(patch):
+    real = host_batches._Source.gather
+    patch.setattr(
+        host_batches._Source, "gather", lambda self, step, place: real(self, step + 1, place)
+    )
+
+
+def host_batch_cut_to_its_padding(patch):
+    def wrong(self, step, place):
+        rows = poisson_sample(len(self.examples), self.rate, self.streams.at(step)[self.purpose])
+        self.examples.gather_into(rows[: self.capacity], place)
+        return min(self.capacity, len(rows))
+
+    patch.setattr(host_batches._Source, "gather", wrong)
+
+
+def padding_of_host_batches_counts(patch):
+    real = host_batches._Feed.batch
+    patch.setattr(
+        host_batches._Feed, "batch", lambda self, room: replace(real(self, room), mask=None)
+    )
+
+
 def losses_may_remember(patch):
     patch.setattr(losses, "_check_memory", lambda *_: None)
 
@@ -474,6 +526,10 @@ MUTANTS = [
         training_and_test_batches_are_independent,
         one_stream_replayed_for_both_batches,
     ),
+    Mutant("host batch stays", host_batches_are_the_drawn_ones, first_host_batch_again),
+    Mutant("next step's batch", host_batches_are_the_drawn_ones, host_batch_of_another_step),
+    Mutant("host batch cut", host_batches_are_the_drawn_ones, host_batch_cut_to_its_padding),
+    Mutant("padding counts", host_batches_are_the_drawn_ones, padding_of_host_batches_counts),
     Mutant("test charged nothing", every_part_of_every_trial_is_charged, forget_the_test),
     Mutant("a loss with memory is accepted", a_loss_has_no_memory, losses_may_remember),
     Mutant("mean not charged", a_mean_is_charged_for_what_a_record_moves, mean_charged_nothing),

@@ -1,7 +1,6 @@
 """What the parts of the rule of the gate block are worth, on held-out training records."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,8 +66,7 @@ class SelectionRule(SelectionRuns):
             groups.setdefault((config["case"], config["variant"]), []).append(cell)
         for names in options.share(list(groups)):
             if options.takes(f"{self.name} {names}"):
-                with _changed(VARIANTS[names[1]]):
-                    yield from made_together(groups[names], options.device)
+                yield from made_together(groups[names], options.device)
 
     def render(self, rows: Sequence[Row]) -> list[Artifact]:
         """A line for each variant, a column for each case."""
@@ -94,21 +92,6 @@ class SelectionRule(SelectionRuns):
 def _accuracies(rows: Sequence[Row], variant: str, case: str) -> list[tuple[float, float]]:
     wanted = {"variant": variant, "case": case}.items()
     return [(0.0, row["accuracy"]) for row in rows if wanted <= row["config"].items()]
-
-
-@contextmanager
-def _changed(variant: Variant) -> Iterator[None]:
-    """The rule with a part changed, for the runs of this process."""
-    power, search = rate_search.LENGTH_POWER, rate_search.RateSearch
-    head_start: Callable[..., Any] = search._head_start
-    try:
-        rate_search.LENGTH_POWER = variant.power  # type: ignore[misc]
-        if not variant.head_start:
-            search._head_start = lambda *_: ()  # type: ignore[method-assign]
-        yield
-    finally:
-        rate_search.LENGTH_POWER = power  # type: ignore[misc]
-        search._head_start = head_start  # type: ignore[method-assign]
 
 
 EXPERIMENT = SelectionRule()

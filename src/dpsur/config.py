@@ -85,8 +85,8 @@ class Speed(checks.NamedArguments):
     PyTorch's own settings stay, which round convolutions on CUDA. `bf16` computes the layers of a
     training pass with 8 bits; norms, sums and noise keep float32, and so do tests of candidates.
     The privacy statement records both. `data_bytes` is the device memory that the records may take
-    (default: half of what is free on a GPU): where they need more they stay on the host, their
-    batches are fetched, and trials are not captured. A data set that takes more than that (default:
+    (default: half of what is free on a GPU): where they need more they stay on the host, and
+    their batches are copied to the device one ahead. A data set that takes more than that (default:
     2 GiB of host memory) is never held: `workers` processes read its batches while the device
     computes, none (0) or some (default: up to 4). Set `workers` to have any data set read that way.
     `repeatable` makes seeded runs on CUDA use slower kernels that give the same bits every time.

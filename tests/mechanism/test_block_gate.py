@@ -638,7 +638,7 @@ def test_noise_with_momentum_has_the_share_of_a_simulated_walk():
     rate, draws = float(memory["rate"]), np.random.default_rng(0).normal(size=(30, 40_000))
     way, velocity = np.zeros(40_000), np.zeros(40_000)
     for made, noise in enumerate(draws):
-        velocity = 0.9 * velocity + noise * 2.0 * gate.max_grad_norm / 20
+        velocity = 0.9 * velocity + noise * 2.0 * gate.rule.max_grad_norm / 20
         way -= rate * (1 - made / 30) * velocity
     walk = Walk(51 * float(np.square(way).mean()) * 4, 51, 2.0, 20.0)
     found = gate.search._noise_share(memory, 0, lambda: walk)
@@ -680,7 +680,7 @@ def test_a_block_decays_from_its_rate_and_starts_where_the_rule_says():
 )
 def test_where_the_search_starts(options, start_at):
     gate, _ = bound(**options)
-    assert [2**start for start in gate.starts] == pytest.approx(start_at)
+    assert [2**start for start in gate.rule.starts] == pytest.approx(start_at)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Products on tensor cores: what is put together here in PyTorch, on a GPU in a kernel."""
 
 from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
@@ -20,17 +21,30 @@ def rounded(values):
 
 
 def split_matrix(
-    values, parts, factors=None, *, length, first=0, positions=1, scaled=False, turned=False
+    values,
+    parts,
+    factors=None,
+    *,
+    length,
+    first=0,
+    positions=1,
+    scaled=False,
+    turned=False,
+    dtype=torch.float32,
+    room=0,
 ):
     """What the kernel computes."""
+    values = values.float()
+    rounded_to = rounded if dtype == torch.float32 else lambda some: some.bfloat16().float()
     if factors is not None:
         each = factors[(first + torch.arange(len(values))) // positions].unsqueeze(1)
         values = torch.where(each != 0, values * each if scaled else values, 0.0)
     values = values.mT if turned else values
     values = F.pad(values, (0, length - values.shape[1]))
-    large = rounded(values)
-    small = rounded(values - large)
-    return torch.cat([small if rest else large for rest in parts], 1)
+    large = rounded_to(values)
+    small = rounded_to(values - large)
+    found = torch.cat([small if rest else large for rest in parts], 1).to(dtype)
+    return F.pad(found, (0, 0, 0, max(0, room - len(found))), value=torch.nan)
 
 
 @pytest.fixture
@@ -85,10 +99,12 @@ def check_sums(one, other, bound, positions):
     left[hidden], right[hidden] = torch.nan, torch.nan
     assert error(products.weighted_product(left, right, factors), exact) < bound
     assert error(products.weighted_product(right, left, factors), exact.mT) < bound
-    left, right = left.bfloat16().float(), right.bfloat16().float()
+    left, right = left.bfloat16(), right.bfloat16()
     kept = torch.where(hidden.unsqueeze(1), 0.0, right.double()) * each.unsqueeze(1)
     exact = torch.where(hidden.unsqueeze(1), 0.0, left.double()).mT @ kept
-    assert error(products.weighted_product(left, right, factors, narrow=True), exact) < bound
+    found = products.weighted_product(left, right, factors)
+    assert found.dtype == torch.float32
+    assert error(found, exact) < max(bound, 4e-6)  # the 16 bits of two numbers of bfloat16
 
 
 @pytest.mark.parametrize("shape", [(12, 20, 16), (7, 8, 9), (5, 33, 3), (1, 1, 1)])
@@ -175,8 +191,9 @@ def test_the_kernel_splits(shape, is_turned, device):
     factors = torch.linspace(0.5, 1.0, len(values) // 3 + 1)
     factors[-2:] = 0.0
     length = values.shape[not is_turned] + 3
-    for parts in ((True, False, False), (False, True), (False,)):
-        for given in ({}, {"first": 1}, {"first": 1, "scaled": True}):
+    kinds = torch.float32, torch.bfloat16
+    for parts, kind in product(((True, False, False), (False, True), (False,)), kinds):
+        for given in ({}, {"first": 1}, {"first": 1, "scaled": True}, {"dtype": kind}):
             rule = {"length": length, "positions": 3, "turned": is_turned, **given}
             some = factors if given else None
             expected = split_matrix(values, parts, some, **rule)

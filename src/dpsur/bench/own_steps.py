@@ -8,9 +8,10 @@ from dpsur.bench.settings import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_M
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
-from dpsur.functional.records import Examples, HostExamples
+from dpsur.functional.records import Examples
 from dpsur.functional.tree import tensors_of
 from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
+from dpsur.mechanism.host_batches import capture_obstacle
 from dpsur.mechanism.loop import EagerLoop, Loop, make_trial, start
 from dpsur.methods.dpsgd import Dpsgd
 from dpsur.methods.dpsur import Dpsur
@@ -79,7 +80,8 @@ class TrainingSteps:
     """Trials as `fit` makes them: Poisson batches of a data set, in the loop that the device has.
 
     The data set is made up, unless it is given, and has eight times the size of the batch. A call
-    makes a block of `steps` trials. Records that are not on the device are fetched for every batch.
+    makes a block of `steps` trials. Records that are not on the device are copied there, batch by
+    batch.
     """
 
     def __init__(
@@ -102,11 +104,12 @@ class TrainingSteps:
         )
         rate = min(VAL_BATCH_SIZE, len(cell.batch)) / size
         test = LossTest(rate, VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD) if tested else None
-        trial = Trial(SampledGaussian(len(cell.batch) / size, NOISE_MULTIPLIER), test)
-        plan = Plan(Budget(1.0, 1e-5), "every-trial", trial, trials=ENDLESS)
+        update = SampledGaussian(len(cell.batch) / size, NOISE_MULTIPLIER)
+        plan = Plan(Budget(1.0, 1e-5), "every-trial", Trial(update, test), trials=ENDLESS)
         procedure = method.bind(self.problem, plan)
         progress, streams = start(procedure), cell.streams()
-        captured = cell.device.type == "cuda" and not isinstance(records, HostExamples)
+        rates = [update.sample_rate, rate] if tested else [update.sample_rate]
+        captured = cell.device.type == "cuda" and capture_obstacle(records, rates) is None
         padded = procedure.padded() if captured else None
         self.steps = 1
         self._loop: Loop = EagerLoop(procedure, plan, streams, progress)

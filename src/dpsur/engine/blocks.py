@@ -43,6 +43,7 @@ from dpsur.mechanism.rate_search import (
     START,
     Decision,
     Memory,
+    RateRule,
     RateSearch,
     Walk,
     search_starts,
@@ -116,22 +117,22 @@ class BlockRun:
     def search(self) -> RateSearch:
         """The rule; what it has to know of the model comes from the outputs for a blank record."""
         found = self._evaluate(self._records.blank())
-        return RateSearch(
-            self.plan,
-            self._records.size,
-            classes_of(found.outputs, found.targets),
-            self._max_grad_norm,
-            search_starts(
-                scale_free=self._scale_free,
-                momentum=self._momentum,
-                learning_rate=self._gate.learning_rate,
-                max_grad_norm=self._max_grad_norm,
-            ),
-            self._gate.schedule,
-            self._clip_by_median,
-            self._scale_free,
-            self._momentum,
+        starts = search_starts(
+            scale_free=self._scale_free,
+            momentum=self._momentum,
+            learning_rate=self._gate.learning_rate,
+            max_grad_norm=self._max_grad_norm,
         )
+        rule = RateRule(
+            self._max_grad_norm,
+            starts,
+            schedule=self._gate.schedule,
+            clip_by_median=self._clip_by_median,
+            scale_free=self._scale_free,
+            momentum=self._momentum,
+        )
+        classes = classes_of(found.outputs, found.targets)
+        return RateSearch(self.plan, self._records.size, classes, rule)
 
     @property
     def memory(self) -> Memory:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # Whether TF32 was allowed outside of our own `precision`, while that holds. For the whole process:
 # backward passes run in threads of their own.
@@ -85,3 +86,8 @@ def repeatable(device: torch.device, seeded: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
         torch.backends.cudnn.deterministic = cudnn
         memory.fill_uninitialized_memory = fill
+
+
+def widen(values: Tensor) -> Tensor:
+    """Norms and sums are never taken in half precision."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values

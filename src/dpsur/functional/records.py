@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -92,10 +92,15 @@ class Examples:
         )
 
 
+SEVERAL_SHAPES = (
+    "the records of the data set have inputs or targets of several shapes; pad or crop them to one "
+    "shape"
+)
 # The part of a GPU's free memory that records may take; the rest is for training on them.
 _PART_FOR_RECORDS = 0.5
 
 Prefetched = tuple[Tensor, "Future[Examples]"]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,6 +132,22 @@ class HostExamples(Examples):
         found = self._gather(wanted) if found is None else found
         self._ahead[source] = expected, self._worker.submit(self._gather, expected)
         return HostExamples(found.inputs, found.targets, self.device, _worker=self._worker)
+
+    def submit(self, function: Callable[..., Result], *arguments: Any) -> "Future[Result]":
+        """Call a function on the thread that gathers rows, after what was submitted before."""
+        return self._worker.submit(function, *arguments)
+
+    def gather_into(self, rows: Tensor, place: Examples) -> None:
+        """Write some rows to the first rows of `place`, in memory of the host.
+
+        Nothing here calls CUDA, so that another thread can do it during a capture.
+        """
+
+        def write(out: Tensor, values: Tensor) -> Tensor:
+            return torch.index_select(values, 0, rows, out=out[: len(rows)])
+
+        map_tensors(write, place.inputs, self.inputs)
+        map_tensors(write, place.targets, self.targets)
 
     def _gather(self, rows: Tensor) -> Examples:
         return Examples(
@@ -188,6 +209,19 @@ class StreamedExamples(HostExamples):
         """Convert every tensor of the targets when it is read."""
         targets = map_tensors(lambda value: blank_rows(convert(value[:1]), len(self)), self.targets)
         return replace(self, targets=targets, reader=_Converted(self.reader, convert), _ahead={})
+
+    def gather_into(self, rows: Tensor, place: Examples) -> None:
+        """Read some rows into the first rows of `place`, in memory of the host."""
+
+        def write(out: Tensor, values: Tensor) -> Tensor:
+            if values.shape != (len(rows), *out.shape[1:]):
+                raise InvalidInputError(SEVERAL_SHAPES)
+            return out[: len(rows)].copy_(values)
+
+        if len(rows):
+            found = self.reader.read(rows)
+            map_tensors(write, place.inputs, found.inputs)
+            map_tensors(write, place.targets, found.targets)
 
     def _span(self, start: int, rows: int) -> Examples:
         return self._gather(torch.arange(min(start, len(self)), min(start + rows, len(self))))

@@ -31,7 +31,7 @@ from dpsur.mechanism.block_tests import (
 )
 from dpsur.mechanism.measured_updates import MeasuredUpdates, PaddedUpdates, memory_of
 from dpsur.mechanism.proposer import BlockSource, GradientProposer
-from dpsur.mechanism.rate_search import START, RateSearch, Walk
+from dpsur.mechanism.rate_search import START, RateRule, RateSearch, Walk
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import Draws
 from dpsur.privacy.events import Event, Step, Trial
@@ -45,8 +45,7 @@ class BlockGate:
     """Updates in blocks, and tests that decide about them: a procedure for a `BlockPlan`.
 
     `updates` makes the updates; its learning rate and clipping norm are replaced by those in force.
-    What tests measure and what follows from their values is the rule of a `RateSearch`, whose
-    fields the last ones are.
+    What tests measure and what follows from their values is up to a `RateSearch` by the `rule`.
 
     Formal guarantee: every update, and every release that a source of gradients is steered by, is a
     sampled Gaussian with noise in proportion to the clipping norm in force, every test a (sampled)
@@ -59,12 +58,7 @@ class BlockGate:
 
     plan: BlockPlan
     updates: GradientProposer
-    max_grad_norm: float
-    starts: tuple[float, ...]
-    schedule: str = "linear"
-    clip_by_median: bool = True
-    scale_free: bool = False
-    momentum: float = 0.0
+    rule: RateRule
 
     # --- the procedure ----------------------------------------------------------------------------
 
@@ -84,12 +78,7 @@ class BlockGate:
             self.plan,
             len(self._problem.train),
             class_count(self._problem),
-            self.max_grad_norm,
-            self.starts,
-            self.schedule,
-            self.clip_by_median,
-            self.scale_free,
-            self.momentum,
+            self.rule,
         )
 
     def initial_state(self) -> State:

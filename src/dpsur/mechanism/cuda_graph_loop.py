@@ -20,9 +20,10 @@ from dpsur.functional.parameters import elementwise
 from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.cuda_graphs import WARM_UP_CALLS, capture_graph
 from dpsur.mechanism.gate import LossTestGate
+from dpsur.mechanism.host_batches import HostBatches
 from dpsur.mechanism.loop import Progress, has_next, make_trial
 from dpsur.mechanism.proposer import DpGradient
-from dpsur.mechanism.sampling import level_for, padding_level
+from dpsur.mechanism.sampling import host_batch, level_for, padding_level
 from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import trial
@@ -78,6 +79,8 @@ class CapturedTrial:
         self._position: Tensor | None = None
         if not plan.position_follows_counts:
             self._position = torch.tensor(plan.position(ledger), device=device)
+        # Batches of records that stay on the host, copied to fixed memory before every replay.
+        self._host_batches = HostBatches(streams)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         # Where this is False a trial changes neither state nor counts.
         self._live = torch.tensor(True, device=device)
@@ -98,8 +101,26 @@ class CapturedTrial:
         self._other_steps.fill_(ledger.steps - ledger.trials)
         if self._position is not None:
             self._position.fill_(self._plan.position(ledger))
-        for replay in self._replays(range(ledger.steps + 1, ledger.steps + 1 + count)):
+        steps = range(ledger.steps + 1, ledger.steps + 1 + count)
+        last = self._plan.trials + ledger.steps - ledger.trials
+        for step, replay in zip(steps, self._replays(steps), strict=True):
+            self._host_batches.load(step, last)
             replay()
+
+    def trials_at_once(self, ledger: Ledger, block: int) -> int:
+        """How many trials are replayed before the host looks at them.
+
+        Replays after the last update change nothing, but records on the host would be read for
+        them. So there are no more than the updates that are left.
+        """
+        count = min(block, self._plan.alike(ledger))
+        if self._plan.updates is None or self._plan.to_the_cap or not self._host_batches.in_use:
+            return count
+        return min(count, max(1, self._plan.updates - ledger.updates))
+
+    def close(self) -> None:
+        """Stop gathering batches on the host."""
+        self._host_batches.close()
 
     def prepare(self) -> None:
         """Capture now what is captured when it is first needed otherwise."""
@@ -217,15 +238,17 @@ class CapturedTrial:
         """A trial at a level of padding; on CUDA captured, state and counts left alone."""
 
         def trial_in_room() -> None:
-            token = padding_level.set(level)
+            tokens = padding_level.set(level), host_batch.set(self._host_batches.batch)
             try:
                 self._trial()
             finally:
-                padding_level.reset(token)
+                padding_level.reset(tokens[0])
+                host_batch.reset(tokens[1])
 
         device = self._state.updates.device
         if device.type != "cuda":
             return trial_in_room
+        self._host_batches.settle()  # another thread must not call CUDA during a capture
         self._live.fill_(False)
         try:
             calls = 1 if self._by_level else WARM_UP_CALLS  # kernels are known then
@@ -272,9 +295,13 @@ class CudaGraphLoop:
     def launch(self) -> None:
         """Replay a block on the GPU, without waiting for it."""
         ledger = self.progress.ledger
-        self._launched = min(self._block, self._plan.alike(ledger))
+        self._launched = self._captured.trials_at_once(ledger, self._block)
         if self._launched:
             self._captured.run(self._launched, ledger)
+
+    def close(self) -> None:
+        """Stop gathering batches on the host."""
+        self._captured.close()
 
     def collect(self) -> list[Verdict]:
         """Wait for the block and record it."""

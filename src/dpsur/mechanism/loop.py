@@ -54,6 +54,10 @@ class Loop(Protocol):
         """Wait for the block, record it in the ledger, and return its verdicts."""
         ...
 
+    def close(self) -> None:
+        """Stop what is done in the background, at the end of a run or after an error."""
+        ...
+
 
 def start(procedure: Procedure) -> Progress:
     """The progress of a run that has not made a trial."""
@@ -67,10 +71,13 @@ def run_loop(loop: Loop, plan: PrivacyPlan, on_block: OnBlock = lambda *_: None)
     accounting, for adding or removing one record. Raises NothingReleasedError if the cap on trials
     came first: that event is as improbable as the plan says, provided nothing is released.
     """
-    while not loop.finished:
-        loop.launch()
-        verdicts = loop.collect()
-        on_block(loop.progress, verdicts)
+    try:
+        while not loop.finished:
+            loop.launch()
+            verdicts = loop.collect()
+            on_block(loop.progress, verdicts)
+    finally:
+        loop.close()
     check_completed(plan, loop.progress)
     return loop.progress
 
@@ -110,6 +117,9 @@ class EagerLoop:
             self._procedure, self._plan, self._streams, self.progress
         )
         return [verdict]
+
+    def close(self) -> None:
+        """Nothing: all is done in the foreground."""
 
 
 def has_next(procedure: Procedure, plan: PrivacyPlan, progress: Progress) -> bool:

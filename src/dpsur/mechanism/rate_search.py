@@ -120,12 +120,30 @@ def search_blocks(
 
 
 @dataclass(frozen=True)
-class RateSearch:
-    """Which tests a run in blocks makes, and what follows from their values.
+class RateRule:
+    """The settings of a search, which are fixed before the run.
 
     `starts` are where the search starts and, if a learning rate is given, what its last block tries
     (a bad one costs that block and nothing else): log2 of rate times clipping norm, or of the rate
     where gradients are rescaled anyway (`scale_free`, Adam). `momentum` is that of the optimizer.
+    `length_power` says how fast the best rate falls with the length of a block where noise
+    dominates, and `head_start` whether the last block starts from where the short ones went.
+    """
+
+    max_grad_norm: float
+    starts: tuple[float, ...]
+    schedule: str = "linear"
+    clip_by_median: bool = True
+    scale_free: bool = False
+    momentum: float = 0.0
+    length_power: float = LENGTH_POWER
+    head_start: bool = True
+
+
+@dataclass(frozen=True)
+class RateSearch:
+    """Which tests a run in blocks makes, and what follows from their values.
+
     `classes` is 0 unless the model is a classifier. `records` is the size of the data set.
 
     It sees released values and released weights only, so whatever it decides is post-processing.
@@ -134,12 +152,7 @@ class RateSearch:
     plan: BlockPlan
     records: int
     classes: int
-    max_grad_norm: float
-    starts: tuple[float, ...]
-    schedule: str = "linear"
-    clip_by_median: bool = True
-    scale_free: bool = False
-    momentum: float = 0.0
+    rule: RateRule
 
     def initial_memory(self, device: torch.device | None = None) -> dict[str, Tensor]:
         """Nothing is known yet."""
@@ -153,7 +166,7 @@ class RateSearch:
             "exponents": number.repeat(blocks),  # log2 of the rates, as above
             "shares": number.repeat(blocks),  # of noise in the displacement
             "best": count,  # the block with the best value so far
-            "max_grad_norm": torch.full_like(number, self.max_grad_norm),  # in force
+            "max_grad_norm": torch.full_like(number, self.rule.max_grad_norm),  # in force
             "rate": number,  # of the block at hand, at its start
             "size": count,  # its updates
             "before": count,  # those of them that were made before the last test
@@ -167,14 +180,14 @@ class RateSearch:
 
     def _decay(self, made: Tensor, size: Tensor | int) -> Tensor:
         """The rate after so many updates of a block, as a part of the first one."""
-        return SHAPES[self.schedule](made.double() / size)
+        return SHAPES[self.rule.schedule](made.double() / size)
 
     # --- tests ------------------------------------------------------------------------------------
 
     @cached_property
     def quantities(self) -> list[tuple[str, str]]:
         """What each test looks at, and what it releases, in order."""
-        first = [(FIRST, GRADIENT_NORM)] if self.clip_by_median else []
+        first = [(FIRST, GRADIENT_NORM)] if self.rule.clip_by_median else []
         first.append((FIRST, SCORE if self.classes else LOSS_SCALE))
         score = SCORE if self.classes else LOSS_DECREASE
         found = [(end_of(number), score) for number in range(self._searched)]
@@ -249,21 +262,20 @@ class RateSearch:
     def _with_rate(self, memory: Memory, block: int) -> Memory:
         """The rate of the next block, from the values of those before it."""
         memory, tried = dict(memory), self._blocks(memory, block)
-        if len(self.starts) > 1 and block == self._searched - 1:
-            exponent = self.starts[1]
+        if len(self.rule.starts) > 1 and block == self._searched - 1:
+            exponent = self.rule.starts[1]
         elif block < self._searched:
-            exponent = next_exponent(self.starts[0], tried)
+            exponent = next_exponent(self.rule.starts[0], tried)
         elif not tried:
-            exponent = self.starts[-1]
+            exponent = self.rule.starts[-1]
         else:
             exponent = best_exponent(tried)
             places = [one.exponent for one in tried]
             shares = [min(1.0, share) for share in memory["shares"].tolist()[:block]]
             share = between(exponent, places, shares)
             sizes = self.plan.blocks[self._before_blocks :]
-            exponent -= (
-                share * LENGTH_POWER * max(0.0, math.log2(sizes[block] / max(sizes[:block])))
-            )
+            octaves = max(0.0, math.log2(sizes[block] / max(sizes[:block])))
+            exponent -= share * self.rule.length_power * octaves
         memory["exponents"] = with_value(memory["exponents"], block, exponent)
         size = self.plan.blocks[block + self._before_blocks]
         memory["rate"] = torch.full_like(memory["rate"], self._rate(memory, block))
@@ -277,6 +289,8 @@ class RateSearch:
         last rate, as long as gradients do not change. All ways together are at most a mean. There
         is none where tests are too coarse to tell what a block did.
         """
+        if not self.rule.head_start:
+            return ()
         tried, shares = self._blocks(memory, self._searched), memory["shares"].tolist()
         used = [
             n for n, block in enumerate(tried)
@@ -325,7 +339,7 @@ class RateSearch:
         way = found.squared_distance
         if not math.isfinite(way):
             return math.inf
-        if self.scale_free:
+        if self.rule.scale_free:
             return ADAM_SHARE
         if way == 0:
             return 1.0
@@ -333,7 +347,7 @@ class RateSearch:
         # With momentum, noise moves the weights in the update it is drawn for and in all later ones
         reach, squares = 0.0, 0.0
         for rate in reversed(rates.tolist()):
-            reach = rate + self.momentum * reach
+            reach = rate + self.rule.momentum * reach
             squares += reach**2
         step = found.noise_multiplier * float(memory["max_grad_norm"]) / found.batch_size
         return min(1.0, squares * step**2 * found.weights / way)
@@ -343,7 +357,7 @@ class RateSearch:
     @property
     def _before_blocks(self) -> int:
         """Tests at the first weights."""
-        return 2 if self.clip_by_median else 1
+        return 2 if self.rule.clip_by_median else 1
 
     @property
     def _searched(self) -> int:
@@ -357,7 +371,7 @@ class RateSearch:
     def _rate(self, memory: Memory, block: int) -> float:
         """The learning rate that a block starts with."""
         rate: float = 2.0 ** float(memory["exponents"][block])
-        return rate if self.scale_free else rate / float(memory["max_grad_norm"])
+        return rate if self.rule.scale_free else rate / float(memory["max_grad_norm"])
 
     def metrics(self, memory: Memory) -> list[dict[str, Any]]:
         """What the tests released so far, which is paid for and public."""

@@ -156,26 +156,42 @@ def level_for(rooms: tuple[int, ...], count: int) -> int:
 padding_level: ContextVar[int | None] = ContextVar("padding_level", default=None)
 
 
+# Makes the padded batch of records on the host, given how many rows it has: set while a captured
+# trial is made, which reads such batches from fixed memory (`mechanism/host_batches.py`).
+HostBatch = Callable[[HostExamples, float, Stream, int], Batch]
+host_batch: ContextVar[HostBatch | None] = ContextVar("host_batch", default=None)
+
+
 def padded_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
     """The same sample from the same draws, in a shape that does not depend on them.
 
     Nothing here waits for the device, so that a trial can be captured and replayed. Rows that were
-    not drawn are copies of the first record and are masked out.
+    not drawn are copies of one record and are masked out.
     """
-    joins, level = _joins(len(examples), rate, stream), padding_level.get()
-    batch = _padded(examples, rate, joins, stream.ranks, level)
+    level, from_host = padding_level.get(), host_batch.get()
+    if from_host is not None and isinstance(examples, HostExamples):
+        rows = _static_rows(len(examples), rate, stream.ranks, level)
+        batch = from_host(examples, rate, stream, rows)
+    else:
+        joins = _joins(len(examples), rate, stream)
+        batch = _padded(examples, rate, joins, stream.ranks, level)
     if level is None:
         return batch
     most = math.ceil(MOST_AT_ONCE * rate * len(examples) / stream.ranks.size)
     return replace(batch, at_once=math.ceil(len(batch) / math.ceil(len(batch) / most)))
 
 
+def _static_rows(size: int, rate: float, ranks: Ranks, level: int | None) -> int:
+    """How many rows a padded batch has, on all ranks together."""
+    room = padded_size(size, rate) if level is None else padded_sizes(size, rate)[level]
+    return math.ceil(room / ranks.size) * ranks.size  # every rank has as many
+
+
 def _padded(
     examples: Examples, rate: float, joins: Tensor, ranks: Ranks, level: int | None = None
 ) -> Batch:
     size = len(examples)
-    room = padded_size(size, rate) if level is None else padded_sizes(size, rate)[level]
-    room = math.ceil(room / ranks.size) * ranks.size  # every rank has as many rows
+    room = _static_rows(size, rate, ranks, level)
     found = torch.nonzero_static(joins, size=room, fill_value=-1)[:, 0]
     overflow = joins.sum() > room if room < size else None
     own = ranks.own(found)

@@ -101,6 +101,15 @@ class Stream:
         address = (PURPOSES[self.purpose], self._rank, offset)
         return add_philox_normal(self._streams.key, self._step, address, values, scale)
 
+    @property
+    def step(self) -> int | Tensor:
+        """The step that the numbers belong to."""
+        return self._step
+
+    def skip(self, count: int) -> int:
+        """Leave out as many numbers as a draw would take; return where the first one stands."""
+        return self._advance(count)
+
     def ahead(self) -> "Stream":
         """The same purpose in the next step."""
         return Stream(self._streams, self.purpose, self._step + 1)
@@ -159,6 +168,12 @@ class Streams:
         """
         address = (SHARED[purpose], 0, 0)
         return count_philox_below(self.key, steps, address, count, bound, self.device)
+
+    def on(self, device: torch.device) -> "Streams":
+        """The same random numbers, drawn on another device."""
+        other = Streams(0, device, self.ranks)
+        other.seeded, other.key = self.seeded, self.key
+        return other
 
     def spawn(self, index: int) -> "Streams":
         """Independent streams for one of several runs that share a seed."""

@@ -11,7 +11,7 @@ from dpsur.mechanism.block_gate import BlockGate
 from dpsur.mechanism.block_tests import is_classification
 from dpsur.mechanism.measured_updates import MeasuredUpdates
 from dpsur.mechanism.proposer import GradientProposer
-from dpsur.mechanism.rate_search import search_blocks, search_starts
+from dpsur.mechanism.rate_search import RateRule, search_blocks, search_starts
 from dpsur.mechanism.state import Procedure
 from dpsur.methods.base import OptimizerMethod, check_batch_size
 from dpsur.privacy.accounting import RESTORE, check_covers_steering
@@ -205,9 +205,7 @@ def block_procedure(
         )
     if not plan.searches:
         return MeasuredUpdates(plan, updates, method.patience)
-    return BlockGate(
-        plan,
-        updates,
+    rule = RateRule(
         method.max_grad_norm,
         starts_of(method),
         schedule=method.schedule,
@@ -215,3 +213,4 @@ def block_procedure(
         scale_free=method.optimizer == "adam",
         momentum=method.momentum if method.optimizer == "sgd" else 0.0,
     )
+    return BlockGate(plan, updates, rule)

@@ -1,16 +1,15 @@
 """What a layer contributes to the gradient of each example, in factored form."""
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from dpsur.functional.process_settings import precision
+from dpsur.functional.process_settings import widen
 from dpsur.per_example.kernels.fused import weighted_rows
-from dpsur.per_example.kernels.products import weighted_product
+from dpsur.per_example.kernels.products import batched_product, weighted_product
 from dpsur.per_example.norms import InnerNorms, Measure, part_norms, row_norms
 
 
@@ -115,7 +114,10 @@ class Contribution(ABC):
 
 @dataclass(frozen=True)
 class Rows(Contribution):
-    """Gradients that are simply there, one row per example; `squares`: norms, if known already."""
+    """Gradients that are simply there, one row per example; `squares`: norms, if known already.
+
+    Rows may be stored in bfloat16. Their norms and sums are those of what is stored, in float32.
+    """
 
     rows: Tensor
     squares: Tensor | None = None
@@ -130,12 +132,12 @@ class Rows(Contribution):
         found = weighted_rows(flat, factors.values)
         if found is not None:
             return found.view(self.rows.shape[1:])
-        flat = factors.clean(flat)
+        flat = factors.clean(widen(flat))
         return (factors.values.to(flat.dtype) @ flat).view(self.rows.shape[1:])
 
     def per_example(self) -> Tensor:
         """The rows."""
-        return self.rows
+        return widen(self.rows)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The rows."""
@@ -146,32 +148,27 @@ class Rows(Contribution):
 class Products(Contribution):
     """Gradients that are sums of outer products over positions: outputs^T inputs.
 
-    `inputs` has the shape (examples, positions, in), `outputs` (examples, positions, out). Where
-    they are `narrow`, numbers have at most 10 bits, so that products of two are exact in TF32.
+    `inputs` has the shape (examples, positions, in), `outputs` (examples, positions, out). Either
+    may be in bfloat16, as a layer under autocast has seen it. Products of such numbers are exact in
+    float32, which they are added up in.
     """
 
     inputs: Tensor
     outputs: Tensor
-    narrow: bool = False
 
     def measure(self) -> Measure:
         """Norms from inner products alone."""
         if self.inputs.shape[1] == 1:
-            return row_norms(self.inputs) * row_norms(self.outputs)
-        with self._precision():
-            inner = torch.bmm(self.inputs, self.inputs.mT)
-            outer = torch.bmm(self.outputs, self.outputs.mT)
-        terms = self.inputs.shape[2] + self.outputs.shape[2] + self.inputs.shape[1]
-        return InnerNorms.of(inner, outer, terms)
+            return row_norms(widen(self.inputs)) * row_norms(widen(self.outputs))
+        return InnerNorms.of_factors(self.inputs, self.outputs)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One product of two matrices, the factors folded into the smaller one."""
         inputs, outputs = self.inputs, self.outputs
-        found = weighted_product(
-            outputs.flatten(0, 1), inputs.flatten(0, 1), factors.values, narrow=self.narrow
-        )
+        found = weighted_product(outputs.flatten(0, 1), inputs.flatten(0, 1), factors.values)
         if found is not None:
             return found
+        inputs, outputs = widen(inputs), widen(outputs)
         if inputs.shape[2] < outputs.shape[2]:
             inputs, outputs = factors.scale(inputs), factors.clean(outputs)
         else:
@@ -180,11 +177,7 @@ class Products(Contribution):
 
     def per_example(self) -> Tensor:
         """One small matrix product per example."""
-        with self._precision():
-            return torch.bmm(self.outputs.mT, self.inputs)
-
-    def _precision(self) -> AbstractContextManager[None]:
-        return precision(tf32=True if self.narrow else None)
+        return batched_product(self.outputs.mT, self.inputs)
 
     def products(self) -> "Products":
         """This one."""
@@ -204,8 +197,13 @@ class Products(Contribution):
         if self.inputs.device.type != "cuda":
             pays = instantiating_pays(positions, width, height)
         else:
-            pays = gpu_instantiating_pays(positions, width, height, narrow=self.narrow)
-        return Rows(self.per_example()) if pays else self
+            narrow = torch.bfloat16 in (self.inputs.dtype, self.outputs.dtype)
+            pays = gpu_instantiating_pays(positions, width, height, narrow=narrow)
+        if not pays:
+            return self
+        if self.inputs.is_cuda and self.inputs.dtype == self.outputs.dtype == torch.bfloat16:
+            return Rows(torch.bmm(self.outputs.mT, self.inputs))  # measured as they are stored
+        return Rows(self.per_example())
 
 
 class Output:
@@ -218,12 +216,12 @@ class Output:
     @cached_property
     def norms(self) -> Tensor:
         """Norm of every row."""
-        return row_norms(self.values)
+        return row_norms(widen(self.values))
 
     def scaled(self, factors: Factors) -> Tensor:
         """Every row times its factor."""
         if self._scaled is None or self._scaled[0] is not factors:
-            self._scaled = factors, factors.scale(self.values)
+            self._scaled = factors, factors.scale(widen(self.values))
         return self._scaled[1]
 
 
@@ -238,18 +236,18 @@ class Outer(Contribution):
     def measure(self) -> Tensor:
         """The product of two norms."""
         known = self.input_norms
-        return (row_norms(self.inputs) if known is None else known) * self.output.norms
+        return (row_norms(widen(self.inputs)) if known is None else known) * self.output.norms
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One product of two matrices."""
         found = weighted_product(self.output.values, self.inputs, factors.values)
         if found is not None:
             return found
-        return self.output.scaled(factors).mT @ factors.clean(self.inputs)
+        return self.output.scaled(factors).mT @ factors.clean(widen(self.inputs))
 
     def per_example(self) -> Tensor:
         """One small matrix per example."""
-        return self.output.values.unsqueeze(2) * self.inputs.unsqueeze(1)
+        return widen(self.output.values).unsqueeze(2) * widen(self.inputs).unsqueeze(1)
 
     def products(self) -> Products:
         """A sum of one."""
@@ -277,7 +275,7 @@ class Shift(Contribution):
 
     def per_example(self) -> Tensor:
         """The rows."""
-        return self.output.values
+        return widen(self.output.values)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The rows."""
@@ -308,7 +306,7 @@ def gpu_instantiating_pays(
     factors gradients are formed on tensor cores, which no sum of scaled factors could be.
     """
     size, kept = width * height, positions * (width + height)
-    if narrow and positions > 1 and size <= 2 * _MORE_MEMORY * kept:
+    if narrow and positions > 1 and size <= _MORE_MEMORY * kept:
         return True
     common = positions * size  # the gradients, or afterwards their sum
     formed = common + 3 * GPU_MEMORY_COST * size
@@ -353,11 +351,6 @@ def merge_views(contribution: Contribution, views: int) -> Contribution:
         products.inputs.reshape(records, -1, products.inputs.shape[2]),
         products.outputs.reshape(records, -1, products.outputs.shape[2]),
     ).cheapest()
-
-
-def widen(values: Tensor) -> Tensor:
-    """Norms and sums are never taken in half precision."""
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def split_dimension(values: Tensor, dimension: int, sizes: tuple[int, int]) -> Tensor:

@@ -8,9 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dpsur.functional.call import call_on
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import LossFunction, Objective, forbid_side_effects, mode, output_rows
+from dpsur.functional.process_settings import widen
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, map_tensors, split_rows, tensors_of, with_tensors
-from dpsur.per_example.contributions import widen
 from dpsur.per_example.tape import NotSupportedError
 
 # torch.func has no batching rule for these; they are differentiated one record at a time.

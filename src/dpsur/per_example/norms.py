@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpsur.per_example.kernels.fused import inner_norms
+from dpsur.functional.process_settings import widen
+from dpsur.per_example.kernels.fused import inner_norms, product_norms
+from dpsur.per_example.kernels.products import batched_product
 
 # From this part of a squared norm on its error is taken into account.
 TOLERATED = 4e-3
@@ -53,6 +55,18 @@ class InnerNorms:
         squares.add_((inputs + outputs).sum(1), alpha=lost)
         scale = _between(inner, outputs) + _between(outer, inputs)
         return InnerNorms(squares, scale.mul_(rounding(terms, inner.dtype)), terms)
+
+    @staticmethod
+    def of_factors(inputs: Tensor, outputs: Tensor) -> "InnerNorms":
+        """From x_t and g_t, (examples, positions, width) each."""
+        terms = inputs.shape[2] + outputs.shape[2] + inputs.shape[1]
+        kind = widen(inputs[:0]).dtype
+        lost = lost_to_underflow(terms**2, kind) ** 2
+        found = product_norms(inputs, outputs, lost, rounding(terms, kind))
+        if found is not None:
+            return InnerNorms(*found, terms)
+        inner = batched_product(inputs, inputs.mT)
+        return InnerNorms.of(inner, batched_product(outputs, outputs.mT), terms)
 
     @staticmethod
     def concatenate(parts: "Sequence[InnerNorms]") -> "InnerNorms":
@@ -124,8 +138,8 @@ def part_norms(rows: Tensor) -> Tensor:
     """Norm of every row, for `whole_norms`: what underflow takes from it is added there."""
     flat = rows.reshape(len(rows), -1)
     if flat.shape[1] == 1:  # would not be squared, and so not overflow where others do
-        return flat[:, 0].square().sqrt_()
-    norms: Tensor = torch.linalg.vector_norm(flat, dim=1)
+        return widen(flat[:, 0]).square().sqrt_()
+    norms: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=widen(flat[:0]).dtype)
     return norms
 
 

@@ -25,9 +25,9 @@ from dpsur.functional.problem import (
     mode,
     output_rows,
 )
+from dpsur.functional.process_settings import widen
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, map_tensors, split_rows, tensors_of, with_tensors
-from dpsur.per_example.contributions import widen
 from dpsur.per_example.input_cache import KnownInputs
 from dpsur.per_example.operations import Operations
 from dpsur.per_example.rules import FASTER, RULES, kind_of

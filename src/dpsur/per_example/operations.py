@@ -23,8 +23,9 @@ from torch.func import vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from dpsur.functional.process_settings import widen
 from dpsur.functional.tree import tensors_of, with_tensors
-from dpsur.per_example.contributions import Contribution, Products, Rows, split_dimension, widen
+from dpsur.per_example.contributions import Contribution, Products, Rows, split_dimension
 from dpsur.per_example.kernels.products import fast_linear
 from dpsur.per_example.rules.convolution import convolution
 from dpsur.per_example.rules.embedding import (

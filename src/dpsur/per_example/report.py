@@ -53,7 +53,8 @@ class EngineReport:
 
     `name` is the engine: "one-pass", "batched" (torch.func over the whole model) or "one-by-one".
     `reason` and `module` say what keeps it from being faster, and `failed` which faster engines
-    were tried.
+    were tried. `not_captured` says why the trials of a run on a GPU are not replayed as CUDA
+    graphs; None if they are.
     """
 
     name: str
@@ -61,6 +62,7 @@ class EngineReport:
     module: str | None = None
     modules: tuple[ModuleReport, ...] = ()
     failed: tuple[Attempt, ...] = ()
+    not_captured: str | None = None
 
     @property
     def summary(self) -> str:
@@ -74,6 +76,8 @@ class EngineReport:
         lines += [
             f"  tried {one.engine.value}: {_place(one.module)}{one.reason}" for one in self.failed
         ]
+        if self.not_captured is not None:
+            lines.append(f"  trials are not captured as CUDA graphs: {self.not_captured}")
         if any(one.method == COPIES for one in self.modules):
             lines.append(f"  {COPIES}: {_COPIES_COST}")
         columns = [(one.path or "(root)", one.kind, one.method) for one in self.modules]
@@ -126,6 +130,8 @@ def log_engine(report: EngineReport) -> None:
         report.summary,
         f"; {cost}" if cost else "",
     )
+    if report.not_captured is not None:
+        _log.info("dpsur: trials are not captured as CUDA graphs: %s", report.not_captured)
 
 
 def _report(objective: Objective, inputs: TensorTree) -> EngineReport:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpsur.functional.parameters import Params
-from dpsur.functional.process_settings import precision
+from dpsur.functional.process_settings import precision, widen
 from dpsur.per_example.contributions import (
     Contribution,
     Factors,
@@ -19,7 +19,6 @@ from dpsur.per_example.contributions import (
     combine,
     merge_views,
     split_dimension,
-    widen,
 )
 from dpsur.per_example.input_cache import KnownInputs
 from dpsur.per_example.norms import whole_norms
@@ -41,8 +40,12 @@ class Layout:
     fold: int = 1
 
     def by_example(self, values: Tensor) -> Tensor:
+        """View with the shape (examples, fold, ...), in float32 at least."""
+        return self.split(widen(values))
+
+    def split(self, values: Tensor) -> Tensor:
         """View with the shape (examples, fold, ...)."""
-        return split_dimension(widen(values).movedim(self.axis, 0), 0, (-1, self.fold))
+        return split_dimension(values.movedim(self.axis, 0), 0, (-1, self.fold))
 
 
 # Where examples usually are.

@@ -1,8 +1,8 @@
 """Noise that was calibrated before, on disk: a search takes seconds, and most runs repeat one.
 
-A stored number is a hint. Its epsilon is computed again before it is used, and where it does not
-fit the budget the search is made again. So a damaged or forged file can cost accuracy or time, and
-never privacy. Files hold public numbers only.
+A stored number is a hint. Its epsilon is computed before it is used, and the search runs again
+if it does not fit the budget. A damaged or forged file can cost accuracy or time, but never
+privacy. Files hold public numbers only.
 """
 
 import hashlib

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +19,13 @@ from dpsur.functional.side_effects import Unchanged, check_fixed_parts, fixed_pa
 from dpsur.functional.tree import flatten
 from dpsur.mechanism.block_gate import released_metrics
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
+from dpsur.mechanism.host_batches import capture_obstacle
 from dpsur.mechanism.loop import EagerLoop, Loop, Progress, check_completed, start
 from dpsur.mechanism.state import Procedure, Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method, Nonprivate
 from dpsur.per_example import EngineReport, engine_report, log_engine
-from dpsur.privacy.events import Trial
+from dpsur.privacy.events import NonPrivate, Trial
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import duration, elapsed
 from dpsur.runs.checkpoint import (
@@ -100,8 +102,11 @@ class Session:
     def engine(self) -> EngineReport:
         """How gradients are found, and why."""
         if isinstance(self.method, Nonprivate):
-            return EngineReport("batch", f"method {self.method.name} needs no gradient per example")
-        return engine_report(self.problem)
+            reason = f"method {self.method.name} needs no gradient per example"
+            report = EngineReport("batch", reason)
+        else:
+            report = engine_report(self.problem)
+        return replace(report, not_captured=self._captured_trials[1])
 
     def run(
         self,
@@ -113,10 +118,13 @@ class Session:
         """Make the planned trials, saving checkpoints where there is a folder."""
         with self.arithmetic():
             active = self.start(observers, folder, resume, stop_requested)
-            while not active.finished:
-                active.launch()
-                active.collect()
-            return active.finish()
+            try:
+                while not active.finished:
+                    active.launch()
+                    active.collect()
+                return active.finish()
+            finally:
+                active.close()
 
     @property
     def tf32(self) -> bool:
@@ -152,15 +160,41 @@ class Session:
 
     def loop(self, progress: Progress) -> Loop:
         """CUDA graphs where the device and the procedure allow it, else one trial at a time."""
-        padded = self.procedure.padded() if self._may_capture() else None
+        padded, _ = self._captured_trials
         if padded is None:
             return EagerLoop(self.procedure, self.plan, self.streams, progress)
         block = min(self.config.pace.checkpoint_every, LONGEST_BLOCK)
+        if isinstance(self.problem.train, HostExamples) and self.plan.updates is not None:
+            block = max(1, min(block, self.plan.updates))  # records are not read in vain
         return CudaGraphLoop(self.procedure, padded, self.plan, self.streams, progress, block)
 
+    @cached_property
+    def _captured_trials(self) -> tuple[Procedure | None, str | None]:
+        """The procedure whose trials are captured, or None and on CUDA why there is none."""
+        if not self._may_capture():
+            if self.streams.device.type != "cuda":
+                return None, None
+            several = "several processes make this run together"
+            return None, several if self.config.speed.capture else "capture is switched off"
+        obstacle = capture_obstacle(self.problem.train, self._sample_rates())
+        if obstacle is not None:
+            return None, obstacle
+        padded = self.procedure.padded()
+        if padded is None:
+            return None, "layers draw random numbers, or batches must have their exact size"
+        return padded, None
+
     def _may_capture(self) -> bool:
-        fits = not isinstance(self.problem.train, HostExamples) and self.ranks.size == 1
-        return self.config.speed.capture and fits and self.streams.device.type == "cuda"
+        on_cuda = self.streams.device.type == "cuda"
+        return on_cuda and self.config.speed.capture and self.ranks.size == 1
+
+    def _sample_rates(self) -> list[float]:
+        """At which rates a typical trial draws its batches."""
+        if isinstance(self.method, Nonprivate) and self.method.batch_size is not None:
+            return [self.method.batch_size / len(self.problem.train)]
+        update, test = self.plan.typical.update, self.plan.typical.test
+        rates = [] if isinstance(update, NonPrivate) else [update.sample_rate]
+        return rates if test is None else [*rates, test.sample_rate]
 
     def fingerprint(self) -> Fingerprint:
         """Tells this run from any other: its settings, records, loss, network and fixed parts."""
@@ -262,6 +296,10 @@ class ActiveRun:
             measured = getattr(observer, "measured", None)
             if measured is not None and last:
                 measured(progress, last)
+
+    def close(self) -> None:
+        """Stop what is done in the background, at the end of the run or after an error."""
+        self._loop.close()
 
     def finish(self) -> Progress:
         """Where the run ended, saved. Raises if it hit its cap on trials."""

@@ -20,7 +20,7 @@ import torch.multiprocessing  # lets tensors travel between processes in shared 
 from torch import Tensor
 
 from dpsur.errors import InvalidInputError
-from dpsur.functional.records import Examples, StreamedExamples
+from dpsur.functional.records import SEVERAL_SHAPES, Examples, StreamedExamples
 from dpsur.functional.tree import TensorTree, concatenate_rows, map_tensors, tensors_of
 
 # Data sets up to this size are read once and held.
@@ -106,10 +106,13 @@ class DataSetReader:
                 "a worker that reads the data set has died, perhaps for lack of memory; resume "
                 "with fewer: speed=dpsur.Speed(workers=1)"
             ) from None
-        return Examples(
-            concatenate_rows([inputs for inputs, _ in found]),
-            concatenate_rows([targets for _, targets in found]),
-        )
+        try:
+            return Examples(
+                concatenate_rows([inputs for inputs, _ in found]),
+                concatenate_rows([targets for _, targets in found]),
+            )
+        except RuntimeError as error:
+            raise InvalidInputError(SEVERAL_SHAPES, private=str(error)) from None
 
     def _started(self) -> ProcessPoolExecutor:
         if self._pool is None:
@@ -145,11 +148,7 @@ def _read(data: Any, convert: Convert, rows: list[int]) -> Examples:
     try:
         return Examples(stack_records(inputs), stack_records(targets))
     except RuntimeError as error:
-        raise InvalidInputError(
-            "the records of the data set have inputs or targets of several shapes; pad or crop "
-            "them to one shape",
-            private=str(error),
-        ) from None
+        raise InvalidInputError(SEVERAL_SHAPES, private=str(error)) from None
 
 
 def stack_records(rows: Sequence[TensorTree]) -> TensorTree:

@@ -39,12 +39,16 @@ def run_together(
     for text in dict.fromkeys(text for session in sessions for text in objections(session)):
         warnings.warn(text, PrivacyWarning, stacklevel=2)
     runs = [_Interleaved(session, seen) for session, seen in zip(sessions, watching, strict=True)]
-    while any(run.outcome is None for run in runs):
-        active = [run for run in runs if run.outcome is None]
-        for run in active:
-            run.launch()
-        for run in active:
-            run.collect()
+    try:
+        while any(run.outcome is None for run in runs):
+            active = [run for run in runs if run.outcome is None]
+            for run in active:
+                run.launch()
+            for run in active:
+                run.collect()
+    finally:
+        for run in runs:
+            run.close()
     return [run.outcome for run in runs if run.outcome is not None]
 
 
@@ -77,6 +81,10 @@ class _Interleaved:
                 self.outcome = finish_run(self._session, progress, self._recorder, NO_ORIGIN)
             except NothingReleasedError as error:
                 self.outcome = error
+
+    def close(self) -> None:
+        """Stop what is done in the background."""
+        self._active.close()
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:

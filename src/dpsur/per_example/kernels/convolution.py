@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpsur.per_example.contributions import Factors
+from dpsur.per_example.kernels.fused import has_kernels
 from dpsur.per_example.rules.patches import Window, examples_at_once, patches
 
 # Devices on which these choices pay.
@@ -130,6 +131,18 @@ def patches_pay(inputs: Tensor, outputs: Tensor) -> bool:
         return True
     exact = not torch.backends.cudnn.allow_tf32
     return exact and min(channels, height) >= _WIDE and places <= _MAP_OF_WIDE
+
+
+# Tiles of sums on tensor cores are this large; with less of a kernel they stay half empty.
+_LEAST_CHANNELS, _LEAST_ENTRIES = 32, 2**13
+
+
+def rounding_pays(inputs: Tensor, outputs: Tensor, window: Window) -> bool:
+    """Whether sums of weighted gradients are made faster on tensor cores, of rounded factors."""
+    if inputs.dim() not in (3, 4) or not has_kernels(inputs):
+        return False
+    height, width = outputs.shape[1], inputs.shape[1] * prod(window.sizes)
+    return min(height, width) >= _LEAST_CHANNELS and height * width >= _LEAST_ENTRIES
 
 
 def from_patches(

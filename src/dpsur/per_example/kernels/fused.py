@@ -22,6 +22,7 @@ DEVICE = "cuda"
 _LEAST_CAPABILITY = (8, 0)
 # A tile of gradients: output channels, entries of the kernel, places at once; warps and stages.
 Tile = tuple[int, int, int, int, int]
+_SMALL: Tile = (16, 16, 64, 1, 3)
 _NARROW: Tile = (64, 64, 32, 4, 3)
 _WIDE: Tile = (128, 128, 32, 8, 3)
 _MOST_PROGRAMS = 2**31 - 1
@@ -40,9 +41,13 @@ def _source() -> Any:
     return triton_source
 
 
-def _kernels(*values: Tensor) -> Any:
+# What kernels for products and sums read. They compute in float32 whatever they read.
+READABLE = (torch.float32, torch.bfloat16)
+
+
+def _kernels(*values: Tensor, types: tuple[torch.dtype, ...] = (torch.float32,)) -> Any:
     """The kernels, if they can work on these tensors."""
-    if any(value.dtype != torch.float32 for value in values):
+    if any(value.dtype not in types for value in values):
         return None
     if not all(value.is_contiguous() and 0 < value.numel() < 2**31 for value in values):
         return None
@@ -60,38 +65,58 @@ def _available(device: torch.device) -> Any:
     return _source()
 
 
-def rounded_gradients(
-    inputs: Tensor, outputs: Tensor, window: "Window", tile: Tile | None = None
-) -> tuple[Tensor, Tensor] | None:
-    """Gradient of a kernel for every example, of factors rounded to TF32, and squared norms.
+def has_kernels(values: Tensor) -> bool:
+    """Whether there are kernels for a tensor, read in any layout."""
+    return (
+        values.dtype in READABLE
+        and 0 < values.numel() < 2**31
+        and _available(values.device) is not None
+    )
 
-    Gradients are in the shape (examples, out, in, *kernel). Whoever uses them measures and adds up
-    the same numbers, so that rounding cannot carry a record past the bound.
+
+def rounded_gradients(
+    inputs: Tensor, outputs: Tensor, window: "Window", groups: int = 1, tile: Tile | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """Gradient of a kernel for every example, of rounded factors, and its squared norm.
+
+    Factors are rounded to TF32 or, where the outputs are in bfloat16, to that; then gradients are
+    stored in bfloat16 too. They have the shape (examples, out, in, *kernel). Norms are those of
+    what is stored, and sums are made of it, so that rounding cannot carry a record past the bound.
     """
-    if inputs.dim() != 4 or not inputs.numel():
+    if not inputs.numel() or inputs.dim() not in (3, 4):
         return None
+    if inputs.dim() == 3:  # along one dimension: maps of the height 1
+        flat = rounded_gradients(
+            inputs.unsqueeze(2), outputs.unsqueeze(2), window.with_height(), groups, tile
+        )
+        return None if flat is None else (flat[0].squeeze(3), flat[1])
     outputs = outputs.contiguous()
     inputs = inputs.contiguous()
-    kernels = _kernels(inputs, outputs)
+    kernels = _kernels(inputs, outputs, types=READABLE)
     if kernels is None:
         return None
-    (examples, channels, *sides), (height, *maps) = inputs.shape, outputs.shape[1:]
+    examples, kept = len(inputs), outputs.dtype
+    # A group of channels is convolved by itself, as if it were an example of its own.
+    count, channels, sides = examples * groups, inputs.shape[1] // groups, inputs.shape[2:]
+    height, maps = outputs.shape[1] // groups, outputs.shape[2:]
     width, places = channels * prod(window.sizes), prod(maps)
     if tile is None:
-        tile = _NARROW if height <= _NARROW[0] else _WIDE
+        tile = _SMALL if max(height, width) <= _SMALL[0] else _NARROW
+        tile = tile if height <= _NARROW[0] else _WIDE
     out, across, step, warps, stages = tile
+    step = step if kept == torch.float32 else 2 * step
     tiles = -(-height // out) * -(-width // across)
-    if examples * tiles > _MOST_PROGRAMS or examples * height * width >= 2**62:
+    if count * tiles > _MOST_PROGRAMS or count * height * width >= 2**62:
         return None
     padded = [side + 2 * margin for side, margin in zip(sides, window.margins, strict=True)]
-    seen = inputs.new_empty(examples, channels, *padded)
-    rows = inputs.new_empty(examples, height, channels, *window.sizes)
-    squares = inputs.new_empty(examples, tiles)
+    seen = inputs.new_empty(count, channels, *padded, dtype=kept)
+    rows = outputs.new_empty(examples, groups * height, channels, *window.sizes)
+    squares = inputs.new_empty(count, tiles, dtype=torch.float32)
     with _on(inputs):
-        kernels.pad_and_round[(examples * channels, -(-prod(padded) // _PADDING_BLOCK))](
+        kernels.pad_and_round[(count * channels, -(-prod(padded) // _PADDING_BLOCK))](
             inputs, seen, *sides, *window.margins, *padded, BLOCK=_PADDING_BLOCK
         )
-        kernels.convolution_rows[(examples * tiles,)](
+        kernels.convolution_rows[(count * tiles,)](
             seen,
             outputs,
             rows,
@@ -112,7 +137,22 @@ def rounded_gradients(
             num_warps=warps,
             num_stages=stages,
         )
-    return rows, squares.sum(1)
+    return rows, squares.view(examples, -1).sum(1)
+
+
+def round_to_tf32(values: Tensor) -> Tensor | None:
+    """Numbers of TF32, as float32."""
+    values = values.contiguous()
+    kernels = _kernels(values, types=READABLE)
+    if kernels is None:
+        return None
+    found = torch.empty_like(values, dtype=torch.float32)
+    size = values[0].numel()
+    with _on(values):
+        kernels.pad_and_round[(len(values), -(-size // _PADDING_BLOCK))](
+            values, found, 1, size, 0, 0, 1, size, BLOCK=_PADDING_BLOCK
+        )
+    return found
 
 
 def split_matrix(
@@ -125,20 +165,26 @@ def split_matrix(
     positions: int = 1,
     scaled: bool = False,
     turned: bool = False,
+    dtype: torch.dtype = torch.float32,
+    room: int = 0,
 ) -> Tensor | None:
-    """A matrix for products on tensor cores: what rounding to TF32 leaves of it, and the rest.
+    """A matrix for products on tensor cores: what rounding leaves of it, and the rest.
+
+    Numbers are rounded to TF32, or to bfloat16 if that is the `dtype` of the result.
 
     A row of the result has the numbers of a row of the matrix, or of a column where it is `turned`,
     filled up to `length` with zeros, once for each of the `parts`: the rounded rest (True), or the
     rounded numbers (False). With `factors` a row of the matrix is multiplied by its factor first
     (`scaled`), or only replaced by zeros where that is 0. So many `positions` share a factor; the
-    matrix begins with position `first` of all.
+    matrix begins with position `first` of all. There is `room` for so many rows at least, and what
+    the rows beyond those of the matrix hold is undefined.
     """
     kernels = _available(values.device)
-    if kernels is None or values.dtype != torch.float32 or values.stride(1) != 1:
+    if kernels is None or values.dtype not in READABLE or values.stride(1) != 1:
         return None
     rows, width = values.shape
-    found = values.new_empty(width if turned else rows, len(parts) * length)
+    high = max(room, width if turned else rows)
+    found = values.new_empty(high, len(parts) * length, dtype=dtype)
     down, along = (64, 32) if turned else (32, 64)
     high, wide = (length, width) if turned else (rows, length)
     with _on(values):
@@ -165,20 +211,63 @@ def split_matrix(
 
 def weighted_rows(rows: Tensor, factors: Tensor) -> Tensor | None:
     """Sum of rows (examples, width), each times its factor; one with the factor 0 adds nothing."""
-    kernels = _kernels(rows, factors)
-    if kernels is None:
+    kernels = _kernels(rows, types=READABLE)
+    if kernels is None or factors.dtype != torch.float32 or not factors.is_contiguous():
         return None
     count, width = rows.shape
     together, block = 8, 256
     columns = -(-width // block)
     parts = max(1, min(count // together, _FEWEST_PROGRAMS // columns))
     each = -(-count // (parts * together)) * together
-    found = rows.new_empty(parts, width)
+    found = rows.new_empty(parts, width, dtype=torch.float32)
     with _on(rows):
         kernels.weighted_rows[(columns, parts)](
             rows, factors, found, count, width, each, TOGETHER=together, BLOCK=block
         )
     return found.sum(0) if parts > 1 else found[0]
+
+
+# Tiles of pairs of positions, entries at once, and entries that tensor cores add up by themselves.
+_SIDE, _ENTRIES, _CHUNK = 64, 64, 1024
+# Where a product may have this relative error, numbers may be split into two of bfloat16: what is
+# left out then is at most 3 * 2^-18 of it.
+_ERROR_OF_HALVES = 3e-5
+
+
+def product_norms(
+    inputs: Tensor, outputs: Tensor, lost: float, rounding: float
+) -> tuple[Tensor, Tensor] | None:
+    """Squares and errors of `norms.InnerNorms`, from factors (examples, positions, width)."""
+    inputs, outputs = inputs.contiguous(), outputs.contiguous()
+    kernels = _kernels(inputs, outputs, types=READABLE)
+    if kernels is None or inputs.dtype != outputs.dtype:
+        return None
+    examples, positions, width = inputs.shape
+    tiles = -(-positions // _SIDE)
+    seen, slopes = (
+        torch.linalg.vector_norm(value, dim=2, dtype=torch.float32) for value in (inputs, outputs)
+    )
+    squares, errors = seen.new_zeros(2, examples, tiles * tiles)
+    with _on(inputs):
+        kernels.product_norms[(examples, tiles, tiles)](
+            inputs,
+            outputs,
+            seen,
+            slopes,
+            squares,
+            errors,
+            positions,
+            width,
+            outputs.shape[2],
+            SIDE=_SIDE,
+            STEP=_ENTRIES,
+            CHUNK=_CHUNK,
+            HALVES=inputs.dtype == torch.float32 and rounding >= _ERROR_OF_HALVES,
+            num_warps=4,
+            num_stages=3,
+        )
+    whole = squares.sum(1) + lost * (seen.square() + slopes.square()).sum(1)
+    return whole, rounding * errors.sum(1)
 
 
 def inner_norms(

@@ -8,6 +8,9 @@ added up in float32. The error is a few millionths of the result, several times 
 about a hundredth of that of TF32 (`tests/per_example/test_products.py` bounds it). GPUs for data
 centres are faster this way. Everywhere else, and where TF32 is forbidden, PyTorch's product is
 used.
+
+Numbers of bfloat16 are multiplied as they are and added up in float32. Where such a matrix is
+scaled first, it becomes the sum of two in bfloat16, to 16 bits.
 """
 
 from functools import partial
@@ -18,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from dpsur.functional.process_settings import precision, tf32_is_forbidden
-from dpsur.per_example.kernels.fused import split_matrix
+from dpsur.functional.process_settings import precision, tf32_is_forbidden, widen
+from dpsur.per_example.kernels.fused import READABLE, split_matrix
 
 # Where TF32 is at least five times as fast as float32: A100, H100 and H200, B200.
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
@@ -33,8 +36,16 @@ _ALIGNED = 4
 _AT_ONCE = 2**25
 # What the two factors hold side by side: the rest of each meets the rounded numbers of the other.
 _LEFT, _RIGHT = (True, False, False), (False, True, False)
-# Where one factor consists of numbers of TF32 it has no rest.
+# Where one factor has been rounded before it has no rest.
 _SPLIT, _WHOLE = (True, False), (False, False)
+
+
+def batched_product(one: Tensor, other: Tensor) -> Tensor:
+    """`torch.bmm`, of factors in bfloat16 with a result in float32."""
+    if one.dtype == other.dtype == torch.bfloat16 and one.is_cuda:
+        found: Tensor = torch.bmm(one, other, out_dtype=torch.float32)
+        return found
+    return torch.bmm(widen(one), widen(other))
 
 
 def pays(rows: int, inner: int, columns: int, *factors: Tensor) -> bool:
@@ -42,7 +53,7 @@ def pays(rows: int, inner: int, columns: int, *factors: Tensor) -> bool:
     for value in factors:
         if type(value) not in (Tensor, nn.Parameter) or value.device.type != "cuda":
             return False
-        if value.dtype != torch.float32:
+        if value.dtype not in READABLE:
             return False
     if not min(rows, inner, columns) or 1 / rows + 1 / inner + 1 / columns > 1 / _LEAST_SIZE:
         return False
@@ -62,6 +73,8 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if any(value is not None and value.requires_grad for value in (weight, bias)):
         return None
     if torch.is_autocast_enabled(x.device.type) or is_functorch_wrapped_tensor(x):
+        return None
+    if x.dtype != torch.float32 or weight.dtype != torch.float32:
         return None
     height, width = weight.shape
     if not pays(x.numel() // max(1, width), width, height, x, weight):
@@ -92,43 +105,45 @@ def product(one: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor:
     for some in _ranges(rows, _AT_ONCE // length):
         for several in _ranges(columns, _AT_ONCE // length):
             out = place = found[some, several]
-            if columns % _ALIGNED:  # rows have to begin where tensor cores like it
+            shift = None if bias is None else bias[several]
+            if columns % _ALIGNED:  # tensor cores are slow with rows that are not filled up
                 wide = -(-out.shape[1] // _ALIGNED) * _ALIGNED
-                place = one.new_empty(len(out), wide)[:, : out.shape[1]]
+                place = one.new_empty(len(out), wide)
+                shift = None if shift is None else F.pad(shift, (0, wide - len(shift)))
             for chunk in _ranges(inner, length):
                 left = _split(one[some, chunk], _LEFT, length)
-                right = _split(other.mT[several, chunk], _RIGHT, length)
+                right = _split(other.mT[several, chunk], _RIGHT, length, room=place.shape[1])
                 if left is None or right is None:
                     return torch.mm(one, other) if bias is None else torch.addmm(bias, one, other)
-                shift = None if bias is None or chunk.start else bias[several]
-                _add(left, right, place, shift, begun=chunk.start > 0)
+                _add(left, right, place, None if chunk.start else shift, begun=chunk.start > 0)
             if place is not out:
-                out.copy_(place)
+                out.copy_(place[:, : out.shape[1]])
     return found
 
 
 @torch.no_grad()
-def weighted_product(
-    outputs: Tensor, inputs: Tensor, factors: Tensor, *, narrow: bool = False
-) -> Tensor | None:
+def weighted_product(outputs: Tensor, inputs: Tensor, factors: Tensor) -> Tensor | None:
     """Sum over rows i of factor_i outputs_i^T inputs_i; one with the factor 0 is not read.
 
-    Neighbouring rows share a factor where there are more rows than factors. `narrow` numbers are
-    those of TF32 already. None where it would not pay.
+    Neighbouring rows share a factor where there are more rows than factors. None where it would not
+    pay.
     """
     (count, height), width = outputs.shape, inputs.shape[1]
     if not pays(height, count, width, outputs, inputs, factors):
         return None
-    parts = (_SPLIT, _WHOLE) if narrow else (_LEFT, _RIGHT)
     # factors go to the smaller matrix; what has no factor must not be read in either
     wide = height >= width
     smaller, larger = (inputs, outputs) if wide else (outputs, inputs)
+    narrow = larger.dtype == torch.bfloat16
+    parts = (_SPLIT, _WHOLE) if narrow else (_LEFT, _RIGHT)
     positions, length = count // len(factors), _length(count)
-    found = inputs.new_empty(height, width)
+    found = inputs.new_empty(height, width, dtype=torch.float32)
     for some in _ranges(larger.shape[1], _AT_ONCE // length):
         place = found[some] if wide else found[:, some]
         for chunk in _ranges(count, length):
-            split = partial(_split, length=length, factors=factors, first=chunk.start)
+            split = partial(
+                _split, length=length, factors=factors, first=chunk.start, dtype=larger.dtype
+            )
             scaled = split(smaller.mT[:, chunk], parts[0], positions=positions, scaled=True)
             kept = split(larger.mT[some, chunk], parts[1], positions=positions)
             if scaled is None or kept is None:
@@ -160,13 +175,15 @@ def _split(
     first: int = 0,
     positions: int = 1,
     scaled: bool = False,
+    dtype: torch.dtype = torch.float32,
+    room: int = 0,
 ) -> Tensor | None:
     """The rows of a matrix, split; factors are those of its columns.
 
     A view of a transpose is turned on the way: tensor cores want what is summed to lie together.
     """
     if factors is None and matrix.stride(1) == 1:
-        return split_matrix(matrix, parts, length=length)
+        return split_matrix(matrix, parts, length=length, dtype=dtype, room=room)
     if matrix.stride(0) != 1:
         matrix = matrix.mT.contiguous().mT
     return split_matrix(
@@ -178,11 +195,17 @@ def _split(
         positions=positions,
         scaled=scaled,
         turned=True,
+        dtype=dtype,
+        room=room,
     )
 
 
 def _add(left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None, *, begun: bool) -> None:
     """`left @ right.mT`, written or added to what is there."""
+    if left.dtype == torch.bfloat16:
+        found = _wide_product(left, right.mT)
+        out.add_(found) if begun else out.copy_(found)
+        return
     with precision(tf32=True):
         if begun:
             out.addmm_(left, right.mT)
@@ -190,6 +213,14 @@ def _add(left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None, *, begun
             torch.mm(left, right.mT, out=out)
         else:
             torch.addmm(bias, left, right.mT, out=out)
+
+
+def _wide_product(one: Tensor, other: Tensor) -> Tensor:
+    """Of matrices in bfloat16, in float32."""
+    if one.is_cuda:
+        found: Tensor = torch.mm(one, other, out_dtype=torch.float32)
+        return found
+    return one.float() @ other.float()
 
 
 def _flat(x: Tensor) -> Tensor:

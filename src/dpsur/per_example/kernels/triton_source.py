@@ -17,6 +17,15 @@ def rounded(values):
     return tl.where(values != values, values, bits.to(tl.float32, bitcast=True))
 
 
+@triton.jit
+def narrowed(values, KIND: tl.constexpr):
+    """Rounded to bfloat16 or, where the kind is float32, to TF32."""
+    if KIND == tl.bfloat16:  # noqa: SIM300
+        return values.to(tl.bfloat16)
+    else:  # noqa: RET505  only one branch is compiled
+        return rounded(values)
+
+
 @triton.jit(do_not_specialize=["ROWS", "WIDTH", "FIRST", "POSITIONS"])
 def split_matrix(
     values,
@@ -36,11 +45,12 @@ def split_matrix(
     DOWN: tl.constexpr,
     ALONG: tl.constexpr,
 ):
-    """A matrix, or its transpose, as numbers rounded to TF32 and the rounded rest of them.
+    """A matrix, or its transpose, as rounded numbers and the rounded rest of them.
 
-    A row of the result holds `LENGTH` numbers, the last ones zero, as often as there are `PARTS`:
-    as the rest where the bit of the part is set in `SMALL`, else as what was rounded. With factors,
-    `POSITIONS` rows share one, counted from `FIRST`, and rows whose factor is zero are not read.
+    Numbers are rounded to TF32, or to bfloat16 if that is the type of the result. A row of it holds
+    `LENGTH` numbers, the last ones zero, as often as there are `PARTS`: as the rest where the bit
+    of the part is set in `SMALL`, else as what was rounded. With factors, `POSITIONS` rows share
+    one, counted from `FIRST`, and rows whose factor is zero are not read.
     """
     row = tl.program_id(0) * DOWN + tl.arange(0, DOWN)
     column = tl.program_id(1) * ALONG + tl.arange(0, ALONG)
@@ -49,11 +59,11 @@ def split_matrix(
         factor = tl.load(factors + (FIRST + row) // POSITIONS, mask=row < ROWS, other=0.0)
         there = there & (factor != 0.0)[:, None]
     at = row.to(tl.int64)[:, None] * STRIDE + column[None, :]
-    value = tl.load(values + at, mask=there, other=0.0)
+    value = tl.load(values + at, mask=there, other=0.0).to(tl.float32)
     if SCALED:
         value = tl.where(there, value * factor[:, None], 0.0)
-    large = rounded(value)
-    small = rounded(value - large)
+    large = narrowed(value, out.dtype.element_ty)
+    small = narrowed(value - large.to(tl.float32), out.dtype.element_ty)
     if TURNED:
         inside = (column < WIDTH)[None, :] & (row < LENGTH)[:, None]
         place = column.to(tl.int64)[None, :] * (PARTS * LENGTH) + row[:, None]
@@ -71,14 +81,18 @@ def split_matrix(
 def pad_and_round(
     inputs, out, HIGH, WIDE, TOP, LEFT, PADDED_HIGH, PADDED_WIDE, BLOCK: tl.constexpr
 ):
-    """Maps with zeros around them, rounded to TF32. A program takes a part of one map."""
+    """Maps with zeros around them, rounded to TF32 or to bfloat16, whichever the result holds.
+
+    A program takes a part of one map.
+    """
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     high, wide = place // PADDED_WIDE - TOP, place % PADDED_WIDE - LEFT
     inside = (high >= 0) & (high < HIGH) & (wide >= 0) & (wide < WIDE)
     values = tl.load(inputs + row * HIGH * WIDE + high * WIDE + wide, mask=inside, other=0.0)
     size = PADDED_HIGH * PADDED_WIDE
-    tl.store(out + row * size + place, rounded(values.to(tl.float32)), mask=place < size)
+    narrow = narrowed(values.to(tl.float32), out.dtype.element_ty)
+    tl.store(out + row * size + place, narrow, mask=place < size)
 
 
 @triton.jit
@@ -107,8 +121,9 @@ def convolution_rows(
     """Gradient of a kernel for every example, and the squared norm of every tile of it.
 
     A product of matrices: output channels by entries of the kernel, summed over places. Inputs are
-    padded and rounded (`pad_and_round`), outputs are rounded here. Tiles of one example run beside
-    each other, so that they find it in the cache.
+    padded and rounded (`pad_and_round`), outputs are rounded here, to the same type. Gradients are
+    stored in the type of `rows`, and norms are those of what is stored. Tiles of one example run
+    beside each other, so that they find it in the cache.
     """
     program = tl.program_id(0).to(tl.int64)
     example, tile = program // TILES, (program % TILES).to(tl.int32)
@@ -134,11 +149,13 @@ def convolution_rows(
             other=0.0,
         )
         seen = tl.load(inputs + start[:, None] + shift[None, :])
-        total = tl.dot(rounded(slope.to(tl.float32)), tl.trans(seen), total, input_precision="tf32")
+        slope = narrowed(slope.to(tl.float32), inputs.dtype.element_ty)
+        total = tl.dot(slope, tl.trans(seen), total, input_precision="tf32")
     there = (out < HEIGHT)[:, None] & (column < width)[None, :]
     where = example * HEIGHT * width + out[:, None] * width + column[None, :]
-    tl.store(rows + where, total, mask=there)
-    total = tl.where(there, total, 0.0)
+    stored = total.to(rows.dtype.element_ty)
+    tl.store(rows + where, stored, mask=there)
+    total = tl.where(there, stored.to(tl.float32), 0.0)
     tl.store(squares + program, tl.sum(total * total))
 
 
@@ -158,7 +175,7 @@ def weighted_rows(
             mask=(factor != 0.0)[:, None] & (column < WIDTH)[None, :],
             other=0.0,
         )
-        total += factor[:, None] * values
+        total += factor[:, None] * values.to(tl.float32)
     tl.store(out + part * WIDTH + column, tl.sum(total, 0), mask=column < WIDTH)
 
 
@@ -325,6 +342,116 @@ def lstm_cell_backward(
     tl.store(gates + gate + 2 * WIDTH, cell * enter * (1.0 - fresh * fresh), mask=there)
     tl.store(gates + gate + 3 * WIDTH, hidden * small * leave * (1.0 - leave), mask=there)
     tl.store(slope + entry, cell * keep, mask=there)
+
+
+@triton.jit
+def _inner_products(
+    values,
+    row,
+    column,
+    POSITIONS,
+    WIDTH,
+    SIDE: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """Inner products between some rows of a matrix and others.
+
+    A number of float32 is the sum of two of TF32 or, with `HALVES`, of two of bfloat16, to 16 bits.
+    Tensor cores cut off what they add up, so that only chunks of it are left to them.
+    """
+    total = tl.zeros((SIDE, SIDE), tl.float32)
+    for chunk in range(0, WIDTH, CHUNK):
+        part = tl.zeros((SIDE, SIDE), tl.float32)
+        for first in range(chunk, tl.minimum(chunk + CHUNK, WIDTH), STEP):
+            entry = first + tl.arange(0, STEP)
+            inside = (entry < WIDTH)[None, :]
+            one = tl.load(
+                values + row[:, None] * WIDTH + entry[None, :],
+                mask=(row < POSITIONS)[:, None] & inside,
+                other=0.0,
+            )
+            other = tl.load(
+                values + column[:, None] * WIDTH + entry[None, :],
+                mask=(column < POSITIONS)[:, None] & inside,
+                other=0.0,
+            )
+            if HALVES:
+                large, large_other = one.to(tl.bfloat16), other.to(tl.bfloat16)
+                small = (one - large.to(tl.float32)).to(tl.bfloat16)
+                small_other = (other - large_other.to(tl.float32)).to(tl.bfloat16)
+                part = tl.dot(small, tl.trans(large_other), part)
+                part = tl.dot(large, tl.trans(small_other), part)
+                part = tl.dot(large, tl.trans(large_other), part)
+            elif values.dtype.element_ty == tl.float32:
+                part = tl.dot(one, tl.trans(other), part, input_precision="tf32x3")
+            else:
+                part = tl.dot(one, tl.trans(other), part)
+        total += part
+    return total
+
+
+@triton.jit
+def product_norms(
+    inputs,
+    outputs,
+    input_norms,
+    output_norms,
+    squares,
+    errors,
+    POSITIONS,
+    WIDTH,
+    HEIGHT,
+    SIDE: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """What `norms.InnerNorms` is made of, from the factors and without matrices in between.
+
+    A program takes the pairs of positions of one tile. Matrices of inner products are symmetric:
+    a tile beside the diagonal counts twice, and its mirror image is left out.
+    """
+    example = tl.program_id(0).to(tl.int64)
+    down, along = tl.program_id(1), tl.program_id(2)
+    if along >= down:
+        row, column = down * SIDE + tl.arange(0, SIDE), along * SIDE + tl.arange(0, SIDE)
+        real, also = row < POSITIONS, column < POSITIONS
+        inner = _inner_products(
+            inputs + example * POSITIONS * WIDTH,
+            row,
+            column,
+            POSITIONS,
+            WIDTH,
+            SIDE,
+            STEP,
+            CHUNK,
+            HALVES,
+        )
+        outer = _inner_products(
+            outputs + example * POSITIONS * HEIGHT,
+            row,
+            column,
+            POSITIONS,
+            HEIGHT,
+            SIDE,
+            STEP,
+            CHUNK,
+            HALVES,
+        )
+        input_norms += example * POSITIONS
+        output_norms += example * POSITIONS
+        seen = tl.load(input_norms + row, mask=real, other=0.0)
+        seen_also = tl.load(input_norms + column, mask=also, other=0.0)
+        slope = tl.load(output_norms + row, mask=real, other=0.0)
+        slope_also = tl.load(output_norms + column, mask=also, other=0.0)
+        size = tl.abs(inner) * (slope[:, None] * slope_also[None, :])
+        size += tl.abs(outer) * (seen[:, None] * seen_also[None, :])
+        count = tl.where(along > down, 2.0, 1.0)
+        part = (example * tl.num_programs(1) + down) * tl.num_programs(2) + along
+        tl.store(squares + part, count * tl.sum(inner * outer))
+        tl.store(errors + part, count * tl.sum(size))
 
 
 @triton.jit

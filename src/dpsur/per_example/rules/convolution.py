@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpsur.functional.process_settings import precision, widen
 from dpsur.per_example.contributions import (
     MEMORY_COST,
     Contribution,
@@ -16,12 +17,21 @@ from dpsur.per_example.contributions import (
     Rows,
     instantiating_pays,
     split_dimension,
-    widen,
 )
-from dpsur.per_example.kernels.convolution import Geometry, convolve, from_patches, patches_pay
+from dpsur.per_example.kernels.convolution import (
+    Geometry,
+    convolve,
+    from_patches,
+    patches_pay,
+    rounding_pays,
+)
 from dpsur.per_example.kernels.cuda_per_example import fused_gradients
 from dpsur.per_example.kernels.cuda_weight_grad import summed_gradient, summing_pays
-from dpsur.per_example.kernels.fused import rounded_gradients
+from dpsur.per_example.kernels.fused import (
+    has_kernels,
+    round_to_tf32,
+    rounded_gradients,
+)
 from dpsur.per_example.norms import InnerNorms, Measure
 from dpsur.per_example.rules.patches import (
     Window,
@@ -39,7 +49,11 @@ _Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 @dataclass(frozen=True)
 class Sliding(Contribution):
-    """A kernel slid over padded inputs, with norms from inner products between positions."""
+    """A kernel slid over padded inputs, with norms from inner products between positions.
+
+    With `rounds` the gradient is that of inputs and outputs rounded to TF32: norms and sums are
+    both made of the rounded numbers, so that no record passes the bound.
+    """
 
     inputs: Tensor
     outputs: Tensor
@@ -48,48 +62,78 @@ class Sliding(Contribution):
     fold: int
     grams: Tensor | None = None
     finite_inputs: bool = False
+    rounds: bool = False
 
     def measure(self) -> Measure:
         """Every position is an outer product of a patch and an output gradient."""
         if self.fold > 1:
             return self.products().measure()
-        outputs = self.outputs.flatten(2)
-        places = outputs.shape[2]
+        places = prod(self.outputs.shape[2:])
         terms = prod(self.weight_shape[1:]) + self.weight_shape[0] + places
         if self.grams is not None:
+            outputs = self.outputs.flatten(2)
             return InnerNorms.of(self.grams, torch.bmm(outputs.mT, outputs), terms)
         step = scratch_rows(self.inputs, self.window, places)
         parts = []
-        for start in range(0, len(outputs), step):
-            some = outputs[start : start + step]
-            between = inner_products(self.inputs[start : start + step], self.window, places)
-            parts.append(InnerNorms.of(between, torch.bmm(some.mT, some), terms))
+        for start in range(0, len(self.outputs), step):
+            some = slice(start, start + step)
+            with precision(tf32=True if self.rounds else None):  # exact, if factors are rounded
+                outputs = self._factor(self.outputs[some]).flatten(2)
+                between = inner_products(self._factor(self.inputs[some]), self.window, places)
+                parts.append(InnerNorms.of(between, torch.bmm(outputs.mT, outputs), terms))
         return InnerNorms.concatenate(parts)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """The usual gradient of the weight, from scaled output gradients."""
+        window, finite = self.window, self.finite_inputs
+        if self.rounds:
+            return self._rounded_sum(factors)
         each = factors
         if self.fold > 1:
             keep = None if factors.keep is None else factors.keep.repeat_interleave(self.fold)
             each = Factors(factors.values.repeat_interleave(self.fold), keep)
-        window, finite = self.window, self.finite_inputs
-        if summing_pays(self.inputs, self.outputs, window):
-            found = summed_gradient(*self._scaled(each), window)
+        inputs, outputs = self._factor(self.inputs), self._factor(self.outputs)
+        if summing_pays(inputs, outputs, window):
+            found = summed_gradient(*_scaled(inputs, outputs, each, finite=finite), window)
             if found is not None:
                 return found
-        if patches_pay(self.inputs, self.outputs):
-            return from_patches(self.inputs, self.outputs, window, each, finite=finite)
-        inputs, outputs = self._scaled(each)
+        if patches_pay(inputs, outputs):
+            return from_patches(inputs, outputs, window, each, finite=finite)
+        inputs, outputs = _scaled(inputs, outputs, each, finite=finite)
         geometry = Geometry(window.strides, window.margins, window.dilations, groups=1)
         weight = inputs.new_empty(self.weight_shape)  # its shape is all that is looked at
         gradient = geometry.backward(outputs, inputs, weight, [False, True, False])[1]
         assert gradient is not None
         return gradient
 
-    def _scaled(self, factors: Factors) -> tuple[Tensor, Tensor]:
-        """Inputs, without those of dropped examples, and output gradients times their factors."""
-        inputs = self.inputs if self.finite_inputs else factors.clean(self.inputs)
-        return inputs, factors.scale(self.outputs)
+    def _rounded_sum(self, factors: Factors) -> Tensor:
+        """The same from rounded numbers, on tensor cores.
+
+        A rounded output times its factor is the sum of two numbers of TF32, to 22 bits. So two
+        gradients of weights, whose products are exact, make the sum.
+        """
+        window = self.window
+        inputs = factors.clean(self._factor(self.inputs))
+        outputs = factors.scale(self._factor(self.outputs))
+        large = self._factor(outputs)
+        parts = self._factor(outputs.sub_(large)), large
+        geometry = Geometry(window.strides, window.margins, window.dilations, groups=1)
+        weight = inputs.new_empty(self.weight_shape)
+        with precision(tf32=True):
+            small, total = (
+                geometry.backward(part, inputs, weight, [False, True, False])[1] for part in parts
+            )
+        assert small is not None
+        assert total is not None
+        return total.add_(small)
+
+    def _factor(self, values: Tensor) -> Tensor:
+        """What a gradient is made of: the values, or what rounding leaves of them."""
+        if not self.rounds:
+            return values
+        found = round_to_tf32(values)
+        assert found is not None  # `rounding_pays` has asked
+        return found
 
     def per_example(self) -> Tensor:
         """Patches times output gradients, for a kernel that is used several times."""
@@ -98,8 +142,9 @@ class Sliding(Contribution):
     def products(self) -> Products:
         """As a linear layer on patches."""
         examples = len(self.inputs) // self.fold
-        unfolded = patches(self.window.padded(self.inputs), self.window, inside=False).mT
-        outputs = self.outputs.flatten(2).mT
+        padded = self.window.padded(self._factor(self.inputs))
+        unfolded = patches(padded, self.window, inside=False).mT
+        outputs = self._factor(self.outputs).flatten(2).mT
         return Products(
             unfolded.reshape(examples, -1, unfolded.shape[-1]),
             outputs.reshape(examples, -1, outputs.shape[-1]),
@@ -108,6 +153,13 @@ class Sliding(Contribution):
     def tensors(self) -> tuple[Tensor, ...]:
         """Inputs and output gradients."""
         return (self.inputs, self.outputs)
+
+
+def _scaled(
+    inputs: Tensor, outputs: Tensor, factors: Factors, *, finite: bool
+) -> tuple[Tensor, Tensor]:
+    """Inputs, without those of dropped examples, and output gradients times their factors."""
+    return inputs if finite else factors.clean(inputs), factors.scale(outputs)
 
 
 def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
@@ -133,12 +185,15 @@ def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
     rounds = torch.backends.cudnn.allow_tf32 or torch.is_autocast_enabled(input.device.type)
 
     def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
-        outputs = widen(gradient)
+        # Kernels read bfloat16 as it is.
+        half = gradient.dtype == torch.bfloat16 and has_kernels(gradient) and dimensions < 3
+        outputs = gradient if half else widen(gradient)
         if bias is not None:
-            yield bias, Rows(_unfolded(outputs.flatten(2).sum(2), fold))
+            total = outputs.flatten(2).sum(2, dtype=widen(outputs[:0]).dtype)
+            yield bias, Rows(_unfolded(total, fold))
         if weight is None:
             return
-        inputs = widen(input if padded is None else padded).detach()
+        seen = (input if padded is None else padded).detach()
         places = prod(outputs.shape[2:])
         grams = None
         if known is not None and groups == 1 and places**2 <= input[0].numel():
@@ -147,11 +202,17 @@ def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
             )
         finite = known is not None and known.finite
         if grams is not None:
-            yield weight, Sliding(inputs, outputs, window, shape, fold, grams, finite)
-        elif groups > 1 or _instantiate(inputs, outputs, window, fold):
-            yield weight, _each(inputs, outputs, window, groups, fold, rounds=rounds)
+            whole = widen(seen), widen(outputs)
+            yield weight, Sliding(*whole, window, shape, fold, grams, finite)
+        elif groups > 1 or _instantiate(seen, outputs, window, fold):
+            yield weight, _each(seen, outputs, window, groups, fold, rounds=rounds)
+        elif rounds and fold == 1 and rounding_pays(seen, outputs, window):
+            # kept until the norms of all layers are known
+            seen = seen.to(torch.bfloat16) if half else seen
+            yield weight, Sliding(seen, outputs, window, shape, fold, None, finite, rounds=True)
         else:
-            yield weight, Sliding(inputs, outputs, window, shape, fold, None, finite)
+            whole = widen(seen), widen(outputs)
+            yield weight, Sliding(*whole, window, shape, fold, None, finite)
 
     return tape.watch(output, record)
 
@@ -161,12 +222,13 @@ def _each(
 ) -> Rows:
     """Gradient of the kernel for every example, the fastest way there is.
 
-    Where layers round to TF32, so may gradients: what is measured is what is added up.
+    Where layers round to TF32 or bfloat16, so may gradients: what is measured is what is added up.
     """
-    if rounds and groups == 1:
-        rows = rounded_gradients(inputs, outputs, window)
+    if rounds:
+        rows = rounded_gradients(inputs, outputs, window, groups)
         if rows is not None:
-            return Rows(*rows) if fold == 1 else Rows(_unfolded(rows[0], fold))
+            return Rows(*rows) if fold == 1 else Rows(_unfolded(widen(rows[0]), fold))
+    inputs, outputs = widen(inputs), widen(outputs)
     found = fused_gradients(inputs, outputs, window) if groups == 1 else None
     each = instantiate(inputs, outputs, window, groups) if found is None else found
     return Rows(_unfolded(each, fold))

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpsur.functional.process_settings import widen
 from dpsur.per_example.contributions import (
     Contribution,
     Outer,
@@ -13,7 +14,6 @@ from dpsur.per_example.contributions import (
     Products,
     Rows,
     Shift,
-    widen,
 )
 from dpsur.per_example.kernels import products
 from dpsur.per_example.norms import row_norms
@@ -67,15 +67,15 @@ def linear_map(
             if bias_slot is not None:
                 yield bias_slot, Shift(output)
             return
-        outputs = layout.by_example(gradient).reshape(rows, -1, width)
-        # what the layer saw under autocast; on a CPU nothing is gained by it
+        # What the layer saw under autocast stays in bfloat16; on a CPU nothing is gained by it.
         narrow = gradient.dtype == torch.bfloat16 and gradient.is_cuda
-        seen = x.to(torch.bfloat16) if narrow else x
-        inputs = layout.by_example(seen).reshape(rows, -1, x.shape[-1]).detach()
+        seen = x.detach().to(torch.bfloat16) if narrow else widen(x.detach())
+        outputs = layout.split(gradient if narrow else widen(gradient)).reshape(rows, -1, width)
         if weight_slot is not None:
-            yield weight_slot, Products(inputs, outputs, narrow).cheapest()
+            inputs = layout.split(seen).reshape(rows, -1, x.shape[-1])
+            yield weight_slot, Products(inputs, outputs).cheapest()
         if bias_slot is not None:
-            yield bias_slot, Rows(outputs.sum(1))
+            yield bias_slot, Rows(outputs.sum(1, dtype=widen(outputs[:0]).dtype))
 
     return tape.watch(output, record)
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpsur.functional.process_settings import widen
 from dpsur.per_example.contributions import Contribution, Rows
 from dpsur.per_example.kernels import fused
 from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
@@ -32,6 +33,7 @@ def group_norm_map(
 ) -> Tensor:
     """`F.group_norm`."""
     sums: Sums | None = None
+    input = _as_autocast(input)
     if _has_kernel(input):
         input = input.contiguous()
         shape = (len(input), input.shape[1], input[0, 0].numel(), num_groups)
@@ -93,6 +95,7 @@ def layer_norm_map(
     """`F.layer_norm`."""
     shape = list(normalized_shape)
     sums: Sums | None = None
+    input = _as_autocast(input)
     if _has_kernel(input):
         input = input.contiguous()
         output, means, rates = torch.native_layer_norm(input, shape, weight, bias, eps)
@@ -173,6 +176,11 @@ def _scaled(
             yield shift, Rows(collect(layout.by_example(gradient)))
 
     return tape.watch(output, record)
+
+
+def _as_autocast(input: Tensor) -> Tensor:
+    """What autocast gives to a normalisation on a GPU: float32."""
+    return widen(input) if input.is_cuda and torch.is_autocast_enabled("cuda") else input
 
 
 def _has_kernel(input: Tensor) -> bool:

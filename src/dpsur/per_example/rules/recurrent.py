@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpsur.per_example.contributions import Contribution, Products, Rows, widen
+from dpsur.functional.process_settings import widen
+from dpsur.per_example.contributions import Contribution, Products, Rows
 from dpsur.per_example.kernels.fused import lstm_cells
 from dpsur.per_example.rules.recurrent_steps import State, projected_lstm
 from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpsur.per_example.contributions import Contribution, Rows, split_dimension, widen
+from dpsur.functional.process_settings import widen
+from dpsur.per_example.contributions import Contribution, Rows, split_dimension
 from dpsur.per_example.rules.convolution import Sliding
 from dpsur.per_example.rules.patches import Window, instantiate
 from dpsur.per_example.tape import NotSupportedError, Slot, Tape

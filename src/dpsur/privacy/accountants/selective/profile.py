@@ -46,6 +46,9 @@ class Effort(NamedTuple):
     lines: int = 4
 
 
+USUAL = Effort()
+
+
 class Profile(NamedTuple):
     """A convex falling function of x: straight between points, from (0, 1) to the first one, and
     constant beyond the last.
@@ -327,7 +330,7 @@ def block_profiles(
     r: float,
     direction: Direction,
     updates: int,
-    effort: Effort = Effort(),  # noqa: B008
+    effort: Effort = USUAL,
 ) -> tuple[Profile, ...] | None:
     """Profiles of 1, 2, ... `updates` accepted updates; None where they cannot be computed.
 
