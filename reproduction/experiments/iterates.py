@@ -35,8 +35,14 @@ CELLS: dict[tuple[str, int], tuple[Change, ...]] = {
 }
 # Without privacy the network for reviews learns its records by heart; this is where that begins.
 WITHOUT_PRIVACY = ("imdb",)
-# Other methods, where they are far from the paper for no reason that their settings would show.
-METHOD_CELLS = tuple(("cifar10", "dpsgd-ts", epsilon) for epsilon in (4, 2))
+# DPSGD-TS on photographs is far from the paper at the two smallest budgets: as the released commands
+# have it, and with the smaller noise of the two largest.
+TEMPERED = "dpsgd-ts"
+METHOD_CELLS: tuple[tuple[str, int, Change], ...] = tuple(
+    ("cifar10", epsilon, change)
+    for change in ({"noise_multiplier": 5.67}, {})
+    for epsilon in (2, 1)
+)
 TITLE = "The last iterate, the best on the test set, and other settings"
 TEXT = f"""
 Runs that are evaluated about {LOOKS} times: the arm that works as the released code does, and
@@ -86,9 +92,9 @@ class Iterates(TrainingGrid):
         for task in WITHOUT_PRIVACY:
             for seed in seeds or FEW:
                 yield TrainingCell(task, NONPRIVATE, 1, seed, evaluations=LOOKS)
-        for task, method, epsilon in METHOD_CELLS:
+        for task, epsilon, change in METHOD_CELLS:
             for seed in seeds or FEW:
-                yield TrainingCell(task, method, epsilon, seed, evaluations=LOOKS)
+                yield TrainingCell(task, TEMPERED, epsilon, seed, change, evaluations=LOOKS)
 
     def render(self, rows: Sequence[Row]) -> list[Artifact]:
         """A line per budget and change."""
@@ -106,7 +112,7 @@ def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
         for change in ({}, *changes)
     ]
     places += [(task, NONPRIVATE, None, {}) for task in WITHOUT_PRIVACY]
-    places += [(task, method, epsilon, {}) for task, method, epsilon in sorted(METHOD_CELLS)]
+    places += [(task, TEMPERED, epsilon, change) for task, epsilon, change in METHOD_CELLS[::-1]]
     found = []
     for place in places:
         chosen = [row for row in rows if _place(row) == place]

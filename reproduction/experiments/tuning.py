@@ -22,7 +22,6 @@ from reproduction.experiments.tuning_grids import (
     BEST_ON_PHOTOGRAPHS,
     GRIDS,
     HELD_OUT,
-    PENDING,
     SHORTER_STEPS,
     STRETCHED,
 )
@@ -142,7 +141,6 @@ def best_settings(rows: list[dict[str, Any]]) -> dict[Block, dict[str, Any]]:
     """The setting with the best mean accuracy of every block that has rows.
 
     Where some were tried at a budget stretched to the records that were left, only those count.
-    Blocks in PENDING are left out.
     """
     stretched = {_block(row) for row in rows if "stretch" in row["config"]}
     found: dict[Block, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -154,7 +152,6 @@ def best_settings(rows: list[dict[str, Any]]) -> dict[Block, dict[str, Any]]:
     return {
         block: json.loads(max(tried, key=lambda one: sum(tried[one]) / len(tried[one])))
         for block, tried in found.items()
-        if block not in PENDING
     }
 
 

@@ -214,8 +214,5 @@ ADAPTIVE_STEPS: Mapping[tuple[str, str, int], Sequence[Mapping[str, Any]]] = {
     )
     for (task, epsilon), tried in STEP_LENGTHS.items()
 }
-# Blocks whose best setting no row of the accuracy table has been made with: the preset keeps the
-# settings of the nearest budget until there are some.
-PENDING = {("dpagd", "fmnist", 2), ("dpagd", "fmnist", 4)}
 # What the preset tuned is tried at; all else at EPSILON. A budget between takes the nearest.
 BEST_EPSILONS = (1, 3)
