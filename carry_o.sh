@@ -8,7 +8,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 cd "$here"
 export OUT=${OUT:-/tmp/o_out}
 export DPSUR_DATA=${DPSUR_DATA:-$here/carry_data}
-export DPSUR_COMMIT=${DPSUR_COMMIT:-be0d81b7e7492749b437d526103d1c894b8b0700}
+export DPSUR_COMMIT=${DPSUR_COMMIT:-04882b14bd2c47a78efad49a2082fabf8e9a34a1}
 export DPSUR_CACHE=${DPSUR_CACHE:-/tmp/dpsur_cache}
 export PYTHONPATH=$here/src:$here:$here/carry_pkgs PYTHONUNBUFFERED=1
 mkdir -p "$OUT" "$DPSUR_CACHE"
