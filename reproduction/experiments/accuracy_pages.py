@@ -170,6 +170,8 @@ def agreement(
             if difference is not None and abs(difference) <= TOLERANCE:
                 within = "yes"
             cell = {field: record[field] for field in blank}
+            if record["seeds"] == 1:
+                cell["spread"] = None
             made_by = record.get("arm")
             cell |= {"task": task, "epsilon": epsilon, "within": within, "arm": made_by}
             cell["val_batch"] = COMMANDED if made_by in (COMMANDS, NETWORK) else STATED[task]

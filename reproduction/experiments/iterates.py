@@ -35,7 +35,7 @@ CELLS: dict[tuple[str, int], tuple[Change, ...]] = {
 }
 # Without privacy the network for reviews learns its records by heart; this is where that begins.
 WITHOUT_PRIVACY = ("imdb",)
-# DPSGD-TS on photographs is far from the paper at the two smallest budgets: as the released commands
+# DPSGD-TS on photographs is far from the paper at the smallest budgets: as the released commands
 # have it, and with the smaller noise of the two largest.
 TEMPERED = "dpsgd-ts"
 METHOD_CELLS: tuple[tuple[str, int, Change], ...] = tuple(
