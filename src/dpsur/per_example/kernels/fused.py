@@ -229,6 +229,9 @@ def weighted_rows(rows: Tensor, factors: Tensor) -> Tensor | None:
 
 # Tiles of pairs of positions, entries at once, and entries that tensor cores add up by themselves.
 _SIDE, _ENTRIES, _CHUNK = 64, 64, 1024
+# Matrices of inner products take more time than their factors, but for very wide ones and for
+# factors in bfloat16. Where there are many positions they take too much memory.
+_WIDEST, _MANY_POSITIONS = 2**14, 1024
 # Where a product may have this relative error, numbers may be split into two of bfloat16: what is
 # left out then is at most 3 * 2^-18 of it.
 _ERROR_OF_HALVES = 3e-5
@@ -243,6 +246,9 @@ def product_norms(
     if kernels is None or inputs.dtype != outputs.dtype:
         return None
     examples, positions, width = inputs.shape
+    wide = max(width, outputs.shape[2]) > _WIDEST or inputs.dtype == torch.bfloat16
+    if wide and positions < _MANY_POSITIONS:
+        return None
     tiles = -(-positions // _SIDE)
     seen, slopes = (
         torch.linalg.vector_norm(value, dim=2, dtype=torch.float32) for value in (inputs, outputs)
