@@ -2,7 +2,7 @@
 
 | module       | composes                                          | used by the accounting       |
 |--------------|---------------------------------------------------|------------------------------|
-| `pld`        | privacy loss distributions (dp-accounting)        | `every-trial`, and `proven`  |
+| `pld`        | privacy loss distributions                        | `every-trial`, and `proven`  |
 |              |                                                   | where nothing is selected    |
 | `proven`     | certified Rényi divergences of accepted updates   | `proven`, privacy filters    |
 | `rdp`        | Rényi divergences at integer orders, as in the    | `published`                  |
