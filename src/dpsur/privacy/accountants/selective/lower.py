@@ -28,8 +28,11 @@ class Attack:
 def _log_excess(f: Frame, level: Array, lean: Array) -> Array:
     """log(Mom - 1) for many choices at once, every error taken downward."""
     exponent = f.alpha * np.log1p(lean)
-    curve = np.exp(exponent - f.scale) - math.exp(-f.scale) * (1.0 + f.alpha * lean)
-    curve = np.where(np.abs(exponent) > 30.0, curve, phi(f.alpha, lean) * math.exp(-f.scale))
+    curve = phi(f.alpha, lean) * math.exp(-f.scale)
+    far = np.abs(exponent) > 30.0
+    if far.any():
+        large = np.exp(exponent - f.scale) - math.exp(-f.scale) * (1.0 + f.alpha * lean)
+        curve = np.where(far, large, curve)
     value = level - curve - RELATIVE * (np.abs(level) + np.abs(curve))
     return np.where(value > 0, np.log(value), -np.inf) - exponent + f.scale - RELATIVE
 
