@@ -93,6 +93,12 @@ extern "C" __global__ void count_below(
 """
 
 
+def prepare_kernels(device: torch.device) -> None:
+    """Begin to compile the kernels for a GPU, in another thread."""
+    if device.type == "cuda":
+        nvrtc.compile_ahead(_SOURCE, (), _index(device))
+
+
 class Key:
     """A secret key of 128 bits, copied to a device once, so that a captured trial can read it."""
 

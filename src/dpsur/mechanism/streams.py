@@ -29,6 +29,7 @@ from dpsur.mechanism.philox import (
     count_philox_below,
     philox_normal,
     philox_uniform,
+    prepare_kernels,
 )
 
 INIT: Final = "init"
@@ -153,6 +154,7 @@ class Streams:
     def __init__(self, seed: int | None, device: torch.device, ranks: Ranks = ALONE) -> None:
         self.seeded = seed is not None
         self.device, self.ranks = device, ranks
+        prepare_kernels(device)
         # rank 0 draws the key: all ranks must make the same draws
         drawn = ranks.from_main(lambda: os.urandom(KEY_BYTES)) if seed is None else None
         self.key = Key(_seeded_key(seed) if seed is not None else drawn or b"")

@@ -80,6 +80,8 @@ def clip_factors(
     return Factors(values, usable)
 
 
+# Outputs of so many numbers are worth a kernel of their own, which takes a second to compile.
+LARGE_OUTPUT = 2**18
 # Moving one number to memory and back costs about as much as this many multiplications.
 MEMORY_COST = 16
 
@@ -269,8 +271,9 @@ class Shift(Contribution):
         return self.output.norms
 
     def weighted_sum(self, factors: Factors) -> Tensor:
-        """A sum of rows."""
-        found = weighted_rows(self.output.values, factors.values)
+        """A sum of rows. What is scaled serves the layer's weight too, unless that is large."""
+        values = self.output.values
+        found = weighted_rows(values, factors.values) if values.numel() >= LARGE_OUTPUT else None
         return self.output.scaled(factors).sum(0) if found is None else found
 
     def per_example(self) -> Tensor:

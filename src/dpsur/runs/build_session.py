@@ -15,6 +15,7 @@ from dpsur.features import PixelScale
 from dpsur.functional.model_loss import is_transformers_model, model_loss
 from dpsur.functional.problem import LossFunction, Problem
 from dpsur.functional.records import Examples, StreamedExamples, place
+from dpsur.mechanism.philox import prepare_kernels
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
 from dpsur.per_example import check_model
@@ -89,6 +90,7 @@ def build_session(
         stored.pop(name, None)
     ranks.check_same({"settings": to_json(stored).decode()})
     train, test = _records(train_set, test_set, model, loss, config.speed)
+    prepare_kernels(device)  # while records are checked and noise is calibrated
     # a method may bring its features
     features = InputFeatures(
         config.features or config.method.features,

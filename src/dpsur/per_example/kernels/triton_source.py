@@ -1,6 +1,8 @@
 """Kernels in Triton, which is not everywhere: `fused.py` imports this where it is needed.
 
 They are for contiguous tensors. Sums are made in float32 and in one order, the same every time.
+Numbers of examples are not specialised: a kernel would be compiled for two or three records, on
+which engines are compared, and again for a batch.
 """
 # Kernels are a language of their own: arguments have no types, and sizes are in capitals.
 # mypy: ignore-errors
@@ -159,7 +161,7 @@ def convolution_rows(
     tl.store(squares + program, tl.sum(total * total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["COUNT", "EACH"])
 def weighted_rows(
     rows, factors, out, COUNT, WIDTH, EACH, TOGETHER: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -179,7 +181,7 @@ def weighted_rows(
     tl.store(out + part * WIDTH + column, tl.sum(total, 0), mask=column < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def channel_sums(
     inputs,
     slopes,
@@ -255,7 +257,7 @@ def _tanh(values):
     return tl.where(values < 0, -size, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def lstm_cell(
     gates,
     recurrent,
@@ -301,7 +303,7 @@ def lstm_cell(
     tl.store(states + state, leave * small, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def lstm_cell_backward(
     outputs,
     recurrent,
