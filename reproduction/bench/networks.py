@@ -234,11 +234,17 @@ class Gpt(nn.Module):
     """A language model of GPT-2's shape."""
 
     def __init__(
-        self, depth: int = 12, width: int = 768, words: int = GPT_WORDS, *, tied: bool = False
+        self,
+        depth: int = 12,
+        width: int = 768,
+        words: int = GPT_WORDS,
+        *,
+        tied: bool = False,
+        length: int = GPT_LENGTH,
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
-        self.positions = nn.Embedding(GPT_LENGTH, width)
+        self.positions = nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(GptBlock(width, width // 64) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, words, bias=False)

@@ -96,11 +96,15 @@ class Stream:
         address = (PURPOSES[self.purpose], self._rank, offset)
         return philox_normal(self._streams.key, self._step, address, count, self.device)
 
-    def add_normal(self, values: Tensor, scale: float | Tensor) -> Tensor:
+    def add_normal(
+        self, values: Tensor, scale: float | Tensor, *, in_place: bool = False
+    ) -> Tensor:
         """A vector plus a scale times as many standard normal numbers, in double precision."""
         offset = self._advance(values.numel())
         address = (PURPOSES[self.purpose], self._rank, offset)
-        return add_philox_normal(self._streams.key, self._step, address, values, scale)
+        return add_philox_normal(
+            self._streams.key, self._step, address, values, scale, in_place=in_place
+        )
 
     @property
     def step(self) -> int | Tensor:
