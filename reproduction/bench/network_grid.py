@@ -26,6 +26,7 @@ from dpsur.bench.peer_steps import PlainStep, ghost_step, hooks_step
 from dpsur.bench.settings import Cell, CpuContention, Settings, machine
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.streams import NOISE
+from reproduction.bench import families
 from reproduction.bench.command import NETWORKS_FROM, origin_of
 from reproduction.bench.networks import (
     COMMON,
@@ -253,6 +254,11 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: all")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    parser.add_argument(
+        "--families",
+        action="store_true",
+        help="other networks of the same families, without the series",
+    )
     parser.add_argument("--bf16", action="store_true", help="layers in bfloat16, ours and plain")
     parser.add_argument("--no-growth", action="store_true", help="leave out the series")
     parser.add_argument(
@@ -316,9 +322,11 @@ def _measured(options: argparse.Namespace, into: list[dict[str, Any]]) -> Iterat
                 print(line(whole), flush=True)
                 yield whole
             return
-        growth = options.series or list(SERIES)
-        growth = [] if options.no_growth or options.bf16 else growth
-        for job in jobs(device, options.networks, growth=growth, bf16=options.bf16):
+        growth, names = options.series or list(SERIES), options.networks
+        if options.families:
+            names = [f"{name}:{size}" for name, size in families.GRID]
+        growth = [] if options.no_growth or options.bf16 or options.families else growth
+        for job in jobs(device, names, growth=growth, bf16=options.bf16):
             if options.seconds is not None and time.perf_counter() - start > options.seconds:
                 print(f"no time for {job.network.name}", file=sys.stderr)
                 continue

@@ -424,8 +424,11 @@ COMMON: dict[str, Network] = {
 
 def network_named(name: str) -> Network:
     """Look a network up by name."""
+    from reproduction.bench.families import FAMILIES
+
+    every = NETWORKS | COMMON | FAMILIES
     try:
-        return (NETWORKS | COMMON)[name]
+        return every[name]
     except KeyError:
-        known = ", ".join(NETWORKS | COMMON)
+        known = ", ".join(every)
         raise InvalidInputError(f"unknown network {name!r}; choose from {known}") from None

@@ -15,6 +15,7 @@ from dpsur.bench.settings import Cell, Settings, machine
 from dpsur.errors import InvalidInputError
 from reproduction.bench import data_path, network_grid
 from reproduction.bench.command import NETWORKS_FROM, measured_rows
+from reproduction.bench.families import FAMILIES
 from reproduction.bench.networks import COMMON, NETWORKS, Gpt, network_named, perceptron
 from reproduction.bench.report import markdown, panels_of
 from reproduction.command import main
@@ -73,7 +74,7 @@ def test_networks_have_the_stated_parameters_and_treat_examples_one_by_one(name)
     torch.testing.assert_close(together[:1], alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", COMMON)
+@pytest.mark.parametrize("name", COMMON | FAMILIES)
 def test_common_networks_train_the_stated_parameters(name):
     with torch.device("meta"):
         model = network_named(name).build()
@@ -415,7 +416,7 @@ def test_the_readme_shows_the_rows(name):
     assert not shown_in_the_readme(slower, name)
 
 
-@pytest.mark.parametrize("name", ["bench_networks_gpu", "bench_networks_cpu"])
+@pytest.mark.parametrize("name", ["bench_networks_gpu", "bench_networks_cpu", "bench_families_gpu"])
 def test_the_page_shows_the_rows_of_common_networks(name):
     rows = read_rows(ROOT / "results" / f"{name}.jsonl")
     text = (ROOT / "docs" / "benchmarks.md").read_text()
