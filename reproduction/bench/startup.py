@@ -167,7 +167,12 @@ def measured(method: str, seed: int | None, device: str, features: str | None) -
         model = nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES))
         model(torch.zeros(1, 81, 7, 7))
     chosen = {"dpsgd": Dpsgd, "dpsur": Dpsur}.get(method)
-    clock = Clock(torch.cuda.synchronize if cuda else lambda: None)
+
+    def wait() -> None:
+        if cuda and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+
+    clock = Clock(wait)
     clock.watch()
 
     def train() -> None:

@@ -35,7 +35,7 @@ _LONGEST = 2048
 _ALIGNED = 4
 # Numbers of both factors that are split at once, which take 12 bytes each: this part of those of
 # both factors and the product, so that it stays small beside them, but so many at least and most.
-_PART_AT_ONCE, _AT_ONCE, _MOST_AT_ONCE = 1 / 3, 2**21, 2**24
+_PART_AT_ONCE, _AT_ONCE, _MOST_AT_ONCE = 1 / 6, 2**21, 2**23
 # Rows and columns of a product that are computed at once: fewer would leave a GPU half idle. Rather
 # fewer numbers are added up at once, but not below this.
 _SIDE, _SHORTEST = 2048, 256
