@@ -62,8 +62,8 @@ reproduce: $(INSTALLED)
 	$(BIN)/python -m reproduction all --render-only
 	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.svg
 	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.png
-	$(BIN)/python -m reproduction bench-networks --rows results/bench_networks_gpu.jsonl --plot docs/figures/networks_gpu.svg
-	$(BIN)/python -m reproduction bench-networks --rows results/bench_networks_gpu.jsonl --plot docs/figures/networks_gpu.png
+	$(BIN)/python -m reproduction bench-networks --rows results/bench_networks_gpu.jsonl --plot docs/figures/networks_gpu.svg --growth-plot docs/figures/networks_growth_gpu.svg
+	$(BIN)/python -m reproduction bench-networks --rows results/bench_networks_gpu.jsonl --plot docs/figures/networks_gpu.png --growth-plot docs/figures/networks_growth_gpu.png
 
 # torch first and alone: a later range in pyproject.toml then finds it satisfied.
 $(INSTALLED): pyproject.toml constraints.txt

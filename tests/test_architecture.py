@@ -159,12 +159,47 @@ def test_every_room_is_on_the_map():
     assert rooms == set(ARROWS)
 
 
-@pytest.mark.parametrize(
-    "heavy", ["matplotlib", "mlxtend", "rich", "pandas", "sklearn", "dp_accounting", "opacus"]
-)
-def test_heavy_packages_are_not_imported_up_front(heavy):
-    code = f"import sys, dpsur, dpsur.cli; sys.exit('{heavy}' in sys.modules)"
+def modules_after(code: str) -> set[str]:
+    """The modules that a fresh process has after some code, without what torch brings itself."""
+    lines = ["import sys", "import torch", "before = set(sys.modules)", code]
+    lines.append("print(*sorted(set(sys.modules) - before))")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", "\n".join(lines)],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    return set(result.stdout.split())
+
+
+HEAVY = {
+    *("matplotlib", "mlxtend", "rich", "pandas", "sklearn", "dp_accounting", "opacus", "mpmath"),
+    *("scipy.stats", "scipy.signal", "scipy.optimize", "scipy.interpolate", "setuptools"),
+    *("torch._dynamo", "torch._inductor", "triton", "sympy", "transformers", "lightning"),
+}
+FIRST_UPDATE = """
+from dpsur import Budget, Dpsgd, fit
+from dpsur.functional.process_settings import repeatable
+records = torch.randn(64, 3), torch.arange(64) % 2
+with repeatable(torch.device("cuda"), seeded=True):  # what a seeded run on a GPU sets
+    fit(torch.nn.Linear(3, 2), records, budget=Budget(3.0, 1e-3), seed=0, device="cpu",
+        method=Dpsgd(batch_size=16), max_updates=1)
+"""
+
+
+def test_the_import_alone_is_light():
+    code = "import sys, dpsur; sys.exit(bool({'torch', 'numpy', 'scipy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_nothing_heavy_is_imported_up_to_the_first_update():
+    """By what is imported, not by a clock: each of these takes a tenth of a second or seconds."""
+    found = modules_after(FIRST_UPDATE)
+    assert "dpsur.runs.fit" in found
+    assert not found & HEAVY
+    assert "scipy.stats" in modules_after(FIRST_UPDATE + "import scipy.stats")  # the control
+
+
+def test_the_command_imports_nothing_heavy():
+    assert not modules_after("import dpsur.cli") & HEAVY
 
 
 @pytest.mark.parametrize("command", ["account", "calibrate", "verify"])

@@ -24,9 +24,10 @@ def test_a_seeded_run_gives_the_stored_weights(name):
     finally:
         torch.set_num_threads(threads)
     stored = STORED["digests"][name]
-    assert found["epsilon"] == pytest.approx(stored["epsilon"], rel=1e-6)
+    # by transforms, whose rounding is no part of a run
+    assert found.pop("epsilon") == pytest.approx(stored["epsilon"], rel=1e-9)
     # other processors round otherwise, which a comparison may turn into another verdict
     if digests.environment() == STORED["environment"]:
-        assert found == stored
+        assert found == {name: stored[name] for name in ("sha256", "weights")}
     else:
         pytest.skip(f"digests were made on {STORED['environment']}")

@@ -11,7 +11,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,14 @@ from dpsur.bench.peer_steps import PlainStep, ghost_step, hooks_step
 from dpsur.bench.settings import Cell, CpuContention, Settings, machine
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.streams import NOISE
+from reproduction.bench import families
 from reproduction.bench.command import NETWORKS_FROM, origin_of
 from reproduction.bench.networks import (
     COMMON,
-    ENCODER_WORDS,
+    Gpt,
     Network,
-    TokenClassifier,
     network_named,
+    next_word_loss,
     perceptron,
 )
 from reproduction.rows import read_rows, write_rows
@@ -57,8 +58,17 @@ CUDA_GRID = (
     ("gpt2-lora", 32),
 )
 CPU_GRID = (("wrn-16-4", 128), ("encoder-192x6", 128), ("mlp", 4096), ("gpt2", 4))
-# Growth: with parameters, with the batch, with the length of a sequence.
-WIDTHS, BATCHES, LENGTHS = (192, 1_024, 3_072, 9_792), (128, 512, 2048), (64, 256, 512)
+# Growth: of a perceptron with its width, of a residual network with the batch, of a language model
+# of GPT-2's shape (blocks, width, vocabulary) with the length of a sequence.
+WIDTHS, WIDTH_BATCH = (192, 1_024, 3_072, 9_792), 1_024
+BATCHES, BATCH_NETWORK = (128, 512, 2_048), "wrn-16-4"
+LENGTHS, LENGTH_SHAPE, LENGTH_BATCH = (64, 128, 256, 512, 1_024, 2_048), (6, 512, 10_000), 16
+# What the size of a point is, by series.
+SERIES = {
+    "parameters": f"parameters (perceptron, batch {WIDTH_BATCH:,})",
+    "batch": f"batch size ({BATCH_NETWORK})",
+    "length": f"tokens (GPT-2 shaped, 6 x 512, batch {LENGTH_BATCH})",
+}
 ROUNDS, LEAST_SECONDS, MOST_SECONDS, WARM_UP_SECONDS = 5, 0.1, 2.0, 0.2
 
 
@@ -75,40 +85,56 @@ class Job:
 
 
 def jobs(
-    device: torch.device, names: list[str] | None, *, growth: bool, bf16: bool = False
+    device: torch.device,
+    names: list[str] | None,
+    *,
+    growth: Sequence[str] = tuple(SERIES),
+    bf16: bool = False,
 ) -> Iterator[Job]:
-    """What to measure, in order; with an empty list of names the series alone."""
+    """What to measure: the table, then series; with an empty list of names these alone."""
     grid: tuple[tuple[str, int], ...] = CUDA_GRID if device.type == "cuda" else CPU_GRID
     if names is not None:
         grid = tuple(_pair(name) for name in names)
     for name, batch_size in grid:
         arms = ("plain", "dpsgd") if bf16 else tuple(ARMS)
         yield Job(network_named(name), batch_size, bf16=bf16, arms=arms)
-    if growth:
-        yield from series()
+    for job in series():
+        if job.series in growth:
+            yield job
 
 
 def series() -> Iterator[Job]:
     """Growth with parameters, with the batch and with the length of a sequence."""
-    few = ("plain", "dpsgd", "opacus-hooks")
+    few = (PLAIN, OURS, *OPACUS)
     for width in WIDTHS:
         model = partial(perceptron, width)
-        count = sum(value.numel() for value in model().parameters())
+        count = parameters_of(model)
         network = replace(network_named("mlp"), name=f"mlp-{width}", parameters=count, build=model)
-        yield Job(network, 1024, series="parameters", size=count, arms=few)
+        yield Job(network, WIDTH_BATCH, series="parameters", size=count, arms=few)
     for batch_size in BATCHES:
-        yield Job(network_named("wrn-16-4"), batch_size, series="batch", size=batch_size, arms=few)
+        network = network_named(BATCH_NETWORK)
+        yield Job(network, batch_size, series="batch", size=batch_size, arms=few)
+    words = LENGTH_SHAPE[2]
     for length in LENGTHS:
+        language = partial(Gpt, *LENGTH_SHAPE, length=length)
         network = Network(
-            f"encoder-{length}",
-            f"Transformer encoder, {length} tokens",
-            0,
-            partial(TokenClassifier, length=length),
+            f"gpt-{length}",
+            f"GPT-2 shaped, {length} tokens",
+            parameters_of(language),
+            language,
             (length,),
-            10,
-            ENCODER_WORDS,
+            words,
+            words,
+            labelled_positions=True,
+            loss=next_word_loss,
         )
-        yield Job(network, 64, series="length", size=length, arms=few)
+        yield Job(network, LENGTH_BATCH, series="length", size=length, arms=few)
+
+
+def parameters_of(build: Callable[[], torch.nn.Module]) -> int:
+    """How many parameters a network has, without memory for them."""
+    with torch.device("meta"):
+        return sum(value.numel() for value in build().parameters())
 
 
 def _pair(text: str) -> tuple[str, int]:
@@ -228,8 +254,16 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: all")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    parser.add_argument(
+        "--families",
+        action="store_true",
+        help="other networks of the same families, without the series",
+    )
     parser.add_argument("--bf16", action="store_true", help="layers in bfloat16, ours and plain")
     parser.add_argument("--no-growth", action="store_true", help="leave out the series")
+    parser.add_argument(
+        "--series", nargs="+", choices=list(SERIES), help="series of growth (default: all)"
+    )
     parser.add_argument(
         "--data-path",
         action="store_true",
@@ -239,6 +273,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE.jsonl", help="write rows as they are made")
     parser.add_argument("--rows", metavar="FILE.jsonl", help="measure nothing, show these rows")
     parser.add_argument("--plot", metavar="FILE", help="draw the rows (PNG, SVG, PDF)")
+    parser.add_argument("--growth-plot", metavar="FILE", help="draw time and memory of the series")
     parser.set_defaults(run=run)
 
 
@@ -250,8 +285,12 @@ def run(options: argparse.Namespace) -> int:
     else:
         found = []
         write_rows(Path(options.out or "/dev/null"), _measured(options, found))
+    from reproduction.bench import network_figures  # which imports this module
+
     if options.plot is not None:
-        draw(found, Path(options.plot))
+        network_figures.draw(found, Path(options.plot))
+    if options.growth_plot is not None:
+        network_figures.draw_growth(found, Path(options.growth_plot))
     return 0
 
 
@@ -283,8 +322,11 @@ def _measured(options: argparse.Namespace, into: list[dict[str, Any]]) -> Iterat
                 print(line(whole), flush=True)
                 yield whole
             return
-        growth = not (options.no_growth or options.bf16)
-        for job in jobs(device, options.networks, growth=growth, bf16=options.bf16):
+        growth, names = options.series or list(SERIES), options.networks
+        if options.families:
+            names = [f"{name}:{size}" for name, size in families.GRID]
+        growth = [] if options.no_growth or options.bf16 or options.families else growth
+        for job in jobs(device, names, growth=growth, bf16=options.bf16):
             if options.seconds is not None and time.perf_counter() - start > options.seconds:
                 print(f"no time for {job.network.name}", file=sys.stderr)
                 continue
@@ -353,66 +395,3 @@ def _ms(row: dict[str, Any] | None) -> str:
 
 def _two(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Ratios to plain by network, and growth."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    from dpsur.figure_style import common
-
-    names = [name for name in ("parameters", "batch", "length") if _of(rows, name)]
-    figures = [("step_seconds", 1e3, "ms per update"), ("peak_memory_bytes", 2**-30, "peak, GiB")]
-    with common():
-        figure = plt.figure(figsize=(4.8 + 2.6 * len(names), 3.2), layout="constrained")
-        columns = figure.add_gridspec(
-            1, 1 + bool(names), width_ratios=[1.8, len(names)][: 1 + bool(names)]
-        )
-        bars = figure.add_subplot(columns[0])
-        cells = {key: arms for key, arms in table(rows).items() if key[2] == "float32"}
-        places, width = np.arange(len(cells)), 0.16
-        order = (PLAIN, *OPACUS, OURS, GATE)
-        for number, arm in enumerate(order):
-            heights = [
-                arms.get(arm, {}).get("time_over_plain") or np.nan for arms in cells.values()
-            ]
-            bars.bar(places + (number - 2) * width, heights, width, label=arm, color=f"C{number}")
-        bars.set_xticks(places, [key[0] for key in cells], rotation=30, ha="right")
-        bars.set(ylabel="time of an update / plain", yscale="log")
-        bars.legend(fontsize=6)
-        if names:
-            grid = columns[1].subgridspec(2, len(names))
-            for column, name in enumerate(names):
-                for line_, (field, unit, label) in enumerate(figures):
-                    axis = figure.add_subplot(grid[line_, column])
-                    for arm in (PLAIN, OURS, "opacus-hooks"):
-                        points = [
-                            (row["size"], unit * row[field])
-                            for row in _of(rows, name)
-                            if row["arm"] == arm and row["status"] == OK and row.get(field)
-                        ]
-                        if points:
-                            color = f"C{order.index(arm)}"
-                            axis.plot(*zip(*sorted(points), strict=True), color, marker="o", ms=2)
-                    axis.set(xscale="log", yscale="log", ylabel="" if column else label)
-                    if line_:
-                        axis.set_xlabel(name)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        plt.close(figure)
-
-
-def _of(rows: list[dict[str, Any]], series: str) -> list[dict[str, Any]]:
-    """The rows of a series; cells of the table are points of the series over batch sizes."""
-    found = [row for row in rows if row["series"] == series]
-    if series == "batch":
-        names = {row["network"] for row in found}
-        found += [
-            {**row, "size": row["batch_size"]}
-            for row in rows
-            if row["series"] is None and row["network"] in names and row["precision"] == "float32"
-        ]
-    return found

@@ -234,11 +234,17 @@ class Gpt(nn.Module):
     """A language model of GPT-2's shape."""
 
     def __init__(
-        self, depth: int = 12, width: int = 768, words: int = GPT_WORDS, *, tied: bool = False
+        self,
+        depth: int = 12,
+        width: int = 768,
+        words: int = GPT_WORDS,
+        *,
+        tied: bool = False,
+        length: int = GPT_LENGTH,
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
-        self.positions = nn.Embedding(GPT_LENGTH, width)
+        self.positions = nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(GptBlock(width, width // 64) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, words, bias=False)
@@ -418,8 +424,11 @@ COMMON: dict[str, Network] = {
 
 def network_named(name: str) -> Network:
     """Look a network up by name."""
+    from reproduction.bench.families import FAMILIES
+
+    every = NETWORKS | COMMON | FAMILIES
     try:
-        return (NETWORKS | COMMON)[name]
+        return every[name]
     except KeyError:
-        known = ", ".join(NETWORKS | COMMON)
+        known = ", ".join(every)
         raise InvalidInputError(f"unknown network {name!r}; choose from {known}") from None

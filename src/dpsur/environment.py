@@ -12,7 +12,7 @@ from dpsur.errors import InvalidInputError
 def versions() -> dict[str, str]:
     """This package, Python, and the packages that figures depend on."""
     found = {"dpsur": __version__, "python": platform.python_version()}
-    for package in ("torch", "dp-accounting", "numpy", "scipy"):
+    for package in ("torch", "numpy", "scipy"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

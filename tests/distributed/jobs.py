@@ -259,21 +259,21 @@ def outcome(run):
 def drifting_run(method):
     """A run in which the state of one rank changes by one bit."""
     session = session_of(method)
-    ranks, step = session.ranks, type(session.procedure).propose
+    ranks, step = session.ranks, type(session.procedure).update_in_place
     calls = []
 
-    def propose(self, state, draws, position):
-        found = step(self, state, draws, position)
+    def update_in_place(self, state, *rest):
+        found = step(self, state, *rest)
         calls.append(None)
         if ranks.rank == 1 and len(calls) == 3:
-            next(iter(found.state.params.values())).view(torch.int64).view(-1)[0] ^= 1
+            next(iter(state.params.values())).view(torch.int64).view(-1)[0] ^= 1
         return found
 
-    type(session.procedure).propose = propose
+    type(session.procedure).update_in_place = update_in_place
     try:
         session.run()
     finally:
-        type(session.procedure).propose = step
+        type(session.procedure).update_in_place = step
 
 
 def ledger_of(folder):

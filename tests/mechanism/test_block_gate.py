@@ -246,10 +246,10 @@ def noise_is_never_repeated():
             drawn[self.purpose].append(float(found[0]))
         return found
 
-    def spy_on_sum(self, values, scale):
+    def spy_on_sum(self, values, scale, **more):
         if self.purpose in drawn and not self._next:
             drawn[self.purpose].append(float(real(self, 1, 0)[0]))
-        return added(self, values, scale)
+        return added(self, values, scale, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stream, "normal", spy)

@@ -129,11 +129,17 @@ def test_a_gpu_draws_the_same_numbers(compiled, first, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 7, 4096])
-def test_noise_is_added_in_double_precision(count):
+def test_noise_is_added_in_double_precision(count, monkeypatch):
+    """Also in parts, and in place."""
     one, other, values = stream(3), stream(3), torch.linspace(-1, 1, count)
     expected = (values.double() + 0.3 * one.normal(count)).float()
+    before = values.clone()
     assert torch.equal(other.add_normal(values, 0.3), expected)
     assert torch.equal(one.normal(5), other.normal(5))  # both have drawn as many
+    assert torch.equal(values, before)
+    monkeypatch.setattr(philox, "_ADDED_AT_ONCE", 12)
+    assert stream(3).add_normal(values, 0.3, in_place=True) is values
+    assert torch.equal(values, expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -157,6 +163,10 @@ def test_a_gpu_adds_the_noise_that_it_draws(count):
     offset.normal(8)
     expected = streams.at(3)[NOISE].normal(8 + count)[8:].mul_(0.3).add_(values).float()
     assert torch.equal(offset.add_normal(values, 0.3), expected)
+    offset = streams.at(3)[NOISE]
+    offset.normal(8)
+    assert offset.add_normal(values, 0.3, in_place=True) is values
+    assert torch.equal(values, expected)
 
 
 def test_a_saved_key_continues_exactly():

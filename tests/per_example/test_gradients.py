@@ -303,11 +303,11 @@ def test_without_memory_microbatches_become_smaller(monkeypatch, caplog):
     expected = clipped_sum(problem, params, problem.train, 0.1).params
     sizes, most, real = [], [2], clipping._microbatch_sums
 
-    def limited(objective, params, microbatch, *rest):
+    def limited(objective, params, microbatch, *rest, **more):
         sizes.append(len(microbatch.batch))
         if sizes[-1] > most[0]:
             raise torch.OutOfMemoryError("no room")
-        return real(objective, params, microbatch, *rest)
+        return real(objective, params, microbatch, *rest, **more)
 
     monkeypatch.setattr(clipping, "_microbatch_sums", limited)
     for _ in range(2):
@@ -319,3 +319,25 @@ def test_without_memory_microbatches_become_smaller(monkeypatch, caplog):
     most[0] = 0
     with pytest.raises(torch.OutOfMemoryError):
         clipped_sum(problem, params, problem.train, 0.1)
+
+
+def test_a_microbatch_that_ran_out_of_memory_halfway_counts_once(monkeypatch):
+    """Some layers had added it to the sum: that begins anew, or records would count twice."""
+    records = Examples(torch.randn(6, 4), torch.arange(6) % 3)
+    problem = Problem(nn.Linear(4, 3), F.cross_entropy, records)
+    params = problem.initial_params()
+    expected = clipped_sum(problem, params, problem.train, 0.1, at_once=4).params
+    sizes, real = [], clipping._microbatch_sums
+
+    def limited(objective, params, microbatch, *rest, **more):
+        sizes.append(len(microbatch.batch))
+        for count, found in enumerate(real(objective, params, microbatch, *rest, **more)):
+            if count and len(sizes) == 2:
+                raise torch.OutOfMemoryError("no room")
+            yield found
+
+    monkeypatch.setattr(clipping, "_microbatch_sums", limited)
+    found = clipped_sum(problem, params, problem.train, 0.1, at_once=4).params
+    assert sizes == [4, 2, 1, 1, 1, 1, 1, 1]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)

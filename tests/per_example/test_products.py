@@ -53,6 +53,9 @@ def emulated(monkeypatch):
     monkeypatch.setattr(products, "pays", lambda *_: True)
     monkeypatch.setattr(products, "_LONGEST", 8)
     monkeypatch.setattr(products, "_AT_ONCE", 64)
+    monkeypatch.setattr(products, "_PART_AT_ONCE", 0)
+    monkeypatch.setattr(products, "_SIDE", 4)
+    monkeypatch.setattr(products, "_SHORTEST", 4)
 
 
 @pytest.fixture
@@ -88,6 +91,15 @@ def check_products(one, other, bias, bound):
     assert error(products.product(one, other, bias), exact + bias.double()) < bound
 
 
+def weighted(outputs, inputs, factors, **options):
+    found = factors.new_empty(outputs.shape[1], inputs.shape[1])
+    assert products.weighted_product(outputs, inputs, factors, found, **options)
+    twice = found.clone()
+    assert products.weighted_product(outputs, inputs, factors, twice, add=True, **options)
+    torch.testing.assert_close(twice, 2 * found)
+    return found
+
+
 def check_sums(one, other, bound, positions):
     """Rows without a factor are not read, the others are multiplied by theirs once."""
     left, right = one.mT.contiguous(), other.clone()
@@ -97,13 +109,12 @@ def check_sums(one, other, bound, positions):
     exact = one.double() @ (each.unsqueeze(1) * other.double())
     hidden = each == 0
     left[hidden], right[hidden] = torch.nan, torch.nan
-    assert error(products.weighted_product(left, right, factors), exact) < bound
-    assert error(products.weighted_product(right, left, factors), exact.mT) < bound
+    assert error(weighted(left, right, factors), exact) < bound
+    assert error(weighted(right, left, factors), exact.mT) < bound
     left, right = left.bfloat16(), right.bfloat16()
     kept = torch.where(hidden.unsqueeze(1), 0.0, right.double()) * each.unsqueeze(1)
     exact = torch.where(hidden.unsqueeze(1), 0.0, left.double()).mT @ kept
-    found = products.weighted_product(left, right, factors)
-    assert found.dtype == torch.float32
+    found = weighted(left, right, factors)
     assert error(found, exact) < max(bound, 4e-6)  # the 16 bits of two numbers of bfloat16
 
 

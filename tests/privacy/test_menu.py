@@ -10,7 +10,9 @@ from dp_accounting.pld import privacy_loss_distribution
 from scipy.stats import norm
 
 from dpsur.errors import InvalidInputError
+from dpsur.privacy.accountants import losses as distributions
 from dpsur.privacy.accountants import menu, pld, proven
+from dpsur.privacy.accountants.losses import hockey_stick
 from dpsur.privacy.events import Menu, SampledGaussian, event_from_json, event_to_json
 
 DELTA = 1e-5
@@ -51,7 +53,7 @@ def combined(how):
         parts = [real(Menu((choice,), offer.repeats), width, direction) for choice in offer.choices]
         first, last = min(p.first for p in parts), max(p.last for p in parts)
         profiles = [menu._profile(part, first, last, width) for part in parts]
-        return menu._connected(first, how(profiles, axis=0), width)
+        return distributions.connect(first, how(profiles, axis=0), width)
 
     return wrong
 
@@ -83,16 +85,16 @@ def of_two(first, seconds, epsilon, direction):
     with_it = (1 - q) * without + q * norm.pdf(x, 1, s)
     losses = np.log(with_it / without)
     front, losses = (with_it, losses) if direction == "add" else (without, -losses)
-    rest = [menu.hockey_stick(second, epsilon - losses, direction) for second in seconds]
+    rest = [hockey_stick(second, epsilon - losses, direction) for second in seconds]
     return float(np.trapezoid(front * np.max(rest, axis=0), x))
 
 
 def no_way_to_choose_costs_more():
     """The second update is chosen by the outcome of the first, in the worst way there is."""
-    whole = menu.dominating(Menu(CHOICES), WIDTH).self_compose(2)
+    whole = menu.dominating(Menu(CHOICES), WIDTH).repeated(2)
     for epsilon in (0.02, 0.1, 0.37, 1.0):
         chosen = max(of_two(c, CHOICES, epsilon, d) for c in CHOICES for d in ("add", "remove"))
-        assert chosen <= whole.get_delta_for_epsilon(epsilon) + ROUNDING, epsilon
+        assert chosen <= whole.delta(epsilon) + ROUNDING, epsilon
 
 
 LAWS = [the_profile_covers_every_choice, no_sequence_costs_more, no_way_to_choose_costs_more]
@@ -134,10 +136,10 @@ def test_the_largest_is_what_is_built():
 @pytest.mark.parametrize("choice", [*CHOICES, SampledGaussian(0.01, 0.3)], ids=str)
 def test_closed_form_is_the_integral(choice, direction):
     epsilons = np.concatenate((np.linspace(-3, 3, 25), [8.0]))
-    found = menu.hockey_stick(choice, epsilons, direction)
+    found = hockey_stick(choice, epsilons, direction)
     exact = [integrated(choice, epsilon, direction) for epsilon in epsilons]
     assert found == pytest.approx(exact, abs=1e-8)
-    other = menu.hockey_stick(choice, epsilons, "remove" if direction == "add" else "add")
+    other = hockey_stick(choice, epsilons, "remove" if direction == "add" else "add")
     if choice.sample_rate < 1:  # the control: directions differ, except without sampling
         assert found != pytest.approx(other.tolist(), abs=1e-8)
 
@@ -145,9 +147,9 @@ def test_closed_form_is_the_integral(choice, direction):
 def test_closed_form_far_out():
     """Where e^epsilon is no floating-point number, and where one law is all there is."""
     for direction in ("add", "remove"):
-        far = menu.hockey_stick(CHOICES[0], np.array([-1e3, 1e3]), direction)
+        far = hockey_stick(CHOICES[0], np.array([-1e3, 1e3]), direction)
         assert far == pytest.approx([1.0, 0.0])
-        sharp = menu.hockey_stick(SampledGaussian(1.0, 0.02), np.array([1000.0]), direction)
+        sharp = hockey_stick(SampledGaussian(1.0, 0.02), np.array([1000.0]), direction)
         assert sharp == pytest.approx([norm.cdf(25 - 1000 * 0.02)], rel=1e-3)
 
 
@@ -187,7 +189,7 @@ def test_repeated_profiles_are_those_of_dp_accounting():
         ).self_compose(25)  # fmt: skip
         ours = menu.dominating(Menu((choice,), 25), WIDTH)
         for epsilon in (0.0, 0.3, 1.0, 2.0):
-            assert ours.get_delta_for_epsilon(epsilon) == pytest.approx(
+            assert ours.delta(epsilon) == pytest.approx(
                 theirs.get_delta_for_epsilon(epsilon), rel=1e-6, abs=ROUNDING
             )
 
@@ -236,8 +238,8 @@ def test_events_are_written_and_read():
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_tails_that_are_cut_off_are_counted(choice, count):
     """A sum over all cells, without cutting anything off, as numpy's own polynomials have it."""
-    once = menu._once(choice, 0.05, "add")
-    cut = menu._repeated(once, count)
+    once = distributions.discretise(choice, 0.05, "add")
+    cut = distributions.repeat(once, count)
     whole = np.ones(1)
     for _ in range(count):
         whole = np.convolve(whole, once.chances)
@@ -246,7 +248,7 @@ def test_tails_that_are_cut_off_are_counted(choice, count):
     found[start : start + len(cut.chances)] = cut.chances
     assert found == pytest.approx(whole, abs=1e-15)
     left, right = whole[:start].sum(), whole[start + len(cut.chances) :].sum()
-    assert left + right <= menu.CUT_OFF <= cut.infinite
+    assert left + right <= distributions.CUT_OFF <= cut.infinite
 
 
 @pytest.mark.parametrize("repeats", [2, 125])
@@ -261,8 +263,8 @@ def test_tails_that_are_cut_off_are_counted(choice, count):
 )
 def test_losses_that_are_rare_or_none(choice, repeats):
     """Far fewer draws than cells, and cells without any chance: no bound may be lost in between."""
-    once = menu._once(choice, 1e-2, "add")
-    low, high = menu._ends(once.chances, repeats)
+    once = distributions.discretise(choice, 1e-2, "add")
+    low, high = distributions.ends(once.chances, repeats)
     assert 0 <= low <= high <= repeats * (len(once.chances) - 1)
     if choice.noise_multiplier == 1.0:  # one draw that counts, hardly ever two
         assert high - low < 2 * len(once.chances)

@@ -290,3 +290,24 @@ def test_phi_of_one_number_is_that_of_an_array(alpha):
     sizes = np.geomspace(1e-9, 20.0, 60)
     values = np.concatenate([sizes, -sizes[sizes < 1]])
     assert [phi_at(alpha, float(y)) for y in values] == phi(alpha, values).tolist()
+
+
+@pytest.mark.parametrize("accuracy", [COARSE, FINE])
+@pytest.mark.parametrize("direction", ["add", "remove"])
+@pytest.mark.parametrize(
+    ("q", "s", "q_v", "r", "order"),
+    [
+        (0.0085, 0.9, 0.004, 2.0, 6.0),
+        (0.03, 2.15, 0.004, 4.7, 12.5),
+        (0.5, 0.7, 1.0, 20.0, 1.3),
+        (0.0, 1.0, 0.1, 3.0, 40.0),
+    ],
+)
+def test_without_the_attained_value_the_certified_one_is_the_same(
+    q, s, q_v, r, order, direction, accuracy
+):
+    """To the last bit: searches take it, and noise must not depend on which was asked for."""
+    both = divergence(q, s, q_v, r, order, direction, accuracy)
+    alone = divergence(q, s, q_v, r, order, direction, replace(accuracy, attained=False))
+    assert alone.upper == both.upper
+    assert 0.0 <= alone.lower <= alone.upper

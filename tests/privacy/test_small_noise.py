@@ -52,7 +52,7 @@ def test_the_cells_are_bounded(sigma, count):
     width = pld._width([(event, count)])
     assert width <= pld.WIDEST_CELL
     whole = pld._composed(event, count, width)
-    assert whole._pmf_remove.size <= 2 * pld.MOST_CELLS
+    assert len(whole.add.chances) <= 2 * pld.MOST_CELLS
     assert pld._shape(event, count).reach > 1e-3 * pld.MOST_CELLS  # which narrow cells exceed
 
 
@@ -92,19 +92,19 @@ def test_a_plan_with_a_tiny_noise_is_refused(noise, test):
 
 def test_many_updates_in_two_stages_cost_what_they_cost_in_one():
     distribution = pld._distribution(0.02, 3.0, 1e-3)
-    count = 2 * pld.LONGEST_STRETCH + 77
-    staged = pld._repeated(distribution, count).get_epsilon_for_delta(DELTA)
-    at_once = distribution.self_compose(count).get_epsilon_for_delta(DELTA)
-    assert staged == pytest.approx(at_once, rel=1e-6)
+    staged = distribution.repeated(10_000).repeated(2).composed(distribution.repeated(77))
+    at_once = distribution.repeated(20_077)
+    assert staged.epsilon(DELTA) == pytest.approx(at_once.epsilon(DELTA), rel=1e-6)
+    assert len(at_once.add.chances) < 2 * pld.MOST_CELLS
 
 
 @pytest.mark.parametrize(("q", "sigma", "count"), [(1e-3, 4.0, 100_000), (4e-3, 4.0, 1000)])
 def test_small_losses_are_not_rounded_up_to_whole_cells(q, sigma, count):
     event = SampledGaussian(q, sigma)
     found = pld.composed_epsilon([(event, count)], DELTA)
-    finer = pld._repeated(pld._distribution(q, sigma, 1e-5), count).get_epsilon_for_delta(DELTA)
+    finer = pld._distribution(q, sigma, 1e-5).repeated(count).epsilon(DELTA)
     assert finer <= found <= 1.02 * finer
-    coarse = pld._repeated(pld._distribution(q, sigma, 1e-3), count).get_epsilon_for_delta(DELTA)
+    coarse = pld._distribution(q, sigma, 1e-3).repeated(count).epsilon(DELTA)
     assert coarse > 1.05 * finer
 
 

@@ -15,7 +15,8 @@ from dpsur.bench.settings import Cell, Settings, machine
 from dpsur.errors import InvalidInputError
 from reproduction.bench import data_path, network_grid
 from reproduction.bench.command import NETWORKS_FROM, measured_rows
-from reproduction.bench.networks import COMMON, NETWORKS, Gpt, network_named
+from reproduction.bench.families import FAMILIES
+from reproduction.bench.networks import COMMON, NETWORKS, Gpt, network_named, perceptron
 from reproduction.bench.report import markdown, panels_of
 from reproduction.command import main
 from reproduction.rows import read_rows
@@ -73,7 +74,7 @@ def test_networks_have_the_stated_parameters_and_treat_examples_one_by_one(name)
     torch.testing.assert_close(together[:1], alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", COMMON)
+@pytest.mark.parametrize("name", COMMON | FAMILIES)
 def test_common_networks_train_the_stated_parameters(name):
     with torch.device("meta"):
         model = network_named(name).build()
@@ -117,6 +118,36 @@ def test_the_networks_benchmark_writes_rows_and_draws_them(tmp_path, monkeypatch
     assert main(["bench-networks", "--rows", str(out)]) == 0
     assert "| mlp, 8 |" in capsys.readouterr().out
     assert main(["bench-networks", "--networks", "mlp"]) == 2
+
+
+def test_growth_is_measured_and_drawn_along_three_series(tmp_path, monkeypatch, capsys):
+    for name, value in {
+        "WARM_UP_SECONDS": 0.0, "LEAST_SECONDS": 0.0, "WIDTHS": (8, 12), "WIDTH_BATCH": 4,
+        "BATCHES": (2, 4), "BATCH_NETWORK": "mlp", "LENGTHS": (3, 5), "LENGTH_SHAPE": (1, 64, 11),
+        "LENGTH_BATCH": 2,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(network_grid, name, value)
+    out, figure = tmp_path / "rows.jsonl", tmp_path / "growth.svg"
+    words = ["--networks", "--arms", "plain", "dpsgd", "--out", str(out)]
+    assert main(["bench-networks", "--device", "cpu", *words]) == 0
+    rows = [json.loads(text) for text in out.read_text().splitlines()]
+    assert all(row["status"] == "ok" for row in rows), rows
+    sizes = {}
+    for row in rows:
+        sizes.setdefault(row["series"], []).append(row["size"])
+    assert sizes["batch"] == [2, 2, 4, 4]
+    assert sizes["length"] == [3, 3, 5, 5]
+    assert sizes["parameters"][0] == sum(v.numel() for v in perceptron(8).parameters())
+    for row in rows:  # as on a GPU, where one arm ran out of memory
+        row["peak_memory_bytes"] = 2**20 * row["size"]
+    rows.append({**rows[0], "arm": "opacus-hooks", "status": "out-of-memory"})
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["bench-networks", "--rows", str(out), "--growth-plot", str(figure)]) == 0
+    assert figure.read_text().count('id="axes_') == 6
+    only = [*words, "--series", "length"]
+    assert main(["bench-networks", "--device", "cpu", *only]) == 0
+    assert {json.loads(text)["series"] for text in out.read_text().splitlines()} == {"length"}
+    capsys.readouterr()
 
 
 def test_the_paper_s_networks_are_the_paper_s():
@@ -385,7 +416,7 @@ def test_the_readme_shows_the_rows(name):
     assert not shown_in_the_readme(slower, name)
 
 
-@pytest.mark.parametrize("name", ["bench_networks_gpu", "bench_networks_cpu"])
+@pytest.mark.parametrize("name", ["bench_networks_gpu", "bench_networks_cpu", "bench_families_gpu"])
 def test_the_page_shows_the_rows_of_common_networks(name):
     rows = read_rows(ROOT / "results" / f"{name}.jsonl")
     text = (ROOT / "docs" / "benchmarks.md").read_text()

@@ -142,7 +142,9 @@ def _divided_by_drawn_size(source: DpGradient) -> GradientSource:
 
 
 def _fixed_batches(source: DpGradient) -> GradientSource:
-    return replace(source, sampler=_FixedSampler(source.sampler.problem))
+    sampler = source.sampler
+    fixed = _FixedSampler(sampler.problem, random_layers=sampler.random_layers)
+    return replace(source, sampler=fixed)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Our own arms: what `dpsur.mechanism.loop.train` does in one turn, on a batch of known size."""
 
+import copy
 import time
 
 import torch
@@ -7,16 +8,18 @@ import torch
 from dpsur.bench.settings import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_MULTIPLIER, Cell
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
-from dpsur.functional.problem import Problem
+from dpsur.functional.problem import Problem, drop_weights
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import tensors_of
 from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
 from dpsur.mechanism.host_batches import capture_obstacle
-from dpsur.mechanism.loop import EagerLoop, Loop, make_trial, start
+from dpsur.mechanism.loop import EagerLoop, Loop, Progress, make_trial, start
+from dpsur.mechanism.state import Procedure
+from dpsur.mechanism.trial import updates_in_place
 from dpsur.methods.dpsgd import Dpsgd
 from dpsur.methods.dpsur import Dpsur
 from dpsur.methods.gradient_method import GradientMethod
-from dpsur.per_example import clipped_sum
+from dpsur.per_example import clipped_sum, engine_report
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Test, Trial
 from dpsur.privacy.plans import Plan
@@ -31,6 +34,22 @@ RECORDS_PER_BATCH, BLOCK_SECONDS, LONGEST_BLOCK = 8, 0.5, 100
 BLOCK = 100
 
 
+def _bound(
+    cell: Cell, records: Examples, method: GradientMethod, plan: Plan
+) -> tuple[Problem, Procedure, Progress]:
+    """A problem, its procedure and where it starts, with the memory that `fit` needs for them.
+
+    The weights before training stay on the host, and the engine is chosen before there is a state.
+    """
+    model = cell.model()
+    original = copy.deepcopy(model).cpu()
+    problem = Problem(model, cell.loss, records, bf16=cell.bf16, original=original)
+    procedure = method.bind(problem, plan)
+    drop_weights(model)
+    engine_report(problem)
+    return problem, procedure, start(procedure)
+
+
 class OwnStep:
     """One trial: draw a candidate, judge it, keep or drop it.
 
@@ -39,17 +58,18 @@ class OwnStep:
     """
 
     def __init__(self, cell: Cell, method: GradientMethod, test: Test | None) -> None:
-        self.problem = Problem(cell.model(), cell.loss, cell.batch, bf16=cell.bf16)
         trial = Trial(SampledGaussian(1.0, NOISE_MULTIPLIER), test)
         # Nothing is released and no record is private: the plan only carries the trial.
         self.plan = Plan(Budget(1.0, 1e-5), "every-trial", trial, trials=ENDLESS)
         self.streams = cell.streams()
-        self.procedure = method.bind(self.problem, self.plan)
-        self.progress = start(self.procedure)
+        self.problem, self.procedure, self.progress = _bound(cell, cell.batch, method, self.plan)
+        self._in_place = updates_in_place(self.procedure)
 
     def __call__(self) -> None:
         """Make the trial. The ledger asks for every verdict, which waits for the device."""
-        self.progress, _ = make_trial(self.procedure, self.plan, self.streams, self.progress)
+        self.progress, _ = make_trial(
+            self.procedure, self.plan, self.streams, self.progress, self._in_place
+        )
 
     def clipped_sum(self) -> Params:
         """The sum of clipped gradients."""
@@ -65,7 +85,9 @@ class CapturedOwnStep:
         padded = step.procedure.padded()
         if padded is None:
             raise InvalidInputError("layers that draw random numbers are not captured")
-        self._trial = CapturedTrial(padded, step.plan, step.progress, step.streams, block=BLOCK)
+        self._trial = CapturedTrial(
+            padded, step.plan, step.progress, step.streams, block=BLOCK, owned=True
+        )
 
     def __call__(self) -> None:
         """Replay the trial, as one of a block."""
@@ -96,7 +118,6 @@ class TrainingSteps:
             count = RECORDS_PER_BATCH * len(cell.batch)
             records = cell.network.batch(count, cell.device, cell.seed)
         size = len(records)
-        self.problem = Problem(cell.model(), cell.loss, records, bf16=cell.bf16)
         # what the data set takes beside the batch that every arm is charged for
         self.data_bytes = sum(
             value.numel() * value.element_size()
@@ -106,16 +127,19 @@ class TrainingSteps:
         test = LossTest(rate, VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD) if tested else None
         update = SampledGaussian(len(cell.batch) / size, NOISE_MULTIPLIER)
         plan = Plan(Budget(1.0, 1e-5), "every-trial", Trial(update, test), trials=ENDLESS)
-        procedure = method.bind(self.problem, plan)
-        progress, streams = start(procedure), cell.streams()
+        self.problem, procedure, progress = _bound(cell, records, method, plan)
+        streams = cell.streams()
         rates = [update.sample_rate, rate] if tested else [update.sample_rate]
         captured = cell.device.type == "cuda" and capture_obstacle(records, rates) is None
         padded = procedure.padded() if captured else None
         self.steps = 1
-        self._loop: Loop = EagerLoop(procedure, plan, streams, progress)
+        self._loop: Loop = EagerLoop(procedure, plan, streams, progress, owned=True)
+        del progress  # now the loop's, which may replace its tensors
         if padded is not None:
             self.steps = self._block(cell.device)
-            loop = CudaGraphLoop(procedure, padded, plan, streams, self._loop.progress, self.steps)
+            loop = CudaGraphLoop(
+                procedure, padded, plan, streams, self._loop.progress, self.steps, owned=True
+            )
             loop.prepare()
             self._loop = loop
 

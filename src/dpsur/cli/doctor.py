@@ -6,11 +6,12 @@ import json
 import os
 import platform
 import shutil
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dpsur.environment import versions
+from dpsur.environment import cache_folder, versions
 from dpsur.errors import InvalidInputError
 
 DESCRIPTION = """\
@@ -40,62 +41,73 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what was found; status 1 where something is needed that is missing."""
-    found = diagnose()
     if options.json:
+        found = diagnose()
         print(json.dumps(found))
         return 1 if found["problems"] else 0
-    for heading in ("versions", "devices", "data", "cache"):
+    problems: list[str] = []
+    for heading, values in _sections(problems):
         print(f"{heading}:")
-        for name, value in found[heading].items():
-            print(f"  {name:<16}{value}")
-    print("optional packages:")
-    for name, value in found["optional"].items():
-        print(f"  {name:<16}{value}")
-    print("problems:" if found["problems"] else "problems: none")
-    for problem in found["problems"]:
+        for name, value in values.items():
+            print(f"  {name:<16}{value}", flush=True)
+    print("problems:" if problems else "problems: none")
+    for problem in problems:
         print(f"  {problem}")
-    return 1 if found["problems"] else 0
+    return 1 if problems else 0
 
 
 def diagnose() -> dict[str, Any]:
     """All facts, as plain values."""
-    import torch
+    problems: list[str] = []
+    found = {heading.split()[0]: values for heading, values in _sections(problems)}
+    return {**found, "problems": problems}
 
-    from dpsur.environment import cache_folder
-    from dpsur.tasks.datasets import DATA_SETS
-    from dpsur.tasks.datasets.load import status_of
 
-    devices = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"}
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        devices[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    problems = []
-    root = cache_folder()
-    writable = os.access(_existing(root), os.W_OK)
-    if not writable:
-        problems.append(f"the cache {root} cannot be written; set DPSUR_CACHE to another folder")
-    free = shutil.disk_usage(_existing(root)).free / 2**30
-    if free < 2:
-        problems.append(f"only {free:.1f} GiB are free at {root}; features need about 1 GiB")
-    data = {}
-    for name, data_set in DATA_SETS.items():
-        state = status_of(data_set, None, check=False)
-        parts = (state.state, state.where, state.remedy)
-        data[name] = ", ".join(str(part) for part in parts if part is not None)
+def _sections(problems: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Facts by heading. What takes an import of torch comes last: nobody waits for the rest."""
+    yield "versions", {**versions(), "platform": platform.platform()}
+    yield "cache", _cache(problems)
     optional = {}
     for name, (purpose, command) in OPTIONAL.items():
         if importlib.util.find_spec(name) is None:
             optional[name] = f"missing ({purpose}): {command}"
         else:
             optional[name] = _version(name)
-    return {
-        "versions": {**versions(), "platform": platform.platform()},
-        "devices": devices,
-        "data": data,
-        "cache": {"folder": str(root), "free": f"{free:.0f} GiB"},
-        "optional": optional,
-        "problems": problems,
-    }
+    yield "optional packages", optional
+    yield "devices", _devices()
+    yield "data", _data()
+
+
+def _cache(problems: list[str]) -> dict[str, str]:
+    root = cache_folder()
+    if not os.access(_existing(root), os.W_OK):
+        problems.append(f"the cache {root} cannot be written; set DPSUR_CACHE to another folder")
+    free = shutil.disk_usage(_existing(root)).free / 2**30
+    if free < 2:
+        problems.append(f"only {free:.1f} GiB are free at {root}; features need about 1 GiB")
+    return {"folder": str(root), "free": f"{free:.0f} GiB"}
+
+
+def _devices() -> dict[str, str]:
+    import torch
+
+    devices = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return devices
+
+
+def _data() -> dict[str, str]:
+    from dpsur.tasks.datasets import DATA_SETS
+    from dpsur.tasks.datasets.load import status_of
+
+    data = {}
+    for name, data_set in DATA_SETS.items():
+        state = status_of(data_set, None, check=False)
+        parts = (state.state, state.where, state.remedy)
+        data[name] = ", ".join(str(part) for part in parts if part is not None)
+    return data
 
 
 def _existing(path: Path) -> Path:

@@ -16,7 +16,7 @@ A sharded implementation (tensors of which each process holds some rows) has to 
   gradients only, so clipping factors are known before a weighted sum is reduce-scattered.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -39,20 +39,57 @@ def elementwise(function: Callable[..., Tensor], first: Params, *others: Params)
 
 def to_vector(params: Params, order: Params | None = None) -> Tensor:
     """All parameters as one vector, in the order of `order`: a view where they are neighbours."""
+    found = vector_view(params, order)
+    if found is not None:
+        return found
+    names = params if order is None else order
+    return torch.cat([params[name].reshape(-1) for name in names])
+
+
+def vector_view(params: Params, order: Params | None = None) -> Tensor | None:
+    """All parameters as one vector without a copy; None where they are not neighbours."""
     values = list(params.values() if order is None else map(params.__getitem__, order))
     values = [value for value in values if value.numel()] or values  # nothing has no place
     first = values[0]
     place, size = first.data_ptr(), first.element_size()
     for value in values:
-        if value.data_ptr() != place or not value.is_contiguous():
-            return torch.cat([value.reshape(-1) for value in values])
+        if value.data_ptr() != place or value.dtype != first.dtype or not value.is_contiguous():
+            return None
         place += value.numel() * size
     # Neighbours in memory may still belong to two storages: the first one's has to hold them all.
     storage = first.untyped_storage()
     if place > storage.data_ptr() + storage.nbytes():
-        return torch.cat([value.reshape(-1) for value in values])
+        return None
     count = (place - first.data_ptr()) // size
     return first.as_strided((count,), (1,), first.storage_offset())
+
+
+def empty_like(params: Params, device: torch.device | None = None) -> Params:
+    """Memory for as many numbers, side by side where all have one type."""
+    first = next(iter(params.values()))
+    if len({value.dtype for value in params.values()}) != 1:
+        return {name: torch.empty_like(value, device=device) for name, value in params.items()}
+    count = sum(value.numel() for value in params.values())
+    return from_vector(first.new_empty(count, device=device or first.device), params)
+
+
+def parts(*several: Params, most: int) -> Iterator[tuple[Tensor, ...]]:
+    """Corresponding numbers of equally named parameters, `most` at a time.
+
+    They are views: what is written to them is written to the parameters.
+    """
+    first = several[0]
+    vectors = [vector_view(one, first) for one in several]
+    rows: list[tuple[Tensor, ...]]
+    if all(vector is not None for vector in vectors):
+        rows = [tuple(vector for vector in vectors if vector is not None)]
+    else:
+        rows = [tuple(one[name] for one in several) for name in first]
+    for row in rows:
+        if all(value.is_contiguous() for value in row):
+            yield from zip(*(torch.split(value.view(-1), most) for value in row), strict=True)
+        else:
+            yield row
 
 
 def from_vector(vector: Tensor, like: Params) -> Params:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpsur.errors import UnsupportedModelError
 from dpsur.functional.call import call_on, every_module, fast_pooling
-from dpsur.functional.parameters import Params, elementwise
+from dpsur.functional.parameters import Params, empty_like
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import (
     TensorTree,
@@ -46,6 +46,8 @@ class Objective:
     # Views of each record whose gradients are averaged, and what makes them different.
     augment: Callable[[Any], Any] | None = field(default=None, kw_only=True)
     views: int = field(default=1, kw_only=True)
+    # Has the weights before training, where the model has given up its own (`drop_weights`).
+    original: nn.Module | None = field(default=None, kw_only=True)
 
     @property
     def device(self) -> torch.device:
@@ -61,12 +63,16 @@ class Objective:
 
     def initial_params(self) -> Params:
         """Copies of the weights that are to be trained, side by side in memory."""
+        held = self.model if self.original is None else self.original
         trained = {
-            name: value.detach().clone()
-            for name, value in self.model.named_parameters()
-            if value.requires_grad
+            name: value.detach() for name, value in held.named_parameters() if value.requires_grad
         }
-        return elementwise(lambda values: values, trained) if trained else trained
+        if not trained:
+            return {}
+        copies = empty_like(trained, self.device)
+        for name, value in trained.items():
+            copies[name].copy_(value)
+        return copies
 
     def outputs(self, params: Params, inputs: TensorTree) -> TensorTree:
         """Model outputs in evaluation mode, computed for a bounded number of records at once."""
@@ -101,6 +107,17 @@ class Problem(Objective):
 
     def __repr__(self) -> str:
         return f"Problem({type(self.model).__name__}, {self.train!r})"
+
+
+def drop_weights(model: nn.Module) -> None:
+    """Give up the memory of the weights that are trained: a run keeps them in its state.
+
+    A model is only ever called with the weights of a state. Should it be called without, every
+    number that it computes from them is NaN.
+    """
+    for value in model.parameters():
+        if value.requires_grad:
+            value.data = value.new_full((), torch.nan).expand(value.shape)
 
 
 def output_rows(outputs: Any) -> TensorTree:

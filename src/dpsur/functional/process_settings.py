@@ -72,18 +72,19 @@ def repeatable(device: torch.device, seeded: bool) -> Iterator[None]:
         return
     # cuBLAS reads this when it is first used, so that it is not put back.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    algorithms = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # The other function for this, `use_deterministic_algorithms`, imports TorchInductor, whose
+    # settings it changes too. That takes seconds, and nothing is compiled here.
+    algorithms = torch.get_deterministic_debug_mode()
     cudnn = torch.backends.cudnn.deterministic
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     torch.backends.cudnn.deterministic = True
     memory.fill_uninitialized_memory = False  # nothing here reads such memory
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(algorithms)
         torch.backends.cudnn.deterministic = cudnn
         memory.fill_uninitialized_memory = fill
 

@@ -15,18 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpsur.errors import UnsupportedModelError
+from dpsur.errors import NothingReleasedError, UnsupportedModelError
 from dpsur.functional.parameters import elementwise
 from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.cuda_graphs import WARM_UP_CALLS, capture_graph
 from dpsur.mechanism.gate import LossTestGate
 from dpsur.mechanism.host_batches import HostBatches
-from dpsur.mechanism.loop import Progress, has_next, make_trial
+from dpsur.mechanism.loop import HALF_UPDATED, Progress, has_next, make_trial, own
 from dpsur.mechanism.proposer import DpGradient
 from dpsur.mechanism.sampling import host_batch, level_for, padding_level
 from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import trial
+from dpsur.mechanism.trial import trial, updates_in_place
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
 
@@ -59,10 +59,12 @@ class CapturedTrial:
         progress: Progress,
         streams: Streams,
         block: int,
+        *,
+        owned: bool = False,
     ) -> None:
         self._procedure, self._plan, self._streams = procedure, plan, streams
         device = progress.state.updates.device
-        self._state = _copy(progress.state)
+        self._state = own(progress, owned=owned).state
         self._addresses = self._current_addresses()
         ledger = progress.ledger
         self._counts = _Counts(
@@ -95,17 +97,27 @@ class CapturedTrial:
         """One trial, within a block, with room for any batch."""
         return self._at(None)
 
-    def run(self, count: int, ledger: Ledger) -> None:
-        """Replay a block of trials, after those in the ledger."""
+    @property
+    def knows_sizes(self) -> bool:
+        """Whether sizes of batches are counted before a block, so that none of them overflows."""
+        return bool(self._sized)
+
+    def run(self, count: int, ledger: Ledger) -> int:
+        """Replay a block of trials, after those in the ledger; return how many.
+
+        They are fewer than `count` if the batch of the next one is known to have no room.
+        """
         self._first.copy_(self._counts.trials)
         self._other_steps.fill_(ledger.steps - ledger.trials)
         if self._position is not None:
             self._position.fill_(self._plan.position(ledger))
         steps = range(ledger.steps + 1, ledger.steps + 1 + count)
         last = self._plan.trials + ledger.steps - ledger.trials
-        for step, replay in zip(steps, self._replays(steps), strict=True):
+        replays = self._replays(steps)
+        for step, replay in zip(steps, replays, strict=False):
             self._host_batches.load(step, last)
             replay()
+        return len(replays)
 
     def trials_at_once(self, ledger: Ledger, block: int) -> int:
         """How many trials are replayed before the host looks at them.
@@ -131,13 +143,17 @@ class CapturedTrial:
         """A trial for every step, with the smallest rooms that hold its batches.
 
         Batches follow from the steps' random numbers alone, so their sizes can be had in advance.
-        A batch that has no room anywhere is noticed by the trial itself.
+        The list ends before a batch that has no room anywhere. Without sizes such a one is noticed
+        by the trial itself.
         """
         if not self._sized:
             return [self.replay] * len(steps)
         levels = [0] * len(steps)
         for one in self._sized:
             rooms, counts = one.rooms, one.batch_sizes(self._streams, steps)
+            too_large = [place for place, size in enumerate(counts) if size > rooms[-1]]
+            levels = levels[: min(too_large, default=len(levels))]
+            counts = counts[: len(levels)]
             levels = [
                 max(level, level_for(rooms, size))
                 for level, size in zip(levels, counts, strict=True)
@@ -173,13 +189,13 @@ class CapturedTrial:
         return trials, updates, bool(overflow)
 
     def state(self) -> State:
-        """A copy of the state as it is."""
+        """The state as it is; later replays write to the same tensors."""
         if self._current_addresses() != self._addresses:
             raise UnsupportedModelError(
                 "the model moves its weights in memory when it is called, which a CUDA graph "
                 "cannot follow; run with Speed(capture=False) or --no-capture"
             )
-        return _copy(self._state)
+        return self._state
 
     def _current_addresses(self) -> list[int]:
         return [value.data_ptr() for value in self._state.params.values()]
@@ -197,7 +213,8 @@ class CapturedTrial:
         self._counts.overflow.fill_(False)
 
     def _put(self, state: State) -> None:
-        map_tensors(Tensor.copy_, self._state, state, together=elementwise)
+        if state is not self._state:
+            map_tensors(Tensor.copy_, self._state, state, together=elementwise)
 
     def _trial(self) -> None:
         """One trial, written so that a replay after the end of the plan changes nothing."""
@@ -264,8 +281,10 @@ def _copy(state: State) -> State:
 class CudaGraphLoop:
     """Makes the planned trials in captured blocks.
 
-    A block in which a padded batch overflowed is repeated with exact batches, so that no record
-    is ever left out.
+    A batch that is larger than its padding is never cut. Where sizes are counted before a block,
+    the block ends before such a batch, and that trial is made with its exact batch. Nothing is ever
+    repeated then, so there is no copy of the state: `progress` shows the captured one. Elsewhere a
+    block in which a batch overflowed is repeated with exact batches, from the copy in `progress`.
     """
 
     def __init__(
@@ -276,17 +295,33 @@ class CudaGraphLoop:
         streams: Streams,
         progress: Progress,
         block: int,
+        *,
+        owned: bool = False,
     ) -> None:
         self._procedure, self._padded, self._plan = procedure, padded, plan
-        self._streams, self.progress = streams, progress
+        self._streams, self._progress = streams, progress
         self._block = block
-        self._captured = CapturedTrial(padded, plan, progress, streams, block)
+        self._captured = CapturedTrial(padded, plan, progress, streams, block, owned=owned)
         self._launched = 0
+        self._shared = self._captured.knows_sizes
+        # Whether trials were begun that the ledger does not have yet.
+        self._in_flight = False
+        if self._shared:
+            self._progress = Progress(self._captured.state(), progress.ledger)
+        elif owned:  # now the captured state's
+            self._progress = Progress(_copy(progress.state), progress.ledger)
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run stands after the last block."""
+        if self._shared and self._in_flight:
+            raise NothingReleasedError(HALF_UPDATED)
+        return self._progress
 
     @property
     def finished(self) -> bool:
         """Whether the plan affords no further trial."""
-        return not has_next(self._procedure, self._plan, self.progress)
+        return not self._in_flight and not has_next(self._procedure, self._plan, self._progress)
 
     def prepare(self) -> None:
         """Capture trials for all sizes of batches, so that none of them waits for it later."""
@@ -295,9 +330,10 @@ class CudaGraphLoop:
     def launch(self) -> None:
         """Replay a block on the GPU, without waiting for it."""
         ledger = self.progress.ledger
-        self._launched = self._captured.trials_at_once(ledger, self._block)
-        if self._launched:
-            self._captured.run(self._launched, ledger)
+        self._launched, self._in_flight = 0, True
+        count = self._captured.trials_at_once(ledger, self._block)
+        if count:
+            self._launched = self._captured.run(count, ledger)
 
     def close(self) -> None:
         """Stop gathering batches on the host."""
@@ -305,28 +341,41 @@ class CudaGraphLoop:
 
     def collect(self) -> list[Verdict]:
         """Wait for the block and record it."""
-        if not self._launched:
-            return self._exactly(1)
+        verdicts = self._exactly(1) if not self._launched else self._recorded()
+        self._in_flight = False
+        return verdicts
+
+    def _recorded(self) -> list[Verdict]:
+        """The block that was launched, in the ledger."""
         made, kept, overflow = self._captured.read()
+        if overflow and self._shared:
+            raise NothingReleasedError(
+                "a batch was larger than counted in advance, so that records were left out; resume "
+                "from the last checkpoint with Speed(capture=False) or --no-capture"
+            )
         if overflow:
             return self._exactly(self._launched)
-        state, ledger = self.progress.state, self.progress.ledger
+        state, ledger = self._progress.state, self._progress.ledger
         count = made - ledger.trials
         ledger = ledger.record(
             self._padded.step(state), trials=count, updates=kept - ledger.updates
         )
         verdicts = self._captured.verdicts(count)
-        self.progress = Progress(self._captured.state(), ledger)
+        state = self._captured.state()
+        self._progress = Progress(state if self._shared else _copy(state), ledger)
         return verdicts
 
     def _exactly(self, count: int) -> list[Verdict]:
         """The same trials, with the same draws, on exact batches."""
         verdicts = []
+        in_place = self._shared and updates_in_place(self._procedure)
         for _ in range(count):
-            if has_next(self._procedure, self._plan, self.progress):
-                self.progress, verdict = make_trial(
-                    self._procedure, self._plan, self._streams, self.progress
+            if has_next(self._procedure, self._plan, self._progress):
+                self._progress, verdict = make_trial(
+                    self._procedure, self._plan, self._streams, self._progress, in_place
                 )
                 verdicts.append(verdict)
-        self._captured.restore(self.progress)
+        self._captured.restore(self._progress)
+        if self._shared:
+            self._progress = Progress(self._captured.state(), self._progress.ledger)
         return verdicts

@@ -1,5 +1,7 @@
 """The private gradient: clip each record's gradient, add up, add Gaussian noise, divide."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from dpsur.functional.parameters import Params, elementwise
@@ -21,7 +23,10 @@ def add_gaussian(total: ClippedSum, noise_multiplier: float | Tensor, stream: St
         # Normal draws in float32 end at 5.8 standard deviations, where some records would be told
         # apart for certain. In float64 they end at 8.6, which is charged
         # (`privacy/accountants/noise_tail.py`).
-        return stream.add_normal(value.reshape(-1), scale).view(value.shape)
+        flat = value.reshape(-1)
+        if total.scratch:
+            return stream.add_normal(flat, scale, in_place=True).view(value.shape)
+        return stream.add_normal(flat, scale).view(value.shape)
 
     return elementwise(noisy, total.params)
 
@@ -54,8 +59,9 @@ def dp_mean_gradient(
         ranks=batch.ranks,
         at_once=batch.at_once,
     )
-    noisy = add_gaussian(total, noise_multiplier, noise)
-    del total  # as large as the model
+    # The noisy sum takes the place of the sum, which is as large as the model.
+    noisy = add_gaussian(replace(total, scratch=True), noise_multiplier, noise)
+    del total
     # The expected size, not the drawn one: the drawn size is private, and dividing by it would
     # change the sensitivity.
     expected_size = sample_rate * len(problem.train)

@@ -52,6 +52,9 @@ from dpsur.privacy.events import CoinTest, Test
 # Where one evaluation of both costs less than two, and for which layers with weights.
 PAYS_ON = ("cuda",)
 PAYS_FOR = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
+# Weights of a larger model are not stacked: copies of them take longer than launching kernels, and
+# memory for two more models.
+MOST_STACKED = 2**20
 _TOLERANCE = 1e-4
 _agrees: WeakKeyDictionary[nn.Module, dict[object, bool]] = WeakKeyDictionary()
 
@@ -77,8 +80,12 @@ def evaluates_together(problem: Problem, params: Params, inputs: TensorTree) -> 
 
 def stacking_pays(problem: Problem, inputs: TensorTree) -> bool:
     """Whether one evaluation of both costs less than two, from the device and the layers."""
+    if device_of(inputs).type not in PAYS_ON:
+        return False
+    if sum(value.numel() for value in problem.model.parameters()) > MOST_STACKED:
+        return False
     weighty = [m for m in problem.model.modules() if any(True for _ in m.parameters(recurse=False))]
-    return device_of(inputs).type in PAYS_ON and all(isinstance(m, PAYS_FOR) for m in weighty)
+    return all(isinstance(m, PAYS_FOR) for m in weighty)
 
 
 def stacked_outputs(problem: Problem, one: Params, other: Params, inputs: TensorTree) -> TensorTree:

@@ -12,9 +12,11 @@ from typing import Protocol
 import torch
 
 from dpsur.errors import NothingReleasedError
+from dpsur.functional.parameters import elementwise
+from dpsur.functional.tree import map_tensors, tensors_of
 from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import trial
+from dpsur.mechanism.trial import trial, updates_in_place
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
 
@@ -38,7 +40,11 @@ class Loop(Protocol):
 
     @property
     def progress(self) -> Progress:
-        """Where the run stands after the last block."""
+        """Where the run stands after the last block.
+
+        The next block may overwrite its tensors: copy what is to be kept. Raises
+        NothingReleasedError while they are being overwritten, or if that has failed.
+        """
         ...
 
     @property
@@ -89,19 +95,61 @@ def train(
     progress: Progress | None = None,
     on_block: OnBlock = lambda *_: None,
 ) -> Progress:
-    """Make all trials one by one; same guarantee as `run_loop`."""
+    """Make all trials one by one; same guarantee as `run_loop`. `progress` is left as it is."""
+    owned = progress is None
     progress = start(procedure) if progress is None else progress
-    return run_loop(EagerLoop(procedure, plan, streams, progress), plan, on_block)
+    loop = EagerLoop(procedure, plan, streams, progress, owned=owned)
+    del progress
+    return run_loop(loop, plan, on_block)
+
+
+def own(progress: Progress, *, owned: bool) -> Progress:
+    """A progress whose tensors a loop may overwrite: this one if it is `owned`, else a copy.
+
+    Parameters are side by side in memory afterwards.
+    """
+    state = progress.state
+    if owned:
+        state = map_tensors(lambda value: value, state, together=elementwise)
+        places = [value.data_ptr() for value in tensors_of(state) if value.numel()]
+        owned = len(set(places)) == len(places)  # two names for one tensor would change together
+    if not owned:
+        state = map_tensors(torch.clone, state, together=elementwise)
+    return Progress(state, progress.ledger)
+
+
+HALF_UPDATED = (
+    "a trial has begun to update the weights in memory and has not ended, so they are those of no "
+    "update and nothing may be released from them; resume the run from its last checkpoint"
+)
 
 
 class EagerLoop:
-    """One trial per block."""
+    """One trial per block.
+
+    Where nothing is ever rejected, trials update the state in place: of `progress` itself if the
+    loop has it to itself (`owned`), else of a copy.
+    """
 
     def __init__(
-        self, procedure: Procedure, plan: PrivacyPlan, streams: Streams, progress: Progress
+        self,
+        procedure: Procedure,
+        plan: PrivacyPlan,
+        streams: Streams,
+        progress: Progress,
+        *,
+        owned: bool = False,
     ) -> None:
         self._procedure, self._plan, self._streams = procedure, plan, streams
-        self.progress = progress
+        self._in_place = updates_in_place(procedure)
+        self._progress: Progress | None = own(progress, owned=owned) if self._in_place else progress
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run stands after the last trial."""
+        if self._progress is None:
+            raise NothingReleasedError(HALF_UPDATED)
+        return self._progress
 
     @property
     def finished(self) -> bool:
@@ -113,8 +161,11 @@ class EagerLoop:
 
     def collect(self) -> list[Verdict]:
         """Make one trial."""
-        self.progress, verdict = make_trial(
-            self._procedure, self._plan, self._streams, self.progress
+        before = self.progress
+        if self._in_place:  # weights and ledger would not fit each other until the trial is done
+            self._progress = None
+        self._progress, verdict = make_trial(
+            self._procedure, self._plan, self._streams, before, self._in_place
         )
         return [verdict]
 
@@ -132,16 +183,25 @@ def has_next(procedure: Procedure, plan: PrivacyPlan, progress: Progress) -> boo
 
 
 def make_trial(
-    procedure: Procedure, plan: PrivacyPlan, streams: Streams, progress: Progress
+    procedure: Procedure,
+    plan: PrivacyPlan,
+    streams: Streams,
+    progress: Progress,
+    in_place: bool = False,
 ) -> tuple[Progress, Verdict]:
-    """One trial of Algorithm 1, recorded in the ledger."""
+    """One trial of Algorithm 1, recorded in the ledger.
+
+    `in_place` overwrites the tensors of `progress`; for procedures of which `updates_in_place`.
+    """
     state, ledger = progress.state, progress.ledger
     step = procedure.step(state)
     device = state.updates.device
     position = torch.tensor(plan.position(ledger), device=device)
     # after the last update trials may continue, so that their number is the same for all data
     active = torch.tensor(False, device=device) if plan.drops(ledger) else None
-    state, verdict = trial(procedure, state, streams.at(ledger.steps + 1), position, active=active)
+    out = state if in_place else None
+    draws = streams.at(ledger.steps + 1)
+    state, verdict = trial(procedure, state, draws, position, active=active, out=out)
     return Progress(state, ledger.record(step, updates=int(verdict.accept))), verdict
 
 

@@ -1,4 +1,7 @@
-"""Optimizers as pure functions: state in, state out, nothing changed in place."""
+"""Optimizers as pure functions: state in, state out, nothing changed in place.
+
+They work on each number by itself, so that a step can also be made for some of them at a time.
+"""
 
 import math
 from collections.abc import Callable

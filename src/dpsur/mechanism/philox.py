@@ -23,6 +23,8 @@ _ROUNDS = 10
 _UNIT = 2.0**-53
 # Words that are worked on at once on a CPU: what fits its caches is faster.
 _AT_ONCE = 2**16
+# Normal numbers that are in memory at once where they are added to a vector without a kernel.
+_ADDED_AT_ONCE = 2**19
 _THREADS = 256
 _SOURCE = """
 typedef unsigned long long word;
@@ -93,6 +95,12 @@ extern "C" __global__ void count_below(
 """
 
 
+def prepare_kernels(device: torch.device) -> None:
+    """Begin to compile the kernels for a GPU, in another thread."""
+    if device.type == "cuda":
+        nvrtc.compile_ahead(_SOURCE, (), _index(device))
+
+
 class Key:
     """A secret key of 128 bits, copied to a device once, so that a captured trial can read it."""
 
@@ -126,11 +134,19 @@ def philox_normal(
 
 
 def add_philox_normal(
-    key: Key, step: int | Tensor, address: Address, values: Tensor, scale: float | Tensor
+    key: Key,
+    step: int | Tensor,
+    address: Address,
+    values: Tensor,
+    scale: float | Tensor,
+    *,
+    in_place: bool = False,
 ) -> Tensor:
     """A vector plus a scale times standard normal numbers, computed in double precision.
 
-    One kernel on CUDA, without a vector of the noise in memory.
+    The vector of the noise is never whole in memory: on CUDA one kernel draws and adds, elsewhere
+    parts of it are drawn one after the other. `in_place` writes into `values`, which must be
+    contiguous.
     """
     purpose, rank, offset = address
     first, skipped = divmod(offset, _WORDS)
@@ -143,10 +159,16 @@ def add_philox_normal(
         and 0 < count < 2**31
     ):
         kernel = nvrtc.compile_kernel(_SOURCE, "add_noise", (), _index(device))
+    values = values.contiguous()
+    found = values if in_place else torch.empty_like(values)
     if kernel is None:
-        noise = philox_normal(key, step, address, count, device)
-        return noise.mul_(scale).add_(values).to(values.dtype)
-    values, found = values.contiguous(), torch.empty_like(values)
+        for start in range(0, count, _ADDED_AT_ONCE):
+            some = slice(start, min(start + _ADDED_AT_ONCE, count))
+            where = (purpose, rank, offset + start)
+            noise = philox_normal(key, step, where, some.stop - start, device)
+            found[some] = noise.mul_(scale).add_(values[some])
+            del noise  # before the next part is drawn
+        return found
     if not isinstance(scale, Tensor):
         scale = torch.full((), scale, dtype=torch.float64, device=device)
     threads = -(-count // _WORDS)

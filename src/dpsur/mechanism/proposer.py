@@ -6,18 +6,18 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dpsur.functional.parameters import Params
+from dpsur.functional.parameters import Params, elementwise, from_vector, parts, to_vector
 from dpsur.functional.problem import Problem
 from dpsur.mechanism.dp_gradient import dp_mean_gradient
 from dpsur.mechanism.optim import Optimizer, WeightAverage, update_average
 from dpsur.mechanism.sampling import Batch, padded_batch, padded_sizes, steady_batch
-from dpsur.mechanism.state import Candidate, State
+from dpsur.mechanism.state import Candidate, OptimizerState, State
 from dpsur.mechanism.streams import BATCH, LAYERS, NOISE, Draws, Streams
 from dpsur.per_example import draws_randomness
 from dpsur.privacy.events import SampledGaussian, Step, Trial
@@ -29,13 +29,14 @@ class Sampler:
 
     problem: Problem
     pad: bool = False
-    random_layers: bool = field(init=False)  # such as dropout
+    random_layers: bool | None = None  # such as dropout; None: to be found out
 
     def __post_init__(self) -> None:
-        found = self.problem.augment is not None or draws_randomness(
-            self.problem.model, self.problem.train
-        )
-        object.__setattr__(self, "random_layers", found)
+        if self.random_layers is None:  # found out once, while the model has its weights
+            found = self.problem.augment is not None or draws_randomness(
+                self.problem.model, self.problem.train
+            )
+            object.__setattr__(self, "random_layers", found)
 
     def batch(self, sample_rate: float, draws: Draws, purpose: str = BATCH) -> Batch:
         """A Poisson sample at this rate."""
@@ -162,6 +163,12 @@ class DpGradient:
         return None if sampler is None else replace(self, sampler=sampler)
 
 
+# Numbers that an update in place works on at a time, by kind of device. What fits a CPU's caches is
+# faster there; on a GPU a part has to be large enough to keep it busy.
+_AT_ONCE = {"cpu": 2**18}
+_AT_ONCE_ELSEWHERE = 2**21
+
+
 @dataclass(frozen=True)
 class GradientProposer:
     """A candidate is one optimizer step along a gradient."""
@@ -183,7 +190,7 @@ class GradientProposer:
             params=params,
             optimizer=self.optimizer.init(params),
             updates=torch.zeros((), dtype=torch.int64, device=self.problem.device),
-            average=None if self.average is None else params,
+            average=None if self.average is None else elementwise(torch.clone, params),
         )
 
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
@@ -197,7 +204,49 @@ class GradientProposer:
         after = replace(state, params=params, optimizer=optimizer, updates=updates, average=average)
         return Candidate(after, overflow)
 
+    def update_in_place(
+        self, state: State, draws: Draws, position: Tensor, active: Tensor | None
+    ) -> Tensor | None:
+        """Take the same step, written into the state itself, with the same bits.
+
+        For candidates that are always kept: there is no second copy of weights and buffers. Where
+        `active` is False the state stays as it is. Returns whether a padded batch overflowed.
+        Whoever calls this must not use the state if it fails: it may be half updated.
+        """
+        gradient, overflow = self.source.gradient(state, draws)
+        rate, updates = self.schedule(position), state.updates + 1
+        most = _AT_ONCE.get(state.updates.device.type, _AT_ONCE_ELSEWHERE)
+        small = sum(value.numel() for value in gradient.values()) <= most
+        if small and len({value.dtype for value in gradient.values()}) == 1:
+            gradient = from_vector(to_vector(gradient, state.params), state.params)
+        buffers, average = state.optimizer.buffers, state.average
+        together = [state.params, gradient, *buffers.values()]
+        together += [] if average is None else [average]
+        step = state.optimizer.step
+        for params, slope, *others in parts(*together, most=most):
+            held = {name: {"": value} for name, value in zip(buffers, others, strict=False)}
+            moved, optimizer = self.optimizer.step(
+                {"": params}, {"": slope}, OptimizerState(step, held), rate
+            )
+            if average is not None:
+                after = update_average(self.average, {"": others[-1]}, moved, updates)
+                _write(others[-1], others[-1] if after is None else after[""], active)
+            _write(params, moved[""], active)
+            for name, buffer in held.items():
+                _write(buffer[""], optimizer.buffers[name][""], active)
+        _write(step, step + 1, active)
+        _write(state.updates, updates, active)
+        return overflow
+
     def padded(self) -> "GradientProposer | None":
         """The same on padded batches."""
         source = self.source.padded()
         return None if source is None else replace(self, source=source)
+
+
+def _write(place: Tensor, new: Tensor, active: Tensor | None) -> None:
+    """Put new values in place, where that is asked for."""
+    if active is None:
+        place.copy_(new)
+    else:
+        torch.where(active, new, place, out=place)

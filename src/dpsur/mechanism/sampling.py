@@ -19,7 +19,7 @@ from dpsur.mechanism.streams import Stream
 SPARE_DEVIATIONS = 5.0
 # Where a batch may have one of several sizes, they are so many standard deviations from what is
 # expected.
-_DEVIATIONS = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
+_DEVIATIONS = (-1.5, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 
 # A sample that is larger than expected by more than this is worked on in parts, so that memory
 # does not follow the largest sample: at 32 expected records there is one of 48 now and then.

@@ -29,6 +29,7 @@ from dpsur.mechanism.philox import (
     count_philox_below,
     philox_normal,
     philox_uniform,
+    prepare_kernels,
 )
 
 INIT: Final = "init"
@@ -95,11 +96,15 @@ class Stream:
         address = (PURPOSES[self.purpose], self._rank, offset)
         return philox_normal(self._streams.key, self._step, address, count, self.device)
 
-    def add_normal(self, values: Tensor, scale: float | Tensor) -> Tensor:
+    def add_normal(
+        self, values: Tensor, scale: float | Tensor, *, in_place: bool = False
+    ) -> Tensor:
         """A vector plus a scale times as many standard normal numbers, in double precision."""
         offset = self._advance(values.numel())
         address = (PURPOSES[self.purpose], self._rank, offset)
-        return add_philox_normal(self._streams.key, self._step, address, values, scale)
+        return add_philox_normal(
+            self._streams.key, self._step, address, values, scale, in_place=in_place
+        )
 
     @property
     def step(self) -> int | Tensor:
@@ -153,6 +158,7 @@ class Streams:
     def __init__(self, seed: int | None, device: torch.device, ranks: Ranks = ALONE) -> None:
         self.seeded = seed is not None
         self.device, self.ranks = device, ranks
+        prepare_kernels(device)
         # rank 0 draws the key: all ranks must make the same draws
         drawn = ranks.from_main(lambda: os.urandom(KEY_BYTES)) if seed is None else None
         self.key = Key(_seeded_key(seed) if seed is not None else drawn or b"")

@@ -6,6 +6,7 @@ gradient of `dp_gradient.py`, and tested in `gate.py`.
 """
 
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch import Tensor
 from dpsur.functional.parameters import elementwise
 from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.cuda_graphs import run_concurrently
+from dpsur.mechanism.gate import AlwaysAccept
+from dpsur.mechanism.proposer import GradientProposer
 from dpsur.mechanism.state import Candidate, Gate, Procedure, Proposer, State, Verdict
 from dpsur.mechanism.streams import Draws
 from dpsur.privacy.events import Event, Step, Trial
@@ -61,6 +64,23 @@ class Selective:
         """The gate's."""
         return self.gate.after_rejection(state, candidate)
 
+    @property
+    def updates_in_place(self) -> bool:
+        """Whether nothing is ever undone, so that a trial needs no second copy of the state."""
+        # exact types: a subclass may do more than these do
+        kinds = type(self), type(self.proposer), type(self.gate)
+        return kinds == (Selective, GradientProposer, AlwaysAccept)
+
+    def update_in_place(
+        self, state: State, draws: Draws, position: Tensor, active: Tensor | None
+    ) -> Verdict:
+        """A candidate that is kept, written into the state itself."""
+        assert isinstance(self.proposer, GradientProposer)
+        overflow = self.proposer.update_in_place(state, draws, position, active)
+        verdict = self.gate.judge(state, Candidate(state, overflow), draws)
+        accept = verdict.accept if active is None else verdict.accept & active
+        return replace(verdict, accept=accept, overflow=overflow)
+
     def padded(self) -> "Selective | None":
         """The same on padded batches, if the proposer can be padded.
 
@@ -87,8 +107,12 @@ def trial(
 
     A pure function of its arguments: `draws` are the random numbers of this trial, and `position`
     is where schedules stand. Where `active` is False the trial is made and its outcome dropped: the
-    state stays as it is. `out` receives the next state in place, for a captured trial.
+    state stays as it is. `out` receives the next state in place, for a captured trial. If it is
+    `state` itself, a procedure that never rejects updates it as it goes, without a candidate: the
+    same numbers, but a trial that fails may leave it half updated.
     """
+    if out is state and updates_in_place(procedure):
+        return state, procedure.update_in_place(state, draws, position, active)
     candidate = procedure.propose(state, draws, position)  # lines 3 to 8
     verdict = procedure.judge(state, candidate, draws)  # lines 9 to 14
     accept = verdict.accept
@@ -100,6 +124,11 @@ def trial(
     return after, replace(
         verdict, accept=accept, overflow=either(candidate.overflow, verdict.overflow)
     )
+
+
+def updates_in_place(procedure: Procedure) -> TypeGuard[Selective]:
+    """Whether trials of a procedure need no second copy of its state."""
+    return isinstance(procedure, Selective) and procedure.updates_in_place
 
 
 def keep(accept: Tensor, candidate: State, current: State, out: State | None = None) -> State:

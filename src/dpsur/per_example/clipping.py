@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dpsur.distributed import ALONE, Ranks, Reduction
 from dpsur.errors import InvalidInputError
-from dpsur.functional.parameters import Params
+from dpsur.functional.parameters import Params, empty_like
 from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.process_settings import precision
 from dpsur.functional.records import Examples
@@ -25,10 +25,14 @@ from dpsur.per_example.tape import Tape
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """A sum of vectors and the most that one record can change it by, in L2 norm."""
+    """A sum of vectors and the most that one record can change it by, in L2 norm.
+
+    `scratch`: nobody else needs its memory, so that noise may be added in place.
+    """
 
     params: Params
     sensitivity: float | Tensor
+    scratch: bool = False
 
 
 _DEFAULT_BUDGET = GradientBudget()
@@ -95,8 +99,10 @@ def clipped_sum(
             if coins is not None:
                 microbatch = replace(microbatch, coins=coins[some])
             travels = ranks.size > 1 and some.stop == size
-            for name, value in _microbatch_sums(objective, params, microbatch, max_grad_norm, plan):
-                found[name] = total[name] + value if start else value
+            for name, value in _microbatch_sums(
+                objective, params, microbatch, max_grad_norm, plan, total
+            ):
+                found[name] = value
                 if travels:  # to the other ranks, while the next layer's sum is computed
                     reduction.add(name, found.pop(name))
         except torch.OutOfMemoryError:
@@ -110,6 +116,8 @@ def clipped_sum(
             )
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+            # from the first row: some layers may have added this microbatch to the total already
+            total, start = {}, 0
             continue
         total, start = found, some.stop
     if ranks.size > 1:
@@ -174,8 +182,12 @@ def _microbatch_sums(
     microbatch: Microbatch,
     max_grad_norm: float | Tensor,
     plan: Plan,
+    total: Params,
 ) -> Iterator[tuple[str, Tensor]]:
     """Sums of clipped per-example gradients, one parameter after the other.
+
+    They are added to those of other microbatches in `total`. Where there are none they are put into
+    one vector, so that whatever is done to all of them needs no copy.
 
     Formal guarantee: what is added for an example is, over the reals, its gradient times
     min(1, max_grad_norm / norm), where norm is that of the same gradient over all parameters; zero
@@ -189,11 +201,12 @@ def _microbatch_sums(
         factors = clip_factors(norms, max_grad_norm, microbatch.keep, microbatch.coins)
         if views > 1:
             factors = Factors(factors.values / views, factors.keep)
+    places = total or empty_like(params)
     # The last layer first: what it kept is given back before larger things are worked on.
     for name in reversed(params):
         with torch.no_grad(), precision(tf32=False):
-            total = tape.weighted_sum(name, factors, last=True)
-        yield name, total
+            found = tape.weighted_sum(name, factors, last=True, out=places[name], add=bool(total))
+        yield name, found
 
 
 def _tape(objective: Objective, params: Params, microbatch: Microbatch, plan: Plan) -> Tape:

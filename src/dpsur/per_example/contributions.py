@@ -80,6 +80,8 @@ def clip_factors(
     return Factors(values, usable)
 
 
+# Outputs of so many numbers are worth a kernel of their own, which takes a second to compile.
+LARGE_OUTPUT = 2**18
 # Moving one number to memory and back costs about as much as this many multiplications.
 MEMORY_COST = 16
 
@@ -94,6 +96,11 @@ class Contribution(ABC):
     @abstractmethod
     def weighted_sum(self, factors: Factors) -> Tensor:
         """Sum of the examples' gradients, each times its factor, in the parameter's shape."""
+
+    def weighted_sum_into(self, place: Tensor, factors: Factors, *, add: bool = False) -> Tensor:
+        """The same sum, in memory of the parameter's shape and type, or added to what is there."""
+        found = self.weighted_sum(factors).view_as(place)
+        return place.add_(found) if add else place.copy_(found)
 
     @abstractmethod
     def per_example(self) -> Tensor:
@@ -164,16 +171,25 @@ class Products(Contribution):
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One product of two matrices, the factors folded into the smaller one."""
+        shape = self.outputs.shape[2], self.inputs.shape[2]
+        kind = widen(self.inputs[:0]).dtype
+        return self.weighted_sum_into(self.inputs.new_empty(shape, dtype=kind), factors)
+
+    def weighted_sum_into(self, place: Tensor, factors: Factors, *, add: bool = False) -> Tensor:
+        """The same, without a copy."""
         inputs, outputs = self.inputs, self.outputs
-        found = weighted_product(outputs.flatten(0, 1), inputs.flatten(0, 1), factors.values)
-        if found is not None:
-            return found
+        matrix = place.view(outputs.shape[2], inputs.shape[2])
+        if weighted_product(
+            outputs.flatten(0, 1), inputs.flatten(0, 1), factors.values, matrix, add=add
+        ):
+            return place
         inputs, outputs = widen(inputs), widen(outputs)
         if inputs.shape[2] < outputs.shape[2]:
             inputs, outputs = factors.scale(inputs), factors.clean(outputs)
         else:
             inputs, outputs = factors.clean(inputs), factors.scale(outputs)
-        return outputs.flatten(0, 1).mT @ inputs.flatten(0, 1)
+        _multiply_into(matrix, outputs.flatten(0, 1).mT, inputs.flatten(0, 1), add=add)
+        return place
 
     def per_example(self) -> Tensor:
         """One small matrix product per example."""
@@ -204,6 +220,20 @@ class Products(Contribution):
         if self.inputs.is_cuda and self.inputs.dtype == self.outputs.dtype == torch.bfloat16:
             return Rows(torch.bmm(self.outputs.mT, self.inputs))  # measured as they are stored
         return Rows(self.per_example())
+
+
+# Products of so many numbers are added in one operation, which rounds otherwise than two on a CPU.
+_LARGE = 2**20
+
+
+def _multiply_into(place: Tensor, one: Tensor, other: Tensor, *, add: bool) -> None:
+    """Write a product, or add it to what is there, for a large one without memory for it."""
+    if not add:
+        torch.mm(one, other, out=place)
+    elif place.numel() < _LARGE:
+        place.add_(one @ other)
+    else:
+        place.addmm_(one, other)
 
 
 class Output:
@@ -240,10 +270,18 @@ class Outer(Contribution):
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One product of two matrices."""
-        found = weighted_product(self.output.values, self.inputs, factors.values)
-        if found is not None:
-            return found
-        return self.output.scaled(factors).mT @ factors.clean(widen(self.inputs))
+        shape = self.output.values.shape[1], self.inputs.shape[1]
+        kind = widen(self.inputs[:0]).dtype
+        return self.weighted_sum_into(self.inputs.new_empty(shape, dtype=kind), factors)
+
+    def weighted_sum_into(self, place: Tensor, factors: Factors, *, add: bool = False) -> Tensor:
+        """The same, without a copy."""
+        values, inputs = self.output.values, self.inputs
+        matrix = place.view(values.shape[1], inputs.shape[1])
+        if not weighted_product(values, inputs, factors.values, matrix, add=add):
+            scaled = self.output.scaled(factors)
+            _multiply_into(matrix, scaled.mT, factors.clean(widen(inputs)), add=add)
+        return place
 
     def per_example(self) -> Tensor:
         """One small matrix per example."""
@@ -269,8 +307,9 @@ class Shift(Contribution):
         return self.output.norms
 
     def weighted_sum(self, factors: Factors) -> Tensor:
-        """A sum of rows."""
-        found = weighted_rows(self.output.values, factors.values)
+        """A sum of rows. What is scaled serves the layer's weight too, unless that is large."""
+        values = self.output.values
+        found = weighted_rows(values, factors.values) if values.numel() >= LARGE_OUTPUT else None
         return self.output.scaled(factors).sum(0) if found is None else found
 
     def per_example(self) -> Tensor:

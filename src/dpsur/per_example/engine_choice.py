@@ -213,7 +213,7 @@ def _verify(
     objective: Objective, params: Params, inputs: TensorTree, assignment: Assignment
 ) -> tuple[list[Layout | None], int, frozenset[str]]:
     """Layouts, bytes per example and repeated parameters, after a comparison with autograd."""
-    trial = {n: v.detach() + 0.05 * torch.randn_like(v) for n, v in params.items()}
+    trial = {n: torch.randn_like(v).mul_(0.05).add_(v.detach()) for n, v in params.items()}
     rows = {size: synthetic(inputs, size) for size in _SIZES}
     layouts: list[Layout | None] = []
     for _ in range(_MOST_GUESSES):

@@ -35,6 +35,8 @@ _TOLERANCE_OF_TF32 = 5e-3
 # Rows side by side whose gradients have these sizes: what is done to a batch because of the largest
 # is done to the smallest too.
 _SIZES = (1e12, 1.0, 1e-6)
+# Parameters of a model whose gradients are looked at one by one.
+_LARGE = 2**20
 # Where a norm is above this power of the largest number, inner products for it may overflow.
 _OVERFLOW = 0.4
 
@@ -49,7 +51,7 @@ def compare(
     layouts: list[Layout | None],
 ) -> int:
     """Raise where the rules are not right for a row; return the bytes that a pass holds on to."""
-    leaves = {name: value.clone().requires_grad_() for name, value in trial.items()}
+    leaves = {name: value.detach().requires_grad_() for name, value in trial.items()}
     tape = Tape(leaves, row_count(inputs), layouts)
     held: list[Tensor] = []
 
@@ -71,12 +73,20 @@ def compare(
     rounds = device.type == "cuda" and torch.backends.cudnn.allow_tf32
     tolerance = _TOLERANCE_OF_TF32 if rounds else _TOLERANCE
     together = [[value[row] for value in outputs] for row in range(tape.examples)]
+    passes = [(together, tolerance)]
+    passes += [] if alone is None else [(alone, _TOLERANCE_ALONE)]
+    # A row's gradients of both passes at once, but for a large model, whose gradients take memory.
+    large = sum(value.numel() for value in tape.params.values()) > _LARGE
+    groups = [[one] for one in passes] if large else [passes]
     for direction in _directions(outputs):
-        ours = _by_the_rules(tape, outputs, direction)
-        names = list(tape.params)
-        _judge(names, ours, _by_autograd(tape, together, direction), tolerance)
-        if alone is not None:
-            _judge(names, ours, _by_autograd(tape, alone, direction), _TOLERANCE_ALONE)
+        norms = _norms_by_the_rules(tape, outputs, direction)
+        for row in range(tape.examples):
+            for several in groups:
+                expected = [
+                    (_by_autograd(tape, made, direction, row), limit) for made, limit in several
+                ]
+                _judge(tape, norms, row, expected)
+                del expected  # each as large as the model
     found = [
         contribution
         for kept in tape.contributions.values()
@@ -125,54 +135,48 @@ def _along(outputs: list[Tensor], direction: list[Tensor]) -> Tensor:
     return sum(terms[1:], terms[0])
 
 
-def _by_the_rules(
-    tape: Tape, outputs: list[Tensor], direction: list[Tensor]
-) -> list[tuple[Tensor, list[Tensor]]]:
-    """Norm and gradient of every row, from one backward pass of all of them."""
+def _norms_by_the_rules(tape: Tape, outputs: list[Tensor], direction: list[Tensor]) -> Tensor:
+    """The norm of every row's gradient, from one backward pass of all of them."""
     tape.contributions.clear()
     tape.recording = True
     leaves = list(tape.params.values())
     torch.autograd.grad(_along(outputs, direction), leaves, retain_graph=True, allow_unused=True)
     tape.recording = False
-    norms, found = tape.norms(), []
-    for row in range(tape.examples):
-        only = Factors((torch.arange(tape.examples, device=norms.device) == row).to(norms), None)
-        found.append((norms[row], [tape.weighted_sum(name, only) for name in tape.params]))
-    return found
+    return tape.norms()
 
 
 def _by_autograd(
-    tape: Tape, outputs: list[list[Tensor]], direction: list[Tensor]
-) -> list[Gradients]:
-    """Every row's gradient, from a backward pass in which no other row has one."""
-    return [
-        torch.autograd.grad(
-            _along(output, [each[row] for each in direction]),
-            list(tape.params.values()),
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        for row, output in enumerate(outputs)
-    ]
+    tape: Tape, outputs: list[list[Tensor]], direction: list[Tensor], row: int
+) -> Gradients:
+    """A row's gradient, from a backward pass in which no other row has one."""
+    return torch.autograd.grad(
+        _along(outputs[row], [each[row] for each in direction]),
+        list(tape.params.values()),
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
 
 
-def _judge(
-    names: list[str],
-    ours: list[tuple[Tensor, list[Tensor]]],
-    expected: list[Gradients],
-    tolerance: float,
-) -> None:
-    for (our_norm, our_gradients), gradients in zip(ours, expected, strict=True):
+def _judge(tape: Tape, norms: Tensor, row: int, expected: list[tuple[Gradients, float]]) -> None:
+    """Compare a row's gradient and its norm by the rules with what they should be."""
+    only = Factors((torch.arange(tape.examples, device=norms.device) == row).to(norms), None)
+    names, our_norm = list(tape.params), norms[row]
+    gaps: list[list[Tensor]] = [[] for _ in expected]
+    for place, name in enumerate(names):
+        ours = tape.weighted_sum(name, only)
+        for found, (gradients, _) in zip(gaps[:-1], expected[:-1], strict=True):
+            found.append((ours - gradients[place]).square().sum())
+        gaps[-1].append(ours.sub_(expected[-1][0][place]).square_().sum())
+        del ours
+    for found, (gradients, tolerance) in zip(gaps, expected, strict=True):
         norm = _norm(gradients)
         if not our_norm.isfinite() and norm > torch.finfo(norm.dtype).max ** _OVERFLOW:
             continue  # such a gradient counts as zero
-        pairs = zip(our_gradients, gradients, strict=True)
-        gaps = tuple(one - other for one, other in pairs)
         more = our_norm - norm  # a bound on its rounding error may be part of it
         right = -tolerance * norm <= more <= max(tolerance, _GUARDED) * norm
-        if not (_norm(gaps) <= tolerance * norm and right):
-            sizes = [float(gap.norm().nan_to_num(torch.inf)) for gap in gaps]
+        if not (torch.stack(found).sum().sqrt() <= tolerance * norm and right):
+            sizes = [float(gap.sqrt().nan_to_num(torch.inf)) for gap in found]
             worst = names[sizes.index(max(sizes))]
             raise NotSupportedError(
                 f"{worst} is used in a way that the rules do not see, or a backward pass mixes "

@@ -235,14 +235,35 @@ class Tape:
         first = next(iter(self.params.values()))
         return torch.zeros(self.examples, device=first.device, dtype=first.dtype)
 
-    def weighted_sum(self, name: str, factors: Factors, *, last: bool = False) -> Tensor:
+    @torch.no_grad()
+    def weighted_sum(
+        self,
+        name: str,
+        factors: Factors,
+        *,
+        last: bool = False,
+        out: Tensor | None = None,
+        add: bool = False,
+    ) -> Tensor:
         """Sum of a parameter's per-example gradients, each times its factor.
 
-        What was kept for it is given back if this is the `last` time that it is asked for.
+        What was kept for it is given back if this is the `last` time that it is asked for. `out`
+        receives the sum, unless that has another type; with `add`, it is added to what is there.
         """
         self.carry_back()
         total = None
         kept = self.contributions.get(name, {})
+        if out is not None:
+            if list(kept) == [None] and len(kept[None]) == 1:
+                (only,) = kept.pop(None) if last else kept[None]
+                if only.tensors()[0].dtype == out.dtype:
+                    return only.weighted_sum_into(out, factors, add=add)
+                total = only.weighted_sum(factors).view_as(out)
+            else:
+                total = self.weighted_sum(name, factors, last=last)
+            if add:
+                return out.add_(total)
+            return out.copy_(total) if total.dtype == out.dtype else total
         for rows in list(kept):
             contributions = kept.pop(rows) if last else kept[rows]
             part = sum(

@@ -131,7 +131,7 @@ class Proven(Accounting):
 
     def ideal_epsilon(self, charges: Charges, delta: float) -> float:
         """Epsilon at delta; by privacy loss distributions where nothing is selected."""
-        return self._ideal_bounds(charges, delta, CAP_SHARE).upper
+        return self._ideal_bounds(charges, delta, CAP_SHARE, attained=False).upper
 
     def epsilon(self, charges: Charges, delta: float) -> float:
         """The same for the noise that is drawn, whose missing tail is charged to delta."""
@@ -154,17 +154,21 @@ class Proven(Accounting):
             share *= 2
         return proven.EpsilonBounds(math.inf, math.inf, "add", math.nan)
 
-    def _ideal_bounds(self, charges: Charges, delta: float, share: float) -> proven.EpsilonBounds:
+    def _ideal_bounds(
+        self, charges: Charges, delta: float, share: float, *, attained: bool = True
+    ) -> proven.EpsilonBounds:
         if not any(n and isinstance(e, Trial) and e.test is not None for e, n in charges):
             plain = pld.composed_epsilon(charges, delta)
             return proven.EpsilonBounds(plain, plain, "add", math.nan)
-        return proven.composed_epsilon(proven.compose(charges), delta * (1 - share))
+        whole = proven.compose(charges)
+        return proven.composed_epsilon(whole, delta * (1 - share), attained=attained)
 
     def test_epsilon(self, test: Test, count: int, delta: float) -> float:
         """Epsilon of the tests alone: the theorem with a training rate of zero."""
         alone = proven.SelectiveUpdate.of(0.0, 1.0, test)
         composition = proven.Composition(updates=((alone, count),))
-        return proven.composed_epsilon(composition, delta * (1 - CAP_SHARE)).upper
+        share = delta * (1 - CAP_SHARE)
+        return proven.composed_epsilon(composition, share, attained=False).upper
 
 
 class ProvenPld(Proven):
@@ -194,8 +198,10 @@ class ProvenPld(Proven):
         "took, must stay private."
     )
 
-    def _ideal_bounds(self, charges: Charges, delta: float, share: float) -> proven.EpsilonBounds:
-        known = super()._ideal_bounds(charges, delta, share)
+    def _ideal_bounds(
+        self, charges: Charges, delta: float, share: float, *, attained: bool = True
+    ) -> proven.EpsilonBounds:
+        known = super()._ideal_bounds(charges, delta, share, attained=attained)
         if not any(n and isinstance(e, Trial) and e.gate is not None for e, n in charges):
             return known
         upper = min(known.upper, pld.selective_epsilon(charges, delta * (1 - share)))

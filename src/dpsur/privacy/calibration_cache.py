@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dpsur.environment import cache_folder, versions
 from dpsur.errors import DpsurError
-from dpsur.privacy.search import MOST_NOISE
+from dpsur.privacy.search import MOST_NOISE, least_noise
 
 _enabled: ContextVar[bool] = ContextVar("calibration_cache_enabled", default=True)
 
@@ -48,6 +48,18 @@ def remembered(
         if found is not None:
             _write(path, found)
     return found
+
+
+def remembered_noise(
+    question: object, epsilon_of: Callable[[float], float], target: float
+) -> float | None:
+    """The least noise whose epsilon is at most the target, looked up before it is searched for."""
+    epsilon_of = cache(epsilon_of)
+    return remembered(
+        question,
+        lambda: least_noise(epsilon_of, target),
+        lambda noise: epsilon_of(noise) <= target,
+    )
 
 
 def _digest(question: object) -> str:

@@ -13,8 +13,9 @@ from dpsur.distributed.ranks import local_device, unwrap
 from dpsur.errors import InvalidInputError
 from dpsur.features import PixelScale
 from dpsur.functional.model_loss import is_transformers_model, model_loss
-from dpsur.functional.problem import LossFunction, Problem
+from dpsur.functional.problem import LossFunction, Problem, drop_weights
 from dpsur.functional.records import Examples, StreamedExamples, place
+from dpsur.mechanism.philox import prepare_kernels
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
 from dpsur.per_example import check_model
@@ -89,6 +90,7 @@ def build_session(
         stored.pop(name, None)
     ranks.check_same({"settings": to_json(stored).decode()})
     train, test = _records(train_set, test_set, model, loss, config.speed)
+    prepare_kernels(device)  # while records are checked and noise is calibrated
     # a method may bring its features
     features = InputFeatures(
         config.features or config.method.features,
@@ -130,7 +132,17 @@ def build_session(
     inputs = compute_inputs(features, train, test, streams, released)
     test = None if inputs.test is None else inputs.test.to(device)
     records = place(inputs.train, device, config.speed.data_bytes)
-    problem = Problem(model, loss, records, bf16=config.speed.bf16, augment=augment, views=views)
+    problem = Problem(
+        model,
+        loss,
+        records,
+        bf16=config.speed.bf16,
+        augment=augment,
+        views=views,
+        original=original,
+    )
+    procedure = method.bind(problem, plan)  # calls the model
+    drop_weights(model)
     return Session(
         config=config,
         method=method,
@@ -139,7 +151,7 @@ def build_session(
         original=original,
         test=test,
         streams=streams,
-        procedure=method.bind(problem, plan),
+        procedure=procedure,
         layers=inputs.layers,
         layer_descriptions=inputs.descriptions,
         statistics=inputs.statistics,

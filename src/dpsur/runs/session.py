@@ -49,7 +49,10 @@ LONGEST_BLOCK = 100
 
 
 class Observer(Protocol):
-    """Someone who watches a run. What is seen here is private unless said otherwise."""
+    """Someone who watches a run. What is seen here is private unless said otherwise.
+
+    Later trials may overwrite the tensors of a `progress`: copy what is to be kept.
+    """
 
     def started(self, plan: PrivacyPlan, progress: Progress) -> None:
         """The run begins, or resumes from a checkpoint."""
@@ -159,14 +162,19 @@ class Session:
         return ActiveRun(self, observers, folder, resume, stop_requested)
 
     def loop(self, progress: Progress) -> Loop:
-        """CUDA graphs where the device and the procedure allow it, else one trial at a time."""
+        """CUDA graphs where the device and the procedure allow it, else one trial at a time.
+
+        The loop takes the progress over, and may overwrite its tensors.
+        """
         padded, _ = self._captured_trials
         if padded is None:
-            return EagerLoop(self.procedure, self.plan, self.streams, progress)
+            return EagerLoop(self.procedure, self.plan, self.streams, progress, owned=True)
         block = min(self.config.pace.checkpoint_every, LONGEST_BLOCK)
         if isinstance(self.problem.train, HostExamples) and self.plan.updates is not None:
             block = max(1, min(block, self.plan.updates))  # records are not read in vain
-        return CudaGraphLoop(self.procedure, padded, self.plan, self.streams, progress, block)
+        return CudaGraphLoop(
+            self.procedure, padded, self.plan, self.streams, progress, block, owned=True
+        )
 
     @cached_property
     def _captured_trials(self) -> tuple[Procedure | None, str | None]:
@@ -242,13 +250,13 @@ class ActiveRun:
         ranks, needed = session.ranks, folder is not None or session.ranks.size > 1
         self._fingerprint = session.fingerprint() if needed else Fingerprint("", {})
         ranks.check_same({**self._fingerprint.parts, "settings": self._fingerprint.total})
+        log_engine(session.engine())  # before there is a state: trying engines takes memory too
         progress = start(session.procedure)
         if folder is not None and resume:
             path = folder.checkpoint
             content = ranks.from_main(lambda: read_checkpoint(path))  # one file for all ranks
             saved = load_checkpoint(path, self._fingerprint, content)
             progress = restore(saved, progress, session.streams)
-        log_engine(session.engine())
         self._unchanged = Unchanged(session.problem.model, session.problem.loss)
         self._saved_at = progress.ledger.trials
         self._evaluated_at = elapsed(session.plan, progress.ledger)

@@ -23,6 +23,7 @@ _LEAST_CAPABILITY = (8, 0)
 # A tile of gradients: output channels, entries of the kernel, places at once; warps and stages.
 Tile = tuple[int, int, int, int, int]
 _SMALL: Tile = (16, 16, 64, 1, 3)
+_FLAT: Tile = (16, 64, 64, 2, 3)
 _NARROW: Tile = (64, 64, 32, 4, 3)
 _WIDE: Tile = (128, 128, 32, 8, 3)
 _MOST_PROGRAMS = 2**31 - 1
@@ -101,8 +102,9 @@ def rounded_gradients(
     height, maps = outputs.shape[1] // groups, outputs.shape[2:]
     width, places = channels * prod(window.sizes), prod(maps)
     if tile is None:
-        tile = _SMALL if max(height, width) <= _SMALL[0] else _NARROW
-        tile = tile if height <= _NARROW[0] else _WIDE
+        tile = _NARROW if height <= _NARROW[0] else _WIDE
+        if height <= _SMALL[0]:  # of few output channels, such as one in a group
+            tile = _SMALL if width <= _SMALL[1] else _FLAT
     out, across, step, warps, stages = tile
     step = step if kept == torch.float32 else 2 * step
     tiles = -(-height // out) * -(-width // across)
@@ -229,6 +231,9 @@ def weighted_rows(rows: Tensor, factors: Tensor) -> Tensor | None:
 
 # Tiles of pairs of positions, entries at once, and entries that tensor cores add up by themselves.
 _SIDE, _ENTRIES, _CHUNK = 64, 64, 1024
+# Matrices of inner products take more time than their factors, but for very wide ones and for
+# factors in bfloat16. Where there are many positions they take too much memory.
+_WIDEST, _MANY_POSITIONS = 2**14, 1024
 # Where a product may have this relative error, numbers may be split into two of bfloat16: what is
 # left out then is at most 3 * 2^-18 of it.
 _ERROR_OF_HALVES = 3e-5
@@ -243,6 +248,9 @@ def product_norms(
     if kernels is None or inputs.dtype != outputs.dtype:
         return None
     examples, positions, width = inputs.shape
+    wide = max(width, outputs.shape[2]) > _WIDEST or inputs.dtype == torch.bfloat16
+    if wide and positions < _MANY_POSITIONS:
+        return None
     tiles = -(-positions // _SIDE)
     seen, slopes = (
         torch.linalg.vector_norm(value, dim=2, dtype=torch.float32) for value in (inputs, outputs)
@@ -414,3 +422,63 @@ def lstm_cells(active: Tensor, cells: Tensor, squashed: Tensor) -> LstmCells | N
     """One kernel per time of an LSTM, or None."""
     kernels = _kernels(active, cells, squashed)
     return None if kernels is None else LstmCells(kernels, active, cells, squashed)
+
+
+class GruCells:
+    """The element-wise part of a GRU, one kernel for a time and none between."""
+
+    _BLOCK = 256
+
+    def __init__(self, kernels: Any, active: Tensor, states: Tensor, recalled: Tensor) -> None:
+        self._kernels, self._active, self._states = kernels, active, states
+        self._recalled = recalled
+        directions, _, rows, width = recalled.shape
+        count = directions * rows * width
+        self._sizes = rows, width, active.stride(0), states.stride(0), recalled.stride(0), count
+        self._grid = (-(-count // self._BLOCK),)
+
+    def forward(self, time: int, gates: Tensor, recurrent: Tensor, bias: Tensor) -> None:
+        """From gates before activation, given in two parts and a bias, to the next states."""
+        with _on(gates):
+            self._kernels.gru_cell[self._grid](
+                gates[:, time],
+                recurrent,
+                bias,
+                self._states[:, time],
+                self._active[:, time],
+                self._recalled[:, time],
+                self._states[:, time + 1],
+                *self._sizes,
+                BLOCK=self._BLOCK,
+            )
+
+    def backward(
+        self,
+        time: int,
+        outputs: Tensor,
+        recurrent: Tensor | None,
+        slope: Tensor,
+        gates: Tensor,
+        inputs: Tensor,
+    ) -> None:
+        """Gradients of the gates' hidden and input part; `slope` is overwritten."""
+        with _on(gates):
+            self._kernels.gru_cell_backward[self._grid](
+                outputs[:, time],
+                slope if recurrent is None else recurrent,
+                self._active[:, time],
+                self._recalled[:, time],
+                self._states[:, time],
+                slope,
+                gates[:, time],
+                inputs[:, time],
+                *self._sizes,
+                LAST=recurrent is None,
+                BLOCK=self._BLOCK,
+            )
+
+
+def gru_cells(active: Tensor, states: Tensor, recalled: Tensor) -> GruCells | None:
+    """One kernel per time of a GRU, or None."""
+    kernels = _kernels(active, states, recalled)
+    return None if kernels is None else GruCells(kernels, active, states, recalled)

@@ -1,8 +1,10 @@
 """Custom kernels for a GPU, compiled when they are first needed."""
 
+import ctypes
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
@@ -25,19 +27,83 @@ class SlowerWarning(UserWarning):
 
 
 @cache
-def compile_kernel(source: str, name: str, constants: Constants, device: int) -> Kernel | None:
+def compile_kernel(
+    source: str, name: str, constants: Constants, device: int | None
+) -> Kernel | None:
     """The kernel with its constants on one GPU; None, and a warning, if it cannot be compiled."""
     compile_kernel: Any = getattr(torch.cuda, "_compile_kernel", None)
     if compile_kernel is None or torch.version.hip:
         return None
-    defined = "".join(f"#define {key} {value}\n" for key, value in constants)
+    text = _with_constants(source, constants)
+    if device is not None and torch.version.cuda:
+        # Whatever goes wrong here, PyTorch's own way is slower and says what it is.
+        with suppress(Exception):
+            found: Kernel = getattr(_module(text, device), name)
+            return found
     try:
         with torch.cuda.device(device), _without_toolkit():
-            kernel: Kernel = compile_kernel(defined + source, name)
+            kernel: Kernel = compile_kernel(text, name)
             return kernel
     except Exception as error:  # no compiler or setuptools at hand, or another call
         warn_slower(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         return None  # other kernels remain
+
+
+def compile_ahead(source: str, constants: Constants, device: int) -> None:
+    """Begin to compile in another thread; `compile_kernel` takes the result when it is needed."""
+    if hasattr(torch.cuda, "_compile_kernel") and torch.version.cuda and not torch.version.hip:
+        _binary(_with_constants(source, constants), torch.cuda.get_device_capability(device))
+
+
+def _with_constants(source: str, constants: Constants) -> str:
+    return "".join(f"#define {key} {value}\n" for key, value in constants) + source
+
+
+@cache
+def _module(text: str, device: int) -> Any:
+    """All kernels of a source, by name, on one GPU: compiled once, whichever are used."""
+    from torch.cuda import _utils
+
+    binary = _binary(text, torch.cuda.get_device_capability(device)).result()
+    with torch.cuda.device(device):
+        return _utils._cuda_load_module(binary)
+
+
+@cache
+def _binary(text: str, capability: tuple[int, int]) -> "Future[bytes]":
+    """The compiled source. The compiler runs beside the interpreter, in a thread."""
+    return _threads().submit(_compile, text, capability)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(4, thread_name_prefix="dpsur-nvrtc")
+
+
+def _compile(text: str, capability: tuple[int, int]) -> bytes:
+    """Compile by NVRTC. PyTorch's own function imports setuptools and compiles per kernel."""
+    from torch.cuda import _utils
+
+    library: Any = _utils._get_gpu_rtc_library()
+
+    def check(status: int) -> None:
+        if status:
+            raise RuntimeError(f"NVRTC failed with status {status}")
+
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode()]
+    check(
+        library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"dpsur.cu", 0, None, None)
+    )
+    try:
+        given = (ctypes.c_char_p * len(options))(*options)
+        check(library.nvrtcCompileProgram(program, len(options), given))
+        check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        binary = ctypes.create_string_buffer(size.value)
+        check(library.nvrtcGetCUBIN(program, binary))
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+    return binary.raw
 
 
 @cache

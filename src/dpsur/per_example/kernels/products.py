@@ -13,6 +13,7 @@ Numbers of bfloat16 are multiplied as they are and added up in float32. Where su
 scaled first, it becomes the sum of two in bfloat16, to 16 bits.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,8 +33,12 @@ _LEAST_SIZE = 200
 _LONGEST = 2048
 # Rows of matrices begin at multiples of so many numbers, so that tensor cores can read them.
 _ALIGNED = 4
-# Numbers that are split at once, which bounds the memory for it.
-_AT_ONCE = 2**25
+# Numbers of both factors that are split at once, which take 12 bytes each: this part of those of
+# both factors and the product, so that it stays small beside them, but so many at least and most.
+_PART_AT_ONCE, _AT_ONCE, _MOST_AT_ONCE = 1 / 6, 2**21, 2**23
+# Rows and columns of a product that are computed at once: fewer would leave a GPU half idle. Rather
+# fewer numbers are added up at once, but not below this.
+_SIDE, _SHORTEST = 2048, 256
 # What the two factors hold side by side: the rest of each meets the rounded numbers of the other.
 _LEFT, _RIGHT = (True, False, False), (False, True, False)
 # Where one factor has been rounded before it has no rest.
@@ -99,63 +104,132 @@ class _Linear(torch.autograd.Function):
 
 
 def product(one: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`one @ other + bias`, some rows and columns at a time."""
-    (rows, inner), columns = one.shape, other.shape[1]
-    found, length = one.new_empty(rows, columns), _length(inner)
-    for some in _ranges(rows, _AT_ONCE // length):
-        for several in _ranges(columns, _AT_ONCE // length):
-            out = place = found[some, several]
-            shift = None if bias is None else bias[several]
-            if columns % _ALIGNED:  # tensor cores are slow with rows that are not filled up
-                wide = -(-out.shape[1] // _ALIGNED) * _ALIGNED
-                place = one.new_empty(len(out), wide)
-                shift = None if shift is None else F.pad(shift, (0, wide - len(shift)))
-            for chunk in _ranges(inner, length):
-                left = _split(one[some, chunk], _LEFT, length)
-                right = _split(other.mT[several, chunk], _RIGHT, length, room=place.shape[1])
-                if left is None or right is None:
-                    return torch.mm(one, other) if bias is None else torch.addmm(bias, one, other)
-                _add(left, right, place, None if chunk.start else shift, begun=chunk.start > 0)
-            if place is not out:
-                out.copy_(place[:, : out.shape[1]])
-    return found
+    """`one @ other + bias`."""
+    found = one.new_empty(len(one), other.shape[1])
+
+    def left(rows: slice, chunk: slice, length: int, room: int) -> Tensor | None:
+        return _split(one[rows, chunk], _LEFT, length, room=room)
+
+    def right(columns: slice, chunk: slice, length: int, room: int) -> Tensor | None:
+        return _split(other.mT[columns, chunk], _RIGHT, length, room=room)
+
+    if _multiply(left, right, one.shape[1], found, bias):
+        return found
+    return torch.mm(one, other) if bias is None else torch.addmm(bias, one, other)
 
 
 @torch.no_grad()
-def weighted_product(outputs: Tensor, inputs: Tensor, factors: Tensor) -> Tensor | None:
-    """Sum over rows i of factor_i outputs_i^T inputs_i; one with the factor 0 is not read.
+def weighted_product(
+    outputs: Tensor,
+    inputs: Tensor,
+    factors: Tensor,
+    found: Tensor,
+    *,
+    add: bool = False,
+) -> bool:
+    """Write the sum over rows i of factor_i outputs_i^T inputs_i; factor 0: row i is not read.
 
-    Neighbouring rows share a factor where there are more rows than factors. None where it would not
-    pay.
+    Neighbouring rows share a factor where there are more rows than factors. With `add` the sum is
+    added to what is in `found`. False where it would not pay; nothing is written then.
     """
     (count, height), width = outputs.shape, inputs.shape[1]
     if not pays(height, count, width, outputs, inputs, factors):
-        return None
+        return False
     # factors go to the smaller matrix; what has no factor must not be read in either
-    wide = height >= width
-    smaller, larger = (inputs, outputs) if wide else (outputs, inputs)
-    narrow = larger.dtype == torch.bfloat16
-    parts = (_SPLIT, _WHOLE) if narrow else (_LEFT, _RIGHT)
-    positions, length = count // len(factors), _length(count)
-    found = inputs.new_empty(height, width, dtype=torch.float32)
-    for some in _ranges(larger.shape[1], _AT_ONCE // length):
-        place = found[some] if wide else found[:, some]
-        for chunk in _ranges(count, length):
-            split = partial(
-                _split, length=length, factors=factors, first=chunk.start, dtype=larger.dtype
-            )
-            scaled = split(smaller.mT[:, chunk], parts[0], positions=positions, scaled=True)
-            kept = split(larger.mT[some, chunk], parts[1], positions=positions)
-            if scaled is None or kept is None:
-                return None
-            left, right = (kept, scaled) if wide else (scaled, kept)
-            _add(left, right, place, None, begun=chunk.start > 0)
-    return found
+    wide, positions = height >= width, count // len(factors)
+    kind = (outputs if wide else inputs).dtype  # of the one that is not scaled
+    first, second = (_LEFT, _RIGHT) if kind == torch.float32 else (_SPLIT, _WHOLE)
+
+    def split(
+        matrix: Tensor, some: slice, chunk: slice, length: int, room: int, *, scaled: bool
+    ) -> Tensor | None:
+        return _split(
+            matrix.mT[some, chunk],
+            first if scaled else second,
+            length,
+            factors,
+            first=chunk.start,
+            positions=positions,
+            scaled=scaled,
+            dtype=kind,
+            room=room,
+        )
+
+    left, right = partial(split, outputs, scaled=not wide), partial(split, inputs, scaled=wide)
+    return _multiply(left, right, count, found, add=add)
 
 
-def _length(inner: int) -> int:
-    """Of equal chunks of at most _LONGEST numbers."""
-    chunks = -(-inner // _LONGEST)
+Part = Callable[[slice, slice, int, int], Tensor | None]
+
+
+def _multiply(
+    left: Part,
+    right: Part,
+    inner: int,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    add: bool = False,
+) -> bool:
+    """Write the product of two matrices, some rows and columns at a time, which bounds its memory.
+
+    `left` and `right` split some rows of the first factor, or columns of the second, over some of
+    the numbers that are added up, with room for so many. False if they cannot, which the first call
+    says. With `add` the product is added to what is there.
+    """
+    rows, columns = out.shape
+    length, high, wide = _tile(rows, columns, inner)
+    down, along = _ranges(rows, high), _ranges(columns, wide)
+    # Rows of a result have to begin where tensor cores can write them: else columns are copied.
+    aligned = columns % _ALIGNED == 0 and out.data_ptr() % (4 * _ALIGNED) == 0
+    # What is in the outer loop is split once, the other one for each of its ranges.
+    by_rows = aligned and rows + len(down) * columns < columns + len(along) * rows
+    for one in down if by_rows else along:
+        place, space = (out[one] if by_rows else out[:, one]), 0
+        if not aligned:  # tensor cores are slow with rows that are not filled up
+            space = -(-place.shape[1] // _ALIGNED) * _ALIGNED
+            place = out.new_empty(rows, space)
+        for chunk in _ranges(inner, length):
+            held = (left if by_rows else right)(one, chunk, length, space)
+            for other in along if by_rows else down:
+                met = (right if by_rows else left)(other, chunk, length, 0)
+                if held is None or met is None:
+                    return False
+                shift = None
+                if bias is not None and not chunk.start:
+                    shift = bias[other if by_rows else one]
+                    shift = F.pad(shift, (0, max(0, space - len(shift))))
+                begun = chunk.start > 0 or (add and aligned)
+                if by_rows:
+                    _add(held, met, place[:, other], shift, begun=begun)
+                else:
+                    _add(met, held, place[other], shift, begun=begun)
+        if not aligned:
+            filled = out[:, one]
+            found = place[:, : filled.shape[1]]
+            filled.add_(found) if add else filled.copy_(found)
+    return True
+
+
+def _tile(rows: int, columns: int, inner: int) -> tuple[int, int, int]:
+    """How many numbers are added up at once, for how many rows and columns."""
+    numbers = inner * (rows + columns) + rows * columns
+    room = max(_AT_ONCE, min(_MOST_AT_ONCE, int(_PART_AT_ONCE * numbers)))
+    high, wide = min(rows, _SIDE), min(columns, _SIDE)
+    length = _length(inner, min(_LONGEST, max(_SHORTEST, room // (high + wide))))
+    both = room // length
+    if rows <= columns:
+        high = max(high, min(rows, both // 2))
+        wide = max(wide, both - high)
+    else:
+        wide = max(wide, min(columns, both // 2))
+        high = max(high, both - wide)
+    return length, high, wide
+
+
+def _length(inner: int, most: int) -> int:
+    """Of equal chunks of at most so many numbers."""
+    chunks = -(-inner // most)
     return -(-inner // (chunks * _ALIGNED)) * _ALIGNED
 
 

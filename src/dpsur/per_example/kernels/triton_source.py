@@ -1,6 +1,8 @@
 """Kernels in Triton, which is not everywhere: `fused.py` imports this where it is needed.
 
 They are for contiguous tensors. Sums are made in float32 and in one order, the same every time.
+Numbers of examples are not specialised: a kernel would be compiled for two or three records, on
+which engines are compared, and again for a batch.
 """
 # Kernels are a language of their own: arguments have no types, and sizes are in capitals.
 # mypy: ignore-errors
@@ -159,7 +161,7 @@ def convolution_rows(
     tl.store(squares + program, tl.sum(total * total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["COUNT", "EACH"])
 def weighted_rows(
     rows, factors, out, COUNT, WIDTH, EACH, TOGETHER: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -179,7 +181,7 @@ def weighted_rows(
     tl.store(out + part * WIDTH + column, tl.sum(total, 0), mask=column < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def channel_sums(
     inputs,
     slopes,
@@ -255,7 +257,7 @@ def _tanh(values):
     return tl.where(values < 0, -size, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def lstm_cell(
     gates,
     recurrent,
@@ -301,7 +303,7 @@ def lstm_cell(
     tl.store(states + state, leave * small, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def lstm_cell_backward(
     outputs,
     recurrent,
@@ -342,6 +344,100 @@ def lstm_cell_backward(
     tl.store(gates + gate + 2 * WIDTH, cell * enter * (1.0 - fresh * fresh), mask=there)
     tl.store(gates + gate + 3 * WIDTH, hidden * small * leave * (1.0 - leave), mask=there)
     tl.store(slope + entry, cell * keep, mask=there)
+
+
+@triton.jit
+def gru_cell(
+    gates,
+    recurrent,
+    bias,
+    states,
+    active,
+    recalled,
+    next_states,
+    ROWS,
+    WIDTH,
+    GATES_APART,
+    STATES_APART,
+    RECALLED_APART,
+    COUNT,
+    BLOCK: tl.constexpr,
+):
+    """One time of a GRU: activated gates, what is recalled of the last state, and the next one."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = entry < COUNT
+    direction, row = entry // (ROWS * WIDTH), (entry // WIDTH) % ROWS
+    column = entry % WIDTH
+    gate = direction.to(tl.int64) * GATES_APART + row * (3 * WIDTH) + column
+    own = direction * (ROWS * 3 * WIDTH) + row * (3 * WIDTH) + column
+    shift = direction * (3 * WIDTH) + column
+    state = direction.to(tl.int64) * STATES_APART + row * WIDTH + column
+    flat = direction.to(tl.int64) * RECALLED_APART + row * WIDTH + column
+    reset = tl.load(gates + gate, mask=there) + tl.load(recurrent + own, mask=there)
+    reset = tl.sigmoid(reset + tl.load(bias + shift, mask=there))
+    update = tl.load(gates + gate + WIDTH, mask=there) + tl.load(
+        recurrent + own + WIDTH, mask=there
+    )
+    update = tl.sigmoid(update + tl.load(bias + shift + WIDTH, mask=there))
+    kept = tl.load(recurrent + own + 2 * WIDTH, mask=there)
+    kept += tl.load(bias + shift + 2 * WIDTH, mask=there)
+    fresh = _tanh(tl.load(gates + gate + 2 * WIDTH, mask=there) + reset * kept)
+    before = tl.load(states + state, mask=there)
+    tl.store(active + gate, reset, mask=there)
+    tl.store(active + gate + WIDTH, update, mask=there)
+    tl.store(active + gate + 2 * WIDTH, fresh, mask=there)
+    tl.store(recalled + flat, kept, mask=there)
+    tl.store(next_states + state, fresh + update * (before - fresh), mask=there)
+
+
+@triton.jit
+def gru_cell_backward(
+    outputs,
+    recurrent,
+    active,
+    recalled,
+    states,
+    slope,
+    gates,
+    inputs,
+    ROWS,
+    WIDTH,
+    GATES_APART,
+    STATES_APART,
+    RECALLED_APART,
+    COUNT,
+    LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gradients of both parts of the gates before activation at one time.
+
+    `slope` is what the state hands on to the one before without a product.
+    """
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = entry < COUNT
+    direction, row = entry // (ROWS * WIDTH), (entry // WIDTH) % ROWS
+    column = entry % WIDTH
+    gate = direction.to(tl.int64) * GATES_APART + row * (3 * WIDTH) + column
+    state = direction.to(tl.int64) * STATES_APART + row * WIDTH + column
+    flat = direction.to(tl.int64) * RECALLED_APART + row * WIDTH + column
+    hidden = tl.load(outputs + flat, mask=there)
+    if not LAST:
+        hidden += tl.load(recurrent + entry, mask=there) + tl.load(slope + entry, mask=there)
+    reset = tl.load(active + gate, mask=there)
+    update = tl.load(active + gate + WIDTH, mask=there)
+    fresh = tl.load(active + gate + 2 * WIDTH, mask=there)
+    kept = tl.load(recalled + flat, mask=there)
+    before = tl.load(states + state, mask=there)
+    to_fresh = hidden * (1.0 - update) * (1.0 - fresh * fresh)
+    to_reset = to_fresh * kept * reset * (1.0 - reset)
+    to_update = hidden * (before - fresh) * update * (1.0 - update)
+    tl.store(gates + gate, to_reset, mask=there)
+    tl.store(gates + gate + WIDTH, to_update, mask=there)
+    tl.store(gates + gate + 2 * WIDTH, to_fresh * reset, mask=there)
+    tl.store(inputs + gate, to_reset, mask=there)
+    tl.store(inputs + gate + WIDTH, to_update, mask=there)
+    tl.store(inputs + gate + 2 * WIDTH, to_fresh, mask=there)
+    tl.store(slope + entry, hidden * update, mask=there)
 
 
 @triton.jit

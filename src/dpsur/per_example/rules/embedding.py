@@ -31,9 +31,14 @@ class Lookups(Contribution):
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """Add scaled gradients into an empty table."""
+        table = self.outputs.new_empty(self.table_rows, self.outputs.shape[2])
+        return self.weighted_sum_into(table, factors)
+
+    def weighted_sum_into(self, place: Tensor, factors: Factors, *, add: bool = False) -> Tensor:
+        """The same, without a copy."""
         scaled = factors.scale(self.outputs).flatten(0, 1)
-        table = scaled.new_zeros(self.table_rows, scaled.shape[1])
-        return table.index_add_(0, self.tokens.flatten(), scaled)
+        place = place if add else place.zero_()
+        return place.index_add_(0, self.tokens.flatten(), scaled)
 
     def per_example(self) -> Tensor:
         """One table per example: only for a table shared with a layer that has no rule."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dpsur.functional.process_settings import widen
 from dpsur.per_example.contributions import Contribution, Products, Rows
-from dpsur.per_example.kernels.fused import lstm_cells
+from dpsur.per_example.kernels.fused import gru_cells, lstm_cells
 from dpsur.per_example.rules.recurrent_steps import State, projected_lstm
 from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
 
@@ -337,9 +337,16 @@ class _Gru(torch.autograd.Function):
         directions, times, rows, width = *gates.shape[:3], weight.shape[2]
         states = gates.new_empty(directions, times + 1, rows, width)
         states[:, 0] = hidden
-        active, recalled = torch.empty_like(gates), torch.empty_like(states[:, 1:])
+        active = torch.empty_like(gates)
+        recalled = gates.new_empty(directions, times, rows, width)
         transposed = weight.mT
+        fused = gru_cells(active, states, recalled) if gates.is_contiguous() else None
         for time in range(times):
+            if fused is not None:
+                with _rounding_of_layers():
+                    recurrent = torch.bmm(states[:, time], transposed)
+                fused.forward(time, gates, recurrent, bias)
+                continue
             own = torch.baddbmm(bias, states[:, time], transposed)
             now, before = active[:, time], gates[:, time]
             torch.add(before[..., : 2 * width], own[..., : 2 * width], out=now[..., : 2 * width])
@@ -359,6 +366,9 @@ class _Gru(torch.autograd.Function):
         (outputs,) = gradients
         active, recalled, weight = ctx.saved_tensors
         times, width = active.shape[1], weight.shape[2]
+        found = _fused_gru_backward(outputs, active, recalled, ctx.trace.states, weight)
+        if found is not None:
+            return _Gru._gradients(ctx, *found)
         reset, update, fresh = active.chunk(3, -1)
         # What every gate's gradient is a multiple of, for all times; the loop only multiplies it.
         to_fresh = (1 - update) * (1 - fresh.square())
@@ -376,11 +386,33 @@ class _Gru(torch.autograd.Function):
             through = torch.mul(hidden, update[:, time])
             through.baddbmm_(gates[:, time], weight)
             hidden = through + outputs[:, time - 1] if time else through
-        ctx.trace.hidden_gates = gates
         inputs = torch.cat([gates[..., : 2 * width], to_fresh], -1)
+        return _Gru._gradients(ctx, gates, inputs, hidden)
+
+    @staticmethod
+    def _gradients(ctx: Any, gates: Tensor, inputs: Tensor, hidden: Tensor) -> Any:
+        ctx.trace.hidden_gates = gates
         weight_gradient = hidden_weight_gradient(ctx.trace) if ctx.needs_input_grad[1] else None
         bias_gradient = gates.sum((1, 2)).unsqueeze(1) if ctx.needs_input_grad[2] else None
         return inputs, weight_gradient, bias_gradient, hidden, None
+
+
+def _fused_gru_backward(
+    outputs: Tensor, active: Tensor, recalled: Tensor, states: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Gradients of both parts of the gates and of the first state by one kernel per time."""
+    fused = gru_cells(active, states, recalled)
+    if fused is None:
+        return None
+    outputs, slope = outputs.contiguous(), torch.empty_like(outputs[:, 0])
+    gates, inputs, times = torch.empty_like(active), torch.empty_like(active), active.shape[1]
+    for time in reversed(range(times)):
+        recurrent = None
+        if time + 1 < times:
+            with _rounding_of_layers():
+                recurrent = torch.bmm(gates[:, time + 1], weight)
+        fused.backward(time, outputs, recurrent, slope, gates, inputs)
+    return gates, inputs, slope.baddbmm_(gates[:, 0], weight)
 
 
 def rnn(
@@ -414,7 +446,8 @@ class _Rnn(torch.autograd.Function):
         states[:, 0] = hidden
         transposed = weight.mT
         for time in range(times):
-            before = torch.baddbmm(gates[:, time], states[:, time], transposed)
+            with _rounding_of_layers():
+                before = torch.baddbmm(gates[:, time], states[:, time], transposed)
             states[:, time + 1] = before.relu_() if relu else before.tanh_()
         ctx.save_for_backward(weight)
         ctx.trace, ctx.relu = trace, relu
@@ -432,7 +465,8 @@ class _Rnn(torch.autograd.Function):
         for time in reversed(range(times)):
             gates[:, time].mul_(hidden)
             if time:
-                hidden = torch.baddbmm(outputs[:, time - 1], gates[:, time], weight)
+                with _rounding_of_layers():
+                    hidden = torch.baddbmm(outputs[:, time - 1], gates[:, time], weight)
         ctx.trace.hidden_gates = gates
         weight_gradient = hidden_weight_gradient(ctx.trace) if ctx.needs_input_grad[1] else None
         first = torch.bmm(gates[:, 0], weight) if ctx.needs_input_grad[2] else None

@@ -2,8 +2,10 @@
 
 | module       | composes                                          | used by the accounting       |
 |--------------|---------------------------------------------------|------------------------------|
-| `pld`        | privacy loss distributions (dp-accounting)        | `every-trial`, and `proven`  |
+| `pld`        | privacy loss distributions                        | `every-trial`, and `proven`  |
 |              |                                                   | where nothing is selected    |
+| `losses`     | one such distribution on a grid: of a mechanism,  | `pld`, `menu`                |
+|              | repeated, composed; its epsilon                   |                              |
 | `proven`     | certified Rényi divergences of accepted updates   | `proven`, privacy filters    |
 | `rdp`        | Rényi divergences at integer orders, as in the    | `published`                  |
 |              | paper; the conversion to epsilon that others use  |                              |

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
+import numpy as np
+from scipy.special import gammaincc, gammaln, xlogy
+
 from dpsur.privacy.events import (
     Event,
     Gaussian,
@@ -26,6 +29,8 @@ LARGEST_RADIUS = math.sqrt(106 * math.log(2))
 # Figures are computed for networks of up to so many weights, so that they need not know the
 # network. Larger ones are refused.
 MOST_WEIGHTS: Final = 2**28
+# Of Poisson weights: their mean is at most 35 where they are summed.
+_TERMS = 400
 
 
 def noise_tail(charges: Sequence[tuple[Event, int]], *, verdicts_charged: bool) -> float:
@@ -85,10 +90,19 @@ def out_of_reach(
     shift = 1 / noise_multiplier if noise_multiplier > 1e-150 else math.inf
     if shift**2 > LARGEST_RADIUS**2 - 4:  # beyond it the sum over pairs is not bounded by one pair
         return sample_rate
-    from scipy.stats import ncx2  # takes longer to import than the rest of the library
-
-    one_pair = float(ncx2.sf(LARGEST_RADIUS**2, 2, shift**2))
+    one_pair = _beyond(LARGEST_RADIUS, shift)
     # What pairs lose at the edge of the disc, both ways, however many share the shift.
     edge = LARGEST_RADIUS * math.exp(-(LARGEST_RADIUS**2) / 2) / math.pi
     pairs = (coordinates + 1) // 2
     return sample_rate * min(1.0, one_pair + 2 * edge * math.sqrt(pairs) * shift)
+
+
+def _beyond(radius: float, shift: float) -> float:
+    """The chance that a pair of normal draws, shifted by so much, lies outside of a disc.
+
+    The survival function of a noncentral chi-square distribution, as a sum over Poisson weights of
+    positive terms, rounded up. SciPy's is in a module that takes half a second to import.
+    """
+    half, terms = shift**2 / 2, np.arange(_TERMS)
+    weights = np.exp(xlogy(terms, half) - half - gammaln(terms + 1))
+    return float(weights @ gammaincc(terms + 1, radius**2 / 2)) * (1 + 1e-12)

@@ -1,4 +1,4 @@
-"""Composition by privacy loss distributions, computed by dp-accounting.
+"""Composition by privacy loss distributions.
 
 The distributions are discretised pessimistically (connect the dots), both directions of adjacency
 are composed apart and the larger epsilon is taken, so that the result is an upper bound.
@@ -8,11 +8,17 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accountants import proven
-from dpsur.privacy.accountants.menu import dominating, on_grid
+from dpsur.privacy.accountants.losses import (
+    LossDistribution,
+    on_grid,
+    pure,
+    sampled_gaussian,
+)
+from dpsur.privacy.accountants.menu import dominating
 from dpsur.privacy.accountants.selective.divergence import COARSE, Interval
 from dpsur.privacy.accountants.selective.profile import block_profiles
 from dpsur.privacy.calibration_cache import code
@@ -35,12 +41,11 @@ DISCRETIZATION = 1e-3
 MOST_CELLS = 2**20
 # Losses much smaller than a cell would each be rounded up to a part of it, so cells follow them.
 CELLS_OF_A_STEP = 3
-# Beyond this width dp-accounting runs out of floating-point numbers.
+# Beyond this width there are too few floating-point numbers.
 WIDEST_CELL = 64.0
-LONGEST_STRETCH = 10_000
 # More noise is charged as this much: its square is still a floating-point number.
 MOST_NOISE = 1e100
-# Rounding of the transforms by which dp-accounting composes, per composed part and taken from
+# Rounding of the transforms by which distributions are composed, per composed part and taken from
 # delta: some hundred times what is seen against closed forms (2e-13 after ten thousand parts).
 ROUNDING = 2.0**-47
 PROFILES = "profiles-1"  # a stored figure belongs to one version of the computation
@@ -57,22 +62,8 @@ class _Accepted(NamedTuple):
 _Part = Event | _Accepted
 
 
-@lru_cache(maxsize=64)
-def _distribution(q: float, sigma: float, width: float) -> Any:
-    from dp_accounting.pld import privacy_loss_distribution
-
-    return privacy_loss_distribution.from_gaussian_mechanism(
-        min(sigma, MOST_NOISE), value_discretization_interval=width, sampling_prob=q
-    )
-
-
-@lru_cache(maxsize=64)
-def _pure(epsilon: float, width: float) -> Any:
-    from dp_accounting.pld import common, privacy_loss_distribution
-
-    return privacy_loss_distribution.from_privacy_parameters(
-        common.DifferentialPrivacyParameters(epsilon, 0.0), value_discretization_interval=width
-    )
+def _distribution(q: float, sigma: float, width: float) -> LossDistribution:
+    return sampled_gaussian(SampledGaussian(q, min(sigma, MOST_NOISE)), width)
 
 
 def _parts(event: Event) -> tuple[Event, ...]:
@@ -81,58 +72,42 @@ def _parts(event: Event) -> tuple[Event, ...]:
     return (event,)
 
 
-def _repeated(distribution: Any, count: int) -> Any:
-    """A distribution composed with itself; in two stages where that is often.
-
-    dp-accounting bounds the tails of a composition at orders made for the length of one part. Over
-    very many parts they are too coarse, and the arrays grow out of proportion.
-    """
-    stretches, rest = divmod(count, LONGEST_STRETCH)
-    if stretches == 0 or count == LONGEST_STRETCH:
-        return distribution.self_compose(count)
-    whole = distribution.self_compose(LONGEST_STRETCH).self_compose(stretches)
-    return whole.compose(distribution.self_compose(rest)) if rest else whole
-
-
 @lru_cache(maxsize=64)
-def _block(update: proven.SelectiveUpdate, length: int, width: float) -> Any:
+def _block(update: proven.SelectiveUpdate, length: int, width: float) -> LossDistribution:
     """A pair that dominates a block of accepted updates; refuses where none can be computed."""
-    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-
     both = []
     for direction in proven.DIRECTIONS:
         profiles = block_profiles(*update, direction, BLOCK)
         if profiles is None:
             raise _NotComputableError
         both.append(on_grid(profiles[length - 1].points, profiles[length - 1].at, width))
-    # What dp-accounting calls removal has the law with the record in front.
-    return PrivacyLossDistribution(*both)
+    return LossDistribution(width, *both)
 
 
 class _NotComputableError(Exception):
     """Distributions cannot be computed; the bound by Rényi divergences is to be used."""
 
 
-def _composed(event: _Part, count: int, width: float) -> Any:
+def _composed(event: _Part, count: int, width: float) -> LossDistribution:
     match event:
         case _Accepted(update=update):
             blocks, rest = divmod(count, BLOCK)
-            parts = [_repeated(_block(update, BLOCK, width), blocks)] if blocks else []
+            parts = [_block(update, BLOCK, width).repeated(blocks)] if blocks else []
             parts += [_block(update, rest, width)] if rest else []
-            return parts[0] if len(parts) == 1 else parts[0].compose(parts[1])
+            return parts[0] if len(parts) == 1 else parts[0].composed(parts[1])
         case Gaussian(noise_multiplier=sigma):
             # Not cached apart: a Gaussian composed with itself is a Gaussian.
             return _distribution(1.0, sigma / math.sqrt(count), width)
         case SampledGaussian(sample_rate=q, noise_multiplier=sigma):
-            return _repeated(_distribution(q, sigma, width), count)
+            return _distribution(q, sigma, width).repeated(count)
         case LossTest(sample_rate=q, noise_multiplier=sigma):
             # The verdict is a function of a sampled Gaussian of sensitivity 2 C_v and noise
             # 2 C_v sigma_v; charging that mechanism is an upper bound by post-processing.
-            return _repeated(_distribution(q, sigma, width), count)
+            return _distribution(q, sigma, width).repeated(count)
         case NoisyChoice():
-            return _repeated(_pure(event.amplified, width), count)
+            return pure(event.amplified, width).repeated(count)
         case Menu():
-            return _repeated(dominating(event, width), count)
+            return dominating(event, width).repeated(count)
     raise InvalidInputError(f"unknown privacy event: {event!r}")
 
 
@@ -254,13 +229,13 @@ def _epsilon(parts: Sequence[tuple[_Part, int]], delta: float) -> float | None:
     rounding = ROUNDING * sum(count * _steps(part) for part, count in parts)
     if width > WIDEST_CELL or delta <= 2 * rounding:
         return None
-    return float(_total(tuple(parts), width).get_epsilon_for_delta(delta - rounding))
+    return _total(tuple(parts), width).epsilon(delta - rounding)
 
 
 @lru_cache(maxsize=4)
-def _total(parts: tuple[tuple[_Part, int], ...], width: float) -> Any:
+def _total(parts: tuple[tuple[_Part, int], ...], width: float) -> LossDistribution:
     """The distribution of a whole run, kept for figures of the same run at another delta."""
     total, *others = (_composed(part, count, width) for part, count in parts)
     for other in others:
-        total = total.compose(other)
+        total = total.composed(other)
     return total

@@ -7,7 +7,7 @@ of them cost T times that; docs/privacy.md proves it.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -191,15 +191,19 @@ def selective_divergence(
     return value
 
 
-def composed_epsilon(composition: Composition, delta: float) -> EpsilonBounds:
+def composed_epsilon(
+    composition: Composition, delta: float, *, attained: bool = True
+) -> EpsilonBounds:
     """(epsilon, delta) of a composition of accepted updates and other events.
+
+    Without `attained` the lower bound is any, and the upper one the same in half the time.
 
     Formal guarantee: (upper, delta)-DP under adding or removing one record, for the sequence of
     accepted updates together with the other events. A pair of neighbours keeps its direction, so
     each direction takes its best order and the worse direction counts. Every order gives a valid
     value, so the search for a good one cannot harm the guarantee.
     """
-    worse, other = (_Search(composition, direction, delta) for direction in DIRECTIONS)
+    worse, other = (_Search(composition, direction, delta, attained) for direction in DIRECTIONS)
     best = worse.best()
     if other.at(best.order).upper > best.upper:
         rival = other.best()
@@ -216,14 +220,18 @@ class _Search:
     still the epsilon of some order, which is all that the guarantee needs.
     """
 
-    def __init__(self, composition: Composition, direction: Direction, delta: float) -> None:
+    def __init__(
+        self, composition: Composition, direction: Direction, delta: float, attained: bool
+    ) -> None:
         self._composition, self._direction, self._delta = composition, direction, delta
+        self._fine = replace(FINE, attained=attained)
+        self._rough = replace(COARSE, attained=attained)
         self._seen: dict[float, Interval] = {}
 
     def at(self, order: float) -> Interval:
         """Epsilon at an order, to full accuracy."""
         if order not in self._seen:
-            self._seen[order] = self._epsilon(order, FINE)
+            self._seen[order] = self._epsilon(order, self._fine)
         return self._seen[order]
 
     def best(self) -> EpsilonBounds:
@@ -257,7 +265,7 @@ class _Search:
         def rough(index: int) -> float:
             if not 0 <= index < len(COARSE_ORDERS):
                 return math.inf
-            return self._epsilon(COARSE_ORDERS[index], COARSE).upper
+            return self._epsilon(COARSE_ORDERS[index], self._rough).upper
 
         place = _last_place.get(self._direction)
         while place is not None and rough(place) < math.inf:
@@ -292,6 +300,9 @@ class _Curve:
         mesh = f"{accuracy.nodes} {accuracy.most_nodes} {accuracy.gap}"
         label = f"{direction} {float(order).hex()} {mesh}"
         value = self.store.get(label)
+        if not accuracy.attained and value is None:  # what has no attained value is kept apart
+            label = f"{label} upper"
+            value = self.store.get(label)
         if value is None:
             value = divergence(*self._update, order, direction, accuracy)
             self.store.put(label, value)

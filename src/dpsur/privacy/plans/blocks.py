@@ -10,12 +10,9 @@ from typing import Any, ClassVar
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accountants.rdp import sampled_gaussian_rdp
-from dpsur.privacy.accounting import (
-    accounting_named,
-    check_covers_steering,
-)
+from dpsur.privacy.accounting import accounting_named, check_covers_steering
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibration_cache import remembered
+from dpsur.privacy.calibration_cache import remembered, remembered_noise
 from dpsur.privacy.events import (
     Event,
     Gaussian,
@@ -388,7 +385,12 @@ def plan_blocks(
     if noise is None:
         noise = (1 + tests_cost) * _noise_without_tests(plan_with)
     if test_noise is None:
-        least = least_noise(lambda value: plan_with(noise, value).epsilon(), budget.epsilon)
+
+        def with_tests(value: float) -> float:
+            return plan_with(noise, value).epsilon()
+
+        question = ("tests of blocks", plan_with(noise, 1.0))
+        least = remembered_noise(question, with_tests, budget.epsilon)
         if least is None:
             raise BudgetError(
                 f"updates at noise multiplier {noise:g} leave nothing of epsilon "
@@ -457,7 +459,7 @@ def _noise_without_tests(plan_with: Callable[[float, float], BlockPlan]) -> floa
         return plan.epsilon_of(plan._charges(plan.blocks, 0))
 
     plan = plan_with(1.0, LEAST_TEST_NOISE)
-    found = least_noise(epsilon_of, plan.budget.epsilon)
+    found = remembered_noise(("blocks without tests", plan), epsilon_of, plan.budget.epsilon)
     if found is None:
         raise BudgetError(
             f"epsilon {plan.budget.epsilon:g} is too small for {plan.updates} updates, whatever "

@@ -61,7 +61,22 @@ def phi(alpha: float, y: Array) -> Array:
     """x^alpha - 1 - alpha (x - 1) at x = 1 + y for y >= -1, to about 1e-13 of itself."""
     small = np.abs(alpha * y) < 1e-2
     small &= np.abs(y) < 1e-2
-    t = np.where(small, y, 0.0)
+    count = np.count_nonzero(small)
+    # Each of the two ways only for what it is for.
+    total = _series(alpha, y[small]) if count else y[:0]
+    if count == y.size:
+        return total.reshape(y.shape)
+    y_far = y[~small] if count else y
+    with np.errstate(over="ignore", divide="ignore"):
+        far: Array = np.expm1(alpha * np.log1p(y_far)) - alpha * y_far
+    if not count:
+        return far
+    found = np.empty_like(y)
+    found[small], found[~small] = total, far
+    return found
+
+
+def _series(alpha: float, t: Array) -> Array:
     # Term k + 1 is (alpha - k) y / (k + 1) times term k: at most 1e-2 of it. Nine terms leave
     # less than 1e-16.
     coefficient, power, total = alpha, t, np.zeros_like(t)
@@ -69,10 +84,7 @@ def phi(alpha: float, y: Array) -> Array:
         coefficient *= (alpha - k + 1) / k
         power = power * t
         total = total + coefficient * power
-    y_far = np.where(small, 0.5, y)
-    with np.errstate(over="ignore", divide="ignore"):
-        far = np.expm1(alpha * np.log1p(y_far)) - alpha * y_far
-    return np.where(small, total, far)
+    return total
 
 
 def phi_at(alpha: float, y: float) -> float:

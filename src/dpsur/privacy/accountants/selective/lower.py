@@ -6,8 +6,9 @@ so the value returned is reached by the step functions themselves.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
 
 import numpy as np
 
@@ -28,8 +29,11 @@ class Attack:
 def _log_excess(f: Frame, level: Array, lean: Array) -> Array:
     """log(Mom - 1) for many choices at once, every error taken downward."""
     exponent = f.alpha * np.log1p(lean)
-    curve = np.exp(exponent - f.scale) - math.exp(-f.scale) * (1.0 + f.alpha * lean)
-    curve = np.where(np.abs(exponent) > 30.0, curve, phi(f.alpha, lean) * math.exp(-f.scale))
+    curve = phi(f.alpha, lean) * math.exp(-f.scale)
+    far = np.abs(exponent) > 30.0
+    if far.any():
+        large = np.exp(exponent - f.scale) - math.exp(-f.scale) * (1.0 + f.alpha * lean)
+        curve = np.where(far, large, curve)
     value = level - curve - RELATIVE * (np.abs(level) + np.abs(curve))
     return np.where(value > 0, np.log(value), -np.inf) - exponent + f.scale - RELATIVE
 
@@ -79,21 +83,30 @@ def attack(
     dev: float,
     lines: tuple[Line, ...],
     scale: float,
+    expected: float = 0.0,
+    enough: Callable[[float], bool] | None = None,
 ) -> Attack:
     """Tries the certificate's multipliers and mixtures of neighbours, then climbs from the best.
 
     At rho = 1 a best choice has the multiplier alpha (Mom - 1), where the derivative in rho of
-    rho^-alpha (height - phi(rho)) vanishes.
+    rho^-alpha (height - phi(rho)) vanishes. `enough` ends it early, at the first attack that will
+    do; mixtures around the multiplier of the `expected` value are then tried first.
     """
     f = frame(cells, None, corner, alpha, direction, dev)
     shift = math.exp(min(scale - f.scale, 700.0))
     slopes = [math.inf, *sorted({line.slope * shift for line in lines}, reverse=True), -math.inf]
-    tried = [(_choice(f, s), s) for s in slopes]
-    best = max(
-        (_mixtures(f, a, b, s) for (a, _), (b, s) in pairwise(tried)), key=lambda a: a.log_excess
-    )
+    choice = cache(lambda place: _choice(f, slopes[place]))
+    mixture = cache(lambda place: _mixtures(f, choice(place), choice(place + 1), slopes[place + 1]))
+    places = range(len(slopes) - 1)
+    if enough is not None:
+        wanted = alpha * math.exp(min(expected - f.scale, 700.0))
+        middle = sum(slope > wanted for slope in slopes) - 1
+        for place in sorted(places, key=lambda place: abs(place - middle)):
+            if enough(mixture(place).log_excess):
+                return mixture(place)
+    best = max((mixture(place) for place in places), key=lambda a: a.log_excess)
     for _ in range(3):
-        if not math.isfinite(best.log_excess):
+        if not math.isfinite(best.log_excess) or (enough and enough(best.log_excess)):
             break
         f = frame(cells, None, corner, alpha, direction, best.dev)
         slope = alpha * math.exp(min(best.log_excess - f.scale, 700.0))

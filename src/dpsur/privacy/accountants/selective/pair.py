@@ -98,9 +98,9 @@ def mesh(q: float, s: float, alpha: float, direction: Direction, nodes: int) -> 
     log_ratio, _ = ratio(q, _log_l(z, s))
     moment = log_p0 + power * log_ratio
     floor = float(moment.max()) - REACH
-    outside = (z < -12.3 * s) & (_left_tail(q, s, power, z) < floor)
+    outside = _left_tail(q, s, power, z[z < -12.3 * s]) < floor
     first = max(int(outside.sum()) - 1, 0)
-    outside = (z > 12.3 * s + 1.0) & (_right_tail(q, s, power, z) < floor)
+    outside = _right_tail(q, s, power, z[z > 12.3 * s + 1.0]) < floor
     last = min(z.size - int(outside.sum()), z.size - 1)
     z, log_p0, log_ratio = (
         z[first : last + 1],

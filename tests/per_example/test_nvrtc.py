@@ -1,0 +1,118 @@
+"""Kernels are compiled once per source, ahead of use; in PyTorch's way where ours fails."""
+
+import ctypes
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.cuda import _utils
+
+from dpsur.mechanism import philox
+from dpsur.per_example.kernels import nvrtc
+
+SOURCE = 'extern "C" __global__ void one() {}\nextern "C" __global__ void two() {}\n'
+
+
+class Library:
+    """NVRTC as far as it is called: the binary is the source."""
+
+    def __init__(self, status=0):
+        self.status, self.compiled, self.options = status, [], []
+        self.open = 0
+
+    def nvrtcCreateProgram(self, program, source, name, headers, *_):  # noqa: N802
+        assert (name, headers) == (b"dpsur.cu", 0)
+        self.open += 1
+        self.compiled.append(source)
+        program._obj.value = len(self.compiled)
+        return 0
+
+    def nvrtcCompileProgram(self, program, count, options):  # noqa: N802
+        self.options += [options[i] for i in range(count)]
+        return self.status
+
+    def nvrtcGetCUBINSize(self, program, size):  # noqa: N802
+        size._obj.value = len(self.compiled[program.value - 1])
+        return 0
+
+    def nvrtcGetCUBIN(self, program, binary):  # noqa: N802
+        ctypes.memmove(binary, self.compiled[program.value - 1], len(binary))
+        return 0
+
+    def nvrtcDestroyProgram(self, program):  # noqa: N802
+        self.open -= 1
+        return 0
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A machine that has CUDA, as far as compiling goes."""
+    found, loaded = Library(), []
+
+    def load(binary, names=None):
+        assert names is None
+        loaded.append(binary)
+        return SimpleNamespace(one=("one", binary), two=("two", binary))
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", lambda _, name: f"torch's {name}")
+    monkeypatch.setattr(_utils, "_get_gpu_rtc_library", lambda: found)
+    monkeypatch.setattr(_utils, "_cuda_load_module", load)
+    cached = (nvrtc.compile_kernel, nvrtc._module, nvrtc._binary)
+    for one in cached:
+        one.cache_clear()
+    found.loaded = loaded
+    yield found
+    for one in cached:
+        one.cache_clear()
+
+
+def test_a_source_is_compiled_and_loaded_once(library):
+    constants = (("WIDE", 3),)
+    nvrtc.compile_ahead(SOURCE, constants, 0)
+    one, two = (nvrtc.compile_kernel(SOURCE, name, constants, 0) for name in ("one", "two"))
+    text = b"#define WIDE 3\n" + SOURCE.encode()
+    assert (one, two) == (("one", text), ("two", text))
+    assert library.compiled == library.loaded == [text]
+    assert library.options == [b"--gpu-architecture=sm_90"]
+    nvrtc.compile_kernel(SOURCE, "one", (("WIDE", 4),), 0)
+    assert len(library.compiled) == 2  # other constants are another source
+    assert library.open == 0
+
+
+def test_where_ours_fails_pytorchs_compiler_is_asked(library):
+    library.status = 6
+    assert nvrtc.compile_kernel(SOURCE, "one", (), 0) == "torch's one"
+    assert library.open == 0
+    library.status = 0
+    assert nvrtc.compile_kernel(SOURCE, "three", (), 1) == "torch's three"  # no such kernel
+
+
+def test_nothing_is_begun_for_other_devices(library):
+    philox.prepare_kernels(torch.device("cpu"))
+    assert library.compiled == []
+    philox.prepare_kernels(torch.device("cuda:0"))
+    nvrtc._binary(philox._SOURCE, (9, 0)).result()
+    assert library.compiled == [philox._SOURCE.encode()]
+
+
+@pytest.mark.gpu
+def test_random_numbers_do_not_need_pytorchs_compiler(monkeypatch):
+    """On a GPU our way works, and gives the bits of the CPU."""
+
+    def refuse(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", refuse)
+    nvrtc.compile_kernel.cache_clear()
+    key, device = philox.Key(bytes(range(16))), torch.device("cuda")
+    found = philox.philox_uniform(key, 3, (1, 0, 0), 1000, device)
+    expected = philox.philox_uniform(key, 3, (1, 0, 0), 1000, torch.device("cpu"))
+    assert torch.equal(found.cpu(), expected)
+    noisy = philox.add_philox_normal(key, 3, (1, 0, 0), torch.zeros(1000, device=device), 1.0)
+    exact = philox.philox_normal(key, 3, (1, 0, 0), 1000, torch.device("cpu"))
+    torch.testing.assert_close(noisy.cpu().double(), exact, rtol=1e-6, atol=1e-6)
+    nvrtc.compile_kernel.cache_clear()
