@@ -462,7 +462,8 @@ def test_steering_takes_its_share_by_default():
 
 
 @pytest.mark.parametrize(
-    ("size", "batch", "updates", "epsilon"), [(50_000, 8192, 600, 3.0), (60_000, 2048, 2500, 1.0)]
+    ("size", "batch", "updates", "epsilon"),
+    [(60_000, 2048, 2500, 1.0), pytest.param(50_000, 8192, 600, 3.0, marks=pytest.mark.slow)],
 )
 def test_the_noise_is_near_that_of_dpsgd(size, batch, updates, epsilon):
     """At every rate on the menu, the noise that pays for the releases of norms included."""
