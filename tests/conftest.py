@@ -54,6 +54,14 @@ def fresh_calibration() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def patient() -> Iterator[None]:
+    """On a busy machine a command would say what it computes, which tests do not expect."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dpsur.status.PATIENCE", 600.0)
+        yield
+
+
 DRAW_CURVES = observers._curves
 
 
