@@ -65,7 +65,7 @@ reproduce: $(INSTALLED)
 	$(BIN)/python -m reproduction bench-networks --rows results/bench_networks_gpu.jsonl --plot docs/figures/networks_gpu.svg
 	$(BIN)/python -m reproduction bench-networks --rows results/bench_networks_gpu.jsonl --plot docs/figures/networks_gpu.png
 
-# pip compiles on one core; compileall does it on all of them, and leaves out what no test imports.
+# pip compiles on one core; compileall does it on all of them, and leaves out what is hardly imported.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dpsur needs Python 3.11 or newer; run: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
