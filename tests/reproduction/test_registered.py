@@ -19,6 +19,14 @@ def committed(experiment):
     return look_up(experiment, rows_file(experiment, RESULTS), Options())
 
 
+def with_rows(name):
+    experiment = experiment_named(name)
+    filled = committed(experiment)
+    if not filled.rows and list(experiment.cells(Options())):
+        pytest.skip(f"no rows of {name} yet")
+    return experiment, filled
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_cells_are_plain_values_with_a_key_of_their_own(name):
     experiment = experiment_named(name)
@@ -42,10 +50,8 @@ def test_committed_rows_fill_the_grid_and_nothing_else(name):
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_committed_pages_are_what_their_rows_give(name, tmp_path):
-    experiment = experiment_named(name)
-    if not committed(experiment).rows and list(experiment.cells(Options())):
-        pytest.skip(f"no rows of {name} yet")
-    drawn = render(experiment, committed(experiment), tmp_path)
+    experiment, filled = with_rows(name)
+    drawn = render(experiment, filled, tmp_path)
     assert drawn
     for one in drawn:
         kept = DOCS / one.relative_to(tmp_path)
@@ -66,10 +72,8 @@ QUICKLY_DRAWN = ("convergence", "ablation")
 )
 def test_pages_are_always_the_same(name, tmp_path):
     """One way of saving serves all figures: the default suite draws a few of them twice."""
-    experiment = experiment_named(name)
-    first, second = (
-        render(experiment, committed(experiment), tmp_path / folder) for folder in ("one", "two")
-    )
+    experiment, filled = with_rows(name)
+    first, second = (render(experiment, filled, tmp_path / folder) for folder in ("one", "two"))
     assert [path.name for path in first] == [path.name for path in second]
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes(), one.name
