@@ -1,7 +1,6 @@
 """The contract of the fast engine: every rule, in many configurations, against the definition."""
 
 import importlib
-from functools import cache
 
 import pytest
 import torch
@@ -555,10 +554,14 @@ def made(name, dtype=torch.float64, models=MODELS):
     return Problem(model, F.cross_entropy, Examples(inputs, torch.arange(ROWS) % classes))
 
 
-@cache
+SHARED = {}
+
+
 def shared(name, dtype=torch.float64):
     """For tests that leave the model as it is: its plan, which takes long, is made once."""
-    return made(name, dtype)
+    if (name, dtype) not in SHARED:
+        SHARED[name, dtype] = made(name, dtype)
+    return SHARED[name, dtype]
 
 
 def gradients(problem, params, batch):
