@@ -1,5 +1,6 @@
 """Small problems that every part of the suite can train on in milliseconds."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import NOISE, Stream, Streams
 from dpsur.privacy.calibration_cache import calibrated_afresh
+from dpsur.runs import observers
 
 # One thread for each of the two processes that `make test` starts.
 torch.set_num_threads(1)
@@ -33,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_data)
 
 
+def pytest_collection_finish() -> None:
+    """Garbage collections need not look at what stays: a hundred thousand functions and tests."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def same_initial_weights() -> None:
     """Modules made in a test start alike each time: no test may pass or fail by their luck."""
@@ -44,6 +52,30 @@ def fresh_calibration() -> Iterator[None]:
     """Tests change the accounting, which noise that was stored by another test knows nothing of."""
     with calibrated_afresh():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient() -> Iterator[None]:
+    """On a busy machine a command would say what it computes, which tests do not expect."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dpsur.status.PATIENCE", 600.0)
+        yield
+
+
+DRAW_CURVES = observers._curves
+
+
+@pytest.fixture(scope="session", autouse=True)
+def curves_are_not_drawn() -> Iterator[None]:
+    """A plot takes three quarters of a small run. Tests of the plot ask for `drawn_curves`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observers, "_curves", lambda rows: b"no plot")
+        yield
+
+
+@pytest.fixture
+def drawn_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observers, "_curves", DRAW_CURVES)
 
 
 def blobs(size: int = 200, seed: int = 1) -> Examples:

@@ -10,8 +10,9 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, 
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
@@ -116,17 +117,23 @@ class Option:
         return value
 
 
+# The options of a class never change, and a command line asks for them hundreds of times.
+_cache: WeakKeyDictionary[type, Mapping[str, Option]] = WeakKeyDictionary()
+
+
 def flag(name: str) -> str:
     """The command line option of a name."""
     return "--" + name.replace("_", "-")
 
 
-def declared(owner: type) -> dict[str, Option]:
+def declared(owner: type) -> Mapping[str, Option]:
     """The options of a dataclass and of its parts, by name, in the order of their declaration.
 
     A part is a field that is a dataclass with options.
     """
-    return {found.name: found for found in _declared(owner, None)}
+    if owner not in _cache:
+        _cache[owner] = MappingProxyType({each.name: each for each in _declared(owner, None)})
+    return _cache[owner]
 
 
 def _declared(owner: type, part: str | None) -> Iterator[Option]:

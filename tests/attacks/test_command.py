@@ -41,11 +41,17 @@ def test_a_private_target(capsys):
     assert found["attacks"]["gap"]["members"] == 20
 
 
-def test_a_release(tmp_path, capsys):
-    out = str(tmp_path / "run")
-    options = ["--updates", "1", "--batch-size", "32", "--device", "cpu", "--quiet"]
-    options += ["--features", "pixels"]
-    assert main(["train", "--method", "dpsgd", "--out", out, *options]) == 0
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    out = tmp_path_factory.mktemp("released") / "run"
+    options = ["--updates", "1", "--batch-size", "8", "--device", "cpu", "--quiet"]
+    options += ["--features", "pixels", "--keep-fraction", "0.02", "--delta", "1e-3"]
+    assert main(["train", "--method", "dpsgd", "--out", str(out), *options]) == 0
+    return out
+
+
+def test_a_release(released, capsys):
+    out = str(released)
     assert main(["attack", "--release", out, "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found["attacks"]) == {"gap", "white-box", "white-box, shuffled"}
@@ -55,16 +61,13 @@ def test_a_release(tmp_path, capsys):
     assert "unknown attack 'nope'" in capsys.readouterr().err
 
 
-def test_members_of_a_release_are_the_records_that_it_was_trained_on(tmp_path, capsys):
-    out = str(tmp_path / "run")
-    options = ["--updates", "1", "--batch-size", "8", "--device", "cpu", "--quiet"]
-    options += ["--features", "pixels", "--keep-fraction", "0.02", "--delta", "1e-3"]
-    assert main(["train", "--method", "dpsgd", "--out", out, *options]) == 0
-    command = ["attack", "--release", out, "--attacks", "gap", "--device", "cpu", "--json"]
+def test_members_of_a_release_are_the_records_that_it_was_trained_on(released, capsys):
+    command = ["attack", "--release", str(released), "--attacks", "gap", "--device", "cpu"]
+    command += ["--json"]
     assert main(command) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found["attacks"]) == {"gap"}
-    statement = json.loads((tmp_path / "run" / "release" / "privacy.json").read_text())
+    statement = json.loads((released / "release" / "privacy.json").read_text())
     assert 40 < statement["dataset_size"] < 130
     assert found["attacks"]["gap"]["members"] == statement["dataset_size"]
 

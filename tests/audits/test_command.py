@@ -81,7 +81,13 @@ def test_numbers_that_no_audit_can_be_made_with(against, name, value, capsys):
     assert "seed must be" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["dpsgd-ts", "dpsgd-hf", "dpis", "dpagd"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "dpsgd-hf", "dpis",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpsgd-ts", "dpagd")),
+    ],
+)  # fmt: skip
 def test_every_method_can_be_audited(method, capsys):
     """On the network and the features that it trains on."""
     few = ["--count", "40", "--updates", "2", "--batch-size", "32"]

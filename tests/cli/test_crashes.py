@@ -39,7 +39,6 @@ class Net(nn.Module):
 
 @pytest.fixture
 def task(tmp_path, monkeypatch):
-    monkeypatch.setattr("dpsur.runs.fit.draw_curves", lambda rows, path: None)
     (tmp_path / "random_front_of_tests.py").write_text(NETWORK)
     monkeypatch.syspath_prepend(str(tmp_path))
     data = blobs(80)
@@ -263,7 +262,13 @@ def test_a_full_disk_behind_standard_output():
     )
 
 
-@pytest.mark.parametrize("stream", ["2>&-", "2> /dev/full", "2> >(true)", "2>&- >&-", "0<&- 2>&-"])
+@pytest.mark.parametrize(
+    "stream",
+    [
+        "2>&-", "2> /dev/full", "2>&- >&-",
+        *(pytest.param(other, marks=pytest.mark.slow) for other in ("2> >(true)", "0<&- 2>&-")),
+    ],
+)  # fmt: skip
 def test_a_run_survives_the_loss_of_standard_error(stream, task, tmp_path):
     line = shlex.join(command(tmp_path / "run", task, "--evaluate-every", "1"))
     done = shell(f"DPSUR {line} {stream}")

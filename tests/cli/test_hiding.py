@@ -19,7 +19,6 @@ COMMON = ["--updates", "12", "--batch-size", "10", "--val-batch-size", "8", "--d
 @pytest.fixture
 def points(tmp_path, monkeypatch):
     monkeypatch.setenv("DPSUR_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("dpsur.runs.fit.draw_curves", lambda rows, path: None)
     data, test = blobs(200), blobs(30, seed=4)
     np.savez(
         tmp_path / "points.npz", x=data.inputs.numpy(), y=data.targets.numpy(),

@@ -36,7 +36,6 @@ def odd():
 def own_places(tmp_path, monkeypatch):
     monkeypatch.setenv("DPSUR_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("DPSUR_DATA", raising=False)
-    monkeypatch.setattr("dpsur.runs.fit.draw_curves", lambda rows, path: None)
     (tmp_path / "own_networks_of_tests.py").write_text(NETWORKS)
     monkeypatch.syspath_prepend(str(tmp_path))
 

@@ -16,7 +16,10 @@ class Processes:
     """As many processes as the largest group needs. A job is a function of the rank."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported everything; CUDA may not survive a fork.
+        way = "spawn" if torch.cuda.is_available() else "forkserver"
+        context = multiprocessing.get_context(way)
+        context.set_forkserver_preload(["tests.distributed.jobs"])
         self._pipes, self._processes = [], []
         for rank in range(count):
             here, there = context.Pipe()

@@ -7,7 +7,6 @@ import math
 import warnings
 from collections import Counter
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from dpsur.mechanism.streams import Stream
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.events import Gaussian, SampledGaussian
 from dpsur.privacy.plans import BlockPlan
+from tests.mutants import Mutant
 
 SIZE, RATE, DELTA = 120, 1 / 5, 1e-3
 SHORT = {"blocks": 4, "block_updates": 3, "val_noise_multiplier": 3.0}
@@ -448,11 +448,6 @@ def metrics_not_clipped(patch):
 
 def decreases_not_clipped(patch):
     patch.setattr(blocks, "decreases_of", lambda one, other, bound: (one - other)[:, None] / bound)
-
-
-class Mutant(NamedTuple):
-    law: object
-    apply: object
 
 
 MUTANTS = [

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -43,6 +42,7 @@ from dpsur.privacy.events import Gaussian, SampledGaussian, Trial
 from dpsur.privacy.plans import BlockPlan
 from dpsur.privacy.plans.blocks import cheapest_test
 from tests.conftest import blobs, small_model
+from tests.mutants import Mutant, law_tests
 from tests.statistics import assert_standard_deviation
 
 CPU = torch.device("cpu")
@@ -388,11 +388,6 @@ def _restart_keeping(name):
     return apply
 
 
-class Mutant(NamedTuple):
-    law: object
-    apply: object
-
-
 MUTANTS = [
     Mutant(what_was_drawn_fits_the_budget, uncharged_tests),
     Mutant(what_was_drawn_fits_the_budget, restored_blocks_not_charged),
@@ -411,19 +406,7 @@ MUTANTS = [
         for name in ("params", "optimizer", "average", "updates")
     ),
 ]
-LAWS = sorted({mutant.law for mutant in MUTANTS}, key=lambda law: law.__name__)
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_law_holds(law):
-    law()
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.apply.__name__}-{m.law.__name__}")
-def test_mutant_is_killed(mutant, monkeypatch):
-    mutant.apply(monkeypatch)
-    with pytest.raises(AssertionError):
-        mutant.law()
+test_law_holds, test_mutant_is_killed = law_tests(MUTANTS)
 
 
 # --- the rule -----------------------------------------------------------------------------------

@@ -38,9 +38,8 @@ OFTEN = Pace(checkpoint_every=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_cache_and_no_curves(tmp_path_factory):
+def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dpsur.runs.fit.draw_curves", lambda rows, path: None)
         patch.setenv("DPSUR_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 

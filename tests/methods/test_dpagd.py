@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from dpsur.privacy.events import NoisyChoice, SampledGaussian, Trial
 from dpsur.privacy.plans import FilteredPlan
 from tests.conftest import stream
 from tests.methods.problems import CPU, SIZE, assert_same, bound
+from tests.mutants import Mutant, law_tests
 from tests.statistics import FALSE_ALARM, assert_standard_deviation
 
 CLIP = 0.5
@@ -350,11 +350,6 @@ def range_that_stays(patch):
     patch.setattr(AdaptiveSteps, "_largest", lambda _self, memory, _: memory["largest_step"])
 
 
-class Mutant(NamedTuple):
-    law: object
-    apply: object
-
-
 MUTANTS = [
     Mutant(candidates_start_from_the_same_weights, candidates_that_accumulate),
     Mutant(one_record_moves_a_gradient_by_at_most_the_bound, unclipped_retry),
@@ -368,19 +363,7 @@ MUTANTS = [
     Mutant(candidates_lie_where_the_step_would_go, scored_without_momentum),
     Mutant(the_range_shrinks_as_the_allowance_is_spent, range_that_stays),
 ]
-LAWS = sorted({mutant.law for mutant in MUTANTS}, key=lambda law: law.__name__)
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_law_holds(law):
-    law()
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.apply.__name__}-{m.law.__name__}")
-def test_mutant_is_killed(mutant, monkeypatch):
-    mutant.apply(monkeypatch)
-    with pytest.raises(AssertionError):
-        mutant.law()
+test_law_holds, test_mutant_is_killed = law_tests(MUTANTS)
 
 
 # --- details ------------------------------------------------------------------------------------

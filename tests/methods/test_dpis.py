@@ -31,6 +31,7 @@ from dpsur.privacy.plans import FilteredPlan, MenuPlan
 from dpsur.privacy.plans.fixed import Request, make_plan
 from tests.conftest import blobs, small_model
 from tests.methods.problems import BUDGET, CPU, SIZE, bound, settled
+from tests.mutants import Mutant, law_tests
 from tests.statistics import STANDARD_ERRORS, assert_standard_deviation
 
 CLIP = 0.7
@@ -301,11 +302,6 @@ def uncharged_sums(patch):
     patch.setattr(MenuPlan, "_charges", wrong)
 
 
-class Mutant(NamedTuple):
-    law: object
-    apply: object
-
-
 MUTANTS = [
     Mutant(the_estimate_is_unbiased, weights_without_correction),
     Mutant(every_contribution_has_the_norm_of_the_bound, weights_without_correction),
@@ -317,19 +313,7 @@ MUTANTS = [
     Mutant(an_update_behind_a_gate_costs_its_price, noise_of_the_planned_rate_behind_a_gate),
     Mutant(what_was_drawn_fits_the_budget, uncharged_sums),
 ]
-LAWS = sorted({mutant.law for mutant in MUTANTS}, key=lambda law: law.__name__)
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_law_holds(law):
-    law()
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.apply.__name__}-{m.law.__name__}")
-def test_mutant_is_killed(mutant, monkeypatch):
-    mutant.apply(monkeypatch)
-    with pytest.raises(AssertionError):
-        mutant.law()
+test_law_holds, test_mutant_is_killed = law_tests(MUTANTS)
 
 
 # --- details ------------------------------------------------------------------------------------
@@ -462,7 +446,8 @@ def test_steering_takes_its_share_by_default():
 
 
 @pytest.mark.parametrize(
-    ("size", "batch", "updates", "epsilon"), [(50_000, 8192, 600, 3.0), (60_000, 2048, 2500, 1.0)]
+    ("size", "batch", "updates", "epsilon"),
+    [(60_000, 2048, 2500, 1.0), pytest.param(50_000, 8192, 600, 3.0, marks=pytest.mark.slow)],
 )
 def test_the_noise_is_near_that_of_dpsgd(size, batch, updates, epsilon):
     """At every rate on the menu, the noise that pays for the releases of norms included."""

@@ -11,7 +11,7 @@ from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.plans import FilteredPlan
 from dpsur.runs.verification import verify
 from tests.methods.problems import BUDGET, NOISE, SIZE, STEPS, assert_same, bound, fit
-from tests.methods.test_contract import own_cache_and_no_curves  # noqa: F401
+from tests.methods.test_contract import own_cache  # noqa: F401
 
 COIN = {"gate": "coin", "accept_ratio": 1.2, "val_batch_size": 4, "updates": 4}
 LOSS = {"gate": "loss", "val_noise_multiplier": 6.0, "val_batch_size": 4}

@@ -8,7 +8,7 @@ import torch
 from dpsur.mechanism.gate import mean_losses
 from dpsur.mechanism.sampling import Batch
 from dpsur.per_example import clipped_norms, clipped_sum, clipping
-from tests.per_example.test_gradient_rules import MODELS, ROWS, gradients, made, norm
+from tests.per_example.test_gradient_rules import MODELS, ROWS, gradients, norm, shared
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same'", "ignore:LSTM with proj", "ignore:There is a performance drop"
@@ -18,7 +18,7 @@ ROUNDING = 1e-5  # of float32; that of bfloat16 is 400 times as much
 
 
 def rounded(name):
-    return replace(made(name, torch.float32), bf16=True)
+    return replace(shared(name, torch.float32), bf16=True)
 
 
 def passes_the_bound(problem):

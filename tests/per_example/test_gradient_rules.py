@@ -554,6 +554,16 @@ def made(name, dtype=torch.float64, models=MODELS):
     return Problem(model, F.cross_entropy, Examples(inputs, torch.arange(ROWS) % classes))
 
 
+SHARED = {}
+
+
+def shared(name, dtype=torch.float64):
+    """For tests that leave the model as it is: its plan, which takes long, is made once."""
+    if (name, dtype) not in SHARED:
+        SHARED[name, dtype] = made(name, dtype)
+    return SHARED[name, dtype]
+
+
 def gradients(problem, params, batch):
     """The definition: one backward pass per record."""
     rows = []
@@ -589,7 +599,7 @@ def assert_same(ours, expected, tolerance):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_rule_against_one_example_at_a_time(name, dtype, tolerance):
-    problem = made(name, dtype)
+    problem = shared(name, dtype)
     params, batch = problem.initial_params(), problem.train
     rows = gradients(problem, params, batch)
     norms = sorted(map(norm, rows))
@@ -607,7 +617,7 @@ def test_every_rule_against_one_example_at_a_time(name, dtype, tolerance):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_expected_engine_is_chosen(name):
-    problem = made(name)
+    problem = shared(name)
     plan = plan_for(problem, problem.initial_params(), problem.train.inputs, GradientBudget())
     assert plan.engine is (SLOWER[name][2] if name in SLOWER else Engine.ONE_PASS)
 
@@ -615,7 +625,7 @@ def test_the_expected_engine_is_chosen(name):
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e200])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_row_that_is_not_finite_or_masked_adds_nothing(name, poison):
-    problem = made(name)
+    problem = shared(name)
     params, batch = problem.initial_params(), problem.train
     mask = torch.tensor([True, True, False, True, True])
     targets = batch.targets.clone()
@@ -640,7 +650,7 @@ def test_a_row_that_is_not_finite_or_masked_adds_nothing(name, poison):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_pieces_and_the_empty_batch(name):
-    problem = made(name)
+    problem = shared(name)
     params, batch = problem.initial_params(), problem.train
     whole = clipped_sum(problem, params, batch, 0.3).params
     one_row = clipped_sum(problem, params, batch, 0.3, budget=GradientBudget(bytes=1)).params

@@ -187,7 +187,7 @@ def test_a_plan_is_refused_by_name(name):
     make_plan(request(0.25, 1), Budget(200.0, 1e-5), name)
 
 
-@pytest.mark.parametrize("test", [None, CoinTest(0.05, 2.0)])
+@pytest.mark.parametrize("test", [CoinTest(0.05, 2.0), pytest.param(None, marks=pytest.mark.slow)])
 def test_calibration_pays_for_the_tail(test):
     budget = Budget(300.0, 1e-9)
     plan = make_plan(request(None, 20, test), budget, "proven")

@@ -52,7 +52,7 @@ def test_given_both_they_are_checked(name):
 
 
 def test_given_neither_the_default_count_is_used(name):
-    assert make_plan(request(default=77), BUDGET, name).length == 77
+    assert make_plan(request(default=150), BUDGET, name).length == 150
 
 
 def test_round_trip_of_noise_and_count(name):
@@ -145,7 +145,7 @@ def test_a_plan_made_by_hand_is_checked_too(accounting, test, on_reject):
 
 
 def test_plans_survive_a_file(name):
-    plan = make_plan(request(count=10), BUDGET, name)
+    plan = make_plan(request(count=150), BUDGET, name)
     assert Plan.from_json(plan.to_json()) == plan
 
 

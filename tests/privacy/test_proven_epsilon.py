@@ -179,7 +179,7 @@ def test_conversion_covers_the_exact_gaussian():
 )
 def test_order_search_costs_less_than_one_percent(update, updates):
     found = epsilon(update, updates)
-    dense = epsilon_over(update, updates, np.geomspace(0.3, 200, 90) + 1)
+    dense = epsilon_over(update, updates, np.geomspace(0.3, 200, 45) + 1)
     assert found.upper <= dense.upper * 1.002
     assert found.lower <= found.upper <= found.lower * 1.01
 

@@ -25,8 +25,17 @@ from tests.privacy.selective_cases import exact_moment
 SAMPLED = [(0.03, 4.0), (0.2, 0.8), (1e-5, 0.5), (0.001, 30.0), (1.0, 2.0), (0.99, 0.6)]
 
 
-@pytest.mark.parametrize(("q", "s"), SAMPLED)
-@pytest.mark.parametrize("order", [1.25, 2.0, 5.5, 17.0, 64.0, 256.0])
+ORDERS = [1.25, 2.0, 5.5, 17.0, 64.0, 256.0]
+
+
+@pytest.mark.parametrize(
+    ("q", "s", "order"),
+    [  # a chessboard: every pair with three orders, every order with three pairs
+        pytest.param(*pair, order, marks=[pytest.mark.slow] if (row + column) % 2 else [])
+        for row, pair in enumerate(SAMPLED)
+        for column, order in enumerate(ORDERS)
+    ],
+)
 def test_without_a_test_it_is_the_sampled_gaussian(q, s, order):
     """Never below it, and at most 0.1% above."""
     add, remove = (divergence(q, s, 0.0, 1.0, order, direction) for direction in DIRECTIONS)
@@ -51,9 +60,7 @@ def test_gaussian_closed_form():
 
 @pytest.mark.parametrize(("q", "s"), [(0.0, 1.0), (1e-9, 100.0)])
 def test_no_training_leaves_the_cost_of_the_test(q, s):
-    for q_v, r, order in itertools.product(
-        (1e-4, 0.01, 0.3, 1.0), (1.5, 4.0, 50.0), (1.5, 8.0, 100.0)
-    ):
+    for q_v, r, order in itertools.product((1e-4, 0.01, 1.0), (1.5, 50.0), (1.5, 8.0, 100.0)):
         eta = math.log((1 - q_v + q_v * r) / (1 - q_v + q_v / r))
         for direction in DIRECTIONS:
             low, high = divergence(q, s, q_v, r, order, direction)
@@ -109,8 +116,8 @@ def test_monotone_in_every_argument(name, base):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_extreme_settings_give_finite_ordered_values(direction):
     for q, s, q_v, r, order in itertools.product(
-        (0.0, 1e-5, 1.0 - 1e-9, 1.0), (0.5, 100.0), (0.0, 1e-5, 1.0), (1.0, 1.0 + 1e-9, 50.0),
-        (1.0001, 2.0, 256.0),
+        (0.0, 1e-5, 1.0 - 1e-9, 1.0), (0.5, 100.0), (0.0, 1.0), (1.0, 1.0 + 1e-9, 50.0),
+        (1.0001, 256.0),
     ):  # fmt: skip
         low, high = divergence(q, s, q_v, r, order, direction)
         assert 0.0 <= low <= high < math.inf

@@ -20,6 +20,7 @@ from reproduction.bench.networks import COMMON, NETWORKS, Gpt, network_named, pe
 from reproduction.bench.report import markdown, panels_of
 from reproduction.command import main
 from reproduction.rows import read_rows
+from tests.bench.test_bench import in_process  # noqa: F401
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -39,20 +40,6 @@ TINY = Settings(
 
 def cell(network: str, size: int = 4) -> Cell:
     return Cell(network_named(network), network_named(network).batch(size, CPU))
-
-
-@pytest.fixture
-def in_process(monkeypatch):
-    """Probe memory in this process: the figure is worthless, the rest is the same and quick."""
-    monkeypatch.setattr(
-        run,
-        "probe",
-        lambda name, size, arm, settings: memory.peak(
-            settings.network(name), size, arm, settings.device
-        ),
-    )
-    monkeypatch.setattr("dpsur.bench.measurement.WARM_UP_STEPS", 1)
-    monkeypatch.setattr("dpsur.bench.measurement.BURST_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -387,7 +374,8 @@ def test_the_commit_is_carried_where_there_is_no_history(monkeypatch):
     assert rows.provenance()["commit"] == "abc"
 
 
-def test_arms_that_are_handed_the_batch_are_charged_for_it(in_process, monkeypatch):
+@pytest.mark.usefixtures("in_process")
+def test_arms_that_are_handed_the_batch_are_charged_for_it(monkeypatch):
     monkeypatch.setattr(memory, "_highest", lambda device: 0)
     made = cell("pixel-28")
     whole = made.batch.inputs.nbytes + made.batch.targets.nbytes

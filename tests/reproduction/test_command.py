@@ -10,8 +10,10 @@ import sys
 import pytest
 
 from dpsur.cli import main as dpsur_main
+from reproduction.base import Options
 from reproduction.command import main
-from reproduction.registry import EXPERIMENTS
+from reproduction.registry import EXPERIMENTS, experiment_named
+from reproduction.rows import read_rows
 from tests.reproduction.test_registered import RESULTS, ROOT
 
 
@@ -114,6 +116,15 @@ def test_it_runs_as_a_module_and_the_library_says_where_it_is(capsys):
     assert said.count("\n") == 1
 
 
+def test_some_rows_of_the_accounting_are_what_the_code_gives():
+    experiment = experiment_named("accounting")
+    kept = read_rows(ROOT / "results" / "accounting.jsonl")
+    for old in (kept[0], kept[6], kept[15]):  # three data sets, at epsilon 1, 3 and 4
+        new = experiment.measure({"config": old["config"]}, Options())
+        assert new["epsilon"] == pytest.approx(old["epsilon"], rel=1e-4)
+
+
+@pytest.mark.slow
 def test_the_accounting_table_is_rendered_from_its_rows(tmp_path, capsys):
     """The committed page is what the committed rows give, and the rows are what the code gives."""
     status, _, _ = run(

@@ -17,7 +17,7 @@ from reproduction.base import Options
 from reproduction.experiments import membership
 
 
-@pytest.mark.parametrize("method", ["nonprivate", "dpsgd"])
+@pytest.mark.parametrize("method", ["nonprivate", pytest.param("dpsgd", marks=pytest.mark.slow)])
 def test_a_cell_is_measured(method, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(60, 1, 28, 28, generator=generator)

@@ -19,6 +19,14 @@ def committed(experiment):
     return look_up(experiment, rows_file(experiment, RESULTS), Options())
 
 
+def with_rows(name):
+    experiment = experiment_named(name)
+    filled = committed(experiment)
+    if not filled.rows and list(experiment.cells(Options())):
+        pytest.skip(f"no rows of {name} yet")
+    return experiment, filled
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_cells_are_plain_values_with_a_key_of_their_own(name):
     experiment = experiment_named(name)
@@ -41,20 +49,34 @@ def test_committed_rows_fill_the_grid_and_nothing_else(name):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_committed_pages_are_what_their_rows_give_and_always_the_same(name, tmp_path):
-    experiment = experiment_named(name)
-    if not committed(experiment).rows and list(experiment.cells(Options())):
-        pytest.skip(f"no rows of {name} yet")
-    first = render(experiment, committed(experiment), tmp_path / "first")
-    second = render(experiment, committed(experiment), tmp_path / "second")
-    assert first
-    assert len(first) == len(second)
-    for one, other in zip(first, second, strict=True):
-        assert one.read_bytes() == other.read_bytes(), one.name
-        kept = DOCS / one.relative_to(tmp_path / "first")
+def test_committed_pages_are_what_their_rows_give(name, tmp_path):
+    experiment, filled = with_rows(name)
+    drawn = render(experiment, filled, tmp_path)
+    assert drawn
+    for one in drawn:
+        kept = DOCS / one.relative_to(tmp_path)
         assert kept.is_file(), f"{kept} is not committed"
         if one.suffix in (".md", ".csv"):
             assert kept.read_text() == one.read_text(), f"{kept} is not what its rows give"
+
+
+QUICKLY_DRAWN = ("convergence", "ablation")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICKLY_DRAWN else [pytest.mark.slow])
+        for name in EXPERIMENTS
+    ],
+)
+def test_pages_are_always_the_same(name, tmp_path):
+    """One way of saving serves all figures: the default suite draws a few of them twice."""
+    experiment, filled = with_rows(name)
+    first, second = (render(experiment, filled, tmp_path / folder) for folder in ("one", "two"))
+    assert [path.name for path in first] == [path.name for path in second]
+    for one, other in zip(first, second, strict=True):
+        assert one.read_bytes() == other.read_bytes(), one.name
 
 
 def test_figures_are_small_and_made_of_lines_and_letters():

@@ -129,6 +129,7 @@ def test_private_tuning_costs_more_than_one_run():
     assert tuning_epsilon(rate, noise, updates, expected=100) > 1.0
 
 
+@pytest.mark.slow
 def test_rows_are_made_and_drawn(tmp_path, monkeypatch):
     small = Case(
         "mnist-linear", "A", "mnist-5k", 4000, "pixels", 64, 2, 1, {1: 4.0, 3: 4.0}, LINEAR

@@ -32,13 +32,6 @@ OPTIONS = {
 OFTEN = Pace(checkpoint_every=1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_curves():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dpsur.runs.fit.draw_curves", lambda rows, path: None)
-        yield
-
-
 def fit(name="dpsgd", accounting="proven", **more):
     options = {**OPTIONS, "noise_multiplier": 6.0, "val_noise_multiplier": 20.0}
     method = dpsur.methods.METHODS[name](**{**options, **more.pop("options", {})})

@@ -66,7 +66,6 @@ def short_fit(folder, resume=False):
 
 
 def test_every_crash_point_continues_or_starts_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder, "_curves", lambda rows: b"")
     with monkeypatch.context() as patch:
         operations = FileOperations(patch)
         short_fit(tmp_path / "counted")
@@ -152,7 +151,9 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_in_metrics_changes_nothing(tmp_path, whole, garbage):
+def test_garbage_in_metrics_changes_nothing(tmp_path, whole, garbage, request):
+    if b"evaluation" in garbage:  # the others are left out before anything is drawn
+        request.getfixturevalue("drawn_curves")
     interrupted(tmp_path / "out")
     path = tmp_path / "out" / "private" / "metrics.jsonl"
     path.write_bytes(garbage + path.read_bytes())
@@ -160,6 +161,16 @@ def test_garbage_in_metrics_changes_nothing(tmp_path, whole, garbage):
         warnings.simplefilter("error", DiagnosticsWarning)
         fit(tmp_path / "out", resume=True)
     assert weights_file(tmp_path / "out") == whole
+
+
+@pytest.mark.usefixtures("drawn_curves")
+@pytest.mark.parametrize("score", ["accuracy", "micro_f1", "r2", "loss", "nothing"])
+def test_curves_are_drawn_of_every_score(tmp_path, score):
+    steps = [{"kind": "trial", "trial": n, "updates": n // 2} for n in range(1, 4)]
+    last = {"kind": "evaluation", "trial": 3, "updates": 1, "epsilon": None, score: 0.5}
+    rows = [] if score == "nothing" else [*steps, last]
+    recorder.draw_curves(rows, tmp_path / "curves.png")  # a failure would be a warning
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_folder_in_the_place_of_metrics_is_a_warning(tmp_path, whole):

@@ -164,7 +164,9 @@ def test_the_coin_is_refused_where_it_is_not_covered(accounting):
 
 def test_the_gate_follows_from_what_is_given():
     def gate(accounting, **options):
-        return dpsur.Dpsur(**options).settle(4000, BUDGET, accounting)[0].gate
+        count = "trials" if accounting == "every-trial" else "updates"
+        method = dpsur.Dpsur(noise_multiplier=20.0, **{count: 3}, **options)  # nothing to search
+        return method.settle(4000, BUDGET, accounting)[0].gate
 
     assert gate("proven") == "coin"
     assert gate("every-trial") == gate("published") == "loss"
@@ -344,7 +346,7 @@ def test_trains_on_cuda():
 
 
 @pytest.mark.parametrize(
-    "size", [1, 7, 60_000, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 100, 4000))]
+    "size", [1, 60_000, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 7, 100, 4000))]
 )
 def test_defaults_suit_any_size(size):
     for accounting in ("proven", "every-trial"):
