@@ -202,6 +202,23 @@ def test_the_command_imports_nothing_heavy():
     assert not modules_after("import dpsur.cli") & HEAVY
 
 
+def test_a_second_opinion_is_imported_when_it_is_asked_for():
+    """Neither `verify` nor `account` makes their import or their help wait for dp-accounting."""
+    code = "import dpsur.runs.verification, dpsur.cli.verify, dpsur.cli.account"
+    assert "dp_accounting" not in modules_after(code)
+    asked = (
+        "from dpsur.privacy.events import Gaussian\n"
+        "from dpsur.privacy.second_opinion import opinions\n"
+        "opinions({'proven': (1.0, [(Gaussian(8.0), 1)])}, 1e-5)"
+    )
+    assert "dp_accounting" in modules_after(asked)
+
+
+def test_one_module_imports_the_second_opinion():
+    found = {p for p in SOURCE.rglob("*.py") if any("dp_accounting" in n for n in imported(p))}
+    assert found == {SOURCE / "privacy" / "second_opinion.py"}
+
+
 @pytest.mark.parametrize("command", ["account", "calibrate", "verify"])
 def test_accounting_does_not_wait_for_torch(command):
     code = (

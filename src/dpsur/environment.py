@@ -8,16 +8,21 @@ from pathlib import Path
 from dpsur._version import __version__
 from dpsur.errors import InvalidInputError
 
+ABSENT = "absent"
+
+
+def package_version(package: str) -> str:
+    """The installed version of a package, or `ABSENT`."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ABSENT
+
 
 def versions() -> dict[str, str]:
     """This package, Python, and the packages that figures depend on."""
     found = {"dpsur": __version__, "python": platform.python_version()}
-    for package in ("torch", "numpy", "scipy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "absent"
-    return found
+    return found | {package: package_version(package) for package in ("torch", "numpy", "scipy")}
 
 
 CACHE_VARIABLE = "DPSUR_CACHE"

@@ -84,6 +84,34 @@ def test_account_without_a_test(capsys):
     assert "published (a claim, not proved)" in text
 
 
+PLAIN = ["--dataset-size", "1000", "--batch-size", "100", "--noise-multiplier", "2",
+         "--updates", "100", "--delta", "1e-5"]  # fmt: skip
+BLOCKS = ["--dataset-size", "1000", "--batch-size", "100", "--noise-multiplier", "2",
+          "--block-sizes", "10,40", "--val-noise-multiplier", "30", "--delta", "1e-5"]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [PLAIN, BLOCKS])
+def test_account_is_confirmed_by_another_library(arguments, capsys):
+    status, out, _ = dpsur("account", *arguments, capsys=capsys)
+    assert status == 0
+    assert "every_trial" in out.splitlines()[-1]
+    assert " confirmed by dp-accounting 0.6" in out.splitlines()[-1]
+    assert "dp-accounting" not in dpsur("account", *arguments, "--no-check", capsys=capsys)[1]
+    found = json.loads(dpsur("account", *arguments, "--json", "--check", capsys=capsys)[1])
+    assert found["independent"][0]["independent"] == pytest.approx(found["proven"], rel=1e-5)
+    assert "independent" not in json.loads(dpsur("account", *arguments, "--json", capsys=capsys)[1])
+
+
+def test_account_refuses_a_figure_that_the_other_library_refutes(capsys, monkeypatch):
+    real = account.figures
+    monkeypatch.setattr(
+        account, "figures", lambda *a, **k: {**real(*a, **k), "every_trial": 1.0}
+    )  # fmt: skip
+    status, out, _ = dpsur("account", *PLAIN, capsys=capsys)
+    assert status == 1
+    assert "FAULT: epsilon 1.0000 (every_trial) is too low" in out
+
+
 def test_account_draws(tmp_path, capsys):
     path = tmp_path / "curve.png"
     status, _, _ = dpsur("account", *FMNIST, "--noise-multiplier", "2", "--accept-ratio", "2",

@@ -49,7 +49,7 @@ def test_a_tiny_noise_is_charged_what_it_costs(sigma):
 @pytest.mark.parametrize(("sigma", "count"), [(0.01, 500), (1e-3, 500), (0.02, 30_000)])
 def test_the_cells_are_bounded(sigma, count):
     event = SampledGaussian(0.1, sigma)
-    width = pld._width([(event, count)])
+    width = pld.cell_width([(event, count)])
     assert width <= pld.WIDEST_CELL
     whole = pld._composed(event, count, width)
     assert len(whole.add.chances) <= 2 * pld.MOST_CELLS

@@ -386,18 +386,18 @@ def controls(site: Site) -> Iterator[tuple[str, str, Fault | None]]:
         def broken(_: object) -> int:
             raise ZeroDivisionError
 
-        module.verify = broken  # type: ignore[assignment]
+        module.verification = broken  # type: ignore[assignment]
 
     def crashing() -> None:
         import dpsur.cli.verify as module
 
-        module.verify = lambda _: os.abort()  # type: ignore[assignment, return-value]
+        module.verification = lambda _: os.abort()  # type: ignore[assignment, return-value]
 
     def hanging() -> None:
         import dpsur.cli.verify as module
 
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        module.verify = lambda _: time.sleep(60)  # type: ignore[assignment, return-value, func-returns-value]
+        module.verification = lambda _: time.sleep(60)  # type: ignore[assignment, return-value, func-returns-value]
 
     for name, expected, before in (
         ("an exception", TRACE, raising),
@@ -418,15 +418,16 @@ def controls(site: Site) -> Iterator[tuple[str, str, Fault | None]]:
 
 def _accepting(site: Site) -> Fault | None:
     import dpsur.cli.verify as module
+    from dpsur.runs.verification import Verification
     from tests.robustness.cases import run_case
 
-    plain = module.verify
-    module.verify = lambda _: ([], {})
+    plain = module.verification
+    module.verification = lambda _: Verification([], {}, [])
     try:
         reports = (run_case(site, "statement", 0, number) for number in range(10))
         return next((r.fault for r in reports if r.fault and r.fault.kind == WRONG), None)
     finally:
-        module.verify = plain
+        module.verification = plain
 
 
 def _patched(module: object, name: str, value: object, work: Callable[[], Ending]) -> Fault | None:

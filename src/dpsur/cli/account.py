@@ -3,13 +3,20 @@
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.options import flag
 from dpsur.privacy.accountants.noise_tail import tail_refusal
-from dpsur.privacy.accounting import FIGURES, accounting_named, figures, planned_charges
+from dpsur.privacy.accounting import (
+    FIGURES,
+    Charges,
+    accounting_named,
+    figures,
+    planned_charges,
+)
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import (
     CoinTest,
@@ -23,6 +30,7 @@ from dpsur.privacy.events import (
     feature_statistics,
 )
 from dpsur.privacy.plans import BlockPlan
+from dpsur.privacy.second_opinion import Opinion, opinions
 from dpsur.privacy.statement import format_epsilon
 from dpsur.status import status
 
@@ -38,6 +46,10 @@ proven_lower what an adversary attains at the same orders: no analysis of this k
 proven_pld   the same guarantee by privacy loss distributions: tighter (accounting proven-pld)
 every_trial  every trial charged, their number fixed in advance by --trials
 published    the paper's analysis: a claim that is not proved for selective release
+
+Below them stands what dp-accounting, an independent library, finds for the same mechanisms. It does
+not know selective release, so proven is held against the same updates without selection. A figure
+that is lower than that of dp-accounting is an error (exit status 1).
 
 The gate block charges every update and every test; give the updates before each test:
 
@@ -67,6 +79,11 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--delta", type=float, required=True, help="of (epsilon, delta)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        help="hold the figures against dp-accounting, in about a second (default: unless --json)",
+    )
     parser.add_argument(
         "--plot", metavar="FILE", help="draw epsilon against updates (PNG, SVG or PDF)"
     )
@@ -154,7 +171,7 @@ def run(options: argparse.Namespace) -> int:
     if not 0 < options.delta < 1:
         raise InvalidInputError(f"delta must be in (0, 1), got {options.delta}")
     if options.block_sizes is not None:
-        return _print_figures(_block_figures(options), as_json=options.json)
+        return _print_figures(*_block_figures(options), options)
     if options.updates is None and options.trials is None:
         raise InvalidInputError("give --updates T, --trials M or both")
     for name in ("updates", "trials"):
@@ -176,20 +193,40 @@ def run(options: argparse.Namespace) -> int:
     _say_why_infinite(setup, trial, options.delta, updates or trials or 1)
     if options.plot is not None:
         _plot(Path(options.plot), setup, trial, options.delta, updates, trials)
-    return _print_figures(found, as_json=options.json)
+    charges = {
+        key: planned_charges(setup, trial, count)
+        for key in found
+        if (count := trials if key == "every_trial" else updates) is not None
+    }
+    return _print_figures(found, charges, options)
 
 
-def _print_figures(found: dict[str, float | None], *, as_json: bool) -> int:
-    if as_json:
-        print(json.dumps(found))
-        return 0
-    for key, label in LABELS.items():
-        value = found.get(key)
-        print(f"{label:<34} {'does not apply' if value is None else format_epsilon(value)}")
-    return 0
+def _print_figures(
+    found: dict[str, float | None], charges: Mapping[str, Charges], options: argparse.Namespace
+) -> int:
+    """Print the figures and what dp-accounting says of them; status 1 where it refutes one."""
+    said: list[Opinion] = []
+    if options.check or (options.check is None and not options.json):
+        with status("asking dp-accounting for a second opinion"):
+            known = {
+                key: (value, charges[key]) for key, value in found.items() if value is not None
+            }
+            said = opinions(known, options.delta)
+    if options.json:
+        independent = {"independent": [opinion.to_json() for opinion in said]}
+        print(json.dumps({**found, **(independent if options.check else {})}))
+    else:
+        for key, label in LABELS.items():
+            value = found.get(key)
+            print(f"{label:<34} {'does not apply' if value is None else format_epsilon(value)}")
+        for opinion in said:
+            print(f"{'FAULT: ' if opinion.refuted else ''}{opinion.describe()}")
+    return 1 if any(opinion.refuted for opinion in said) else 0
 
 
-def _block_figures(options: argparse.Namespace) -> dict[str, float | None]:
+def _block_figures(
+    options: argparse.Namespace,
+) -> tuple[dict[str, float | None], dict[str, Charges]]:
     """Epsilon of blocks of updates with a test after each, under the accountings that cover it."""
     refused = ("updates", "trials", "accept_threshold", "accept_ratio", "plot")
     for name in refused:
@@ -211,6 +248,7 @@ def _block_figures(options: argparse.Namespace) -> dict[str, float | None]:
         test_rate = rate("val_batch_size", options.val_batch_size, options.dataset_size)
         test = SampledGaussian(test_rate, options.val_noise_multiplier)
     found: dict[str, float | None] = dict.fromkeys(FIGURES)
+    charges: dict[str, Charges] = {}
     with status("computing epsilon of blocks and tests"):
         for name in ("proven", "every-trial"):
             # the budget is not part of the figure
@@ -218,7 +256,8 @@ def _block_figures(options: argparse.Namespace) -> dict[str, float | None]:
                 Budget(1.0, options.delta), name, update, test, sizes, setup_events(options)
             )
             found[name.replace("-", "_")] = plan.epsilon()
-    return found
+            charges[name.replace("-", "_")] = plan.charges()
+    return found, charges
 
 
 def _say_why_infinite(setup: tuple[Event, ...], trial: Trial, delta: float, count: int) -> None:

@@ -5,7 +5,7 @@ import json
 import textwrap
 from collections.abc import Sequence
 
-from dpsur.runs.verification import CHECKED, NOT_CHECKED, verify
+from dpsur.runs.verification import CHECKED, NOT_CHECKED, verification
 from dpsur.status import status
 
 
@@ -42,14 +42,18 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what was found; status 1 if anything is wrong."""
     with status("computing every epsilon again, and planning the run again"):
-        faults, epsilon = verify(options.folder)
+        faults, epsilon, opinions = verification(options.folder)
     if options.json:
         lists = {"checked": CHECKED, "not_checked": NOT_CHECKED}
-        print(json.dumps({"ok": not faults, "faults": faults, "epsilon": epsilon, **lists}))
+        independent = [opinion.to_json() for opinion in opinions]
+        found = {"ok": not faults, "faults": faults, "epsilon": epsilon, "independent": independent}
+        print(json.dumps({**found, **lists}))
     else:
         for fault in faults:
             print(f"FAULT: {fault}")
         if not faults:
             print("the statement follows from its parameters, and the weights are the stated ones")
+            for opinion in opinions:
+                print(opinion.describe())
             print(f"\n{WHAT_IS_CHECKED}", end="")
     return 1 if faults else 0

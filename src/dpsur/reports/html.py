@@ -419,8 +419,9 @@ def _verify(contents: ReportContents) -> str:
     return (
         "<section><h2>How to check this</h2>"
         "<pre>pip install dpsur\ndpsur verify RELEASE_FOLDER\ndpsur proof</pre>"
-        "<p><code>dpsur verify</code> computes every figure again from the statement and compares "
-        "the weights with the hash in it. <code>dpsur proof</code> prints the theorem behind "
+        "<p><code>dpsur verify</code> computes every figure again from the statement, asks an "
+        "independent library (dp-accounting) for a second opinion, and compares the weights with "
+        "the hash in the statement. <code>dpsur proof</code> prints the theorem behind "
         "epsilon and its proof. A release is not a signature: whoever can change the weights can "
         "change the statement.</p>"
         f'<p class="small soft">SHA-256 of the weights: <code>{_text(digest)}</code></p></section>'

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from dpsur.environment import versions
 from dpsur.errors import InvalidInputError
@@ -27,6 +27,7 @@ from dpsur.privacy.events import (
 from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.plans import plan_from_statement
 from dpsur.privacy.plans.rejections import least_cap
+from dpsur.privacy.second_opinion import Opinion, statement_opinions
 from dpsur.privacy.statement import FORMAT
 from dpsur.runs.files import (
     CARD,
@@ -91,6 +92,9 @@ OPTIONAL = ("mechanism.filter", "mechanism.menu", "mechanism.blocks")
 
 CHECKED: Final = (
     "every epsilon follows from the stated mechanism, delta and cap on trials, and fits the budget",
+    "dp-accounting, an independent library, finds no larger epsilon for the same composition of "
+    "Gaussian mechanisms or, where updates were selected, chosen from a menu or ended by a filter, "
+    "for a simpler run that must not cost more",
     "the missing tail of the noise and the cap on trials are paid for by delta",
     "method and settings are those of a method of this installation, and planning a run with them "
     "again, for the stated records, budget and accounting, gives the stated mechanism: rates, "
@@ -104,6 +108,7 @@ CHECKED: Final = (
     "PRIVACY.md and README.md say what privacy.json says, and the weights have the stated hash",
 )
 NOT_CHECKED: Final = (
+    "by a second library: what selection, a menu or a filter adds, and figures without a proof",
     "that the run was made as stated, on records that were counted right: this is not a signature",
     "the number of records and the batch sizes where all of them are changed in proportion",
     "settings that no guarantee depends on: learning rates, schedules, momentum, weight decay, "
@@ -118,24 +123,50 @@ NOT_CHECKED: Final = (
 )
 
 
+class Verification(NamedTuple):
+    """What is wrong with a release, its recomputed figures, and what dp-accounting says of them.
+
+    There are opinions only where a release does not contradict itself.
+    """
+
+    faults: list[str]
+    figures: dict[str, float | None]
+    opinions: list[Opinion]
+
+
 def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | None]]:
     """What is wrong with a release, and its recomputed figures. No faults means it is consistent.
 
     This is not a signature: anyone who can change the weights can change the statement to match.
     """
+    found = verification(path)
+    return found.faults, found.figures
+
+
+def verification(path: str | os.PathLike[str]) -> Verification:
+    """The same with the second opinions on its figures; a figure that they refute is a fault."""
     folder = release_folder(path)
     statement = _read(folder / STATEMENT)
     faults, figures = statement_faults(statement)
+    opinions: list[Opinion] = []
     if not figures:
-        return faults, figures
+        return Verification(faults, figures, opinions)
     try:
         faults += [*_weight_faults(folder, statement), *_page_faults(folder, statement)]
-        if not faults:  # planning takes seconds, and a statement that contradicts itself has failed
+        if not faults:  # the rest takes seconds, and a statement that contradicts itself has failed
+            opinions = second_opinions(statement)
+            faults = [opinion.describe() for opinion in opinions if opinion.refuted]
             with calibrated_afresh():
-                faults = plan_faults(statement)
+                faults += plan_faults(statement)
     except MALFORMED as error:
-        return [_unreadable(error)], {}
-    return faults, figures
+        return Verification([_unreadable(error)], {}, [])
+    return Verification(faults, figures, opinions)
+
+
+def second_opinions(statement: Mapping[str, Any]) -> list[Opinion]:
+    """What dp-accounting says of the stated figures."""
+    plan = plan_from_statement(statement)
+    return statement_opinions(plan, statement["mechanism"], statement["epsilon"])
 
 
 def statement_faults(

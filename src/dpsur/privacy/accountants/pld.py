@@ -149,7 +149,7 @@ def _selected_shape(update: proven.SelectiveUpdate, count: int) -> _Shape:
     return _Shape(math.sqrt(variance * min(count, BLOCK)), reach)
 
 
-def _width(parts: Sequence[tuple[_Part, int]]) -> float:
+def cell_width(parts: Sequence[tuple[_Part, int]]) -> float:
     """The width of a cell, by powers of two so that distributions can be used again.
 
     Narrow enough for the loss of one part, within reason, and wide enough for MOST_CELLS to do.
@@ -166,6 +166,11 @@ def _width(parts: Sequence[tuple[_Part, int]]) -> float:
 
 def _steps(event: _Part) -> int:
     return event.repeats if isinstance(event, Menu) else 1
+
+
+def rounding(parts: Sequence[tuple[_Part, int]]) -> float:
+    """What the rounding of transforms takes of delta."""
+    return ROUNDING * sum(count * _steps(part) for part, count in parts)
 
 
 def composed_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> float:
@@ -225,11 +230,10 @@ def _epsilon(parts: Sequence[tuple[_Part, int]], delta: float) -> float | None:
         return 0.0
     if any(isinstance(part, NonPrivate) for part, _ in parts):
         return math.inf
-    width = _width(parts)
-    rounding = ROUNDING * sum(count * _steps(part) for part, count in parts)
-    if width > WIDEST_CELL or delta <= 2 * rounding:
+    width, paid = cell_width(parts), rounding(parts)
+    if width > WIDEST_CELL or delta <= 2 * paid:
         return None
-    return _total(tuple(parts), width).epsilon(delta - rounding)
+    return _total(tuple(parts), width).epsilon(delta - paid)
 
 
 @lru_cache(maxsize=4)

@@ -1,0 +1,238 @@
+"""A second opinion on epsilon: what dp-accounting, another library, says of the same run.
+
+Figures of this package come from its own accountants. dp-accounting knows compositions of Gaussian
+mechanisms, with and without Poisson sampling. Where that is the whole run, it answers the same
+question and must find no larger epsilon. Selective release, menus and filters are known here only.
+Each of them covers a simpler run that dp-accounting knows, which must not cost more either.
+
+Importing dp-accounting takes a second, so it is imported when an opinion is asked for, and never
+to train.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any, Final
+
+from dpsur.environment import ABSENT, package_version
+from dpsur.privacy.accountants import pld
+from dpsur.privacy.accounting import Accounting, Charges, accounting_named, planned_charges
+from dpsur.privacy.events import (
+    Event,
+    Gaussian,
+    LossTest,
+    Menu,
+    NoisyChoice,
+    NonPrivate,
+    SampledGaussian,
+    Trial,
+    event_from_json,
+)
+from dpsur.privacy.plans import BlockPlan, FilteredPlan, MenuPlan, Plan, PrivacyPlan
+from dpsur.privacy.statement import format_epsilon
+
+# How far a figure may lie below that of dp-accounting, relative to it and beside 0. On the same
+# cells it was never lower by more than a hundredth of this.
+TOLERANCE: Final = 1e-4
+NEARLY_ZERO: Final = 1e-9
+# dp-accounting weighs losses by e^-loss, which is no floating-point number above 745.
+LARGEST_EPSILON: Final = 700.0
+UNDERFLOW: Final = "privacy losses above 745 underflow there"
+# Each part takes dp-accounting about a twentieth of a second.
+MOST_PARTS: Final = 64
+# What is composed in place of what dp-accounting does not know. It costs no more.
+UNSELECTED: Final = "the same updates without selection"
+WITHOUT_CHOICES: Final = "the same updates without the choices of a step length"
+ONE_CHOICE: Final = "always the same choice of the menu, the costliest one"
+AS_FIXED: Final = "the steps that were made, as if fixed in advance"
+
+Parts = tuple[tuple[Gaussian | SampledGaussian, int], ...]
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """What dp-accounting says of figures that have one value.
+
+    `independent` is its epsilon, or None where it `cannot_tell`, and why. `instead` says what was
+    composed, where it does not know the whole; that costs no more than the whole.
+    """
+
+    figures: tuple[str, ...]
+    epsilon: float
+    library: str
+    independent: float | None
+    instead: str | None = None
+    cannot_tell: str | None = None
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the figure is too low."""
+        if self.independent is None:
+            return False
+        return self.epsilon < self.independent * (1 - TOLERANCE) - NEARLY_ZERO
+
+    def describe(self) -> str:
+        """One line: what was confirmed, or refuted, and by which version."""
+        figure = f"epsilon {format_epsilon(self.epsilon)} ({', '.join(self.figures)})"
+        if self.independent is None:
+            return f"{figure}: {self.library} cannot tell: {self.cannot_tell}"
+        found = format_epsilon(self.independent)
+        if self.refuted:
+            composed = self.instead or "the same composition"
+            return f"{figure} is too low: {self.library} finds {found} for {composed}"
+        if self.instead is None:
+            return f"{figure} confirmed by {self.library}: {found}"
+        return f"{figure} is not below what {self.library} finds for {self.instead}: {found}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, with the line that says them."""
+        return {**asdict(self), "refuted": self.refuted, "says": self.describe()}
+
+
+def statement_opinions(
+    plan: PrivacyPlan, mechanism: Mapping[str, Any], stated: Mapping[str, float | None]
+) -> list[Opinion]:
+    """Opinions on the stated figures of a plan."""
+    return opinions(
+        {
+            key: (epsilon, charges)
+            for key, epsilon in stated.items()
+            if epsilon is not None and (charges := _charges(plan, mechanism, key)) is not None
+        },
+        plan.budget.delta,
+        filtered=isinstance(plan, FilteredPlan),
+    )
+
+
+def opinions(
+    figures: Mapping[str, tuple[float, Charges]], delta: float, *, filtered: bool = False
+) -> list[Opinion]:
+    """Opinions on figures by name, each with what was charged; equal ones are said once.
+
+    The paper's figure and the lower end of a proven one are no guarantees: there is none on them.
+    """
+    found: list[Opinion] = []
+    for name, (epsilon, charges) in figures.items():
+        accounting = _guarantee(name)
+        if accounting is None or not math.isfinite(epsilon):
+            continue
+        given = _opinion(name, epsilon, charges, accounting, delta, filtered)
+        same = [
+            n for n, other in enumerate(found) if replace(given, figures=other.figures) == other
+        ]
+        if same:
+            known = found[same[0]]
+            found[same[0]] = replace(known, figures=(*known.figures, name))
+        else:
+            found.append(given)
+    return found
+
+
+def _guarantee(name: str) -> Accounting | None:
+    """The accounting of a figure, where that is a guarantee."""
+    if name == "proven_lower":
+        return None
+    accounting = accounting_named(name.replace("_", "-"))
+    return accounting if accounting.proved else None
+
+
+def _charges(plan: PrivacyPlan, mechanism: Mapping[str, Any], key: str) -> Charges | None:
+    """What a stated figure is for; None where a figure does not belong to the plan."""
+    match plan:
+        case Plan():
+            return planned_charges(plan.setup, plan.trial, plan.length)
+        case MenuPlan() | BlockPlan():
+            return plan.charges()
+        case FilteredPlan() if key == plan.accounting.replace("-", "_"):
+            steps = mechanism["filter"]["steps"]
+            made = [(event_from_json(row["step"]), row["charged"]) for row in steps]
+            return [*((event, 1) for event in plan.setup), *made]
+    return None
+
+
+def _opinion(
+    name: str,
+    epsilon: float,
+    charges: Charges,
+    accounting: Accounting,
+    delta: float,
+    filtered: bool,
+) -> Opinion:
+    """What dp-accounting finds at the delta that the missing tail of the noise leaves."""
+    installed = package_version("dp-accounting")
+    selected = not accounting.verdicts_charged
+    instead = AS_FIXED if filtered else _instead(charges, selected)
+    left = delta - accounting.noise_tail(charges)
+    answer = Opinion((name,), epsilon, f"dp-accounting {installed}", None, instead)
+    if installed == ABSENT:
+        return replace(answer, cannot_tell="it is not installed")
+    found = 0.0
+    for parts in filter(None, _known_parts(charges, selected)):  # a run may have done nothing
+        width = pld.cell_width(parts)
+        if width > pld.WIDEST_CELL or epsilon > LARGEST_EPSILON:
+            return replace(answer, cannot_tell=UNDERFLOW)
+        if len(parts) > MOST_PARTS:
+            return replace(answer, cannot_tell=f"there are {len(parts)} different steps")
+        if left <= 2 * pld.rounding(parts):
+            return replace(answer, cannot_tell="delta is too small for its transforms")
+        found = max(found, independent_epsilon(parts, width, left))
+    if not found <= LARGEST_EPSILON:
+        return replace(answer, cannot_tell=UNDERFLOW)
+    return replace(answer, independent=found)
+
+
+def _instead(charges: Charges, selected: bool) -> str | None:
+    """What is composed where dp-accounting does not know the whole; None where it does."""
+    made = [event for event, count in charges if count]
+    if selected and any(isinstance(event, Trial) and event.gate is not None for event in made):
+        return UNSELECTED
+    if any(isinstance(event, Trial) and isinstance(event.test, NoisyChoice) for event in made):
+        return WITHOUT_CHOICES
+    return ONE_CHOICE if any(isinstance(event, Menu) for event in made) else None
+
+
+def _known_parts(charges: Charges, selected: bool) -> Iterator[Parts]:
+    """What dp-accounting can compose: one sequence, or one for every choice of a menu."""
+    menus = [event for event, count in charges if count and isinstance(event, Menu)]
+    offered = max((len(menu.choices) for menu in menus), default=1)
+    for choice in range(offered):
+        parts: Counter[Gaussian | SampledGaussian] = Counter()
+        for event, count in charges:
+            if count:
+                parts.update(dict(_gaussians(event, count, selected, choice)))
+        yield tuple(parts.items())
+
+
+def _gaussians(
+    event: Event, count: int, selected: bool, choice: int
+) -> Iterator[tuple[Gaussian | SampledGaussian, int]]:
+    """The Gaussian mechanisms of an event. What is left out makes it cheaper, never costlier."""
+    match event:
+        case Gaussian() | SampledGaussian():
+            yield event, count
+        case LossTest(sample_rate=q, noise_multiplier=sigma):
+            yield SampledGaussian(q, sigma), count
+        case Menu(choices=choices, repeats=repeats):
+            yield choices[min(choice, len(choices) - 1)], repeats * count
+        case Trial(update=update, test=test):
+            assert not isinstance(update, NonPrivate)  # whose epsilon is infinite
+            yield update, count
+            if isinstance(test, LossTest) and not selected:
+                yield SampledGaussian(test.sample_rate, test.noise_multiplier), count
+
+
+@lru_cache(maxsize=16)
+def independent_epsilon(parts: Parts, width: float, delta: float) -> float:
+    """Epsilon of Gaussian mechanisms by the accountant of dp-accounting, on cells of a width."""
+    import dp_accounting
+    from dp_accounting.pld import PLDAccountant
+
+    accountant = PLDAccountant(value_discretization_interval=width)
+    for part, count in parts:
+        event = dp_accounting.GaussianDpEvent(part.noise_multiplier)
+        if isinstance(part, SampledGaussian):
+            event = dp_accounting.PoissonSampledDpEvent(part.sample_rate, event)
+        accountant.compose(event, count)
+    return float(accountant.get_epsilon(delta))
