@@ -6,10 +6,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpsur.errors import UnsupportedModelError
-from dpsur.functional.problem import Problem
+from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.records import Examples
 from dpsur.networks import pixel_cnn
-from dpsur.per_example import GradientBudget, check_model, clipped_sum, clipping
+from dpsur.per_example import (
+    GradientBudget,
+    check_model,
+    clipped_sum,
+    clipping,
+    engine_choice,
+)
+from dpsur.per_example.engine_choice import Engine
+from dpsur.per_example.tape import NotSupportedError
 from tests.conftest import blobs, small_model
 
 
@@ -341,3 +349,24 @@ def test_a_microbatch_that_ran_out_of_memory_halfway_counts_once(monkeypatch):
     assert sizes == [4, 2, 1, 1, 1, 1, 1, 1]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
+
+
+@pytest.mark.parametrize(("failures", "engine"), [(2, Engine.ONE_PASS), (99, Engine.BATCHED)])
+def test_a_check_that_rounding_may_fail_is_repeated(failures, engine, monkeypatch):
+    """On a GPU with TF32 a ReLU may open in a batch and not alone; what is wrong fails for ever."""
+    left, compare = [failures], engine_choice.compare
+
+    def unlucky(*given):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise NotSupportedError("by chance")
+        return compare(*given)
+
+    monkeypatch.setattr(engine_choice, "compare", unlucky)
+    monkeypatch.setattr(engine_choice, "rounds_to_tf32", lambda device: True)
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    objective = Objective(model, F.cross_entropy)
+    plan = engine_choice.plan_for(objective, params, torch.randn(5, 4), GradientBudget())
+    assert plan.engine is engine
+    assert bool(plan.failed) == (engine is Engine.BATCHED)

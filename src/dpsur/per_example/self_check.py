@@ -70,8 +70,7 @@ def compare(
     drew = not torch.equal(before, generator_state(device))
     # a record that is alone gets other draws
     alone = None if drew else _outputs_alone(objective, leaves, inputs)
-    rounds = device.type == "cuda" and torch.backends.cudnn.allow_tf32
-    tolerance = _TOLERANCE_OF_TF32 if rounds else _TOLERANCE
+    tolerance = _TOLERANCE_OF_TF32 if rounds_to_tf32(device) else _TOLERANCE
     together = [[value[row] for value in outputs] for row in range(tape.examples)]
     passes = [(together, tolerance)]
     passes += [] if alone is None else [(alone, _TOLERANCE_ALONE)]
@@ -97,6 +96,11 @@ def compare(
     return sum(
         {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in held}.values()
     )
+
+
+def rounds_to_tf32(device: torch.device) -> bool:
+    """Whether layers round what they multiply to 10 bits."""
+    return device.type == "cuda" and torch.backends.cudnn.allow_tf32
 
 
 def _differentiable(outputs: TensorTree) -> list[Tensor]:

@@ -46,7 +46,7 @@ def _source() -> Any:
 READABLE = (torch.float32, torch.bfloat16)
 
 
-def _kernels(*values: Tensor, types: tuple[torch.dtype, ...] = (torch.float32,)) -> Any:
+def kernels_for(*values: Tensor, types: tuple[torch.dtype, ...] = (torch.float32,)) -> Any:
     """The kernels, if they can work on these tensors."""
     if any(value.dtype not in types for value in values):
         return None
@@ -93,7 +93,7 @@ def rounded_gradients(
         return None if flat is None else (flat[0].squeeze(3), flat[1])
     outputs = outputs.contiguous()
     inputs = inputs.contiguous()
-    kernels = _kernels(inputs, outputs, types=READABLE)
+    kernels = kernels_for(inputs, outputs, types=READABLE)
     if kernels is None:
         return None
     examples, kept = len(inputs), outputs.dtype
@@ -114,7 +114,7 @@ def rounded_gradients(
     seen = inputs.new_empty(count, channels, *padded, dtype=kept)
     rows = outputs.new_empty(examples, groups * height, channels, *window.sizes)
     squares = inputs.new_empty(count, tiles, dtype=torch.float32)
-    with _on(inputs):
+    with on_device(inputs):
         kernels.pad_and_round[(count * channels, -(-prod(padded) // _PADDING_BLOCK))](
             inputs, seen, *sides, *window.margins, *padded, BLOCK=_PADDING_BLOCK
         )
@@ -145,12 +145,12 @@ def rounded_gradients(
 def round_to_tf32(values: Tensor) -> Tensor | None:
     """Numbers of TF32, as float32."""
     values = values.contiguous()
-    kernels = _kernels(values, types=READABLE)
+    kernels = kernels_for(values, types=READABLE)
     if kernels is None:
         return None
     found = torch.empty_like(values, dtype=torch.float32)
     size = values[0].numel()
-    with _on(values):
+    with on_device(values):
         kernels.pad_and_round[(len(values), -(-size // _PADDING_BLOCK))](
             values, found, 1, size, 0, 0, 1, size, BLOCK=_PADDING_BLOCK
         )
@@ -189,7 +189,7 @@ def split_matrix(
     found = values.new_empty(high, len(parts) * length, dtype=dtype)
     down, along = (64, 32) if turned else (32, 64)
     high, wide = (length, width) if turned else (rows, length)
-    with _on(values):
+    with on_device(values):
         kernels.split_matrix[(-(-high // down), -(-wide // along))](
             values,
             values if factors is None else factors,
@@ -213,7 +213,7 @@ def split_matrix(
 
 def weighted_rows(rows: Tensor, factors: Tensor) -> Tensor | None:
     """Sum of rows (examples, width), each times its factor; one with the factor 0 adds nothing."""
-    kernels = _kernels(rows, types=READABLE)
+    kernels = kernels_for(rows, types=READABLE)
     if kernels is None or factors.dtype != torch.float32 or not factors.is_contiguous():
         return None
     count, width = rows.shape
@@ -222,7 +222,7 @@ def weighted_rows(rows: Tensor, factors: Tensor) -> Tensor | None:
     parts = max(1, min(count // together, _FEWEST_PROGRAMS // columns))
     each = -(-count // (parts * together)) * together
     found = rows.new_empty(parts, width, dtype=torch.float32)
-    with _on(rows):
+    with on_device(rows):
         kernels.weighted_rows[(columns, parts)](
             rows, factors, found, count, width, each, TOGETHER=together, BLOCK=block
         )
@@ -244,7 +244,7 @@ def product_norms(
 ) -> tuple[Tensor, Tensor] | None:
     """Squares and errors of `norms.InnerNorms`, from factors (examples, positions, width)."""
     inputs, outputs = inputs.contiguous(), outputs.contiguous()
-    kernels = _kernels(inputs, outputs, types=READABLE)
+    kernels = kernels_for(inputs, outputs, types=READABLE)
     if kernels is None or inputs.dtype != outputs.dtype:
         return None
     examples, positions, width = inputs.shape
@@ -256,7 +256,7 @@ def product_norms(
         torch.linalg.vector_norm(value, dim=2, dtype=torch.float32) for value in (inputs, outputs)
     )
     squares, errors = seen.new_zeros(2, examples, tiles * tiles)
-    with _on(inputs):
+    with on_device(inputs):
         kernels.product_norms[(examples, tiles, tiles)](
             inputs,
             outputs,
@@ -286,7 +286,7 @@ def inner_norms(
     `lost` times the diagonals is added to the squares; `rounding` is the error of one product.
     """
     inner, outer = inner.contiguous(), outer.contiguous()
-    kernels = _kernels(inner, outer)
+    kernels = kernels_for(inner, outer)
     if kernels is None:
         return None
     examples, positions = inner.shape[:2]
@@ -295,7 +295,7 @@ def inner_norms(
     if positions**2 >= 2**31:
         return None
     squares, errors = inner.new_empty(2, examples, parts)
-    with _on(inner):
+    with on_device(inner):
         kernels.inner_norms[(examples, parts)](
             inner, outer, squares, errors, positions, lost, rounding, DOWN=down, ALONG=along
         )
@@ -310,7 +310,7 @@ def channel_sums(
     `means` and `rates`, inverse deviations, are those of groups of channels, (examples, groups).
     """
     slopes = slopes.contiguous()
-    kernels = _kernels(inputs, slopes, means, rates)
+    kernels = kernels_for(inputs, slopes, means, rates)
     if kernels is None:
         return None
     examples, channels = inputs.shape[:2]
@@ -318,7 +318,7 @@ def channel_sums(
     block = min(256, max(32, 1 << (places - 1).bit_length()))
     together = max(1, 1024 // block)
     scale, shift = inputs.new_empty(2, examples, channels)
-    with _on(inputs):
+    with on_device(inputs):
         kernels.channel_sums[(-(-examples * channels // together),)](
             inputs,
             slopes,
@@ -343,13 +343,13 @@ def position_sums(
     `means` and `rates` have one entry per position.
     """
     slopes = slopes.contiguous()
-    kernels = _kernels(inputs, slopes, means, rates)
+    kernels = kernels_for(inputs, slopes, means, rates)
     if kernels is None:
         return None
     examples, positions, width = inputs.shape
     scale, shift = inputs.new_empty(2, examples, width)
     block = 64
-    with _on(inputs):
+    with on_device(inputs):
         kernels.position_sums[(examples, -(-width // block))](
             inputs,
             slopes,
@@ -365,120 +365,6 @@ def position_sums(
     return scale, shift
 
 
-def _on(values: Tensor) -> Any:
+def on_device(values: Tensor) -> Any:
+    """Where kernels for these values are launched."""
     return torch.device("cpu") if values.device.type == "cpu" else torch.cuda.device(values.device)
-
-
-class LstmCells:
-    """The element-wise part of an LSTM, one kernel for a time and none between.
-
-    Tensors are those of `rules/recurrent.py`, (directions, times, rows, ...).
-    """
-
-    _BLOCK = 256
-
-    def __init__(self, kernels: Any, active: Tensor, cells: Tensor, squashed: Tensor) -> None:
-        self._kernels, self._active, self._cells, self._squashed = kernels, active, cells, squashed
-        directions, _, rows, width = squashed.shape
-        count = directions * rows * width
-        self._sizes = rows, width, active.stride(0), cells.stride(0), squashed.stride(0), count
-        self._grid = (-(-count // self._BLOCK),)
-
-    def forward(self, time: int, gates: Tensor, recurrent: Tensor, states: Tensor) -> None:
-        """From gates before activation, given in two parts, to the next states."""
-        with _on(gates):
-            self._kernels.lstm_cell[self._grid](
-                gates[:, time],
-                recurrent,
-                self._cells[:, time],
-                self._active[:, time],
-                self._cells[:, time + 1],
-                self._squashed[:, time],
-                states[:, time + 1],
-                *self._sizes,
-                BLOCK=self._BLOCK,
-            )
-
-    def backward(
-        self, time: int, outputs: Tensor, recurrent: Tensor | None, slope: Tensor, gates: Tensor
-    ) -> None:
-        """Gradients of the gates; `recurrent` comes from the next time, `slope` is overwritten."""
-        with _on(gates):
-            self._kernels.lstm_cell_backward[self._grid](
-                outputs[:, time],
-                slope if recurrent is None else recurrent,
-                self._active[:, time],
-                self._cells[:, time],
-                self._squashed[:, time],
-                slope,
-                gates[:, time],
-                *self._sizes,
-                LAST=recurrent is None,
-                BLOCK=self._BLOCK,
-            )
-
-
-def lstm_cells(active: Tensor, cells: Tensor, squashed: Tensor) -> LstmCells | None:
-    """One kernel per time of an LSTM, or None."""
-    kernels = _kernels(active, cells, squashed)
-    return None if kernels is None else LstmCells(kernels, active, cells, squashed)
-
-
-class GruCells:
-    """The element-wise part of a GRU, one kernel for a time and none between."""
-
-    _BLOCK = 256
-
-    def __init__(self, kernels: Any, active: Tensor, states: Tensor, recalled: Tensor) -> None:
-        self._kernels, self._active, self._states = kernels, active, states
-        self._recalled = recalled
-        directions, _, rows, width = recalled.shape
-        count = directions * rows * width
-        self._sizes = rows, width, active.stride(0), states.stride(0), recalled.stride(0), count
-        self._grid = (-(-count // self._BLOCK),)
-
-    def forward(self, time: int, gates: Tensor, recurrent: Tensor, bias: Tensor) -> None:
-        """From gates before activation, given in two parts and a bias, to the next states."""
-        with _on(gates):
-            self._kernels.gru_cell[self._grid](
-                gates[:, time],
-                recurrent,
-                bias,
-                self._states[:, time],
-                self._active[:, time],
-                self._recalled[:, time],
-                self._states[:, time + 1],
-                *self._sizes,
-                BLOCK=self._BLOCK,
-            )
-
-    def backward(
-        self,
-        time: int,
-        outputs: Tensor,
-        recurrent: Tensor | None,
-        slope: Tensor,
-        gates: Tensor,
-        inputs: Tensor,
-    ) -> None:
-        """Gradients of the gates' hidden and input part; `slope` is overwritten."""
-        with _on(gates):
-            self._kernels.gru_cell_backward[self._grid](
-                outputs[:, time],
-                slope if recurrent is None else recurrent,
-                self._active[:, time],
-                self._recalled[:, time],
-                self._states[:, time],
-                slope,
-                gates[:, time],
-                inputs[:, time],
-                *self._sizes,
-                LAST=recurrent is None,
-                BLOCK=self._BLOCK,
-            )
-
-
-def gru_cells(active: Tensor, states: Tensor, recalled: Tensor) -> GruCells | None:
-    """One kernel per time of a GRU, or None."""
-    kernels = _kernels(active, states, recalled)
-    return None if kernels is None else GruCells(kernels, active, states, recalled)

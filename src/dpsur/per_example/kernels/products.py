@@ -33,9 +33,9 @@ _LEAST_SIZE = 200
 _LONGEST = 2048
 # Rows of matrices begin at multiples of so many numbers, so that tensor cores can read them.
 _ALIGNED = 4
-# Numbers of both factors that are split at once, which take 12 bytes each: this part of those of
-# both factors and the product, so that it stays small beside them, but so many at least and most.
-_PART_AT_ONCE, _AT_ONCE, _MOST_AT_ONCE = 1 / 6, 2**21, 2**23
+# Numbers of both factors that are split at once, which take 12 bytes each: this part of the inputs
+# and outputs of a layer, so that it stays small beside them, but so many at least and most.
+_PART_AT_ONCE, _AT_ONCE, _MOST_AT_ONCE = 1 / 4, 2**21, 2**24
 # Rows and columns of a product that are computed at once: fewer would leave a GPU half idle. Rather
 # fewer numbers are added up at once, but not below this.
 _SIDE, _SHORTEST = 2048, 256
@@ -113,7 +113,7 @@ def product(one: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor:
     def right(columns: slice, chunk: slice, length: int, room: int) -> Tensor | None:
         return _split(other.mT[columns, chunk], _RIGHT, length, room=room)
 
-    if _multiply(left, right, one.shape[1], found, bias):
+    if _multiply(left, right, one.shape[1], found, len(one), bias):
         return found
     return torch.mm(one, other) if bias is None else torch.addmm(bias, one, other)
 
@@ -156,7 +156,7 @@ def weighted_product(
         )
 
     left, right = partial(split, outputs, scaled=not wide), partial(split, inputs, scaled=wide)
-    return _multiply(left, right, count, found, add=add)
+    return _multiply(left, right, count, found, count, add=add)
 
 
 Part = Callable[[slice, slice, int, int], Tensor | None]
@@ -167,18 +167,21 @@ def _multiply(
     right: Part,
     inner: int,
     out: Tensor,
+    batch: int,
     bias: Tensor | None = None,
     *,
     add: bool = False,
 ) -> bool:
     """Write the product of two matrices, some rows and columns at a time, which bounds its memory.
 
+    `batch` is the one of its three sizes that grows with the batch.
+
     `left` and `right` split some rows of the first factor, or columns of the second, over some of
     the numbers that are added up, with room for so many. False if they cannot, which the first call
     says. With `add` the product is added to what is there.
     """
     rows, columns = out.shape
-    length, high, wide = _tile(rows, columns, inner)
+    length, high, wide = _tile(rows, columns, inner, batch)
     down, along = _ranges(rows, high), _ranges(columns, wide)
     # Rows of a result have to begin where tensor cores can write them: else columns are copied.
     aligned = columns % _ALIGNED == 0 and out.data_ptr() % (4 * _ALIGNED) == 0
@@ -211,9 +214,9 @@ def _multiply(
     return True
 
 
-def _tile(rows: int, columns: int, inner: int) -> tuple[int, int, int]:
+def _tile(rows: int, columns: int, inner: int, batch: int) -> tuple[int, int, int]:
     """How many numbers are added up at once, for how many rows and columns."""
-    numbers = inner * (rows + columns) + rows * columns
+    numbers = batch * (rows + columns + inner - batch)
     room = max(_AT_ONCE, min(_MOST_AT_ONCE, int(_PART_AT_ONCE * numbers)))
     high, wide = min(rows, _SIDE), min(columns, _SIDE)
     length = _length(inner, min(_LONGEST, max(_SHORTEST, room // (high + wide))))

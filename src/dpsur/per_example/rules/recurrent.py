@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dpsur.functional.process_settings import widen
 from dpsur.per_example.contributions import Contribution, Products, Rows
-from dpsur.per_example.kernels.fused import gru_cells, lstm_cells
+from dpsur.per_example.kernels.recurrent_cells import gru_cells, lstm_cells
 from dpsur.per_example.rules.recurrent_steps import State, projected_lstm
 from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
 

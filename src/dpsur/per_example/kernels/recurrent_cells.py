@@ -1,0 +1,131 @@
+"""The element-wise part of recurrent layers on a GPU: one kernel for a time and none between."""
+
+from typing import Any
+
+from torch import Tensor
+
+from dpsur.per_example.kernels.fused import kernels_for, on_device
+
+
+def _recurrent(*values: Tensor) -> Any:
+    """The kernels, if they can work on these tensors."""
+    if kernels_for(*values) is None:
+        return None
+    from dpsur.per_example.kernels import triton_recurrent
+
+    return triton_recurrent
+
+
+class LstmCells:
+    """The element-wise part of an LSTM, one kernel for a time and none between.
+
+    Tensors are those of `rules/recurrent.py`, (directions, times, rows, ...).
+    """
+
+    _BLOCK = 256
+
+    def __init__(self, kernels: Any, active: Tensor, cells: Tensor, squashed: Tensor) -> None:
+        self._kernels, self._active, self._cells, self._squashed = kernels, active, cells, squashed
+        directions, _, rows, width = squashed.shape
+        count = directions * rows * width
+        self._sizes = rows, width, active.stride(0), cells.stride(0), squashed.stride(0), count
+        self._grid = (-(-count // self._BLOCK),)
+
+    def forward(self, time: int, gates: Tensor, recurrent: Tensor, states: Tensor) -> None:
+        """From gates before activation, given in two parts, to the next states."""
+        with on_device(gates):
+            self._kernels.lstm_cell[self._grid](
+                gates[:, time],
+                recurrent,
+                self._cells[:, time],
+                self._active[:, time],
+                self._cells[:, time + 1],
+                self._squashed[:, time],
+                states[:, time + 1],
+                *self._sizes,
+                BLOCK=self._BLOCK,
+            )
+
+    def backward(
+        self, time: int, outputs: Tensor, recurrent: Tensor | None, slope: Tensor, gates: Tensor
+    ) -> None:
+        """Gradients of the gates; `recurrent` comes from the next time, `slope` is overwritten."""
+        with on_device(gates):
+            self._kernels.lstm_cell_backward[self._grid](
+                outputs[:, time],
+                slope if recurrent is None else recurrent,
+                self._active[:, time],
+                self._cells[:, time],
+                self._squashed[:, time],
+                slope,
+                gates[:, time],
+                *self._sizes,
+                LAST=recurrent is None,
+                BLOCK=self._BLOCK,
+            )
+
+
+def lstm_cells(active: Tensor, cells: Tensor, squashed: Tensor) -> LstmCells | None:
+    """One kernel per time of an LSTM, or None."""
+    kernels = _recurrent(active, cells, squashed)
+    return None if kernels is None else LstmCells(kernels, active, cells, squashed)
+
+
+class GruCells:
+    """The element-wise part of a GRU, one kernel for a time and none between."""
+
+    _BLOCK = 256
+
+    def __init__(self, kernels: Any, active: Tensor, states: Tensor, recalled: Tensor) -> None:
+        self._kernels, self._active, self._states = kernels, active, states
+        self._recalled = recalled
+        directions, _, rows, width = recalled.shape
+        count = directions * rows * width
+        self._sizes = rows, width, active.stride(0), states.stride(0), recalled.stride(0), count
+        self._grid = (-(-count // self._BLOCK),)
+
+    def forward(self, time: int, gates: Tensor, recurrent: Tensor, bias: Tensor) -> None:
+        """From gates before activation, given in two parts and a bias, to the next states."""
+        with on_device(gates):
+            self._kernels.gru_cell[self._grid](
+                gates[:, time],
+                recurrent,
+                bias,
+                self._states[:, time],
+                self._active[:, time],
+                self._recalled[:, time],
+                self._states[:, time + 1],
+                *self._sizes,
+                BLOCK=self._BLOCK,
+            )
+
+    def backward(
+        self,
+        time: int,
+        outputs: Tensor,
+        recurrent: Tensor | None,
+        slope: Tensor,
+        gates: Tensor,
+        inputs: Tensor,
+    ) -> None:
+        """Gradients of the gates' hidden and input part; `slope` is overwritten."""
+        with on_device(gates):
+            self._kernels.gru_cell_backward[self._grid](
+                outputs[:, time],
+                slope if recurrent is None else recurrent,
+                self._active[:, time],
+                self._recalled[:, time],
+                self._states[:, time],
+                slope,
+                gates[:, time],
+                inputs[:, time],
+                *self._sizes,
+                LAST=recurrent is None,
+                BLOCK=self._BLOCK,
+            )
+
+
+def gru_cells(active: Tensor, states: Tensor, recalled: Tensor) -> GruCells | None:
+    """One kernel per time of a GRU, or None."""
+    kernels = _recurrent(active, states, recalled)
+    return None if kernels is None else GruCells(kernels, active, states, recalled)
