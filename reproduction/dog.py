@@ -1,4 +1,4 @@
-"""DoG, an optimizer without a learning rate, as a pair of pure functions."""
+"""DoG, an optimizer without a learning rate, as a pair of pure functions, and DP-SGD with it."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from dpsur.functional.parameters import Params, elementwise
+from dpsur.mechanism.optim import Optimizer
 from dpsur.mechanism.state import OptimizerState
+from dpsur.methods import Dpsgd
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,12 @@ class DogSteps:
 
 def _length(params: Params) -> Tensor:
     return torch.stack([value.double().square().sum() for value in params.values()]).sum().sqrt()
+
+
+@dataclass(frozen=True, repr=False)
+class Dog(Dpsgd):
+    """DP-SGD whose steps are those of DoG."""
+
+    def make_optimizer(self) -> Optimizer:
+        """DoG in place of what the options name."""
+        return DogSteps()

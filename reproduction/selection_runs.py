@@ -21,7 +21,6 @@ from dpsur.config import Pace, RunConfig, Speed
 from dpsur.errors import BudgetError
 from dpsur.mechanism.block_gate import BlockGate
 from dpsur.mechanism.block_tests import METRICS_NORM, class_metrics
-from dpsur.mechanism.optim import Optimizer
 from dpsur.mechanism.streams import VAL_NOISE, Streams
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.methods.gradient_method import NO_GATE, GradientMethod
@@ -32,7 +31,7 @@ from dpsur.runs.session import Session
 from dpsur.runs.tasks import Records, build_task_session
 from dpsur.runs.together import run_together
 from reproduction.base import Cell, Experiment, Options, Row
-from reproduction.dog import DogSteps
+from reproduction.dog import Dog
 from reproduction.training import (
     BLOCK,
     DELTA,
@@ -126,15 +125,6 @@ def transformer() -> nn.Module:
 
 
 # --- arms -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, repr=False)
-class Dog(Dpsgd):
-    """DP-SGD whose steps are those of DoG."""
-
-    def make_optimizer(self) -> Optimizer:
-        """DoG in place of what the options name."""
-        return DogSteps()
 
 
 @dataclass(frozen=True)

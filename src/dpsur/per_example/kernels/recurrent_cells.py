@@ -1,7 +1,10 @@
 """The element-wise part of recurrent layers on a GPU: one kernel for a time and none between."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dpsur.per_example.kernels.fused import kernels_for, on_device
@@ -129,3 +132,14 @@ def gru_cells(active: Tensor, states: Tensor, recalled: Tensor) -> GruCells | No
     """One kernel per time of a GRU, or None."""
     kernels = _recurrent(active, states, recalled)
     return None if kernels is None else GruCells(kernels, active, states, recalled)
+
+
+@contextmanager
+def rounding_of_layers() -> Iterator[None]:
+    """Let a recurrence round where PyTorch's own would: it follows the setting of cuDNN."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

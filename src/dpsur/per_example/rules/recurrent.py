@@ -5,8 +5,7 @@ backward pass leaves the gradients of all gates before their activation, for all
 them every weight is used as by a linear layer on a sequence.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from dpsur.functional.process_settings import widen
 from dpsur.per_example.contributions import Contribution, Products, Rows
-from dpsur.per_example.kernels.recurrent_cells import gru_cells, lstm_cells
+from dpsur.per_example.kernels.recurrent_cells import gru_cells, lstm_cells, rounding_of_layers
 from dpsur.per_example.rules.recurrent_steps import State, projected_lstm
 from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
 
@@ -216,7 +215,7 @@ class _Lstm(torch.autograd.Function):
         fused = lstm_cells(active, cells, squashed) if gates.is_contiguous() else None
         for time in range(times):
             if fused is not None:
-                with _rounding_of_layers():
+                with rounding_of_layers():
                     recurrent = torch.bmm(states[:, time], transposed)
                 fused.forward(time, gates, recurrent, states)
                 continue
@@ -290,21 +289,10 @@ def _fused_backward(
     for time in reversed(range(times)):
         recurrent = None
         if time + 1 < times:
-            with _rounding_of_layers():
+            with rounding_of_layers():
                 recurrent = torch.bmm(gates[:, time + 1], weight)
         fused.backward(time, outputs, recurrent, slope, gates)
     return gates, slope
-
-
-@contextmanager
-def _rounding_of_layers() -> Iterator[None]:
-    """Let a recurrence round where PyTorch's own would: it follows the setting of cuDNN."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def gru(
@@ -343,7 +331,7 @@ class _Gru(torch.autograd.Function):
         fused = gru_cells(active, states, recalled) if gates.is_contiguous() else None
         for time in range(times):
             if fused is not None:
-                with _rounding_of_layers():
+                with rounding_of_layers():
                     recurrent = torch.bmm(states[:, time], transposed)
                 fused.forward(time, gates, recurrent, bias)
                 continue
@@ -409,7 +397,7 @@ def _fused_gru_backward(
     for time in reversed(range(times)):
         recurrent = None
         if time + 1 < times:
-            with _rounding_of_layers():
+            with rounding_of_layers():
                 recurrent = torch.bmm(gates[:, time + 1], weight)
         fused.backward(time, outputs, recurrent, slope, gates, inputs)
     return gates, inputs, slope.baddbmm_(gates[:, 0], weight)
@@ -446,7 +434,7 @@ class _Rnn(torch.autograd.Function):
         states[:, 0] = hidden
         transposed = weight.mT
         for time in range(times):
-            with _rounding_of_layers():
+            with rounding_of_layers():
                 before = torch.baddbmm(gates[:, time], states[:, time], transposed)
             states[:, time + 1] = before.relu_() if relu else before.tanh_()
         ctx.save_for_backward(weight)
@@ -465,7 +453,7 @@ class _Rnn(torch.autograd.Function):
         for time in reversed(range(times)):
             gates[:, time].mul_(hidden)
             if time:
-                with _rounding_of_layers():
+                with rounding_of_layers():
                     hidden = torch.baddbmm(outputs[:, time - 1], gates[:, time], weight)
         ctx.trace.hidden_gates = gates
         weight_gradient = hidden_weight_gradient(ctx.trace) if ctx.needs_input_grad[1] else None
