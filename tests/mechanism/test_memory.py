@@ -3,6 +3,8 @@
 Plain training holds weights, momentum and gradient. A gate adds a candidate: weights and momentum.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from dpsur.functional.tree import flatten
 from dpsur.mechanism import cuda_graph_loop, proposer, sampling
 from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
 from dpsur.mechanism.loop import EagerLoop, make_trial, own, run_loop, start, train
+from dpsur.mechanism.optim import Sgd
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import updates_in_place
 from dpsur.methods import Dpsgd, Dpsur
@@ -170,7 +173,14 @@ def test_updates_in_place_have_the_bits_of_candidates(optimizer, average, most, 
 def test_gates_keep_their_candidates_apart():
     procedure, _ = bound(METHODS["dpsur"][0])
     assert not updates_in_place(procedure)
-    assert updates_in_place(bound(METHODS["dpsgd"][0])[0])
+    plain = bound(METHODS["dpsgd"][0])[0]
+    assert updates_in_place(plain)
+
+    class Custom(Sgd):
+        """May look at all weights at once."""
+
+    custom = replace(plain, proposer=replace(plain.proposer, optimizer=Custom()))
+    assert not updates_in_place(custom)
 
 
 def test_what_has_two_names_is_copied_before_it_changes_in_place():

@@ -15,6 +15,7 @@ from dpsur.functional.parameters import elementwise
 from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.cuda_graphs import run_concurrently
 from dpsur.mechanism.gate import AlwaysAccept
+from dpsur.mechanism.optim import Adam, Sgd
 from dpsur.mechanism.proposer import GradientProposer
 from dpsur.mechanism.state import Candidate, Gate, Procedure, Proposer, State, Verdict
 from dpsur.mechanism.streams import Draws
@@ -69,7 +70,10 @@ class Selective:
         """Whether nothing is ever undone, so that a trial needs no second copy of the state."""
         # exact types: a subclass may do more than these do
         kinds = type(self), type(self.proposer), type(self.gate)
-        return kinds == (Selective, GradientProposer, AlwaysAccept)
+        if kinds != (Selective, GradientProposer, AlwaysAccept):
+            return False
+        # Some weights after the others: a custom optimizer may need them all at once.
+        return type(getattr(self.proposer, "optimizer", None)) in (Sgd, Adam)
 
     def update_in_place(
         self, state: State, draws: Draws, position: Tensor, active: Tensor | None
