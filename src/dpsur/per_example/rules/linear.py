@@ -75,7 +75,8 @@ def linear_map(
             inputs = layout.split(seen).reshape(rows, -1, x.shape[-1])
             yield weight_slot, Products(inputs, outputs).cheapest()
         if bias_slot is not None:
-            yield bias_slot, Rows(outputs.sum(1, dtype=widen(outputs[:0]).dtype))
+            total = outputs.sum(1, dtype=torch.float32) if narrow else outputs.sum(1)
+            yield bias_slot, Rows(total)
 
     return tape.watch(output, record)
 
