@@ -222,18 +222,26 @@ class Products(Contribution):
         return Rows(self.per_example())
 
 
-# Products of so many numbers are added in one operation, which rounds otherwise than two on a CPU.
+# Products of so many numbers are written to where they belong, whatever that does to their bits.
 _LARGE = 2**20
+# Where memory on a CPU begins. Products that are written elsewhere are rounded otherwise.
+_ALIGNMENT = 64
 
 
 def _multiply_into(place: Tensor, one: Tensor, other: Tensor, *, add: bool) -> None:
-    """Write a product, or add it to what is there, for a large one without memory for it."""
-    if not add:
-        torch.mm(one, other, out=place)
-    elif place.numel() < _LARGE:
-        place.add_(one @ other)
-    else:
+    """Write a product, or add it to what is there; a large one takes no memory of its own.
+
+    Small ones on a CPU have the same bits wherever they are written to.
+    """
+    large = place.numel() >= _LARGE
+    if add and large:
         place.addmm_(one, other)
+    elif add:
+        place.add_(one @ other)
+    elif large or place.device.type != "cpu" or place.data_ptr() % _ALIGNMENT == 0:
+        torch.mm(one, other, out=place)
+    else:
+        place.copy_(one @ other)
 
 
 class Output:
