@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
+import numpy as np
+
 from dpsur.environment import ABSENT, package_version
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.accounting import Accounting, Charges, accounting_named, planned_charges
@@ -177,7 +179,10 @@ def _opinion(
             return replace(answer, cannot_tell=f"there are {len(parts)} different steps")
         if left <= 2 * pld.rounding(parts):
             return replace(answer, cannot_tell="delta is too small for its transforms")
-        found = max(found, independent_epsilon(parts, width, left))
+        try:
+            found = max(found, independent_epsilon(parts, width, left))
+        except ArithmeticError:  # of noise near the largest number
+            return replace(answer, cannot_tell="its numbers overflow")
     if not found <= LARGEST_EPSILON:
         return replace(answer, cannot_tell=UNDERFLOW)
     return replace(answer, independent=found)
@@ -230,9 +235,11 @@ def independent_epsilon(parts: Parts, width: float, delta: float) -> float:
     from dp_accounting.pld import PLDAccountant
 
     accountant = PLDAccountant(value_discretization_interval=width)
-    for part, count in parts:
-        event = dp_accounting.GaussianDpEvent(part.noise_multiplier)
-        if isinstance(part, SampledGaussian):
-            event = dp_accounting.PoissonSampledDpEvent(part.sample_rate, event)
-        accountant.compose(event, count)
-    return float(accountant.get_epsilon(delta))
+    # Noise near the largest number overflows on the way. Then there is no figure, or an infinite one.
+    with np.errstate(all="ignore"):
+        for part, count in parts:
+            event = dp_accounting.GaussianDpEvent(part.noise_multiplier)
+            if isinstance(part, SampledGaussian):
+                event = dp_accounting.PoissonSampledDpEvent(part.sample_rate, event)
+            accountant.compose(event, count)
+        return float(accountant.get_epsilon(delta))
