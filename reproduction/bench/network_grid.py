@@ -3,7 +3,8 @@
 Plain PyTorch and Opacus get a ready batch on the device. Our arms draw Poisson batches from a data
 set of eight times that size, gather them, clip, add noise and update, in the loop that `fit` uses.
 Every arm has PyTorch's own precision settings: on CUDA convolutions are rounded to TF32 and matrix
-products are not. Arms are measured one after the other, each with the device to itself.
+products are not. On a GPU arms are measured one after the other, each with the device to itself. On
+a CPU they take turns, since its speed drifts.
 """
 
 import argparse
@@ -177,6 +178,38 @@ def measure(job: Job, arm: str, device: torch.device) -> dict[str, Any]:
     return row
 
 
+def measure_by_turns(job: Job, device: torch.device) -> dict[str, dict[str, Any]]:
+    """The same for all arms of a job, a step of each after the other; without memory."""
+    rows: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Any] = {}
+    contention = CpuContention()
+    for arm in job.arms:
+        rows[arm] = {"status": OK, "reason": None, "step_seconds": None}
+        try:
+            cell = Cell(job.network, job.network.batch(job.batch_size, device), bf16=job.bf16)
+            step = ARMS[arm](cell)
+            step()
+            steps[arm] = step
+        except Exception as error:  # whatever goes wrong becomes a row
+            outcome = outcome_of(error)
+            rows[arm] |= {"status": outcome.status, "reason": outcome.reason}
+    found: dict[str, list[float]] = {arm: [] for arm in steps}
+    for _ in range(ROUNDS):
+        for arm, step in steps.items():
+            seconds, calls = 0.0, 0
+            while not calls or seconds < LEAST_SECONDS:
+                start = time.perf_counter()
+                step()
+                seconds += time.perf_counter() - start
+                calls += getattr(step, "steps", 1)
+            found[arm].append(seconds / calls)
+    for arm, times in found.items():
+        lower, middle, upper = statistics.quantiles(times, n=4, method="inclusive")
+        rows[arm] |= {"step_seconds": middle, "step_seconds_quartiles": [lower, upper]}
+        rows[arm]["cores_used_by_others"] = contention.cores()
+    return rows
+
+
 def timed(step: Callable[[], None], count: int, device: torch.device) -> tuple[float, list[float]]:
     """The median over rounds of at least LEAST_SECONDS, and the quartiles."""
     warm, once = 0.0, 0.0
@@ -216,8 +249,9 @@ def noise_seconds(count: int, device: torch.device) -> float:
 def rows_of(job: Job, device: torch.device) -> Iterator[dict[str, Any]]:
     """A row per arm."""
     plain: dict[str, Any] = {}
+    turns = measure_by_turns(job, device) if device.type == "cpu" else {}
     for arm in job.arms:
-        found = measure(job, arm, device)
+        found = turns[arm] if arm in turns else measure(job, arm, device)
         plain = found if arm == PLAIN else plain
         row = {
             "network": job.network.name,

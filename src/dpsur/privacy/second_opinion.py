@@ -235,7 +235,7 @@ def independent_epsilon(parts: Parts, width: float, delta: float) -> float:
     from dp_accounting.pld import PLDAccountant
 
     accountant = PLDAccountant(value_discretization_interval=width)
-    # Noise near the largest number overflows on the way. Then there is no figure, or an infinite one.
+    # Noise near the largest number overflows on the way: then there is no figure, or infinity.
     with np.errstate(all="ignore"):
         for part, count in parts:
             event = dp_accounting.GaussianDpEvent(part.noise_multiplier)
