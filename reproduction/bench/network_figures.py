@@ -32,7 +32,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def draw_growth(rows: list[dict[str, Any]], path: Path) -> None:
     """Time and peak memory along every series; a cross where an arm ran out of memory."""
-    names = [name for name in SERIES if _of(rows, name)]
+    # A series of one size shows no growth.
+    names = [name for name in SERIES if len({row["size"] for row in _of(rows, name)}) > 1]
     if not names:
         raise InvalidInputError("there is no row of a series to draw; measure without --no-growth")
     figures = [("step_seconds", 1e3, "ms per update"), ("peak_memory_bytes", 2**-30, "peak, GiB")]
