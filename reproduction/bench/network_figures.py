@@ -37,14 +37,15 @@ def draw_growth(rows: list[dict[str, Any]], path: Path) -> None:
     if not names:
         raise InvalidInputError("there is no row of a series to draw; measure without --no-growth")
     figures = [("step_seconds", 1e3, "ms per update"), ("peak_memory_bytes", 2**-30, "peak, GiB")]
-    with _figure(path, (2.8 * len(names), 4.4)) as figure:
+    figures = [one for one in figures if any(row.get(one[0]) for row in rows)]  # a CPU has no peak
+    with _figure(path, (2.8 * max(len(names), 1.4), 2.2 * len(figures))) as figure:
         axes = figure.subplots(len(figures), len(names), squeeze=False)
         for number, (field, unit, label) in enumerate(figures):
             for place, name in enumerate(names):
                 axis = axes[number, place]
                 _draw_series(axis, _of(rows, name), field, unit)
                 axis.set_ylabel(label if not place else "")
-                axis.set_xlabel(SERIES[name] if number else "")
+                axis.set_xlabel(SERIES[name] if number + 1 == len(figures) else "")
         handles = {
             text: handle
             for axis in axes.flat

@@ -66,9 +66,9 @@ BATCHES, BATCH_NETWORK = (128, 512, 2_048), "wrn-16-4"
 LENGTHS, LENGTH_SHAPE, LENGTH_BATCH = (64, 128, 256, 512, 1_024, 2_048), (6, 512, 10_000), 16
 # What the size of a point is, by series.
 SERIES = {
-    "parameters": f"parameters (perceptron, batch {WIDTH_BATCH:,})",
+    "parameters": "parameters (perceptron)",
     "batch": f"batch size ({BATCH_NETWORK})",
-    "length": f"tokens (GPT-2 shaped, 6 x 512, batch {LENGTH_BATCH})",
+    "length": "tokens (GPT-2 shaped, 6 x 512)",
 }
 ROUNDS, LEAST_SECONDS, MOST_SECONDS, WARM_UP_SECONDS = 5, 0.1, 2.0, 0.2
 
@@ -299,6 +299,12 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         "--series", nargs="+", choices=list(SERIES), help="series of growth (default: all)"
     )
     parser.add_argument(
+        "--series-batch",
+        type=int,
+        metavar="B",
+        help="batch of the series over parameters and length",
+    )
+    parser.add_argument(
         "--data-path",
         action="store_true",
         help="how long a GPU is busy with records on it, in host memory and read by workers",
@@ -365,6 +371,8 @@ def _measured(options: argparse.Namespace, into: list[dict[str, Any]]) -> Iterat
                 print(f"no time for {job.network.name}", file=sys.stderr)
                 continue
             arms = job.arms if options.arms is None else tuple(options.arms)
+            if options.series_batch is not None and job.series not in (None, "batch"):
+                job = replace(job, batch_size=options.series_batch)
             for row in rows_of(replace(job, arms=arms), device):
                 whole = {"experiment": EXPERIMENT, **row, **origin}
                 into.append(whole)

@@ -197,3 +197,9 @@ def test_mass_at_infinity_has_no_finite_epsilon():
 def test_the_tail_of_shifted_pairs_is_that_of_scipy(shift):
     exact = float(ncx2.sf(LARGEST_RADIUS**2, 2, shift**2))
     assert exact * (1 - 1e-13) <= _beyond(LARGEST_RADIUS, shift) <= exact * (1 + 2e-12)
+
+
+@pytest.mark.parametrize("noise", [1e20, 1e100])
+def test_huge_noise_has_a_figure(noise):
+    """Both ends of the loss are 0 then, on a grid of one point."""
+    assert 0 <= losses.sampled_gaussian(SampledGaussian(0.5, noise), 1e-4).epsilon(1e-5) < 1e-3

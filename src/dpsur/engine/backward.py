@@ -56,8 +56,11 @@ def _wrap_backward() -> None:
             for one in ([grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors)
         ):
             raise StepError("backward(gradient=...) is not supported; reduce the loss to a number")
-        scale = watcher.before_backward(call, loss, options)
-        plain(tensors, grad_tensors, *args, **options)
-        watcher.after_backward(call, scale)
+        # Each record's gradient from the start: a mean over the batch would divide it by the number
+        # of records, and what is rounded after that would depend on the others.
+        first, rest = watcher.before_backward(call, loss, options)
+        start = torch.ones_like(loss) * first
+        plain([loss], [start.to(loss.dtype)], *args, **options)
+        watcher.after_backward(call, rest)
 
     torch.autograd.backward = backward

@@ -43,11 +43,13 @@ class Total:
     """A number: the sum over records of their losses, each divided by `scale` (one per record).
 
     `mean` tells whether the batch was averaged over, and `items` how many numbers were added up.
+    Where records have scales of their own, `divisor` is what the loss divides all of them by.
     """
 
     scale: float | Tensor
     mean: bool
     items: tuple[int, ...] = ()
+    divisor: Tensor | None = None
 
 
 State = Rows | Total
@@ -94,6 +96,7 @@ class LossReport:
     mean: bool
     factors: tuple[float, ...]
     targets: tuple[Tensor, ...] = ()
+    divisor: Tensor | None = None
 
 
 def check_loss_graph(
@@ -115,7 +118,7 @@ def check_loss_graph(
         if math.prod(state.shape) != 1:
             raise CoupledLossError("the loss must be one number; reduce it with .mean() or .sum()")
         state = Total(1.0, False)
-    return LossReport(state.scale, state.mean, tuple(walk.factors), walk.targets)
+    return LossReport(state.scale, state.mean, tuple(walk.factors), walk.targets, state.divisor)
 
 
 class _Walk:
@@ -230,7 +233,7 @@ class _Walk:
                         "the loss adds terms that are averaged over the batch in different ways; "
                         + REMEDY
                     )
-            return Total(first.scale, first.mean)
+            return Total(first.scale, first.mean, divisor=first.divisor)
         if kind in ("Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Mean"):
             return first
         if kind == "Sum":
@@ -254,7 +257,7 @@ class _Walk:
                 "divide by plain numbers; or " + REMEDY
             )
         self.factors.append(value if kind == "Mul" else 1 / value)
-        return Total(total.scale, total.mean)
+        return Total(total.scale, total.mean, divisor=total.divisor)
 
     def _of_rows(self, node: Any, kind: str, rows: list[Rows], shape: tuple[int, ...]) -> State:
         first = rows[0]
@@ -387,7 +390,7 @@ class _Walk:
         assert target is not None
         counted = target.ne(_signed(node._saved_ignore_index)).reshape(self.records, -1).sum(1)
         total = node._saved_total_weight.double()
-        return Total(total / counted.clamp(min=1).double(), True)
+        return Total(total / counted.clamp(min=1).double(), True, divisor=total)
 
     def _check_classes(self, node: Any, target: Tensor | None, first: Rows) -> None:
         if target is None or not target.dim() or target.shape[0] != first.shape[0]:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 # Whether TF32 was allowed outside of our own `precision`, while that holds. For the whole process:
 # backward passes run in threads of their own.
 _allowed_outside: bool | None = None
+# Kinds of devices on which layers may round to bfloat16 by autocast.
+_AUTOCAST = ("cpu", "cuda")
 
 
 @contextmanager
@@ -23,6 +25,7 @@ def precision(tf32: bool | None, *, whole_run: bool = False) -> Iterator[None]:
     roundings than its norm was measured with could pass the bound. So layers may round, and norms
     and clipped sums never do, whatever a run asks for. (A rule may round what layers were given:
     then the norm is that of the rounded gradient, which is what is added up.)
+    For the same reason autocast is off, where a user calls `backward` within it.
     """
     global _allowed_outside
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
@@ -32,7 +35,12 @@ def precision(tf32: bool | None, *, whole_run: bool = False) -> Iterator[None]:
     if tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     try:
-        yield
+        with ExitStack() as stack:
+            if tf32 is not None and not whole_run:
+                for kind in _AUTOCAST:
+                    if torch.is_autocast_enabled(kind):
+                        stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
         if outermost:

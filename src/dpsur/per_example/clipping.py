@@ -81,6 +81,11 @@ def clipped_sum(
         raise InvalidInputError(
             f"rows must be a list of indices, got {tuple(rows.shape)} of {rows.dtype}"
         )
+    if any(value.dtype in (torch.float16, torch.bfloat16) for value in params.values()):
+        raise InvalidInputError(
+            "weights are in half precision, in which a clipped sum would be rounded before the "
+            "noise; keep them in float32 and let layers round (bf16=True, or autocast)"
+        )
     reduction, total = Reduction(ranks), dict[str, Tensor]()
     if not size:
         for name in reversed(params):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpsur.functional.process_settings import widen
 from dpsur.per_example.contributions import Contribution, Factors, Products, Rows
 from dpsur.per_example.norms import InnerNorms, Measure, part_norms, rounding
 from dpsur.per_example.tape import NotSupportedError, Slot, Tape
@@ -56,7 +57,7 @@ class Lookups(Contribution):
             examples, width = len(self.tokens), self.outputs.shape[-1]
             first = torch.arange(examples, device=self.tokens.device).unsqueeze(1)
             places = (self.tokens + first * self.table_rows).flatten()
-            total = other.rows.reshape(examples * self.table_rows, width)
+            total = widen(other.rows).reshape(examples * self.table_rows, width)
             total = total.index_add(0, places, self.outputs.flatten(0, 1))
             return Rows(total.view_as(other.rows))
         return None
@@ -88,12 +89,12 @@ class TiedLookups(Contribution):
         own = linear.measure()
         assert isinstance(own, InnerNorms)
         chosen = tokens.unsqueeze(1).expand(-1, linear.outputs.shape[1], -1)
-        read = linear.outputs.gather(2, chosen)
+        inputs, read = widen(linear.inputs), widen(linear.outputs.gather(2, chosen))
         sizes = torch.linalg.vector_norm(slopes, dim=2)
         alone = sizes.square().sum(1)
-        between = torch.bmm(linear.inputs, slopes.mT).mul_(read)
+        between = torch.bmm(inputs, slopes.mT).mul_(read)
         squares = own.squares + alone + 2 * between.sum((1, 2))
-        norms = torch.linalg.vector_norm(linear.inputs, dim=2, keepdim=True)
+        norms = torch.linalg.vector_norm(inputs, dim=2, keepdim=True)
         most = torch.bmm(norms.mT, torch.bmm(read.abs_(), sizes.unsqueeze(2)))[:, 0, 0]
         terms = own.terms + tokens.shape[1]
         errors = own.errors + rounding(terms, squares.dtype) * (alone + 2 * most)

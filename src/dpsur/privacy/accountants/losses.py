@@ -157,7 +157,8 @@ def discretise(event: SampledGaussian, width: float, direction: Direction) -> Lo
         outside = np.log1p(np.float64(-q))
     losses = np.logaddexp(outside, math.log(q) + (2 * ends - 1) / (2 * s * s))
     low, high = losses if direction == "add" else -losses[::-1]
-    first, last = math.floor(low / width), math.ceil(high / width)
+    first = math.floor(low / width)
+    last = max(first + 1, math.ceil(high / width))  # of huge noise both ends are a loss of 0
     grid = np.arange(first, last + 1) * width
     return connect(first, hockey_stick(event, grid, direction), width)
 
