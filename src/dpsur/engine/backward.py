@@ -56,8 +56,14 @@ def _wrap_backward() -> None:
             for one in ([grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors)
         ):
             raise StepError("backward(gradient=...) is not supported; reduce the loss to a number")
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            raise StepError(
+                f"the loss is in {loss.dtype}, in which a record's gradient is rounded by the size "
+                "of the batch; compute it from outputs.float()"
+            )
         # Each record's gradient from the start: a mean over the batch would divide it by the number
-        # of records, and what is rounded after that would depend on the others.
+        # of records, and what is rounded after that would depend on the others. The rest is what a
+        # record's gradient still has to be multiplied by, which depends on that record alone.
         first, rest = watcher.before_backward(call, loss, options)
         start = torch.ones_like(loss) * first
         plain([loss], [start.to(loss.dtype)], *args, **options)

@@ -319,11 +319,7 @@ class Watcher:
         return found[0] if found else None
 
     def before_backward(self, call: Call, loss: Tensor, options: dict[str, Any]) -> Any:
-        """Inspect a loss; returns what to start the backward pass with instead of 1, and the rest.
-
-        The first undoes what a mean divides all records by. The rest is what each record's gradient
-        still has to be multiplied by, which depends on that record alone.
-        """
+        """Inspect a loss; returns what undoes a mean over the batch, and the rest of each scale."""
         if call.differentiated:
             raise StepError(
                 "a second backward pass through one forward pass would count its records twice; "
@@ -332,11 +328,6 @@ class Watcher:
         check_not_used(call.inputs, self.sums.inputs)
         if options.get("create_graph"):
             raise StepError("create_graph=True is not supported in a private backward pass")
-        if loss.dtype in (torch.float16, torch.bfloat16):
-            raise StepError(
-                f"the loss is in {loss.dtype}, in which a record's gradient is rounded by the size "
-                "of the batch; compute it from outputs.float()"
-            )
         report = check_loss_graph(loss, call.cut, call.rows, self._names, call.outputs)
         views = 1 if self.loss_reduction == "mean" else self._views  # a sum is not divided by them
         if call.rows > 1 and report.mean != (self.loss_reduction == "mean"):
