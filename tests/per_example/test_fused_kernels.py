@@ -181,38 +181,30 @@ def test_sums_of_normalisations(device):
     torch.testing.assert_close(shift, slopes.sum(1), rtol=1e-4, atol=1e-5)
 
 
+# The function, gates per state, and the shapes of its other arguments.
+RECURRENCES = {
+    "lstm": (recurrent._Lstm, 4, [(28, 7), (3, 7), (3, 7)]),
+    "gru": (recurrent._Gru, 3, [(21, 7), (1, 21), (3, 7)]),
+}
+
+
 @pytest.mark.parametrize("directions", [1, 2])
-def test_lstm_cells_are_those_of_pytorch(directions, device, monkeypatch):
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_cells_are_those_of_pytorch(name, directions, device, monkeypatch):
     torch.manual_seed(0)
-    shapes = [(directions, 6, 3, 28), (directions, 28, 7), (directions, 3, 7), (directions, 3, 7)]
-    given = [torch.randn(shape, device=device) for shape in shapes]
+    function, gates, shapes = RECURRENCES[name]
+    shapes = [(6, 3, gates * 7), *shapes]
+    given = [torch.randn(directions, *shape, device=device) for shape in shapes]
     upstream = torch.randn(directions, 6, 3, 7, device=device)
     found = []
     for kind in (device.type, "nowhere"):
         monkeypatch.setattr(fused, "DEVICE", kind)
         leaves = [value.clone().requires_grad_() for value in given]
-        states, cells = recurrent._Lstm.apply(*leaves, recurrent.Trace())
-        ((states * upstream).sum() + cells.square().sum()).backward()
-        found.append([states, cells, *(leaf.grad for leaf in leaves)])
+        outputs = function.apply(*leaves, recurrent.Trace())
+        states, *others = outputs if isinstance(outputs, tuple) else (outputs,)
+        ((states * upstream).sum() + sum(other.square().sum() for other in others)).backward()
+        found.append([states, *others, *(leaf.grad for leaf in leaves)])
     tolerance = 5e-3 if device.type == "cuda" else 1e-5  # the recurrence may be rounded to TF32
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("directions", [1, 2])
-def test_gru_cells_are_those_of_pytorch(directions, device, monkeypatch):
-    torch.manual_seed(0)
-    shapes = [(directions, 6, 3, 21), (directions, 21, 7), (directions, 1, 21), (directions, 3, 7)]
-    given = [torch.randn(shape, device=device) for shape in shapes]
-    upstream = torch.randn(directions, 6, 3, 7, device=device)
-    found = []
-    for kind in (device.type, "nowhere"):
-        monkeypatch.setattr(fused, "DEVICE", kind)
-        leaves = [value.clone().requires_grad_() for value in given]
-        states = recurrent._Gru.apply(*leaves, recurrent.Trace())
-        (states * upstream).sum().backward()
-        found.append([states, *(leaf.grad for leaf in leaves)])
-    tolerance = 5e-3 if device.type == "cuda" else 1e-5
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 

@@ -29,7 +29,7 @@ def split_matrix(
     first=0,
     positions=1,
     scaled=False,
-    turned=False,
+    transposed=False,
     dtype=torch.float32,
     room=0,
 ):
@@ -39,7 +39,7 @@ def split_matrix(
     if factors is not None:
         each = factors[(first + torch.arange(len(values))) // positions].unsqueeze(1)
         values = torch.where(each != 0, values * each if scaled else values, 0.0)
-    values = values.mT if turned else values
+    values = values.mT if transposed else values
     values = F.pad(values, (0, length - values.shape[1]))
     large = rounded_to(values)
     small = rounded_to(values - large)
@@ -80,14 +80,14 @@ def error(found, exact):
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def turned(matrix):
+def transposed(matrix):
     return matrix.mT.contiguous().mT
 
 
 def check_products(one, other, bias, bound):
     exact = one.double() @ other.double()
     assert error(products.product(one, other), exact) < bound
-    assert error(products.product(turned(one), turned(other)), exact) < bound
+    assert error(products.product(transposed(one), transposed(other)), exact) < bound
     assert error(products.product(one, other, bias), exact + bias.double()) < bound
 
 
@@ -194,18 +194,18 @@ def test_tf32_is_forbidden_by_switching_it_off(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("shape", [(6, 5), (40, 64), (100, 1030)])
-def test_the_kernel_splits(shape, is_turned, device):
+def test_the_kernel_splits(shape, is_transposed, device):
     values = matrices(*shape, 3)[0] * 10.0 ** torch.randint(-8, 9, shape)
     values[2], values[-3:] = torch.nan, torch.nan
     factors = torch.linspace(0.5, 1.0, len(values) // 3 + 1)
     factors[-2:] = 0.0
-    length = values.shape[not is_turned] + 3
+    length = values.shape[not is_transposed] + 3
     kinds = torch.float32, torch.bfloat16
     for parts, kind in product(((True, False, False), (False, True), (False,)), kinds):
         for given in ({}, {"first": 1}, {"first": 1, "scaled": True}, {"dtype": kind}):
-            rule = {"length": length, "positions": 3, "turned": is_turned, **given}
+            rule = {"length": length, "positions": 3, "transposed": is_transposed, **given}
             some = factors if given else None
             expected = split_matrix(values, parts, some, **rule)
             found = fused.split_matrix(

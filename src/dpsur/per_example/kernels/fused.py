@@ -166,7 +166,7 @@ def split_matrix(
     first: int = 0,
     positions: int = 1,
     scaled: bool = False,
-    turned: bool = False,
+    transposed: bool = False,
     dtype: torch.dtype = torch.float32,
     room: int = 0,
 ) -> Tensor | None:
@@ -174,7 +174,7 @@ def split_matrix(
 
     Numbers are rounded to TF32, or to bfloat16 if that is the `dtype` of the result.
 
-    A row of the result has the numbers of a row of the matrix, or of a column where it is `turned`,
+    A row of the result has the numbers of a row of the matrix, or of a column where it is `transposed`,
     filled up to `length` with zeros, once for each of the `parts`: the rounded rest (True), or the
     rounded numbers (False). With `factors` a row of the matrix is multiplied by its factor first
     (`scaled`), or only replaced by zeros where that is 0. So many `positions` share a factor; the
@@ -185,10 +185,10 @@ def split_matrix(
     if kernels is None or values.dtype not in READABLE or values.stride(1) != 1:
         return None
     rows, width = values.shape
-    high = max(room, width if turned else rows)
+    high = max(room, width if transposed else rows)
     found = values.new_empty(high, len(parts) * length, dtype=dtype)
-    down, along = (64, 32) if turned else (32, 64)
-    high, wide = (length, width) if turned else (rows, length)
+    down, along = (64, 32) if transposed else (32, 64)
+    high, wide = (length, width) if transposed else (rows, length)
     with on_device(values):
         kernels.split_matrix[(-(-high // down), -(-wide // along))](
             values,
@@ -202,7 +202,7 @@ def split_matrix(
             length,
             FACTORED=factors is not None,
             SCALED=factors is not None and scaled,
-            TURNED=turned,
+            TRANSPOSED=transposed,
             PARTS=len(parts),
             SMALL=sum(1 << place for place, rest in enumerate(parts) if rest),
             DOWN=down,

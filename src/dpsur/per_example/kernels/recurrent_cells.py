@@ -19,20 +19,24 @@ def _recurrent(*values: Tensor) -> Any:
     return triton_recurrent
 
 
-class LstmCells:
-    """The element-wise part of an LSTM, one kernel for a time and none between.
+class _Cells:
+    """Tensors of `rules/recurrent.py`, (directions, times, rows, ...), and the sizes of kernels.
 
-    Tensors are those of `rules/recurrent.py`, (directions, times, rows, ...).
+    `active` holds the gates, `states` has one time more than `by_time`.
     """
 
     _BLOCK = 256
 
-    def __init__(self, kernels: Any, active: Tensor, cells: Tensor, squashed: Tensor) -> None:
-        self._kernels, self._active, self._cells, self._squashed = kernels, active, cells, squashed
-        directions, _, rows, width = squashed.shape
+    def __init__(self, kernels: Any, active: Tensor, states: Tensor, by_time: Tensor) -> None:
+        self._kernels, self._active, self._states, self._by_time = kernels, active, states, by_time
+        directions, _, rows, width = by_time.shape
         count = directions * rows * width
-        self._sizes = rows, width, active.stride(0), cells.stride(0), squashed.stride(0), count
+        self._sizes = rows, width, active.stride(0), states.stride(0), by_time.stride(0), count
         self._grid = (-(-count // self._BLOCK),)
+
+
+class LstmCells(_Cells):
+    """The element-wise part of an LSTM: gates, cells and squashed cells."""
 
     def forward(self, time: int, gates: Tensor, recurrent: Tensor, states: Tensor) -> None:
         """From gates before activation, given in two parts, to the next states."""
@@ -40,10 +44,10 @@ class LstmCells:
             self._kernels.lstm_cell[self._grid](
                 gates[:, time],
                 recurrent,
-                self._cells[:, time],
+                self._states[:, time],
                 self._active[:, time],
-                self._cells[:, time + 1],
-                self._squashed[:, time],
+                self._states[:, time + 1],
+                self._by_time[:, time],
                 states[:, time + 1],
                 *self._sizes,
                 BLOCK=self._BLOCK,
@@ -58,8 +62,8 @@ class LstmCells:
                 outputs[:, time],
                 slope if recurrent is None else recurrent,
                 self._active[:, time],
-                self._cells[:, time],
-                self._squashed[:, time],
+                self._states[:, time],
+                self._by_time[:, time],
                 slope,
                 gates[:, time],
                 *self._sizes,
@@ -74,18 +78,8 @@ def lstm_cells(active: Tensor, cells: Tensor, squashed: Tensor) -> LstmCells | N
     return None if kernels is None else LstmCells(kernels, active, cells, squashed)
 
 
-class GruCells:
-    """The element-wise part of a GRU, one kernel for a time and none between."""
-
-    _BLOCK = 256
-
-    def __init__(self, kernels: Any, active: Tensor, states: Tensor, recalled: Tensor) -> None:
-        self._kernels, self._active, self._states = kernels, active, states
-        self._recalled = recalled
-        directions, _, rows, width = recalled.shape
-        count = directions * rows * width
-        self._sizes = rows, width, active.stride(0), states.stride(0), recalled.stride(0), count
-        self._grid = (-(-count // self._BLOCK),)
+class GruCells(_Cells):
+    """The element-wise part of a GRU: gates, states and what is recalled of them."""
 
     def forward(self, time: int, gates: Tensor, recurrent: Tensor, bias: Tensor) -> None:
         """From gates before activation, given in two parts and a bias, to the next states."""
@@ -96,7 +90,7 @@ class GruCells:
                 bias,
                 self._states[:, time],
                 self._active[:, time],
-                self._recalled[:, time],
+                self._by_time[:, time],
                 self._states[:, time + 1],
                 *self._sizes,
                 BLOCK=self._BLOCK,
@@ -117,7 +111,7 @@ class GruCells:
                 outputs[:, time],
                 slope if recurrent is None else recurrent,
                 self._active[:, time],
-                self._recalled[:, time],
+                self._by_time[:, time],
                 self._states[:, time],
                 slope,
                 gates[:, time],

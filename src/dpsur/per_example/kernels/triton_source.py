@@ -41,7 +41,7 @@ def split_matrix(
     LENGTH,
     FACTORED: tl.constexpr,
     SCALED: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     PARTS: tl.constexpr,
     SMALL: tl.constexpr,
     DOWN: tl.constexpr,
@@ -66,7 +66,7 @@ def split_matrix(
         value = tl.where(there, value * factor[:, None], 0.0)
     large = narrowed(value, out.dtype.element_ty)
     small = narrowed(value - large.to(tl.float32), out.dtype.element_ty)
-    if TURNED:
+    if TRANSPOSED:
         inside = (column < WIDTH)[None, :] & (row < LENGTH)[:, None]
         place = column.to(tl.int64)[None, :] * (PARTS * LENGTH) + row[:, None]
     else:
