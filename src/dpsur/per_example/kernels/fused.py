@@ -174,12 +174,12 @@ def split_matrix(
 
     Numbers are rounded to TF32, or to bfloat16 if that is the `dtype` of the result.
 
-    A row of the result has the numbers of a row of the matrix, or of a column where it is `transposed`,
-    filled up to `length` with zeros, once for each of the `parts`: the rounded rest (True), or the
-    rounded numbers (False). With `factors` a row of the matrix is multiplied by its factor first
-    (`scaled`), or only replaced by zeros where that is 0. So many `positions` share a factor; the
-    matrix begins with position `first` of all. There is `room` for so many rows at least, and what
-    the rows beyond those of the matrix hold is undefined.
+    A row of the result has the numbers of a row of the matrix, or of a column if it is
+    `transposed`, filled up to `length` with zeros, once for each of the `parts`: the rounded rest
+    (True), or the rounded numbers (False). With `factors` a row of the matrix is multiplied by its
+    factor first (`scaled`), or only replaced by zeros if that is 0. So many `positions` share a
+    factor; the matrix begins with position `first` of all. There is `room` for so many rows at
+    least. What the rows beyond those of the matrix hold is undefined.
     """
     kernels = _available(values.device)
     if kernels is None or values.dtype not in READABLE or values.stride(1) != 1:

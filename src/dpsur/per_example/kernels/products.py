@@ -257,7 +257,7 @@ def _split(
 ) -> Tensor | None:
     """The rows of a matrix, split; factors are those of its columns.
 
-    A view of a transpose is copied in order on the way: tensor cores want what is summed to lie together.
+    A view of a transpose is copied on the way: tensor cores want what is summed to lie together.
     """
     if factors is None and matrix.stride(1) == 1:
         return split_matrix(matrix, parts, length=length, dtype=dtype, room=room)

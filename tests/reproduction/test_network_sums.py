@@ -1,0 +1,104 @@
+"""Clipped sums of the benchmark's networks: those of one record at a time, padded or not, rounded.
+
+The language models are smaller than in the benchmark, with the same layers. On a GPU the same tests
+compare its kernels with the definition on a CPU.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch.func import functional_call, grad
+
+from dpsur.functional.problem import Objective
+from dpsur.functional.records import Examples
+from dpsur.functional.tree import map_tensors
+from dpsur.per_example import clipped_sum
+from reproduction.bench.families import FAMILIES
+from reproduction.bench.networks import COMMON, Gpt, gpt_lora, network_named
+
+ROWS, BOUND = 3, 0.1
+SMALL = {"words": 60, "classes": 60, "input_shape": (7,)}
+SMALLER = {
+    "gpt2": {"build": partial(Gpt, 1, 64, 60), **SMALL},
+    "gpt2-tied": {"build": partial(Gpt, 1, 64, 60, tied=True), **SMALL},
+    "gpt2-lora": {"build": partial(gpt_lora, 1, 64), "input_shape": (7,)},
+    "gpt-6x512": {"build": partial(Gpt, 1, 64, 60, tied=True), **SMALL},
+}
+CPU = torch.device("cpu")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:There is a performance drop")]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return torch.device(request.param)
+
+
+@pytest.fixture(params=[*COMMON, *FAMILIES])
+def setting(request, device):
+    """A network, its trained weights, records, and the sum of one record after the other."""
+    network = replace(network_named(request.param), **SMALLER.get(request.param, {}))
+    model, batch = network.model(CPU), network.batch(ROWS, CPU)
+    trained = {n: v.detach() for n, v in model.named_parameters() if v.requires_grad}
+    expected = one_by_one(model, network.loss, trained, batch)
+    model, batch = model.to(device), batch.to(device)
+    params = {name: value.to(device) for name, value in trained.items()}
+    return Objective(model, network.loss), params, batch, expected
+
+
+def one_by_one(model, loss, params, batch):
+    """The definition, in float32 on a CPU."""
+
+    def own_loss(weights, inputs, targets):
+        return loss(functional_call(model, weights, (inputs,)), targets)
+
+    total = {name: torch.zeros_like(value) for name, value in params.items()}
+    for row in range(ROWS):
+        found = grad(own_loss)(params, batch.inputs[row : row + 1], batch.targets[row : row + 1])
+        size = norm(found)
+        assert size > BOUND  # so that clipping matters
+        for name, value in found.items():
+            total[name] += value * (BOUND / size)
+    return total
+
+
+def norm(values):
+    return float(
+        torch.stack([value.double().square().sum() for value in values.values()]).sum() ** 0.5
+    )
+
+
+def gap(found, expected):
+    return norm({n: found[n].cpu() - expected[n] for n in expected}) / norm(expected)
+
+
+def test_float32(setting, device):
+    objective, params, batch, expected = setting
+    most = 5e-3 if device.type == "cuda" else 1e-4  # convolutions are rounded to TF32
+    assert gap(clipped_sum(objective, params, batch, BOUND).params, expected) < most
+
+
+def test_padded(setting, device):
+    """Rows under the mask add exactly nothing, whatever they hold."""
+    objective, params, batch, expected = setting
+
+    def doubled(values):
+        poison = torch.full_like(values, torch.nan) if values.is_floating_point() else values
+        return torch.cat([values, poison])
+
+    padded = Examples(map_tensors(doubled, batch.inputs), map_tensors(doubled, batch.targets))
+    mask = torch.arange(2 * ROWS, device=device) < ROWS
+    found = clipped_sum(objective, params, padded, BOUND, mask=mask).params
+    assert gap(found, expected) < (5e-3 if device.type == "cuda" else 1e-4)
+
+
+def test_bfloat16(setting):
+    """Near the sum of float32, and no record passes its bound."""
+    objective, params, batch, expected = setting
+    rounded = replace(objective, bf16=True)
+    assert gap(clipped_sum(rounded, params, batch, BOUND).params, expected) < 0.1
+    for row in range(ROWS):
+        only = torch.arange(ROWS, device=batch.targets.device) == row
+        part = clipped_sum(rounded, params, batch, BOUND, mask=only).params
+        assert norm({name: value.cpu() for name, value in part.items()}) <= BOUND * (1 + 1e-5)
