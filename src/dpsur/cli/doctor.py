@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dpsur.environment import cache_folder, versions
+from dpsur.environment import cache_folder, package_version, versions
 from dpsur.errors import InvalidInputError
 
 DESCRIPTION = """\
@@ -65,7 +65,8 @@ def diagnose() -> dict[str, Any]:
 
 def _sections(problems: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """Facts by heading. What takes an import of torch comes last: nobody waits for the rest."""
-    yield "versions", {**versions(), "platform": platform.platform()}
+    found = {**versions(), "dp-accounting": package_version("dp-accounting")}
+    yield "versions", {**found, "platform": platform.platform()}
     yield "cache", _cache(problems)
     optional = {}
     for name, (purpose, command) in OPTIONAL.items():
