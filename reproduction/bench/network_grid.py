@@ -363,7 +363,7 @@ def _measured(options: argparse.Namespace, into: list[dict[str, Any]]) -> Iterat
                 yield whole
             return
         growth, names = options.series or list(SERIES), options.networks
-        if options.families:
+        if options.families and not names:
             names = [f"{name}:{size}" for name, size in families.GRID]
         growth = [] if options.no_growth or options.bf16 or options.families else growth
         for job in jobs(device, names, growth=growth, bf16=options.bf16):

@@ -298,6 +298,7 @@ def test_peak_memory_on_a_gpu_is_that_of_plain_training(width, arm, most):
     from reproduction.bench.networks import network_named, perceptron
 
     device = torch.device("cuda", 0)
+    torch.cuda.init()  # otherwise the allocator knows no device yet
     found = {}
 
     def measured(name, network):
