@@ -75,6 +75,7 @@ COLUMNS = (
     Column("updates", "updates", ".0f"),
     Column("trials", "trials", ".0f"),
     Column("proven epsilon", "proven", ".3f"),
+    Column("made on", "made_on"),
 )
 
 
@@ -200,6 +201,7 @@ def _record(key: tuple[str, str, float], rows: Sequence[Row]) -> dict[str, Any]:
         "updates": sum(row["updates"] for row in rows) / len(rows),
         "trials": sum(row["trials"] for row in rows) / len(rows),
         "proven": epsilons["proven"] if private and ARMS[name].sound else None,
+        "made_on": " and ".join(sorted({"CPU" if r["device"] == "cpu" else "GPU" for r in rows})),
     }
 
 
