@@ -60,6 +60,7 @@ format: $(INSTALLED)
 # them, with the command that regenerates the rows of each and the GPU time that it takes.
 reproduce: $(INSTALLED)
 	$(BIN)/python -m reproduction all --render-only
+	$(BIN)/python -m reproduction.page_figures --write
 	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.svg
 	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.png
 	$(BIN)/python -m reproduction bench-networks --rows results/bench_networks_gpu.jsonl --plot docs/figures/networks_gpu.svg --growth-plot docs/figures/networks_growth_gpu.svg
