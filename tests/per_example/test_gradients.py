@@ -15,9 +15,9 @@ from dpsur.per_example import (
     clipped_sum,
     clipping,
     engine_choice,
+    self_check,
 )
 from dpsur.per_example.engine_choice import Engine
-from dpsur.per_example.tape import NotSupportedError
 from tests.conftest import blobs, small_model
 
 
@@ -351,25 +351,33 @@ def test_a_microbatch_that_ran_out_of_memory_halfway_counts_once(monkeypatch):
         torch.testing.assert_close(found[name], value)
 
 
-@pytest.mark.parametrize(("failing", "engine"), [({0}, Engine.ONE_PASS), ({0, 2}, Engine.BATCHED)])
-def test_a_check_that_rounding_may_fail_is_repeated(failing, engine, monkeypatch):
-    """On a GPU with TF32 a ReLU may open in a batch and not alone. Then two checks must succeed."""
-    verify, calls = engine_choice._verify, dict.fromkeys((False, True), -1)
+class RoundedByBatch(nn.Module):
+    """Numbers that depend on the size of the batch: as TF32 rounds them, or always."""
 
-    def unlucky(objective, params, inputs, assignment):
-        calls[assignment.operations] += 1
-        if calls[assignment.operations] in failing:
-            raise NotSupportedError("by chance")
-        return verify(objective, params, inputs, assignment)
+    def __init__(self, *, always):
+        super().__init__()
+        self.always = always
 
-    monkeypatch.setattr(engine_choice, "_verify", unlucky)
-    monkeypatch.setattr(engine_choice, "rounds_to_tf32", lambda device: True)
-    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    def forward(self, rows):
+        rounds = self.always or torch.backends.cudnn.allow_tf32
+        return rows * 1.3 if rounds and len(rows) == 1 else rows
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_record_alone_is_compared_in_full_float32(always, monkeypatch):
+    """In TF32 a ReLU may open in a batch and not alone, which must not cost the fast engine."""
+    for module in (engine_choice, self_check):
+        monkeypatch.setattr(
+            module, "rounds_to_tf32", lambda device: torch.backends.cudnn.allow_tf32
+        )
+    assert torch.backends.cudnn.allow_tf32
+    layers = nn.Linear(4, 3), RoundedByBatch(always=always), nn.ReLU(), nn.Linear(3, 2)
+    model = nn.Sequential(*layers)
     params = {name: value.detach() for name, value in model.named_parameters()}
     objective = Objective(model, F.cross_entropy)
     plan = engine_choice.plan_for(objective, params, torch.randn(5, 4), GradientBudget())
-    assert plan.engine is engine
-    assert bool(plan.failed) == (engine is Engine.BATCHED)
+    assert (plan.engine is Engine.ONE_PASS) == (not always)
+    assert torch.backends.cudnn.allow_tf32
 
 
 def test_weights_in_half_precision_are_refused():

@@ -21,7 +21,7 @@ from torch import nn
 from dpsur.functional.call import every_module
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Objective
-from dpsur.functional.process_settings import seeded_globally
+from dpsur.functional.process_settings import precision, seeded_globally
 from dpsur.functional.tree import (
     TensorTree,
     device_of,
@@ -172,7 +172,7 @@ def _make(objective: Objective, params: Params, inputs: TensorTree, budget: Grad
     for assignment in _assignments(objective.model, params):
         try:
             full = Objective(objective.model, objective.loss)
-            layouts, memory, repeated = _verify_repeatedly(full, params, inputs, assignment)
+            layouts, memory, repeated = _verify(full, params, inputs, assignment)
             if objective.bf16:
                 _try_rounded(objective, params, synthetic(inputs, _SIZES[0]), assignment, layouts)
             rows = budget.rows(memory, device)
@@ -209,26 +209,13 @@ def _assignments(model: nn.Module, params: Params) -> list[Assignment]:
     return [copies, operations]
 
 
-def _verify_repeatedly(
-    objective: Objective, params: Params, inputs: TensorTree, assignment: Assignment
-) -> tuple[list[Layout | None], int, frozenset[str]]:
-    """The result of `_verify`; if rounding to TF32 may have failed it, two more must succeed.
-
-    A unit may switch on in a batch and not alone. What is wrong fails with other numbers too.
-    """
-    try:
-        return _verify(objective, params, inputs, assignment)
-    except NotSupportedError:
-        if not rounds_to_tf32(device_of(inputs)):
-            raise
-    _verify(objective, params, inputs, assignment)
-    return _verify(objective, params, inputs, assignment)
-
-
 def _verify(
     objective: Objective, params: Params, inputs: TensorTree, assignment: Assignment
 ) -> tuple[list[Layout | None], int, frozenset[str]]:
-    """Layouts, bytes per example and repeated parameters, after a comparison with autograd."""
+    """Layouts, bytes per example and repeated parameters, after a comparison with autograd.
+
+    Where layers round to TF32 the comparison is made in full float32 first, then as they round.
+    """
     trial = {n: torch.randn_like(v).mul_(0.05).add_(v.detach()) for n, v in params.items()}
     rows = {size: synthetic(inputs, size) for size in _SIZES}
     layouts: list[Layout | None] = []
@@ -247,7 +234,14 @@ def _verify(
         layouts = found
     else:
         raise NotSupportedError("too many operations on parameters alone")
-    memory = [compare(objective, trial, rows[size], assignment, found) for size in _SIZES]
+    rounds = rounds_to_tf32(device_of(inputs))
+    if rounds:
+        with precision(tf32=False):
+            compare(objective, trial, rows[_SIZES[-1]], assignment, found)
+    memory = [
+        compare(objective, trial, rows[size], assignment, found, alone=not rounds)
+        for size in _SIZES
+    ]
     return found, memory[1] - memory[0], frozenset(tapes[-1].repeated)
 
 
