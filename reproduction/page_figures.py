@@ -1,5 +1,7 @@
 """Figures in the text of docs/reproduction.md and its details, written from the rows.
 
+The tables of docs/benchmarks.md are written as well.
+
     python -m reproduction.page_figures            say which figures differ from the rows
     python -m reproduction.page_figures --write    and write them into the pages
 
@@ -8,6 +10,7 @@ found by how it begins. What is said in words is asserted beside the claim: if a
 the sentence has to be written anew.
 """
 
+import difflib
 import itertools
 import json
 import re
@@ -36,6 +39,8 @@ from dpsur.privacy.plans import FilteredPlan
 from dpsur.runs.input_features import InputFeatures
 from reproduction.arms import CHOICE_NOISE, FAULT_ARMS
 from reproduction.base import Options
+from reproduction.bench import data_path, network_grid
+from reproduction.bench.report import markdown as bench_table
 from reproduction.experiments.ablation import (
     ARMS_SHOWN,
     BATCH,
@@ -1648,6 +1653,31 @@ def unchecked(text: str) -> list[str]:
     return re.findall(r"[^ ]*\d[^ ]*", prose)
 
 
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+_BLOCK = re.compile(r"<!-- (\S.*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)
+
+
+def benchmark_tables() -> dict[str, str]:
+    """The tables of the page on speed, by the comment that stands above each."""
+    networks = ("bench_networks_gpu", "bench_networks_cpu", "bench_families_gpu")
+    return {
+        **{_rows_comment(name): bench_table(rows_of(name)) for name in ("bench_gpu", "bench_cpu")},
+        **{_rows_comment(name): network_grid.markdown(rows_of(name)) for name in networks},
+        "data path": data_path.markdown(rows_of("bench_networks_gpu")),
+    }
+
+
+def _rows_comment(name: str) -> str:
+    return f"results/{name}.jsonl"
+
+
+def written_benchmarks(text: str) -> str:
+    """The page on speed with the tables of the rows."""
+    tables = benchmark_tables()
+    assert {comment for comment, _ in _BLOCK.findall(text)} == tables.keys()
+    return _BLOCK.sub(lambda found: found[0].replace(found[2], tables[found[1]]), text)
+
+
 # Stands between two pages that are worked on as one text.
 _BORDER = "\n\f\n"
 
@@ -1659,12 +1689,14 @@ def pages() -> str:
 
 def main() -> int:
     """Print the lines that differ from the rows, and write them if asked to."""
-    before, after = pages(), written(pages())
-    for one, other in zip(before.splitlines(), after.splitlines(), strict=True):
-        if one != other:
-            print(f"- {one}\n+ {other}")
-    if "--write" in sys.argv[1:]:
-        for page, text in zip(PAGES, after.split(_BORDER), strict=True):
+    both, speed = pages(), BENCHMARKS.read_text(encoding="utf-8")
+    found = dict(zip(PAGES, written(both).split(_BORDER), strict=True))
+    for page, text in (*found.items(), (BENCHMARKS, written_benchmarks(speed))):
+        before = page.read_text(encoding="utf-8")
+        for line in difflib.unified_diff(before.splitlines(), text.splitlines(), n=0, lineterm=""):
+            if line[:1] in "+-" and line[:3] not in ("+++", "---"):
+                print(line)
+        if "--write" in sys.argv[1:]:
             page.write_text(text, encoding="utf-8")
     return 0
 

@@ -13,11 +13,11 @@ from dpsur.bench import memory, run
 from dpsur.bench.arms import ARMS, Arm, arm_named
 from dpsur.bench.settings import Cell, Settings, machine
 from dpsur.errors import InvalidInputError
-from reproduction.bench import data_path, network_grid
+from reproduction.bench import network_grid
 from reproduction.bench.command import NETWORKS_FROM, measured_rows
 from reproduction.bench.families import FAMILIES
 from reproduction.bench.networks import COMMON, NETWORKS, Gpt, network_named, perceptron
-from reproduction.bench.report import markdown, panels_of
+from reproduction.bench.report import panels_of
 from reproduction.command import main
 from reproduction.rows import read_rows
 from tests.bench.test_bench import in_process  # noqa: F401
@@ -388,35 +388,6 @@ def test_unknown_names_are_errors_in_the_library_too():
         next(run.rows(replace(TINY, arms=["magic"])))
     with pytest.raises(InvalidInputError, match="unknown network"):
         next(run.rows(replace(TINY, grid=[("perceptron", 4)])))
-
-
-def shown_in_the_readme(rows, name):
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    shown = text.split(f"<!-- results/{name}.jsonl -->\n")[1].split("\n<!-- end -->")[0]
-    return shown == markdown(rows)
-
-
-@pytest.mark.parametrize("name", ["bench_gpu", "bench_cpu"])
-def test_the_readme_shows_the_rows(name):
-    rows = read_rows(ROOT / "results" / f"{name}.jsonl")
-    assert shown_in_the_readme(rows, name)
-    slower = [{**row, "time_over_plain": 7.5} for row in rows]
-    assert not shown_in_the_readme(slower, name)
-
-
-@pytest.mark.parametrize("name", ["bench_networks_gpu", "bench_networks_cpu", "bench_families_gpu"])
-def test_the_page_shows_the_rows_of_common_networks(name):
-    rows = read_rows(ROOT / "results" / f"{name}.jsonl")
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    shown = text.split(f"<!-- results/{name}.jsonl -->\n")[1].split("\n<!-- end -->")[0]
-    assert shown == network_grid.markdown(rows)
-
-
-def test_the_page_shows_how_busy_a_gpu_is():
-    rows = read_rows(ROOT / "results" / "bench_networks_gpu.jsonl")
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    shown = text.split("<!-- data path -->\n")[1].split("\n<!-- end -->")[0]
-    assert shown == data_path.markdown(rows)
 
 
 def test_what_the_page_says_did_not_help_did_not():

@@ -31,6 +31,14 @@ def test_a_figure_that_differs_from_the_rows_is_written_anew(pages):
     assert written(wrong) == pages
 
 
+def test_the_tables_of_benchmarks_are_those_of_the_rows():
+    text = page_figures.BENCHMARKS.read_text()
+    assert page_figures.written_benchmarks(text) == text
+    wrong = text.replace("| wrn-16-4, 512 | ", "| wrn-16-4, 512 | 7")
+    assert wrong != text
+    assert page_figures.written_benchmarks(wrong) == text
+
+
 def test_a_sentence_that_is_gone_is_named(pages):
     with pytest.raises(AssertionError, match="should be said once, and is 0 times"):
         written(
