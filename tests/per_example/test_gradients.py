@@ -16,7 +16,7 @@ from dpsur.per_example import (
     clipping,
     engine_choice,
 )
-from dpsur.per_example.engine_choice import Engine
+from dpsur.per_example.engine_choice import Engine, Plan, plan_for
 from dpsur.per_example.tape import NotSupportedError
 from tests.conftest import blobs, small_model
 
@@ -176,6 +176,45 @@ def test_a_gradient_that_is_not_finite_contributes_zero(problem, poison):
         torch.testing.assert_close(with_it[key], value)
 
 
+class Shifted(nn.Module):
+    """Its gradient depends on what an activation makes of its inputs, and on nothing else."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.shift, self.activation = nn.Parameter(torch.full((3,), 0.5)), activation
+
+    def forward(self, x):
+        return self.activation(x + self.shift)
+
+
+@pytest.mark.parametrize("engine", [Engine.ONE_PASS, Engine.BATCHED, Engine.ONE_BY_ONE])
+@pytest.mark.parametrize("activation", [nn.ELU(), nn.SELU(), nn.Hardtanh(), nn.Hardswish()])
+def test_a_loss_that_is_nan_contributes_zero_wherever_it_stands(activation, engine, monkeypatch):
+    """Vectorised kernels make a number of NaN at the end of a batch, and NaN or zero elsewhere.
+
+    So one more record would move many: from 31 rows of three numbers to 32 the end is gone.
+    """
+    model = Shifted(activation)
+
+    def sum_of(inputs):
+        problem = Problem(
+            model, lambda out, _: out.sum(), Examples(inputs, torch.zeros(len(inputs)))
+        )
+        params = problem.initial_params()
+        found = plan_for(problem, params, inputs, GradientBudget())
+        plan = found if engine is Engine.ONE_PASS else Plan(engine, found.rows)
+        monkeypatch.setattr(clipping, "plan_for", lambda *_: plan)
+        return clipping.clipped_sum(problem, params, problem.train, 1.0).params["shift"]
+
+    gradient = sum_of(torch.zeros(1, 3))
+    assert gradient.norm() > 0.5
+    for rows in (1, 5, 31, 32, 33):
+        inputs = torch.full((rows + 1, 3), torch.nan)
+        assert torch.equal(sum_of(inputs), torch.zeros(3))
+        inputs[rows // 2] = 0.0
+        torch.testing.assert_close(sum_of(inputs), gradient)
+
+
 def distance(one, two):
     return float(torch.sqrt(sum((one[k] - two[k]).double().square().sum() for k in one)))
 
@@ -299,7 +338,7 @@ def test_dropout_draws_fresh_randomness_for_each_example():
     params = problem.initial_params()
     from dpsur.per_example.generic import batched_gradients
 
-    rows = batched_gradients(problem, params, problem.train)["1.weight"]
+    rows = batched_gradients(problem, params, problem.train)[0]["1.weight"]
     assert not torch.equal(rows[0], rows[1])
 
 

@@ -359,6 +359,7 @@ class Watcher:
         tape.recording = False
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
+            tape.spoiled = _rows_with_nan(call)
             if self._views > 1:
                 tape.merge_views(self._views)
         keep = None if self._measured is not None else self._expects(call.rows)
@@ -459,6 +460,16 @@ class Watcher:
     def forget(self) -> None:
         """Drop what calls and backward passes have left."""
         self.sums, self._calls, self.yielded = Sums(), [], None
+
+
+def _rows_with_nan(call: Call) -> Tensor | None:
+    """Rows with NaN among their outputs, from which a loss is NaN; None if there is no output."""
+    found = [
+        value.reshape(len(value), -1).amax(1).isnan()
+        for value in call.outputs.values()
+        if value.numel() and value.is_floating_point()
+    ]
+    return torch.stack(found).any(0) if found else None
 
 
 def _inactive() -> Watcher:

@@ -303,8 +303,10 @@ def make_tape(objective: Objective, params: Params, microbatch: Microbatch, plan
             _say_once(str(error))
     find = one_at_a_time if plan.engine is Engine.ONE_BY_ONE else batched_gradients
     tape = Tape(params, len(microbatch.batch), [])
-    for name, rows in find(objective, params, microbatch.batch).items():
+    gradients, losses = find(objective, params, microbatch.batch)
+    for name, rows in gradients.items():
         tape.add(Slot(name), Rows(rows))
+    tape.spoiled = losses.isnan()
     return tape
 
 

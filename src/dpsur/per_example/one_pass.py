@@ -289,6 +289,7 @@ def fill_tape(
     tape.once = True
     with torch.enable_grad():
         losses = losses_one_by_one(objective.loss, outputs, batch.targets)
+    tape.spoiled = losses.detach().isnan()
     if losses.requires_grad:
         # of their sum: given gradients of its own, PyTorch imports a library of symbols first
         torch.autograd.grad(losses.sum(), tape.leaves, allow_unused=True)
