@@ -4,9 +4,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dpsur.errors import InvalidInputError, UnsupportedModelError
-from dpsur.functional.problem import Objective, Problem
+from dpsur.functional.problem import Objective, Problem, drop_weights
 from dpsur.functional.records import Examples
 from dpsur.networks import pixel_cnn
 from dpsur.per_example import (
@@ -340,6 +341,42 @@ def test_dropout_draws_fresh_randomness_for_each_example():
 
     rows = batched_gradients(problem, params, problem.train)[0]["1.weight"]
     assert not torch.equal(rows[0], rows[1])
+
+
+class Checkpointed(nn.Module):
+    """Forgets the activations of its first layers and computes them again in a backward pass."""
+
+    def __init__(self, depth, forgets=True):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()),) * depth)
+        self.head, self.forgets = nn.Linear(4, 3), forgets
+
+    def forward(self, x):
+        if not self.forgets:
+            return self.head(self.layers(x))
+        return self.head(checkpoint(self.layers, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("shape", [(4,), (3, 4)])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_activations_are_computed_again_with_the_weights_of_the_state(depth, shape, dropped):
+    torch.manual_seed(0)
+    records = Examples(torch.randn(5, *shape), torch.randint(3, (5, *shape[:-1])))
+
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    problem = Problem(Checkpointed(depth), loss, records)
+    params = {n: value + torch.randn_like(value) for n, value in problem.initial_params().items()}
+    if dropped:  # as in a run, whose state has the weights
+        drop_weights(problem.model)
+    found = clipped_sum(problem, params, records, 0.5).params
+    plain = Problem(Checkpointed(depth, forgets=False), loss, records)
+    expected = clipped_sum(plain, params, records, 0.5).params
+    assert max(value.norm() for value in expected.values()) > 0.1
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
 
 
 def test_without_memory_microbatches_become_smaller(monkeypatch, caplog):

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dpsur.functional.call import call_on
+from dpsur.functional.call import call_on, use_weights
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import LossFunction, Objective, forbid_side_effects, mode, output_rows
 from dpsur.functional.process_settings import widen
@@ -71,11 +71,13 @@ def one_at_a_time(objective: Objective, params: Params, batch: Examples) -> tupl
                 outputs = outputs_on(objective.model, leaves, inputs)
             loss = objective.loss(outputs, targets).reshape(())
             losses.append(loss.detach())
-            rows.append(
-                torch.autograd.grad(
-                    loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+            # the weights again, for what is computed again (torch.utils.checkpoint)
+            with use_weights(objective.model, lambda name, own: leaves.get(name, own)):
+                rows.append(
+                    torch.autograd.grad(
+                        loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+                    )
                 )
-            )
     stacked = (torch.stack(column) for column in zip(*rows, strict=True))
     return dict(zip(leaves, stacked, strict=True)), torch.stack(losses)
 
