@@ -343,6 +343,36 @@ def test_dropout_draws_fresh_randomness_for_each_example():
     assert not torch.equal(rows[0], rows[1])
 
 
+class Unpadded(nn.Module):
+    """Leaves the token 7 out, which no synthetic record has."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.mix, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        places = (x.flatten() != 7).nonzero()[:, 0]
+        mixed = self.mix(self.words(x).flatten(0, 1)[places])
+        whole = torch.zeros(x.numel(), 4).index_put((places,), mixed)
+        return self.head(whole.view(*x.shape, 4).sum(1))
+
+
+def test_what_one_record_makes_slower_is_not_told_at_the_default_level(caplog):
+    """A line that depends on a record would say for certain that it is there."""
+    tokens = torch.arange(20).view(4, 5) % 7
+    problem = Problem(Unpadded(), F.cross_entropy, Examples(tokens, torch.zeros(4).long()))
+    params = problem.initial_params()
+    plan = plan_for(problem, params, tokens, GradientBudget())
+    assert plan.engine is Engine.ONE_PASS
+    engine_choice._say_once.cache_clear()
+    caplog.set_level("INFO", "dpsur.engine")
+    clipped_sum(problem, params, problem.train, 1.0)
+    assert not caplog.records
+    tokens[2, 3] = 7
+    clipped_sum(problem, params, problem.train, 1.0)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
 class Checkpointed(nn.Module):
     """Forgets the activations of its first layers and computes them again in a backward pass."""
 

@@ -312,7 +312,7 @@ def make_tape(objective: Objective, params: Params, microbatch: Microbatch, plan
 
 @cache
 def _say_once(reason: str) -> None:
-    """The reason is one of our own sentences and quotes no record."""
-    logging.getLogger("dpsur.engine").warning(
+    """Not at the default level: whether it is said at all depends on the records of a batch."""
+    logging.getLogger("dpsur.engine").info(
         "dpsur: some batches need a slower engine than planned: %s", reason
     )
