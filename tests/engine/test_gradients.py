@@ -65,6 +65,20 @@ def partly_frozen():
     return model
 
 
+class Adversarial(nn.Module):
+    """Moves its inputs along a gradient that it takes in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            moved = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.head(self.first(moved).tanh()).sum(), moved)
+        return self.head(self.first(x + 0.1 * slope.sign()).tanh())
+
+
 MODELS = {
     "one layer": lambda: nn.Linear(6, 3),
     "mlp": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
@@ -73,6 +87,7 @@ MODELS = {
     "rnn": Recurrent,
     "tied": Tied,
     "frozen": partly_frozen,
+    "adversarial": Adversarial,
 }
 
 

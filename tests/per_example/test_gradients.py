@@ -343,6 +343,37 @@ def test_dropout_draws_fresh_randomness_for_each_example():
     assert not torch.equal(rows[0], rows[1])
 
 
+class Adversarial(nn.Module):
+    """Moves its inputs along a gradient that it takes in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(4, 5), nn.Parameter(torch.ones(5))
+        self.head = nn.Linear(5, 3)
+
+    def score(self, x):
+        return self.head(torch.tanh(self.first(x)) * self.scale)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            moved = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.score(moved).sum(), moved)
+        return self.score(x + 0.1 * slope.sign())
+
+
+def test_a_gradient_that_a_model_takes_itself_is_not_added():
+    torch.manual_seed(0)
+    records = Examples(torch.randn(6, 4), torch.arange(6) % 3)
+    problem = Problem(Adversarial(), F.cross_entropy, records)
+    params, bound = problem.initial_params(), 0.5
+    check_model(problem.model, records)
+    assert plan_for(problem, params, records.inputs, GradientBudget()).engine is Engine.ONE_PASS
+    found = clipped_sum(problem, params, records, bound).params
+    expected = one_at_a_time(problem, params, records, bound)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
+
+
 class Unpadded(nn.Module):
     """Leaves the token 7 out, which no synthetic record has."""
 

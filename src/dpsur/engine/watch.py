@@ -162,12 +162,14 @@ class Watcher:
         if self.sharding is not None:
             assert plan.assignment is not None
             tape = self.sharding.tape(rows, layouts)
+            tape.recording = False
             self._open = stack, tape, plan
             stack.enter_context(self.sharding.watched())
             stack.enter_context(use_rules(plan.assignment, module, tape))
             return args, kwargs
         params = {name: value.detach() for name, value in self.trained.items()}
         tape = Tape(params, rows, layouts)
+        tape.recording = False  # until a loss was inspected
         self._open = stack, tape, plan
         stack.enter_context(without_flattening(every_module(module)))
         stack.enter_context(forbid_side_effects(module, {}))
@@ -220,7 +222,6 @@ class Watcher:
             outputs = map_tensors(total, outputs, found, otherwise=lambda value: value)
         else:
             map_tensors(note, outputs, otherwise=lambda value: value)
-        tape.recording = False  # until a loss was inspected
         # a call whose outputs were dropped is forgotten with its graph
         self._calls = [*[one for one in self._calls if not one.differentiated][-3:], call]
         return outputs

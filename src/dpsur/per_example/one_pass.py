@@ -257,6 +257,7 @@ def run_watched(
     def weight(name: str, own: Tensor) -> Tensor:
         return tape.params[name] if name in tape.params else own.detach()
 
+    tape.recording = False  # a gradient that the model takes on its way is not that of the loss
     with (
         mode(model, training=True),
         forbid_side_effects(model, tape.params),
@@ -264,7 +265,9 @@ def run_watched(
         autocast or nullcontext(),
         use_weights(model, weight) as called,
     ):
-        return forward(called)
+        outputs = forward(called)
+    tape.recording = True
+    return outputs
 
 
 def fill_tape(
