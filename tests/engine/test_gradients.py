@@ -65,6 +65,20 @@ def partly_frozen():
     return model
 
 
+class Adversarial(nn.Module):
+    """Moves its inputs along a gradient that it takes in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            moved = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.head(self.first(moved).tanh()).sum(), moved)
+        return self.head(self.first(x + 0.1 * slope.sign()).tanh())
+
+
 MODELS = {
     "one layer": lambda: nn.Linear(6, 3),
     "mlp": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
@@ -73,6 +87,7 @@ MODELS = {
     "rnn": Recurrent,
     "tied": Tied,
     "frozen": partly_frozen,
+    "adversarial": Adversarial,
 }
 
 
@@ -131,3 +146,20 @@ def test_a_step_has_the_gradient_of_opacus(name, monkeypatch):
     whole = torch.cat([torch.tensordot(factors, rows[n], 1).flatten() for n in found])
     ours = torch.cat([expected_size * found[n].flatten() for n in found])
     assert float((ours - whole).norm()) <= 1e-9 * float(whole.norm())
+
+
+@pytest.mark.parametrize("rows", [7, 32, 33])
+def test_records_whose_outputs_are_nan_contribute_zero(rows, monkeypatch):
+    """Backward passes make a number of some NaN, another one at the end of a batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 3), nn.Hardtanh())
+    model[0].weight.requires_grad_(False)
+    x, y = records(rows).tensors
+    nan = torch.arange(rows) % 3 != 0
+    data = torch.utils.data.TensorDataset(torch.where(nan[:, None], torch.nan, x), y)
+    found, (x, y), expected_size = gradient_of_a_step(
+        model, data, lambda out, _: out.sum(1).mean(), monkeypatch, batch_size=rows
+    )
+    kept, plain = ~x.isnan().any(1), copy.deepcopy(model)
+    total = dpsur.clipped_sum(plain, lambda out, _: out.sum(), x[kept], y[kept], CLIP).params
+    torch.testing.assert_close(found["0.bias"], total["0.bias"] / expected_size)

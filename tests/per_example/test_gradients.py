@@ -4,9 +4,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dpsur.errors import InvalidInputError, UnsupportedModelError
-from dpsur.functional.problem import Objective, Problem
+from dpsur.functional.problem import Objective, Problem, drop_weights
 from dpsur.functional.records import Examples
 from dpsur.networks import pixel_cnn
 from dpsur.per_example import (
@@ -17,7 +18,7 @@ from dpsur.per_example import (
     engine_choice,
     self_check,
 )
-from dpsur.per_example.engine_choice import Engine
+from dpsur.per_example.engine_choice import Engine, Plan, plan_for
 from tests.conftest import blobs, small_model
 
 
@@ -176,6 +177,45 @@ def test_a_gradient_that_is_not_finite_contributes_zero(problem, poison):
         torch.testing.assert_close(with_it[key], value)
 
 
+class Shifted(nn.Module):
+    """Its gradient depends on what an activation makes of its inputs, and on nothing else."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.shift, self.activation = nn.Parameter(torch.full((3,), 0.5)), activation
+
+    def forward(self, x):
+        return self.activation(x + self.shift)
+
+
+@pytest.mark.parametrize("engine", [Engine.ONE_PASS, Engine.BATCHED, Engine.ONE_BY_ONE])
+@pytest.mark.parametrize("activation", [nn.ELU(), nn.SELU(), nn.Hardtanh(), nn.Hardswish()])
+def test_a_loss_that_is_nan_contributes_zero_wherever_it_stands(activation, engine, monkeypatch):
+    """Vectorised kernels make a number of NaN at the end of a batch, and NaN or zero elsewhere.
+
+    So one more record would move many: from 31 rows of three numbers to 32 the end is gone.
+    """
+    model = Shifted(activation)
+
+    def sum_of(inputs):
+        problem = Problem(
+            model, lambda out, _: out.sum(), Examples(inputs, torch.zeros(len(inputs)))
+        )
+        params = problem.initial_params()
+        found = plan_for(problem, params, inputs, GradientBudget())
+        plan = found if engine is Engine.ONE_PASS else Plan(engine, found.rows)
+        monkeypatch.setattr(clipping, "plan_for", lambda *_: plan)
+        return clipping.clipped_sum(problem, params, problem.train, 1.0).params["shift"]
+
+    gradient = sum_of(torch.zeros(1, 3))
+    assert gradient.norm() > 0.5
+    for rows in (1, 5, 31, 32, 33):
+        inputs = torch.full((rows + 1, 3), torch.nan)
+        assert torch.equal(sum_of(inputs), torch.zeros(3))
+        inputs[rows // 2] = 0.0
+        torch.testing.assert_close(sum_of(inputs), gradient)
+
+
 def distance(one, two):
     return float(torch.sqrt(sum((one[k] - two[k]).double().square().sum() for k in one)))
 
@@ -299,8 +339,105 @@ def test_dropout_draws_fresh_randomness_for_each_example():
     params = problem.initial_params()
     from dpsur.per_example.generic import batched_gradients
 
-    rows = batched_gradients(problem, params, problem.train)["1.weight"]
+    rows = batched_gradients(problem, params, problem.train)[0]["1.weight"]
     assert not torch.equal(rows[0], rows[1])
+
+
+class Adversarial(nn.Module):
+    """Moves its inputs along a gradient that it takes in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(4, 5), nn.Parameter(torch.ones(5))
+        self.head = nn.Linear(5, 3)
+
+    def score(self, x):
+        return self.head(torch.tanh(self.first(x)) * self.scale)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            moved = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.score(moved).sum(), moved)
+        return self.score(x + 0.1 * slope.sign())
+
+
+def test_a_gradient_that_a_model_takes_itself_is_not_added():
+    torch.manual_seed(0)
+    records = Examples(torch.randn(6, 4), torch.arange(6) % 3)
+    problem = Problem(Adversarial(), F.cross_entropy, records)
+    params, bound = problem.initial_params(), 0.5
+    check_model(problem.model, records)
+    assert plan_for(problem, params, records.inputs, GradientBudget()).engine is Engine.ONE_PASS
+    found = clipped_sum(problem, params, records, bound).params
+    expected = one_at_a_time(problem, params, records, bound)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
+
+
+class Unpadded(nn.Module):
+    """Leaves the token 7 out, which no synthetic record has."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.mix, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        places = (x.flatten() != 7).nonzero()[:, 0]
+        mixed = self.mix(self.words(x).flatten(0, 1)[places])
+        whole = torch.zeros(x.numel(), 4).index_put((places,), mixed)
+        return self.head(whole.view(*x.shape, 4).sum(1))
+
+
+def test_what_one_record_makes_slower_is_not_told_at_the_default_level(caplog):
+    """A line that depends on a record would say for certain that it is there."""
+    tokens = torch.arange(20).view(4, 5) % 7
+    problem = Problem(Unpadded(), F.cross_entropy, Examples(tokens, torch.zeros(4).long()))
+    params = problem.initial_params()
+    plan = plan_for(problem, params, tokens, GradientBudget())
+    assert plan.engine is Engine.ONE_PASS
+    engine_choice._say_once.cache_clear()
+    caplog.set_level("INFO", "dpsur.engine")
+    clipped_sum(problem, params, problem.train, 1.0)
+    assert not caplog.records
+    tokens[2, 3] = 7
+    clipped_sum(problem, params, problem.train, 1.0)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+class Checkpointed(nn.Module):
+    """Forgets the activations of its first layers and computes them again in a backward pass."""
+
+    def __init__(self, depth, forgets=True):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()),) * depth)
+        self.head, self.forgets = nn.Linear(4, 3), forgets
+
+    def forward(self, x):
+        if not self.forgets:
+            return self.head(self.layers(x))
+        return self.head(checkpoint(self.layers, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("shape", [(4,), (3, 4)])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_activations_are_computed_again_with_the_weights_of_the_state(depth, shape, dropped):
+    torch.manual_seed(0)
+    records = Examples(torch.randn(5, *shape), torch.randint(3, (5, *shape[:-1])))
+
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    problem = Problem(Checkpointed(depth), loss, records)
+    params = {n: value + torch.randn_like(value) for n, value in problem.initial_params().items()}
+    if dropped:  # as in a run, whose state has the weights
+        drop_weights(problem.model)
+    found = clipped_sum(problem, params, records, 0.5).params
+    plain = Problem(Checkpointed(depth, forgets=False), loss, records)
+    expected = clipped_sum(plain, params, records, 0.5).params
+    assert max(value.norm() for value in expected.values()) > 0.1
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
 
 
 def test_without_memory_microbatches_become_smaller(monkeypatch, caplog):

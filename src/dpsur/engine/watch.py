@@ -162,12 +162,14 @@ class Watcher:
         if self.sharding is not None:
             assert plan.assignment is not None
             tape = self.sharding.tape(rows, layouts)
+            tape.recording = False
             self._open = stack, tape, plan
             stack.enter_context(self.sharding.watched())
             stack.enter_context(use_rules(plan.assignment, module, tape))
             return args, kwargs
         params = {name: value.detach() for name, value in self.trained.items()}
         tape = Tape(params, rows, layouts)
+        tape.recording = False  # until a loss was inspected
         self._open = stack, tape, plan
         stack.enter_context(without_flattening(every_module(module)))
         stack.enter_context(forbid_side_effects(module, {}))
@@ -220,7 +222,6 @@ class Watcher:
             outputs = map_tensors(total, outputs, found, otherwise=lambda value: value)
         else:
             map_tensors(note, outputs, otherwise=lambda value: value)
-        tape.recording = False  # until a loss was inspected
         # a call whose outputs were dropped is forgotten with its graph
         self._calls = [*[one for one in self._calls if not one.differentiated][-3:], call]
         return outputs
@@ -359,6 +360,7 @@ class Watcher:
         tape.recording = False
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
+            tape.spoiled = _rows_with_nan(call)
             if self._views > 1:
                 tape.merge_views(self._views)
         keep = None if self._measured is not None else self._expects(call.rows)
@@ -459,6 +461,16 @@ class Watcher:
     def forget(self) -> None:
         """Drop what calls and backward passes have left."""
         self.sums, self._calls, self.yielded = Sums(), [], None
+
+
+def _rows_with_nan(call: Call) -> Tensor | None:
+    """Rows with NaN among their outputs, from which a loss is NaN; None if there is no output."""
+    found = [
+        value.reshape(len(value), -1).amax(1).isnan()
+        for value in call.outputs.values()
+        if value.numel() and value.is_floating_point()
+    ]
+    return torch.stack(found).any(0) if found else None
 
 
 def _inactive() -> Watcher:

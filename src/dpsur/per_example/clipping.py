@@ -58,13 +58,13 @@ def clipped_sum(
 
     Formal guarantee: adding or removing one record of the batch moves the sum by at most
     `max_grad_norm` in L2 norm (over the reals), whatever the record: a gradient that is not finite
-    counts as zero. An empty batch has the sum zero. A row for which `mask` is False adds exactly
-    zero whatever it holds, so that batches of different sizes can be padded to one shape. After the
-    first call for a model and a shape nothing here waits for the device. Where memory runs out,
-    microbatches become smaller from then on. `coins`, a uniform draw
-    in (0, 1] per row, rounds every clipped gradient at random to the norm 0 or the bound: the
-    guarantee is the same, and so is the mean of the sum. `max_grad_norm` may be a number on the
-    device.
+    counts as zero, and so does that of a loss that is NaN. An empty batch has the sum zero. A row
+    for which `mask` is False adds exactly zero whatever it holds, so that batches of different
+    sizes can be padded to one shape. After the first call for a model and a shape nothing here
+    waits for the device. Where memory runs out, microbatches become smaller from then on. `coins`,
+    a uniform draw in (0, 1] per row, rounds every clipped gradient at random to the norm 0 or the
+    bound: the guarantee is the same, and so is the mean of the sum. `max_grad_norm` may be a number
+    on the device.
 
     At most `at_once` rows are worked on at the same time, if that is given.
 
@@ -194,9 +194,9 @@ def _microbatch_sums(
     They are added to those of other microbatches in `total`. Where there are none they are put into
     one vector, so that whatever is done to all of them needs no copy.
 
-    Formal guarantee: what is added for an example is, over the reals, its gradient times
-    min(1, max_grad_norm / norm), where norm is that of the same gradient over all parameters; zero
-    if the norm is not finite or the row is not kept. Nothing here waits for the device.
+    Formal guarantee: what is added for an example is, over the reals, its gradient times min(1,
+    max_grad_norm / norm), where norm is that of the same gradient over all parameters; zero if the
+    norm is not finite, the loss is NaN or the row is not kept. Nothing here waits for the device.
     """
     tape = _tape(objective, params, microbatch, plan)
     with torch.no_grad(), precision(tf32=False):

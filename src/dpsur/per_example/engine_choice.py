@@ -297,14 +297,16 @@ def make_tape(objective: Objective, params: Params, microbatch: Microbatch, plan
             _say_once(str(error))
     find = one_at_a_time if plan.engine is Engine.ONE_BY_ONE else batched_gradients
     tape = Tape(params, len(microbatch.batch), [])
-    for name, rows in find(objective, params, microbatch.batch).items():
+    gradients, losses = find(objective, params, microbatch.batch)
+    for name, rows in gradients.items():
         tape.add(Slot(name), Rows(rows))
+    tape.spoiled = losses.isnan()
     return tape
 
 
 @cache
 def _say_once(reason: str) -> None:
-    """The reason is one of our own sentences and quotes no record."""
-    logging.getLogger("dpsur.engine").warning(
+    """Not at the default level: whether it is said at all depends on the records of a batch."""
+    logging.getLogger("dpsur.engine").info(
         "dpsur: some batches need a slower engine than planned: %s", reason
     )

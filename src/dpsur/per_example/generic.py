@@ -2,10 +2,10 @@
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dpsur.functional.call import call_on
+from dpsur.functional.call import call_on, use_weights
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import LossFunction, Objective, forbid_side_effects, mode, output_rows
 from dpsur.functional.process_settings import widen
@@ -17,8 +17,13 @@ from dpsur.per_example.tape import NotSupportedError
 WITHOUT_VMAP = (nn.RNNBase,)
 
 
-def batched_gradients(objective: Objective, params: Params, batch: Examples) -> Params:
-    """Gradients with one row per record, in training mode. Layers draw fresh randomness each."""
+def batched_gradients(
+    objective: Objective, params: Params, batch: Examples
+) -> tuple[Params, Tensor]:
+    """Gradients with one row per record, and losses, in training mode.
+
+    Layers draw fresh randomness for each record.
+    """
     if any(isinstance(module, WITHOUT_VMAP) for module in objective.model.modules()):
         return one_at_a_time(objective, params, batch)
     try:
@@ -55,26 +60,31 @@ def outputs_on(model: nn.Module, params: Params, inputs: TensorTree) -> TensorTr
     return map_tensors(widen, output_rows(call_on(model, params, inputs)))
 
 
-def one_at_a_time(objective: Objective, params: Params, batch: Examples) -> Params:
-    """One backward pass per record: slow, and right for every model."""
+def one_at_a_time(objective: Objective, params: Params, batch: Examples) -> tuple[Params, Tensor]:
+    """The same by one backward pass per record: slow, and right for every model."""
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-    rows = []
+    rows, losses = [], []
     unchanged = forbid_side_effects(objective.model, params)
     with mode(objective.model, training=True), unchanged, torch.enable_grad():
         for inputs, targets in split_rows((batch.inputs, batch.targets), 1):
             with objective.training_precision():
                 outputs = outputs_on(objective.model, leaves, inputs)
             loss = objective.loss(outputs, targets).reshape(())
-            rows.append(
-                torch.autograd.grad(
-                    loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+            losses.append(loss.detach())
+            # the weights again, for what is computed again (torch.utils.checkpoint)
+            with use_weights(objective.model, lambda name, own: leaves.get(name, own)):
+                rows.append(
+                    torch.autograd.grad(
+                        loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+                    )
                 )
-            )
     stacked = (torch.stack(column) for column in zip(*rows, strict=True))
-    return dict(zip(leaves, stacked, strict=True))
+    return dict(zip(leaves, stacked, strict=True)), torch.stack(losses)
 
 
-def _batched(objective: Objective, loss: LossFunction, params: Params, batch: Examples) -> Params:
+def _batched(
+    objective: Objective, loss: LossFunction, params: Params, batch: Examples
+) -> tuple[Params, Tensor]:
     def loss_of_one(params: Params, inputs: list[Tensor], targets: list[Tensor]) -> Tensor:
         inputs_row = with_tensors(batch.inputs, (value.unsqueeze(0) for value in inputs))
         targets_row = with_tensors(batch.targets, (value.unsqueeze(0) for value in targets))
@@ -82,11 +92,13 @@ def _batched(objective: Objective, loss: LossFunction, params: Params, batch: Ex
             outputs = outputs_on(objective.model, params, inputs_row)
         return loss(outputs, targets_row).reshape(())
 
-    gradient_of_one = vmap(grad(loss_of_one), in_dims=(None, 0, 0), randomness="different")
+    gradient_of_one = vmap(
+        grad_and_value(loss_of_one), in_dims=(None, 0, 0), randomness="different"
+    )
     unchanged = forbid_side_effects(objective.model, params)
     with mode(objective.model, training=True), unchanged, sdpa_kernel(SDPBackend.MATH):
         # the only attention kernel with a batching rule
-        gradients: Params = gradient_of_one(
+        found: tuple[Params, Tensor] = gradient_of_one(
             params, tensors_of(batch.inputs), tensors_of(batch.targets)
         )
-    return gradients
+    return found

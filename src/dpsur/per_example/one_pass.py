@@ -257,6 +257,7 @@ def run_watched(
     def weight(name: str, own: Tensor) -> Tensor:
         return tape.params[name] if name in tape.params else own.detach()
 
+    tape.recording = False  # a gradient that the model takes on its way is not that of the loss
     with (
         mode(model, training=True),
         forbid_side_effects(model, tape.params),
@@ -264,7 +265,9 @@ def run_watched(
         autocast or nullcontext(),
         use_weights(model, weight) as called,
     ):
-        return forward(called)
+        outputs = forward(called)
+    tape.recording = True
+    return outputs
 
 
 def fill_tape(
@@ -289,6 +292,7 @@ def fill_tape(
     tape.once = True
     with torch.enable_grad():
         losses = losses_one_by_one(objective.loss, outputs, batch.targets)
+    tape.spoiled = losses.detach().isnan()
     if losses.requires_grad:
         # of their sum: given gradients of its own, PyTorch imports a library of symbols first
         torch.autograd.grad(losses.sum(), tape.leaves, allow_unused=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dpsur.functional.call import call_on
+from dpsur.functional.call import call_on, use_weights
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Objective, forbid_side_effects, mode, output_rows
 from dpsur.functional.tree import (
@@ -89,9 +89,12 @@ def compare(
         norms = _norms_by_the_rules(tape, outputs, direction)
         for row in range(tape.examples):
             for several in groups:
-                expected = [
-                    (_by_autograd(tape, made, direction, row), limit) for made, limit in several
-                ]
+                # What is computed again in a backward pass has the right weights here only: a model
+                # that does so (torch.utils.checkpoint) is none for rules.
+                with use_weights(objective.model, lambda name, own: leaves.get(name, own)):
+                    expected = [
+                        (_by_autograd(tape, made, direction, row), limit) for made, limit in several
+                    ]
                 _judge(tape, norms, row, expected)
                 del expected  # each as large as the model
     found = [

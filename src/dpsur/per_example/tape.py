@@ -90,6 +90,9 @@ class Tape:
     guesses: list[Layout | None] = field(default_factory=list)
     # Parameters of operations that torch.func repeats per example.
     repeated: set[str] = field(default_factory=set)
+    # Examples whose loss is NaN, which count for nothing. Backward passes of some activations turn
+    # NaN into a number, another one in the middle of a batch than at its end.
+    spoiled: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.names = {id(value): name for name, value in self.params.items()}
@@ -205,6 +208,8 @@ class Tape:
         """Let rows that are views of one record count as one example: their gradients add up."""
         self.carry_back()
         self.examples //= views
+        if self.spoiled is not None:
+            self.spoiled = self.spoiled.view(-1, views).any(1)
         for kept in self.contributions.values():
             for rows, contributions in kept.items():
                 kept[rows] = [merge_views(one, views) for one in contributions]
@@ -225,15 +230,17 @@ class Tape:
         return copies
 
     def norms(self) -> Tensor:
-        """Norm of every example's whole gradient."""
+        """Norm of every example's whole gradient; infinite for an example whose loss is NaN."""
         self.carry_back()
         measures = [
             contribution.measure() for name in self.params for contribution in self._disjoint(name)
         ]
         if measures:
-            return whole_norms(measures, sum(value.numel() for value in self.params.values()))
-        first = next(iter(self.params.values()))
-        return torch.zeros(self.examples, device=first.device, dtype=first.dtype)
+            norms = whole_norms(measures, sum(value.numel() for value in self.params.values()))
+        else:
+            first = next(iter(self.params.values()))
+            norms = torch.zeros(self.examples, device=first.device, dtype=first.dtype)
+        return norms if self.spoiled is None else norms.masked_fill_(self.spoiled, torch.inf)
 
     @torch.no_grad()
     def weighted_sum(
