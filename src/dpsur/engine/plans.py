@@ -1,5 +1,6 @@
 """How the gradients of a watched call are found: once for every shape of its arguments."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from dpsur.functional.call import Arguments
 from dpsur.functional.problem import Objective
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import describe_rows, flatten, signature, slice_rows, tensors_of
-from dpsur.per_example.engine_choice import Plan, plan_for
+from dpsur.per_example.engine_choice import Engine, Plan, copies_are_right, plan_for
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.model_check import check_model
 
@@ -72,6 +73,8 @@ class Plans:
         params = {name: named[name].detach() for name in self._trained}
         objective = Objective(module, _no_loss, bf16=bf16)
         plan = plan_for(objective, params, inputs, GradientBudget())
+        if plan.engine is Engine.BATCHED and not copies_are_right(objective, params, inputs):
+            plan = replace(plan, engine=Engine.ONE_BY_ONE)
         if self._sharding is not None:
             self._sharding.check_plan(plan)
         return plan
