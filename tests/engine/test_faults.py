@@ -137,6 +137,27 @@ def test_a_parameter_that_is_unfrozen_replaced_or_added_later():
         model(x)
 
 
+@pytest.mark.parametrize("way", ["added", "frozen"])
+def test_an_optimizer_with_parameters_that_are_not_private(way):
+    """Their gradients come from plain autograd, without clipping and noise."""
+    model, other = linear_model(), nn.Linear(6, 3)
+    model[0].requires_grad_(way != "frozen")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, model, optimizer, loader = set_up(model=model, optimizer=optimizer)
+    if way == "added":
+        optimizer.add_param_group({"params": other.parameters()})
+    x, y = batch_of(loader)
+    F.cross_entropy(model(x), y).backward()
+    if way == "added":
+        F.cross_entropy(other(x), y).backward()
+    else:
+        model[0].weight.grad = x.mean() * torch.ones(8, 6)
+    with pytest.raises(StepError, match="neither clipped nor noisy"):
+        optimizer.step()
+    (other if way == "added" else model[0]).zero_grad(set_to_none=False)
+    optimizer.step()  # zeros move nothing
+
+
 def test_a_step_after_the_budget_is_spent():
     _, model, optimizer, loader = set_up(steps=2)
     for x, y in loader:

@@ -203,6 +203,7 @@ class PrivateLoop:
             )
         watcher.check_parameters()
         watcher.check_gradients()
+        self._check_optimizer()
         if self._blocks is not None:
             self._blocks.check_rates()
         self.accountant.charge(self._event)
@@ -228,6 +229,19 @@ class PrivateLoop:
             self._blocks.set_rates()
         self._step = due.step
         return True
+
+    def _check_optimizer(self) -> None:
+        """Refuse gradients of parameters that are not trained here: they have no noise."""
+        trained = {id(value) for value in self._watcher.trained.values()}
+        for group in self._optimizer.param_groups:
+            for value in group["params"]:
+                if id(value) in trained or value.grad is None or not value.grad.any():
+                    continue
+                raise StepError(
+                    f"the optimizer has a parameter of shape {tuple(value.shape)} that was added "
+                    "or frozen, with a gradient that is neither clipped nor noisy; give it another "
+                    "optimizer, or build the model first, then call make_private"
+                )
 
     def end_step(self) -> None:
         """The optimizer has made a candidate: keep it, or go back.
