@@ -131,6 +131,38 @@ def test_a_normaliser_that_changes_from_batch_to_batch_is_refused():
         loop()
 
 
+def test_a_factor_that_only_some_batches_have_is_refused():
+    _, model, optimizer, loader = private(seed=1)
+
+    def loop():
+        for number, (x, y) in enumerate(loader):
+            loss = F.cross_entropy(model(x), y)
+            (2 * loss if number else loss).backward()
+            optimizer.step()
+
+    with pytest.raises(StepError, match="other numbers than in the first batch"):
+        loop()
+
+
+def test_a_hook_on_outputs_is_refused():
+    """It sees the gradients of all records, and the graph of the loss does not show it."""
+    model, x, y = first_batch()
+
+    def loss():
+        outputs = model(x)
+        outputs.register_hook(lambda gradient: gradient / gradient.norm())
+        return F.cross_entropy(outputs, y)
+
+    with pytest.raises(StepError, match="an output of the model has a hook"):
+        loss().backward()
+
+
+def test_create_graph_is_refused():
+    model, x, y = first_batch()
+    with pytest.raises(StepError, match="create_graph=True"):
+        F.cross_entropy(model(x), y).backward(create_graph=True)
+
+
 def huber(o, y):
     return F.huber_loss(o[:, 0], y.float(), delta=float(y.float().std()))
 

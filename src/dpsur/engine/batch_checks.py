@@ -159,7 +159,8 @@ def _alike(one: list[Tensor], other: list[Tensor]) -> bool:
                 return False
             continue
         tolerance = ROUNDING.get(now.dtype, COARSE)
-        scale = float(before.abs().max()) if before.numel() else 0.0
+        finite = before[before.isfinite()].abs()
+        scale = float(finite.max()) if finite.numel() else 0.0
         if not torch.allclose(
             before.double(),
             now.double(),

@@ -324,6 +324,7 @@ class _Walk:
                 and other is not None
                 and tuple(other.shape) == shape
             ):
+                self._targets.append(other)
                 return Rows(shape)
         raise self._unknown(node, "rows times a tensor, which may hold weights of the whole batch")
 
@@ -344,6 +345,8 @@ class _Walk:
         whole = kind == "Slice" and shape == first.shape
         if (0 in moved and not whole) or not shape or shape[0] != first.shape[0]:
             raise self._unknown(node, "over the records of the batch")
+        if kind == "Gather":
+            self._targets.append(node._saved_index)
         return Rows(shape)
 
     def _reduced(self, node: Any, kind: str, first: Rows, shape: tuple[int, ...]) -> State:

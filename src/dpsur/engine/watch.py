@@ -54,6 +54,8 @@ class Call:
     inputs: list[Place]
     given: Arguments
     outputs: Values = field(default_factory=dict)
+    # the outputs themselves, and how many hooks they had when the model returned them
+    returned: list[tuple[Tensor, int]] = field(default_factory=list)
     cut: Cut = field(default_factory=dict)
     differentiated: bool = False
 
@@ -206,6 +208,7 @@ class Watcher:
             if value.grad_fn is not None and value.dim() and len(value) == tape.examples:
                 call.cut[value.grad_fn, value.output_nr] = len(value)
                 call.outputs[value.grad_fn, value.output_nr] = value.detach()
+                call.returned.append((value, _hooks(value)))
             return value
 
         def total(given: Tensor, found: Tensor) -> Tensor:
@@ -318,7 +321,7 @@ class Watcher:
             )
         return found[0] if found else None
 
-    def before_backward(self, call: Call, loss: Tensor, options: dict[str, Any]) -> Any:
+    def before_backward(self, call: Call, loss: Tensor) -> Any:
         """Inspect a loss; returns what undoes a mean over the batch, and the rest of each scale."""
         if call.differentiated:
             raise StepError(
@@ -326,8 +329,11 @@ class Watcher:
                 "add the losses up and call backward() once"
             )
         check_not_used(call.inputs, self.sums.inputs)
-        if options.get("create_graph"):
-            raise StepError("create_graph=True is not supported in a private backward pass")
+        if any(_hooks(output) != before for output, before in call.returned):
+            raise StepError(
+                "an output of the model has a hook, by which a record's gradient may depend on "
+                "others; remove register_hook, or change gradients inside of the model"
+            )
         report = check_loss_graph(loss, call.cut, call.rows, self._names, call.outputs)
         views = 1 if self.loss_reduction == "mean" else self._views  # a sum is not divided by them
         if call.rows > 1 and report.mean != (self.loss_reduction == "mean"):
@@ -336,14 +342,13 @@ class Watcher:
                 f"the loss is {has} over the batch, but loss_reduction is "
                 f"{self.loss_reduction!r}; make the two agree in make_private(loss_reduction=...)"
             )
-        if report.factors:
-            known = self._factors.setdefault(call.rows == 1, report.factors)
-            if not _close(known, report.factors):
-                raise StepError(
-                    "the loss is multiplied or divided by other numbers than in the first batch; a "
-                    "number that depends on the batch couples its records: make it constant, or "
-                    "compute it from each record alone in make_private(criterion=...)"
-                )
+        known = self._factors.setdefault(call.rows == 1, report.factors)
+        if not _close(known, report.factors):
+            raise StepError(
+                "the loss is multiplied or divided by other numbers than in the first batch; a "
+                "number that depends on the batch couples its records: make it constant, or "
+                "compute it from each record alone in make_private(criterion=...)"
+            )
         if self.yielded is not None and self._measured is None and self._views == 1:
             used = self.sums.rows - self.yielded.before
             self._target_check.look(
@@ -459,6 +464,10 @@ class Watcher:
     def forget(self) -> None:
         """Drop what calls and backward passes have left."""
         self.sums, self._calls, self.yielded = Sums(), [], None
+
+
+def _hooks(value: Tensor) -> int:
+    return len(value._backward_hooks or ())
 
 
 def _inactive() -> Watcher:
