@@ -1,5 +1,7 @@
 """A custom loop whose accounting would be wrong is refused, in a line that says what to do."""
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -156,6 +158,53 @@ def test_an_optimizer_with_parameters_that_are_not_private(way):
         optimizer.step()
     (other if way == "added" else model[0]).zero_grad(set_to_none=False)
     optimizer.step()  # zeros move nothing
+
+
+def test_a_forked_process_has_the_same_noise():
+    """Two children on the same engine could take the noise away from each other's gradients."""
+    _, model, optimizer, loader = set_up()
+    x, y = batch_of(loader)
+    F.cross_entropy(model(x), y).backward()
+    child = os.fork()
+    if not child:
+        try:
+            optimizer.step()
+        except StepError as error:
+            os._exit(7 if "another process" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    optimizer.step()
+
+
+class Scaled(nn.Module):
+    """Multiplies by a number that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x, factor, *, head=0):
+        return self.layer(x) * factor + head
+
+
+def test_a_number_from_the_batch_as_an_argument_of_the_model():
+    _, model, optimizer, loader = set_up(model=Scaled())
+    batches = iter(loader)
+    for head in (0, 1):
+        x, y = next(batches)
+        F.cross_entropy(model(x, 0.5, head=head), y).backward()
+        optimizer.step()
+    x, _ = next(batches)
+    with pytest.raises(StepError, match="another number than in its first call"):
+        model(x, float(x.abs().mean()))
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.to_sparse, torch.nested.as_nested_tensor])
+def test_tensors_without_rows(change):
+    _, model, _, loader = set_up()
+    x, _ = batch_of(loader)
+    with pytest.raises(UnsupportedModelError, match="sparse or nested"):
+        model(change(x))
 
 
 def test_a_step_after_the_budget_is_spent():

@@ -42,6 +42,7 @@ def _wrap_backward() -> None:
         grad_tensors: Any = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
+        *args: Any,
         **options: Any,
     ) -> None:
         found = [
@@ -52,7 +53,7 @@ def _wrap_backward() -> None:
             if (call := watcher.reached(loss)) is not None
         ]
         if not found:
-            plain(tensors, grad_tensors, retain_graph, create_graph, **options)
+            plain(tensors, grad_tensors, retain_graph, create_graph, *args, **options)
             return
         if len(found) > 1:
             raise StepError("several losses in one backward pass; add them up first")
@@ -74,7 +75,7 @@ def _wrap_backward() -> None:
         # record's gradient still has to be multiplied by, which depends on that record alone.
         first, rest = watcher.before_backward(call, loss)
         start = torch.ones_like(loss) * first
-        plain([loss], [start.to(loss.dtype)], retain_graph, **options)
+        plain([loss], [start.to(loss.dtype)], retain_graph, False, *args, **options)
         watcher.after_backward(call, rest)
 
     torch.autograd.backward = backward

@@ -95,6 +95,11 @@ def row_count_of(inputs: Arguments) -> int:
     found = tensors_of(inputs)
     if not found:
         raise UnsupportedModelError("the model was called without a tensor; pass it the records")
+    if any(value.layout is not torch.strided or value.is_nested for value in found):
+        raise UnsupportedModelError(
+            "the model was called with a sparse or nested tensor, whose records cannot be told "
+            "apart; pass dense tensors, with records padded to one length"
+        )
     rows = len(found[0]) if found[0].dim() else 0
     for value in found:
         if not value.dim() or len(value) != rows:

@@ -1,5 +1,6 @@
 """The steps of a custom loop: what is due, what was used, what is charged, and what is kept."""
 
+import os
 from collections.abc import Sequence, Sized
 from typing import Any, cast
 
@@ -50,6 +51,7 @@ class PrivateLoop:
     _noise: float
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._ledger: PrivacyLedger | None = None
         self._due: Microbatch | None = None
         self._criterion: Criterion | None = None
@@ -179,6 +181,11 @@ class PrivateLoop:
             return self._begin_step()
 
     def _begin_step(self) -> bool:
+        if os.getpid() != self._process:
+            raise StepError(
+                "the engine was made in another process, from which this one was forked, so that "
+                "both would draw the same noise; call make_private in the process that trains"
+            )
         due, watcher = self._due, self._watcher
         if due is None:
             raise StepError(

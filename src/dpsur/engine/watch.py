@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ class Watcher:
         self._calls: list[Call] = []
         self._open: tuple[ExitStack, Tape, Plan] | None = None
         self._given = Arguments((), {})
+        self._fractions: list[str] | None = None  # among the arguments of the first call
         self.yielded: Yielded | None = None
         self._target_check = TargetCheck()
         self._busy = False
@@ -152,6 +154,7 @@ class Watcher:
             self._expects(rows // self._views)
         self.check_parameters()
         self._given = Arguments(args, kwargs)
+        self._check_numbers()
         args, kwargs = self._augmented(args, kwargs)
         inputs = Arguments(args, kwargs)
         self._busy = True
@@ -181,6 +184,25 @@ class Watcher:
         weights = tape.params
         stack.enter_context(use_weights(module, lambda name, own: weights.get(name, own.detach())))
         return args, kwargs
+
+    def _check_numbers(self) -> None:
+        """Refuse fractions among the arguments of the model that are not those of its first call.
+
+        Whole numbers name a task or a length more often than they measure a batch.
+        """
+        found: list[Any] = []
+        map_tensors(lambda _: None, self._given.args, otherwise=found.append)
+        map_tensors(lambda _: None, self._given.kwargs, otherwise=found.append)
+        found = [one for one in found if isinstance(one, Real) and not isinstance(one, Integral)]
+        fractions = [repr(one) for one in found]
+        if self._fractions is None:
+            self._fractions = fractions
+        if fractions != self._fractions:
+            raise StepError(
+                "the model was called with another number than in its first call; a number that "
+                "depends on the batch couples its records: make it constant, or compute it inside "
+                "of the model from each record alone"
+            )
 
     def _augmented(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call after the augmentation."""
