@@ -7,6 +7,7 @@ comes again in another batch, among other records. If the loader yields it as be
 is called on the same row, then its target must be the same too.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,6 +25,8 @@ EVERY: Final = 20  # batches, after the first
 ALWAYS_UNTIL: Final = 50
 ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3}
 COARSE: Final = 3e-2
+REPEATED_ROWS: Final = 64  # of a call, among which equal ones are looked for
+LONG_ROW: Final = 4  # numbers in a row, that are not equal by chance
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +103,11 @@ class TargetCheck:
         no difference proves nothing.
         """
         self._batches += 1
-        due = self._batches <= ALWAYS_UNTIL or self._batches % EVERY == 0
+        if self._batches > ALWAYS_UNTIL and self._batches % EVERY:
+            return
+        _check_repeated(yielded.batch, inputs)
         records = yielded.records[yielded.before : yielded.before + rows]
-        if not targets or not due or len(records) != rows:
+        if not targets or len(records) != rows:
             return
         known = [row for row, record in enumerate(records) if record in self._known]
         new = [row for row, record in enumerate(records) if record not in self._known]
@@ -129,6 +134,31 @@ class TargetCheck:
                     "compute it in the data set, or in make_private(criterion=...); a target that "
                     "changes with the weights, as that of a teacher does, goes to engine.criterion"
                 )
+
+
+def _check_repeated(batch: Any, inputs: Any) -> None:
+    """Refuse rows that the model gets more often than the loader has yielded them."""
+    for value in tensors_of(inputs):
+        if not value.is_floating_point() or value[:1].numel() < LONG_ROW:
+            continue
+        used = _digests(value[:REPEATED_ROWS])
+        if len(used) == used.total():
+            continue
+        for other in tensors_of(batch):
+            if other.dtype != value.dtype or other.shape[1:] != value.shape[1:]:
+                continue
+            held = _digests(other)
+            if any(0 < held[digest] < count for digest, count in used.items()):
+                raise StepError(
+                    "the model was called with a row of the batch repeated, so that its record "
+                    "counts more than once; use each record of the batch exactly once"
+                )
+
+
+def _digests(value: Tensor) -> Counter[int]:
+    """How often each row occurs, by a digest of its bytes."""
+    rows = value.detach().cpu().contiguous().reshape(len(value), -1).view(torch.uint8)
+    return Counter(hash(row.tobytes()) for row in rows.numpy())
 
 
 def _rows_of(tree: Any, rows: list[int], count: int) -> list[Tensor]:
