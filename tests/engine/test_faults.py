@@ -488,6 +488,18 @@ class Centred(nn.Module):
         return self.layer(x - x.mean(0) if centre else x)
 
 
+def test_a_layer_that_is_replaced_later_is_tried_for_mixing_too():
+    _, model, optimizer, loader = set_up()
+    batches = iter(loader)
+    x, y = next(batches)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    model[1] = nn.BatchNorm1d(8, affine=False, track_running_stats=False)
+    x, _ = next(batches)
+    with pytest.raises(UnsupportedModelError, match="BatchNorm1d"):
+        model(x)
+
+
 def test_a_call_with_other_arguments_is_tried_for_mixing_too():
     _, model, optimizer, loader = set_up(model=Centred())
     batches = iter(loader)
