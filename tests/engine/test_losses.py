@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import dpsur
 from dpsur.engine.loss_graph import CoupledLossError
@@ -278,6 +278,38 @@ def test_a_mean_over_tokens_is_over_each_records_own(way, monkeypatch):
         torch.testing.assert_close(
             parameter.grad * loader.sample_rate * 40, value, rtol=1e-4, atol=1e-6
         )
+
+
+def pad(batch):
+    """Texts of several lengths, padded to the longest of the batch."""
+    tokens = nn.utils.rnn.pad_sequence([row for row, _ in batch], batch_first=True)
+    labels = [row for _, row in batch]
+    return tokens, nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+
+
+@pytest.mark.parametrize("way", [lambda losses: losses.mean(1).mean(), torch.Tensor.mean])
+def test_a_mean_over_the_length_of_the_longest_record_is_refused(way):
+    """A long record would make the gradients of all others smaller."""
+    tokens = [torch.arange(9 if row < 4 else 2 + row % 3) for row in range(40)]
+    model = Tagger()
+    engine = dpsur.PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader([(row, row) for row in tokens], batch_size=8, collate_fn=pad),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        seed=1,
+    )
+
+    def loop():
+        for x, y in loader:
+            losses = F.cross_entropy(model(x).transpose(1, 2), y, reduction="none")
+            way(losses).backward()
+            optimizer.step()
+
+    with pytest.raises(StepError, match="other numbers than in the first batch"):
+        loop()
 
 
 def test_normalising_over_the_batch_is_noticed(monkeypatch):

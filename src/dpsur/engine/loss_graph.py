@@ -360,6 +360,8 @@ class _Walk:
         dims = getattr(node, "_saved_dim", None)
         if dims is None or any(_dim(one, len(first.shape)) == 0 for one in dims) or not dims:
             raise self._unknown(node, "over the records of the batch")
+        if kind == "Mean":  # of a record's items, whose number may be that of the longest record
+            self.factors.append(math.prod(shape) / count)
         return Rows(shape)
 
     def _per_record(self, count: int) -> None:
