@@ -171,13 +171,20 @@ def softplus(o, y):
     return F.softplus(o[:, 0], beta=float(y.float().mean())).mean()
 
 
+def ignoring(o, y):
+    return F.cross_entropy(o, y, ignore_index=int(y.mode().values))
+
+
 def added(o, y):
     return torch.add(o[:, 0], o[:, 1], alpha=float(y.float().mean())).mean()
 
 
 @pytest.mark.parametrize(
     ("loss", "most"),
-    [(huber, None), (softplus, None), (added, None), (softplus, 1), (added, 1)],
+    [
+        *[(huber, None), (softplus, None), (added, None), (ignoring, None)],
+        *[(softplus, 1), (added, 1)],
+    ],
 )
 def test_numbers_that_come_from_the_batch_are_refused(loss, most):
     _, model, optimizer, loader = private(seed=1, max_physical_batch_size=most)
@@ -287,8 +294,19 @@ def pad(batch):
     return tokens, nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
-@pytest.mark.parametrize("way", [lambda losses: losses.mean(1).mean(), torch.Tensor.mean])
-def test_a_mean_over_the_length_of_the_longest_record_is_refused(way):
+def each_token(logits, labels):
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+LONGEST = {
+    "at once": lambda _, o, y: each_token(o, y).mean(),
+    "in two steps": lambda _, o, y: each_token(o, y).mean(1).mean(),
+    "by the criterion": lambda e, o, y: e.criterion(o.flatten(0, 1), y.clamp(min=0).flatten()),
+}
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_a_mean_over_the_length_of_the_longest_record_is_refused(name):
     """A long record would make the gradients of all others smaller."""
     tokens = [torch.arange(9 if row < 4 else 2 + row % 3) for row in range(40)]
     model = Tagger()
@@ -299,13 +317,13 @@ def test_a_mean_over_the_length_of_the_longest_record_is_refused(way):
         data_loader=DataLoader([(row, row) for row in tokens], batch_size=8, collate_fn=pad),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
+        criterion=nn.CrossEntropyLoss(),
         seed=1,
     )
 
     def loop():
         for x, y in loader:
-            losses = F.cross_entropy(model(x).transpose(1, 2), y, reduction="none")
-            way(losses).backward()
+            LONGEST[name](engine, model(x), y).backward()
             optimizer.step()
 
     with pytest.raises(StepError, match="other numbers than in the first batch"):

@@ -266,6 +266,8 @@ class _Walk:
         if getattr(node, "_forward_cls", None) is PerRecord:
             if any(one.shape[0] != node.records for one in rows) or node.records % self.records:
                 raise self._unknown(node, "it was given parts of records")
+            if node.mean:
+                self._per_record(node.records)
             return Total(float(self.records) if node.mean else 1.0, node.mean)
         if kind in _ELEMENTWISE and len(rows) == 1 and shape == first.shape:
             self._note_arguments(node)
@@ -380,6 +382,7 @@ class _Walk:
         target = getattr(node, "_saved_target", None)
         self._targets += [] if target is None else [target]
         if kind.startswith("Nll"):
+            self.factors.append(float(_signed(node._saved_ignore_index)))
             self._check_classes(node, target, first)
         elif target is not None and tuple(target.shape) != first.shape:
             raise self._unknown(node, "targets are broadcast over the records")
