@@ -477,6 +477,29 @@ def test_an_interrupted_trial_leaves_nothing_behind(error):
         assert torch.equal(value, before[name]), name
 
 
+class Interrupted(nn.Module):
+    now = False
+
+    def forward(self, x):
+        if self.now:
+            raise KeyboardInterrupt
+        return x
+
+
+def test_an_interrupted_call_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(6, 8), Interrupted(), nn.Linear(8, 3))
+    _, model, optimizer, loader = set_up(model=model)
+    x, y = batch_of(loader)
+    F.cross_entropy(model(x), y)
+    model[1].now = True
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    model[1].now = False
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert all(isinstance(value, nn.Parameter) for value in model.parameters())
+
+
 class Centred(nn.Module):
     """Mixes records, if it is asked to."""
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence, Sized
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -17,9 +18,10 @@ from dpsur.engine.loader import Collate, Microbatch, PrivateLoader
 from dpsur.engine.watch import Watcher
 from dpsur.errors import BudgetError, InvalidInputError, NothingReleasedError, StepError
 from dpsur.functional.parameters import elementwise
+from dpsur.functional.process_settings import seeded_globally
 from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.sampling import poisson_sample
-from dpsur.mechanism.streams import NOISE, VAL_BATCH, VAL_NOISE, Streams
+from dpsur.mechanism.streams import LAYERS, NOISE, VAL_BATCH, VAL_NOISE, Streams
 from dpsur.per_example.clipping import ClippedSum
 from dpsur.privacy.events import Step
 from dpsur.privacy.plans import PrivacyLedger
@@ -59,6 +61,7 @@ class PrivateLoop:
         self._blocks: BlockRun | None = None
         self._saved: Snapshot | None = None
         self._test_batch: list[tuple[int, Any]] = []
+        self._calls = 0  # of layers that draw, in the step at hand
         # Schedulers do nothing after a step that did nothing or was undone.
         self.scheduler_due = True
         self.verdicts: list[bool] = []
@@ -158,6 +161,8 @@ class PrivateLoop:
                 "a microbatch was drawn, and backward() was not called exactly once for each "
                 "record of those before; call it for every microbatch"
             )
+        if batch.first:
+            self._calls = 0
         self._due = batch
         self._watcher.sums.inputs.clear()  # held to their number above, and they take memory
         self._watcher.yielded = Yielded(batch.records, content, batch.before)
@@ -174,6 +179,12 @@ class PrivateLoop:
             device = next(iter(self._watcher.trained.values())).device
             return torch.zeros(rows, dtype=torch.bool, device=device)
         return None
+
+    def _layer_randomness(self) -> AbstractContextManager[None]:
+        """Secret random numbers for layers and augmentations, others in every call of a step."""
+        self._calls += 1
+        seed = self._streams.seed_for(LAYERS, self.accountant.steps) + self._calls
+        return seeded_globally(seed, next(iter(self._watcher.trained.values())).device)
 
     def begin_step(self) -> bool:
         """Charge a step, and put the private gradient in place. Called by `optimizer.step()`."""

@@ -9,7 +9,7 @@ the loss has to be inspected before autograd frees what it has saved.
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any
@@ -78,7 +78,12 @@ class Sums:
 
 
 class Watcher:
-    """Watches one module. `expects` is asked before each call whether a private batch is due."""
+    """Watches one module. `expects` is asked before each call whether a private batch is due.
+
+    Layers and augmentations draw from `randomness`. Which draws a record gets depends on its place
+    in the batch, and so on other records: nobody may know them. A program may well begin with
+    `torch.manual_seed(0)`.
+    """
 
     def __init__(
         self,
@@ -87,6 +92,7 @@ class Watcher:
         max_grad_norm: float,
         loss_reduction: str,
         expects: Callable[[int], Tensor | None],
+        randomness: Callable[[], AbstractContextManager[None]],
         augment: Augment | None = None,
         views: int = 1,
         sharding: Sharding | None = None,
@@ -95,7 +101,7 @@ class Watcher:
         self.max_grad_norm, self.loss_reduction = max_grad_norm, loss_reduction
         self.sums = Sums()
         self.unwatched: str | None = None
-        self._expects = expects
+        self._expects, self._randomness = expects, randomness
         self._augment, self._views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
         self._plans = Plans(module, list(trained), sharding)
@@ -138,6 +144,9 @@ class Watcher:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not hasattr(self, "module") or module is not self.module or self._busy:
             return None  # a copy of the module, or our own checks
+        if self._open is not None:  # Ctrl-C in the call before, after which hooks are not called
+            (stack, *_), self._open = self._open, None
+            stack.close()
         self.unwatched = None
         if not module.training:
             self.unwatched = "the model was in evaluation mode; call model.train() first"
@@ -168,12 +177,14 @@ class Watcher:
             assert plan.assignment is not None
             tape = self.sharding.tape(rows, layouts)
             self._open = stack, tape, plan
+            stack.enter_context(self._randomness())
             stack.enter_context(self.sharding.watched())
             stack.enter_context(use_rules(plan.assignment, module, tape))
             return args, kwargs
         params = {name: value.detach() for name, value in self.trained.items()}
         tape = Tape(params, rows, layouts)
         self._open = stack, tape, plan
+        stack.enter_context(self._randomness())
         stack.enter_context(without_flattening(every_module(module)))
         stack.enter_context(forbid_side_effects(module, {}))
         if self._recomputes(plan):
@@ -215,7 +226,8 @@ class Watcher:
         inputs = kwargs or (args[0] if len(args) == 1 else args)
         if not len(self._plans):
             check_augmentation(self._augment, self._views, inputs)
-        return arguments(self._augment(inputs))
+        with self._randomness():
+            return arguments(self._augment(inputs))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         if not hasattr(self, "module") or self._open is None or module is not self.module:
@@ -263,7 +275,8 @@ class Watcher:
         def weight(name: str, value: Tensor) -> Tensor:
             return weights.get(name, value.detach())
 
-        with torch.enable_grad(), without_flattening(every_module(self.module)):
+        modules = every_module(self.module)
+        with torch.enable_grad(), without_flattening(modules), self._randomness():
             if plan.engine is not Engine.ONE_BY_ONE:
                 kind = None if plan.assignment is None else plan.assignment.forwards[0][1]
                 with use_weights(self.module, weight):
