@@ -10,6 +10,7 @@ is called on the same row, then its target must be the same too.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Final
 
 import torch
@@ -134,6 +135,30 @@ class TargetCheck:
                     "compute it in the data set, or in make_private(criterion=...); a target that "
                     "changes with the weights, as that of a teacher does, goes to engine.criterion"
                 )
+
+
+class NumberCheck:
+    """Compares fractions among the arguments of the model with those of its first call.
+
+    Whole numbers name a task or a length more often than they measure a batch.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[str] | None = None
+
+    def look(self, given: Arguments) -> None:
+        """Refuse another number than in the first call."""
+        found: list[Any] = []
+        map_tensors(lambda _: None, (given.args, given.kwargs), otherwise=found.append)
+        found = [one for one in found if isinstance(one, Real) and not isinstance(one, Integral)]
+        fractions = [repr(one) for one in found]
+        self._known = fractions if self._known is None else self._known
+        if fractions != self._known:
+            raise StepError(
+                "the model was called with another number than in its first call; a number that "
+                "depends on the batch couples its records: make it constant, or compute it inside "
+                "of the model from each record alone"
+            )
 
 
 def _check_repeated(batch: Any, inputs: Any) -> None:

@@ -34,7 +34,7 @@ class PrivateLoop:
     """What an optimizer and a loader that were made private ask and report.
 
     The loader reports each batch that it yields (`yielded`), the watched model asks whether one is
-    due (`_expect`), and the optimizer's step takes the clipped sum of exactly that batch, once.
+    due (`expect`), and the optimizer's step takes the clipped sum of exactly that batch, once.
     """
 
     _event: Step
@@ -167,7 +167,7 @@ class PrivateLoop:
         self._watcher.sums.inputs.clear()  # held to their number above, and they take memory
         self._watcher.yielded = Yielded(batch.records, content, batch.before)
 
-    def _expect(self, rows: int) -> Tensor | None:
+    def expect(self, rows: int) -> Tensor | None:
         """Called before each watched forward pass: a private batch has to be there."""
         if self._due is None:
             raise StepError(
@@ -180,7 +180,7 @@ class PrivateLoop:
             return torch.zeros(rows, dtype=torch.bool, device=device)
         return None
 
-    def _layer_randomness(self) -> AbstractContextManager[None]:
+    def layer_randomness(self) -> AbstractContextManager[None]:
         """Secret random numbers for layers and augmentations, others in every call of a step."""
         self._calls += 1
         seed = self._streams.seed_for(LAYERS, self.accountant.steps) + self._calls
@@ -220,8 +220,8 @@ class PrivateLoop:
                 private=f"{seen} records; the private batch has {wanted}",
             )
         watcher.check_parameters()
-        watcher.check_gradients()
-        self._check_optimizer()
+        watcher.gradients.check(watcher.unwatched)
+        watcher.gradients.check_others(self._optimizer)
         if self._blocks is not None:
             self._blocks.check_rates()
         self.accountant.charge(self._event)
@@ -238,7 +238,8 @@ class PrivateLoop:
             total = ClippedSum(reduction.result(), watcher.max_grad_norm)
             noisy = add_gaussian(total, self._noise, noise)
         expected = self._rate * self._size
-        watcher.write_gradients(elementwise(lambda value: value / expected, noisy))
+        gradient = elementwise(lambda value: value / expected, noisy)
+        watcher.gradients.write(gradient, watcher.sharding)
         if self._gate is not None:
             self._saved = Snapshot(self._module, self._optimizer)
             self._test_batch = self._draw_test_batch(due.step)
@@ -247,19 +248,6 @@ class PrivateLoop:
             self._blocks.set_rates()
         self._step = due.step
         return True
-
-    def _check_optimizer(self) -> None:
-        """Refuse gradients of parameters that are not trained here: they have no noise."""
-        trained = {id(value) for value in self._watcher.trained.values()}
-        for group in self._optimizer.param_groups:
-            for value in group["params"]:
-                if id(value) in trained or value.grad is None or not value.grad.any():
-                    continue
-                raise StepError(
-                    f"the optimizer has a parameter of shape {tuple(value.shape)} that was added "
-                    "or frozen, with a gradient that is neither clipped nor noisy; give it another "
-                    "optimizer, or build the model first, then call make_private"
-                )
 
     def end_step(self) -> None:
         """The optimizer has made a candidate: keep it, or go back.

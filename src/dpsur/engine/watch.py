@@ -8,11 +8,10 @@ the loss has to be inspected before autograd frees what it has saved.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +19,14 @@ from torch.func import functional_call
 
 from dpsur.engine.backward import leave_backward, watch_backward
 from dpsur.engine.batch_checks import (
+    NumberCheck,
     Place,
     TargetCheck,
     Yielded,
     check_not_used,
     places_of,
 )
+from dpsur.engine.gradients import Gradients
 from dpsur.engine.loss_graph import Cut, Values, check_loss_graph
 from dpsur.engine.plans import Plans, row_count_of
 from dpsur.engine.sharding import Sharding
@@ -77,11 +78,23 @@ class Sums:
             self.params[name] = self.params[name] + value if name in self.params else value
 
 
-class Watcher:
-    """Watches one module. `expects` is asked before each call whether a private batch is due.
+class Owner(Protocol):
+    """What an engine does around the calls of a module."""
 
-    Layers and augmentations draw from `randomness`. Which draws a record gets depends on its place
-    in the batch, and so on other records: nobody may know them. A program may well begin with
+    def expect(self, rows: int) -> Tensor | None:
+        """Refuse a call without a private batch; for an empty one, which rows count: none."""
+        ...
+
+    def layer_randomness(self) -> AbstractContextManager[None]:
+        """Secret random numbers in the place of those of torch's global generators."""
+        ...
+
+
+class Watcher:
+    """Watches one module. `owner` is asked before each call whether a private batch is due.
+
+    Layers and augmentations draw from its random numbers. Which draws a record gets depends on its
+    place in the batch, and so on other records: nobody may know them. A program may well begin with
     `torch.manual_seed(0)`.
     """
 
@@ -91,8 +104,7 @@ class Watcher:
         trained: dict[str, nn.Parameter],
         max_grad_norm: float,
         loss_reduction: str,
-        expects: Callable[[int], Tensor | None],
-        randomness: Callable[[], AbstractContextManager[None]],
+        owner: Owner,
         augment: Augment | None = None,
         views: int = 1,
         sharding: Sharding | None = None,
@@ -101,7 +113,7 @@ class Watcher:
         self.max_grad_norm, self.loss_reduction = max_grad_norm, loss_reduction
         self.sums = Sums()
         self.unwatched: str | None = None
-        self._expects, self._randomness = expects, randomness
+        self._expects, self._randomness = owner.expect, owner.layer_randomness
         self._augment, self._views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
         self._plans = Plans(module, list(trained), sharding)
@@ -110,12 +122,12 @@ class Watcher:
         self._calls: list[Call] = []
         self._open: tuple[ExitStack, Tape, Plan] | None = None
         self._given = Arguments((), {})
-        self._fractions: list[str] | None = None  # among the arguments of the first call
+        self._number_check = NumberCheck()
         self.yielded: Yielded | None = None
         self._target_check = TargetCheck()
         self._busy = False
         self._measured: list[Tensor] | None = None
-        self._grads: dict[str, tuple[Tensor, int]] = {}
+        self.gradients = Gradients(trained)
         self._handles = [
             module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
@@ -163,7 +175,7 @@ class Watcher:
             self._expects(rows // self._views)
         self.check_parameters()
         self._given = Arguments(args, kwargs)
-        self._check_numbers()
+        self._number_check.look(self._given)
         args, kwargs = self._augmented(args, kwargs)
         inputs = Arguments(args, kwargs)
         self._busy = True
@@ -195,25 +207,6 @@ class Watcher:
         weights = tape.params
         stack.enter_context(use_weights(module, lambda name, own: weights.get(name, own.detach())))
         return args, kwargs
-
-    def _check_numbers(self) -> None:
-        """Refuse fractions among the arguments of the model that are not those of its first call.
-
-        Whole numbers name a task or a length more often than they measure a batch.
-        """
-        found: list[Any] = []
-        map_tensors(lambda _: None, self._given.args, otherwise=found.append)
-        map_tensors(lambda _: None, self._given.kwargs, otherwise=found.append)
-        found = [one for one in found if isinstance(one, Real) and not isinstance(one, Integral)]
-        fractions = [repr(one) for one in found]
-        if self._fractions is None:
-            self._fractions = fractions
-        if fractions != self._fractions:
-            raise StepError(
-                "the model was called with another number than in its first call; a number that "
-                "depends on the batch couples its records: make it constant, or compute it inside "
-                "of the model from each record alone"
-            )
 
     def _augmented(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call after the augmentation."""
@@ -427,7 +420,7 @@ class Watcher:
                 sums[name] = total if self.sharding is None else self.sharding.reduce(name, total)
         self.sums.add(call.rows, sums, call.inputs)
         tape.leaves.clear()
-        self._mark_gradients()
+        self.gradients.mark(self.unwatched)
 
     @contextmanager
     def measuring(self, factors: dict[bool, tuple[float, ...]]) -> Iterator[list[Tensor]]:
@@ -442,41 +435,6 @@ class Watcher:
         finally:
             self._measured, self._factors, self._calls = None, own, calls
 
-    def _mark_gradients(self) -> None:
-        """Put zeros into `.grad`, where other code that clips or adds gradients leaves a trace."""
-        self.check_gradients(cleared=True)
-        for name, value in self.trained.items():
-            grad = self._grads[name][0] if name in self._grads else torch.zeros_like(value)
-            if value.grad is not grad:
-                value.grad = grad.zero_()
-            elif name in self._grads:
-                grad.zero_()
-            self._grads[name] = grad, grad._version
-
-    def check_gradients(self, *, cleared: bool = False) -> None:
-        """Refuse gradients that do not come from the clipped sum, or that were changed."""
-        for name, value in self.trained.items():
-            grad = value.grad
-            if grad is None:
-                if cleared:
-                    continue
-                raise StepError(
-                    "gradients were cleared between backward() and step(); call zero_grad() "
-                    "before the forward pass"
-                )
-            ours, version = self._grads.get(name, (None, 0))
-            if grad is not ours:
-                raise StepError(
-                    f"parameter {name} has a gradient that was not clipped per record: "
-                    + (self.unwatched or "it was used outside of the model's own call")
-                )
-            if not cleared and grad._version != version:
-                raise StepError(
-                    f"the gradient of {name} was changed between backward() and step() (by "
-                    "clip_grad_norm_, a GradScaler or another library); remove that: the private "
-                    "gradient is made in step() and is clipped per record already"
-                )
-
     def take(self) -> Params:
         """The clipped sums of the batch, which are forgotten here."""
         sums, self.sums, self._calls = self.sums, Sums(), []
@@ -486,15 +444,6 @@ class Watcher:
             else torch.zeros_like(value.detach())
             for name, value in self.trained.items()
         }
-
-    def write_gradients(self, gradients: Params) -> None:
-        """Hand the private gradient to the optimizer."""
-        for name, value in self.trained.items():
-            grad = self._grads[name][0] if name in self._grads else torch.zeros_like(value)
-            new = gradients[name]
-            grad.copy_(new if self.sharding is None else self.sharding.distribute(name, new))
-            value.grad = grad
-            self._grads[name] = grad, grad._version
 
     def forget(self) -> None:
         """Drop what calls and backward passes have left."""
