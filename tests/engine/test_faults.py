@@ -1,10 +1,18 @@
 """A custom loop whose accounting would be wrong is refused, in a line that says what to do."""
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import dpsur
 from dpsur.engine.loss_graph import CoupledLossError
@@ -65,6 +73,26 @@ def test_a_half_of_a_batch_that_is_used_twice(way):
     F.cross_entropy(model(one), y[:half]).backward()
     with pytest.raises(StepError, match="same rows of a batch twice"):
         F.cross_entropy(model(two), y[: len(two)]).backward()
+
+
+@pytest.mark.parametrize("way", ["drawn again", "one for all"])
+def test_a_record_that_takes_the_place_of_others(way):
+    """As many rows as the batch has; copies, which have other places in memory."""
+    _, model, _, loader = set_up()
+    x, y = batch_of(loader)
+    rows = torch.arange(len(x)) // 2 if way == "drawn again" else torch.zeros(len(x), dtype=int)
+    with pytest.raises(StepError, match="a row of the batch repeated"):
+        F.cross_entropy(model(x[rows]), y[rows]).backward()
+
+
+def test_equal_records_and_inputs_that_become_equal():
+    x, y = records().tensors
+    data = TensorDataset(x[torch.arange(60) // 5], y)
+    for change in (torch.clone, torch.zeros_like):
+        _, model, optimizer, loader = set_up(data=data)
+        x, y = batch_of(loader)
+        F.cross_entropy(model(change(x)), y).backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("way", ["halves", "every other", "transposed", "one buffer"])
@@ -135,6 +163,74 @@ def test_a_parameter_that_is_unfrozen_replaced_or_added_later():
     model.extra = nn.Parameter(torch.zeros(3))
     with pytest.raises(StepError, match="extra was added"):
         model(x)
+
+
+@pytest.mark.parametrize("way", ["added", "frozen"])
+def test_an_optimizer_with_parameters_that_are_not_private(way):
+    """Their gradients come from plain autograd, without clipping and noise."""
+    model, other = linear_model(), nn.Linear(6, 3)
+    model[0].requires_grad_(way != "frozen")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, model, optimizer, loader = set_up(model=model, optimizer=optimizer)
+    if way == "added":
+        optimizer.add_param_group({"params": other.parameters()})
+    x, y = batch_of(loader)
+    F.cross_entropy(model(x), y).backward()
+    if way == "added":
+        F.cross_entropy(other(x), y).backward()
+    else:
+        model[0].weight.grad = x.mean() * torch.ones(8, 6)
+    with pytest.raises(StepError, match="neither clipped nor noisy"):
+        optimizer.step()
+    (other if way == "added" else model[0]).zero_grad(set_to_none=False)
+    optimizer.step()  # zeros move nothing
+
+
+def test_a_forked_process_has_the_same_noise():
+    """Two children on the same engine could take the noise away from each other's gradients."""
+    _, model, optimizer, loader = set_up()
+    x, y = batch_of(loader)
+    F.cross_entropy(model(x), y).backward()
+    child = os.fork()
+    if not child:
+        try:
+            optimizer.step()
+        except StepError as error:
+            os._exit(7 if "another process" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    optimizer.step()
+
+
+class Scaled(nn.Module):
+    """Multiplies by a number that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x, factor, *, head=0):
+        return self.layer(x) * factor + head
+
+
+def test_a_number_from_the_batch_as_an_argument_of_the_model():
+    _, model, optimizer, loader = set_up(model=Scaled())
+    batches = iter(loader)
+    for head in (0, 1):
+        x, y = next(batches)
+        F.cross_entropy(model(x, 0.5, head=head), y).backward()
+        optimizer.step()
+    x, _ = next(batches)
+    with pytest.raises(StepError, match="another number than in its first call"):
+        model(x, float(x.abs().mean()))
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.to_sparse, torch.nested.as_nested_tensor])
+def test_tensors_without_rows(change):
+    _, model, _, loader = set_up()
+    x, _ = batch_of(loader)
+    with pytest.raises(UnsupportedModelError, match="sparse or nested"):
+        model(change(x))
 
 
 def test_a_step_after_the_budget_is_spent():
@@ -381,6 +477,29 @@ def test_an_interrupted_trial_leaves_nothing_behind(error):
         assert torch.equal(value, before[name]), name
 
 
+class Interrupted(nn.Module):
+    now = False
+
+    def forward(self, x):
+        if self.now:
+            raise KeyboardInterrupt
+        return x
+
+
+def test_an_interrupted_call_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(6, 8), Interrupted(), nn.Linear(8, 3))
+    _, model, optimizer, loader = set_up(model=model)
+    x, y = batch_of(loader)
+    F.cross_entropy(model(x), y)
+    model[1].now = True
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    model[1].now = False
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert all(isinstance(value, nn.Parameter) for value in model.parameters())
+
+
 class Centred(nn.Module):
     """Mixes records, if it is asked to."""
 
@@ -390,6 +509,18 @@ class Centred(nn.Module):
 
     def forward(self, x, centre=False):
         return self.layer(x - x.mean(0) if centre else x)
+
+
+def test_a_layer_that_is_replaced_later_is_tried_for_mixing_too():
+    _, model, optimizer, loader = set_up()
+    batches = iter(loader)
+    x, y = next(batches)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    model[1] = nn.BatchNorm1d(8, affine=False, track_running_stats=False)
+    x, _ = next(batches)
+    with pytest.raises(UnsupportedModelError, match="BatchNorm1d"):
+        model(x)
 
 
 def test_a_call_with_other_arguments_is_tried_for_mixing_too():

@@ -163,3 +163,50 @@ def test_records_whose_outputs_are_nan_contribute_zero(rows, monkeypatch):
     kept, plain = ~x.isnan().any(1), copy.deepcopy(model)
     total = dpsur.clipped_sum(plain, lambda out, _: out.sum(), x[kept], y[kept], CLIP).params
     torch.testing.assert_close(found["0.bias"], total["0.bias"] / expected_size)
+
+
+class Words(nn.Module):
+    """An embedding that no rule covers, so that every record gets a copy of the table."""
+
+    def __init__(self, padding):
+        super().__init__()
+        self.table = nn.Embedding(9, 4, padding_idx=padding, scale_grad_by_freq=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.table(x).mean(1))
+
+
+class Inserted(Words):
+    """torch.func batches `select_scatter` wrongly if both of its arguments are batched."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.inserted = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        rows = self.table(x)
+        return self.head(torch.select_scatter(rows, self.inserted.expand(len(x), 4), 1, 1).mean(1))
+
+
+@pytest.mark.parametrize("build", [lambda: Words(0), lambda: Words(3), lambda: Words(-2), Inserted])
+def test_copies_of_a_table_for_every_record(build, monkeypatch):
+    """The row for padding is trained in none of the copies, wherever a record stands."""
+    torch.manual_seed(1)
+    model = build()
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 9, (20, 6), generator=generator)
+    data = torch.utils.data.TensorDataset(tokens, torch.arange(20) % 3)
+    found, (x, y), expected_size = gradient_of_a_step(
+        model, data, F.cross_entropy, monkeypatch, batch_size=20
+    )
+    plain = copy.deepcopy(model)
+    total = {name: torch.zeros_like(value) for name, value in plain.named_parameters()}
+    for row in range(len(x)):
+        loss = F.cross_entropy(plain(x[row : row + 1]), y[row : row + 1])
+        alone = torch.autograd.grad(loss, list(plain.parameters()))
+        norm = torch.cat([value.flatten() for value in alone]).norm()
+        for value, gradient in zip(total.values(), alone, strict=True):
+            value += gradient * min(1.0, CLIP / float(norm))
+    for name, value in total.items():
+        torch.testing.assert_close(found[name] * expected_size, value, rtol=1e-4, atol=1e-6)

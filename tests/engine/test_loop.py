@@ -6,6 +6,7 @@ import math
 import pickle
 import re
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dpsur
+from dpsur.engine.steps import PrivateLoop
 from dpsur.errors import StepError
 from tests.engine.helpers import linear_model, private, records, without_noise
 
@@ -447,3 +449,30 @@ def test_a_private_model_can_be_pickled():
     twin = pickle.loads(pickle.dumps(model))
     twin(torch.randn(4, 6)).sum().backward()
     assert twin[0].weight.grad is not None
+
+
+def dropped(torch_seed, augment=None, **options):
+    """The clipped sum of a batch, with random numbers in the model or in the augmentation."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5) if augment is None else nn.Tanh())
+    engine, model, _, loader = private(
+        nn.Sequential(*model, nn.Linear(8, 3)), augment=augment, **options
+    )
+    x, y = next(iter(loader))
+    torch.manual_seed(torch_seed)
+    F.cross_entropy(model(x), y).backward()
+    return torch.cat([value.flatten() for value in engine._watcher.sums.params.values()])
+
+
+@pytest.mark.parametrize("augment", [None, lambda x: x + torch.randn_like(x)])
+def test_layers_draw_secret_numbers(augment, monkeypatch):
+    """Which draws a record gets depends on the records before it, so that they must be secret.
+
+    Without a seed they differ under one `torch.manual_seed`, with a seed they do not follow it.
+    """
+    first, second = (dropped(1, augment, batch_size=60) for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(dropped(1, augment, seed=1), dropped(2, augment, seed=1))
+    monkeypatch.setattr(PrivateLoop, "layer_randomness", lambda _: nullcontext())
+    first, second = (dropped(1, augment, batch_size=60) for _ in range(2))
+    assert torch.equal(first, second)  # as it was: a record moves the sum by six times its bound

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import dpsur
 from dpsur.engine.loss_graph import CoupledLossError
@@ -131,6 +131,38 @@ def test_a_normaliser_that_changes_from_batch_to_batch_is_refused():
         loop()
 
 
+def test_a_factor_that_only_some_batches_have_is_refused():
+    _, model, optimizer, loader = private(seed=1)
+
+    def loop():
+        for number, (x, y) in enumerate(loader):
+            loss = F.cross_entropy(model(x), y)
+            (2 * loss if number else loss).backward()
+            optimizer.step()
+
+    with pytest.raises(StepError, match="other numbers than in the first batch"):
+        loop()
+
+
+def test_a_hook_on_outputs_is_refused():
+    """It sees the gradients of all records, and the graph of the loss does not show it."""
+    model, x, y = first_batch()
+
+    def loss():
+        outputs = model(x)
+        outputs.register_hook(lambda gradient: gradient / gradient.norm())
+        return F.cross_entropy(outputs, y)
+
+    with pytest.raises(StepError, match="an output of the model has a hook"):
+        loss().backward()
+
+
+def test_create_graph_is_refused():
+    model, x, y = first_batch()
+    with pytest.raises(StepError, match="create_graph=True"):
+        F.cross_entropy(model(x), y).backward(create_graph=True)
+
+
 def huber(o, y):
     return F.huber_loss(o[:, 0], y.float(), delta=float(y.float().std()))
 
@@ -139,13 +171,20 @@ def softplus(o, y):
     return F.softplus(o[:, 0], beta=float(y.float().mean())).mean()
 
 
+def ignoring(o, y):
+    return F.cross_entropy(o, y, ignore_index=int(y.mode().values))
+
+
 def added(o, y):
     return torch.add(o[:, 0], o[:, 1], alpha=float(y.float().mean())).mean()
 
 
 @pytest.mark.parametrize(
     ("loss", "most"),
-    [(huber, None), (softplus, None), (added, None), (softplus, 1), (added, 1)],
+    [
+        *[(huber, None), (softplus, None), (added, None), (ignoring, None)],
+        *[(softplus, 1), (added, 1)],
+    ],
 )
 def test_numbers_that_come_from_the_batch_are_refused(loss, most):
     _, model, optimizer, loader = private(seed=1, max_physical_batch_size=most)
@@ -246,6 +285,49 @@ def test_a_mean_over_tokens_is_over_each_records_own(way, monkeypatch):
         torch.testing.assert_close(
             parameter.grad * loader.sample_rate * 40, value, rtol=1e-4, atol=1e-6
         )
+
+
+def pad(batch):
+    """Texts of several lengths, padded to the longest of the batch."""
+    tokens = nn.utils.rnn.pad_sequence([row for row, _ in batch], batch_first=True)
+    labels = [row for _, row in batch]
+    return tokens, nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+
+
+def each_token(logits, labels):
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+LONGEST = {
+    "at once": lambda _, o, y: each_token(o, y).mean(),
+    "in two steps": lambda _, o, y: each_token(o, y).mean(1).mean(),
+    "by the criterion": lambda e, o, y: e.criterion(o.flatten(0, 1), y.clamp(min=0).flatten()),
+}
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_a_mean_over_the_length_of_the_longest_record_is_refused(name):
+    """A long record would make the gradients of all others smaller."""
+    tokens = [torch.arange(9 if row < 4 else 2 + row % 3) for row in range(40)]
+    model = Tagger()
+    engine = dpsur.PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader([(row, row) for row in tokens], batch_size=8, collate_fn=pad),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        criterion=nn.CrossEntropyLoss(),
+        seed=1,
+    )
+
+    def loop():
+        for x, y in loader:
+            LONGEST[name](engine, model(x), y).backward()
+            optimizer.step()
+
+    with pytest.raises(StepError, match="other numbers than in the first batch"):
+        loop()
 
 
 def test_normalising_over_the_batch_is_noticed(monkeypatch):

@@ -270,6 +270,8 @@ def test_the_trainer_charges_every_step_and_logs_nothing_private(tmp_path):
     assert "epsilon" in logged
     assert not logged & {"loss", "train_loss", "grad_norm"}
     assert "train_loss" not in result.metrics
+    assert not result.metrics.get("total_flos")  # would tell how many tokens the batches had
+    assert not trainer.state.total_flos
     figures = [row["epsilon"] for row in trainer.state.log_history if "epsilon" in row]
     assert figures == sorted(figures)
 
@@ -290,6 +292,7 @@ def test_the_trainer_resumes_with_its_ledger(tmp_path):
         ({"gradient_accumulation_steps": 2}, "max_physical_batch_size"),
         ({"label_smoothing_factor": 0.1}, "criterion"),
         ({"auto_find_batch_size": True}, "sample rate"),
+        ({"include_num_input_tokens_seen": "all"}, "log_private"),
     ],
 )
 def test_the_trainer_refuses_what_breaks_the_accounting(tmp_path, options, words):

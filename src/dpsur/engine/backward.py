@@ -37,7 +37,14 @@ def _wrap_backward() -> None:
     plain = _plain_backward
 
     @functools.wraps(plain)
-    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        *args: Any,
+        **options: Any,
+    ) -> None:
         found = [
             (watcher, loss, call)
             for loss in ([tensors] if isinstance(tensors, Tensor) else list(tensors))
@@ -46,7 +53,7 @@ def _wrap_backward() -> None:
             if (call := watcher.reached(loss)) is not None
         ]
         if not found:
-            plain(tensors, grad_tensors, *args, **options)
+            plain(tensors, grad_tensors, retain_graph, create_graph, *args, **options)
             return
         if len(found) > 1:
             raise StepError("several losses in one backward pass; add them up first")
@@ -56,6 +63,8 @@ def _wrap_backward() -> None:
             for one in ([grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors)
         ):
             raise StepError("backward(gradient=...) is not supported; reduce the loss to a number")
+        if create_graph:
+            raise StepError("create_graph=True is not supported in a private backward pass")
         if loss.dtype in (torch.float16, torch.bfloat16):
             raise StepError(
                 f"the loss is in {loss.dtype}, in which a record's gradient is rounded by the size "
@@ -64,9 +73,9 @@ def _wrap_backward() -> None:
         # Each record's gradient from the start: a mean over the batch would divide it by the number
         # of records, and what is rounded after that would depend on the others. The rest is what a
         # record's gradient still has to be multiplied by, which depends on that record alone.
-        first, rest = watcher.before_backward(call, loss, options)
+        first, rest = watcher.before_backward(call, loss)
         start = torch.ones_like(loss) * first
-        plain([loss], [start.to(loss.dtype)], *args, **options)
+        plain([loss], [start.to(loss.dtype)], retain_graph, False, *args, **options)
         watcher.after_backward(call, rest)
 
     torch.autograd.backward = backward

@@ -7,8 +7,10 @@ comes again in another batch, among other records. If the loader yields it as be
 is called on the same row, then its target must be the same too.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Final
 
 import torch
@@ -24,6 +26,8 @@ EVERY: Final = 20  # batches, after the first
 ALWAYS_UNTIL: Final = 50
 ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3}
 COARSE: Final = 3e-2
+REPEATED_ROWS: Final = 64  # of a call, among which equal ones are looked for
+LONG_ROW: Final = 4  # numbers in a row, that are not equal by chance
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +104,11 @@ class TargetCheck:
         no difference proves nothing.
         """
         self._batches += 1
-        due = self._batches <= ALWAYS_UNTIL or self._batches % EVERY == 0
+        if self._batches > ALWAYS_UNTIL and self._batches % EVERY:
+            return
+        _check_repeated(yielded.batch, inputs)
         records = yielded.records[yielded.before : yielded.before + rows]
-        if not targets or not due or len(records) != rows:
+        if not targets or len(records) != rows:
             return
         known = [row for row, record in enumerate(records) if record in self._known]
         new = [row for row, record in enumerate(records) if record not in self._known]
@@ -129,6 +135,55 @@ class TargetCheck:
                     "compute it in the data set, or in make_private(criterion=...); a target that "
                     "changes with the weights, as that of a teacher does, goes to engine.criterion"
                 )
+
+
+class NumberCheck:
+    """Compares fractions among the arguments of the model with those of its first call.
+
+    Whole numbers name a task or a length more often than they measure a batch.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[str] | None = None
+
+    def look(self, given: Arguments) -> None:
+        """Refuse another number than in the first call."""
+        found: list[Any] = []
+        map_tensors(lambda _: None, (given.args, given.kwargs), otherwise=found.append)
+        found = [one for one in found if isinstance(one, Real) and not isinstance(one, Integral)]
+        fractions = [repr(one) for one in found]
+        self._known = fractions if self._known is None else self._known
+        if fractions != self._known:
+            raise StepError(
+                "the model was called with another number than in its first call; a number that "
+                "depends on the batch couples its records: make it constant, or compute it inside "
+                "of the model from each record alone"
+            )
+
+
+def _check_repeated(batch: Any, inputs: Any) -> None:
+    """Refuse rows that the model gets more often than the loader has yielded them."""
+    for value in tensors_of(inputs):
+        if not value.is_floating_point() or value[:1].numel() < LONG_ROW:
+            continue
+        used = _digests(value[:REPEATED_ROWS])
+        if len(used) == used.total():
+            continue
+        for other in tensors_of(batch):
+            if other.dtype != value.dtype or other.shape[1:] != value.shape[1:]:
+                continue
+            held = _digests(other)
+            if any(0 < held[digest] < count for digest, count in used.items()):
+                raise StepError(
+                    "the model was called with a row of the batch repeated, so that its record "
+                    "counts more than once; use each record of the batch exactly once"
+                )
+
+
+def _digests(value: Tensor) -> Counter[int]:
+    """How often each row occurs, by a digest of its bytes."""
+    rows = value.detach().cpu().contiguous().reshape(len(value), -1).view(torch.uint8)
+    return Counter(hash(row.tobytes()) for row in rows.numpy())
 
 
 def _rows_of(tree: Any, rows: list[int], count: int) -> list[Tensor]:
@@ -159,7 +214,8 @@ def _alike(one: list[Tensor], other: list[Tensor]) -> bool:
                 return False
             continue
         tolerance = ROUNDING.get(now.dtype, COARSE)
-        scale = float(before.abs().max()) if before.numel() else 0.0
+        finite = before[before.isfinite()].abs()
+        scale = float(finite.max()) if finite.numel() else 0.0
         if not torch.allclose(
             before.double(),
             now.double(),

@@ -266,6 +266,8 @@ class _Walk:
         if getattr(node, "_forward_cls", None) is PerRecord:
             if any(one.shape[0] != node.records for one in rows) or node.records % self.records:
                 raise self._unknown(node, "it was given parts of records")
+            if node.mean:
+                self._per_record(node.records)
             return Total(float(self.records) if node.mean else 1.0, node.mean)
         if kind in _ELEMENTWISE and len(rows) == 1 and shape == first.shape:
             self._note_arguments(node)
@@ -324,6 +326,7 @@ class _Walk:
                 and other is not None
                 and tuple(other.shape) == shape
             ):
+                self._targets.append(other)
                 return Rows(shape)
         raise self._unknown(node, "rows times a tensor, which may hold weights of the whole batch")
 
@@ -344,6 +347,8 @@ class _Walk:
         whole = kind == "Slice" and shape == first.shape
         if (0 in moved and not whole) or not shape or shape[0] != first.shape[0]:
             raise self._unknown(node, "over the records of the batch")
+        if kind == "Gather":
+            self._targets.append(node._saved_index)
         return Rows(shape)
 
     def _reduced(self, node: Any, kind: str, first: Rows, shape: tuple[int, ...]) -> State:
@@ -357,6 +362,8 @@ class _Walk:
         dims = getattr(node, "_saved_dim", None)
         if dims is None or any(_dim(one, len(first.shape)) == 0 for one in dims) or not dims:
             raise self._unknown(node, "over the records of the batch")
+        if kind == "Mean":  # of a record's items, whose number may be that of the longest record
+            self.factors.append(math.prod(shape) / count)
         return Rows(shape)
 
     def _per_record(self, count: int) -> None:
@@ -375,6 +382,7 @@ class _Walk:
         target = getattr(node, "_saved_target", None)
         self._targets += [] if target is None else [target]
         if kind.startswith("Nll"):
+            self.factors.append(float(_signed(node._saved_ignore_index)))
             self._check_classes(node, target, first)
         elif target is not None and tuple(target.shape) != first.shape:
             raise self._unknown(node, "targets are broadcast over the records")

@@ -1,5 +1,6 @@
 """How the gradients of a watched call are found: once for every shape of its arguments."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,11 +8,11 @@ from torch import Tensor, nn
 
 from dpsur.engine.sharding import Sharding
 from dpsur.errors import StepError, UnsupportedModelError
-from dpsur.functional.call import Arguments
+from dpsur.functional.call import Arguments, every_module
 from dpsur.functional.problem import Objective
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import describe_rows, flatten, signature, slice_rows, tensors_of
-from dpsur.per_example.engine_choice import Plan, plan_for
+from dpsur.per_example.engine_choice import Engine, Plan, copies_are_right, plan_for
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.model_check import check_model
 
@@ -42,13 +43,13 @@ class Plans:
                 "torch.autocast(..., dtype=torch.bfloat16)"
             )
         self.rounded = self.rounded or bf16
-        key = (signature(inputs), inputs.constants, bf16)
+        key = (signature(inputs), self._without_sizes(inputs, bf16))
         if key not in self._known:
             plan = self._of_other_lengths(inputs, bf16)
             if plan is None:
                 with torch.autocast(kind, enabled=False):
                     plan = self._make(inputs, bf16)
-                self._lengths.setdefault(_without_sizes(inputs, bf16), []).append(plan)
+                self._lengths.setdefault(self._without_sizes(inputs, bf16), []).append(plan)
             self._known[key] = plan
         return self._known[key]
 
@@ -57,30 +58,32 @@ class Plans:
 
         Texts that are padded to the longest of a batch come in hundreds of lengths.
         """
-        tried = self._lengths.get(_without_sizes(inputs, bf16), [])
+        tried = self._lengths.get(self._without_sizes(inputs, bf16), [])
         if len(tried) < 2 or tried[0].assignment is None:
             return None
         first, second = tried[:2]
         same = first.layouts == second.layouts and first.assignment == second.assignment
         return first if same else None
 
+    def _without_sizes(self, inputs: Arguments, bf16: bool) -> object:
+        """What calls share that differ in nothing but the sizes of their records."""
+        kinds = tuple((name, value.dim(), value.dtype) for name, value in flatten(inputs).items())
+        layers = tuple(map(type, every_module(self._module)))  # one may have been replaced
+        return kinds, inputs.constants, bf16, layers
+
     def _make(self, inputs: Arguments, bf16: bool) -> Plan:
         module = self._module if self._sharding is None else self._sharding.plain_copy()
-        if _without_sizes(inputs, bf16) not in self._lengths:  # other arguments, other code
+        if self._without_sizes(inputs, bf16) not in self._lengths:  # other arguments, other code
             check_model(module, Examples(slice_rows(inputs, slice(1)), None))
         named = dict(module.named_parameters())
         params = {name: named[name].detach() for name in self._trained}
         objective = Objective(module, _no_loss, bf16=bf16)
         plan = plan_for(objective, params, inputs, GradientBudget())
+        if plan.engine is Engine.BATCHED and not copies_are_right(objective, params, inputs):
+            plan = replace(plan, engine=Engine.ONE_BY_ONE)
         if self._sharding is not None:
             self._sharding.check_plan(plan)
         return plan
-
-
-def _without_sizes(inputs: Arguments, bf16: bool) -> object:
-    """What inputs share that differ in nothing but the sizes of their records."""
-    kinds = tuple((name, value.dim(), value.dtype) for name, value in flatten(inputs).items())
-    return kinds, inputs.constants, bf16
 
 
 def _no_loss(outputs: Any, targets: Any) -> Tensor:
@@ -92,6 +95,11 @@ def row_count_of(inputs: Arguments) -> int:
     found = tensors_of(inputs)
     if not found:
         raise UnsupportedModelError("the model was called without a tensor; pass it the records")
+    if any(value.layout is not torch.strided or value.is_nested for value in found):
+        raise UnsupportedModelError(
+            "the model was called with a sparse or nested tensor, whose records cannot be told "
+            "apart; pass dense tensors, with records padded to one length"
+        )
     rows = len(found[0]) if found[0].dim() else 0
     for value in found:
         if not value.dim() or len(value) != rows:

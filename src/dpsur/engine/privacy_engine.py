@@ -229,7 +229,7 @@ class PrivacyEngine(PrivateLoop):
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
         clip_norm = FIRST_CLIP_NORM if max_grad_norm is None else max_grad_norm
         self._watcher = Watcher(
-            module, trained, clip_norm, loss_reduction, self._expect, augment, views, sharding
+            module, trained, clip_norm, loss_reduction, self, augment, views, sharding
         )
         sampler = PoissonSampler(size, rate, lambda: self._batch_streams())
         if max_physical_batch_size is not None:

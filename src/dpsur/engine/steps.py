@@ -1,6 +1,8 @@
 """The steps of a custom loop: what is due, what was used, what is charged, and what is kept."""
 
+import os
 from collections.abc import Sequence, Sized
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -16,9 +18,10 @@ from dpsur.engine.loader import Collate, Microbatch, PrivateLoader
 from dpsur.engine.watch import Watcher
 from dpsur.errors import BudgetError, InvalidInputError, NothingReleasedError, StepError
 from dpsur.functional.parameters import elementwise
+from dpsur.functional.process_settings import seeded_globally
 from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.sampling import poisson_sample
-from dpsur.mechanism.streams import NOISE, VAL_BATCH, VAL_NOISE, Streams
+from dpsur.mechanism.streams import LAYERS, NOISE, VAL_BATCH, VAL_NOISE, Streams
 from dpsur.per_example.clipping import ClippedSum
 from dpsur.privacy.events import Step
 from dpsur.privacy.plans import PrivacyLedger
@@ -31,7 +34,7 @@ class PrivateLoop:
     """What an optimizer and a loader that were made private ask and report.
 
     The loader reports each batch that it yields (`yielded`), the watched model asks whether one is
-    due (`_expect`), and the optimizer's step takes the clipped sum of exactly that batch, once.
+    due (`expect`), and the optimizer's step takes the clipped sum of exactly that batch, once.
     """
 
     _event: Step
@@ -50,6 +53,7 @@ class PrivateLoop:
     _noise: float
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._ledger: PrivacyLedger | None = None
         self._due: Microbatch | None = None
         self._criterion: Criterion | None = None
@@ -57,6 +61,7 @@ class PrivateLoop:
         self._blocks: BlockRun | None = None
         self._saved: Snapshot | None = None
         self._test_batch: list[tuple[int, Any]] = []
+        self._calls = 0  # of layers that draw, in the step at hand
         # Schedulers do nothing after a step that did nothing or was undone.
         self.scheduler_due = True
         self.verdicts: list[bool] = []
@@ -156,11 +161,13 @@ class PrivateLoop:
                 "a microbatch was drawn, and backward() was not called exactly once for each "
                 "record of those before; call it for every microbatch"
             )
+        if batch.first:
+            self._calls = 0
         self._due = batch
         self._watcher.sums.inputs.clear()  # held to their number above, and they take memory
         self._watcher.yielded = Yielded(batch.records, content, batch.before)
 
-    def _expect(self, rows: int) -> Tensor | None:
+    def expect(self, rows: int) -> Tensor | None:
         """Called before each watched forward pass: a private batch has to be there."""
         if self._due is None:
             raise StepError(
@@ -173,12 +180,23 @@ class PrivateLoop:
             return torch.zeros(rows, dtype=torch.bool, device=device)
         return None
 
+    def layer_randomness(self) -> AbstractContextManager[None]:
+        """Secret random numbers for layers and augmentations, others in every call of a step."""
+        self._calls += 1
+        seed = self._streams.seed_for(LAYERS, self.accountant.steps) + self._calls
+        return seeded_globally(seed, next(iter(self._watcher.trained.values())).device)
+
     def begin_step(self) -> bool:
         """Charge a step, and put the private gradient in place. Called by `optimizer.step()`."""
         with self._streams.ranks.ends_together():
             return self._begin_step()
 
     def _begin_step(self) -> bool:
+        if os.getpid() != self._process:
+            raise StepError(
+                "the engine was made in another process, from which this one was forked, so that "
+                "both would draw the same noise; call make_private in the process that trains"
+            )
         due, watcher = self._due, self._watcher
         if due is None:
             raise StepError(
@@ -202,7 +220,8 @@ class PrivateLoop:
                 private=f"{seen} records; the private batch has {wanted}",
             )
         watcher.check_parameters()
-        watcher.check_gradients()
+        watcher.gradients.check(watcher.unwatched)
+        watcher.gradients.check_others(self._optimizer)
         if self._blocks is not None:
             self._blocks.check_rates()
         self.accountant.charge(self._event)
@@ -219,7 +238,8 @@ class PrivateLoop:
             total = ClippedSum(reduction.result(), watcher.max_grad_norm)
             noisy = add_gaussian(total, self._noise, noise)
         expected = self._rate * self._size
-        watcher.write_gradients(elementwise(lambda value: value / expected, noisy))
+        gradient = elementwise(lambda value: value / expected, noisy)
+        watcher.gradients.write(gradient, watcher.sharding)
         if self._gate is not None:
             self._saved = Snapshot(self._module, self._optimizer)
             self._test_batch = self._draw_test_batch(due.step)

@@ -8,10 +8,10 @@ the loss has to be inspected before autograd frees what it has saved.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,14 @@ from torch.func import functional_call
 
 from dpsur.engine.backward import leave_backward, watch_backward
 from dpsur.engine.batch_checks import (
+    NumberCheck,
     Place,
     TargetCheck,
     Yielded,
     check_not_used,
     places_of,
 )
+from dpsur.engine.gradients import Gradients
 from dpsur.engine.loss_graph import Cut, Values, check_loss_graph
 from dpsur.engine.plans import Plans, row_count_of
 from dpsur.engine.sharding import Sharding
@@ -54,6 +56,8 @@ class Call:
     inputs: list[Place]
     given: Arguments
     outputs: Values = field(default_factory=dict)
+    # the outputs themselves, and how many hooks they had when the model returned them
+    returned: list[tuple[Tensor, int]] = field(default_factory=list)
     cut: Cut = field(default_factory=dict)
     differentiated: bool = False
 
@@ -74,8 +78,25 @@ class Sums:
             self.params[name] = self.params[name] + value if name in self.params else value
 
 
+class Owner(Protocol):
+    """What an engine does around the calls of a module."""
+
+    def expect(self, rows: int) -> Tensor | None:
+        """Refuse a call without a private batch; for an empty one, which rows count: none."""
+        ...
+
+    def layer_randomness(self) -> AbstractContextManager[None]:
+        """Secret random numbers in the place of those of torch's global generators."""
+        ...
+
+
 class Watcher:
-    """Watches one module. `expects` is asked before each call whether a private batch is due."""
+    """Watches one module. `owner` is asked before each call whether a private batch is due.
+
+    Layers and augmentations draw from its random numbers. Which draws a record gets depends on its
+    place in the batch, and so on other records: nobody may know them. A program may well begin with
+    `torch.manual_seed(0)`.
+    """
 
     def __init__(
         self,
@@ -83,7 +104,7 @@ class Watcher:
         trained: dict[str, nn.Parameter],
         max_grad_norm: float,
         loss_reduction: str,
-        expects: Callable[[int], Tensor | None],
+        owner: Owner,
         augment: Augment | None = None,
         views: int = 1,
         sharding: Sharding | None = None,
@@ -92,7 +113,7 @@ class Watcher:
         self.max_grad_norm, self.loss_reduction = max_grad_norm, loss_reduction
         self.sums = Sums()
         self.unwatched: str | None = None
-        self._expects = expects
+        self._expects, self._randomness = owner.expect, owner.layer_randomness
         self._augment, self._views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
         self._plans = Plans(module, list(trained), sharding)
@@ -101,11 +122,12 @@ class Watcher:
         self._calls: list[Call] = []
         self._open: tuple[ExitStack, Tape, Plan] | None = None
         self._given = Arguments((), {})
+        self._number_check = NumberCheck()
         self.yielded: Yielded | None = None
         self._target_check = TargetCheck()
         self._busy = False
         self._measured: list[Tensor] | None = None
-        self._grads: dict[str, tuple[Tensor, int]] = {}
+        self.gradients = Gradients(trained)
         self._handles = [
             module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
@@ -134,6 +156,9 @@ class Watcher:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not hasattr(self, "module") or module is not self.module or self._busy:
             return None  # a copy of the module, or our own checks
+        if self._open is not None:  # Ctrl-C in the call before, after which hooks are not called
+            (stack, *_), self._open = self._open, None
+            stack.close()
         self.unwatched = None
         if not module.training:
             self.unwatched = "the model was in evaluation mode; call model.train() first"
@@ -150,6 +175,7 @@ class Watcher:
             self._expects(rows // self._views)
         self.check_parameters()
         self._given = Arguments(args, kwargs)
+        self._number_check.look(self._given)
         args, kwargs = self._augmented(args, kwargs)
         inputs = Arguments(args, kwargs)
         self._busy = True
@@ -164,6 +190,7 @@ class Watcher:
             tape = self.sharding.tape(rows, layouts)
             tape.recording = False
             self._open = stack, tape, plan
+            stack.enter_context(self._randomness())
             stack.enter_context(self.sharding.watched())
             stack.enter_context(use_rules(plan.assignment, module, tape))
             return args, kwargs
@@ -171,6 +198,7 @@ class Watcher:
         tape = Tape(params, rows, layouts)
         tape.recording = False  # until a loss was inspected
         self._open = stack, tape, plan
+        stack.enter_context(self._randomness())
         stack.enter_context(without_flattening(every_module(module)))
         stack.enter_context(forbid_side_effects(module, {}))
         if self._recomputes(plan):
@@ -193,7 +221,8 @@ class Watcher:
         inputs = kwargs or (args[0] if len(args) == 1 else args)
         if not len(self._plans):
             check_augmentation(self._augment, self._views, inputs)
-        return arguments(self._augment(inputs))
+        with self._randomness():
+            return arguments(self._augment(inputs))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         if not hasattr(self, "module") or self._open is None or module is not self.module:
@@ -208,6 +237,7 @@ class Watcher:
             if value.grad_fn is not None and value.dim() and len(value) == tape.examples:
                 call.cut[value.grad_fn, value.output_nr] = len(value)
                 call.outputs[value.grad_fn, value.output_nr] = value.detach()
+                call.returned.append((value, _hooks(value)))
             return value
 
         def total(given: Tensor, found: Tensor) -> Tensor:
@@ -239,7 +269,8 @@ class Watcher:
         def weight(name: str, value: Tensor) -> Tensor:
             return weights.get(name, value.detach())
 
-        with torch.enable_grad(), without_flattening(every_module(self.module)):
+        modules = every_module(self.module)
+        with torch.enable_grad(), without_flattening(modules), self._randomness():
             if plan.engine is not Engine.ONE_BY_ONE:
                 kind = None if plan.assignment is None else plan.assignment.forwards[0][1]
                 with use_weights(self.module, weight):
@@ -319,7 +350,7 @@ class Watcher:
             )
         return found[0] if found else None
 
-    def before_backward(self, call: Call, loss: Tensor, options: dict[str, Any]) -> Any:
+    def before_backward(self, call: Call, loss: Tensor) -> Any:
         """Inspect a loss; returns what undoes a mean over the batch, and the rest of each scale."""
         if call.differentiated:
             raise StepError(
@@ -327,8 +358,11 @@ class Watcher:
                 "add the losses up and call backward() once"
             )
         check_not_used(call.inputs, self.sums.inputs)
-        if options.get("create_graph"):
-            raise StepError("create_graph=True is not supported in a private backward pass")
+        if any(_hooks(output) != before for output, before in call.returned):
+            raise StepError(
+                "an output of the model has a hook, by which a record's gradient may depend on "
+                "others; remove register_hook, or change gradients inside of the model"
+            )
         report = check_loss_graph(loss, call.cut, call.rows, self._names, call.outputs)
         views = 1 if self.loss_reduction == "mean" else self._views  # a sum is not divided by them
         if call.rows > 1 and report.mean != (self.loss_reduction == "mean"):
@@ -337,14 +371,13 @@ class Watcher:
                 f"the loss is {has} over the batch, but loss_reduction is "
                 f"{self.loss_reduction!r}; make the two agree in make_private(loss_reduction=...)"
             )
-        if report.factors:
-            known = self._factors.setdefault(call.rows == 1, report.factors)
-            if not _close(known, report.factors):
-                raise StepError(
-                    "the loss is multiplied or divided by other numbers than in the first batch; a "
-                    "number that depends on the batch couples its records: make it constant, or "
-                    "compute it from each record alone in make_private(criterion=...)"
-                )
+        known = self._factors.setdefault(call.rows == 1, report.factors)
+        if not _close(known, report.factors):
+            raise StepError(
+                "the loss is multiplied or divided by other numbers than in the first batch; a "
+                "number that depends on the batch couples its records: make it constant, or "
+                "compute it from each record alone in make_private(criterion=...)"
+            )
         if self.yielded is not None and self._measured is None and self._views == 1:
             used = self.sums.rows - self.yielded.before
             self._target_check.look(
@@ -389,7 +422,7 @@ class Watcher:
                 sums[name] = total if self.sharding is None else self.sharding.reduce(name, total)
         self.sums.add(call.rows, sums, call.inputs)
         tape.leaves.clear()
-        self._mark_gradients()
+        self.gradients.mark(self.unwatched)
 
     @contextmanager
     def measuring(self, factors: dict[bool, tuple[float, ...]]) -> Iterator[list[Tensor]]:
@@ -404,41 +437,6 @@ class Watcher:
         finally:
             self._measured, self._factors, self._calls = None, own, calls
 
-    def _mark_gradients(self) -> None:
-        """Put zeros into `.grad`, where other code that clips or adds gradients leaves a trace."""
-        self.check_gradients(cleared=True)
-        for name, value in self.trained.items():
-            grad = self._grads[name][0] if name in self._grads else torch.zeros_like(value)
-            if value.grad is not grad:
-                value.grad = grad.zero_()
-            elif name in self._grads:
-                grad.zero_()
-            self._grads[name] = grad, grad._version
-
-    def check_gradients(self, *, cleared: bool = False) -> None:
-        """Refuse gradients that do not come from the clipped sum, or that were changed."""
-        for name, value in self.trained.items():
-            grad = value.grad
-            if grad is None:
-                if cleared:
-                    continue
-                raise StepError(
-                    "gradients were cleared between backward() and step(); call zero_grad() "
-                    "before the forward pass"
-                )
-            ours, version = self._grads.get(name, (None, 0))
-            if grad is not ours:
-                raise StepError(
-                    f"parameter {name} has a gradient that was not clipped per record: "
-                    + (self.unwatched or "it was used outside of the model's own call")
-                )
-            if not cleared and grad._version != version:
-                raise StepError(
-                    f"the gradient of {name} was changed between backward() and step() (by "
-                    "clip_grad_norm_, a GradScaler or another library); remove that: the private "
-                    "gradient is made in step() and is clipped per record already"
-                )
-
     def take(self) -> Params:
         """The clipped sums of the batch, which are forgotten here."""
         sums, self.sums, self._calls = self.sums, Sums(), []
@@ -448,15 +446,6 @@ class Watcher:
             else torch.zeros_like(value.detach())
             for name, value in self.trained.items()
         }
-
-    def write_gradients(self, gradients: Params) -> None:
-        """Hand the private gradient to the optimizer."""
-        for name, value in self.trained.items():
-            grad = self._grads[name][0] if name in self._grads else torch.zeros_like(value)
-            new = gradients[name]
-            grad.copy_(new if self.sharding is None else self.sharding.distribute(name, new))
-            value.grad = grad
-            self._grads[name] = grad, grad._version
 
     def forget(self) -> None:
         """Drop what calls and backward passes have left."""
@@ -471,6 +460,10 @@ def _rows_with_nan(call: Call) -> Tensor | None:
         if value.numel() and value.is_floating_point()
     ]
     return torch.stack(found).any(0) if found else None
+
+
+def _hooks(value: Tensor) -> int:
+    return len(value._backward_hooks or ())
 
 
 def _inactive() -> Watcher:

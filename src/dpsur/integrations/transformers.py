@@ -33,8 +33,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     `criterion`), and checkpoints hold the ledger. Evaluation is left to the base class: a metric
     on an evaluation set is public only if that set is.
 
-    Training losses depend on private records: they are neither logged nor returned unless
-    `log_private` is set.
+    Training losses and the sizes of batches depend on private records: they are neither logged nor
+    returned unless `log_private` is set.
     """
 
     optimizer: Any
@@ -59,6 +59,11 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         """
         super().__init__(*args, **kwargs)
         _check(self.args, noise_multiplier, target_epsilon, target_delta)
+        if not log_private and self.args.include_num_input_tokens_seen not in ("no", False):
+            raise InvalidInputError(
+                "include_num_input_tokens_seen would save how many tokens private batches have; "
+                "leave it out, or set log_private=True"
+            )
         self.engine = PrivacyEngine() if engine is None else engine
         # clipped per record already, and the base class must not skip batches on resuming
         self.args.max_grad_norm, self.args.ignore_data_skip = 0.0, True
@@ -118,6 +123,10 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             module=self.model, optimizer=self.optimizer, data_loader=plain, steps=steps, **settings
         )
         return self._loader
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Nothing: the sizes of private batches, which would be added up and saved."""
+        return int(super().floating_point_ops(inputs)) if self._log_private else 0
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the base class would rescale gradients to find their norm."""

@@ -245,6 +245,22 @@ def _verify(
     return found, memory[1] - memory[0], frozenset(tapes[-1].repeated)
 
 
+def copies_are_right(objective: Objective, params: Params, inputs: TensorTree) -> bool:
+    """Whether a model may be called with a copy of its parameters for every example.
+
+    torch.func batches some operations on copies wrongly that it batches rightly on one weight.
+    """
+    full = Objective(objective.model, objective.loss)
+    device = next(iter(params.values())).device
+    try:
+        with _silence_warnings(), seeded_globally(0, device):
+            rows = _on(device, synthetic(inputs, max(_SIZES)))
+            _verify_repeatedly(full, params, rows, Assignment([(0, None)]))
+    except Exception:  # whatever goes wrong, one record at a time is right
+        return False
+    return True
+
+
 def _try_rounded(
     objective: Objective,
     params: Params,

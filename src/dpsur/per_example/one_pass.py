@@ -10,10 +10,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
 
 from dpsur.functional.call import call, every_module, use_weights
 from dpsur.functional.parameters import Params
@@ -143,6 +145,30 @@ class _Shell(nn.Module):
         return self._own(*args, **kwargs)
 
 
+class _PaddedTables(TorchFunctionMode):
+    """Embeddings with a row for padding, which is not trained, where every example has a table.
+
+    torch joins these tables into one, and leaves out the row of the first of them only.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Leave out the row of every table."""
+        read = _look_up if func is F.embedding else func
+        return read(*args, **(kwargs or {}))
+
+
+def _look_up(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **options: Any
+) -> Tensor:
+    rows = F.embedding(input, weight, None, *args, **options)
+    if padding_idx is None:
+        return rows
+    padding = (input == padding_idx % len(weight)).unsqueeze(-1)
+    return torch.where(padding, rows.detach(), rows)
+
+
 def copy_per_example(
     module: nn.Module, tape: Tape, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
@@ -189,7 +215,8 @@ def copy_per_example(
         return [value.squeeze(axis) for value, axis in zip(outputs, places, strict=True)]
 
     batched = vmap(one, in_dims=(0, axes), randomness="different")
-    with sdpa_kernel(SDPBackend.MATH):  # the only attention kernel with a batching rule
+    # the only attention kernel with a batching rule
+    with sdpa_kernel(SDPBackend.MATH), _PaddedTables():
         results = batched(copies, given)
     moved = [value.movedim(0, axis) for value, axis in zip(results, places, strict=True)]
     return with_tensors(structure, moved)
