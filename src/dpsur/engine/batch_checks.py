@@ -8,7 +8,7 @@ is called on the same row, then its target must be the same too.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Final
@@ -225,3 +225,13 @@ def _alike(one: list[Tensor], other: list[Tensor]) -> bool:
         ):
             return False
     return True
+
+
+def rows_with_nan(outputs: Iterable[Tensor]) -> Tensor | None:
+    """Rows with NaN among their outputs, from which a loss is NaN; None if there is no output."""
+    found = [
+        value.reshape(len(value), -1).amax(1).isnan()
+        for value in outputs
+        if value.numel() and value.is_floating_point()
+    ]
+    return torch.stack(found).any(0) if found else None

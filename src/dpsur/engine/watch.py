@@ -25,6 +25,7 @@ from dpsur.engine.batch_checks import (
     Yielded,
     check_not_used,
     places_of,
+    rows_with_nan,
 )
 from dpsur.engine.gradients import Gradients
 from dpsur.engine.loss_graph import Cut, Values, check_loss_graph
@@ -393,7 +394,7 @@ class Watcher:
         tape.recording = False
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
-            tape.spoiled = _rows_with_nan(call)
+            tape.spoiled = rows_with_nan(call.outputs.values())
             if self._views > 1:
                 tape.merge_views(self._views)
         keep = None if self._measured is not None else self._expects(call.rows)
@@ -450,16 +451,6 @@ class Watcher:
     def forget(self) -> None:
         """Drop what calls and backward passes have left."""
         self.sums, self._calls, self.yielded = Sums(), [], None
-
-
-def _rows_with_nan(call: Call) -> Tensor | None:
-    """Rows with NaN among their outputs, from which a loss is NaN; None if there is no output."""
-    found = [
-        value.reshape(len(value), -1).amax(1).isnan()
-        for value in call.outputs.values()
-        if value.numel() and value.is_floating_point()
-    ]
-    return torch.stack(found).any(0) if found else None
 
 
 def _hooks(value: Tensor) -> int:

@@ -255,7 +255,7 @@ def copies_are_right(objective: Objective, params: Params, inputs: TensorTree) -
     try:
         with _silence_warnings(), seeded_globally(0, device):
             rows = _on(device, synthetic(inputs, max(_SIZES)))
-            _verify_repeatedly(full, params, rows, Assignment([(0, None)]))
+            _verify(full, params, rows, Assignment([(0, None)]))
     except Exception:  # whatever goes wrong, one record at a time is right
         return False
     return True
