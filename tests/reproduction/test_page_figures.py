@@ -4,12 +4,14 @@ import re
 
 import pytest
 
-from reproduction import page_figures
 from reproduction.arms import ARMS
 from reproduction.base import Options
 from reproduction.experiments.accuracy import MAIN_ARMS
 from reproduction.experiments.best import summary as best_summary
-from reproduction.page_figures import BUDGETS, FOUND, ROOT, fmnist, rows_of, unchecked, written
+from reproduction.page_figures import pages as page_figures
+from reproduction.page_figures.dpsur_claims import released_at_four
+from reproduction.page_figures.pages import unchecked, written
+from reproduction.page_figures.records import BUDGETS, FOUND, ROOT, best_of, fmnist, rows_of
 from reproduction.registry import EXPERIMENTS, experiment_named
 
 
@@ -65,12 +67,12 @@ def test_every_experiment_has_rows(pages):
 
 
 def test_what_is_said_in_words_holds():
-    others = page_figures.released_at_four()[1:]
+    others = released_at_four()[1:]
     assert abs(sum(others) / len(others) - FOUND["fmnist", "released-code", 4]["paper"]) < 0.1
     assert {r["seeds"] for arm in MAIN_ARMS for r in fmnist(arm)} == {5}
     best = best_summary(rows_of("best"))
     assert all(record["proven"] <= record["epsilon"] for record in best)
-    above = [page_figures.best_of("fmnist", "dpsgd", budget)["difference"] for budget in BUDGETS]
+    above = [best_of("fmnist", "dpsgd", budget)["difference"] for budget in BUDGETS]
     assert [0 < gap < 0.2 for gap in above] == [True, False, True, False]
     assert [-0.3 < gap < 0 for gap in above] == [False, True, False, True]
     for row in rows_of("best"):

@@ -1,0 +1,1 @@
+"""Figures in the text of the reproduction's pages, written from the rows."""
