@@ -157,7 +157,9 @@ def _check_arguments(
     given = {*positional[: len(args)], *kwargs}
     missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in given]
     if missing:
-        raise ArgumentError(f"{owner} needs {', '.join(missing)}, which must be given")
+        raise ArgumentError(
+            f"{owner} needs the argument{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        )
     if len(args) > len(positional):
         raise ArgumentError(
             f"{owner} takes {len(positional)} arguments without a name, got {len(args)}; give the "

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur import checks
-from dpsur.config import Pace, RunConfig, Speed, choose_for_model, uses_gpu
+from dpsur.config import Pace, RunConfig, Speed, check_budget, choose_for_model, uses_gpu
 from dpsur.distributed import connect, restarted
 from dpsur.environment import versions
 from dpsur.errors import InvalidInputError, PrivacyWarning
@@ -109,6 +109,7 @@ def fit(
     one record of `train_set`, as `Run.statement` says, if the accounting is a proved one.
     """
     check_observers(observers)
+    check_budget(budget)
     described: Origin = NO_ORIGIN
     if schema is not None:
         model, described = _table_model(model, schema)
