@@ -254,7 +254,7 @@ class RunConfig(checks.NamedArguments):
     hold_out: int = option(0, "records to evaluate on instead of the test set", command_line=False)
     max_updates: int | None = option(
         None,
-        "end the planned run after so many updates, to try things out; noise stays as planned",
+        "end the planned run after N updates, for a trial run; noise stays as planned",
         check=checks.at_least_one,
         metavar="N",
         group=WHAT,

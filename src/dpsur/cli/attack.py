@@ -56,7 +56,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attacks",
         metavar="LIST",
-        help=f"names with commas between, or: all (default: {','.join(USUAL)}; of a release "
+        help=f"names separated by commas, or all (default: {','.join(USUAL)}; of a release "
         f"{','.join(WITHOUT_TRAINING)})",
     )
     parser.add_argument("--release", metavar="DIR", help="attack a release instead of a new target")
@@ -75,7 +75,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shadow-models", type=int, default=16, metavar="N", help="for lira and rmia (16)"
     )
-    parser.add_argument("--max-records", type=int, metavar="N", help="use so many records only")
+    parser.add_argument("--max-records", type=int, metavar="N", help="use only N records")
     parser.add_argument("--seed", type=int, default=0, help="of split and training (default: 0)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     parser.add_argument(

@@ -62,7 +62,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help="runs with and without the record (default: 50000; in the loop, for broken, 1500)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of draws and coins (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a finding")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per finding")
     parser.add_argument(
         "--plot", type=figure_path, metavar="FILE", help="draw claims and bounds (PNG, SVG or PDF)"
     )
