@@ -204,6 +204,9 @@ class Stream(IterableDataset):
 BAD = [
     (lambda: fit(epocs=3), "epocs"),
     (lambda: fit(max_update=3), "max_update.*did you mean max_updates"),
+    (lambda: fit(epsilon=3), r"epsilon of fit; write budget=dpsur\.Budget"),
+    (lambda: fit(learning_rate=0.1), r"write method=dpsur\.Dpsgd\(learning_rate=\.\.\.\)"),
+    (lambda: fit(accept_ratio=2), r"write method=dpsur\.\w+\(accept_ratio=\.\.\.\)"),
     (lambda: fit(sede=3), "sede.*did you mean seed"),
     (lambda: dpsur.Dpsgd(learningrate=1.0), "learningrate.*did you mean learning_rate"),
     (lambda: dpsur.Dpsur(lr=1.0), "unknown argument lr of Dpsur"),

@@ -4,7 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.functional.problem import LossFunction
 from dpsur.mechanism.block_gate import released_metrics
 from dpsur.mechanism.loop import Progress
-from dpsur.methods import Method
+from dpsur.methods import METHODS, Method
 from dpsur.networks import build_network
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
@@ -37,8 +37,16 @@ from dpsur.runs.validation import check_observers
 from dpsur.status import notes, silenced
 from dpsur.tasks.schema import Schema
 
+# Arguments that `fit` does not have, and where they belong.
+_BUDGET = "budget=dpsur.Budget(epsilon=..., delta=...)"
+_ELSEWHERE = {"epsilon": _BUDGET, "delta": _BUDGET} | {
+    each.name: f"method=dpsur.{kind.__name__}({each.name}=...)"
+    for kind in [*METHODS.values(), METHODS["dpsgd"]]
+    for each in fields(kind)
+}
 
-@checks.arguments
+
+@checks.arguments_with(_ELSEWHERE)
 def fit(
     model: nn.Module | str,
     train_set: Any,
