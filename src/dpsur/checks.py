@@ -5,6 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from dpsur.errors import ArgumentError, InvalidInputError
@@ -101,14 +102,25 @@ def shown(value: Any) -> str:
 
 def arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Have a function refuse arguments that it does not have, and name the nearest that it has."""
-    parameters = inspect.signature(function).parameters
+    return arguments_with({})(function)
 
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        _check_arguments(function.__name__, parameters, args, kwargs)
-        return function(*args, **kwargs)
 
-    return checked
+def arguments_with(
+    elsewhere: Mapping[str, str],
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """The same for a function whose users look for these arguments too: where they belong."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        parameters = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            _check_arguments(function.__name__, parameters, args, kwargs, elsewhere)
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 class NamedArguments:
@@ -143,6 +155,7 @@ def _check_arguments(
     parameters: Mapping[str, inspect.Parameter],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())  # checked where they go
     parameters = {name: p for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
@@ -152,12 +165,15 @@ def _check_arguments(
                 known for known in parameters if known.startswith(name)
             ]
             remedy = f"did you mean {near[0]}?" if near else f"it has {', '.join(parameters)}"
+            remedy = f"write {elsewhere[name]}" if name in elsewhere else remedy
             raise ArgumentError(f"unknown argument {name} of {owner}; {remedy}")
     positional = [p.name for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
     given = {*positional[: len(args)], *kwargs}
     missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in given]
     if missing:
-        raise ArgumentError(f"{owner} needs {', '.join(missing)}, which must be given")
+        raise ArgumentError(
+            f"{owner} needs the argument{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        )
     if len(args) > len(positional):
         raise ArgumentError(
             f"{owner} takes {len(positional)} arguments without a name, got {len(args)}; give the "

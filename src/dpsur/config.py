@@ -136,6 +136,20 @@ def _is_method(name: str, value: Any) -> None:
         )
 
 
+def check_kind(name: str, value: Any, kind: type, example: str = "()") -> None:
+    """Refuse a value of another class, such as an epsilon without its delta for a budget."""
+    if not isinstance(value, kind):
+        raise InvalidInputError(
+            f"{name} must be a dpsur.{kind.__name__}, got {checks.shown(value)}; "
+            f"write dpsur.{kind.__name__}{example}"
+        )
+
+
+def check_budget(value: Any) -> None:
+    """Refuse what is no budget."""
+    check_kind("budget", value, Budget, "(epsilon=3.0, delta=1e-5)")
+
+
 def _is_device(name: str, value: Any) -> None:
     if not isinstance(value, str):
         raise InvalidInputError(f"unknown {name} {value!r}; use cpu, cuda or auto")
@@ -240,7 +254,7 @@ class RunConfig(checks.NamedArguments):
     hold_out: int = option(0, "records to evaluate on instead of the test set", command_line=False)
     max_updates: int | None = option(
         None,
-        "end the planned run after so many updates, to try things out; noise stays as planned",
+        "end the planned run after N updates, for a trial run; noise stays as planned",
         check=checks.at_least_one,
         metavar="N",
         group=WHAT,
@@ -274,17 +288,9 @@ class RunConfig(checks.NamedArguments):
     speed: Speed = Speed()
 
     def __post_init__(self) -> None:
-        for name, kind, example in (
-            ("budget", Budget, "(epsilon=3.0, delta=1e-5)"),
-            ("pace", Pace, "()"),
-            ("speed", Speed, "()"),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise InvalidInputError(
-                    f"{name} must be a dpsur.{kind.__name__}, got {checks.shown(value)}; "
-                    f"write dpsur.{kind.__name__}{example}"
-                )
+        check_budget(self.budget)
+        check_kind("pace", self.pace, Pace)
+        check_kind("speed", self.speed, Speed)
         check_options(self)
         if math.isinf(self.budget.epsilon) and not isinstance(self.method, Nonprivate):
             raise InvalidInputError(
@@ -425,7 +431,8 @@ def choose_for_model(
     lines = explain_auto(
         replace(facts, own_model=True), features, normalisation, asdict(method), shown
     )
-    return method, normalisation, lines
+    note = "to choose the settings yourself, pass a method, such as dpsur.Dpsgd(learning_rate=0.5)"
+    return method, normalisation, (*lines, note)
 
 
 def _task_settings(

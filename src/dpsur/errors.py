@@ -37,6 +37,10 @@ class UnsupportedModelError(InvalidInputError):
     """The model has a part whose per-example gradient is undefined or unknown."""
 
 
+class ModelInputError(UnsupportedModelError):
+    """The model does not take inputs of this shape or type."""
+
+
 class StepError(InvalidInputError):
     """A loop that does something the accounting does not cover; nothing was released by it."""
 

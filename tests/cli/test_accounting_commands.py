@@ -255,7 +255,7 @@ def test_verify_fails_on_an_edited_page(release, capsys):
 def test_verify_of_nothing(tmp_path, capsys):
     status, _, err = dpsur("verify", str(tmp_path), capsys=capsys)
     assert status == 2
-    assert "not a privacy statement" in err
+    assert "holds no release" in err
 
 
 def test_its_help_says_that_it_is_no_signature(capsys):

@@ -139,6 +139,11 @@ BAD = [
     (["--method", "dpsgd", "--accept-threshold", "0"], "belongs to the gate loss"),
     (["--optimizer", "lion"], "invalid choice: 'lion'"),
     (["--learning", "1"], "unrecognized arguments: --learning 1"),
+    (["--epsilom", "1"], "did you mean --epsilon? (see: dpsur train --help)"),
+    (["--gate", "coins"], "invalid choice: 'coins'; did you mean coin?"),
+    (["--data-dir", ""], "argument --data-dir: expected a value, got ''"),
+    (["--task", "csv:nowhere.csv"], "there is no file nowhere.csv"),
+    (["--epsilon", "1e-9"], "raise epsilon or make fewer updates\n"),
     (["--checkpoint-every", "0"], "checkpoint_every must be"),
     (["--evaluate-every", "-1"], "evaluate_every must be"),
     (["--device", "tpu9"], "unknown device 'tpu9'"),
@@ -238,10 +243,29 @@ def test_resume_takes_no_settings(finished, capsys):
     assert "holds no run to resume" in err
 
 
-def test_evaluate_of_nothing(tmp_path, capsys):
-    status, _, err = dpsur("evaluate", str(tmp_path), capsys=capsys)
+@pytest.mark.parametrize("command", ["evaluate", "report", "verify", "plot"])
+@pytest.mark.parametrize("name", ["", "nowhere", "file"])
+def test_a_folder_without_a_release(command, name, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    status, _, err = dpsur(command, str(tmp_path / name), capsys=capsys)
     assert status == 2
     assert "holds no release" in err
+    assert err.endswith("give the folder of a run that has finished\n")
+
+
+@pytest.mark.parametrize(
+    "command", [["audit", "--plot"], ["attack", "--roc"], ["plot", ".", "--out"]]
+)
+def test_files_of_figures_are_checked_first(command, tmp_path, capsys):
+    status, _, err = dpsur(*command, str(tmp_path / "figure.foo"), capsys=capsys)
+    assert (status, "must end in .svg, .png or .pdf" in err) == (2, True)
+    status, _, err = dpsur(*command, str(tmp_path / "nowhere" / "figure.png"), capsys=capsys)
+    assert (status, "there is no folder" in err, len(err.splitlines())) == (2, True, 1)
+
+
+def test_a_command_with_a_typo(capsys):
+    status, _, err = dpsur("trian", capsys=capsys)
+    assert (status, "invalid choice: 'trian'; did you mean train?" in err) == (2, True)
 
 
 def test_evaluate_of_a_damaged_release(finished, tmp_path, capsys):

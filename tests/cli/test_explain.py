@@ -24,6 +24,12 @@ def plain():
 
 def looped():
     return Looped()
+
+def of_pixels():
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+def mixing():
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(2), nn.Linear(2, 3))
 """
 
 
@@ -55,6 +61,23 @@ def test_a_model_that_no_engine_can_be_wrong_about(points, capsys):
     status, out, _ = dpsur("explain", *arguments, capsys=capsys)
     assert status == 0
     assert "model: Looped\nengine " in out
+
+
+@pytest.mark.parametrize("command", [["explain"], ["train", "--max-updates", "1"]])
+def test_a_model_for_pixels_is_told_that_it_gets_features(command, points, capsys, tmp_path):
+    arguments = ["--device", "cpu", "--model", "networks_to_explain:of_pixels"]
+    arguments += ["--out", str(tmp_path / "run")] if command[0] == "train" else []
+    status, _, err = dpsur(*command, *arguments, capsys=capsys)
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert "these are scattering features: choose --features pixels" in err
+    if command[0] == "explain":
+        assert dpsur(*command, *arguments, "--features", "pixels", capsys=capsys)[0] == 0
+
+
+def test_a_model_that_training_refuses(points, capsys):
+    arguments = ["--task", points, "--device", "cpu", "--model", "networks_to_explain:mixing"]
+    status, _, err = dpsur("explain", *arguments, capsys=capsys)
+    assert (status, "BatchNorm1d" in err) == (2, True)
 
 
 def test_bad_input_is_one_line(points, capsys):

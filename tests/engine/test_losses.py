@@ -117,6 +117,13 @@ def test_losses_that_may_couple_records_are_refused(name):
         COUPLED[name](model(x), y).backward()
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_targets_of_another_shape_are_named_as_the_cause():
+    model, x, y = first_batch()
+    with pytest.raises(CoupledLossError, match="outputs and targets have different shapes"):
+        F.mse_loss(model(x)[:, :1], y.float()).backward()
+
+
 def test_a_normaliser_that_changes_from_batch_to_batch_is_refused():
     """As a plain number it leaves no trace in one graph, but it is not the same in the next."""
     _, model, optimizer, loader = private(seed=1)

@@ -93,13 +93,14 @@ def test_fit_by_itself_is_plain_for_rows_of_words_and_tests_blocks_otherwise(cap
     assert (run.method.gate, run.method.batch_size, run.method.updates) == ("none", 32, 600)
     err = capsys.readouterr().err.splitlines()
     assert [line for line in err if line.startswith("dpsur: ")][:1] == [
-        "dpsur: auto: 300 records, no GPU, epsilon 3, delta 0.001; nothing else was used"
+        "dpsur: auto: settings chosen from public facts only: 300 records, no GPU, epsilon 3, "
+        "delta 0.001"
     ]
     model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     own = (rows[:, :5], torch.from_numpy(labels))
     run = dpsur.fit(model, own, budget=budget, device="cpu")
     assert run.method.gate == "block"
-    assert "your model, for which no learning rate is known" in capsys.readouterr().err
+    assert "your model: a good learning rate is not known" in capsys.readouterr().err
     run = dpsur.fit(model, own, **common)  # a short try, without room for a search
     assert run.method.gate == "coin"
-    assert "no search" in capsys.readouterr().err
+    assert "without a search" in capsys.readouterr().err

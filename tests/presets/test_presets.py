@@ -353,11 +353,11 @@ def test_auto_is_the_default_unless_something_else_is_named(values, options, pre
         (DataFacts(800, None, None, own_model=True), ("your model", "gate block", "8 sqrt(N)")),
     ],
 )
-def test_auto_says_what_it_chose_in_five_lines(facts, words):
+def test_auto_says_what_it_chose_in_four_lines(facts, words):
     preset = preset_named("auto", "dpsur", "any", 2.0, facts)
     options = asdict(METHODS["dpsur"](**preset.options))
     lines = explain_auto(facts, preset.features, preset.normalisation, options, (2.0, 1e-5))
-    assert len(lines) == 5
+    assert len(lines) == 4
     for word in (*words, "epsilon 2, delta 1e-05"):
         assert word in " ".join(lines)
 

@@ -23,6 +23,7 @@ from dpsur.attacks.score_attacks import (
 )
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
+from dpsur.status import status
 
 Guess = Callable[[Examples, Examples], Scores]
 SHUFFLED = ", shuffled"
@@ -72,7 +73,8 @@ def attack_target(
     rows = [split.target_train]
     if "shadow" in names:
         rows.append(split.shadow_train)
-    models = trainer(split.pool, rows, seed)
+    with status("training the target" + (" and a shadow model" if len(rows) > 1 else "")):
+        models = trainer(split.pool, rows, seed)
     target = SeparateModels([models.module(0)])
     scores: dict[str, Scores] = {}
     members = as_many(split.target_train, len(split.target_test), seed)
@@ -82,7 +84,8 @@ def attack_target(
     if "shadow" in names:
         shadow = SeparateModels([models.module(1)])
         known = split.examples(split.shadow_train), split.examples(split.shadow_test)
-        learned = learn_from_shadow(shadow, *known, seed)
+        with status("fitting the attack shadow"):
+            learned = learn_from_shadow(shadow, *known, seed)
         scores |= _with_control("shadow", partial(shadow_attack, target, learned), *sides, seed)
     if "white-box" in names:
         scores |= with_white_box(target, split.examples(split.target_train), sides[1], seed)
@@ -100,7 +103,8 @@ def with_white_box(
 ) -> dict[str, Scores]:
     """The white-box attack and its control. Of members there may be more than of others."""
     attack = partial(_white_box, target, seed=seed)
-    return _with_control("white-box", attack, members, others, seed)
+    with status("fitting the attack white-box and its control; on a wide last layer: minutes"):
+        return _with_control("white-box", attack, members, others, seed)
 
 
 def _with_control(
@@ -148,7 +152,8 @@ def _by_shadows(
     candidates = torch.cat([members, split.target_test])
     asked = torch.cat([candidates, split.shadow_test])  # the last are the population of RMIA
     size = len(split.target_train)
-    shadows = train_shadows(trainer, split.pool, asked, size, count, seed + 1)
+    with status(f"training {count} shadow models"):
+        shadows = train_shadows(trainer, split.pool, asked, size, count, seed + 1)
     examples = split.examples(asked)
     odds = target_log_odds(target, examples)
     found = {"lira-online": lira_online(odds, shadows), "lira-offline": lira_offline(odds, shadows)}

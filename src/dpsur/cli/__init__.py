@@ -34,7 +34,7 @@ GROUPS = {
         "report": ("dpsur.cli.report:set_up", "one HTML page about a finished run"),
         "plot": ("dpsur.cli.report:set_up_plot", "plot epsilon, accuracy or attack power of runs"),
         "methods": ("dpsur.cli.listings:set_up_methods", "list methods and hyper-parameters"),
-        "explain": ("dpsur.cli.explain:set_up", "which per-example engine serves a model, and why"),
+        "explain": ("dpsur.cli.explain:set_up", "which per-example engine a model uses, and why"),
         "bench": ("dpsur.cli.bench:set_up", "time and memory of a training step of your model"),
     },
     "check": {

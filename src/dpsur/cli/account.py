@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dpsur import checks
+from dpsur.cli.parser import figure_path
 from dpsur.errors import InvalidInputError
 from dpsur.options import flag
 from dpsur.privacy.accountants.noise_tail import tail_refusal
@@ -85,7 +86,10 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help="hold the figures against dp-accounting, in about a second (default: unless --json)",
     )
     parser.add_argument(
-        "--plot", metavar="FILE", help="draw epsilon against updates (PNG, SVG or PDF)"
+        "--plot",
+        type=figure_path,
+        metavar="FILE",
+        help="draw epsilon against updates (PNG, SVG or PDF)",
     )
     parser.set_defaults(run=run)
 
@@ -192,7 +196,7 @@ def run(options: argparse.Namespace) -> int:
         )
     _say_why_infinite(setup, trial, options.delta, updates or trials or 1)
     if options.plot is not None:
-        _plot(Path(options.plot), setup, trial, options.delta, updates, trials)
+        _plot(options.plot, setup, trial, options.delta, updates, trials)
     charges = {
         key: planned_charges(setup, trial, count)
         for key in found
@@ -306,7 +310,4 @@ def _plot(
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise InvalidInputError(f"cannot draw to {path}: {error}") from error
+    figure.savefig(path, dpi=150)

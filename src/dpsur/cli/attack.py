@@ -15,6 +15,7 @@ from dpsur.attacks.models import Recipe, SeparateModels, Trainer
 from dpsur.attacks.score_attacks import gap_attack
 from dpsur.attacks.suite import ATTACKS, Attacked, attack_target, check_attacks, with_white_box
 from dpsur.attacks.targets import PrivateTrainer, attacked_pool, plain_features, plain_trainer
+from dpsur.cli.parser import figure_path
 from dpsur.cli.run_options import add_method_options, build_method, given_method_options
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
@@ -25,6 +26,7 @@ from dpsur.runs.build_session import choose_device
 from dpsur.runs.evaluation import check_fits
 from dpsur.runs.release import read_release
 from dpsur.runs.tasks import subset
+from dpsur.status import silenced
 from dpsur.tasks import DEFAULT_TASK, TASKS, task_named
 
 DESCRIPTION = """\
@@ -54,7 +56,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attacks",
         metavar="LIST",
-        help=f"names with commas between, or: all (default: {','.join(USUAL)}; of a release "
+        help=f"names separated by commas, or all (default: {','.join(USUAL)}; of a release "
         f"{','.join(WITHOUT_TRAINING)})",
     )
     parser.add_argument("--release", metavar="DIR", help="attack a release instead of a new target")
@@ -73,10 +75,12 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shadow-models", type=int, default=16, metavar="N", help="for lira and rmia (16)"
     )
-    parser.add_argument("--max-records", type=int, metavar="N", help="use so many records only")
+    parser.add_argument("--max-records", type=int, metavar="N", help="use only N records")
     parser.add_argument("--seed", type=int, default=0, help="of split and training (default: 0)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
-    parser.add_argument("--roc", metavar="FILE", help="draw ROC curves (PNG, SVG or PDF)")
+    parser.add_argument(
+        "--roc", type=figure_path, metavar="FILE", help="draw ROC curves (PNG, SVG or PDF)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_method_options(parser)
     parser.set_defaults(run=run)
@@ -88,10 +92,11 @@ def run(options: argparse.Namespace) -> int:
     checks.non_negative("seed", options.seed)
     device = choose_device(options.device)
     of_release = options.release is not None
-    found = (_release if of_release else _target)(options, names, device)
+    with silenced(options.json):
+        found = (_release if of_release else _target)(options, names, device)
     metrics = {name: measure(scores) for name, scores in found.scores.items()}
     if options.roc is not None:
-        _draw(Path(options.roc), found.scores)
+        _draw(options.roc, found.scores)
     if options.json:
         print(json.dumps(_values(found, metrics)))
         return 0
@@ -191,8 +196,5 @@ def _draw(path: Path, scores: dict[str, Scores]) -> None:
         name: curve_of(hits_of(part), len(part.members), len(part.others))
         for name, part in scores.items()
     }
-    try:
-        with style.common():
-            draw_roc({"": curves}).savefig(path, dpi=200)
-    except (OSError, ValueError) as error:
-        raise InvalidInputError(f"cannot draw to {path}: {error}") from error
+    with style.common():
+        draw_roc({"": curves}).savefig(path, dpi=200)

@@ -17,6 +17,7 @@ from dpsur.audits.mechanism import audit_mechanisms
 from dpsur.audits.negative_controls import FAULTS, SOUND
 from dpsur.audits.repeated import PLACES, TINY, audit_repeated
 from dpsur.audits.training import audit_training
+from dpsur.cli.parser import figure_path
 from dpsur.cli.run_options import add_method_options, build_method
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
@@ -61,8 +62,10 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help="runs with and without the record (default: 50000; in the loop, for broken, 1500)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of draws and coins (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a finding")
-    parser.add_argument("--plot", metavar="FILE", help="draw claims and bounds (PNG, SVG or PDF)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per finding")
+    parser.add_argument(
+        "--plot", type=figure_path, metavar="FILE", help="draw claims and bounds (PNG, SVG or PDF)"
+    )
     one = parser.add_argument_group("one training (--against training)")
     one.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
     one.add_argument("--classes", type=int, metavar="K", help="number of classes of npz:FILE")
@@ -103,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         else:
             print(_text(finding), flush=True)
     if options.plot is not None:
-        _plot(Path(options.plot), findings)
+        _plot(options.plot, findings)
     alarms = [f for f in findings if f.verdict == CONTRADICTED and _is_sound(f)]
     return 1 if alarms else 0
 
@@ -208,8 +211,5 @@ def _planter(
 def _plot(path: Path, findings: list[Finding]) -> None:
     from dpsur import figure_style as style
 
-    try:
-        with style.common():
-            draw_findings([finding.row() for finding in findings]).savefig(path, dpi=200)
-    except (OSError, ValueError) as error:
-        raise InvalidInputError(f"cannot draw to {path}: {error}") from error
+    with style.common():
+        draw_findings([finding.row() for finding in findings]).savefig(path, dpi=200)

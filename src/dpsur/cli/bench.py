@@ -70,9 +70,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         "--memory-limit",
         type=float,
         metavar="GB",
-        help="what a step may take of the device (default: all that is free)",
+        help="memory that a step may use (default: all that is free)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object an arm")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per arm")
     parser.set_defaults(run=run)
 
 

@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
     name = options.task or origin.task
     if name is None or (options.task is None and name not in TASKS):
         raise InvalidInputError(
-            f"{options.folder} names no task to test on; name it with --task, such as npz:FILE"
+            f"{options.folder} names no task to test on; name it with --task, such as npz:FILE, or "
+            "csv:FILE with --schema"
         )
     test, loss = load_test_records(name, options.data_dir, options.schema)
     model = model.to(device)

@@ -72,6 +72,7 @@ def set_up_tasks(parser: argparse.ArgumentParser) -> None:
 def print_tasks(options: argparse.Namespace) -> int:
     """Print a line per task."""
     from dpsur.tasks import DEFAULT_TASK, TASKS
+    from dpsur.tasks.tables import PREFIXES
 
     if options.json:
         found = {
@@ -81,9 +82,11 @@ def print_tasks(options: argparse.Namespace) -> int:
         return 0
     for name, task in TASKS.items():
         default = " (default task)" if name == DEFAULT_TASK else ""
-        features = " or ".join(task.networks)
-        print(f"{name:<12} {task.summary}; {features}{default}")
-    print(f"{'npz:FILE':<12} your own data: arrays x and y, and optionally x_test and y_test")
+        print(f"{name:<13} {task.summary}{default}")
+        print(f"{'':<13} features: {', '.join(task.networks)}")
+    print(f"{'npz:FILE':<13} your arrays x and y, and optionally x_test and y_test")
+    for prefix in PREFIXES:
+        print(f"{prefix + 'FILE':<13} your table, with --schema (see: dpsur data schema --help)")
     return 0
 
 

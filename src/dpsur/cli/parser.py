@@ -1,8 +1,10 @@
 """Argument parsing with one-line errors."""
 
 import argparse
+import difflib
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -11,6 +13,8 @@ LARGEST_NUMBER = 2**63 - 1
 # What Linux file systems take: bytes of a name and of a whole path.
 LONGEST_NAME, LONGEST_PATH = 255, 4095
 LONGEST_SHOWN = 40
+# What figures are written as.
+FIGURES = (".svg", ".png", ".pdf")
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,6 +49,39 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"argument {word[:-3]}: expected a value, got '--'")
         return super().parse_known_args(args, namespace)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse. An unknown option is reported by the command that it was given to."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            parser = self._command_parser(args)
+            word = next((word for word in rest if word.startswith("-")), rest[0])
+            parser.error(
+                f"unrecognized arguments: {' '.join(rest)}"
+                + _closest(word.partition("=")[0], parser._option_string_actions)
+            )
+        return found
+
+    def _command_parser(self, args: Any) -> "Parser":
+        """The parser of the command that the arguments name, this one if they name none."""
+        parser, words = self, list(args or ())
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                named = [n for n, word in enumerate(words) if word in action.choices]
+                if named:
+                    command = action.choices[words[named[0]]]
+                    parser = command._command_parser(words[named[0] + 1 :])
+        return parser
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Check a value against the choices, and name the closest one."""
+        if action.choices is not None and value not in action.choices:
+            choices = ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(
+                action,
+                f"invalid choice: {shown(str(value))}{_closest(str(value), action.choices)} "
+                f"(choose from {choices})",
+            )
+
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and where to look."""
         printable = "".join(letter if letter.isprintable() else "?" for letter in message)
@@ -71,6 +108,8 @@ def finite_number(value: str) -> float:
 
 def text(value: str) -> str:
     """A name or path that a file system can take."""
+    if not value:
+        raise argparse.ArgumentTypeError("expected a value, got ''")
     if not value.isprintable():
         raise argparse.ArgumentTypeError(f"{shown(value)} holds a line break or control character")
     longest = max(len(os.fsencode(part)) for part in value.split("/"))
@@ -81,6 +120,24 @@ def text(value: str) -> str:
     if len(os.fsencode(value)) > LONGEST_PATH:
         raise argparse.ArgumentTypeError(f"{shown(value)} is longer than {LONGEST_PATH} bytes")
     return value
+
+
+def figure_path(value: str) -> Path:
+    """A file that a figure can be written to, checked before anything is computed."""
+    path = Path(text(value))
+    if path.suffix not in FIGURES:
+        raise argparse.ArgumentTypeError(f"{shown(value)} must end in .svg, .png or .pdf")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"there is no folder {shown(str(path.parent))}; create it, or choose another file"
+        )
+    return path
+
+
+def _closest(word: str, known: Iterable[str]) -> str:
+    """A suggestion, where a known word is close."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def shown(value: str) -> str:

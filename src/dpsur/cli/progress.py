@@ -95,7 +95,7 @@ class ProgressBar:
         if self._quiet or self._plan is None:
             return
         passed = f"{elapsed(self._plan, progress.ledger)}/{duration(self._plan)}"
-        if self._plan.to_the_cap:  # how good the model is at a given trial tells of rejections
+        if self._plan.to_the_cap:  # accuracy at a given trial reveals rejections
             if self._bar is None:
                 self._say(f"{passed} trials")
             return

@@ -4,11 +4,13 @@ import argparse
 import json
 from pathlib import Path
 
+from dpsur.cli.parser import figure_path
 from dpsur.errors import InvalidInputError
 from dpsur.reports import read_report, render_report
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.files import write_atomically
 from dpsur.runs.plots import KINDS, Plotted, plot_runs
+from dpsur.runs.release import check_release
 from dpsur.status import silenced, status
 
 DESCRIPTION = """\
@@ -54,8 +56,11 @@ def run(options: argparse.Namespace) -> int:
     folder = Path(options.folder)
     default = folder / "private" / "report.html" if options.private else folder / "report.html"
     out: Path = options.out or default
+    check_release(folder)
     if not out.parent.is_dir():
-        raise InvalidInputError(f"{out.parent} is no folder; create it, or choose another --out")
+        raise InvalidInputError(
+            f"there is no folder {out.parent}; create it, or choose another --out"
+        )
     with (
         silenced(options.quiet or options.json),
         status("computing the figures of the report"),
@@ -87,7 +92,6 @@ Plot one or several finished runs.
 
 """
 PLOT += "\n".join(f"  {name:<12}{text}" for name, text in KINDS.items())
-FORMATS = (".svg", ".png", ".pdf")
 
 
 def set_up_plot(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +100,7 @@ def set_up_plot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders")
     parser.add_argument("--kind", choices=tuple(KINDS), default="epsilon", help="default: epsilon")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="svg, png or pdf (default: KIND.svg)"
+        "--out", type=figure_path, metavar="FILE", help="svg, png or pdf (default: KIND.svg)"
     )
     parser.add_argument("--json", action="store_true", help="print the path as JSON")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
@@ -106,10 +110,6 @@ def set_up_plot(parser: argparse.ArgumentParser) -> None:
 def run_plot(options: argparse.Namespace) -> int:
     """Write the figure and print its path."""
     out: Path = options.out or Path(f"{options.kind}.svg")
-    if out.suffix not in FORMATS:
-        raise InvalidInputError(f"--out {out} must end in .svg, .png or .pdf")
-    if not out.parent.is_dir():
-        raise InvalidInputError(f"{out.parent} is no folder; create it, or choose another --out")
     with silenced(options.quiet or options.json), status("computing the curves"):
         figure = plot_runs([Plotted.read(folder) for folder in options.folders], options.kind)
     figure.savefig(out, dpi=160)

@@ -73,7 +73,7 @@ class Stop:
         again, self.asked = self.asked, True
         if again or not self._training:
             raise KeyboardInterrupt
-        _say("\ndpsur: stopping after this trial, or block of captured trials...")
+        _say("\ndpsur: stopping after the current trial, or block of captured trials ...")
 
 
 @contextmanager

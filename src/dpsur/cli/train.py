@@ -101,6 +101,8 @@ def _explain(config: RunConfig) -> None:
     options = asdict(config.method)
     for line in explain_auto(facts, config.features, config.normalisation, options, budget):
         print(f"dpsur: {line}", file=sys.stderr)
+    note = "override any of these by its option; naming a method turns auto off"
+    print(f"dpsur: {note}", file=sys.stderr)
 
 
 def _train(

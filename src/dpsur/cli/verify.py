@@ -55,5 +55,5 @@ def run(options: argparse.Namespace) -> int:
             print("the statement follows from its parameters, and the weights are the stated ones")
             for opinion in opinions:
                 print(opinion.describe())
-            print(f"\n{WHAT_IS_CHECKED}", end="")
+            print("what this checks, and what a release cannot show: dpsur verify --help")
     return 1 if faults else 0

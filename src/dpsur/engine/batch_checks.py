@@ -1,4 +1,4 @@
-"""What can be told about the rows of a batch: which were used twice, which targets they have.
+"""Checks of the rows of a batch: which were used twice, which targets they have.
 
 Rows that the model is called on twice are found by their place in memory. Targets that a loop
 computes from other records of the batch are found out by records that return. The graph of a loss

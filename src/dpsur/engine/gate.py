@@ -120,7 +120,7 @@ class BlockGate:
 
     Short blocks that start from the first weights try learning rates. A test on all records after
     each of them says how well it did. The last block trains with the best rate, which decays to
-    zero. The rule is that of `dpsur.fit(..., gate="block")` (docs/selection.md). `steps` or
+    zero. The rule is that of the option `gate="block"` of methods (docs/selection.md). `steps` or
     `epochs` of `make_private` is the length of the last block; the search comes on top. One pass
     over the loader is the whole training. The learning rate of the optimizer is set by the gate:
     only the ratios between its parameter groups are kept. Leave `max_grad_norm` out, and the

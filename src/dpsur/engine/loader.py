@@ -77,7 +77,7 @@ def check_loader(loader: Any) -> None:
         )
     if not isinstance(loader.batch_sampler, BatchSampler) or loader.batch_size is None:
         raise InvalidInputError(
-            "data_loader has a batch_sampler of its own or no batch_size; Poisson sampling takes "
+            "data_loader has a custom batch_sampler or no batch_size; Poisson sampling takes "
             "its place: build the loader with batch_size=..."
         )
     if not isinstance(loader.sampler, _PLAIN_SAMPLERS) or getattr(

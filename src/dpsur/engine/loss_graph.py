@@ -42,7 +42,7 @@ class Rows:
 class Total:
     """A number: the sum over records of their losses, each divided by `scale` (one per record).
 
-    `mean` tells whether the batch was averaged over, and `items` how many numbers were added up.
+    `mean` says whether the batch was averaged over, `items` how many numbers were added up.
     Where records have scales of their own, `divisor` is what the loss divides all of them by.
     """
 
@@ -405,6 +405,8 @@ class _Walk:
             raise self._unknown(node)
 
     def _unknown(self, node: Any, why: str = "") -> CoupledLossError:
+        if not why and node.name().startswith("ExpandBackward"):
+            why = "do outputs and targets have different shapes?"
         detail = f" ({why})" if why else ""
         return CoupledLossError(
             f"the loss contains {node.name()}{detail}, and it cannot be verified that each "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dpsur.errors import UnsupportedModelError, from_custom_code
+from dpsur.errors import ModelInputError, UnsupportedModelError, from_custom_code
 from dpsur.functional.problem import mode
 from dpsur.functional.records import Examples
 from dpsur.functional.side_effects import refuse_memory
@@ -101,7 +101,7 @@ def _try_out(model: nn.Module, inputs: TensorTree) -> TensorTree:
             error.add_note(f"dpsur: raised when the model was tried on synthetic {about}")
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UnsupportedModelError(f"the model cannot take {about}: {reason}") from error
+        raise ModelInputError(f"the model cannot take {about}: {reason}") from error
     for name, value in _tensors(model):
         if not same_bits(value, before[name]):
             raise UnsupportedModelError(

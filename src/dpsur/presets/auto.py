@@ -58,24 +58,26 @@ def explain_auto(
     options: Mapping[str, Any],
     budget: tuple[float, float],
 ) -> tuple[str, ...]:
-    """What was chosen and why, in at most five lines. `options` are those of the method."""
+    """What was chosen and why, in at most four lines. `options` are those of the method."""
     epsilon, delta = budget
-    lines = [f"auto: {_known(facts)}, epsilon {epsilon:g}, delta {delta:g}; nothing else was used"]
+    known = [*_known(facts), f"epsilon {epsilon:g}", f"delta {delta:g}"]
+    lines = [f"auto: settings chosen from public facts only: {', '.join(known)}"]
     if facts.short and options["gate"] is None:
-        lines.append("a short try (max_updates): the method's own settings, no search for a rate")
+        lines.append(
+            "a short run (max_updates): the method's defaults, without a search for a learning rate"
+        )
     elif options["gate"] == "block":
         lines += _about_blocks(facts, features, options)
     else:
         lines += _about_rows(facts, features, normalisation, options)
-    return (*lines, "every choice can be overridden by its option; naming a method turns auto off")
+    return tuple(lines)
 
 
-def _known(facts: DataFacts) -> str:
-    known = [f"{facts.records} records" if facts.records else "records"]
-    known += [f"of shape {' x '.join(map(str, facts.shape))}"] if facts.shape else []
-    text = " ".join(known)
-    text += f", {facts.classes} classes" if facts.classes else ""
-    return f"{text}, {'a GPU' if facts.gpu else 'no GPU'}"
+def _known(facts: DataFacts) -> list[str]:
+    shape = f" of shape {' x '.join(map(str, facts.shape))}" if facts.shape else ""
+    known = [f"{facts.records} records{shape}"] if facts.records else []
+    known += [f"{facts.classes} classes"] if facts.classes else []
+    return [*known, "a GPU" if facts.gpu else "no GPU"]
 
 
 def _about_rows(
@@ -84,42 +86,41 @@ def _about_rows(
     normalisation: str | None,
     options: Mapping[str, Any],
 ) -> list[str]:
-    mean = "; their noisy mean is subtracted, for about a hundredth of the precision"
+    mean = "; a noisy mean of the features is subtracted, which costs about 1% of the precision"
     rate = options["learning_rate"]
     return [
         f"linear model from zero on {features}{_cost(facts, features)}"
         + (mean if normalisation == MEAN else ""),
-        f"batches of {options['batch_size']} (a seventh of the records), {options['updates']} "
-        f"updates, clip norm {options['max_grad_norm']:g}, {options['schedule']} decay, learning "
-        f"rate {'from the noise, by the rule for linear models' if rate is None else f'{rate:g}'}",
-        "every update is kept (plain DP-SGD): a linear model needs no test of its updates, and no "
-        "part of the budget goes to tests"
+        f"expected batch size {options['batch_size']}, {options['updates']} updates, clip norm "
+        f"{options['max_grad_norm']:g}, {options['schedule']} decay, "
+        f"learning rate {'by the rule for linear models' if rate is None else f'{rate:g}'}",
+        "plain DP-SGD, every update is kept: testing updates does not pay for a linear model"
         if options["gate"] == "none"
-        else f"updates are tested (gate {options['gate']}), as was asked for",
+        else f"updates are tested (gate {options['gate']}), as requested",
     ]
 
 
 def _cost(facts: DataFacts, features: str | None) -> str:
     """What features cost beside privacy, and what was not chosen for its cost."""
     if features not in UNIT_ROWS:
-        return ": rows of weighted words have norm 1"
-    text = ", which is made without any collected data and costs no privacy"
+        return " (weighted words, rows of norm 1)"
+    text = " features, which need no training data and cost no privacy"
     if facts.gpu or facts.records is None:
         return text
     minutes = max(1, round(facts.records * ENCODER_SECONDS / 60))
     if features == "whitened-scattering":
-        return f"{text} (--features scattering+encoder takes {minutes} core-minutes without a GPU)"
-    return f"{text} ({minutes} core-minutes without a GPU, once)"
+        return f"{text} (better, but {minutes} core-minutes: --features scattering+encoder)"
+    return f"{text} ({minutes} core-minutes to compute, then cached)"
 
 
 def _about_blocks(facts: DataFacts, features: str | None, options: Mapping[str, Any]) -> list[str]:
     model = "your model" if facts.own_model else "the task's model"
     batch = options["batch_size"] or "about 8 sqrt(N)"
-    updates = options["updates"] or "20 epochs of"
+    updates = f"{options['updates']} updates" if options["updates"] else "20 epochs"
     return [
-        f"{model}{f' on {features}' if features else ''}, for which no learning rate is known",
-        "gate block: short blocks at several learning rates are tested on all records, and the "
-        "best rate trains the model; every update and test is charged",
-        f"batches of {batch} records, {updates} updates, clip norm from a noisy histogram of "
-        f"gradient norms, {options['schedule']} decay",
+        f"{model}{f' on {features}' if features else ''}: a good learning rate is not known",
+        "gate block: short blocks of updates try several learning rates, a noisy test on all "
+        "records picks the best, and it trains the model; every update and test is charged",
+        f"expected batch size {batch}, {updates}, clip norm from a noisy histogram of gradient "
+        f"norms, {options['schedule']} decay",
     ]

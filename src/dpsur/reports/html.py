@@ -396,7 +396,7 @@ def _engine(contents: ReportContents) -> str:
     if contents.engine is None:
         return ""
     return (
-        "<section><h2>Engine</h2><p>How gradients of single records were found:</p>"
+        "<section><h2>Engine</h2><p>How per-example gradients are computed:</p>"
         f"<pre>{_text(contents.engine)}</pre></section>"
     )
 

@@ -101,6 +101,11 @@ def _check_kind(data: Any, name: str) -> None:
             f"set with a length, got {type(data).__name__}"
         )
     if _is_array(data):
+        if hasattr(data, "columns"):
+            raise InvalidInputError(
+                f"{name} is a data frame, whose columns must be declared; pass "
+                f"schema=dpsur.Schema(...), or {pair} of arrays"
+            )
         kind = "tensor" if isinstance(data, Tensor) else "array"
         raise InvalidInputError(f"{name} is one {kind}; pass {pair} of them")
     if isinstance(data, tuple) and len(data) != 2 and data and all(map(_is_array, data)):
@@ -368,6 +373,12 @@ def check_labels(examples: Examples, outputs: TensorTree, loss: LossFunction, na
         raise InvalidInputError(
             f"the model returns outputs of shape {tuple(outputs.shape)}; a classification loss "
             "needs one score per class"
+        )
+    if outputs.shape[1] == 1:
+        raise InvalidInputError(
+            "the model has one output, and the cross entropy of a single class is always 0; pass "
+            "loss=F.mse_loss for regression or loss=F.binary_cross_entropy_with_logits, or give "
+            "the model one output per class"
         )
     if targets.dtype.is_floating_point and targets.shape[1:] == outputs.shape[1:]:
         return  # probabilities of the classes

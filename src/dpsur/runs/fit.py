@@ -4,7 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur import checks
-from dpsur.config import Pace, RunConfig, Speed, choose_for_model, uses_gpu
+from dpsur.config import Pace, RunConfig, Speed, check_budget, choose_for_model, uses_gpu
 from dpsur.distributed import connect, restarted
 from dpsur.environment import versions
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.functional.problem import LossFunction
 from dpsur.mechanism.block_gate import released_metrics
 from dpsur.mechanism.loop import Progress
-from dpsur.methods import Method
+from dpsur.methods import METHODS, Method
 from dpsur.networks import build_network
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
@@ -37,8 +37,16 @@ from dpsur.runs.validation import check_observers
 from dpsur.status import notes, silenced
 from dpsur.tasks.schema import Schema
 
+# Arguments that `fit` does not have, and where they belong.
+_BUDGET = "budget=dpsur.Budget(epsilon=..., delta=...)"
+_ELSEWHERE = {"epsilon": _BUDGET, "delta": _BUDGET} | {
+    each.name: f"method=dpsur.{kind.__name__}({each.name}=...)"
+    for kind in [*METHODS.values(), METHODS["dpsgd"]]
+    for each in fields(kind)
+}
 
-@checks.arguments
+
+@checks.arguments_with(_ELSEWHERE)
 def fit(
     model: nn.Module | str,
     train_set: Any,
@@ -109,6 +117,7 @@ def fit(
     one record of `train_set`, as `Run.statement` says, if the accounting is a proved one.
     """
     check_observers(observers)
+    check_budget(budget)
     described: Origin = NO_ORIGIN
     if schema is not None:
         model, described = _table_model(model, schema)

@@ -56,7 +56,7 @@ class Plotted:
         try:
             statement = from_json(file.read_bytes())
             plan = plan_from_statement(statement)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise InvalidInputError(
                 f"{path} holds no release; give the folder of a run that has finished"
             ) from None

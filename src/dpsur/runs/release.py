@@ -129,6 +129,17 @@ def as_published(statement: Mapping[str, Any]) -> dict[str, Any]:
     return published
 
 
+def check_release(path: str | os.PathLike[str]) -> None:
+    """Refuse a folder that holds no release: `path` is that of a run, or the release in it."""
+    folder = release_folder(path)
+    for name in (WEIGHTS, STATEMENT):
+        if not (folder / name).is_file():
+            raise InvalidInputError(
+                f"{folder} holds no release ({name} is missing); "
+                "give the folder of a run that has finished"
+            )
+
+
 def read_release(
     path: str | os.PathLike[str], model: nn.Module | None = None
 ) -> tuple[nn.Module, dict[str, Any], Origin]:
@@ -139,12 +150,7 @@ def read_release(
     """
     folder = release_folder(path)
     weights, statement_file = folder / WEIGHTS, folder / STATEMENT
-    for file in (weights, statement_file):
-        if not file.is_file():
-            raise InvalidInputError(
-                f"{folder} holds no release ({file.name} is missing); "
-                "give the folder of a run that has finished"
-            )
+    check_release(folder)
     try:
         content = weights.read_bytes()
         statement = _checked_statement(from_json(statement_file.read_bytes()))

@@ -294,7 +294,7 @@ class ActiveRun:
             self._saved_at = progress.ledger.trials
             self._save(progress)
         if stop:
-            raise InterruptedRunError("stopped between two trials; the checkpoint is saved")
+            raise InterruptedRunError("stopped; the checkpoint is saved")
 
     def _report_metrics(self, progress: Progress) -> None:
         """Report what a test released, which is paid for, to observers that ask for it."""

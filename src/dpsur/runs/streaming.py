@@ -50,7 +50,7 @@ def is_mapped(values: Any) -> bool:
 
 
 def _in_file(address: int) -> bool:
-    """Whether memory belongs to a file on disk, as the operating system tells on Linux."""
+    """Whether memory belongs to a file on disk, according to the operating system (Linux)."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -175,7 +175,7 @@ def checked_parts(examples: Examples) -> Iterator[Examples]:
 
 
 def identifying(examples: Examples) -> dict[str, TensorTree]:
-    """What tells records from others: themselves, or some of those that are not held."""
+    """What identifies the records: themselves, or a sample of records that are not held."""
     if not isinstance(examples, StreamedExamples):
         return {"inputs": examples.inputs, "targets": examples.targets}
     count = min(len(examples), IDENTIFYING, rows_at_once(examples))

@@ -3,7 +3,7 @@
 import hashlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from dpsur import checks
 from dpsur.config import RunConfig
-from dpsur.errors import InvalidInputError
+from dpsur.errors import InvalidInputError, ModelInputError
 from dpsur.features import compute, features_named
 from dpsur.functional.problem import Problem
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.networks import build_network, takes
+from dpsur.per_example.model_check import check_model
 from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.checkpoint import Statistics
 from dpsur.runs.input_features import InputFeatures
@@ -100,17 +101,18 @@ def build_task_session(
     if records.featured:
         kind = InputFeatures(config.features, config.normalisation).kind
         config = replace(config, features=AS_THEY_ARE, normalisation=kind)
-    InputFeatures(config.features, config.normalisation).check(_shape(records))
+    shape = InputFeatures(config.features, config.normalisation).check(_shape(records))
     model = _initialised(config, build)
-    session = build_session(
-        config,
-        model,
-        records.train,
-        loss=task.loss,
-        test_set=records.test,
-        released=released,
-        pixel_scale=task.pixel_scale,
-    )
+    with _features_named(config, shape != _shape(records)):
+        session = build_session(
+            config,
+            model,
+            records.train,
+            loss=task.loss,
+            test_set=records.test,
+            released=released,
+            pixel_scale=task.pixel_scale,
+        )
     return session, _origin(task, description, session, config.keep_fraction)
 
 
@@ -130,7 +132,24 @@ def sample_problem(config: RunConfig) -> Problem:
         inputs = torch.zeros(len(few), *shape)
     zeros = Examples(inputs, torch.zeros_like(few.targets))
     device = choose_device(config.device)
-    return Problem(model.to(device), task.loss, zeros.to(device), bf16=config.speed.bf16)
+    problem = Problem(model.to(device), task.loss, zeros.to(device), bf16=config.speed.bf16)
+    with _features_named(config, shape != _shape(records)):
+        check_model(problem.model, zeros.part(slice(1)).to(device))
+    return problem
+
+
+@contextmanager
+def _features_named(config: RunConfig, computed: bool) -> Iterator[None]:
+    """Where a custom model does not take its inputs, say that they are features, if they are."""
+    try:
+        yield
+    except ModelInputError as error:
+        if config.model is None or not computed:
+            raise
+        raise ModelInputError(
+            f"{error}; these are {config.features} features: choose --features {AS_THEY_ARE} for "
+            f"the images themselves, or write {config.model} for the features"
+        ) from error
 
 
 def _shape(records: Records) -> tuple[int, ...]:

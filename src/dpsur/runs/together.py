@@ -26,7 +26,7 @@ def run_together(
 ) -> list[Outcome]:
     """Run prepared sessions to their ends, and return what each of them came to, in their order.
 
-    `observers` are told of every run's trials, a sequence of them for each session. Records that
+    `observers` are called with every run's trials, a sequence for each session. Records that
     are on the device already, and given to all sessions, are there only once.
 
     Formal guarantee: each run has its own, as if it were alone; together they are a composition.

@@ -194,6 +194,11 @@ def _read(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
         from_json(content)  # refuses what is too large or nested too deeply
         statement = json.loads(content.decode(), object_pairs_hook=_without_repeats)
+    except (FileNotFoundError, NotADirectoryError):
+        raise InvalidInputError(
+            f"{path.parent} holds no release ({path.name} is missing); give the folder of a run "
+            "that has finished"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not a privacy statement: {error}") from error
     if not isinstance(statement, dict) or statement.get("format") != FORMAT:

@@ -58,8 +58,8 @@ def task_named(
     except KeyError:
         known = ", ".join(TASKS)
         raise InvalidInputError(
-            f"unknown task {name!r}; choose one of {known}, or {NPZ}FILE or {CSV}FILE for your own "
-            "data"
+            f"unknown task {name!r}; choose one of {known}, or npz:FILE, csv:FILE or parquet:FILE "
+            "for your own data"
         ) from None
 
 

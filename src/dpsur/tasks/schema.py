@@ -35,6 +35,8 @@ from dpsur.tasks.columns import (
 
 FORMAT = "dpsur-schema/1"
 LINEAR, MLP = "linear", "mlp"
+# What a template has in place of the kind of a column, and of a target.
+TO_FILL_IN = ("number, category or ignore", "number or category")
 
 
 @dataclass(frozen=True)
@@ -305,11 +307,9 @@ def template(names: Sequence[str], targets: Sequence[str]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "columns": {
-            name: {"kind": "number, category or ignore", **blank}
-            for name in names
-            if name not in targets
+            name: {"kind": TO_FILL_IN[0], **blank} for name in names if name not in targets
         },
-        "target": {name: {"kind": "number or category", **blank} for name in targets},
+        "target": {name: {"kind": TO_FILL_IN[1], **blank} for name in targets},
         "test": {"share": 0.2, "public": "true or false: are these records public?"},
     }
 
@@ -343,7 +343,8 @@ def _column(name: str, stored: Any) -> Column | None:
             if not values.get("values"):
                 raise InvalidInputError("a category needs values, the list that is public")
             return Category(**values)
-        raise InvalidInputError(f"kind must be number, category or ignore, got {kind!r}")
+        given = "and is not filled in yet" if kind in TO_FILL_IN else f"got {kind!r}"
+        raise InvalidInputError(f"kind must be number, category or ignore, {given}")
     except InvalidInputError as error:
         raise InvalidInputError(f"column {name!r}: {error}") from None
 

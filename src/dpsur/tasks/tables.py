@@ -33,8 +33,7 @@ ROWS_AT_ONCE = 20_000
 
 def table_task(name: str, schema: str | PathLike[str] | None) -> Task:
     """The task of a name `csv:FILE` or `parquet:FILE`, with the schema of a JSON file."""
-    declared = _schema(name, schema)
-    path = table_path(name)
+    path, declared = table_path(name), _schema(name, schema)
     train, test = _records(path, Path(str(schema)), declared)
     return Task(
         name=name,
@@ -54,8 +53,8 @@ def table_test_records(
     name: str, schema: str | PathLike[str] | None
 ) -> tuple[Examples | None, Schema]:
     """The test records of a table, and its schema."""
-    declared = _schema(name, schema)
-    return _records(table_path(name), Path(str(schema)), declared)[1], declared
+    path, declared = table_path(name), _schema(name, schema)
+    return _records(path, Path(str(schema)), declared)[1], declared
 
 
 def _schema(name: str, schema: str | PathLike[str] | None) -> Schema:

@@ -340,9 +340,11 @@ def _calibrated_noise(
     question = ("fixed", accounting.name, budget, count, request.setup, trials)
     noise = remembered(question, search, lambda noise: epsilon_of(noise) <= budget.epsilon)
     if noise is None:
+        test = trials[0].test is not None
         raise BudgetError(
             f"epsilon {budget.epsilon:g} is too small for {count} updates, whatever the noise: "
-            "raise epsilon, make fewer updates, lower val_batch_size or raise val_noise_multiplier"
+            "raise epsilon or make fewer updates"
+            + (", or lower val_batch_size or raise val_noise_multiplier" if test else "")
         )
     return noise
 
