@@ -19,7 +19,6 @@ from dpsur.methods import METHODS
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.tasks import TASKS
 from reproduction.experiments.accuracy import summary
-from reproduction.experiments.accuracy_pages import LINES
 from reproduction.experiments.best import summary as best_summary
 from reproduction.experiments.membership import summary as attacks
 from reproduction.experiments.robustness import records as rate_records
@@ -203,26 +202,6 @@ def test_what_is_said_of_learning_rates_is_what_rows_say():
         found = {r["what"]: r for r in records if r["epsilon"] == epsilon}
         plain, selective = found["DP-SGD, constant rate"], found["selective, every trial charged"]
         assert plain["best"] >= max(selective["best"], found["selective, proven"]["best"])
-
-
-def test_the_short_table_is_the_rendered_one():
-    rendered = (ROOT / "docs" / "tables" / "accuracy_short.md").read_text().splitlines()
-    table = [line for line in rendered if line.startswith("|")]
-    assert "\n".join(table) in OVERVIEW
-    shown = [r for r in summary(rows_of("accuracy")) if r["epsilon"] in (3, None)]
-    shown = [record for record in shown if record["arm"] in LINES]
-    single = {(r["arm"], r["task"]) for r in shown if r["seeds"] == 1}
-    assert single == {
-        *(("dpagd", task) for task in ("mnist", "cifar10", "imdb")),
-        *(("released-dpagd", task) for task in ("mnist", "imdb")),
-        ("dpsgd-ts", "cifar10"),
-    }
-    assert all(r["seeds"] >= 3 for r in shown if (r["arm"], r["task"]) not in single)
-    said = (
-        "DPAGD has one seed on MNIST, CIFAR-10 and IMDb, DPSGD-TS on CIFAR-10; every other cell has"
-    )
-    assert said in " ".join(OVERVIEW.split())
-    assert "Cells with one seed only:" in " ".join(rendered)
 
 
 def test_what_is_said_of_attacks_is_what_rows_say():

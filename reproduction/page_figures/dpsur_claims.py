@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from math import isclose
 from typing import Any
 
+import numpy as np
+
 from dpsur.presets.settings import DATASET_SIZES
 from dpsur.privacy.accountants.rdp import composed_epsilon
 from dpsur.privacy.events import SampledGaussian
@@ -132,20 +134,23 @@ def _about_agreement() -> Iterator[Claim]:
         ),
     )
     at_four = [r["accuracy"] for r in ROWS if place_of(r) == ("imdb", NETWORK, 4)]
-    lowest, *rest = sorted(100 * accuracy for accuracy in at_four)
-    without = sum(rest) / len(rest) - paper_accuracy()["imdb", "dpsur", 4]
-    assert rest[0] - lowest > 3  # "fall at their end"
+    fallen = [100 * accuracy for accuracy in at_four if 100 * accuracy < 65]
+    rest = [100 * accuracy for accuracy in at_four if 100 * accuracy > 70]
+    assert len(fallen) + len(rest) == len(at_four)  # "fall at their end"
     yield (
-        rf"at epsilon 4 one of {WORD} seeds ends at {NUMBER}, and the others are off by {NUMBER}",
-        (WORDS[len(at_four)], f"{lowest:.2f}", f"{without:+.2f}"),
+        rf"at epsilon 4 {WORD} of {WORD} seeds end below (65), and the others are off by {NUMBER}",
+        (
+            *(WORDS[len(fallen)], WORDS[len(at_four)], "65"),
+            f"{np.mean(rest) - paper_accuracy()['imdb', 'dpsur', 4]:+.2f}",
+        ),
     )
     runs = [r for r in committed_records(paper_accuracy()) if r["data"] == "IMDb"]
-    fallen = sorted(
+    losing = sorted(
         (r for r in runs if r["method"] == "dpsur"), key=lambda r: r["last"] - r["best"]
     )
     yield (
         rf"one ends at {NUMBER} after {NUMBER}, another at {NUMBER} after {NUMBER}\.",
-        shown(".2f", (run[key] for run in fallen[:2] for key in ("last", "best"))),
+        shown(".2f", (run[key] for run in losing[:2] for key in ("last", "best"))),
     )
     below = [
         paper_accuracy()["imdb", "dpsur", e] - float(run["last"])

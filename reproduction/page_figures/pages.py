@@ -1,6 +1,6 @@
 """Figures in the text of docs/reproduction.md and its details, written from the rows.
 
-The tables of docs/benchmarks.md are written as well.
+Tables of docs/benchmarks.md and docs/overview.md are written as well.
 
     python -m reproduction.page_figures            say which figures differ from the rows
     python -m reproduction.page_figures --write    and write them into the pages
@@ -17,6 +17,8 @@ from collections.abc import Iterator
 
 from reproduction.bench import data_path, network_grid
 from reproduction.bench.report import markdown as bench_table
+from reproduction.experiments.accuracy import paper_accuracy
+from reproduction.experiments.accuracy_pages import short_table
 from reproduction.page_figures import (
     attack_claims,
     dpagd_and_dpis_claims,
@@ -24,7 +26,7 @@ from reproduction.page_figures import (
     method_claims,
     setting_claims,
 )
-from reproduction.page_figures.records import NUMBER, ROOT, Claim, demo, rows_of, shown
+from reproduction.page_figures.records import FOUND, NUMBER, ROOT, Claim, demo, rows_of, shown
 from reproduction.page_figures.tables import tables
 
 PAGES = tuple(ROOT / "docs" / name for name in ("reproduction.md", "reproduction_details.md"))
@@ -88,17 +90,19 @@ def unchecked(text: str) -> list[str]:
     return re.findall(r"[^ ]*\d[^ ]*", prose)
 
 
-BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+# Pages with tables between comments.
+MARKED = tuple(ROOT / "docs" / name for name in ("benchmarks.md", "overview.md"))
 _BLOCK = re.compile(r"<!-- (\S.*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)
 
 
-def benchmark_tables() -> dict[str, str]:
-    """The tables of the page on speed, by the comment that stands above each."""
+def marked_tables() -> dict[str, str]:
+    """Tables by the comment that stands above each."""
     networks = ("bench_networks_gpu", "bench_networks_cpu", "bench_families_gpu")
     return {
         **{_rows_comment(name): bench_table(rows_of(name)) for name in ("bench_gpu", "bench_cpu")},
         **{_rows_comment(name): network_grid.markdown(rows_of(name)) for name in networks},
         "data path": data_path.markdown(rows_of("bench_networks_gpu")),
+        "accuracy in short": short_table(list(FOUND.values()), paper_accuracy()).markdown(),
     }
 
 
@@ -106,10 +110,9 @@ def _rows_comment(name: str) -> str:
     return f"results/{name}.jsonl"
 
 
-def written_benchmarks(text: str) -> str:
-    """The page on speed with the tables of the rows."""
-    tables = benchmark_tables()
-    assert {comment for comment, _ in _BLOCK.findall(text)} == tables.keys()
+def written_tables(text: str) -> str:
+    """A page with the tables of the rows."""
+    tables = marked_tables()
     return _BLOCK.sub(lambda found: found[0].replace(found[2], tables[found[1]]), text)
 
 
@@ -124,9 +127,9 @@ def pages() -> str:
 
 def main() -> int:
     """Print the lines that differ from the rows, and write them if asked to."""
-    both, speed = pages(), BENCHMARKS.read_text(encoding="utf-8")
-    found = dict(zip(PAGES, written(both).split(_BORDER), strict=True))
-    for page, text in (*found.items(), (BENCHMARKS, written_benchmarks(speed))):
+    found = dict(zip(PAGES, written(pages()).split(_BORDER), strict=True))
+    found |= {page: written_tables(page.read_text(encoding="utf-8")) for page in MARKED}
+    for page, text in found.items():
         before = page.read_text(encoding="utf-8")
         for line in difflib.unified_diff(before.splitlines(), text.splitlines(), n=0, lineterm=""):
             if line[:1] in "+-" and line[:3] not in ("+++", "---"):

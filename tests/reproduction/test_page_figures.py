@@ -33,12 +33,14 @@ def test_a_figure_that_differs_from_the_rows_is_written_anew(pages):
     assert written(wrong) == pages
 
 
-def test_the_tables_of_benchmarks_are_those_of_the_rows():
-    text = page_figures.BENCHMARKS.read_text()
-    assert page_figures.written_benchmarks(text) == text
-    wrong = text.replace("| wrn-16-4, 512 | ", "| wrn-16-4, 512 | 7")
-    assert wrong != text
-    assert page_figures.written_benchmarks(wrong) == text
+def test_marked_tables_are_those_of_the_rows():
+    texts = [page.read_text() for page in page_figures.MARKED]
+    for text, line in zip(texts, ("| wrn-16-4, 512 | ", "| DPSGD-HF | "), strict=True):
+        assert page_figures.written_tables(text) == text
+        wrong = text.replace(line, f"{line}7")
+        assert wrong != text
+        assert page_figures.written_tables(wrong) == text
+    assert all(f"<!-- {comment} -->" in "".join(texts) for comment in page_figures.marked_tables())
 
 
 def test_a_sentence_that_is_gone_is_named(pages):

@@ -96,13 +96,17 @@ def _run(options: argparse.Namespace, ranks: Ranks) -> int:
 
 def _explain(config: RunConfig) -> None:
     """Say what the preset auto has chosen and why. Options that were given take precedence."""
-    facts = data_facts(task_of(config), vars(config))
+    task = task_of(config)
+    facts = data_facts(task, vars(config))
     budget = config.budget.epsilon, config.budget.delta
     options = asdict(config.method)
     for line in explain_auto(facts, config.features, config.normalisation, options, budget):
         print(f"dpsur: {line}", file=sys.stderr)
-    note = "override any of these by its option; naming a method turns auto off"
-    print(f"dpsur: {note}", file=sys.stderr)
+    notes = ["override any of these by its option; naming a method turns auto off"]
+    if task.better is not None:
+        notes.append(f"--task {task.better} trains a more accurate model on the same records")
+    for note in notes:
+        print(f"dpsur: {note}", file=sys.stderr)
 
 
 def _train(

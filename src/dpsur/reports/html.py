@@ -344,9 +344,17 @@ def _data_rows(contents: ReportContents) -> list[tuple[str, str]]:
     ]
 
 
+def _method(statement: Mapping[str, Any]) -> str:
+    """The method by name, and whether updates are tested, where that is an option."""
+    gate = statement["settings"].get("gate", "")
+    if gate in (None, "none"):
+        return f"{statement['method']} without a test of updates: plain DP-SGD"
+    return f"{statement['method']}, gate {gate}" if gate else str(statement["method"])
+
+
 def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
     mechanism, epsilon = statement["mechanism"], statement["epsilon"]
-    rows = [("Method", statement["method"]), ("Sampling", statement["sampler"])]
+    rows = [("Method", _method(statement)), ("Sampling", statement["sampler"])]
     trial = mechanism.get("trial")
     if trial:
         rows += [(name, _event(trial[key])) for key, name in EVENTS if trial.get(key)]

@@ -53,7 +53,8 @@ class Task:
     standardised with, None for images in [0, 1]. `records`, `shape` and `classes` are the number of
     training records, the shape of one and the number of classes, where they are known beforehand.
     `kind` says what the records are where their shape does not: `words` are rows of norm 1.
-    `models` are networks that can be chosen by name instead of the default.
+    `models` are networks that can be chosen by name instead of the default. `better` names a task
+    on the same records whose model is more accurate.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Task:
     classes: int | None = None
     kind: str | None = None
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    better: str | None = None
 
     @property
     def default_features(self) -> str:
