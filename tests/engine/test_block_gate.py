@@ -788,6 +788,25 @@ def test_losses_that_mix_records(losses, error, words, norm):
         next(iter(make(gate={"losses": losses}, max_grad_norm=norm)[3]))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", [0, 7])
+def test_losses_that_mix_records_beside_one_that_is_not_finite(value, place):
+    """Such a record must not switch the check off."""
+    x, y = points(count=40).tensors
+    x[place] = value
+    data = torch.utils.data.TensorDataset(x, y)
+
+    def alone(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def halved(model, batch):
+        return alone(model, batch) / (2 if len(batch[0]) > 1 else 1)
+
+    assert next(iter(make(data=data, gate={"losses": alone}, max_grad_norm=1.0)[3]))
+    with pytest.raises(CoupledLossError, match="changes with the other records"):
+        next(iter(make(data=data, gate={"losses": halved}, max_grad_norm=1.0)[3]))
+
+
 def test_numbers_in_the_losses_of_norms_are_compared_between_microbatches(monkeypatch):
     """100 records in microbatches of 24: the last one is smaller."""
     monkeypatch.setattr(BlockRun, "_try_mixing", lambda *_: None)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import isfinite
 from typing import Any
 
 import torch
@@ -320,9 +321,13 @@ class BlockRun:
     def _try_mixing(self, batch: Any, count: int) -> None:
         """Refuse losses that change with the other records, or with how many there are.
 
-        All records become copies of the first one, and then the first one is left alone.
+        All records become copies of the first one whose loss is finite, and then that one is left
+        alone.
         """
         rows = max(1, count)
+        found = self._evaluate(batch).losses
+        finite = found.isfinite()
+        place = int(finite.int().argmax())  # the first one, if no loss is finite
 
         def changed(change: Callable[[Tensor], Tensor]) -> Any:
             def of(value: Tensor) -> Tensor:
@@ -330,11 +335,14 @@ class BlockRun:
 
             return map_tensors(of, batch, otherwise=lambda value: value)
 
-        found = self._evaluate(batch).losses
-        floor = ROUNDING * float(found.abs().max())  # where one loss is nearly zero
-        for other in (changed(lambda v: v[:1].expand_as(v)), changed(lambda v: v[:1])):
-            one, alone = float(found[0]), float(self._evaluate(other).losses[0])
-            if abs(one - alone) > ROUNDING * max(abs(one), abs(alone), floor):
+        # where the loss is nearly zero
+        floor = ROUNDING * float(found.abs().masked_fill(~finite, 0).max())
+        only = slice(place, place + 1)
+        for other in (changed(lambda v: v[only].expand_as(v)), changed(lambda v: v[only])):
+            one, alone = float(found[place]), float(self._evaluate(other).losses[0])
+            gap = abs(one - alone) if isfinite(one) and isfinite(alone) else 0.0
+            coupled = gap > ROUNDING * max(abs(one), abs(alone), floor)
+            if coupled or isfinite(one) != isfinite(alone):
                 raise CoupledLossError(
                     "the loss that the gate finds for a record changes with the other records of "
                     "its batch, or with their number, so that its clipping bounds nothing; compute "
