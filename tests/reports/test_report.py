@@ -9,6 +9,7 @@ import pytest
 
 from dpsur.cli import main
 from dpsur.privacy.plans import plan_from_statement
+from dpsur.reports import html
 from dpsur.runs.plots import Curve, guess_bound, tradeoff
 
 VOID = {"meta", "link", "br", "circle", "line", "path"}
@@ -57,6 +58,19 @@ def test_it_says_what_the_statement_says(trained):
         assert item.replace("'", "&#x27;") in text
     for title in ("The guarantee", "Epsilon by update", "Confusion matrix", "Engine", "Settings"):
         assert title in text
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "said"),
+    [
+        ("dpsur", {"gate": "none"}, "dpsur without a test of updates: plain DP-SGD"),
+        ("dpsur", {"gate": "loss"}, "dpsur, gate loss"),
+        ("dpis", {"gate": "none"}, "dpis"),
+        ("dpagd", {}, "dpagd"),
+    ],
+)
+def test_it_says_whether_updates_are_tested(method, settings, said):
+    assert html._method({"method": method, "settings": settings}) == said
 
 
 def private_values(folder):

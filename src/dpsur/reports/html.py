@@ -345,11 +345,12 @@ def _data_rows(contents: ReportContents) -> list[tuple[str, str]]:
 
 
 def _method(statement: Mapping[str, Any]) -> str:
-    """The method by name, and whether updates are tested, where that is an option."""
-    gate = statement["settings"].get("gate", "")
-    if gate in (None, "none"):
-        return f"{statement['method']} without a test of updates: plain DP-SGD"
-    return f"{statement['method']}, gate {gate}" if gate else str(statement["method"])
+    """The method by name, and how it tests updates, where that is an option."""
+    name, gate = str(statement["method"]), statement["settings"].get("gate", "none")
+    if gate != "none":
+        return f"{name}, gate {gate}"
+    # The preset auto turns the test off where it does not pay.
+    return f"{name} without a test of updates: plain DP-SGD" if name == "dpsur" else name
 
 
 def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
