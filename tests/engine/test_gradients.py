@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpsur
+from dpsur.functional.problem import Objective
+from dpsur.per_example.engine_choice import fault_of_copies
 from tests.engine.helpers import private, records, without_noise
 from tests.per_example.test_against_opacus import ARCHITECTURES
 
@@ -187,6 +189,15 @@ class Inserted(Words):
     def forward(self, x):
         rows = self.table(x)
         return self.head(torch.select_scatter(rows, self.inserted.expand(len(x), 4), 1, 1).mean(1))
+
+
+@pytest.mark.parametrize(("build", "right"), [(lambda: Words(0), True), (Inserted, False)])
+def test_why_copies_are_not_used_is_recorded(build, right):
+    model, tokens = build(), torch.randint(0, 9, (20, 6))
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    fault = fault_of_copies(Objective(model, F.cross_entropy), params, tokens)
+    assert (fault is None) == right
+    assert fault is None or fault.reason
 
 
 @pytest.mark.parametrize("build", [lambda: Words(0), lambda: Words(3), lambda: Words(-2), Inserted])

@@ -12,7 +12,7 @@ from dpsur.functional.call import Arguments, every_module
 from dpsur.functional.problem import Objective
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import describe_rows, flatten, signature, slice_rows, tensors_of
-from dpsur.per_example.engine_choice import Engine, Plan, copies_are_right, plan_for
+from dpsur.per_example.engine_choice import Engine, Plan, fault_of_copies, plan_for
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.model_check import check_model
 
@@ -79,8 +79,10 @@ class Plans:
         params = {name: named[name].detach() for name in self._trained}
         objective = Objective(module, _no_loss, bf16=bf16)
         plan = plan_for(objective, params, inputs, GradientBudget())
-        if plan.engine is Engine.BATCHED and not copies_are_right(objective, params, inputs):
-            plan = replace(plan, engine=Engine.ONE_BY_ONE)
+        if plan.engine is Engine.BATCHED:
+            fault = fault_of_copies(objective, params, inputs)
+            if fault is not None:
+                plan = replace(plan, engine=Engine.ONE_BY_ONE, failed=(*plan.failed, fault))
         if self._sharding is not None:
             self._sharding.check_plan(plan)
         return plan

@@ -245,8 +245,8 @@ def _verify(
     return found, memory[1] - memory[0], frozenset(tapes[-1].repeated)
 
 
-def copies_are_right(objective: Objective, params: Params, inputs: TensorTree) -> bool:
-    """Whether a model may be called with a copy of its parameters for every example.
+def fault_of_copies(objective: Objective, params: Params, inputs: TensorTree) -> Attempt | None:
+    """Why a model may not be called with a copy of its parameters for every example, or None.
 
     torch.func batches some operations on copies wrongly that it batches rightly on one weight.
     """
@@ -256,9 +256,9 @@ def copies_are_right(objective: Objective, params: Params, inputs: TensorTree) -
         with _silence_warnings(), seeded_globally(0, device):
             rows = _on(device, synthetic(inputs, max(_SIZES)))
             _verify(full, params, rows, Assignment([(0, None)]))
-    except Exception:  # whatever goes wrong, one record at a time is right
-        return False
-    return True
+    except Exception as error:  # whatever goes wrong, one record at a time is right
+        return Attempt(Engine.BATCHED, *explain_error(objective.model, error))
+    return None
 
 
 def _try_rounded(
