@@ -72,6 +72,8 @@ def _children(tree: Any) -> dict[Any, Any] | None:
         return {field.name: getattr(tree, field.name) for field in fields(tree)}
     if isinstance(tree, Mapping):
         return dict(tree)
+    if isinstance(tree, torch.Size):  # a tuple that holds no tensors, and could hold none
+        return None
     if isinstance(tree, (tuple, list)):
         return dict(enumerate(tree))
     known = _pytree.SUPPORTED_NODES.get(type(tree))

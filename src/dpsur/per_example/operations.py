@@ -85,8 +85,8 @@ class Operations(TorchFunctionMode):
             raise NotSupportedError(f"{call.name} changes a tensor in place next to a parameter")
         layouts = [self.tape.layout(value) for value in call.others]
         if all(layout is None for layout in layouts):
-            return _derive(call)
-        rule = _RULES.get(func)
+            return derive(call)
+        rule = OPERATION_RULES.get(func)
         if rule is not None:
             return rule(self.tape, *args, **kwargs)
         if call.name in _ELEMENTWISE:
@@ -144,7 +144,7 @@ class Call:
         return self.func(*args, **kwargs)
 
 
-def _derive(call: Call) -> Any:
+def derive(call: Call) -> Any:
     """An operation on weights and constants only: its results are weights as well."""
     tape, result = call.tape, call.func(*call.args, **call.kwargs)
     followed = call.followed
@@ -191,7 +191,7 @@ def _derive(call: Call) -> Any:
     def follow(which: int, value: Tensor) -> Tensor:
         if not value.is_floating_point():
             return value
-        layout = tape.layout(value, guess=None)
+        layout = None if tape.in_level else tape.layout(value, guess=None)
         if layout is None:
             return tape.derive(value, partial(carry, which, lambda whole: whole))
         # a copy for every example, such as of a class token: what was copied is followed
@@ -415,7 +415,7 @@ def _convolution(
     return convolution(layer, tape, input)
 
 
-_RULES: dict[Any, Callable[..., Any]] = {
+OPERATION_RULES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,

@@ -93,6 +93,7 @@ class Tape:
     # Examples whose loss is NaN, which count for nothing. Backward passes of some activations turn
     # NaN into a number, another one in the middle of a batch than at its end.
     spoiled: Tensor | None = None
+    in_level: bool = False
 
     def __post_init__(self) -> None:
         self.names = {id(value): name for name, value in self.params.items()}
@@ -214,9 +215,9 @@ class Tape:
             for rows, contributions in kept.items():
                 kept[rows] = [merge_views(one, views) for one in contributions]
 
-    def copies(self, name: str) -> Tensor:
+    def copies(self, name: str, value: Tensor | None = None) -> Tensor:
         """A parameter with a copy for every example (that takes no memory until its gradient)."""
-        value = self.params[name]
+        value = self.params[name] if value is None else value.detach()
         copies = value.expand(self.examples, *value.shape)
         if not copies.requires_grad:
             copies = copies.detach().requires_grad_()
@@ -314,8 +315,9 @@ class Tape:
         whole = value.new_zeros(self.examples, *value.shape)
         for rows, contributions in kept.items():
             some = slice(None) if rows is None else slice(*rows)
+            place = whole if rows is None else whole[:, some]
             for contribution in contributions:
-                whole[:, some] += contribution.per_example().view_as(whole[:, some])
+                place += contribution.per_example().view_as(place)
         return whole
 
 

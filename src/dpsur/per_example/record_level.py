@@ -1,0 +1,667 @@
+"""The record level: code written for a batch runs once for all records, each as a batch of one.
+
+A functorch batching level hides the dimension that tells records apart. Inside it every tensor that
+depends on a record is a batch of one record to the code that sees it, so `y.mean()`, batch
+normalisation or mixup can combine nothing but what one record holds. Python cannot read a number
+out of it (`.item()`, `if tensor:` raise in PyTorch), and a tensor that outlives its step is
+refused. Records are therefore independent by construction, whatever the model and the loss are.
+
+At the boundary of a layer or operation on trained weights the level is left: records are folded into
+the first dimension, the usual batched kernel runs with a tape that watches it, and the level is
+entered again. Everything else runs under PyTorch's batching rules. A weight that reaches an
+operation without a rule enters the level as one expanded view per record, whose gradients autograd
+keeps apart. So there is no way to a trained weight that the tape does not see.
+
+This file holds all uses of functorch's private names.
+"""
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._C._functorch import (
+    _add_batch_dim,
+    _vmap_decrement_nesting,
+    _vmap_increment_nesting,
+    get_unwrapped,
+    is_batchedtensor,
+    maybe_get_bdim,
+    maybe_get_level,
+    peek_interpreter_stack,
+)
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch._functorch.vmap import lazy_load_decompositions
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from dpsur.errors import UnsupportedModelError
+from dpsur.functional.call import use_weights
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import without_flattening
+from dpsur.functional.tree import map_tensors, tensors_of, with_tensors
+from dpsur.per_example.operations import OPERATION_RULES, Call, derive
+from dpsur.per_example.rules import FASTER, RULES, kind_of
+from dpsur.per_example.tape import Layout, NotSupportedError, Tape
+
+
+@dataclass(frozen=True)
+class Fold:
+    """How tensors of the level become tensors of a batched kernel.
+
+    `axis` is the dimension of a record's tensor that a layer takes for its batch, with `rows`
+    entries for each record. Without `rows` the layer sees a record without such a dimension.
+    """
+
+    axis: int = 0
+    rows: int | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.axis, self.rows or 1)
+
+    def into(self, values: Tensor) -> Tensor:
+        """From (records, ...) to what the kernel takes."""
+        moved = values.movedim(0, self.axis) if self.axis else values
+        return moved if self.rows is None else moved.flatten(self.axis, self.axis + 1)
+
+    def back(self, values: Tensor) -> Tensor:
+        """From the kernel's output to a tensor with records in dimension `axis`."""
+        return values if self.rows is None else values.unflatten(self.axis, (-1, self.rows))
+
+
+class LevelTape(Tape):
+    """A tape whose layers know where records are: the boundary has put them there."""
+
+    def __init__(
+        self, params: Params, examples: int, own: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`params` are detached weights; `own` the parameters that code outside may hold."""
+        super().__init__(params, examples, [])
+        self.in_level = True
+        self.place = Layout(0)
+        self._copies: dict[str, Tensor] = {}
+        # a function may use a weight that it got hold of before the step
+        self.own = {id(value): name for name, value in (own or {}).items()}
+        self.names |= self.own
+
+    def layout(self, values: Tensor, guess: Layout | None = None) -> Layout | None:  # noqa: ARG002
+        """Where the boundary put the records."""
+        return self.place
+
+    def expected_layout(self, shape: torch.Size, guess: Layout | None = None) -> Layout | None:  # noqa: ARG002
+        """The same, for a tensor that is yet to be computed."""
+        return self.place
+
+    def copy_for_each_record(self, value: Tensor) -> Tensor:
+        """A followed weight as one view per record, whose gradient has a row for each of them."""
+        name = self.names[id(value)]
+        if name not in self._copies:
+            self._copies[name] = self.copies(name, value)
+        return self._copies[name]
+
+    def forget_copies(self) -> None:
+        """Give back what only the backward pass needed."""
+        self._copies.clear()
+
+
+class RecordLevel(TorchFunctionMode):
+    """A functorch level of `tape.examples` records, and the rules at its boundary.
+
+    With `own_tensors` set, tensors that the code makes itself (`torch.zeros(...)`) belong to
+    single records from the start, so that it may write a record's values into them.
+    """
+
+    def __init__(
+        self, tape: LevelTape, models: tuple[nn.Module, ...] = (), *, own_tensors: bool = False
+    ) -> None:
+        super().__init__()
+        self.tape, self._models = tape, models
+        self._own_tensors = own_tensors
+        self._paused = False
+        self.number = 0
+        self._seen: list[weakref.ref[Tensor]] = []
+
+    # --- entering and leaving --------------------------------------------------------------------
+
+    @contextmanager
+    def entered(self) -> Iterator["RecordLevel"]:
+        """The level, with the weights of the tape in the modules and rules in force."""
+        with ExitStack() as stack:
+            stack.enter_context(_tracing_transformers())
+            for holder, name, value in self._checkpoints():
+                stack.enter_context(_replaced(holder, name, value))
+            stack.enter_context(self._weights())
+            stack.enter_context(self.rules())
+            stack.enter_context(self._inside())
+            yield self
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """The level itself; its number is the depth at which it is entered."""
+        lazy_load_decompositions()
+        number, self.number = self.number, _vmap_increment_nesting(self.tape.examples, "different")
+        paused, self._paused = self._paused, False
+        try:
+            with self:
+                yield
+        finally:
+            _vmap_decrement_nesting()
+            self.number, self._paused = number, paused
+
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
+        """Detached weights in the modules, so that gradients reach the tape and nothing else."""
+        names, params = self.tape.names, self.tape.params
+
+        def weight(_: str, value: Tensor) -> Tensor:
+            name = names.get(id(value))
+            return value.detach() if name is None else params[name]
+
+        with ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(use_weights(model, weight))
+                stack.enter_context(without_flattening(model.modules()))
+            yield
+
+    @contextmanager
+    def rules(self) -> Iterator[None]:
+        """Put rules in the place of the forward methods of layers."""
+        changed: list[dict[str, Any]] = []
+        try:
+            for model in self._models:
+                for module in model.modules():
+                    trains = any(
+                        value is not None and id(value) in self.tape.names
+                        for value in module._parameters.values()
+                    )
+                    kind = kind_of(module, RULES if trains or _holds(module) else FASTER)
+                    if kind is None or "forward" in vars(module):
+                        continue
+                    rule = (RULES if trains or _holds(module) else FASTER)[kind]
+                    own = vars(module)
+                    own["forward"] = partial(self._layer, rule, kind, module, module.forward)
+                    changed.append(own)
+            yield
+        finally:
+            for own in changed:
+                del own["forward"]
+
+    @contextmanager
+    def _outside(self, fold: Fold) -> Iterator[None]:
+        """Outside of the level, where batched kernels run and the tape watches them."""
+        paused, place = self._paused, self.tape.place
+        self._paused, self.tape.place = True, fold.layout
+        try:
+            with temporarily_pop_interpreter_stack():
+                yield
+        finally:
+            self._paused, self.tape.place = paused, place
+
+    # --- tensors of the level --------------------------------------------------------------------
+
+    def hide(self, values: Tensor, axis: int = 0) -> Tensor:
+        """A tensor with records in dimension `axis`, as the code in the level sees it."""
+        hidden: Tensor = _add_batch_dim(values, axis, self.number)
+        self._note(hidden)
+        return hidden
+
+    def holds(self, values: Any) -> bool:
+        """Whether a tensor belongs to single records."""
+        return (
+            isinstance(values, Tensor)
+            and is_batchedtensor(values)
+            and maybe_get_level(values) == self.number
+        )
+
+    def show(self, values: Tensor) -> Tensor:
+        """The tensor with records in front, for use outside of the level."""
+        if self.holds(values):
+            return get_unwrapped(values).movedim(maybe_get_bdim(values), 0)
+        return values.expand(self.tape.examples, *values.shape)
+
+    def _note(self, found: Any) -> None:
+        if isinstance(found, Tensor):
+            if is_batchedtensor(found):
+                self._seen.append(weakref.ref(found))
+        elif isinstance(found, (tuple, list)):
+            for value in found:
+                self._note(value)
+
+    def check_survivors(self) -> None:
+        """Refuse code that keeps a tensor of this step: a later step could read other records."""
+        if self._alive():
+            gc.collect()  # what only a cycle of objects keeps is not kept
+            alive = self._alive()
+            if alive:
+                raise UnsupportedModelError(
+                    f"a tensor of shape {tuple(alive[0].shape)} that depends on private records "
+                    f"outlives its step{_keeper(self._models, alive[0])}; a later step could read "
+                    "it: compute it anew in each step, and keep nothing in attributes or globals"
+                )
+        self._seen.clear()
+
+    def _alive(self) -> list[Tensor]:
+        return [value for ref in self._seen if (value := ref()) is not None]
+
+    # --- layers ----------------------------------------------------------------------------------
+
+    def _layer(
+        self,
+        rule: Callable[..., Any],
+        kind: type[nn.Module],
+        module: nn.Module,
+        own: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        given = tensors_of((args, kwargs))
+        on_top = self._on_top()
+        if self._paused or not on_top or not any(map(self.holds, given)):
+            return own(*args, **kwargs)  # followed through its operations
+        try:
+            if any(id(value) in self.tape.names for value in given):  # a weight is the layer's input
+                entered = [self._copy(value) for value in given]
+                args, kwargs = with_tensors((args, kwargs), entered)
+            return self._note_and_return(_LAYERS.get(kind, _usual)(self, rule, module, args, kwargs))
+        except NotSupportedError:
+            return own(*args, **kwargs)
+
+    def _note_and_return(self, found: Any) -> Any:
+        self._note(found)
+        return found
+
+    def _on_top(self) -> bool:
+        top = peek_interpreter_stack()
+        return top is not None and top.level() == self.number
+
+    # --- operations ------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Let the boundary answer calls that are given a trained weight, and a few others."""
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            found = special(self, func, args, kwargs)
+        elif self._own_tensors and func in _FACTORIES and self._on_top():
+            found = self._for_each_record(func(*args, **kwargs))
+        elif self._follows((args, kwargs)) and torch.is_grad_enabled():
+            found = self._operation(func, args, kwargs)
+        else:
+            found = func(*args, **kwargs)
+        self._note(found)
+        return found
+
+    def _follows(self, values: Any) -> bool:
+        """Whether a trained weight, or what was derived of some, is among the arguments."""
+        names = self.tape.names
+        if isinstance(values, Tensor):
+            return id(values) in names
+        if isinstance(values, dict):
+            values = values.values()
+        elif not isinstance(values, (tuple, list)):
+            return False
+        return any(map(self._follows, values))
+
+    def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tape = self.tape
+        call = Call(func, args, kwargs, tape)
+        if any(id(value) in tape.own for value in call.given):
+            held = [
+                tape.params[tape.own[id(value)]] if id(value) in tape.own else value
+                for value in call.given
+            ]
+            args, kwargs = with_tensors((args, kwargs), held)
+            call = Call(func, args, kwargs, tape)
+        if call.name.endswith("_") and not call.name.endswith("__") or "out" in kwargs:
+            if call.name == "requires_grad_":
+                return args[0]
+            raise UnsupportedModelError(
+                f"{call.name} changes a tensor in place next to a trained weight; use the "
+                "operation without the underscore"
+            )
+        if not any(map(is_batchedtensor, call.others)):
+            with torch.enable_grad():
+                found = derive(call)
+            if not any(map(is_batchedtensor, tensors_of(found))):  # as drawn at random for each
+                return found
+        elif func in OPERATION_RULES and self._on_top():
+            try:
+                return _operation(self, func, args, kwargs)
+            except NotSupportedError:
+                pass
+        return call.on([self._copy(value) for value in call.given])
+
+    def _for_each_record(self, made: Tensor) -> Tensor:
+        """A tensor that the code has made, as one for each record that it may write to."""
+        if is_batchedtensor(made):
+            return made
+        with temporarily_pop_interpreter_stack():
+            copies = made.expand(self.tape.examples, *made.shape).contiguous()
+        return self.hide(copies)
+
+    def _copy(self, value: Tensor) -> Tensor:
+        if id(value) not in self.tape.names:
+            return value
+        with temporarily_pop_interpreter_stack():
+            copies = self.tape.copy_for_each_record(value)
+        return self.hide(copies)
+
+    # --- gradient checkpointing ------------------------------------------------------------------
+
+    def _checkpoints(self) -> Iterator[tuple[Any, str, Any]]:
+        """Where code finds `torch.utils.checkpoint.checkpoint`, and what stands there meanwhile.
+
+        Code that imported it by name before the step finds the parts that it is made of: with
+        `use_reentrant=False` nothing is then recomputed.
+        """
+        found = torch.utils.checkpoint
+        yield found, "checkpoint", self._checkpoint
+        yield found, "CheckpointFunction", _Reentrant(self._checkpoint)
+        yield found, "_checkpoint_without_reentrant_generator", _without_recomputing
+        for model in self._models:
+            for module in model.modules():
+                if "_gradient_checkpointing_func" in vars(module):  # of transformers
+                    yield module, "_gradient_checkpointing_func", self._checkpoint
+
+    def _checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`torch.utils.checkpoint.checkpoint`, whose recomputation enters the level again."""
+        for name in ("use_reentrant", "preserve_rng_state", "determinism_check", "debug",
+                     "context_fn", "early_stop"):
+            kwargs.pop(name, None)
+        if not self._on_top() or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        while isinstance(function, partial):  # its tensors enter the level again as well
+            args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+            function = function.func
+        given = tensors_of((args, kwargs))
+        hidden = [self.holds(value) for value in given]
+        plain = [
+            get_unwrapped(v).movedim(maybe_get_bdim(v), 0) if h else v
+            for v, h in zip(given, hidden, strict=True)
+        ]
+        structure: Any = None
+
+        def inner(*values: Tensor) -> tuple[Tensor, ...]:
+            nonlocal structure
+            with self._weights(), self.rules(), self._inside():
+                entered = [self.hide(v) if h else v for v, h in zip(values, hidden, strict=True)]
+                again_args, again_kwargs = with_tensors((args, kwargs), entered)
+                structure = function(*again_args, **again_kwargs)
+                return tuple(self.show(value) for value in tensors_of(structure))
+
+        own = _replaced(
+            torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _generator
+        )
+        with self._outside(Fold()), own:
+            found = _checkpoint(inner, *plain, use_reentrant=False)
+        return with_tensors(structure, [self.hide(value) for value in found])
+
+
+_checkpoint = torch.utils.checkpoint.checkpoint
+_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+
+class _Reentrant:
+    """In the place of `torch.utils.checkpoint.CheckpointFunction`."""
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self._checkpoint = checkpoint
+
+    def apply(self, function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        """A checkpoint of the level."""
+        return self._checkpoint(function, *args)
+
+
+def _without_recomputing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    yield
+
+
+
+def _holds(module: nn.Module) -> bool:
+    """Whether a layer's rule is for a module that holds others' weights, as attention does."""
+    return isinstance(module, nn.MultiheadAttention)
+
+
+def _keeper(models: tuple[nn.Module, ...], value: Tensor) -> str:
+    """Which module keeps a tensor, in words, where that can be found."""
+    for model in models:
+        for name, module in model.named_modules():
+            for key, held in vars(module).items():
+                if held is value:
+                    return f" in {name + '.' if name else ''}{key}"
+    return ""
+
+
+@contextmanager
+def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    own = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, own)
+
+
+@contextmanager
+def _tracing_transformers() -> Iterator[None]:
+    """Have Hugging Face models build explicit masks, as for export, and read no values of theirs."""
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None or not hasattr(masks, "is_tracing"):
+        yield
+        return
+    with _replaced(masks, "is_tracing", lambda *_args, **_kwargs: True):
+        yield
+
+
+# --- the boundary of layers ----------------------------------------------------------------------
+
+
+def _usual(
+    level: RecordLevel, rule: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """A layer of one or several tensors with records in front."""
+    values = tensors_of((args, kwargs))
+    fold = fold_of(values[0], _least_rank(module))
+    shown = [fold.into(level.show(value)) for value in values]
+    if isinstance(module, nn.EmbeddingBag) and len(values) > 1 and values[0].dim() != 2:
+        raise NotSupportedError("bags with offsets")
+    with level._outside(fold):
+        inner_args, inner_kwargs = with_tensors((args, kwargs), shown)
+        found = rule(module, level.tape, *inner_args, **inner_kwargs)
+        back = map_tensors(fold.back, found)
+    return map_tensors(lambda value: level.hide(value, fold.axis), back)
+
+
+def fold_of(values: Tensor, least_rank: int) -> Fold:
+    """Records in front: with the rows that a record has, or without such a dimension."""
+    return Fold(0, values.shape[0]) if values.dim() > least_rank else Fold(0)
+
+
+def _least_rank(module: nn.Module) -> int:
+    """The rank of a layer's input without a batch dimension."""
+    if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d, nn.InstanceNorm1d)):
+        return 2
+    if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d, nn.InstanceNorm2d, nn.MaxPool2d)):
+        return 3
+    if isinstance(module, (nn.Conv3d, nn.ConvTranspose3d, nn.InstanceNorm3d)):
+        return 4
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return len(module.normalized_shape)
+    if isinstance(module, nn.Embedding):
+        return 0
+    return 1
+
+
+def _recurrent(
+    level: RecordLevel, rule: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Layers over time, with records in the first or second dimension and states in the second."""
+    given = dict(zip(("input", "hx"), args, strict=False)) | kwargs
+    sequence, states = given["input"], given.get("hx")
+    if not isinstance(sequence, Tensor):
+        raise NotSupportedError("packed sequences")
+    axis = 0 if module.batch_first else 1
+    alone = sequence.dim() == 2
+    fold = Fold(0 if alone and module.batch_first else axis, None if alone else sequence.shape[axis])
+    fold_states = Fold(1, None if alone else sequence.shape[axis])
+    inner = None
+    shown = fold.into(level.show(sequence))
+    if states is not None:
+        inner = map_tensors(lambda value: fold_states.into(level.show(value)), states)
+    with level._outside(fold):
+        output, last = rule(module, level.tape, shown, inner)
+        output, last = fold.back(output), map_tensors(fold_states.back, last)
+    return level.hide(output, fold.axis), map_tensors(lambda value: level.hide(value, 1), last)
+
+
+def _attention(
+    level: RecordLevel, rule: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """`nn.MultiheadAttention`: masks have their records elsewhere than the sequences."""
+    names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask",
+             "average_attn_weights", "is_causal")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    axis = 0 if module.batch_first else 1
+    query = given["query"]
+    if query.dim() != 3:
+        raise NotSupportedError("attention without a batch dimension")
+    fold = Fold(axis, query.shape[axis])
+    sequences = [given[name] for name in names[:3]]
+    shown = {id(value): fold.into(level.show(value)) for value in sequences}
+    for name in names[:3]:
+        given[name] = shown[id(given[name])]
+    in_front = Fold(0, query.shape[axis])
+    if given.get("key_padding_mask") is not None:
+        given["key_padding_mask"] = in_front.into(level.show(given["key_padding_mask"]))
+    mask = given.get("attn_mask")
+    if mask is not None and level.holds(mask):
+        given["attn_mask"] = (
+            level.show(mask).repeat_interleave(module.num_heads, 0)
+            if mask.dim() == 2
+            else Fold(0, mask.shape[0]).into(level.show(mask))
+        )
+    elif mask is not None and mask.dim() == 3:
+        given["attn_mask"] = Fold(0, mask.shape[0]).into(level.show(mask))
+    with level._outside(fold):
+        output, weights = rule(module, level.tape, **given)
+        output = fold.back(output)
+        weights = None if weights is None else in_front.back(weights)
+    return level.hide(output, axis), None if weights is None else level.hide(weights)
+
+
+_LAYERS: dict[type[nn.Module], Callable[..., Any]] = {
+    nn.LSTM: _recurrent,
+    nn.GRU: _recurrent,
+    nn.RNN: _recurrent,
+    nn.MultiheadAttention: _attention,
+}
+
+
+# --- the boundary of operations on weights ---------------------------------------------------------
+
+# The rank of the input without a batch dimension, where it is not 1.
+_RANKS = {
+    F.embedding: 0,
+    F.conv1d: 2,
+    F.conv2d: 3,
+    F.conv3d: 4,
+    F.conv_transpose1d: 2,
+    F.conv_transpose2d: 3,
+    F.conv_transpose3d: 4,
+}
+
+
+def _operation(
+    level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """An operation on records and weights, by its rule."""
+    values = tensors_of((args, kwargs))
+    records = [value for value in values if level.holds(value)]
+    if len(records) > 1 and func is not F.bilinear:
+        raise NotSupportedError("an operation on several tensors of records and on a weight")
+    rank = _RANKS.get(func, 1)
+    if func in (F.layer_norm, F.rms_norm):
+        rank = len(kwargs["normalized_shape"] if len(args) < 2 else args[1])
+    fold = fold_of(records[0], rank)
+    folded = [fold.into(level.show(v)) if level.holds(v) else v for v in values]
+    inner_args, inner_kwargs = with_tensors((args, kwargs), folded)
+    with level._outside(fold):
+        found = fold.back(OPERATION_RULES[func](level.tape, *inner_args, **inner_kwargs))
+    return level.hide(found)
+
+
+# --- operations that need no weight --------------------------------------------------------------
+
+
+def _scaled_dot_product_attention(
+    level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Fused attention, which torch cannot batch: all records are one batch of it."""
+    names = ("query", "key", "value", "attn_mask")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tensors = {name: given.pop(name) for name in names if isinstance(given.get(name), Tensor)}
+    if not level._on_top() or not any(map(level.holds, tensors.values())):
+        return func(*args, **kwargs)
+    tensors = {name: level._copy(value) for name, value in tensors.items()}
+    query, mask = tensors["query"], tensors.pop("attn_mask", None)
+    rank = query.dim()
+
+    def join(records: Tensor) -> Tensor:
+        return records.flatten(0, rank - 3) if rank > 3 else records
+
+    if mask is not None and (level.holds(mask) or mask.dim() > 3):
+        shown = level.show(mask)
+        shown = shown.reshape(len(shown), *[1] * (rank - mask.dim()), *mask.shape)
+        mask = join(shown.expand(-1, *query.shape[: rank - 3], *[-1] * min(3, rank)))
+    joined = [join(level.show(tensors[name])) for name in names[:3]]
+    # the other kernels have no gradient of a mask
+    math = sdpa_kernel(SDPBackend.MATH) if mask is not None and mask.requires_grad else None
+    given.pop("attn_mask", None)
+    with level._outside(Fold()), math or nullcontext():
+        found = func(*joined, mask, *args[4:], **given)
+        if rank > 3:
+            found = found.unflatten(0, (-1, *query.shape[: rank - 3]))
+    return level.hide(found)
+
+
+def _requires_grad(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Whether a tensor of the level requires a gradient is decided outside of it."""
+    return args[0] if level.holds(args[0]) else func(*args, **kwargs)
+
+
+# What makes a tensor that code may write into.
+_FACTORIES = frozenset(
+    {
+        torch.empty,
+        torch.zeros,
+        torch.ones,
+        torch.full,
+        torch.empty_like,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        Tensor.new_empty,
+        Tensor.new_zeros,
+        Tensor.new_ones,
+        Tensor.new_full,
+        Tensor.clone,
+    }
+)
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _scaled_dot_product_attention,
+    Tensor.requires_grad_: _requires_grad,
+}
