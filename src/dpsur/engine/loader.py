@@ -18,6 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from dpsur.engine.private_step import CollateAlone, padding_of
 from dpsur.errors import InvalidInputError
 from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.sampling import poisson_sample
@@ -102,10 +103,15 @@ class PoissonSampler(Sampler[list[int]]):
     """
 
     def __init__(self, size: int, sample_rate: float, streams: Callable[[], Streams]) -> None:
-        self.size, self.sample_rate, self._streams = size, sample_rate, streams
+        self.size, self._sample_rate, self._streams = size, sample_rate, streams
         self.steps: Sequence[int] = ()
         self.most: int | None = None
         self.planned: deque[Microbatch] = deque()
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability with which each record joins each batch: the one that is charged."""
+        return self._sample_rate
 
     def __iter__(self) -> Iterator[list[int]]:
         planned: deque[Microbatch] = deque()
@@ -133,9 +139,12 @@ class Collate:
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, views: int) -> None:
         self.collate, self.dataset, self.views = collate, dataset, views
+        self.alone: CollateAlone | None = None  # for private steps
 
     def __call__(self, records: list[Any]) -> Any:
-        """A batch of some records, or the placeholder."""
+        """A batch of some records, or the placeholder; for a private step each record alone."""
+        if self.alone is not None:
+            return self.alone(records)
         if records:
             batch = self.collate(records)
         else:  # only the shape of the record is used; what is no number becomes empty
@@ -196,6 +205,11 @@ class PrivateLoader(DataLoader[Any]):
     def sample_rate(self) -> float:
         """The probability with which each record joins each batch."""
         return self.poisson.sample_rate
+
+    def collate_alone(self) -> None:
+        """Yield opaque batches from now on, for private steps."""
+        own = cast(Collate, self.collate_fn)
+        own.alone = CollateAlone(own.collate, padding_of(own.collate), own.views)
 
     def __len__(self) -> int:
         return self.length

@@ -237,6 +237,8 @@ class PrivacyEngine(PrivateLoop):
             sampler.most = max_physical_batch_size
         self._loader = PrivateLoader(data_loader, sampler, self, views)
         self._test_collate = Collate(data_loader.collate_fn, data_loader.dataset, 1)
+        if self._private_steps:
+            self._loader.collate_alone()
         if isinstance(gate, BlockGate):
             assert isinstance(self._ledger, BlockLedger)
             self._blocks = BlockRun(

@@ -1,7 +1,7 @@
 """The steps of a custom loop: what is due, what was used, what is charged, and what is kept."""
 
 import os
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -15,14 +15,25 @@ from dpsur.engine.blocks import BlockRun
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.gate import LossGate, Snapshot
 from dpsur.engine.loader import Collate, Microbatch, PrivateLoader
+from dpsur.engine.private_step import (
+    Function,
+    PrivateBatch,
+    PrivateStep,
+    augmented,
+    means,
+    modules_of,
+    opened,
+)
 from dpsur.engine.watch import Watcher
 from dpsur.errors import BudgetError, InvalidInputError, NothingReleasedError, StepError
-from dpsur.functional.parameters import elementwise
+from dpsur.functional.parameters import Params, elementwise
 from dpsur.functional.process_settings import seeded_globally
+from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.sampling import poisson_sample
 from dpsur.mechanism.streams import LAYERS, NOISE, VAL_BATCH, VAL_NOISE, Streams
 from dpsur.per_example.clipping import ClippedSum
+from dpsur.per_example.record_function import RecordFunction
 from dpsur.privacy.events import Step
 from dpsur.privacy.plans import PrivacyLedger
 from dpsur.privacy.plans.open_ended import SelectiveLedger
@@ -61,6 +72,10 @@ class PrivateLoop:
         self._blocks: BlockRun | None = None
         self._saved: Snapshot | None = None
         self._test_batch: list[tuple[int, Any]] = []
+        self._content: Any = None  # of the batch at hand
+        self._private_steps: list[PrivateStep] = []
+        self._functions: dict[PrivateStep, RecordFunction] = {}
+        self._opened = False  # whether the loop has opened a batch of a private step
         self._calls = 0  # of layers that draw, in the step at hand
         # Schedulers do nothing after a step that did nothing or was undone.
         self.scheduler_due = True
@@ -163,7 +178,7 @@ class PrivateLoop:
             )
         if batch.first:
             self._calls = 0
-        self._due = batch
+        self._due, self._content = batch, content
         self._watcher.sums.inputs.clear()  # held to their number above, and they take memory
         self._watcher.yielded = Yielded(batch.records, content, batch.before)
 
@@ -185,6 +200,94 @@ class PrivateLoop:
         self._calls += 1
         seed = self._streams.seed_for(LAYERS, self.accountant.steps) + self._calls
         return seeded_globally(seed, next(iter(self._watcher.trained.values())).device)
+
+    # Private steps
+
+    def private_step(self, function: Function) -> PrivateStep:
+        """Make a function of (model, batch) one private step, as a decorator or by a call.
+
+            @engine.private_step
+            def step(model, batch):
+                x, y = batch
+                return F.cross_entropy(model(x), y)
+
+            for batch in loader:
+                step(batch)
+
+        The function returns a loss, one number, or a mapping with `loss`. It is called so that it
+        sees one record at a time (all of them in one pass, where PyTorch can batch it), so that no
+        record's gradient can depend on another record, whatever it computes. It may call the model
+        several times, use other modules, and add penalties on weights. Further arguments of the
+        step are passed on to it: what changes during training belongs there. The loader then yields
+        batches that only a private step can open.
+        """
+        step = PrivateStep(function, self)
+        if self._ledger is not None:
+            if self._ledger.steps and not self._private_steps:
+                raise StepError(
+                    "steps were made by backward() and optimizer.step() already; declare private "
+                    "steps before the loop"
+                )
+            self._loader.collate_alone()
+        self._private_steps.append(step)
+        return step
+
+    def run_step(
+        self, step: PrivateStep, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """Clip, add noise, charge and update, with the records of the batch at hand."""
+        due = self._due
+        if due is None:
+            raise StepError(
+                "a private step was called without a new batch of the private loader; call it once "
+                "for every batch that the loader from make_private yields"
+            )
+        if isinstance(batch, PrivateBatch):
+            if batch is not self._content:
+                raise StepError("a private step was given another batch than the latest one")
+            found = batch
+        else:
+            found, self._opened = opened(batch), True
+            if found.records != max(1, due.rows):
+                raise StepError(
+                    "a private step was given another number of records than its batch has; use "
+                    "each record of the batch exactly once"
+                )
+            found = found if due.rows else PrivateBatch(())
+        watcher = self._watcher
+        watcher.check_parameters()
+        parts = []
+        with watcher.paused(), augmented(self._module, watcher.augment):
+            for sums, losses, figures in self._gradients(step, found, args, kwargs):
+                parts.append((losses, figures))
+                watcher.sums.add(len(losses), sums, [])
+        if not found.groups:
+            watcher.sums.add(1, {}, [])
+        watcher.gradients.mark(None)
+        self._optimizer.step()
+        return means(parts)
+
+    def _gradients(
+        self, step: PrivateStep, batch: PrivateBatch, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[Params, Tensor, dict[str, Tensor]]]:
+        """Clipped sums of some records at a time, with their losses and other figures."""
+        watcher, device = self._watcher, next(iter(self._watcher.trained.values())).device
+        records = self._functions.setdefault(
+            step, RecordFunction((self._module, *modules_of(step.function)), watcher.trained)
+        )
+
+        def function(one: Any) -> Any:
+            return step.function(self._module, one, *args, **kwargs)
+
+        for group in batch.to(device, non_blocking=True).groups:
+            most = self._loader.poisson.most or group.records
+            for start in range(0, group.records, most):
+                some = slice(start, min(start + most, group.records))
+                part = map_tensors(lambda v: v[some], group.batch, otherwise=lambda v: v)  # noqa: B023
+                tape, losses, figures = records.tape(
+                    function, part, some.stop - start, randomness=self.layer_randomness
+                )
+                yield watcher.clip(tape), losses, figures
 
     def begin_step(self) -> bool:
         """Charge a step, and put the private gradient in place. Called by `optimizer.step()`."""

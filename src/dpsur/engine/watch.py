@@ -115,7 +115,7 @@ class Watcher:
         self.sums = Sums()
         self.unwatched: str | None = None
         self._expects, self._randomness = owner.expect, owner.layer_randomness
-        self._augment, self._views = augment, views
+        self.augment, self._views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
         self._plans = Plans(module, list(trained), sharding)
         # of one record and of several, whose losses are not written alike
@@ -213,7 +213,7 @@ class Watcher:
 
     def _augmented(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call after the augmentation."""
-        if self._augment is None:
+        if self.augment is None:
             return args, kwargs
         if bool(args) == bool(kwargs):
             raise StepError(
@@ -221,9 +221,9 @@ class Watcher:
             )
         inputs = kwargs or (args[0] if len(args) == 1 else args)
         if not len(self._plans):
-            check_augmentation(self._augment, self._views, inputs)
+            check_augmentation(self.augment, self._views, inputs)
         with self._randomness():
-            return arguments(self._augment(inputs))
+            return arguments(self.augment(inputs))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         if not hasattr(self, "module") or self._open is None or module is not self.module:
@@ -424,6 +424,29 @@ class Watcher:
         self.sums.add(call.rows, sums, call.inputs)
         tape.leaves.clear()
         self.gradients.mark(self.unwatched)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While a private step calls the module in the record level."""
+        before, self._busy = self._busy, True
+        try:
+            yield
+        finally:
+            self._busy = before
+
+    def clip(self, tape: Tape) -> Params:
+        """Sums of the gradients of a tape's records, each clipped to the norm bound."""
+        missing = next((name for name in tape.params if not tape.contributions.get(name)), None)
+        if missing is not None:
+            raise StepError(
+                f"parameter {missing} took no part in the loss, so noise alone would train it; "
+                "freeze it with requires_grad_(False) before make_private"
+            )
+        with torch.no_grad(), precision(tf32=False):
+            factors = clip_factors(tape.norms(), self.max_grad_norm, None)
+            return {
+                name: tape.weighted_sum(name, factors, last=True) for name in reversed(tape.params)
+            }
 
     @contextmanager
     def measuring(self, factors: dict[bool, tuple[float, ...]]) -> Iterator[list[Tensor]]:

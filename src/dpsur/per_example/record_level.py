@@ -179,21 +179,24 @@ class RecordLevel(TorchFunctionMode):
         try:
             for model in self._models:
                 for module in model.modules():
-                    trains = any(
-                        value is not None and id(value) in self.tape.names
-                        for value in module._parameters.values()
-                    )
-                    kind = kind_of(module, RULES if trains or _holds(module) else FASTER)
-                    if kind is None or "forward" in vars(module):
-                        continue
-                    rule = (RULES if trains or _holds(module) else FASTER)[kind]
-                    own = vars(module)
-                    own["forward"] = partial(self._layer, rule, kind, module, module.forward)
-                    changed.append(own)
+                    rules = RULES if self._trains(module) or isinstance(module, _ALWAYS) else FASTER
+                    kind = kind_of(module, rules)
+                    if kind is not None:
+                        own = vars(module)
+                        own["forward"] = partial(
+                            self._layer, rules[kind], kind, module, module.forward
+                        )
+                        changed.append(own)
             yield
         finally:
             for own in changed:
                 del own["forward"]
+
+    def _trains(self, module: nn.Module) -> bool:
+        names = self.tape.names
+        return any(
+            value is not None and id(value) in names for value in module._parameters.values()
+        )
 
     @contextmanager
     def _outside(self, fold: Fold) -> Iterator[None]:
@@ -430,9 +433,8 @@ def _without_recomputing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
 
 
 
-def _holds(module: nn.Module) -> bool:
-    """Whether a layer's rule is for a module that holds others' weights, as attention does."""
-    return isinstance(module, nn.MultiheadAttention)
+# Layers that PyTorch cannot batch, trained or not, and one that holds its weights in others.
+_ALWAYS = (nn.RNNBase, nn.RNNCellBase, nn.EmbeddingBag, nn.MultiheadAttention)
 
 
 def _keeper(models: tuple[nn.Module, ...], value: Tensor) -> str:
