@@ -45,6 +45,14 @@ class StepError(InvalidInputError):
     """A loop that does something the accounting does not cover; nothing was released by it."""
 
 
+class CouplingError(StepError):
+    """One record's gradient may depend on other records. This is final for an engine.
+
+    After it there is no further step, no statement and no release: what the refused code has seen
+    or kept cannot be taken back.
+    """
+
+
 class CheckpointError(InvalidInputError):
     """A checkpoint or release that is damaged, or belongs to another run."""
 

@@ -19,7 +19,7 @@ import dpsur
 from dpsur.engine import blocks, steps
 from dpsur.engine.blocks import BlockRun
 from dpsur.engine.gate import Snapshot
-from dpsur.engine.loss_graph import CoupledLossError
+from dpsur.errors import CouplingError
 from dpsur.errors import StepError
 from dpsur.mechanism import rate_search
 from dpsur.mechanism.streams import Stream
@@ -772,9 +772,9 @@ def tiny(model, batch):
 @pytest.mark.parametrize(
     ("losses", "error", "words"),
     [
-        (centred, CoupledLossError, "changes with the other records"),
-        (tiny, CoupledLossError, "changes with the other records"),
-        (divided, CoupledLossError, "or with their number"),
+        (centred, CouplingError, "changes with the other records"),
+        (tiny, CouplingError, "changes with the other records"),
+        (divided, CouplingError, "or with their number"),
         (lambda model, batch: model(batch[0]).mean(), dpsur.InvalidInputError, "one dimension"),
         (lambda model, batch: model(batch[0])[:1, 0], dpsur.InvalidInputError, "number of rows"),
     ],
@@ -803,7 +803,7 @@ def test_losses_that_mix_records_beside_one_that_is_not_finite(value, place):
         return alone(model, batch) / (2 if len(batch[0]) > 1 else 1)
 
     assert next(iter(make(data=data, gate={"losses": alone}, max_grad_norm=1.0)[3]))
-    with pytest.raises(CoupledLossError, match="changes with the other records"):
+    with pytest.raises(CouplingError, match="changes with the other records"):
         next(iter(make(data=data, gate={"losses": halved}, max_grad_norm=1.0)[3]))
 
 

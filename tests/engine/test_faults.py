@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 import dpsur
-from dpsur.engine.loss_graph import CoupledLossError
+from dpsur.errors import CouplingError
 from dpsur.errors import CheckpointError, StepError, UnsupportedModelError
 from tests.engine.helpers import linear_model, private, records
 
@@ -388,7 +388,7 @@ def test_a_gradient_scaler():
     _, model, _, loader = set_up()
     x, y = batch_of(loader)
     scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(CoupledLossError, match="GradScaler"):
+    with pytest.raises(CouplingError, match="GradScaler"):
         scaler.scale(F.cross_entropy(model(x), y)).backward()
 
 

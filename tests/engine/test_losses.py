@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpsur
-from dpsur.engine.loss_graph import CoupledLossError
+from dpsur.errors import CouplingError
 from dpsur.errors import StepError
 from tests.engine.helpers import private, without_noise
 
@@ -113,14 +113,14 @@ COUPLED = {
 @pytest.mark.parametrize("name", COUPLED)
 def test_losses_that_may_couple_records_are_refused(name):
     model, x, y = first_batch()
-    with pytest.raises(CoupledLossError, match=r"criterion|GradScaler"):
+    with pytest.raises(CouplingError, match=r"criterion|GradScaler"):
         COUPLED[name](model(x), y).backward()
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_targets_of_another_shape_are_named_as_the_cause():
     model, x, y = first_batch()
-    with pytest.raises(CoupledLossError, match="outputs and targets have different shapes"):
+    with pytest.raises(CouplingError, match="outputs and targets have different shapes"):
         F.mse_loss(model(x)[:, :1], y.float()).backward()
 
 
@@ -207,7 +207,7 @@ def test_numbers_that_come_from_the_batch_are_refused(loss, most):
 
 def test_a_penalty_on_parameters_is_refused():
     model, x, y = first_batch()
-    with pytest.raises(CoupledLossError, match="weight_decay"):
+    with pytest.raises(CouplingError, match="weight_decay"):
         (F.cross_entropy(model(x), y) + model[0].weight.square().sum()).backward()
 
 
@@ -368,5 +368,5 @@ def test_a_criterion_that_keeps_state_is_refused():
 
 def test_a_loss_is_one_number():
     model, x, y = first_batch()
-    with pytest.raises((CoupledLossError, RuntimeError)):
+    with pytest.raises((CouplingError, RuntimeError)):
         F.cross_entropy(model(x), y, reduction="none").backward()

@@ -10,15 +10,15 @@ is called on the same row, then its target must be the same too.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from dpsur.errors import StepError
+from dpsur.errors import CouplingError, UnsupportedModelError
 from dpsur.functional.call import Arguments
-from dpsur.functional.tree import map_tensors, tensors_of
+from dpsur.functional.tree import describe_rows, map_tensors, tensors_of
 
 MOST_RECORDS: Final = 4096  # that are remembered
 ROWS_PER_BATCH: Final = 16  # of each kind, known and new
@@ -69,7 +69,7 @@ def check_not_used(inputs: list[Place], before: list[list[Place]]) -> None:
     """Refuse rows that an earlier call on the same batch was made on."""
     for other in before:
         if inputs and all(any(one.overlaps(two) for two in other) for one in inputs):
-            raise StepError(
+            raise CouplingError(
                 "the model was called on the same rows of a batch twice, which would count their "
                 "records twice; use each record of the batch exactly once"
             )
@@ -128,7 +128,7 @@ class TargetCheck:
             now = _Known(digest, [value[place] for value in found])
             before = self._known.setdefault(records[row], now)
             if before.given == digest and not _alike(before.targets, now.targets):
-                raise StepError(
+                raise CouplingError(
                     "the target of a record in the loss is another one than in an earlier batch, "
                     "for the same record and the same input of the model; a target that is "
                     "computed from other records of the batch (such as y - y.mean()) couples them: "
@@ -137,27 +137,26 @@ class TargetCheck:
                 )
 
 
-class NumberCheck:
-    """Compares fractions among the arguments of the model with those of its first call.
+class ArgumentCheck:
+    """Compares what is no tensor among the arguments of the model with its first call.
 
-    Whole numbers name a task or a length more often than they measure a batch.
+    Python code may have computed it from the batch.
     """
 
     def __init__(self) -> None:
-        self._known: list[str] | None = None
+        self._known: str | None = None
 
     def look(self, given: Arguments) -> None:
-        """Refuse another number than in the first call."""
+        """Refuse another number or text than in the first call."""
         found: list[Any] = []
         map_tensors(lambda _: None, (given.args, given.kwargs), otherwise=found.append)
-        found = [one for one in found if isinstance(one, Real) and not isinstance(one, Integral)]
-        fractions = [repr(one) for one in found]
-        self._known = fractions if self._known is None else self._known
-        if fractions != self._known:
-            raise StepError(
-                "the model was called with another number than in its first call; a number that "
-                "depends on the batch couples its records: make it constant, or compute it inside "
-                "of the model from each record alone"
+        plain = repr([one for one in found if isinstance(one, (Real, str, bytes))])
+        self._known = plain if self._known is None else self._known
+        if plain != self._known:
+            raise CouplingError(
+                "the model was called with another number or text than in its first call; one that "
+                "depends on the batch couples its records: make it constant, or write the loss "
+                "as engine.private_step, whose further arguments may change"
             )
 
 
@@ -174,7 +173,7 @@ def _check_repeated(batch: Any, inputs: Any) -> None:
                 continue
             held = _digests(other)
             if any(0 < held[digest] < count for digest, count in used.items()):
-                raise StepError(
+                raise CouplingError(
                     "the model was called with a row of the batch repeated, so that its record "
                     "counts more than once; use each record of the batch exactly once"
                 )
@@ -227,10 +226,31 @@ def _alike(one: list[Tensor], other: list[Tensor]) -> bool:
     return True
 
 
-def rows_with_nan(outputs: Iterable[Tensor]) -> Tensor | None:
-    """Rows with NaN among their outputs, from which a loss is NaN; None if there is no output."""
+def row_count_of(inputs: Arguments) -> int:
+    """How many rows a call is for; refuses arguments that do not agree."""
+    found = tensors_of(inputs)
+    if not found:
+        raise UnsupportedModelError("the model was called without a tensor; pass it the records")
+    if any(value.layout is not torch.strided or value.is_nested for value in found):
+        raise UnsupportedModelError(
+            "the model was called with a sparse or nested tensor, whose records cannot be told "
+            "apart; pass dense tensors, with records padded to one length"
+        )
+    rows = len(found[0]) if found[0].dim() else 0
+    for value in found:
+        if not value.dim() or len(value) != rows:
+            raise UnsupportedModelError(
+                f"the model was called with tensors of {describe_rows(inputs)}, of which one has "
+                f"the shape {tuple(value.shape)} and another {rows} rows; every tensor must have a "
+                "row per record in its first dimension (batch_first=True)"
+            )
+    return rows
+
+
+def rows_with_nan(outputs: Iterable[Tensor], records: int) -> Tensor | None:
+    """Records with NaN among their outputs, from which a loss is NaN; None without an output."""
     found = [
-        value.reshape(len(value), -1).amax(1).isnan()
+        value.reshape(records, -1).amax(1).isnan()
         for value in outputs
         if value.numel() and value.is_floating_point()
     ]

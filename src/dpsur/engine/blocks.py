@@ -22,10 +22,9 @@ from torch.optim import ASGD, SGD, Optimizer
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.gate import BlockGate, Snapshot
 from dpsur.engine.loader import RecordReader
-from dpsur.engine.loss_graph import CoupledLossError
 from dpsur.engine.optimizer import SCHEDULED
 from dpsur.engine.watch import Watcher
-from dpsur.errors import InvalidInputError, StepError
+from dpsur.errors import CouplingError, InvalidInputError, StepError
 from dpsur.functional.call import Arguments
 from dpsur.functional.problem import forbid_side_effects, mode, output_rows
 from dpsur.functional.tree import map_tensors
@@ -343,7 +342,7 @@ class BlockRun:
             gap = abs(one - alone) if isfinite(one) and isfinite(alone) else 0.0
             coupled = gap > ROUNDING * max(abs(one), abs(alone), floor)
             if coupled or isfinite(one) != isfinite(alone):
-                raise CoupledLossError(
+                raise CouplingError(
                     "the loss that the gate finds for a record changes with the other records of "
                     "its batch, or with their number, so that its clipping bounds nothing; compute "
                     "outputs and losses of each record from that record alone"

@@ -19,16 +19,12 @@ import torch
 from torch import Tensor
 
 from dpsur.engine.criterion import PerRecord
-from dpsur.errors import InvalidInputError
+from dpsur.errors import CouplingError
 
 REMEDY = (
     "give the loss as make_private(..., criterion=loss) and call engine.criterion(outputs, "
     "targets), which computes each record's loss alone"
 )
-
-
-class CoupledLossError(InvalidInputError):
-    """A loss that may couple the records of a batch."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +106,13 @@ def check_loss_graph(
     walk = _Walk(cut, records, names, outputs)
     if records == 1:  # there is nothing to couple but by numbers that come from elsewhere
         walk.check_leaves(loss.grad_fn)
-        with suppress(CoupledLossError):
+        with suppress(CouplingError):
             walk.state(loss.grad_fn, 0)
         return LossReport(1.0, True, tuple(walk.factors), walk.targets)
     state = walk.state(loss.grad_fn, 0)
     if not isinstance(state, Total):
         if math.prod(state.shape) != 1:
-            raise CoupledLossError("the loss must be one number; reduce it with .mean() or .sum()")
+            raise CouplingError("the loss must be one number; reduce it with .mean() or .sum()")
         state = Total(1.0, False)
     return LossReport(state.scale, state.mean, tuple(walk.factors), walk.targets, state.divisor)
 
@@ -195,11 +191,11 @@ class _Walk:
             return
         name = self.names.get(id(variable))
         if name is None:
-            raise CoupledLossError(
+            raise CouplingError(
                 "the loss depends on a tensor that requires a gradient and is no output of the "
                 "model; detach it, or compute it inside the model"
             )
-        raise CoupledLossError(
+        raise CouplingError(
             f"the loss uses the parameter {name} directly, past the clipped sum; use the "
             "optimizer's weight_decay for a penalty, or compute it inside the model"
         )
@@ -212,7 +208,7 @@ class _Walk:
             self._known[child, number] for child, number in node.next_functions if child is not None
         ]
         if not inputs:
-            raise CoupledLossError(
+            raise CouplingError(
                 "the loss depends on the model by another way than its outputs, such as an "
                 "auxiliary loss of a layer; return what it needs as an output with a row per record"
             )
@@ -229,7 +225,7 @@ class _Walk:
         if kind in ("Add", "Sub"):
             for other in inputs[1:]:
                 if first.mean != other.mean or not _same(first.scale, other.scale):
-                    raise CoupledLossError(
+                    raise CouplingError(
                         "the loss adds terms that are averaged over the batch in different ways; "
                         + REMEDY
                     )
@@ -251,7 +247,7 @@ class _Walk:
             self.factors.append(self.records / value)
             return Total(float(self.records), True)
         if not plain:
-            raise CoupledLossError(
+            raise CouplingError(
                 "the loss is multiplied or divided by a tensor, which may come from the batch (a "
                 "number of tokens, a torch.amp.GradScaler): use bfloat16 without a GradScaler, and "
                 "divide by plain numbers; or " + REMEDY
@@ -373,7 +369,7 @@ class _Walk:
     def _loss(self, node: Any, kind: str, first: Rows, shape: tuple[int, ...]) -> State:
         for name in ("_saved_weight", "_saved_pos_weight"):
             if getattr(node, name, None) is not None:
-                raise CoupledLossError(
+                raise CouplingError(
                     "the loss has weights (class weights, pos_weight), which may come from the "
                     "batch and which a mean over the batch divides by; " + REMEDY
                 )
@@ -404,11 +400,11 @@ class _Walk:
         if target is None or not target.dim() or target.shape[0] != first.shape[0]:
             raise self._unknown(node)
 
-    def _unknown(self, node: Any, why: str = "") -> CoupledLossError:
+    def _unknown(self, node: Any, why: str = "") -> CouplingError:
         if not why and node.name().startswith("ExpandBackward"):
             why = "do outputs and targets have different shapes?"
         detail = f" ({why})" if why else ""
-        return CoupledLossError(
+        return CouplingError(
             f"the loss contains {node.name()}{detail}, and it cannot be verified that each "
             f"record's loss depends on that record alone; {REMEDY}"
         )

@@ -346,6 +346,7 @@ class PrivacyEngine(PrivateLoop):
 
         Its epsilon is `guarantee()`, however early the loop stopped.
         """
+        self.check_refusal()
         plan = self.accountant.plan
         if plan is None:
             raise InvalidInputError(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from dpsur.errors import InvalidInputError, StepError
-from dpsur.functional.tree import map_tensors, signature, tensors_of
+from dpsur.functional.tree import map_tensors, tensors_of
 
 Function = Callable[..., Any]
 # Lengths that records are padded to: about a quarter of the work is padding, at most a half.
@@ -120,7 +120,7 @@ class CollateAlone:
         groups: dict[object, list[Any]] = {}
         for record in records:
             alone = self._padded(_readable(self.collate([record])))
-            groups.setdefault(signature(alone), []).append(alone)
+            groups.setdefault(_shape(alone), []).append(alone)
         return PrivateBatch(
             tuple(
                 Group(
@@ -270,6 +270,10 @@ def augmented(module: Any, augment: Callable[[Any], Any] | None) -> Iterator[Non
         yield
     finally:
         handle.remove()
+
+
+def _shape(alone: Any) -> object:
+    return tuple((value.shape, value.dtype) for value in tensors_of(alone))
 
 
 def _keep(value: Any) -> Any:

@@ -6,8 +6,6 @@ sum of one parameter at a time exists as a whole, is added up over the ranks and
 is drawn for each shard at the offset that its numbers have in the whole vector.
 """
 
-import copy
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,10 +22,8 @@ from dpsur.functional.call import every_module
 from dpsur.functional.parameters import Params
 from dpsur.mechanism.streams import Stream
 from dpsur.per_example.clipping import ClippedSum
-from dpsur.per_example.engine_choice import Engine, Plan
-from dpsur.per_example.tape import Slot, Tape
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+from dpsur.per_example.record_level import LevelTape
+from dpsur.per_example.tape import Slot
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -75,13 +71,13 @@ class Sharding:
 
     # --- the forward pass -------------------------------------------------------------------------
 
-    def tape(self, rows: int, layouts: list[Any]) -> Tape:
+    def tape(self, records: int) -> LevelTape:
         """A tape that knows whole parameters by their shapes alone."""
         shapes = {
             name: torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
             for name, value in self.trained.items()
         }
-        return _ShardedTape(self.module, shapes, rows, layouts)
+        return _ShardedTape(self.module, shapes, records)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -106,57 +102,6 @@ class Sharding:
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
-
-    def plain_copy(self) -> nn.Module:
-        """The same module without shards and with synthetic weights, for checks of the model."""
-        generator = torch.Generator().manual_seed(0)
-        known: dict[int, Any] = {}
-
-        def parameter(value: nn.Parameter | None) -> nn.Parameter | None:
-            if value is None:
-                return None
-            if id(value) not in known:
-                drawn = torch.randn(value.shape, generator=generator, dtype=value.dtype) * 0.05
-                drawn = drawn.to(value.device)
-                known[id(value)] = nn.Parameter(drawn, requires_grad=value.requires_grad)
-            found: nn.Parameter = known[id(value)]
-            return found
-
-        def visit(module: nn.Module) -> nn.Module:
-            if id(module) in known:
-                found: nn.Module = known[id(module)]
-                return found
-            kind: Any = type(module)
-            if isinstance(module, FSDPModule):
-                kind = next(each for each in kind.__mro__[1:] if not issubclass(each, FSDPModule))
-            new: nn.Module = known.setdefault(id(module), object.__new__(kind))
-            values = dict(vars(module))
-            values |= {
-                "_parameters": {k: parameter(v) for k, v in module._parameters.items()},
-                "_buffers": {k: copy.deepcopy(v) for k, v in module._buffers.items()},
-                "_modules": {
-                    k: None if v is None else visit(v) for k, v in module._modules.items()
-                },
-            }
-            if isinstance(module, FSDPModule):
-                values |= {name: OrderedDict() for name in _HOOKS}
-            vars(new).update(values)
-            return new
-
-        return visit(self.module)
-
-    def check_plan(self, plan: Plan) -> None:
-        """Refuse a model for which whole weights would be needed outside of its layers."""
-        found = plan.assignment
-        rules_only = plan.engine is Engine.ONE_PASS and found is not None and not found.operations
-        if found is None or not rules_only or any(kind is None for _, kind in found.forwards):
-            reasons = "; ".join(attempt.reason for attempt in plan.failed)
-            raise UnsupportedModelError(
-                "the model has a trained layer without a gradient rule, or uses a weight outside "
-                "of its layer, which cannot be sharded"
-                + (f" ({reasons})" if reasons else "")
-                + "; train it without fully_shard, or freeze that layer (see dpsur.explain)"
-            )
 
     # --- sums, noise and gradients ----------------------------------------------------------------
 
@@ -220,12 +165,31 @@ class Sharding:
         )
 
 
-class _ShardedTape(Tape):
+class _ShardedTape(LevelTape):
     """Finds the parameter that a layer uses by its place: FSDP replaces the objects."""
 
-    def __init__(self, module: nn.Module, params: Params, rows: int, layouts: list[Any]) -> None:
-        super().__init__(params, rows, layouts)
+    swaps_weights = False
+
+    def __init__(self, module: nn.Module, params: Params, records: int) -> None:
+        super().__init__(params, records)
         self._modules = every_module(module)
+
+    def trains(self, module: nn.Module) -> bool:
+        """Whether a module holds a trained weight, by its name."""
+        prefix = self._modules.get(module)
+        return prefix is not None and any(
+            (f"{prefix}.{key}" if prefix else key) in self.params for key in module._parameters
+        )
+
+    def follows(self, value: Tensor) -> bool:
+        """Whether a tensor is a gathered weight that is trained."""
+        if isinstance(value, nn.Parameter) and self.slot(value) is not None:
+            raise UnsupportedModelError(
+                f"the model uses the weight {self.names[id(value)]} outside of a layer with a "
+                "gradient rule, which cannot be sharded; train it without fully_shard, or freeze "
+                "that layer (see dpsur.explain)"
+            )
+        return False
 
     def slot(self, parameter: Tensor | None, rows: tuple[int, int] | None = None) -> Slot | None:
         """The slot of a parameter that is gathered now, or None if it is not trained."""
@@ -237,8 +201,4 @@ class _ShardedTape(Tape):
                     if value is parameter:
                         self.names[id(parameter)] = f"{prefix}.{key}" if prefix else key
         name = self.names.get(id(parameter))
-        return None if name not in self.params else Slot(name, rows)
-
-    def copies(self, name: str) -> Tensor:
-        """Never asked for by rules: whole weights are not here."""
-        raise UnsupportedModelError(f"parameter {name} is needed as a whole; it cannot be sharded")
+        return None if name is None or name not in self.params else Slot(name, rows)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence, Sized
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -25,7 +25,13 @@ from dpsur.engine.private_step import (
     opened,
 )
 from dpsur.engine.watch import Watcher
-from dpsur.errors import BudgetError, InvalidInputError, NothingReleasedError, StepError
+from dpsur.errors import (
+    BudgetError,
+    CouplingError,
+    InvalidInputError,
+    NothingReleasedError,
+    StepError,
+)
 from dpsur.functional.parameters import Params, elementwise
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.tree import map_tensors
@@ -75,6 +81,7 @@ class PrivateLoop:
         self._content: Any = None  # of the batch at hand
         self._private_steps: list[PrivateStep] = []
         self._functions: dict[PrivateStep, RecordFunction] = {}
+        self._refused = False  # for coupling
         self._opened = False  # whether the loop has opened a batch of a private step
         self._calls = 0  # of layers that draw, in the step at hand
         # Schedulers do nothing after a step that did nothing or was undone.
@@ -201,6 +208,25 @@ class PrivateLoop:
         seed = self._streams.seed_for(LAYERS, self.accountant.steps) + self._calls
         return seeded_globally(seed, next(iter(self._watcher.trained.values())).device)
 
+    @contextmanager
+    def final_refusals(self) -> Iterator[None]:
+        """Let a refusal for coupling be the end: code that was refused may have kept something."""
+        self.check_refusal()
+        try:
+            yield
+        except CouplingError:
+            self._refused = True
+            raise
+
+    def check_refusal(self) -> None:
+        """Refuse everything after a refusal for coupling."""
+        if self._refused:
+            raise StepError(
+                "an earlier step of this engine was refused because records could depend on each "
+                "other, which is final: no step, statement or release may follow; repair the "
+                "program and train anew with a new PrivacyEngine"
+            )
+
     # Private steps
 
     def private_step(self, function: Function) -> PrivateStep:
@@ -257,7 +283,11 @@ class PrivateLoop:
         watcher = self._watcher
         watcher.check_parameters()
         parts = []
-        with watcher.paused(), augmented(self._module, watcher.augment):
+        with (
+            self.final_refusals(),
+            watcher.paused(),
+            augmented(self._module, watcher.augment),
+        ):
             for sums, losses, figures in self._gradients(step, found, args, kwargs):
                 parts.append((losses, figures))
                 watcher.sums.add(len(losses), sums, [])
@@ -300,6 +330,7 @@ class PrivateLoop:
                 "the engine was made in another process, from which this one was forked, so that "
                 "both would draw the same noise; call make_private in the process that trains"
             )
+        self.check_refusal()
         due, watcher = self._due, self._watcher
         if due is None:
             raise StepError(

@@ -1,51 +1,45 @@
-"""Per-example gradients in a custom loop: what one forward and one backward pass say about them.
+"""Per-record gradients in a loop of the form `loss.backward(); optimizer.step()`.
 
-Hooks on the module watch its calls in training mode: layers are replaced by their rules for the
-length of the call, and weights require no gradient, so that `loss.backward()` fills a tape and
-touches no `.grad`. After the backward pass each record's gradient is clipped and added to the sum
-of the batch. `torch.autograd.backward`, which `loss.backward()` calls, is wrapped once per process:
-the loss has to be inspected before autograd frees what it has saved.
+Hooks on the module watch its calls in training mode. The call runs in the record level, so that each
+record's outputs follow from that record alone, and its layers note what they contribute to each
+record's gradient. The loss between outputs and `backward()` is the user's and batched: it is
+inspected (`loss_graph.py`), which is a check and no proof. After the backward pass each record's
+gradient is clipped and added to the sum of the batch. `torch.autograd.backward`, which
+`loss.backward()` calls, is wrapped once per process: the loss has to be inspected before autograd
+frees what it has saved.
 """
 
-import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from dpsur.engine.backward import leave_backward, watch_backward
 from dpsur.engine.batch_checks import (
-    NumberCheck,
+    ArgumentCheck,
     Place,
     TargetCheck,
     Yielded,
     check_not_used,
     places_of,
+    row_count_of,
     rows_with_nan,
 )
 from dpsur.engine.gradients import Gradients
 from dpsur.engine.loss_graph import Cut, Values, check_loss_graph
-from dpsur.engine.plans import Plans, row_count_of
 from dpsur.engine.sharding import Sharding
-from dpsur.errors import StepError
-from dpsur.functional.call import Arguments, arguments, every_module, use_weights
+from dpsur.errors import CouplingError, StepError, UnsupportedModelError
+from dpsur.functional.call import Arguments, arguments
 from dpsur.functional.parameters import Params
-from dpsur.functional.problem import forbid_side_effects, without_flattening
 from dpsur.functional.process_settings import precision
-from dpsur.functional.tree import map_tensors, split_rows
-from dpsur.per_example.augmentation import Augment, check_augmentation
+from dpsur.functional.tree import map_tensors
+from dpsur.per_example.augmentation import Augment
 from dpsur.per_example.contributions import Factors, clip_factors
-from dpsur.per_example.engine_choice import Engine, Plan
-from dpsur.per_example.one_pass import copy_per_example, use_rules
-from dpsur.per_example.rules import RULES
-from dpsur.per_example.tape import Layout, Tape
-
-# Tensors that a module without any rule may take and return.
-_MOST_TENSORS = 1000
+from dpsur.per_example.record_function import RecordFunction
+from dpsur.per_example.tape import Tape
 
 
 @dataclass(eq=False)
@@ -90,6 +84,10 @@ class Owner(Protocol):
         """Secret random numbers in the place of those of torch's global generators."""
         ...
 
+    def final_refusals(self) -> AbstractContextManager[None]:
+        """A refusal for coupling, raised inside, is the end of the training."""
+        ...
+
 
 class Watcher:
     """Watches one module. `owner` is asked before each call whether a private batch is due.
@@ -115,15 +113,18 @@ class Watcher:
         self.sums = Sums()
         self.unwatched: str | None = None
         self._expects, self._randomness = owner.expect, owner.layer_randomness
+        self._final_refusals = owner.final_refusals
         self.augment, self._views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
-        self._plans = Plans(module, list(trained), sharding)
+        self.records = RecordFunction(
+            (module,), trained, None if sharding is None else sharding.tape
+        )
+        self.rounded = False  # whether a call was made in bfloat16
         # of one record and of several, whose losses are not written alike
         self._factors: dict[bool, tuple[float, ...]] = {}
         self._calls: list[Call] = []
-        self._open: tuple[ExitStack, Tape, Plan] | None = None
-        self._given = Arguments((), {})
-        self._number_check = NumberCheck()
+        self._open: tuple[Tape, Any, Arguments, Any] | None = None
+        self._argument_check = ArgumentCheck()
         self.yielded: Yielded | None = None
         self._target_check = TargetCheck()
         self._busy = False
@@ -134,11 +135,6 @@ class Watcher:
             module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
         ]
         watch_backward(self)
-
-    @property
-    def rounded(self) -> bool:
-        """Whether a call was made in bfloat16."""
-        return self._plans.rounded
 
     def __deepcopy__(self, memo: Any) -> "Watcher":
         return _inactive()
@@ -156,60 +152,66 @@ class Watcher:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not hasattr(self, "module") or module is not self.module or self._busy:
-            return None  # a copy of the module, or our own checks
-        if self._open is not None:  # Ctrl-C in the call before, after which hooks are not called
-            (stack, *_), self._open = self._open, None
-            stack.close()
+            return None  # a copy of the module, or a call of our own
+        self._close()  # Ctrl-C in the call before, after which hooks are not called
         self.unwatched = None
         if not module.training:
             self.unwatched = "the model was in evaluation mode; call model.train() first"
             return None
         if not torch.is_grad_enabled():
             return None
-        rows = row_count_of(Arguments(args, kwargs))
-        if rows % self._views:
+        with self._final_refusals():
+            return self._call(module, args, kwargs)
+
+    def _call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run the module in the record level, in the place of its own call."""
+        given = Arguments(args, kwargs)
+        rows, views = row_count_of(given), self._views
+        if rows % views:
             raise StepError(
-                f"the model was called with {rows} rows, which is no multiple of the {self._views} "
-                "views of each record; keep the views of a record together"
+                f"the model was called with {rows} rows, expected a multiple of views={views}; keep "
+                "the views of a record together"
             )
         if self._measured is None:
-            self._expects(rows // self._views)
+            self._expects(rows // views)
         self.check_parameters()
-        self._given = Arguments(args, kwargs)
-        self._number_check.look(self._given)
-        args, kwargs = self._augmented(args, kwargs)
-        inputs = Arguments(args, kwargs)
-        self._busy = True
-        try:
-            plan = self._plans.find(inputs)
-        finally:
-            self._busy = False
-        layouts = list(plan.layouts) or [Layout(0)] * _MOST_TENSORS
-        stack = ExitStack()
-        if self.sharding is not None:
-            assert plan.assignment is not None
-            tape = self.sharding.tape(rows, layouts)
-            tape.recording = False
-            self._open = stack, tape, plan
-            stack.enter_context(self._randomness())
-            stack.enter_context(self.sharding.watched())
-            stack.enter_context(use_rules(plan.assignment, module, tape))
-            return args, kwargs
-        params = {name: value.detach() for name, value in self.trained.items()}
-        tape = Tape(params, rows, layouts)
+        self._argument_check.look(given)
+        self._note_precision()
+
+        def call(one: Any) -> Any:
+            inner_args, inner_kwargs = self._augmented(*one)
+            return forward(*inner_args, **inner_kwargs)
+
+        forward, held = module.forward, vars(module).get("forward")
+        alone = map_tensors(
+            lambda value: value.unflatten(0, (-1, views)), (args, kwargs), otherwise=_keep
+        )
+        with self.paused(), nullcontext() if self.sharding is None else self.sharding.watched():
+            tape, found = self.records.run(call, alone, rows // views, randomness=self._randomness)
         tape.recording = False  # until a loss was inspected
-        self._open = stack, tape, plan
-        stack.enter_context(self._randomness())
-        stack.enter_context(without_flattening(every_module(module)))
-        stack.enter_context(forbid_side_effects(module, {}))
-        if self._recomputes(plan):
-            stack.enter_context(torch.no_grad())
-            return args, kwargs
-        assert plan.assignment is not None
-        stack.enter_context(use_rules(plan.assignment, module, tape))
-        weights = tape.params
-        stack.enter_context(use_weights(module, lambda name, own: weights.get(name, own.detach())))
+        self._open = tape, found, given, held
+        vars(module)["forward"] = lambda *_args, **_kwargs: found  # which has been computed
         return args, kwargs
+
+    def _close(self) -> None:
+        if self._open is not None:
+            held = self._open[-1]
+            if held is None:
+                vars(self.module).pop("forward", None)
+            else:
+                vars(self.module)["forward"] = held
+            self._open = None
+
+    def _note_precision(self) -> None:
+        kind = next(iter(self.trained.values())).device.type
+        if not torch.is_autocast_enabled(kind):
+            return
+        if torch.get_autocast_dtype(kind) is torch.float16:
+            raise StepError(
+                "autocast in float16 needs a GradScaler, which a private step cannot have; use "
+                "torch.autocast(..., dtype=torch.bfloat16)"
+            )
+        self.rounded = True
 
     def _augmented(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call after the augmentation."""
@@ -219,83 +221,42 @@ class Watcher:
             raise StepError(
                 "with augment=..., call the model with positional or with keyword arguments only"
             )
-        inputs = kwargs or (args[0] if len(args) == 1 else args)
-        if not len(self._plans):
-            check_augmentation(self.augment, self._views, inputs)
-        with self._randomness():
-            return arguments(self.augment(inputs))
+        return arguments(self.augment(kwargs or (args[0] if len(args) == 1 else args)))
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:  # noqa: ARG002
         if not hasattr(self, "module") or self._open is None or module is not self.module:
             return None
-        (stack, tape, plan), self._open = self._open, None
-        stack.close()
+        tape, found, given, _ = self._open
+        self._close()
         if outputs is None:  # the forward pass raised
             return None
-        call = Call(tape, tape.examples // self._views, places_of(self._given), self._given)
+        call = Call(tape, tape.examples, places_of(given), given)
 
         def note(value: Tensor) -> Tensor:
-            if value.grad_fn is not None and value.dim() and len(value) == tape.examples:
+            if value.grad_fn is not None:
                 call.cut[value.grad_fn, value.output_nr] = len(value)
                 call.outputs[value.grad_fn, value.output_nr] = value.detach()
                 call.returned.append((value, _hooks(value)))
             return value
 
-        def total(given: Tensor, found: Tensor) -> Tensor:
-            """A loss that the model computes itself was computed for each record alone."""
-            note(found)
-            if given.dim():
-                return found
-            return found.mean() if self.loss_reduction == "mean" else found.sum()
+        def batched(value: Tensor) -> Tensor:
+            """An output of all records, where the model expects to have returned it."""
+            if value.dim() == 1:  # a number that the model computed for each record, as a loss
+                note(value)
+                return value.mean() if self.loss_reduction == "mean" else value.sum()
+            if value.shape[1] == self._views:
+                return note(value.flatten(0, 1))
+            if value.dim() > 2 and value.shape[2] == self._views:  # sequences come first
+                return value.movedim(0, 1).flatten(1, 2)
+            raise UnsupportedModelError(
+                f"an output of the model has the shape {tuple(value.shape[1:])} for a batch of one "
+                "record; it must have a row per record in its first dimension: compute the loss in "
+                "engine.private_step, where it may have any shape"
+            )
 
-        if self._recomputes(plan):
-            found = self._recompute(tape, plan, args, kwargs)
-            outputs = map_tensors(total, outputs, found, otherwise=lambda value: value)
-        else:
-            map_tensors(note, outputs, otherwise=lambda value: value)
         # a call whose outputs were dropped is forgotten with its graph
         self._calls = [*[one for one in self._calls if not one.differentiated][-3:], call]
-        return outputs
-
-    def _recomputes(self, plan: Plan) -> bool:
-        """Whether the module itself has to be called in another way, which hooks cannot do."""
-        return plan.assignment is None or any(place == 0 for place, _ in plan.assignment.forwards)
-
-    def _recompute(self, tape: Tape, plan: Plan, args: Any, kwargs: Any) -> Any:
-        """Outputs of a module that is one layer, or that no rule covers."""
-        own = type(self.module).forward
-        forward = functools.partial(own, self.module)
-        weights = tape.params
-
-        def weight(name: str, value: Tensor) -> Tensor:
-            return weights.get(name, value.detach())
-
-        modules = every_module(self.module)
-        with torch.enable_grad(), without_flattening(modules), self._randomness():
-            if plan.engine is not Engine.ONE_BY_ONE:
-                kind = None if plan.assignment is None else plan.assignment.forwards[0][1]
-                with use_weights(self.module, weight):
-                    if kind is not None:
-                        return RULES[kind](self.module, tape, *args, **kwargs)
-                    return copy_per_example(self.module, tape, forward, *args, **kwargs)
-            return self._row_by_row(tape, Arguments(args, kwargs))
-
-    def _row_by_row(self, tape: Tape, inputs: Arguments) -> Any:
-        """Every record alone, with weights of its own: slow, and right for every module."""
-        copies = {name: tape.copies(name) for name in tape.params}
-        outputs = []
-        for row, one in enumerate(split_rows(inputs, 1)):
-            weights = {name: value[row] for name, value in copies.items()}
-            self._busy = True
-            try:
-                outputs.append(functional_call(self.module, weights, one.args, one.kwargs))
-            finally:
-                self._busy = False
-        return map_tensors(
-            lambda *each: torch.cat(each) if each[0].dim() else torch.stack(each),
-            *outputs,
-            otherwise=lambda value: value,
-        )
+        return map_tensors(batched, found, otherwise=_keep)
 
     def check_parameters(self) -> None:
         """Refuse a module whose parameters are no longer those of the set-up."""
@@ -353,6 +314,10 @@ class Watcher:
 
     def before_backward(self, call: Call, loss: Tensor) -> Any:
         """Inspect a loss; returns what undoes a mean over the batch, and the rest of each scale."""
+        with self._final_refusals():
+            return self._inspect(call, loss)
+
+    def _inspect(self, call: Call, loss: Tensor) -> Any:
         if call.differentiated:
             raise StepError(
                 "a second backward pass through one forward pass would count its records twice; "
@@ -360,7 +325,7 @@ class Watcher:
             )
         check_not_used(call.inputs, self.sums.inputs)
         if any(_hooks(output) != before for output, before in call.returned):
-            raise StepError(
+            raise CouplingError(
                 "an output of the model has a hook, by which a record's gradient may depend on "
                 "others; remove register_hook, or change gradients inside of the model"
             )
@@ -374,7 +339,7 @@ class Watcher:
             )
         known = self._factors.setdefault(call.rows == 1, report.factors)
         if not _close(known, report.factors):
-            raise StepError(
+            raise CouplingError(
                 "the loss is multiplied or divided by other numbers than in the first batch; a "
                 "number that depends on the batch couples its records: make it constant, or "
                 "compute it from each record alone in make_private(criterion=...)"
@@ -394,9 +359,7 @@ class Watcher:
         tape.recording = False
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
-            tape.spoiled = rows_with_nan(call.outputs.values())
-            if self._views > 1:
-                tape.merge_views(self._views)
+            tape.spoiled = rows_with_nan(call.outputs.values(), call.rows)
         keep = None if self._measured is not None else self._expects(call.rows)
         if keep is None:
             missing = next((n for n in tape.params if not tape.contributions.get(n)), None)
@@ -478,6 +441,10 @@ class Watcher:
 
 def _hooks(value: Tensor) -> int:
     return len(value._backward_hooks or ())
+
+
+def _keep(value: Any) -> Any:
+    return value
 
 
 def _inactive() -> Watcher:

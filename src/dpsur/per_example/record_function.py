@@ -8,25 +8,26 @@ calls, which is looked for (`check_again`).
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from dpsur.errors import DpsurError, InvalidInputError, UnsupportedModelError
+from dpsur.errors import CouplingError, DpsurError, InvalidInputError
 from dpsur.functional.call import use_weights
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import forbid_side_effects, without_flattening
 from dpsur.functional.process_settings import widen
-from dpsur.functional.tree import map_tensors, signature, slice_rows, tensors_of
+from dpsur.functional.tree import map_tensors, tensors_of
 from dpsur.per_example.contributions import Rows
 from dpsur.per_example.record_level import LevelTape, RecordLevel
 from dpsur.per_example.tape import Slot, Tape
 
+Found = TypeVar("Found")
 # Losses of one record that was worked on twice may differ by rounding.
 _ROUNDING = 1e-4
 
@@ -40,17 +41,21 @@ class Way(Enum):
     ALONE = "one record at a time"
 
 
+Randomness = Callable[[], AbstractContextManager[Any]]
+
+
 @dataclass
 class RecordFunction:
-    """A function of a batch, with the modules whose trained weights it uses.
+    """Runs functions of a batch for each record alone, and finds each record's gradient.
 
-    `function(batch)` returns a loss, one number, or a mapping that holds one under `loss`. `batch`
-    is what a collate function makes of one record. `trained` are the parameters to differentiate by,
-    by name. The way that works is found with the first batch of a shape, and remembered.
+    `models` are the modules that a function uses, `trained` the parameters to differentiate by,
+    which are theirs. The way that works is found with the first batch of a shape, and remembered.
+    `make_tape` makes the tape for a number of records, if it is not the usual one.
     """
 
     models: tuple[nn.Module, ...]
     trained: Mapping[str, Tensor]
+    make_tape: Callable[[int], LevelTape] | None = None
     ways: dict[object, Way] = field(default_factory=dict)
     why_alone: str | None = None
 
@@ -66,23 +71,70 @@ class RecordFunction:
         records: int,
         *,
         params: Params | None = None,
-        randomness: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        gradients: bool = True,
-    ) -> tuple[LevelTape, Tensor, dict[str, Tensor]]:
+        randomness: Randomness = nullcontext,
+    ) -> tuple[Tape, Tensor, dict[str, Tensor]]:
         """What is known about every record's gradient, their losses, and other outputs.
 
-        Every tensor of `batch` has the records in front. `params` are weights to use in the place of
-        the modules' own. Without `gradients` only losses and outputs are found.
+        `function(batch)` gets what a collate function makes of one record, and returns a loss, one
+        number, or a mapping that holds one under `loss`. Every tensor of `batch` has the records in
+        front. `params` are weights to use in the place of the modules' own.
         """
-        key = (signature(batch), gradients)
+
+        def run(way: Way) -> tuple[Tape, Tensor, dict[str, Tensor]]:
+            if way is Way.ALONE:
+                return self._tape_alone(function, batch, records, params)
+            tape, found, level = self._together(
+                lambda one: _outputs(function(one)), batch, records, params, way
+            )
+            losses, figures = widen(found[0].reshape(records)), found[1]
+            if losses.requires_grad:
+                torch.autograd.grad(losses.sum(), tape.leaves, allow_unused=True)
+            tape.spoiled = losses.detach().isnan()
+            tape.finish()
+            losses = losses.detach()
+            level.check_survivors()
+            return tape, losses, {k: v.detach() for k, v in figures.items()}
+
+        with torch.enable_grad():
+            return self._first_that_works("gradients", batch, run, randomness)
+
+    def run(
+        self,
+        function: Callable[[Any], Any],
+        batch: Any,
+        records: int,
+        *,
+        randomness: Randomness = nullcontext,
+    ) -> tuple[Tape, Any]:
+        """Outputs of a function with the records in front, and a tape that waits for gradients.
+
+        Outputs are a tree of tensors; what else is among them becomes None.
+        """
+
+        def run(way: Way) -> tuple[Tape, Any]:
+            if way is Way.ALONE:
+                return self._run_alone(function, batch, records)
+            tape, found, level = self._together(function, batch, records, None, way)
+            level.check_survivors()
+            return tape, found
+
+        kind = "outputs" if torch.is_grad_enabled() else "values"
+        return self._first_that_works(kind, batch, run, randomness)
+
+    def _first_that_works(
+        self, kind: str, batch: Any, run: Callable[[Way], Found], randomness: Randomness
+    ) -> Found:
+        key = (kind, *((value.shape, value.dtype) for value in tensors_of(batch)))
         tried = [self.ways[key]] if key in self.ways else list(Way)
         for way in tried:
-            run = self._alone if way is Way.ALONE else self._together
             if way is Way.ALONE and key not in self.ways:
-                self._say_alone()
+                logging.getLogger("dpsur.engine").warning(
+                    "dpsur: this model or loss runs one record at a time, which is slow: %s",
+                    self.why_alone,
+                )
             try:
                 with randomness():
-                    found = run(function, batch, records, params, way, gradients)
+                    found = run(way)
             except (DpsurError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # whatever torch cannot batch; the last way shows the rest
@@ -94,16 +146,6 @@ class RecordFunction:
             return found
         raise AssertionError("no way was tried")
 
-    def _say_alone(self) -> None:
-        logging.getLogger("dpsur.engine").warning(
-            "dpsur: the function runs one record at a time, which is slow: %s", self.why_alone
-        )
-
-    def _weights(self, params: Params | None) -> tuple[Params, Mapping[str, Tensor]]:
-        if params is None:
-            return {name: value.detach() for name, value in self.trained.items()}, self.trained
-        return params, {**self.trained}
-
     def _together(
         self,
         function: Callable[[Any], Any],
@@ -111,42 +153,47 @@ class RecordFunction:
         records: int,
         params: Params | None,
         way: Way,
-        gradients: bool,
-    ) -> tuple[LevelTape, Tensor, dict[str, Tensor]]:
-        tape = LevelTape(*self._weights(params)[:1], records, self.trained)
+    ) -> tuple[LevelTape, Any, RecordLevel]:
+        """One call of the function for all records, in the record level."""
+        if self.make_tape is not None:
+            tape = self.make_tape(records)
+        else:
+            held = params or {name: value.detach() for name, value in self.trained.items()}
+            tape = LevelTape(held, records, self.trained)
         level = RecordLevel(tape, self.models, own_tensors=way is Way.OWN_TENSORS)
-        with torch.set_grad_enabled(gradients):
-            with level.entered():
-                hidden = map_tensors(level.hide, batch, otherwise=_keep)
-                loss, others = _outputs(function(hidden))
-                del hidden
-                losses = widen(level.show(loss).reshape(records))
-                figures = {name: level.show(value).detach() for name, value in others.items()}
-                del loss, others
-            if gradients and losses.requires_grad:
-                torch.autograd.grad(losses.sum(), tape.leaves, allow_unused=True)
-        losses = losses.detach()
-        tape.spoiled = losses.isnan()
-        tape.leaves.clear()
-        tape.forget_copies()
-        level.check_survivors()
-        return tape, losses, figures
+        with level.entered():
+            hidden = map_tensors(level.hide, batch, otherwise=_keep)
+            found = map_tensors(level.show, function(hidden), otherwise=_none)
+            del hidden
+        return tape, found, level
 
-    def _alone(
-        self,
-        function: Callable[[Any], Any],
-        batch: Any,
-        records: int,
-        params: Params | None,
-        way: Way,  # noqa: ARG002
-        gradients: bool,
-    ) -> tuple[LevelTape, Tensor, dict[str, Tensor]]:
+    def _run_alone(self, function: Callable[[Any], Any], batch: Any, records: int) -> tuple[Tape, Any]:
+        """One call for each record, which has copies of the weights for itself."""
+        held = {name: value.detach() for name, value in self.trained.items()}
+        tape = LevelTape(held, records)
+        copies = {name: tape.copies(name) for name in held} if torch.is_grad_enabled() else {}
+        names = {id(value): name for name, value in self.trained.items()}
+        outputs = []
+        for record in range(records):
+            own = {name: value[record] for name, value in copies.items()}
+            with self._calling(lambda _, value, own=own: own.get(names.get(id(value), ""), value.detach())):
+                found = function(slice_records(batch, record))
+            outputs.append(map_tensors(lambda value: value, found, otherwise=_none))
+        return tape, map_tensors(lambda *each: torch.stack(each), *outputs, otherwise=_none)
+
+    def _tape_alone(
+        self, function: Callable[[Any], Any], batch: Any, records: int, params: Params | None
+    ) -> tuple[Tape, Tensor, dict[str, Tensor]]:
         """One backward pass per record: slow, and right for every function without state."""
-        values, _ = self._weights(params)
         leaves = dict(self.trained)
+        weight = None
         if params is not None:
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-        names = {id(value): name for name, value in self.trained.items()}
+            names = {id(value): name for name, value in self.trained.items()}
+
+            def weight(_: str, own: Tensor) -> Tensor:
+                return leaves.get(names.get(id(own), ""), own.detach())
+
         rows: list[Sequence[Tensor]] = []
         losses: list[Tensor] = []
         figures: list[dict[str, Tensor]] = []
@@ -156,42 +203,39 @@ class RecordFunction:
             figures.append({name: value.detach() for name, value in others.items()})
             return widen(loss.reshape(()))
 
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(gradients))
-            for model in self.models:
-                stack.enter_context(forbid_side_effects(model, {}))
-                stack.enter_context(without_flattening(model.modules()))
-                if params is not None:
-                    stack.enter_context(
-                        use_weights(
-                            model, lambda _, own: leaves.get(names.get(id(own), ""), own.detach())
-                        )
-                    )
+        values = list(leaves.values())
+        with self._calling(weight):
             state = torch.get_rng_state()
             for record in range(records):
                 loss = one(record)
                 losses.append(loss.detach())
-                if gradients:
+                if loss.requires_grad:
                     rows.append(
-                        torch.autograd.grad(
-                            loss, list(leaves.values()), allow_unused=True, materialize_grads=True
-                        )
-                        if loss.requires_grad
-                        else [torch.zeros_like(value) for value in leaves.values()]
+                        torch.autograd.grad(loss, values, allow_unused=True, materialize_grads=True)
                     )
+                else:
+                    rows.append([torch.zeros_like(value) for value in values])
             torch.set_rng_state(state)
             with torch.no_grad():
                 check_again(losses[0], one(0))
         figures.pop()
-        tape = LevelTape(values, records)
-        if gradients:
-            stacked = (torch.stack(column) for column in zip(*rows, strict=True))
-            for name, each in zip(leaves, stacked, strict=True):
-                tape.add(Slot(name), Rows(widen(each)))
+        tape = LevelTape({name: value.detach() for name, value in leaves.items()}, records)
+        for name, column in zip(leaves, zip(*rows, strict=True), strict=True):
+            tape.add(Slot(name), Rows(widen(torch.stack(column))))
         found = torch.stack(losses)
         tape.spoiled = found.isnan()
-        together = {name: torch.stack([f[name] for f in figures]) for name in figures[0]}
-        return tape, found, together
+        return tape, found, {name: torch.stack([f[name] for f in figures]) for name in figures[0]}
+
+    @contextmanager
+    def _calling(self, weight: Callable[[str, Tensor], Tensor] | None) -> Iterator[None]:
+        """The modules outside of a level, perhaps with other weights."""
+        with ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(forbid_side_effects(model, {}))
+                stack.enter_context(without_flattening(model.modules()))
+                if weight is not None:
+                    stack.enter_context(use_weights(model, weight))
+            yield
 
 
 def check_again(first: Tensor, again: Tensor) -> None:
@@ -200,7 +244,7 @@ def check_again(first: Tensor, again: Tensor) -> None:
         first.double(), again.double().to(first.device), rtol=_ROUNDING, atol=1e-6, equal_nan=True
     )
     if not bool(same):
-        raise UnsupportedModelError(
+        raise CouplingError(
             "the function keeps state between calls: it gives a record another loss after it has "
             "seen other records, so clipping would not bound what one of them can change; compute "
             "everything from the batch and the model, and keep nothing"
@@ -237,6 +281,10 @@ def slice_records(batch: Any, record: int) -> Any:
 
 def _keep(value: Any) -> Any:
     return value
+
+
+def _none(_: Any) -> None:
+    return None
 
 
 def _first_line(error: Exception) -> str:

@@ -43,7 +43,7 @@ from torch._functorch.vmap import lazy_load_decompositions
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from dpsur.errors import UnsupportedModelError
+from dpsur.errors import CouplingError, UnsupportedModelError
 from dpsur.functional.call import use_weights
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import without_flattening
@@ -81,6 +81,9 @@ class Fold:
 class LevelTape(Tape):
     """A tape whose layers know where records are: the boundary has put them there."""
 
+    # whether the modules hold the tape's weights while the level is entered
+    swaps_weights = True
+
     def __init__(
         self, params: Params, examples: int, own: Mapping[str, Tensor] | None = None
     ) -> None:
@@ -108,9 +111,20 @@ class LevelTape(Tape):
             self._copies[name] = self.copies(name, value)
         return self._copies[name]
 
-    def forget_copies(self) -> None:
+    def finish(self) -> None:
         """Give back what only the backward pass needed."""
         self._copies.clear()
+        self.leaves.clear()
+
+    def follows(self, value: Tensor) -> bool:
+        """Whether a tensor is a trained weight, or was derived of some."""
+        return id(value) in self.names
+
+    def trains(self, module: nn.Module) -> bool:
+        """Whether a module holds a trained weight itself."""
+        return any(
+            value is not None and id(value) in self.names for value in module._parameters.values()
+        )
 
 
 class RecordLevel(TorchFunctionMode):
@@ -168,7 +182,8 @@ class RecordLevel(TorchFunctionMode):
 
         with ExitStack() as stack:
             for model in self._models:
-                stack.enter_context(use_weights(model, weight))
+                if self.tape.swaps_weights:
+                    stack.enter_context(use_weights(model, weight))
                 stack.enter_context(without_flattening(model.modules()))
             yield
 
@@ -179,7 +194,7 @@ class RecordLevel(TorchFunctionMode):
         try:
             for model in self._models:
                 for module in model.modules():
-                    rules = RULES if self._trains(module) or isinstance(module, _ALWAYS) else FASTER
+                    rules = RULES if self.tape.trains(module) or isinstance(module, _ALWAYS) else FASTER
                     kind = kind_of(module, rules)
                     if kind is not None:
                         own = vars(module)
@@ -191,12 +206,6 @@ class RecordLevel(TorchFunctionMode):
         finally:
             for own in changed:
                 del own["forward"]
-
-    def _trains(self, module: nn.Module) -> bool:
-        names = self.tape.names
-        return any(
-            value is not None and id(value) in names for value in module._parameters.values()
-        )
 
     @contextmanager
     def _outside(self, fold: Fold) -> Iterator[None]:
@@ -245,7 +254,7 @@ class RecordLevel(TorchFunctionMode):
             gc.collect()  # what only a cycle of objects keeps is not kept
             alive = self._alive()
             if alive:
-                raise UnsupportedModelError(
+                raise CouplingError(
                     f"a tensor of shape {tuple(alive[0].shape)} that depends on private records "
                     f"outlives its step{_keeper(self._models, alive[0])}; a later step could read "
                     "it: compute it anew in each step, and keep nothing in attributes or globals"
@@ -309,9 +318,8 @@ class RecordLevel(TorchFunctionMode):
 
     def _follows(self, values: Any) -> bool:
         """Whether a trained weight, or what was derived of some, is among the arguments."""
-        names = self.tape.names
         if isinstance(values, Tensor):
-            return id(values) in names
+            return self.tape.follows(values)
         if isinstance(values, dict):
             values = values.values()
         elif not isinstance(values, (tuple, list)):
@@ -395,15 +403,17 @@ class RecordLevel(TorchFunctionMode):
             get_unwrapped(v).movedim(maybe_get_bdim(v), 0) if h else v
             for v, h in zip(given, hidden, strict=True)
         ]
+        arguments = _without_tensors((args, kwargs))  # which would outlive the level
         structure: Any = None
 
         def inner(*values: Tensor) -> tuple[Tensor, ...]:
             nonlocal structure
             with self._weights(), self.rules(), self._inside():
                 entered = [self.hide(v) if h else v for v, h in zip(values, hidden, strict=True)]
-                again_args, again_kwargs = with_tensors((args, kwargs), entered)
-                structure = function(*again_args, **again_kwargs)
-                return tuple(self.show(value) for value in tensors_of(structure))
+                again_args, again_kwargs = with_tensors(arguments, entered)
+                found = function(*again_args, **again_kwargs)
+                structure = _without_tensors(found)
+                return tuple(self.show(value) for value in tensors_of(found))
 
         own = _replaced(
             torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _generator
@@ -426,6 +436,11 @@ class _Reentrant:
     def apply(self, function: Callable[..., Any], _: bool, *args: Any) -> Any:
         """A checkpoint of the level."""
         return self._checkpoint(function, *args)
+
+
+def _without_tensors(tree: Any) -> Any:
+    """The same structure around empty tensors."""
+    return with_tensors(tree, [torch.empty(0) for _ in tensors_of(tree)])
 
 
 def _without_recomputing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
