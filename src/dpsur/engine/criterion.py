@@ -8,9 +8,8 @@ from torch import Tensor
 
 from dpsur.errors import InvalidInputError
 from dpsur.functional.call import Arguments
-from dpsur.functional.problem import output_rows, weight_by_record
+from dpsur.functional.problem import losses_one_by_one, output_rows, weight_by_record
 from dpsur.functional.tree import check_rows, map_tensors, slice_rows, tensors_of, with_tensors
-from dpsur.per_example.one_pass import losses_one_by_one
 from dpsur.runs.validation import check_is_loss, check_loss
 
 

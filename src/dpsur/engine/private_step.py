@@ -27,6 +27,7 @@ from torch.utils.data import default_collate
 
 from dpsur.errors import InvalidInputError, StepError
 from dpsur.functional.tree import map_tensors, tensors_of
+from dpsur.per_example.augmentation import Augment, augmented
 
 Function = Callable[..., Any]
 # Lengths that records are padded to: about a quarter of the work is padding, at most a half.
@@ -253,7 +254,7 @@ def means(parts: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def augmented(module: Any, augment: Callable[[Any], Any] | None) -> Iterator[None]:
+def augmenting(module: Any, augment: Augment | None) -> Iterator[None]:
     """Change the inputs of a module while a step runs, each record by itself."""
     if augment is None:
         yield
@@ -261,8 +262,8 @@ def augmented(module: Any, augment: Callable[[Any], Any] | None) -> Iterator[Non
 
     def change(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs:
-            return args, augment(kwargs)
-        found = augment(args[0] if len(args) == 1 else args)
+            return args, augmented(augment, kwargs)
+        found = augmented(augment, args[0] if len(args) == 1 else args)
         return (found if type(found) is tuple else (found,)), kwargs
 
     handle = module.register_forward_pre_hook(change, with_kwargs=True, prepend=True)

@@ -19,7 +19,7 @@ from dpsur.engine.private_step import (
     Function,
     PrivateBatch,
     PrivateStep,
-    augmented,
+    augmenting,
     means,
     modules_of,
     opened,
@@ -286,7 +286,7 @@ class PrivateLoop:
         with (
             self.final_refusals(),
             watcher.paused(),
-            augmented(self._module, watcher.augment),
+            augmenting(self._module, watcher.augment),
         ):
             for sums, losses, figures in self._gradients(step, found, args, kwargs):
                 parts.append((losses, figures))

@@ -36,7 +36,7 @@ from dpsur.functional.call import Arguments, arguments
 from dpsur.functional.parameters import Params
 from dpsur.functional.process_settings import precision
 from dpsur.functional.tree import map_tensors
-from dpsur.per_example.augmentation import Augment
+from dpsur.per_example.augmentation import Augment, augmented
 from dpsur.per_example.contributions import Factors, clip_factors
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.tape import Tape
@@ -221,7 +221,7 @@ class Watcher:
             raise StepError(
                 "with augment=..., call the model with positional or with keyword arguments only"
             )
-        return arguments(self.augment(kwargs or (args[0] if len(args) == 1 else args)))
+        return arguments(augmented(self.augment, kwargs or (args[0] if len(args) == 1 else args)))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:  # noqa: ARG002
         if not hasattr(self, "module") or self._open is None or module is not self.module:

@@ -147,6 +147,19 @@ def example_losses(loss: LossFunction, outputs: TensorTree, targets: TensorTree)
     return torch.func.vmap(one)(tensors_of(outputs), tensors_of(targets))
 
 
+def losses_one_by_one(loss: LossFunction, outputs: TensorTree, targets: TensorTree) -> Tensor:
+    """The loss of every row alone, batched where the loss function allows it."""
+    try:
+        return example_losses(loss, outputs, targets)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # what torch cannot batch
+        pass
+    # outside of `except`, so that an error of the loss itself comes through by itself
+    pairs = split_rows((outputs, targets), 1)
+    return torch.stack([loss(output, target).reshape(()) for output, target in pairs])
+
+
 class WeightedLoss(nn.Module):
     """A classification loss whose class weights count for every record by itself.
 

@@ -17,6 +17,7 @@ from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.proposer import BlockSource, GradientProposer
 from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws
 from dpsur.per_example import ClippedSum, clipped_norms
+from dpsur.per_example.evaluation import record_losses, record_outputs
 from dpsur.privacy.events import SampledGaussian
 from dpsur.privacy.plans.blocks import BlockPlan
 
@@ -132,7 +133,7 @@ def is_classification(problem: Problem) -> bool:
 
 def class_metrics(problem: Problem, params: Params, rows: Examples) -> Tensor:
     """(label right, min(loss, 2 ln K) / (2 ln K)) over the largest norm that this can have."""
-    outputs = problem.outputs(params, rows.inputs)
+    outputs = record_outputs(problem, params, rows.inputs)
     assert isinstance(outputs, Tensor)
     assert isinstance(rows.targets, Tensor)
     losses = example_losses(problem.loss, outputs, rows.targets)
@@ -154,7 +155,9 @@ def loss_decreases(
     problem: Problem, params: Params, first: Params, bound: Tensor, rows: Examples
 ) -> Tensor:
     """By how much a record's loss is below that at the first weights, clipped, in [-1, 1]."""
-    return decreases_of(problem.losses(first, rows), problem.losses(params, rows), bound)
+    return decreases_of(
+        record_losses(problem, first, rows), record_losses(problem, params, rows), bound
+    )
 
 
 def decreases_of(before: Tensor, after: Tensor, bound: Tensor) -> Tensor:
@@ -171,7 +174,7 @@ def gradient_bins(problem: Problem, params: Params, rows: Examples) -> Tensor:
 
 def loss_bins(problem: Problem, params: Params, rows: Examples) -> Tensor:
     """A one in the bin of the size of the record's loss."""
-    return bins_of(problem.losses(params, rows).double().abs())
+    return bins_of(record_losses(problem, params, rows).double().abs())
 
 
 def bins_of(sizes: Tensor) -> Tensor:

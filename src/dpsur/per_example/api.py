@@ -15,10 +15,9 @@ from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, signature
 from dpsur.per_example import clipping
 from dpsur.per_example.clipping import ClippedSum
-from dpsur.per_example.engine_choice import make_tape, plan_for
+from dpsur.per_example.engine_choice import Microbatch, make_tape, plan_for
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.model_check import check_model
-from dpsur.per_example.one_pass import Microbatch
 
 _checked: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
 

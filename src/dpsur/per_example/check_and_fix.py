@@ -240,9 +240,8 @@ def _problems_of_calls(model: nn.Module, inputs: TensorTree) -> Iterator[ModelPr
         return
     report = explain(model, inputs)
     if report.name != Engine.ONE_PASS.value:
-        place = (report.module or "").partition(" ")[0]
         yield ModelProblem(
-            "" if place == "(root)" else place,
+            "",
             type(model).__name__,
             f"gradients need the slower engine {report.name} ({report.reason})",
             "nothing has to be done; to be faster, write this module with layers of torch.nn",

@@ -14,13 +14,16 @@ from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.process_settings import precision
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, device_of, map_tensors
-from dpsur.per_example.augmentation import repeat_rows
-from dpsur.per_example.contributions import Factors, clip_factors
-from dpsur.per_example.engine_choice import Plan, make_tape, plan_for, plan_with_less_memory
+from dpsur.per_example.contributions import clip_factors
+from dpsur.per_example.engine_choice import (
+    Microbatch,
+    Plan,
+    make_tape,
+    plan_for,
+    plan_with_less_memory,
+)
 from dpsur.per_example.input_cache import KnownInputs, gather
 from dpsur.per_example.memory_budget import GradientBudget
-from dpsur.per_example.one_pass import Microbatch
-from dpsur.per_example.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -198,34 +201,15 @@ def _microbatch_sums(
     max_grad_norm / norm), where norm is that of the same gradient over all parameters; zero if the
     norm is not finite, the loss is NaN or the row is not kept. Nothing here waits for the device.
     """
-    tape = _tape(objective, params, microbatch, plan)
+    tape = make_tape(objective, params, microbatch, plan)
     with torch.no_grad(), precision(tf32=False):
-        norms, views = tape.norms(), objective.views
-        if views > 1:
-            norms = norms / views
-        factors = clip_factors(norms, max_grad_norm, microbatch.keep, microbatch.coins)
-        if views > 1:
-            factors = Factors(factors.values / views, factors.keep)
+        factors = clip_factors(tape.norms(), max_grad_norm, microbatch.keep, microbatch.coins)
     places = total or empty_like(params)
     # The last layer first: what it kept is given back before larger things are worked on.
     for name in reversed(params):
         with torch.no_grad(), precision(tf32=False):
             found = tape.weighted_sum(name, factors, last=True, out=places[name], add=bool(total))
         yield name, found
-
-
-def _tape(objective: Objective, params: Params, microbatch: Microbatch, plan: Plan) -> Tape:
-    """A tape of records, whose gradients are the sums of those of their views."""
-    if objective.augment is None:
-        return make_tape(objective, params, microbatch, plan)
-    batch, views = microbatch.batch, objective.views
-    seen = Examples(
-        objective.augment(repeat_rows(batch.inputs, views)), repeat_rows(batch.targets, views)
-    )
-    tape = make_tape(objective, params, Microbatch(seen), plan)
-    with torch.no_grad(), precision(tf32=False):
-        tape.merge_views(views)
-    return tape
 
 
 def clipped_norms(
@@ -243,8 +227,8 @@ def clipped_norms(
     most = max(1, plan.rows // objective.views)
     for start in range(0, len(batch), most):
         some = slice(start, start + most)
-        tape = _tape(objective, params, Microbatch(batch.part(some)), plan)
+        tape = make_tape(objective, params, Microbatch(batch.part(some)), plan)
         with torch.no_grad(), precision(tf32=False):
-            norms.append(tape.norms() / objective.views)
+            norms.append(tape.norms())
     found = torch.cat(norms).double()
     return torch.where(found.isfinite(), found.clamp(max=max_grad_norm), 0.0)

@@ -384,22 +384,6 @@ def combine(contributions: list[Contribution]) -> Contribution:
     return Rows(total)
 
 
-def merge_views(contribution: Contribution, views: int) -> Contribution:
-    """The use of a parameter by records, from that by several views of each, one after the other.
-
-    The gradients of a record's views are added up.
-    """
-    products = contribution.products()
-    if products is None:
-        rows = contribution.per_example()
-        return Rows(rows.reshape(-1, views, *rows.shape[1:]).sum(1))
-    records = len(products.inputs) // views
-    return Products(
-        products.inputs.reshape(records, -1, products.inputs.shape[2]),
-        products.outputs.reshape(records, -1, products.outputs.shape[2]),
-    ).cheapest()
-
-
 def split_dimension(values: Tensor, dimension: int, sizes: tuple[int, int]) -> Tensor:
     """View one dimension as two; one of their sizes may be -1."""
     dimension %= values.dim()

@@ -52,9 +52,12 @@ class KnownInputs:
         version: int = vars(self)["_version"]
         if self.inputs._version != version:
             return False
-        return values is self.inputs or (
-            values.data_ptr() == self.inputs.data_ptr()
-            and values.shape == self.inputs.flatten(1).shape
+        if values.data_ptr() != self.inputs.data_ptr():
+            return False
+        if values.shape == self.inputs.shape:
+            return values.stride() == self.inputs.stride()
+        return (
+            values.shape == self.inputs.flatten(1).shape
             and values.is_contiguous()
             and self.inputs.is_contiguous()
         )

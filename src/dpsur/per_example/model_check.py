@@ -1,49 +1,84 @@
-"""Refuse models for which the gradient of one record is not defined, and say what to use."""
+"""What can be said against a model before training: weights, layers and shapes.
+
+That records are independent needs no check here: the record level keeps them apart.
+"""
 
 from collections.abc import Iterator
-from functools import partial
-from itertools import product
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpsur.errors import ModelInputError, UnsupportedModelError, from_custom_code
-from dpsur.functional.problem import mode
+from dpsur.functional.call import call
+from dpsur.functional.problem import forbid_side_effects, mode, output_rows
 from dpsur.functional.records import Examples
-from dpsur.functional.side_effects import refuse_memory
-from dpsur.functional.tree import TensorTree, describe_rows, map_tensors
-from dpsur.per_example.mixing_check import (
-    call_watched,
-    check_mixing,
-    random_rows,
-    same_bits,
-    synthetic,
-)
-from dpsur.per_example.padding_check import check_padding
+from dpsur.functional.tree import TensorTree, describe_rows, map_tensors, slice_rows, tensors_of
 
 # Layers that shorten the rows of their table in place, if they are given a max_norm.
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
-# Batches on which a model is called to see whether it remembers any: of several sizes.
-_ROWS = (2, 1, 3)
 
 
 def check_model(model: nn.Module, examples: Examples) -> TensorTree:
-    """Check a model before any record reaches it, on synthetic inputs of the records' shape.
+    """Check a model on the first record, twice in a batch, in evaluation mode.
 
-    Returns the outputs for the synthetic inputs, whose shape says what the model predicts.
+    Returns the outputs, whose shape says what the model predicts.
     """
     _check_parameters(model)
-    _check_known_mixers(model)
-    return _try_out(model, examples.inputs)
+    check_layers(model)
+    rows = map_tensors(lambda value: value.expand(2, *value.shape[1:]).clone(),
+                       slice_rows(examples.inputs, slice(1)))
+    before = map_tensors(torch.clone, rows)
+    with _errors_named(rows), torch.no_grad(), mode(model, training=False):
+        state = generator_state(next(model.parameters()).device)
+        with forbid_side_effects(model, {}):
+            outputs = output_rows(call(model, rows))
+        drew = not torch.equal(state, generator_state(next(model.parameters()).device))
+    if drew:
+        raise UnsupportedModelError(
+            "the model draws random numbers in evaluation mode, so that candidates would be tested "
+            "by chance; draw only where `self.training` is set (for F.dropout: "
+            "training=self.training)"
+        )
+    if not all(map(same_bits, tensors_of(rows), tensors_of(before))):
+        raise UnsupportedModelError(
+            "the model overwrites its inputs, and would overwrite the data sets it is given; set "
+            "inplace=False in its first layer, or write to a copy"
+        )
+    found = tensors_of(outputs)
+    if not found or any(not value.dim() or len(value) != 2 for value in found):
+        shapes = ", ".join(str(tuple(value.shape)) for value in found) or "no tensor"
+        raise UnsupportedModelError(
+            f"the model returns {shapes} for a batch of 2 records; every output must have a row "
+            "per record in its first dimension"
+        )
+    return outputs
 
 
 def draws_randomness(model: nn.Module, examples: Examples) -> bool:
     """Whether a forward pass in training mode draws random numbers, as dropout does."""
-    with torch.no_grad(), mode(model, training=True):
-        where = next(model.parameters()).device  # not always where the records are
-        rows = map_tensors(lambda value: value.to(where), synthetic(examples.inputs, 2))
-        return call_watched(model, rows).drew
+    where = next(model.parameters()).device  # not always where the records are
+    rows = map_tensors(lambda value: value.to(where, copy=True), slice_rows(examples.inputs, slice(2)))
+    with torch.random.fork_rng([where] if where.type == "cuda" else []):
+        before = generator_state(where)
+        with torch.no_grad(), mode(model, training=True):
+            call(model, rows)
+        return not torch.equal(before, generator_state(where))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same, NaN included."""
+    flat = one.reshape(-1), other.reshape(-1)
+    return one.dtype == other.dtype and torch.equal(*(each.view(torch.uint8) for each in flat))
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """The states of the generators that a model can draw from: the host's, and a GPU's."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -63,63 +98,47 @@ def _check_parameters(model: nn.Module) -> None:
             )
 
 
-def _check_known_mixers(model: nn.Module) -> None:
+def check_layers(model: nn.Module) -> None:
+    """Refuse layers that normalise over a batch or keep something of its records."""
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        where = f"module {name or '(root)'} ({kind})"
-        if isinstance(module, _BatchNorm):
-            raise UnsupportedModelError(
-                f"{where} mixes the examples of a batch, so one record's gradient is not defined; "
-                "replace it with nn.GroupNorm"
-            )
-        if getattr(module, "track_running_stats", False):
-            raise UnsupportedModelError(
-                f"{where} keeps statistics of private records in its buffers; "
-                "set track_running_stats=False"
-            )
-        if isinstance(module, _TABLES) and module.sparse:
-            raise UnsupportedModelError(f"{where} has sparse gradients; set sparse=False")
-        if isinstance(module, _TABLES) and module.max_norm is not None:
-            raise UnsupportedModelError(
-                f"{where} shortens the rows of its table that private records name, without noise; "
-                "set max_norm=None, or shorten what it returns (F.normalize of the output)"
-            )
+        fault = layer_fault(module)
+        if fault is not None:
+            raise UnsupportedModelError(f"module {name or '(root)'} {fault}")
 
 
-def _try_out(model: nn.Module, inputs: TensorTree) -> TensorTree:
-    """Call the model on synthetic inputs in many ways, and say what went wrong."""
-    before = {name: value.clone() for name, value in _tensors(model)}
+def layer_fault(module: nn.Module) -> str | None:
+    """Why no record's gradient is defined where a layer is trained with, or None."""
+    kind = f"({type(module).__name__})"
+    if isinstance(module, _BatchNorm):
+        return (
+            f"{kind} mixes the examples of a batch, so one record's gradient is not defined; "
+            "replace it with nn.GroupNorm (dpsur.fix), or set it to evaluation mode"
+        )
+    if getattr(module, "track_running_stats", False):
+        return (
+            f"{kind} keeps statistics of private records in its buffers; set "
+            "track_running_stats=False"
+        )
+    if isinstance(module, _TABLES) and module.sparse:
+        return f"{kind} has sparse gradients; set sparse=False"
+    if isinstance(module, _TABLES) and module.max_norm is not None:
+        return (
+            f"{kind} shortens the rows of its table that private records name, without noise; set "
+            "max_norm=None, or shorten what it returns (F.normalize of the output)"
+        )
+    return None
+
+
+@contextmanager
+def _errors_named(inputs: TensorTree) -> Iterator[None]:
     try:
-        refuse_memory("model", model, partial(_call, inputs), UnsupportedModelError, weights=False)
-        outputs = check_mixing(model, inputs)
-        check_padding(model, inputs)
+        yield
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         if isinstance(error, UnsupportedModelError):
             raise
         about = f"inputs of {describe_rows(inputs, 2)}"
         if from_custom_code(error):  # which its author knows best how to read
-            error.add_note(f"dpsur: raised when the model was tried on synthetic {about}")
+            error.add_note(f"dpsur: raised when the model was tried on {about}")
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelInputError(f"the model cannot take {about}: {reason}") from error
-    for name, value in _tensors(model):
-        if not same_bits(value, before[name]):
-            raise UnsupportedModelError(
-                f"{name} changes during a forward pass and would carry private records into the "
-                "release; make the forward pass free of side effects"
-            )
-    return outputs
-
-
-def _call(inputs: TensorTree, model: nn.Module, number: int) -> None:
-    """Call a model in all the ways that training does, each time on other synthetic records."""
-    rows = random_rows(inputs, _ROWS[number], seed=10 + number)
-    for training, gradients in product((True, False), (True, False)):
-        with mode(model, training=training), torch.set_grad_enabled(gradients):
-            call_watched(model, rows)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Whatever a release holds: buffers, and parameters whether they are trained or not."""
-    yield from ((f"buffer {name}", value) for name, value in model.named_buffers())
-    yield from ((f"parameter {name}", value.detach()) for name, value in model.named_parameters())

@@ -1,12 +1,12 @@
-"""Parameters that a model uses directly: every operation on one is followed while the model runs.
+"""Operations on parameters that a model uses directly, and not by a layer with a rule.
 
-Rules of layers see calls of modules. A class token, a layer scale, `F.linear(x, table.weight)` or a
-weight that is standardised before a convolution are seen here instead, as calls of torch functions:
+A layer scale, `F.linear(x, table.weight)` or a weight that is standardised before a convolution are
+seen by the record level as calls of torch functions:
 
 - an operation on parameters alone gives a derived weight (`Tape.derive`), whose per-example
   gradients are carried back to the parameters after the backward pass;
-- an operation on a parameter and on examples has a rule below, or else torch.func repeats it per
-  example when its output's gradient is known.
+- an operation on a parameter and on records has a rule below, or else works on a copy of the
+  parameter for each record.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -46,63 +46,7 @@ from dpsur.per_example.rules.normalization import (
 from dpsur.per_example.rules.transposed_convolution import transposed_convolution_map
 from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
 
-# Operations on single numbers, by the names that torch calls them.
-_ELEMENTWISE = frozenset(
-    f"{before}{name}{after}"
-    for name in ("add", "sub", "mul", "div", "truediv", "pow", "maximum", "minimum")
-    for before, after in (("", ""), ("__", "__"), ("__r", "__"))
-) | {"true_divide", "rsub", "atan2", "hypot", "logaddexp", "where", "lerp", "addcmul", "addcdiv"}
 _TRANSPOSES = frozenset({"t", "mT", "T"})
-
-
-class Operations(TorchFunctionMode):
-    """Follows parameters of a tape through the torch functions that a model calls."""
-
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self.tape = tape
-        self._paused = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While the rule of a layer looks after its parameters."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Let a rule answer the call of a function that is given a parameter."""
-        kwargs = kwargs or {}
-        if self._paused or not torch.is_grad_enabled() or not self._follows((args, kwargs)):
-            return func(*args, **kwargs)
-        call = Call(func, args, kwargs, self.tape)
-        in_place = call.name.endswith("_") and not call.name.endswith("__")
-        if in_place or "out" in kwargs:
-            raise NotSupportedError(f"{call.name} changes a tensor in place next to a parameter")
-        layouts = [self.tape.layout(value) for value in call.others]
-        if all(layout is None for layout in layouts):
-            return derive(call)
-        rule = OPERATION_RULES.get(func)
-        if rule is not None:
-            return rule(self.tape, *args, **kwargs)
-        if call.name in _ELEMENTWISE:
-            return _elementwise(call)
-        return _generic(call, layouts)
-
-    def _follows(self, values: Any) -> bool:
-        """Whether a parameter, or what was derived of one, is among the arguments."""
-        names = self.tape.names
-        if isinstance(values, Tensor):
-            return id(values) in names
-        if isinstance(values, dict):
-            values = values.values()
-        elif not isinstance(values, (tuple, list)):
-            return False
-        return any(map(self._follows, values))
 
 
 @dataclass(frozen=True)
@@ -157,7 +101,6 @@ def derive(call: Call) -> Any:
 
     def carry(
         which: int,
-        part: Callable[[Tensor], Tensor],
         contributions: list[Contribution],
         rows: Callable[[], Tensor],
     ) -> Iterable[tuple[Slot, Contribution]]:
@@ -173,7 +116,7 @@ def derive(call: Call) -> Any:
             return
         leaves = {place: value.detach().requires_grad_() for place, value in followed.items()}
         with torch.enable_grad():
-            value = part(again(which, leaves))
+            value = again(which, leaves)
         if not value.requires_grad:
             return
         gradients = torch.autograd.grad(
@@ -191,20 +134,7 @@ def derive(call: Call) -> Any:
     def follow(which: int, value: Tensor) -> Tensor:
         if not value.is_floating_point():
             return value
-        layout = None if tape.in_level else tape.layout(value, guess=None)
-        if layout is None:
-            return tape.derive(value, partial(carry, which, lambda whole: whole))
-        # a copy for every example, such as of a class token: what was copied is followed
-        part = partial(_first_example, layout)
-        source = tape.derive(part(value).detach(), partial(carry, which, part))
-        slot = tape.slot(source)
-        assert slot is not None
-
-        def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
-            yield slot, Rows(_rows_of(layout, gradient))
-
-        return tape.watch(value, record)
-
+        return tape.derive(value.detach(), partial(carry, which))
     if tape.slot(result) is not None:
         return result
     if isinstance(result, Tensor):
@@ -229,109 +159,6 @@ def _read(
         yield slot, Lookups(tokens, add_up_repeats(outputs, first_places(tokens)), size)
 
 
-def _first_example(layout: Layout, values: Tensor) -> Tensor:
-    return values.narrow(layout.axis, 0, layout.fold)
-
-
-def _rows_of(layout: Layout, values: Tensor) -> Tensor:
-    """Values with the examples in front, in their own shape otherwise."""
-    return layout.by_example(values).movedim(1, layout.axis + 1)
-
-
-def _elementwise(call: Call) -> Any:
-    """Numbers are worked on one by one, and a weight is used for all that it is broadcast to."""
-    tape, output = call.tape, call.func(*call.args, **call.kwargs)
-    layout = tape.examples_in(output)
-    given = [value.detach() for value in call.given]
-    followed = {place: tape.slot(value) for place, value in call.followed.items()}
-
-    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
-        for place, slot in followed.items():
-            if slot is None:
-                continue
-            each = _local_gradient(call, given, place, gradient)
-            yield slot, Rows(_sum_to(_rows_of(layout, each), given[place].shape))
-
-    return tape.watch(output, record)
-
-
-def _local_gradient(call: Call, given: list[Tensor], place: int, gradient: Tensor) -> Tensor:
-    """Gradient of a weight that is broadcast to the shape of the output, before it is added up."""
-    name = call.name.strip("_")
-    if name in ("add", "radd") and "alpha" not in call.kwargs and len(given) == 2:
-        return gradient
-    if name in ("mul", "rmul") and len(given) == 2:
-        return gradient * given[1 - place]
-    wide = given[place].expand(gradient.shape).detach().requires_grad_()
-    with torch.enable_grad():
-        output = call.on([*given[:place], wide, *given[place + 1 :]])
-    return torch.autograd.grad(output, wide, gradient)[0]
-
-
-def _sum_to(rows: Tensor, shape: torch.Size) -> Tensor:
-    """Add up what was broadcast, for every row."""
-    extra = rows.dim() - 1 - len(shape)
-    if extra:
-        rows = rows.sum(tuple(range(1, 1 + extra)))
-    stretched = [i + 1 for i, size in enumerate(shape) if size == 1 and rows.shape[i + 1] != 1]
-    return rows.sum(stretched, keepdim=True) if stretched else rows
-
-
-def _generic(call: Call, layouts: list[Layout | None]) -> Any:
-    """Any operation: torch.func differentiates it again for every example."""
-    tape, output = call.tape, call.func(*call.args, **call.kwargs)
-    given = [value.detach() for value in call.given]
-    followed = {place: tape.slot(value) for place, value in call.followed.items()}
-    found = iter(layouts)
-    where = [None if place in followed else next(found) for place in range(len(given))]
-    axes = tuple(None if layout is None else layout.axis for layout in where)
-    tape.repeated.update(slot.parameter for slot in followed.values() if slot is not None)
-
-    def follow(which: int, value: Tensor) -> Tensor:
-        layout = tape.examples_in(value)
-        record = partial(_repeat, call, given, followed, (where, axes), (which, layout))
-        return tape.watch(value, record)
-
-    results = tensors_of(output)
-    if not results or not all(value.is_floating_point() for value in results):
-        raise NotSupportedError(f"{call.name} of a parameter and of examples")
-    return with_tensors(output, [follow(which, value) for which, value in enumerate(results)])
-
-
-def _repeat(
-    call: Call,
-    given: list[Tensor],
-    followed: dict[int, Slot | None],
-    places: tuple[list[Layout | None], tuple[int | None, ...]],
-    result: tuple[int, Layout],
-    gradient: Tensor,
-) -> Iterable[tuple[Slot, Contribution]]:
-    (layouts, axes), (which, layout) = places, result
-    slots = {place: slot for place, slot in followed.items() if slot is not None}
-
-    def split(values: Tensor, where: Layout | None) -> Tensor:
-        if where is None:
-            return values
-        return split_dimension(values, where.axis, (-1, where.fold))
-
-    def one(some: list[Tensor], direction: Tensor) -> tuple[Tensor, ...]:
-        def value(*weights: Tensor) -> Tensor:
-            chosen = dict(zip(slots, weights, strict=True))
-            return tensors_of(call.on([chosen.get(i, v) for i, v in enumerate(some)]))[which]
-
-        pull: Any = vjp(value, *(given[place] for place in slots))[1]
-        gradients: tuple[Tensor, ...] = pull(direction)
-        return gradients
-
-    parts = [split(value, where) for value, where in zip(given, layouts, strict=True)]
-    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-        rows = vmap(one, in_dims=(list(axes), layout.axis), randomness="error")(
-            parts, split(gradient, layout)
-        )
-    for slot, each in zip(slots.values(), rows, strict=True):
-        yield slot, Rows(widen(each.detach()))
-
-
 def _linear(tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return linear_map(tape, input, weight, bias)
 
@@ -339,8 +166,7 @@ def _linear(tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = Non
 def _matmul(tape: Tape, input: Tensor, other: Tensor) -> Any:
     """Examples times a matrix; any other product is repeated per example."""
     if other.dim() != 2 or tape.slot(other) is None or tape.slot(input) is not None:
-        call = Call(torch.matmul, (input, other), {}, tape)
-        return _generic(call, [tape.layout(value) for value in call.others])
+        raise NotSupportedError("a product of a weight by something else than a matrix of it")
     output = fast_linear(input, other.mT)
     return _times(tape, input @ other if output is None else output, input, other, None)
 

@@ -24,6 +24,7 @@ from dpsur.functional.problem import forbid_side_effects, without_flattening
 from dpsur.functional.process_settings import widen
 from dpsur.functional.tree import map_tensors, tensors_of
 from dpsur.per_example.contributions import Rows
+from dpsur.per_example.input_cache import KnownInputs
 from dpsur.per_example.record_level import LevelTape, RecordLevel
 from dpsur.per_example.tape import Slot, Tape
 
@@ -71,22 +72,25 @@ class RecordFunction:
         records: int,
         *,
         params: Params | None = None,
+        known: KnownInputs | None = None,
         randomness: Randomness = nullcontext,
     ) -> tuple[Tape, Tensor, dict[str, Tensor]]:
         """What is known about every record's gradient, their losses, and other outputs.
 
         `function(batch)` gets what a collate function makes of one record, and returns a loss, one
         number, or a mapping that holds one under `loss`. Every tensor of `batch` has the records in
-        front. `params` are weights to use in the place of the modules' own.
+        front. `params` are weights to use in the place of the modules' own. `known` says where in a
+        data set the records are, if they are rows of one.
         """
 
         def run(way: Way) -> tuple[Tape, Tensor, dict[str, Tensor]]:
             if way is Way.ALONE:
                 return self._tape_alone(function, batch, records, params)
             tape, found, level = self._together(
-                lambda one: _outputs(function(one)), batch, records, params, way
+                lambda one: _outputs(function(one)), batch, records, params, way, known
             )
             losses, figures = widen(found[0].reshape(records)), found[1]
+            tape.once = True
             if losses.requires_grad:
                 torch.autograd.grad(losses.sum(), tape.leaves, allow_unused=True)
             tape.spoiled = losses.detach().isnan()
@@ -104,6 +108,7 @@ class RecordFunction:
         batch: Any,
         records: int,
         *,
+        params: Params | None = None,
         randomness: Randomness = nullcontext,
     ) -> tuple[Tape, Any]:
         """Outputs of a function with the records in front, and a tape that waits for gradients.
@@ -113,8 +118,8 @@ class RecordFunction:
 
         def run(way: Way) -> tuple[Tape, Any]:
             if way is Way.ALONE:
-                return self._run_alone(function, batch, records)
-            tape, found, level = self._together(function, batch, records, None, way)
+                return self._run_alone(function, batch, records, params)
+            tape, found, level = self._together(function, batch, records, params, way)
             level.check_survivors()
             return tape, found
 
@@ -124,7 +129,7 @@ class RecordFunction:
     def _first_that_works(
         self, kind: str, batch: Any, run: Callable[[Way], Found], randomness: Randomness
     ) -> Found:
-        key = (kind, *((value.shape, value.dtype) for value in tensors_of(batch)))
+        key = (kind, *((value.shape[1:], value.dtype) for value in tensors_of(batch)))
         tried = [self.ways[key]] if key in self.ways else list(Way)
         for way in tried:
             if way is Way.ALONE and key not in self.ways:
@@ -153,6 +158,7 @@ class RecordFunction:
         records: int,
         params: Params | None,
         way: Way,
+        known: KnownInputs | None = None,
     ) -> tuple[LevelTape, Any, RecordLevel]:
         """One call of the function for all records, in the record level."""
         if self.make_tape is not None:
@@ -160,6 +166,7 @@ class RecordFunction:
         else:
             held = params or {name: value.detach() for name, value in self.trained.items()}
             tape = LevelTape(held, records, self.trained)
+        tape.known = known
         level = RecordLevel(tape, self.models, own_tensors=way is Way.OWN_TENSORS)
         with level.entered():
             hidden = map_tensors(level.hide, batch, otherwise=_keep)
@@ -167,18 +174,26 @@ class RecordFunction:
             del hidden
         return tape, found, level
 
-    def _run_alone(self, function: Callable[[Any], Any], batch: Any, records: int) -> tuple[Tape, Any]:
+    def _run_alone(
+        self, function: Callable[[Any], Any], batch: Any, records: int, params: Params | None
+    ) -> tuple[Tape, Any]:
         """One call for each record, which has copies of the weights for itself."""
-        held = {name: value.detach() for name, value in self.trained.items()}
+        held = params or {name: value.detach() for name, value in self.trained.items()}
         tape = LevelTape(held, records)
-        copies = {name: tape.copies(name) for name in held} if torch.is_grad_enabled() else {}
+        own = held
+        copies = {name: tape.copies(name) for name in held} if torch.is_grad_enabled() else None
         names = {id(value): name for name, value in self.trained.items()}
         outputs = []
+
+        def weight(_: str, value: Tensor) -> Tensor:
+            return own.get(names.get(id(value), ""), value.detach())
+
         for record in range(records):
-            own = {name: value[record] for name, value in copies.items()}
-            with self._calling(lambda _, value, own=own: own.get(names.get(id(value), ""), value.detach())):
+            if copies is not None:
+                own = {name: value[record] for name, value in copies.items()}
+            with self._calling(weight):
                 found = function(slice_records(batch, record))
-            outputs.append(map_tensors(lambda value: value, found, otherwise=_none))
+            outputs.append(map_tensors(_keep, found, otherwise=_none))
         return tape, map_tensors(lambda *each: torch.stack(each), *outputs, otherwise=_none)
 
     def _tape_alone(

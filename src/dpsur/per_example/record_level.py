@@ -48,6 +48,7 @@ from dpsur.functional.call import use_weights
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import without_flattening
 from dpsur.functional.tree import map_tensors, tensors_of, with_tensors
+from dpsur.per_example.model_check import layer_fault
 from dpsur.per_example.operations import OPERATION_RULES, Call, derive
 from dpsur.per_example.rules import FASTER, RULES, kind_of
 from dpsur.per_example.tape import Layout, NotSupportedError, Tape
@@ -88,27 +89,19 @@ class LevelTape(Tape):
         self, params: Params, examples: int, own: Mapping[str, Tensor] | None = None
     ) -> None:
         """`params` are detached weights; `own` the parameters that code outside may hold."""
-        super().__init__(params, examples, [])
-        self.in_level = True
-        self.place = Layout(0)
+        super().__init__(params, examples)
         self._copies: dict[str, Tensor] = {}
+        self.copied: set[str] = set()  # weights of operations without a rule
         # a function may use a weight that it got hold of before the step
         self.own = {id(value): name for name, value in (own or {}).items()}
         self.names |= self.own
-
-    def layout(self, values: Tensor, guess: Layout | None = None) -> Layout | None:  # noqa: ARG002
-        """Where the boundary put the records."""
-        return self.place
-
-    def expected_layout(self, shape: torch.Size, guess: Layout | None = None) -> Layout | None:  # noqa: ARG002
-        """The same, for a tensor that is yet to be computed."""
-        return self.place
 
     def copy_for_each_record(self, value: Tensor) -> Tensor:
         """A followed weight as one view per record, whose gradient has a row for each of them."""
         name = self.names[id(value)]
         if name not in self._copies:
             self._copies[name] = self.copies(name, value)
+            self.copied.add(name)
         return self._copies[name]
 
     def finish(self) -> None:
@@ -193,7 +186,12 @@ class RecordLevel(TorchFunctionMode):
         changed: list[dict[str, Any]] = []
         try:
             for model in self._models:
-                for module in model.modules():
+                for name, module in model.named_modules():
+                    fault = layer_fault(module) if module.training else None
+                    if fault is not None:
+                        vars(module)["forward"] = partial(_refuse, f"module {name or '(root)'} {fault}")
+                        changed.append(vars(module))
+                        continue
                     rules = RULES if self.tape.trains(module) or isinstance(module, _ALWAYS) else FASTER
                     kind = kind_of(module, rules)
                     if kind is not None:
@@ -450,6 +448,10 @@ def _without_recomputing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
 
 # Layers that PyTorch cannot batch, trained or not, and one that holds its weights in others.
 _ALWAYS = (nn.RNNBase, nn.RNNCellBase, nn.EmbeddingBag, nn.MultiheadAttention)
+
+
+def _refuse(fault: str, *_args: Any, **_kwargs: Any) -> Any:
+    raise UnsupportedModelError(fault)
 
 
 def _keeper(models: tuple[nn.Module, ...], value: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Where tensors hold the examples of a batch, and what is said when nobody knows."""
+"""Records, during one forward and backward pass, what layers contribute to examples' gradients."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -17,7 +17,6 @@ from dpsur.per_example.contributions import (
     Factors,
     Rows,
     combine,
-    merge_views,
     split_dimension,
 )
 from dpsur.per_example.input_cache import KnownInputs
@@ -25,11 +24,7 @@ from dpsur.per_example.norms import whole_norms
 
 
 class NotSupportedError(Exception):
-    """A layer is used in a way that its rule does not cover; another engine has to take over."""
-
-    def __init__(self, text: str, parameter: str | None = None) -> None:
-        super().__init__(text)
-        self.parameter = parameter
+    """A layer is used in a way that its rule does not cover; PyTorch's batching takes over."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +67,12 @@ class Tape:
     """One forward and backward pass of a batch.
 
     Layers call `watch` on their outputs. During the backward pass each hands in its uses of
-    parameters. Where examples sit in a layer's output is known from earlier passes over batches of
-    different sizes (`layouts`, in the order of the calls); without them shapes are only noted.
+    parameters. Where examples are in the tensors of the layer at hand is said in `place`.
     """
 
     params: Params
     examples: int
-    layouts: list[Layout | None] | None = None
-    shapes: list[torch.Size] = field(default_factory=list)
+    place: Layout = FIRST
     contributions: dict[str, dict[Range, list[Contribution]]] = field(default_factory=dict)
     leaves: list[Tensor] = field(default_factory=list)
     recording: bool = True
@@ -87,13 +80,9 @@ class Tape:
     # goes, as PyTorch gives back what it saved itself. The graph would keep it to the end.
     once: bool = False
     known: KnownInputs | None = None
-    guesses: list[Layout | None] = field(default_factory=list)
-    # Parameters of operations that torch.func repeats per example.
-    repeated: set[str] = field(default_factory=set)
     # Examples whose loss is NaN, which count for nothing. Backward passes of some activations turn
     # NaN into a number, another one in the middle of a batch than at its end.
     spoiled: Tensor | None = None
-    in_level: bool = False
 
     def __post_init__(self) -> None:
         self.names = {id(value): name for name, value in self.params.items()}
@@ -104,54 +93,23 @@ class Tape:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self.leaves.append(self._anchor)
 
-    @property
-    def dry(self) -> bool:
-        """Whether this pass only looks at shapes."""
-        return self.layouts is None
-
     def slot(self, parameter: Tensor | None, rows: tuple[int, int] | None = None) -> Slot | None:
         """The slot of a parameter, or None if it is not trained."""
         name = self.names.get(id(parameter))
         return None if name is None else Slot(name, rows)
-
-    def layout(self, values: Tensor, guess: Layout | None = FIRST) -> Layout | None:
-        """Where the examples are in a tensor, or None if it does not depend on their number.
-
-        `guess` is the answer of a dry pass that has seen nothing yet.
-        """
-        layout = self.expected_layout(values.shape, guess)
-        if self.dry and not values.dim():
-            return None
-        if (
-            layout is not None
-            and not self.dry
-            and values.shape[layout.axis] != layout.fold * self.examples
-        ):
-            raise NotSupportedError("the shape of an activation depends on the values of a batch")
-        return layout
 
     def known_inputs(self, values: Tensor) -> KnownInputs | None:
         """Where in a data set these inputs of a layer come from, if they are the model's inputs."""
         return self.known if self.known is not None and self.known.holds(values) else None
 
     def examples_in(self, values: Tensor, axis: int | None = None) -> Layout:
-        """The layout of a tensor that must hold the examples (in dimension `axis`, if told)."""
-        layout = self.layout(values)
-        if self.dry:
-            return layout or FIRST
-        if layout is None or (axis is not None and layout.axis != axis):
-            raise NotSupportedError("a layer with the examples in an unusual dimension or nowhere")
+        """Where the examples are in a tensor (in dimension `axis`, if a rule needs them there)."""
+        layout = self.place
+        if axis is not None and layout.axis != axis:
+            raise NotSupportedError("a layer with the examples in an unusual dimension")
+        if values.shape[layout.axis] != layout.fold * self.examples:
+            raise NotSupportedError("an output without a row for each record")
         return layout
-
-    def expected_layout(self, shape: torch.Size, guess: Layout | None = FIRST) -> Layout | None:
-        """Like `layout`, for a tensor that is yet to be computed; a dry pass notes the shape."""
-        self.shapes.append(shape)
-        if self.layouts is None:
-            place = len(self.shapes) - 1
-            return self.guesses[place] if place < len(self.guesses) else guess
-        if len(self.shapes) > len(self.layouts):
-            raise NotSupportedError("the number of layers depends on the values of a batch")
-        return self.layouts[len(self.shapes) - 1]
 
     def watch(self, output: Tensor, record: Record) -> Tensor:
         """Have `record` called with the gradient of `output` during the backward pass."""
@@ -204,16 +162,6 @@ class Tape:
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 for slot, contribution in carry(every if len(kept) == 1 else [], rows):
                     self.add(slot, contribution)
-
-    def merge_views(self, views: int) -> None:
-        """Let rows that are views of one record count as one example: their gradients add up."""
-        self.carry_back()
-        self.examples //= views
-        if self.spoiled is not None:
-            self.spoiled = self.spoiled.view(-1, views).any(1)
-        for kept in self.contributions.values():
-            for rows, contributions in kept.items():
-                kept[rows] = [merge_views(one, views) for one in contributions]
 
     def copies(self, name: str, value: Tensor | None = None) -> Tensor:
         """A parameter with a copy for every example (that takes no memory until its gradient)."""

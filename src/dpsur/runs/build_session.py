@@ -109,7 +109,7 @@ def build_session(
             "augment works on the model's inputs, which features are computed for once; train "
             "without features=, or without augment="
         )
-    check_augmentation(augment, views, train.part(slice(1)).to(device).inputs)
+    check_augmentation(augment, views)
     for name, examples in (("train_set", train), ("test_set", test)):
         if examples is not None:
             check_labels(_first(examples), outputs, loss, name)

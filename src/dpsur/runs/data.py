@@ -26,7 +26,7 @@ from dpsur.functional.tree import (
     map_tensors,
     tensors_of,
 )
-from dpsur.per_example.mixing_check import same_bits
+from dpsur.per_example.model_check import same_bits
 from dpsur.runs.streaming import (
     HELD_BYTES,
     ArrayReader,

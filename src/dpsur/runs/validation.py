@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError, UnsupportedModelError, from_custom_code
-from dpsur.functional.problem import LossFunction, weight_by_record
+from dpsur.functional.problem import LossFunction, losses_one_by_one, weight_by_record
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.side_effects import refuse_memory
 from dpsur.functional.tree import (
@@ -25,7 +25,6 @@ from dpsur.functional.tree import (
     split_rows,
     tensors_of,
 )
-from dpsur.per_example.one_pass import losses_one_by_one
 
 
 def check_observers(observers: Any) -> None:
