@@ -399,6 +399,8 @@ class Watcher:
 
     def clip(self, tape: Tape) -> Params:
         """Sums of the gradients of a tape's records, each clipped to the norm bound."""
+        with torch.no_grad(), precision(tf32=False):
+            tape.carry_back()
         missing = next((name for name in tape.params if not tape.contributions.get(name)), None)
         if missing is not None:
             raise StepError(

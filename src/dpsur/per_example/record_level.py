@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.autograd_function
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from torch._C._functorch import (
     _vmap_increment_nesting,
     get_unwrapped,
     is_batchedtensor,
+    is_functorch_wrapped_tensor,
     maybe_get_bdim,
     maybe_get_level,
     peek_interpreter_stack,
@@ -144,6 +146,7 @@ class RecordLevel(TorchFunctionMode):
         """The level, with the weights of the tape in the modules and rules in force."""
         with ExitStack() as stack:
             stack.enter_context(_tracing_transformers())
+            stack.enter_context(only_trusted_rules())
             for holder, name, value in self._checkpoints():
                 stack.enter_context(_replaced(holder, name, value))
             stack.enter_context(self._weights())
@@ -211,10 +214,18 @@ class RecordLevel(TorchFunctionMode):
         paused, place = self._paused, self.tape.place
         self._paused, self.tape.place = True, fold.layout
         try:
-            with temporarily_pop_interpreter_stack():
+            with self._popped():
                 yield
         finally:
             self._paused, self.tape.place = paused, place
+
+    @contextmanager
+    def _popped(self) -> Iterator[None]:
+        """Without this level and those that the code has entered inside of it (`torch.func.grad`)."""
+        with ExitStack() as stack:
+            while (top := peek_interpreter_stack()) is not None and top.level() >= self.number:
+                stack.enter_context(temporarily_pop_interpreter_stack())
+            yield
 
     # --- tensors of the level --------------------------------------------------------------------
 
@@ -240,7 +251,7 @@ class RecordLevel(TorchFunctionMode):
 
     def _note(self, found: Any) -> None:
         if isinstance(found, Tensor):
-            if is_batchedtensor(found):
+            if is_functorch_wrapped_tensor(found):
                 self._seen.append(weakref.ref(found))
         elif isinstance(found, (tuple, list)):
             for value in found:
@@ -248,8 +259,11 @@ class RecordLevel(TorchFunctionMode):
 
     def check_survivors(self) -> None:
         """Refuse code that keeps a tensor of this step: a later step could read other records."""
-        if self._alive():
-            gc.collect()  # what only a cycle of objects keeps is not kept
+        for generation in range(3):  # what only a cycle of objects keeps is not kept
+            if not self._alive():
+                break
+            gc.collect(generation)
+        else:
             alive = self._alive()
             if alive:
                 raise CouplingError(
@@ -302,6 +316,8 @@ class RecordLevel(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
+        if func in _WRONG or _is_custom(func):
+            raise NotSupportedError(f"PyTorch has no batching rule for {func} that can be relied on")
         special = _SPECIAL.get(func)
         if special is not None:
             found = special(self, func, args, kwargs)
@@ -341,30 +357,32 @@ class RecordLevel(TorchFunctionMode):
                 f"{call.name} changes a tensor in place next to a trained weight; use the "
                 "operation without the underscore"
             )
-        if not any(map(is_batchedtensor, call.others)):
+        if not any(map(is_functorch_wrapped_tensor, call.others)):
             with torch.enable_grad():
                 found = derive(call)
-            if not any(map(is_batchedtensor, tensors_of(found))):  # as drawn at random for each
+            if not any(map(is_functorch_wrapped_tensor, tensors_of(found))):  # as drawn at random for each
                 return found
         elif func in OPERATION_RULES and self._on_top():
             try:
                 return _operation(self, func, args, kwargs)
             except NotSupportedError:
                 pass
+        if func in (F.embedding, F.embedding_bag):  # the padding row of one table alone is left out
+            raise NotSupportedError("a table of vectors with a copy for each record")
         return call.on([self._copy(value) for value in call.given])
 
     def _for_each_record(self, made: Tensor) -> Tensor:
         """A tensor that the code has made, as one for each record that it may write to."""
         if is_batchedtensor(made):
             return made
-        with temporarily_pop_interpreter_stack():
+        with self._popped():
             copies = made.expand(self.tape.examples, *made.shape).contiguous()
         return self.hide(copies)
 
     def _copy(self, value: Tensor) -> Tensor:
         if id(value) not in self.tape.names:
             return value
-        with temporarily_pop_interpreter_stack():
+        with self._popped():
             copies = self.tape.copy_for_each_record(value)
         return self.hide(copies)
 
@@ -448,6 +466,37 @@ def _without_recomputing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
 
 # Layers that PyTorch cannot batch, trained or not, and one that holds its weights in others.
 _ALWAYS = (nn.RNNBase, nn.RNNCellBase, nn.EmbeddingBag, nn.MultiheadAttention)
+
+
+@contextmanager
+def only_trusted_rules() -> Iterator[None]:
+    """Use no batching rules but PyTorch's and ours: one of the user's may let records meet.
+
+    An `autograd.Function` with a `vmap` method of its own counts as one without, so that it runs one
+    record at a time. This has to hold for the backward pass too.
+    """
+
+    def trusted(function: type[torch.autograd.Function]) -> bool:
+        known = function.__module__.partition(".")[0] in ("torch", "dpsur")
+        return known and function.vmap is not torch.autograd.Function.vmap
+
+    with _replaced(torch._functorch.autograd_function, "has_overridden_vmap_rule", trusted):
+        yield
+
+
+def _is_custom(func: Any) -> bool:
+    """Whether an operator comes with a batching rule that is not PyTorch's."""
+    if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return False
+    packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
+    if packet._qualified_op_name.partition("::")[0] in ("aten", "prims"):
+        return False
+    return any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(
+            getattr(packet, name)._name, "FuncTorchBatched"
+        )
+        for name in packet.overloads()
+    )
 
 
 def _refuse(fault: str, *_args: Any, **_kwargs: Any) -> Any:
@@ -660,6 +709,18 @@ def _requires_grad(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs:
     """Whether a tensor of the level requires a gradient is decided outside of it."""
     return args[0] if level.holds(args[0]) else func(*args, **kwargs)
 
+
+# Operations that PyTorch batches wrongly (`tests/per_example/test_batching_rules.py`).
+_WRONG = frozenset(
+    {
+        torch.select_scatter,
+        Tensor.select_scatter,
+        torch.index_fill,
+        Tensor.index_fill,
+        Tensor.index_fill_,
+        getattr(F, "linear_cross_entropy", None),
+    }
+) - {None}
 
 # What makes a tensor that code may write into.
 _FACTORIES = frozenset(
