@@ -192,10 +192,14 @@ class RecordLevel(TorchFunctionMode):
                 for name, module in model.named_modules():
                     fault = layer_fault(module) if module.training else None
                     if fault is not None:
-                        vars(module)["forward"] = partial(_refuse, f"module {name or '(root)'} {fault}")
+                        vars(module)["forward"] = partial(
+                            _refuse, f"module {name or '(root)'} {fault}"
+                        )
                         changed.append(vars(module))
                         continue
-                    rules = RULES if self.tape.trains(module) or isinstance(module, _ALWAYS) else FASTER
+                    rules = (
+                        RULES if self.tape.trains(module) or isinstance(module, _ALWAYS) else FASTER
+                    )
                     kind = kind_of(module, rules)
                     if kind is not None:
                         own = vars(module)
@@ -292,10 +296,14 @@ class RecordLevel(TorchFunctionMode):
         if self._paused or not on_top or not any(map(self.holds, given)):
             return own(*args, **kwargs)  # followed through its operations
         try:
-            if any(id(value) in self.tape.names for value in given):  # a weight is the layer's input
+            if any(
+                id(value) in self.tape.names for value in given
+            ):  # a weight is the layer's input
                 entered = [self._copy(value) for value in given]
                 args, kwargs = with_tensors((args, kwargs), entered)
-            return self._note_and_return(_LAYERS.get(kind, _usual)(self, rule, module, args, kwargs))
+            return self._note_and_return(
+                _LAYERS.get(kind, _usual)(self, rule, module, args, kwargs)
+            )
         except NotSupportedError:
             return own(*args, **kwargs)
 
@@ -317,7 +325,9 @@ class RecordLevel(TorchFunctionMode):
         if self._paused:
             return func(*args, **kwargs)
         if func in _WRONG or _is_custom(func):
-            raise NotSupportedError(f"PyTorch has no batching rule for {func} that can be relied on")
+            raise NotSupportedError(
+                f"PyTorch has no batching rule for {func} that can be relied on"
+            )
         special = _SPECIAL.get(func)
         if special is not None:
             found = special(self, func, args, kwargs)
@@ -350,7 +360,7 @@ class RecordLevel(TorchFunctionMode):
             ]
             args, kwargs = with_tensors((args, kwargs), held)
             call = Call(func, args, kwargs, tape)
-        if call.name.endswith("_") and not call.name.endswith("__") or "out" in kwargs:
+        if (call.name.endswith("_") and not call.name.endswith("__")) or "out" in kwargs:
             if call.name == "requires_grad_":
                 return args[0]
             raise UnsupportedModelError(
@@ -360,7 +370,9 @@ class RecordLevel(TorchFunctionMode):
         if not any(map(is_functorch_wrapped_tensor, call.others)):
             with torch.enable_grad():
                 found = derive(call)
-            if not any(map(is_functorch_wrapped_tensor, tensors_of(found))):  # as drawn at random for each
+            if not any(
+                map(is_functorch_wrapped_tensor, tensors_of(found))
+            ):  # as drawn at random for each
                 return found
         elif func in OPERATION_RULES and self._on_top():
             try:
@@ -405,8 +417,14 @@ class RecordLevel(TorchFunctionMode):
 
     def _checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`torch.utils.checkpoint.checkpoint`, whose recomputation enters the level again."""
-        for name in ("use_reentrant", "preserve_rng_state", "determinism_check", "debug",
-                     "context_fn", "early_stop"):
+        for name in (
+            "use_reentrant",
+            "preserve_rng_state",
+            "determinism_check",
+            "debug",
+            "context_fn",
+            "early_stop",
+        ):
             kwargs.pop(name, None)
         if not self._on_top() or not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -461,7 +479,6 @@ def _without_tensors(tree: Any) -> Any:
 
 def _without_recomputing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
     yield
-
 
 
 # Layers that PyTorch cannot batch, trained or not, and one that holds its weights in others.
@@ -583,7 +600,9 @@ def _recurrent(
         raise NotSupportedError("packed sequences")
     axis = 0 if module.batch_first else 1
     alone = sequence.dim() == 2
-    fold = Fold(0 if alone and module.batch_first else axis, None if alone else sequence.shape[axis])
+    fold = Fold(
+        0 if alone and module.batch_first else axis, None if alone else sequence.shape[axis]
+    )
     fold_states = Fold(1, None if alone else sequence.shape[axis])
     inner = None
     shown = fold.into(level.show(sequence))
@@ -599,8 +618,16 @@ def _attention(
     level: RecordLevel, rule: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
     """`nn.MultiheadAttention`: masks have their records elsewhere than the sequences."""
-    names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask",
-             "average_attn_weights", "is_causal")
+    names = (
+        "query",
+        "key",
+        "value",
+        "key_padding_mask",
+        "need_weights",
+        "attn_mask",
+        "average_attn_weights",
+        "is_causal",
+    )
     given = dict(zip(names, args, strict=False)) | kwargs
     axis = 0 if module.batch_first else 1
     query = given["query"]
@@ -652,9 +679,7 @@ _RANKS = {
 }
 
 
-def _operation(
-    level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _operation(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation on records and weights, by its rule."""
     values = tensors_of((args, kwargs))
     records = [value for value in values if level.holds(value)]
