@@ -300,28 +300,34 @@ def test_dropout_draws_fresh_randomness_for_each_example():
 class Adversarial(nn.Module):
     """Moves its inputs along a gradient that it takes in its forward pass."""
 
-    def __init__(self):
+    def __init__(self, *, functional):
         super().__init__()
         self.first, self.scale = nn.Linear(4, 5), nn.Parameter(torch.ones(5))
-        self.head = nn.Linear(5, 3)
+        self.head, self.functional = nn.Linear(5, 3), functional
 
     def score(self, x):
         return self.head(torch.tanh(self.first(x)) * self.scale)
 
     def forward(self, x):
+        if self.functional:
+            slope = torch.func.grad(lambda moved: self.score(moved).sum())(x)
+            return self.score(x + 0.1 * slope.detach().sign())
         with torch.enable_grad():
             moved = x.detach().requires_grad_()
             (slope,) = torch.autograd.grad(self.score(moved).sum(), moved)
         return self.score(x + 0.1 * slope.sign())
 
 
-def test_a_gradient_that_a_model_takes_itself_is_not_added():
+@pytest.mark.parametrize(
+    ("functional", "engine"), [(False, Engine.ONE_BY_ONE), (True, Engine.ONE_PASS)]
+)
+def test_a_gradient_that_a_model_takes_itself_is_not_added(functional, engine):
     torch.manual_seed(0)
     records = Examples(torch.randn(6, 4), torch.arange(6) % 3)
-    problem = Problem(Adversarial(), F.cross_entropy, records)
+    problem = Problem(Adversarial(functional=functional), F.cross_entropy, records)
     params, bound = problem.initial_params(), 0.5
     check_model(problem.model, records)
-    assert plan_for(problem, params, records.inputs, GradientBudget()).engine is Engine.ONE_PASS
+    assert plan_for(problem, params, records.inputs, GradientBudget()).engine is engine
     found = clipped_sum(problem, params, records, bound).params
     expected = one_at_a_time(problem, params, records, bound)
     for name, value in expected.items():

@@ -341,12 +341,10 @@ def test_a_blank_that_forgets_a_column_is_seen(monkeypatch):
     test_what_a_masked_row_holds_in_any_input_does_not_matter("words")
     problem = problem_of("tuple")
     params = problem.initial_params()
-    mask = torch.tensor([True] * (ROWS - 1) + [False])
-    targets = {"class": CLASSES, "size": torch.full((ROWS, 3), 1.0)}
-    targets["class"] = torch.cat([CLASSES[:-1], torch.tensor([99])])
-    wrong = Examples(problem.train.inputs, {"size": targets["size"], "class": targets["class"]})
-    with pytest.raises(IndexError):
-        clipped_sum(problem, params, wrong, 0.3, mask=mask)
+    targets = {"size": torch.ones(1, 3), "class": torch.tensor([99])}
+    wrong = Examples(problem.train.part(slice(1)).inputs, targets)
+    with pytest.raises(IndexError):  # on a GPU this would end the process
+        clipped_sum(problem, params, wrong, 0.3, mask=torch.tensor([False]))
 
 
 class CutToLengths(nn.Module):
