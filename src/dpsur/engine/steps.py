@@ -283,6 +283,7 @@ class PrivateLoop:
             found = found if due.rows else PrivateBatch(())
         watcher = self._watcher
         watcher.check_parameters()
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         parts = []
         with (
             self.final_refusals(),
@@ -292,6 +293,12 @@ class PrivateLoop:
             for sums, losses, figures in self._gradients(step, found, args, kwargs):
                 parts.append((losses, figures))
                 watcher.sums.add(len(losses), sums, [])
+            if rates != [float(group["lr"]) for group in self._optimizer.param_groups]:
+                raise CouplingError(
+                    "the function of a private step changes the learning rate, by which a record "
+                    "would act on later steps without noise; change it in the loop, by public "
+                    "values"
+                )
         if not found.groups:
             watcher.sums.add(1, {}, [])
         watcher.gradients.mark(None)
