@@ -29,9 +29,13 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor whose first dimension holds `shape[0] // records` rows for each record in turn."""
+    """A tensor whose first dimension holds `shape[0] // records` rows for each record in turn.
+
+    `stretched`: it was broadcast, to be combined with another one of the same shape.
+    """
 
     shape: tuple[int, ...]
+    stretched: bool = False
 
 
 @dataclass(frozen=True)
@@ -256,6 +260,11 @@ class _Walk:
 
     def _of_rows(self, node: Any, kind: str, rows: list[Rows], shape: tuple[int, ...]) -> State:
         first = rows[0]
+        if any(one.stretched for one in rows):
+            # else a target of another shape would be compared with all records
+            pair = kind in ("Add", "Sub", "Mul", "Div") and len(rows) == 2
+            if not pair or all(one.stretched for one in rows):
+                raise self._unknown(node, "do outputs and targets have different shapes?")
         if kind in ("Pow", "Abs", "Mul"):
             self._note_difference(node)
         if getattr(node, "_forward_cls", None) is PerRecord:
@@ -294,7 +303,7 @@ class _Walk:
         if kind == "Where" and same and self._is_target(node._saved_condition):
             return Rows(shape)
         if kind == "Expand" and shape and shape[0] == first.shape[0]:
-            return Rows(shape)
+            return Rows(shape, stretched=True)
         if kind in (
             "LinalgVectorNorm",
             "Norm",

@@ -73,6 +73,9 @@ class PrivateBatch:
             "`step(batch)`, and take it apart inside the function"
         )
 
+    def __contains__(self, _: object) -> bool:
+        return False  # what it holds is nobody's business
+
     def to(self, *args: Any, **kwargs: Any) -> "PrivateBatch":
         """The same records on a device; a private step moves them by itself."""
         return self._map(lambda value: value.to(*args, **kwargs))
@@ -233,10 +236,14 @@ def opened(batch: Any) -> PrivateBatch:
 class Runner(Protocol):
     """The engine behind a private step."""
 
-    def run_step(
+    def clip_batch(
         self, step: "PrivateStep", batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Tensor]:
-        """Make a step."""
+        """Add up the clipped gradients of a batch."""
+        ...
+
+    def update(self) -> None:
+        """Add noise, charge, and update the weights."""
         ...
 
 
@@ -253,6 +260,8 @@ class PrivateStep:
 
     function: Function
     engine: Runner = field(repr=False)
+    # the most records that are worked on at once, where memory is short
+    max_physical_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -261,7 +270,13 @@ class PrivateStep:
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Make a step with a batch of the private loader."""
-        return self.engine.run_step(self, batch, args, kwargs)
+        figures = self.engine.clip_batch(self, batch, args, kwargs)
+        self.engine.update()
+        return figures
+
+    def accumulate(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """All of a step but the update, for a trainer that calls `optimizer.step()` itself."""
+        return self.engine.clip_batch(self, batch, args, kwargs)
 
 
 def modules_of(function: Function) -> list[nn.Module]:
