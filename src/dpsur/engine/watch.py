@@ -396,7 +396,7 @@ class Watcher:
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
         missing = next((name for name in tape.params if not tape.contributions.get(name)), None)
-        if missing is not None:
+        if missing is not None and not getattr(tape, "unusable", False):
             raise StepError(
                 f"parameter {missing} took no part in the loss, so noise alone would train it; "
                 "freeze it with requires_grad_(False) before make_private"

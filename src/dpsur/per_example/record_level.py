@@ -96,6 +96,7 @@ class LevelTape(Tape):
         super().__init__(params, examples)
         self._copies: dict[str, Tensor] = {}
         self.copied: set[str] = set()  # weights of operations without a rule
+        self.unusable = False  # whether no record could be differentiated
         # a function may use a weight that it got hold of before the step
         self.own = {id(value): name for name, value in (own or {}).items()}
         self.names |= self.own
@@ -302,15 +303,12 @@ class RecordLevel(TorchFunctionMode):
             if any(map(self.tape.follows, given)):  # a weight is the layer's input
                 entered = [self._copy(value) for value in given]
                 args, kwargs = with_tensors((args, kwargs), entered)
-            return self._note_and_return(
-                _LAYERS.get(kind, _usual)(self, rule, module, args, kwargs)
-            )
+            boundary: Callable[..., Any] = _LAYERS.get(kind, _usual)
+            found = boundary(self, rule, module, args, kwargs)
+            self._note(found)
+            return found
         except NotSupportedError:
             return own(*args, **kwargs)
-
-    def _note_and_return(self, found: Any) -> Any:
-        self._note(found)
-        return found
 
     def _on_top(self) -> bool:
         top = peek_interpreter_stack()
