@@ -126,12 +126,12 @@ def test_the_report_names_every_module_and_its_method():
     assert report.reason is None
     assert [(one.path, one.method) for one in report.modules] == [
         ("0", "rule"),
-        ("1", "copies"),
+        ("1", "operations"),
         ("2", "operations"),
         ("3", "copies"),
         ("4", "rule"),
     ]
-    assert report.modules[3].reason == "3.weight, 3.bias: used by an operation without a rule"
+    assert report.modules[3].reason == "3.weight: used by an operation without a rule"
     assert all(part in str(report) for part in ("one-pass", "Scale", "an operation without a rule"))
     assert "\n" not in repr(report)
 
@@ -156,6 +156,6 @@ def test_position_embeddings_are_followed():
     report = explain(Positions(), X)
     assert report.name == "one-pass"
     assert [(one.path, one.method) for one in report.modules] == [
-        ("", "copies"),
+        ("", "operations"),
         ("layer", "rule"),
     ]

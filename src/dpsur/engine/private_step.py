@@ -115,9 +115,10 @@ class CollateAlone:
         if not records:
             return PrivateBatch(())
         if self.collate is default_collate and self.pad is None:
-            try:  # which joins each record's tensors as they are, or raises
-                joined = _readable(default_collate(list(records)))
-                tensors = map_tensors(lambda value: value.unsqueeze(1), joined, otherwise=_keep)
+            try:  # which joins each record's tensors as they are, or raises; all tensors or nothing
+                tensors = map_tensors(
+                    lambda value: value.unsqueeze(1), default_collate(list(records))
+                )
                 return PrivateBatch((Group(len(records), self._viewed(tensors)),))
             except (RuntimeError, TypeError):
                 pass

@@ -31,6 +31,7 @@ from dpsur.errors import (
     InvalidInputError,
     NothingReleasedError,
     StepError,
+    UnsupportedModelError,
 )
 from dpsur.functional.parameters import Params, elementwise
 from dpsur.functional.process_settings import seeded_globally
@@ -82,6 +83,7 @@ class PrivateLoop:
         self._private_steps: list[PrivateStep] = []
         self._functions: dict[PrivateStep, RecordFunction] = {}
         self._refused = False  # for coupling
+        self._yields_open = False  # whether the loader has yielded a batch that is not opaque
         self._from_function = False  # whether the sum at hand was made by a private step
         self._checked = False  # whether code of the loop has seen several records
         self._calls = 0  # of layers that draw, in the step at hand
@@ -187,6 +189,7 @@ class PrivateLoop:
         if batch.first:
             self._calls = 0
         self._due, self._content = batch, content
+        self._yields_open = self._yields_open or not isinstance(content, PrivateBatch)
         self._watcher.sums.inputs.clear()  # held to their number above, and they take memory
         self._watcher.yielded = Yielded(batch.records, content, batch.before)
 
@@ -211,11 +214,11 @@ class PrivateLoop:
 
     @contextmanager
     def final_refusals(self) -> Iterator[None]:
-        """Let a refusal for coupling be the end: code that was refused may have kept something."""
+        """Let a refusal be the end: code that was refused may have kept or changed something."""
         self.check_refusal()
         try:
             yield
-        except CouplingError:
+        except (CouplingError, UnsupportedModelError):
             self._refused = True
             raise
 
@@ -224,8 +227,8 @@ class PrivateLoop:
         if self._refused:
             raise StepError(
                 "an earlier step of this engine was refused because records could depend on each "
-                "other, which is final: no step, statement or release may follow; repair the "
-                "program and train anew with a new PrivacyEngine"
+                "other or change the model, which is final: no step, statement or release may "
+                "follow; repair the program and train anew with a new PrivacyEngine"
             )
 
     # Private steps
@@ -250,10 +253,10 @@ class PrivateLoop:
         """
         step = PrivateStep(function, self)
         if self._ledger is not None:
-            if self._ledger.steps and not self._private_steps:
+            if self._yields_open:
                 raise StepError(
-                    "steps were made by backward() and optimizer.step() already; declare private "
-                    "steps before the loop"
+                    "the loader has yielded batches for backward() and optimizer.step() already; "
+                    "declare private steps before the loop"
                 )
             self._loader.collate_alone()
         self._private_steps.append(step)

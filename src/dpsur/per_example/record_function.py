@@ -267,7 +267,7 @@ class RecordFunction:
         for record in range(records):
             if copies is not None:
                 own = {name: value[record] for name, value in copies.items()}
-            with self._calling(weight):
+            with self._calling(weight, params):
                 found = function(slice_records(batch, record))
             outputs.append(map_tensors(_keep, found, otherwise=_none))
         return tape, map_tensors(lambda *each: torch.stack(each), *outputs, otherwise=_none)
@@ -296,7 +296,7 @@ class RecordFunction:
 
         values = list(leaves.values())
         errors: list[Exception] = []
-        with self._calling(weight):
+        with self._calling(weight, params):
             state = torch.get_rng_state()
             for record in range(records):
                 gradients: Sequence[Tensor] = [torch.zeros_like(value) for value in values]
@@ -328,11 +328,13 @@ class RecordFunction:
         return tape, found, {name: torch.stack([f[name] for f in figures]) for name in figures[0]}
 
     @contextmanager
-    def _calling(self, weight: Callable[[str, Tensor], Tensor] | None) -> Iterator[None]:
-        """The modules outside of a level, perhaps with other weights."""
+    def _calling(
+        self, weight: Callable[[str, Tensor], Tensor] | None, params: Params | None
+    ) -> Iterator[None]:
+        """The modules outside of a level, perhaps with other weights, none of which may change."""
         with ExitStack() as stack:
             for model in self.models:
-                stack.enter_context(forbid_side_effects(model, {}))
+                stack.enter_context(forbid_side_effects(model, params or {}))
                 stack.enter_context(without_flattening(model.modules()))
                 if weight is not None:
                     stack.enter_context(use_weights(model, weight))

@@ -29,8 +29,9 @@ import torch._functorch.autograd_function
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._C._functorch import (
+from torch._C._functorch import (  # type: ignore[attr-defined]
     _add_batch_dim,
+    _set_vmap_fallback_warning_enabled,
     _vmap_decrement_nesting,
     _vmap_increment_nesting,
     get_unwrapped,
@@ -455,6 +456,9 @@ class RecordLevel(TorchFunctionMode):
             found = _checkpoint(inner, *plain, use_reentrant=False)
         return with_tensors(structure, [self.hide(value) for value in found])
 
+
+# torch says so, once, where it has no batched form of an operation and loops instead
+_set_vmap_fallback_warning_enabled(False)
 
 _checkpoint = torch.utils.checkpoint.checkpoint
 _generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
