@@ -19,7 +19,7 @@ import dpsur
 from dpsur.engine import blocks, steps
 from dpsur.engine.blocks import BlockRun
 from dpsur.engine.gate import Snapshot
-from dpsur.errors import CouplingError, StepError
+from dpsur.errors import StepError
 from dpsur.mechanism import rate_search
 from dpsur.mechanism.streams import Stream
 from dpsur.privacy.accountants import pld
@@ -797,10 +797,9 @@ def test_losses_of_more_than_one_number_are_refused(norm):
         return model(batch[0])
 
     words = "the loss of each record|one number"
+    made = make(gate={"losses": losses}, max_grad_norm=norm)
     with pytest.raises(dpsur.InvalidInputError, match=words):
-        loader = make(gate={"losses": losses}, max_grad_norm=norm)[3]
-        for _ in loader:
-            pass
+        next(iter(made[3]))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -97,16 +97,10 @@ def made(name, lora=False):
 @pytest.mark.parametrize("name", MODELS)
 def test_no_slow_path(name, lora):
     inputs = {key: value for key, value in columns(name).items() if key != "labels"}
-    model = made(name, lora)
-    report = dpsur.explain(model, inputs)
+    report = dpsur.explain(made(name, lora), inputs)
     assert report.name == "one-pass"
     assert report.reason is None
-    assert {one.method for one in report.modules} <= {"rule", "operations", "copies"}
-    copied = [one for one in report.modules if one.method == "copies"]
-    sizes = dict(model.named_parameters())
-    for one in copied:  # small ones: a gradient for every record costs less than an activation
-        names = one.reason.partition(":")[0].split(", ")
-        assert sum(sizes[name].numel() for name in names) <= 20 * model.config.hidden_size
+    assert {one.method for one in report.modules} <= {"rule", "operations"}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -294,7 +288,6 @@ def test_the_trainer_resumes_with_its_ledger(tmp_path):
     ("options", "words"),
     [
         ({"gradient_accumulation_steps": 2}, "max_physical_batch_size"),
-        ({"label_smoothing_factor": 0.1}, "criterion"),
         ({"auto_find_batch_size": True}, "sample rate"),
         ({"include_num_input_tokens_seen": "all"}, "log_private"),
     ],
