@@ -274,6 +274,24 @@ def test_the_trainer_charges_every_step_and_logs_nothing_private(tmp_path):
     assert figures == sorted(figures)
 
 
+def test_the_trainer_smooths_labels_in_the_loss_of_each_record(tmp_path):
+    """The trainer's own loss is what is trained."""
+    from dpsur.integrations.transformers import PrivateTrainer
+
+    found = []
+    for factor in (0.0, 0.5):
+        trainer = PrivateTrainer(
+            made("bert"),
+            arguments(tmp_path, label_smoothing_factor=factor, max_steps=1),
+            train_dataset=Records("bert"),
+            noise_multiplier=1e-6,
+            seed=0,
+        )
+        trainer.train()
+        found.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    assert not torch.allclose(*found, atol=1e-5)
+
+
 def test_the_trainer_resumes_with_its_ledger(tmp_path):
     first = private_trainer(tmp_path, save_strategy="steps", save_steps=4)
     first.train()
