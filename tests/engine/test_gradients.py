@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpsur
-from dpsur.functional.problem import Objective
-from dpsur.per_example.engine_choice import fault_of_copies
 from tests.engine.helpers import private, records, without_noise
 from tests.per_example.test_against_opacus import ARCHITECTURES
 
@@ -30,7 +28,7 @@ class Scale(nn.Module):
 
 
 class Unbatchable(nn.Module):
-    """Control flow on values: neither rules nor torch.func can batch it."""
+    """Control flow on values: PyTorch cannot batch it."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +36,7 @@ class Unbatchable(nn.Module):
         self.head = nn.Linear(6, 3)
 
     def forward(self, x):
-        rows = [row * (self.scale if float(row.sum()) > 0 else 2 * self.scale) for row in x]
+        rows = [row * (self.scale if row.sum() > 0 else 2 * self.scale) for row in x]
         return self.head(torch.stack(rows))
 
 
@@ -168,7 +166,7 @@ def test_records_whose_outputs_are_nan_contribute_zero(rows, monkeypatch):
 
 
 class Words(nn.Module):
-    """An embedding that no rule covers, so that every record gets a copy of the table."""
+    """An embedding that no rule covers, so that it runs one record at a time."""
 
     def __init__(self, padding):
         super().__init__()
@@ -180,7 +178,7 @@ class Words(nn.Module):
 
 
 class Inserted(Words):
-    """torch.func batches `select_scatter` wrongly if both of its arguments are batched."""
+    """PyTorch batches `select_scatter` wrongly if both of its arguments are batched."""
 
     def __init__(self):
         super().__init__(None)
@@ -191,18 +189,9 @@ class Inserted(Words):
         return self.head(torch.select_scatter(rows, self.inserted.expand(len(x), 4), 1, 1).mean(1))
 
 
-@pytest.mark.parametrize(("build", "right"), [(lambda: Words(0), True), (Inserted, False)])
-def test_why_copies_are_not_used_is_recorded(build, right):
-    model, tokens = build(), torch.randint(0, 9, (20, 6))
-    params = {name: value.detach() for name, value in model.named_parameters()}
-    fault = fault_of_copies(Objective(model, F.cross_entropy), params, tokens)
-    assert (fault is None) == right
-    assert fault is None or fault.reason
-
-
 @pytest.mark.parametrize("build", [lambda: Words(0), lambda: Words(3), lambda: Words(-2), Inserted])
-def test_copies_of_a_table_for_every_record(build, monkeypatch):
-    """The row for padding is trained in none of the copies, wherever a record stands."""
+def test_what_cannot_be_batched_is_done_for_each_record_alone(build, monkeypatch):
+    """Among other things, the row for padding is not trained, wherever a record stands."""
     torch.manual_seed(1)
     model = build()
     generator = torch.Generator().manual_seed(2)

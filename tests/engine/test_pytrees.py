@@ -147,21 +147,24 @@ def test_fit_takes_dicts_and_targets_of_any_structure():
     assert run.statement["guarantee"]["epsilon"] <= 8.0
 
 
-def test_texts_of_many_lengths_are_planned_for_twice(monkeypatch):
-    """What two lengths have in common is taken for the others; their gradients are right."""
-    from dpsur.engine import plans
+class Watchful(Reader):
+    """Notes the tokens that it is called on, and how often."""
 
-    planned = []
-    plain_plan = plans.plan_for
+    def __init__(self):
+        super().__init__()
+        self.seen = []
 
-    def counted(objective, params, inputs, budget):
-        planned.append(inputs)
-        return plain_plan(objective, params, inputs, budget)
+    def forward(self, tokens, **others):
+        level = torch._C._functorch.is_batchedtensor(tokens)
+        self.seen.append(torch._C._functorch.get_unwrapped(tokens) if level else tokens)
+        return super().forward(tokens, **others)
 
-    monkeypatch.setattr(plans, "plan_for", counted)
+
+def test_texts_of_many_lengths_need_no_probes(monkeypatch):
+    """A call of the loop is one call of the model, on its own tokens and nothing made up."""
     without_noise(monkeypatch)
     engine, model, optimizer, loader = private(
-        Reader(), Records(), batch_size=5, seed=1, max_grad_norm=CLIP
+        Watchful(), Records(), batch_size=5, seed=1, max_grad_norm=CLIP
     )
     for extra, batch in enumerate(loader):  # padded to another length every time
         batch = {
@@ -169,14 +172,17 @@ def test_texts_of_many_lengths_are_planned_for_twice(monkeypatch):
             for name, value in {**batch, "score": batch["score"].float()}.items()
         }
         plain = copy.deepcopy(model)
+        model.seen.clear()
         optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()
+        (seen,) = model.seen
+        assert torch.equal(seen.flatten(0, -2), batch["tokens"])
         if batch["mask"].any():  # a batch was drawn
             for value, parameter in zip(alone(plain, batch), model.parameters(), strict=True):
                 torch.testing.assert_close(parameter.grad * 5, value, rtol=1e-4, atol=1e-6)
-    assert len(engine._watcher._plans) > 2
-    assert len(planned) == 2
+    assert len(engine._watcher.records.ways) > 2
+    assert engine._watcher.records.by_construction
 
 
 def test_an_argument_without_a_row_per_record_is_refused():

@@ -335,7 +335,7 @@ def hooked():
     return model
 
 
-KEPT = {LastBatch: "outlives its step in last", FirstBatch: "centre", InAClosure: "outlives its step"}
+KEPT = {LastBatch: "outlives its step in last", InAClosure: "outlives its step"}
 
 
 @pytest.mark.parametrize("build", KEPT)
@@ -348,6 +348,16 @@ def test_a_model_that_keeps_records_is_refused(build):
         with pytest.raises((CouplingError, UnsupportedModelError), match=KEPT[build]) as caught:
             use()
         assert "\n" not in str(caught.value)
+
+
+def test_what_a_model_keeps_first_is_nothing_of_a_record(monkeypatch):
+    """It is tried on zeros before it sees records; without that, what it keeps is refused."""
+    model = FirstBatch()
+    dpsur.clipped_sum(model, F.cross_entropy, X + 3.0, Y, 1.0)
+    assert torch.equal(model.centre, torch.zeros(2))
+    monkeypatch.setattr("dpsur.per_example.api.check_model", lambda *_: None)
+    with pytest.raises(CouplingError, match="outlives its step in centre"):
+        dpsur.clipped_sum(FirstBatch(), F.cross_entropy, X + 3.0, Y, 1.0)
 
 
 COUNTED = {

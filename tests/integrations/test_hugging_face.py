@@ -197,9 +197,7 @@ def test_stock_models_train_through_the_engine(name, lora):
         optimizer.step()
     assert engine.accountant.steps == 2
     assert all(not torch.equal(p, old) for p, old in zip(trained, before, strict=True))
-    (plan,) = engine._watcher._plans.values()
-    assert plan.engine.value == "one-pass"
-    assert not plan.failed
+    assert engine._watcher.records.by_construction  # and not one record at a time
 
 
 def test_a_language_models_own_loss_counts_for_each_record_alone():
@@ -276,6 +274,24 @@ def test_the_trainer_charges_every_step_and_logs_nothing_private(tmp_path):
     assert figures == sorted(figures)
 
 
+def test_the_trainer_smooths_labels_in_the_loss_of_each_record(tmp_path):
+    """The trainer's own loss is what is trained."""
+    from dpsur.integrations.transformers import PrivateTrainer
+
+    found = []
+    for factor in (0.0, 0.5):
+        trainer = PrivateTrainer(
+            made("bert"),
+            arguments(tmp_path, label_smoothing_factor=factor, max_steps=1),
+            train_dataset=Records("bert"),
+            noise_multiplier=1e-6,
+            seed=0,
+        )
+        trainer.train()
+        found.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    assert not torch.allclose(*found, atol=1e-5)
+
+
 def test_the_trainer_resumes_with_its_ledger(tmp_path):
     first = private_trainer(tmp_path, save_strategy="steps", save_steps=4)
     first.train()
@@ -290,7 +306,6 @@ def test_the_trainer_resumes_with_its_ledger(tmp_path):
     ("options", "words"),
     [
         ({"gradient_accumulation_steps": 2}, "max_physical_batch_size"),
-        ({"label_smoothing_factor": 0.1}, "criterion"),
         ({"auto_find_batch_size": True}, "sample rate"),
         ({"include_num_input_tokens_seen": "all"}, "log_private"),
     ],

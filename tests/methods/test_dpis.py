@@ -24,6 +24,8 @@ from dpsur.methods import Dpis, dpis
 from dpsur.methods.dpis import ImportanceGradient, price_of_an_update
 from dpsur.per_example import GradientBudget, clipped_norms, clipped_sum
 from dpsur.per_example import contributions as factors
+from dpsur.per_example.engine_choice import plan_for
+from dpsur.per_example.record_function import Way
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Menu, SampledGaussian, Trial
@@ -319,8 +321,8 @@ test_law_holds, test_mutant_is_killed = law_tests(MUTANTS)
 # --- details ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["one pass", "examples at once", "one by one"])
-def test_coins_mean_the_same_to_every_engine(engine, monkeypatch):
+@pytest.mark.parametrize("way", Way)
+def test_coins_mean_the_same_however_gradients_are_found(way):
     problem = Problem(small_model(), F.cross_entropy, blobs(SIZE))
     params = problem.initial_params()
     coins = 1 - torch.rand(SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -337,16 +339,9 @@ def test_coins_mean_the_same_to_every_engine(engine, monkeypatch):
         )
         for name in params
     }
-    if engine != "one pass":
-        from dpsur.per_example import clipping
-        from dpsur.per_example.engine_choice import Engine
-
-        other = Engine.ONE_BY_ONE if engine == "one by one" else Engine.BATCHED
-        real = clipping.plan_for
-        monkeypatch.setattr(
-            clipping, "plan_for", lambda *arguments: replace(real(*arguments), engine=other)
-        )
     budget = GradientBudget()
+    records = plan_for(problem, params, problem.train.inputs, budget).records
+    records.ways.update(dict.fromkeys(records.ways, way))
     found = clipped_sum(problem, params, problem.train, CLIP, coins=coins, budget=budget).params
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)

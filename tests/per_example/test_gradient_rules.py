@@ -976,7 +976,12 @@ class Hooked(nn.Module):
 
     def __init__(self, change, asks=False):
         super().__init__()
-        self.lift, self.head, self.change, self.asks = nn.Linear(6, 8), nn.Linear(8, 1), change, asks
+        self.lift, self.head, self.change, self.asks = (
+            nn.Linear(6, 8),
+            nn.Linear(8, 1),
+            change,
+            asks,
+        )
 
     def forward(self, x):
         hidden = torch.tanh(self.lift(x))

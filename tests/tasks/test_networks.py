@@ -74,6 +74,7 @@ def test_every_network_of_the_paper_takes_an_activation(name, activation, kind):
     assert nn.Tanh in {type(module) for module in default.modules()}
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of the features
 @pytest.mark.parametrize(("description", "shape"), DESCRIBED)
 def test_every_network_takes_the_fast_path(description, shape):
     inputs = inputs_for(description["name"], shape)
