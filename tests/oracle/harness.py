@@ -17,7 +17,6 @@ Nothing of dpsur is changed but the names that `patched` lists. All imports of d
 import logging
 import math
 import random
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -175,8 +174,9 @@ PAIRS = (ADD, ADD_FIRST, REPLACE, ALONE)
 class Run:
     """What a program did in one world."""
 
-    status: str = "trained"  # or refused, crashed
+    status: str = "trained"  # or refused: by dpsur or by an error of PyTorch
     message: str = ""
+    by_name: bool = True  # refused with an error of dpsur
     sums: list[dict[str, Tensor]] = field(default_factory=list)
     released: list[Tensor] = field(default_factory=list)
 
@@ -254,12 +254,9 @@ def run(
         state = [value for value in setup.model.state_dict().values() if isinstance(value, Tensor)]
         others = [torch.as_tensor(value) for value in (*rates, *setup.released())]
         found.released = [value.detach().cpu().clone() for value in (*state, *others)]
-    except DpsurError as error:
-        found.status, found.message = "refused", f"{type(error).__name__}: {error}"
     except Exception as error:  # whatever a user would see
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        found.status = "crashed"
-        found.message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        found.status, found.message = "refused", f"{type(error).__name__}: {error}"
+        found.by_name = isinstance(error, DpsurError)
     return found
 
 
@@ -355,13 +352,15 @@ class Verdict:
     """What came of a program in one form.
 
     outcome: bounded, refused, above (more than the bound), leak (another step or the result moved),
-        stopped (one record ends the program) or crashed (no error of dpsur)
+        or stopped (one record ends the program)
+    by_name: whether a refusal is an error of dpsur, not of PyTorch
     """
 
     program: Program
     form: str
     outcome: str = "bounded"
     message: str = ""
+    by_name: bool = True
     worst: float = 0.0  # in bounds
     worst_at: str = ""
     leak: float = 0.0
@@ -402,7 +401,7 @@ def judge(
         first = run(program, form, ordinary, pair.without, device=device)
         if first.status != "trained":
             verdict.outcome = first.status
-            verdict.message = first.message
+            verdict.message, verdict.by_name = first.message, first.by_name
         if not first.sums:
             return verdict
         for name, records in program.kind.worlds(extreme).items():
@@ -429,6 +428,7 @@ def _compare(verdict: Verdict, pair: Pair, name: str, first: Run, second: Run) -
         if second.status != "trained":
             verdict.outcome = "stopped"
             verdict.message = f"{name}, {pair.name}: {second.message}"
+            verdict.by_name = second.by_name
             return
         apart = distance(first.released, second.released)
         if apart > verdict.leak:

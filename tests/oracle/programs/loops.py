@@ -91,7 +91,7 @@ def schedule_by_steps():
     )
 
 
-@coupled(TABLE)
+@coupled(TABLE, private_step=refused("outlives its step"))
 def ema_of_the_loss_with_microbatches_of_one():
     average = torch.tensor(1.0)
 
@@ -109,7 +109,7 @@ def ema_of_the_loss_with_microbatches_of_one():
 
 @private(is_legitimate=True)
 def weight_as_an_argument():
-    def loss(model, batch, weight=1.0):
+    def loss(model, batch, weight=0.0):
         out = model(batch[0])
         return F.cross_entropy(out, batch[1]) + weight * out.square().mean()
 
@@ -169,7 +169,7 @@ def mixup_in_the_loop():
     return looped(loop)
 
 
-@private(refused())
+@private(refused("not subscriptable"))
 def batch_indexed_by_the_loop():
     def loop(given):
         step = given.engine.private_step(cross_entropy)
@@ -227,7 +227,7 @@ def tensors_in_the_place_of_the_batch():
 def plateau_of_the_training_loss():
     def loop(given):
         step = given.engine.private_step(cross_entropy)
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(given.optimizer, 0.5, patience=0)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(given.optimizer, factor=0.5, patience=0)
         for batch in given.loader:
             schedule.step(float(step(batch)["loss"].nan_to_num(9.0)))
 
@@ -237,7 +237,7 @@ def plateau_of_the_training_loss():
 @private(limit("A loop that decides by private figures"))
 def weight_by_the_loss_of_the_step_before():
     def loss(model, batch, scale):
-        return cross_entropy(model, batch) / scale
+        return 0.1 * cross_entropy(model, batch) / scale
 
     def loop(given):
         step = given.engine.private_step(loss)
@@ -262,7 +262,7 @@ def figures_passed_on_as_an_argument():
         )
         shift = 0.0
         for batch in given.loader:
-            shift = step(batch, shift)["mean"]
+            shift = step(batch, shift).get("mean", 0.0)
 
     return looped(loop)
 
@@ -394,7 +394,9 @@ def loss_gate():
         for batch in given.loader:
             step(batch)
 
-    gate = dpsur.LossGate(loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"))
+    gate = dpsur.LossGate(
+        lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), val_batch_size=5
+    )
     return looped(loop, gate=gate)
 
 
@@ -477,7 +479,7 @@ def sharpness_aware_minimisation():
 @opacus(limit("A loop that decides by private figures"))
 def plateau_of_the_training_loss_in_the_loop():
     def loop(given):
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(given.optimizer, 0.5, patience=0)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(given.optimizer, factor=0.5, patience=0)
         for batch in given.loader:
             given.optimizer.zero_grad()
             loss = cross_entropy(given.model, batch)
