@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dpsur.errors import StepError
+from dpsur.per_example.record_level import only_trusted_rules
 
 _watchers: weakref.WeakSet[Any] = weakref.WeakSet()
 _plain_backward: Callable[..., None] | None = None
@@ -75,7 +76,8 @@ def _wrap_backward() -> None:
         # record's gradient still has to be multiplied by, which depends on that record alone.
         first, rest = watcher.before_backward(call, loss)
         start = torch.ones_like(loss) * first
-        plain([loss], [start.to(loss.dtype)], retain_graph, False, *args, **options)
+        with only_trusted_rules():
+            plain([loss], [start.to(loss.dtype)], retain_graph, False, *args, **options)
         watcher.after_backward(call, rest)
 
     torch.autograd.backward = backward

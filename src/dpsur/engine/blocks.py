@@ -8,10 +8,8 @@ perhaps the clipping norm, and continues, or goes back to a saved state.
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isfinite
 from typing import Any
 
 import torch
@@ -23,11 +21,12 @@ from dpsur.engine.criterion import Criterion
 from dpsur.engine.gate import BlockGate, Snapshot
 from dpsur.engine.loader import RecordReader
 from dpsur.engine.optimizer import SCHEDULED
+from dpsur.engine.private_step import augmenting
 from dpsur.engine.watch import Watcher
-from dpsur.errors import CouplingError, InvalidInputError, StepError
-from dpsur.functional.call import Arguments
-from dpsur.functional.problem import forbid_side_effects, mode, output_rows
-from dpsur.functional.tree import map_tensors
+from dpsur.errors import InvalidInputError, StepError
+from dpsur.functional.problem import mode, output_rows
+from dpsur.functional.process_settings import precision
+from dpsur.functional.tree import map_tensors, tensors_of
 from dpsur.mechanism.block_tests import (
     GRADIENT_NORM,
     LOSS_DECREASE,
@@ -54,8 +53,6 @@ from dpsur.privacy.plans.blocks import BlockPlan
 from dpsur.privacy.plans.open_ended import BlockLedger
 
 FIRST_CLIP_NORM = 1.0  # stays in force where a histogram of gradient norms shows nothing
-# By how much a record's loss may change with the other records of its batch: rounding.
-ROUNDING = 1e-2
 
 
 class BlockRun:
@@ -85,7 +82,6 @@ class BlockRun:
         self._saved = {START: Snapshot(self._module, optimizer, gate.averages)}
         self._memory: Memory | None = None
         self._decision: Decision | None = None  # to be carried out
-        self._norm_factors: dict[bool, tuple[float, ...]] = {}  # of the loss of norms, in a test
 
     def _check_settings(self) -> None:
         if self._gate.losses is None and self._criterion is None:
@@ -217,11 +213,8 @@ class BlockRun:
         rate = getattr(self.plan.test, "sample_rate", None)
         views = quantity == GRADIENT_NORM  # is measured as in training
         now = self._weights() if quantity == LOSS_DECREASE else {}
-        self._norm_factors = {}
-        for number, (count, batch) in enumerate(self._records.read(draws.step, rate, views=views)):
+        for count, batch in self._records.read(draws.step, rate, views=views):
             values = self._values(quantity, batch, now)
-            if not number:  # on all ranks, which need each other
-                self._try_mixing(batch, count)
             if len(values) != max(1, count):
                 raise InvalidInputError(
                     "outputs or losses of the gate have another number of rows than their batch "
@@ -260,27 +253,47 @@ class BlockRun:
     def _evaluate(self, batch: Any) -> "_Evaluated":
         """Outputs, targets and the loss of each record, in evaluation mode."""
         sharding = self._watcher.sharding
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(mode(self._module, training=False))
-            if sharding is None:
-                stack.enter_context(forbid_side_effects(self._module, {}))
-            found = self._call(batch)
+        records, alone = self._alone(batch)
+        with torch.no_grad(), mode(self._module, training=False), self._watcher.paused():
+            _, found = self._watcher.records.run(self._call, alone, records)
         if sharding is not None:
             sharding.reshard()  # or the next step would not reach gathered weights
-        if not isinstance(found.losses, Tensor) or found.losses.dim() != 1:
+        outputs, targets, losses = found
+        if not isinstance(losses, Tensor) or losses.numel() != records:
             raise InvalidInputError(
                 "losses of a gate must be a tensor with one dimension, the loss of each record"
             )
-        return found
+        flat = (
+            None if part is None else map_tensors(lambda value: value.flatten(0, 1), part)
+            for part in (outputs, targets)
+        )
+        return _Evaluated(*flat, losses.reshape(records))
 
-    def _call(self, batch: Any) -> "_Evaluated":
+    def _alone(self, batch: Any, views: int = 1) -> tuple[int, Any]:
+        """The number of records of a batch, and their tensors with the records in front."""
+        tensors = [value for value in tensors_of(batch) if value.dim()]
+        rows = len(tensors[0]) if tensors else 0
+        if not rows or rows % views or any(len(value) != rows for value in tensors):
+            raise InvalidInputError(
+                "a test of the gate needs batches whose tensors have a row per record"
+            )
+        device = next(iter(self._watcher.trained.values())).device
+
+        def front(value: Tensor) -> Tensor:
+            if not value.dim():
+                return value.expand(rows // views)
+            return value.to(device).unflatten(0, (-1, views))
+
+        return rows // views, map_tensors(front, batch, otherwise=lambda value: value)
+
+    def _call(self, batch: Any) -> tuple[Any, Any, Tensor]:
+        """Outputs, targets and loss of a batch of one record."""
         if self._gate.losses is not None:
-            return _Evaluated(None, None, self._gate.losses(self._module, batch))
+            return None, None, self._gate.losses(self._module, batch)
         outputs, targets = self._outputs(batch)
         assert self._criterion is not None
-        losses = self._criterion.losses(Arguments((output_rows(outputs), targets), {}))
-        return _Evaluated(output_rows(outputs), targets, losses)
+        outputs = output_rows(outputs)
+        return outputs, targets, self._criterion.loss(outputs, targets)
 
     def _outputs(self, batch: Any) -> tuple[Any, Any]:
         if self._gate.outputs is not None:
@@ -297,56 +310,21 @@ class BlockRun:
 
     def _gradient_norms(self, batch: Any) -> Tensor:
         """The norm of each record's gradient, as in training."""
+        records, alone = self._alone(batch, self._watcher.views)
+
+        def loss(one: Any) -> Tensor:
+            *_, found = self._call(one)
+            return found.mean() if self._watcher.loss_reduction == "mean" else found.sum()
+
+        watcher = self._watcher
         with (
-            self._watcher.measuring(self._norm_factors) as norms,
             mode(self._module, training=True),
+            watcher.paused(),
+            augmenting(self._module, watcher.augment),
         ):
-            if self._gate.losses is None:
-                assert self._criterion is not None
-                outputs, targets = self._outputs(batch)
-                loss = self._criterion(outputs, targets)
-            else:
-                loss = self._gate.losses(self._module, batch)
-                loss = loss.mean() if self._watcher.loss_reduction == "mean" else loss.sum()
-            torch.autograd.backward([loss])
-        if len(norms) != 1:
-            raise InvalidInputError(
-                "no gradient of the model was found in the loss of the gate, from which the "
-                "clipping norm is measured; call the model once, without torch.no_grad(), or give "
-                "make_private max_grad_norm=..."
-            )
-        return norms[0]
-
-    def _try_mixing(self, batch: Any, count: int) -> None:
-        """Refuse losses that change with the other records, or with how many there are.
-
-        All records become copies of the first one whose loss is finite, and then that one is left
-        alone.
-        """
-        rows = max(1, count)
-        found = self._evaluate(batch).losses
-        finite = found.isfinite()
-        place = int(finite.int().argmax())  # the first one, if no loss is finite
-
-        def changed(change: Callable[[Tensor], Tensor]) -> Any:
-            def of(value: Tensor) -> Tensor:
-                return change(value) if value.dim() and len(value) == rows else value
-
-            return map_tensors(of, batch, otherwise=lambda value: value)
-
-        # where the loss is nearly zero
-        floor = ROUNDING * float(found.abs().masked_fill(~finite, 0).max())
-        only = slice(place, place + 1)
-        for other in (changed(lambda v: v[only].expand_as(v)), changed(lambda v: v[only])):
-            one, alone = float(found[place]), float(self._evaluate(other).losses[0])
-            gap = abs(one - alone) if isfinite(one) and isfinite(alone) else 0.0
-            coupled = gap > ROUNDING * max(abs(one), abs(alone), floor)
-            if coupled or isfinite(one) != isfinite(alone):
-                raise CouplingError(
-                    "the loss that the gate finds for a record changes with the other records of "
-                    "its batch, or with their number, so that its clipping bounds nothing; compute "
-                    "outputs and losses of each record from that record alone"
-                )
+            tape, *_ = watcher.records.tape(loss, alone, records, randomness=watcher.randomness)
+        with torch.no_grad(), precision(tf32=False):
+            return tape.norms()
 
     def _walk(self) -> Walk:
         """How far the weights are from the first ones."""

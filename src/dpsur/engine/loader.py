@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
 )
 
 from dpsur.engine.private_step import CollateAlone, padding_of
@@ -91,6 +93,36 @@ def check_loader(loader: Any) -> None:
         )
     if not len(cast(Sized, loader.dataset)):
         raise InvalidInputError("the data set of data_loader is empty")
+    _check_repeats(loader.dataset)
+
+
+def _check_repeats(dataset: Any) -> None:
+    """Refuse a record that stands at several indices, where the classes of torch show it."""
+    seen: dict[int, set[int]] = {}
+
+    def visit(data: Any, indices: Sequence[int]) -> None:
+        if isinstance(data, Subset):
+            visit(data.dataset, [int(data.indices[index]) for index in indices])
+        elif isinstance(data, ConcatDataset):
+            first = 0
+            for part in data.datasets:
+                size = len(cast(Sized, part))
+                visit(part, [index - first for index in indices if first <= index < first + size])
+                first += size
+        else:
+            known = seen.setdefault(id(data), set())
+            for index in indices:
+                index %= max(1, len(cast(Sized, data)))
+                if index in known:
+                    raise InvalidInputError(
+                        "a record stands at several indices of the data set (a Subset with repeated "
+                        "indices, or a data set twice in a ConcatDataset), so it would count more "
+                        "than once in a batch; use each record once, and weight it in the loss"
+                    )
+                known.add(index)
+
+    if isinstance(dataset, (Subset, ConcatDataset)):
+        visit(dataset, range(len(dataset)))
 
 
 class PoissonSampler(Sampler[list[int]]):

@@ -38,7 +38,13 @@ from dpsur.privacy.events import SampledGaussian, Step, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import BlockPlan, FilteredPlan, PrivacyLedger
 from dpsur.privacy.plans.open_ended import ACCOUNTING, PROVEN, BlockLedger, SelectiveLedger
-from dpsur.privacy.statement import RunFacts, Statement, privacy_statement
+from dpsur.privacy.statement import (
+    BY_CONSTRUCTION,
+    WAS_CHECKED,
+    RunFacts,
+    Statement,
+    privacy_statement,
+)
 from dpsur.runs.files import RunFolder
 from dpsur.runs.release import NO_ORIGIN, write_release
 from dpsur.runs.replanning import CUSTOM_LOOP
@@ -341,6 +347,16 @@ class PrivacyEngine(PrivateLoop):
         """Epsilon that holds whenever the loop stops; infinite if nothing was planned."""
         return self.accountant.guarantee(delta)
 
+    @property
+    def independence(self) -> str:
+        """Whether records were kept apart "by construction", or the loop was "checked" for it.
+
+        By construction if every step was made by `private_step` on a batch that the loop did not
+        open, with a function that PyTorch could run for all records at once.
+        """
+        apart = all(records.by_construction for records in self._functions.values())
+        return BY_CONSTRUCTION if apart and not self._checked else WAS_CHECKED
+
     def statement(self) -> Statement:
         """The privacy statement of the training, for whoever gets the model.
 
@@ -391,6 +407,7 @@ class PrivacyEngine(PrivateLoop):
             tf32=torch.backends.cuda.matmul.allow_tf32,
             bf16=self._watcher.rounded,
             versions=versions(),
+            independence=self.independence,
             metrics=None if self._blocks is None else self._blocks.metrics,
         )
         charged = self.accountant.charged
@@ -433,6 +450,7 @@ class PrivacyEngine(PrivateLoop):
             "records": self._size,
             "seed": self._seed,
             "accepted": self._accepted,
+            "independence": self.independence,
             **({} if self._blocks is None else {"blocks": self._blocks.state_dict()}),
         }
 
@@ -468,4 +486,5 @@ class PrivacyEngine(PrivateLoop):
             assert isinstance(ledger, BlockLedger)
             self._blocks.load_state_dict(state["blocks"], ledger)
         self._ledger, self._due, self._accepted = ledger, None, int(state["accepted"])
+        self._checked = self._checked or state.get("independence") != BY_CONSTRUCTION
         self._watcher.forget()

@@ -127,9 +127,7 @@ class CollateAlone:
                 Group(
                     len(group),
                     self._viewed(
-                        map_tensors(
-                            lambda *values: torch.stack(values), *group, otherwise=_keep
-                        )
+                        map_tensors(lambda *values: torch.stack(values), *group, otherwise=_keep)
                     ),
                 )
                 for group in groups.values()

@@ -8,7 +8,6 @@ is drawn for each shard at the offset that its numbers have in the whole vector.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn

@@ -82,7 +82,8 @@ class PrivateLoop:
         self._private_steps: list[PrivateStep] = []
         self._functions: dict[PrivateStep, RecordFunction] = {}
         self._refused = False  # for coupling
-        self._opened = False  # whether the loop has opened a batch of a private step
+        self._stepping = False  # whether a private step is under way
+        self._checked = False  # whether code of the loop has seen several records
         self._calls = 0  # of layers that draw, in the step at hand
         # Schedulers do nothing after a step that did nothing or was undone.
         self.scheduler_due = True
@@ -273,7 +274,7 @@ class PrivateLoop:
                 raise StepError("a private step was given another batch than the latest one")
             found = batch
         else:
-            found, self._opened = opened(batch), True
+            found, self._checked = opened(batch), True
             if found.records != max(1, due.rows):
                 raise StepError(
                     "a private step was given another number of records than its batch has; use "
@@ -294,7 +295,11 @@ class PrivateLoop:
         if not found.groups:
             watcher.sums.add(1, {}, [])
         watcher.gradients.mark(None)
-        self._optimizer.step()
+        self._stepping = True
+        try:
+            self._optimizer.step()
+        finally:
+            self._stepping = False
         return means(parts)
 
     def _gradients(
@@ -359,6 +364,7 @@ class PrivateLoop:
         if self._blocks is not None:
             self._blocks.check_rates()
         self.accountant.charge(self._event)
+        self._checked = self._checked or not self._stepping
         self._due = None
         self._follow_device()
         noise = self._streams.at(due.step)[NOISE]

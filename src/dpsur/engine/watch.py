@@ -112,9 +112,9 @@ class Watcher:
         self.max_grad_norm, self.loss_reduction = max_grad_norm, loss_reduction
         self.sums = Sums()
         self.unwatched: str | None = None
-        self._expects, self._randomness = owner.expect, owner.layer_randomness
+        self._expects, self.randomness = owner.expect, owner.layer_randomness
         self._final_refusals = owner.final_refusals
-        self.augment, self._views = augment, views
+        self.augment, self.views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
         self.records = RecordFunction(
             (module,), trained, None if sharding is None else sharding.tape
@@ -128,7 +128,6 @@ class Watcher:
         self.yielded: Yielded | None = None
         self._target_check = TargetCheck()
         self._busy = False
-        self._measured: list[Tensor] | None = None
         self.gradients = Gradients(trained)
         self._handles = [
             module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
@@ -166,14 +165,13 @@ class Watcher:
     def _call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run the module in the record level, in the place of its own call."""
         given = Arguments(args, kwargs)
-        rows, views = row_count_of(given), self._views
+        rows, views = row_count_of(given), self.views
         if rows % views:
             raise StepError(
                 f"the model was called with {rows} rows, expected a multiple of views={views}; keep "
                 "the views of a record together"
             )
-        if self._measured is None:
-            self._expects(rows // views)
+        self._expects(rows // views)
         self.check_parameters()
         self._argument_check.look(given)
         self._note_precision()
@@ -187,7 +185,7 @@ class Watcher:
             lambda value: value.unflatten(0, (-1, views)), (args, kwargs), otherwise=_keep
         )
         with self.paused(), nullcontext() if self.sharding is None else self.sharding.watched():
-            tape, found = self.records.run(call, alone, rows // views, randomness=self._randomness)
+            tape, found = self.records.run(call, alone, rows // views, randomness=self.randomness)
         tape.recording = False  # until a loss was inspected
         self._open = tape, found, given, held
         vars(module)["forward"] = lambda *_args, **_kwargs: found  # which has been computed
@@ -244,9 +242,9 @@ class Watcher:
             if value.dim() == 1:  # a number that the model computed for each record, as a loss
                 note(value)
                 return value.mean() if self.loss_reduction == "mean" else value.sum()
-            if value.shape[1] == self._views:
+            if value.shape[1] == self.views:
                 return note(value.flatten(0, 1))
-            if value.dim() > 2 and value.shape[2] == self._views:  # sequences come first
+            if value.dim() > 2 and value.shape[2] == self.views:  # sequences come first
                 return value.movedim(0, 1).flatten(1, 2)
             raise UnsupportedModelError(
                 f"an output of the model has the shape {tuple(value.shape[1:])} for a batch of one "
@@ -330,7 +328,7 @@ class Watcher:
                 "others; remove register_hook, or change gradients inside of the model"
             )
         report = check_loss_graph(loss, call.cut, call.rows, self._names, call.outputs)
-        views = 1 if self.loss_reduction == "mean" else self._views  # a sum is not divided by them
+        views = 1 if self.loss_reduction == "mean" else self.views  # a sum is not divided by them
         if call.rows > 1 and report.mean != (self.loss_reduction == "mean"):
             has = "a mean" if report.mean else "a sum"
             raise StepError(
@@ -344,7 +342,7 @@ class Watcher:
                 "number that depends on the batch couples its records: make it constant, or "
                 "compute it from each record alone in make_private(criterion=...)"
             )
-        if self.yielded is not None and self._measured is None and self._views == 1:
+        if self.yielded is not None and self.views == 1:
             used = self.sums.rows - self.yielded.before
             self._target_check.look(
                 replace(self.yielded, before=used), call.given, report.targets, call.rows
@@ -360,7 +358,7 @@ class Watcher:
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
             tape.spoiled = rows_with_nan(call.outputs.values(), call.rows)
-        keep = None if self._measured is not None else self._expects(call.rows)
+        keep = self._expects(call.rows)
         if keep is None:
             missing = next((n for n in tape.params if not tape.contributions.get(n)), None)
             if missing is not None:
@@ -371,10 +369,6 @@ class Watcher:
         with torch.no_grad(), precision(tf32=False):
             norms = tape.norms()
             scale = torch.as_tensor(scale, device=norms.device).to(norms.dtype)
-            if self._measured is not None:
-                self._measured.append(norms * scale)
-                tape.leaves.clear()
-                return
             factors = clip_factors(norms * scale, self.max_grad_norm, keep)
             factors = Factors(factors.values * scale, factors.keep)
             if factors.keep is not None:
@@ -399,6 +393,8 @@ class Watcher:
 
     def clip(self, tape: Tape) -> Params:
         """Sums of the gradients of a tape's records, each clipped to the norm bound."""
+        with torch.no_grad(), precision(tf32=False):
+            tape.carry_back()
         missing = next((name for name in tape.params if not tape.contributions.get(name)), None)
         if missing is not None:
             raise StepError(
@@ -410,19 +406,6 @@ class Watcher:
             return {
                 name: tape.weighted_sum(name, factors, last=True) for name in reversed(tape.params)
             }
-
-    @contextmanager
-    def measuring(self, factors: dict[bool, tuple[float, ...]]) -> Iterator[list[Tensor]]:
-        """Norms of records' gradients by backward passes that add to no sum and need no batch.
-
-        `factors` are the numbers in the losses so far, which need not be those of the loop.
-        """
-        own, calls = self._factors, self._calls
-        self._measured, self._factors = [], factors
-        try:
-            yield self._measured
-        finally:
-            self._measured, self._factors, self._calls = None, own, calls
 
     def take(self) -> Params:
         """The clipped sums of the batch, which are forgotten here."""

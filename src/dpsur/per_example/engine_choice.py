@@ -128,8 +128,13 @@ def _make(objective: Objective, params: Params, inputs: TensorTree, budget: Grad
     for rows in range(1, most + 1):
         with _held_bytes() as saved:
             tape = _tape(objective, params, records, slice_rows(inputs, slice(rows)), _total)
-        kept = [v for uses in tape.contributions.values() for each in uses.values() for c in each
-                for v in c.tensors()]
+        kept = [
+            v
+            for uses in tape.contributions.values()
+            for each in uses.values()
+            for c in each
+            for v in c.tensors()
+        ]
         held.append(sum(saved) + sum(value.numel() * value.element_size() for value in kept))
         copied = frozenset(tape.copied) if isinstance(tape, LevelTape) else frozenset()
     alone = not records.by_construction

@@ -27,8 +27,10 @@ def check_model(model: nn.Module, examples: Examples) -> TensorTree:
     """
     _check_parameters(model)
     check_layers(model)
-    rows = map_tensors(lambda value: value.expand(2, *value.shape[1:]).clone(),
-                       slice_rows(examples.inputs, slice(1)))
+    rows = map_tensors(
+        lambda value: value.expand(2, *value.shape[1:]).clone(),
+        slice_rows(examples.inputs, slice(1)),
+    )
     before = map_tensors(torch.clone, rows)
     with _errors_named(rows), torch.no_grad(), mode(model, training=False):
         state = generator_state(next(model.parameters()).device)
@@ -59,7 +61,9 @@ def check_model(model: nn.Module, examples: Examples) -> TensorTree:
 def draws_randomness(model: nn.Module, examples: Examples) -> bool:
     """Whether a forward pass in training mode draws random numbers, as dropout does."""
     where = next(model.parameters()).device  # not always where the records are
-    rows = map_tensors(lambda value: value.to(where, copy=True), slice_rows(examples.inputs, slice(2)))
+    rows = map_tensors(
+        lambda value: value.to(where, copy=True), slice_rows(examples.inputs, slice(2))
+    )
     with torch.random.fork_rng([where] if where.type == "cuda" else []):
         before = generator_state(where)
         with torch.no_grad(), mode(model, training=True):

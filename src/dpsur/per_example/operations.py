@@ -9,8 +9,7 @@ seen by the record level as calls of torch functions:
   parameter for each record.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -19,13 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import vjp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from dpsur.functional.process_settings import widen
 from dpsur.functional.tree import tensors_of, with_tensors
-from dpsur.per_example.contributions import Contribution, Products, Rows, split_dimension
+from dpsur.per_example.contributions import Contribution, Products, Rows
 from dpsur.per_example.kernels.products import fast_linear
 from dpsur.per_example.rules.convolution import convolution
 from dpsur.per_example.rules.embedding import (
@@ -44,7 +40,7 @@ from dpsur.per_example.rules.normalization import (
     rms_norm_map,
 )
 from dpsur.per_example.rules.transposed_convolution import transposed_convolution_map
-from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
+from dpsur.per_example.tape import NotSupportedError, Slot, Tape
 
 _TRANSPOSES = frozenset({"t", "mT", "T"})
 
@@ -135,6 +131,7 @@ def derive(call: Call) -> Any:
         if not value.is_floating_point():
             return value
         return tape.derive(value.detach(), partial(carry, which))
+
     if tape.slot(result) is not None:
         return result
     if isinstance(result, Tensor):

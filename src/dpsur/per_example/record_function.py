@@ -25,7 +25,7 @@ from dpsur.functional.process_settings import widen
 from dpsur.functional.tree import map_tensors, tensors_of
 from dpsur.per_example.contributions import Rows
 from dpsur.per_example.input_cache import KnownInputs
-from dpsur.per_example.record_level import LevelTape, RecordLevel
+from dpsur.per_example.record_level import LevelTape, RecordLevel, only_trusted_rules
 from dpsur.per_example.tape import Slot, Tape
 
 Found = TypeVar("Found")
@@ -83,24 +83,29 @@ class RecordFunction:
         data set the records are, if they are rows of one.
         """
 
-        def run(way: Way) -> tuple[Tape, Tensor, dict[str, Tensor]]:
+        def run(way: Way, given: Any, bad: Tensor | None) -> tuple[Tape, Tensor, dict[str, Tensor]]:
             if way is Way.ALONE:
-                return self._tape_alone(function, batch, records, params)
+                return self._tape_alone(function, given, records, params)
             tape, found, level = self._together(
-                lambda one: _outputs(function(one)), batch, records, params, way, known
+                lambda one: _outputs(function(one)), given, records, params, way, known
             )
-            losses, figures = widen(found[0].reshape(records)), found[1]
+            losses = widen(found[0].reshape(records))
+            figures = {name: value.detach() for name, value in found[1].items()}
+            del found  # and with it the graph, once it was used
+            if bad is not None:
+                losses = losses.masked_fill(bad, torch.nan)
             tape.once = True
             if losses.requires_grad:
-                torch.autograd.grad(losses.sum(), tape.leaves, allow_unused=True)
-            tape.spoiled = losses.detach().isnan()
-            tape.finish()
+                with only_trusted_rules():
+                    torch.autograd.grad(losses.sum(), tape.leaves, allow_unused=True)
             losses = losses.detach()
+            tape.spoiled = losses.isnan()
+            tape.finish()
             level.check_survivors()
-            return tape, losses, {k: v.detach() for k, v in figures.items()}
+            return tape, losses, figures
 
         with torch.enable_grad():
-            return self._first_that_works("gradients", batch, run, randomness)
+            return self._first_that_works("gradients", function, batch, records, run, randomness)
 
     def run(
         self,
@@ -113,43 +118,83 @@ class RecordFunction:
     ) -> tuple[Tape, Any]:
         """Outputs of a function with the records in front, and a tape that waits for gradients.
 
-        Outputs are a tree of tensors; what else is among them becomes None.
+        Outputs are a tree of tensors; what else is among them becomes None. Those of a record
+        whose values make the function raise are NaN.
         """
 
-        def run(way: Way) -> tuple[Tape, Any]:
+        def run(way: Way, given: Any, bad: Tensor | None) -> tuple[Tape, Any]:
             if way is Way.ALONE:
-                return self._run_alone(function, batch, records, params)
-            tape, found, level = self._together(function, batch, records, params, way)
+                return self._run_alone(function, given, records, params)
+            tape, found, level = self._together(function, given, records, params, way)
             level.check_survivors()
-            return tape, found
+            return tape, found if bad is None else map_tensors(lambda v: _nan(v, bad), found)
 
         kind = "outputs" if torch.is_grad_enabled() else "values"
-        return self._first_that_works(kind, batch, run, randomness)
+        return self._first_that_works(kind, function, batch, records, run, randomness)
 
     def _first_that_works(
-        self, kind: str, batch: Any, run: Callable[[Way], Found], randomness: Randomness
+        self,
+        kind: str,
+        function: Callable[[Any], Any],
+        batch: Any,
+        records: int,
+        run: Callable[[Way, Any, Tensor | None], Found],
+        randomness: Randomness,
     ) -> Found:
         key = (kind, *((value.shape[1:], value.dtype) for value in tensors_of(batch)))
-        tried = [self.ways[key]] if key in self.ways else list(Way)
-        for way in tried:
-            if way is Way.ALONE and key not in self.ways:
+        known = self.ways.get(key)
+        errors: list[Exception] = []
+        for way in list(Way) if known is None else [known]:
+            if way is Way.ALONE and known is None:
+                self.why_alone = _first_line(errors[0])
                 logging.getLogger("dpsur.engine").warning(
                     "dpsur: this model or loss runs one record at a time, which is slow: %s",
                     self.why_alone,
                 )
+            given, bad = batch, None
+            for _ in range(2):
+                try:
+                    with randomness():
+                        found = run(way, given, bad)
+                except (DpsurError, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:  # what torch cannot batch, or what a record's values do
+                    errors.append(error)
+                    if bad is not None or way is Way.ALONE:
+                        break
+                    with randomness():
+                        bad = self._raising(function, batch, records, way)
+                    if bad is None:
+                        break
+                    given = _without(batch, bad)
+                    continue
+                self.ways[key] = way
+                return found
+        raise errors[-1]
+
+    def _raising(
+        self, function: Callable[[Any], Any], batch: Any, records: int, way: Way
+    ) -> Tensor | None:
+        """Which records make the function raise by their values; None if not just some of them do.
+
+        Each is tried in a level of its own. A record that stopped the run would be known by that,
+        so its gradient counts as zero, like one that is not finite.
+        """
+        found = []
+        for record in range(records):
+            one = map_tensors(lambda value: value[record : record + 1], batch, otherwise=_keep)  # noqa: B023
             try:
-                with randomness():
-                    found = run(way)
+                with torch.no_grad():
+                    *_, level = self._together(function, one, 1, None, way)
+                level.check_survivors()
+                found.append(False)
             except (DpsurError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # whatever torch cannot batch; the last way shows the rest
-                if way is tried[-1]:
-                    raise
-                self.why_alone = _first_line(error)
-                continue
-            self.ways[key] = way
-            return found
-        raise AssertionError("no way was tried")
+            except Exception:
+                found.append(True)
+        if all(found) or not any(found):
+            return None
+        return torch.tensor(found, device=tensors_of(batch)[0].device)
 
     def _together(
         self,
@@ -219,26 +264,36 @@ class RecordFunction:
             return widen(loss.reshape(()))
 
         values = list(leaves.values())
+        errors: list[Exception] = []
         with self._calling(weight):
             state = torch.get_rng_state()
             for record in range(records):
-                loss = one(record)
+                gradients: Sequence[Tensor] = [torch.zeros_like(value) for value in values]
+                loss = values[0].new_full((), torch.nan)
+                try:
+                    loss = one(record)
+                    if loss.requires_grad:
+                        gradients = torch.autograd.grad(
+                            loss, values, allow_unused=True, materialize_grads=True
+                        )
+                except (DpsurError, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:  # of this record's values; see `_raising`
+                    errors.append(error)
+                    if len(errors) == records:
+                        raise
                 losses.append(loss.detach())
-                if loss.requires_grad:
-                    rows.append(
-                        torch.autograd.grad(loss, values, allow_unused=True, materialize_grads=True)
-                    )
-                else:
-                    rows.append([torch.zeros_like(value) for value in values])
-            torch.set_rng_state(state)
-            with torch.no_grad():
-                check_again(losses[0], one(0))
-        figures.pop()
+                rows.append(gradients)
+            if not losses[0].isnan():
+                torch.set_rng_state(state)
+                check_again(losses[0], one(0).detach())
+                figures.pop()
         tape = LevelTape({name: value.detach() for name, value in leaves.items()}, records)
         for name, column in zip(leaves, zip(*rows, strict=True), strict=True):
             tape.add(Slot(name), Rows(widen(torch.stack(column))))
         found = torch.stack(losses)
         tape.spoiled = found.isnan()
+        figures = figures if len(figures) == records else [{}]
         return tape, found, {name: torch.stack([f[name] for f in figures]) for name in figures[0]}
 
     @contextmanager
@@ -287,6 +342,23 @@ def _outputs(found: Any) -> tuple[Tensor, dict[str, Tensor]]:
             f"it returned {type(found).__name__}{shape}: reduce it with .mean() or .sum()"
         )
     return found, others
+
+
+def _without(batch: Any, bad: Tensor) -> Any:
+    """A batch in which another record stands in for those that cannot be used."""
+    good = int((~bad).int().argmax())
+
+    def replaced(value: Tensor) -> Tensor:
+        return torch.where(bad.view(-1, *[1] * (value.dim() - 1)), value[good], value)
+
+    return map_tensors(replaced, batch, otherwise=_keep)
+
+
+def _nan(values: Tensor, rows: Tensor) -> Tensor:
+    """NaN in some rows of an output; what is no fraction stays as it is."""
+    if not values.is_floating_point():
+        return values
+    return values.masked_fill(rows.view(-1, *[1] * (values.dim() - 1)), torch.nan)
 
 
 def slice_records(batch: Any, record: int) -> Any:

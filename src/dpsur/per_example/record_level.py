@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.autograd_function
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from torch._C._functorch import (
     _vmap_increment_nesting,
     get_unwrapped,
     is_batchedtensor,
+    is_functorch_wrapped_tensor,
     maybe_get_bdim,
     maybe_get_level,
     peek_interpreter_stack,
@@ -144,6 +146,7 @@ class RecordLevel(TorchFunctionMode):
         """The level, with the weights of the tape in the modules and rules in force."""
         with ExitStack() as stack:
             stack.enter_context(_tracing_transformers())
+            stack.enter_context(only_trusted_rules())
             for holder, name, value in self._checkpoints():
                 stack.enter_context(_replaced(holder, name, value))
             stack.enter_context(self._weights())
@@ -189,10 +192,14 @@ class RecordLevel(TorchFunctionMode):
                 for name, module in model.named_modules():
                     fault = layer_fault(module) if module.training else None
                     if fault is not None:
-                        vars(module)["forward"] = partial(_refuse, f"module {name or '(root)'} {fault}")
+                        vars(module)["forward"] = partial(
+                            _refuse, f"module {name or '(root)'} {fault}"
+                        )
                         changed.append(vars(module))
                         continue
-                    rules = RULES if self.tape.trains(module) or isinstance(module, _ALWAYS) else FASTER
+                    rules = (
+                        RULES if self.tape.trains(module) or isinstance(module, _ALWAYS) else FASTER
+                    )
                     kind = kind_of(module, rules)
                     if kind is not None:
                         own = vars(module)
@@ -211,10 +218,18 @@ class RecordLevel(TorchFunctionMode):
         paused, place = self._paused, self.tape.place
         self._paused, self.tape.place = True, fold.layout
         try:
-            with temporarily_pop_interpreter_stack():
+            with self._popped():
                 yield
         finally:
             self._paused, self.tape.place = paused, place
+
+    @contextmanager
+    def _popped(self) -> Iterator[None]:
+        """Without this level and those that the code has entered inside of it (`torch.func.grad`)."""
+        with ExitStack() as stack:
+            while (top := peek_interpreter_stack()) is not None and top.level() >= self.number:
+                stack.enter_context(temporarily_pop_interpreter_stack())
+            yield
 
     # --- tensors of the level --------------------------------------------------------------------
 
@@ -240,7 +255,7 @@ class RecordLevel(TorchFunctionMode):
 
     def _note(self, found: Any) -> None:
         if isinstance(found, Tensor):
-            if is_batchedtensor(found):
+            if is_functorch_wrapped_tensor(found):
                 self._seen.append(weakref.ref(found))
         elif isinstance(found, (tuple, list)):
             for value in found:
@@ -248,8 +263,11 @@ class RecordLevel(TorchFunctionMode):
 
     def check_survivors(self) -> None:
         """Refuse code that keeps a tensor of this step: a later step could read other records."""
-        if self._alive():
-            gc.collect()  # what only a cycle of objects keeps is not kept
+        for generation in range(3):  # what only a cycle of objects keeps is not kept
+            if not self._alive():
+                break
+            gc.collect(generation)
+        else:
             alive = self._alive()
             if alive:
                 raise CouplingError(
@@ -278,10 +296,14 @@ class RecordLevel(TorchFunctionMode):
         if self._paused or not on_top or not any(map(self.holds, given)):
             return own(*args, **kwargs)  # followed through its operations
         try:
-            if any(id(value) in self.tape.names for value in given):  # a weight is the layer's input
+            if any(
+                id(value) in self.tape.names for value in given
+            ):  # a weight is the layer's input
                 entered = [self._copy(value) for value in given]
                 args, kwargs = with_tensors((args, kwargs), entered)
-            return self._note_and_return(_LAYERS.get(kind, _usual)(self, rule, module, args, kwargs))
+            return self._note_and_return(
+                _LAYERS.get(kind, _usual)(self, rule, module, args, kwargs)
+            )
         except NotSupportedError:
             return own(*args, **kwargs)
 
@@ -302,6 +324,10 @@ class RecordLevel(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
+        if func in _WRONG or _is_custom(func):
+            raise NotSupportedError(
+                f"PyTorch has no batching rule for {func} that can be relied on"
+            )
         special = _SPECIAL.get(func)
         if special is not None:
             found = special(self, func, args, kwargs)
@@ -334,37 +360,41 @@ class RecordLevel(TorchFunctionMode):
             ]
             args, kwargs = with_tensors((args, kwargs), held)
             call = Call(func, args, kwargs, tape)
-        if call.name.endswith("_") and not call.name.endswith("__") or "out" in kwargs:
+        if (call.name.endswith("_") and not call.name.endswith("__")) or "out" in kwargs:
             if call.name == "requires_grad_":
                 return args[0]
             raise UnsupportedModelError(
                 f"{call.name} changes a tensor in place next to a trained weight; use the "
                 "operation without the underscore"
             )
-        if not any(map(is_batchedtensor, call.others)):
+        if not any(map(is_functorch_wrapped_tensor, call.others)):
             with torch.enable_grad():
                 found = derive(call)
-            if not any(map(is_batchedtensor, tensors_of(found))):  # as drawn at random for each
+            if not any(
+                map(is_functorch_wrapped_tensor, tensors_of(found))
+            ):  # as drawn at random for each
                 return found
         elif func in OPERATION_RULES and self._on_top():
             try:
                 return _operation(self, func, args, kwargs)
             except NotSupportedError:
                 pass
+        if func in (F.embedding, F.embedding_bag):  # the padding row of one table alone is left out
+            raise NotSupportedError("a table of vectors with a copy for each record")
         return call.on([self._copy(value) for value in call.given])
 
     def _for_each_record(self, made: Tensor) -> Tensor:
         """A tensor that the code has made, as one for each record that it may write to."""
         if is_batchedtensor(made):
             return made
-        with temporarily_pop_interpreter_stack():
+        with self._popped():
             copies = made.expand(self.tape.examples, *made.shape).contiguous()
         return self.hide(copies)
 
     def _copy(self, value: Tensor) -> Tensor:
         if id(value) not in self.tape.names:
             return value
-        with temporarily_pop_interpreter_stack():
+        with self._popped():
             copies = self.tape.copy_for_each_record(value)
         return self.hide(copies)
 
@@ -387,8 +417,14 @@ class RecordLevel(TorchFunctionMode):
 
     def _checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`torch.utils.checkpoint.checkpoint`, whose recomputation enters the level again."""
-        for name in ("use_reentrant", "preserve_rng_state", "determinism_check", "debug",
-                     "context_fn", "early_stop"):
+        for name in (
+            "use_reentrant",
+            "preserve_rng_state",
+            "determinism_check",
+            "debug",
+            "context_fn",
+            "early_stop",
+        ):
             kwargs.pop(name, None)
         if not self._on_top() or not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -445,9 +481,39 @@ def _without_recomputing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
     yield
 
 
-
 # Layers that PyTorch cannot batch, trained or not, and one that holds its weights in others.
 _ALWAYS = (nn.RNNBase, nn.RNNCellBase, nn.EmbeddingBag, nn.MultiheadAttention)
+
+
+@contextmanager
+def only_trusted_rules() -> Iterator[None]:
+    """Use no batching rules but PyTorch's and ours: one of the user's may let records meet.
+
+    An `autograd.Function` with a `vmap` method of its own counts as one without, so that it runs one
+    record at a time. This has to hold for the backward pass too.
+    """
+
+    def trusted(function: type[torch.autograd.Function]) -> bool:
+        known = function.__module__.partition(".")[0] in ("torch", "dpsur")
+        return known and function.vmap is not torch.autograd.Function.vmap
+
+    with _replaced(torch._functorch.autograd_function, "has_overridden_vmap_rule", trusted):
+        yield
+
+
+def _is_custom(func: Any) -> bool:
+    """Whether an operator comes with a batching rule that is not PyTorch's."""
+    if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return False
+    packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
+    if packet._qualified_op_name.partition("::")[0] in ("aten", "prims"):
+        return False
+    return any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(
+            getattr(packet, name)._name, "FuncTorchBatched"
+        )
+        for name in packet.overloads()
+    )
 
 
 def _refuse(fault: str, *_args: Any, **_kwargs: Any) -> Any:
@@ -534,7 +600,9 @@ def _recurrent(
         raise NotSupportedError("packed sequences")
     axis = 0 if module.batch_first else 1
     alone = sequence.dim() == 2
-    fold = Fold(0 if alone and module.batch_first else axis, None if alone else sequence.shape[axis])
+    fold = Fold(
+        0 if alone and module.batch_first else axis, None if alone else sequence.shape[axis]
+    )
     fold_states = Fold(1, None if alone else sequence.shape[axis])
     inner = None
     shown = fold.into(level.show(sequence))
@@ -550,8 +618,16 @@ def _attention(
     level: RecordLevel, rule: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
     """`nn.MultiheadAttention`: masks have their records elsewhere than the sequences."""
-    names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask",
-             "average_attn_weights", "is_causal")
+    names = (
+        "query",
+        "key",
+        "value",
+        "key_padding_mask",
+        "need_weights",
+        "attn_mask",
+        "average_attn_weights",
+        "is_causal",
+    )
     given = dict(zip(names, args, strict=False)) | kwargs
     axis = 0 if module.batch_first else 1
     query = given["query"]
@@ -603,9 +679,7 @@ _RANKS = {
 }
 
 
-def _operation(
-    level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _operation(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation on records and weights, by its rule."""
     values = tensors_of((args, kwargs))
     records = [value for value in values if level.holds(value)]
@@ -660,6 +734,18 @@ def _requires_grad(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs:
     """Whether a tensor of the level requires a gradient is decided outside of it."""
     return args[0] if level.holds(args[0]) else func(*args, **kwargs)
 
+
+# Operations that PyTorch batches wrongly (`tests/per_example/test_batching_rules.py`).
+_WRONG = frozenset(
+    {
+        torch.select_scatter,
+        Tensor.select_scatter,
+        torch.index_fill,
+        Tensor.index_fill,
+        Tensor.index_fill_,
+        getattr(F, "linear_cross_entropy", None),
+    }
+) - {None}
 
 # What makes a tensor that code may write into.
 _FACTORIES = frozenset(

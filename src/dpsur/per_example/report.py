@@ -3,14 +3,13 @@
 import logging
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from dpsur.functional.call import every_module
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.process_settings import seeded_globally
-from dpsur.functional.tree import TensorTree, map_tensors
+from dpsur.functional.tree import TensorTree
 from dpsur.per_example.engine_choice import Engine, Microbatch, Plan, make_tape, plan_for
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.rules import kind_of, why_no_rule

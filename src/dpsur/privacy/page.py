@@ -224,6 +224,8 @@ def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("Before training", f"{event['kind']}, {noise}"))
     rows.append(("Accepted updates", str(statement["accepted_updates"])))
     rows.append(("Trials", _trials(mechanism)))
+    how = statement["independence"]
+    rows.append(("Records are independent", f"{how['how']}: {how['meaning']}"))
     rows.append(("Random numbers", _randomness(statement)))
     return rows
 

@@ -16,7 +16,7 @@ from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import CONSTANT, DELAY, NOT_HIDDEN
 
-FORMAT = "dpsur-privacy/5"
+FORMAT = "dpsur-privacy/6"
 
 # Sentences that are the same for every release of a kind.
 DEFINITION = "(epsilon, delta)-differential privacy in the central model"
@@ -47,6 +47,18 @@ ARITHMETICS = tuple(
     for layers in ("", f"{BF16_ON} Outside of them: ")
     for products in (TF32_OFF, TF32_ON)
 )
+# Why each record's clipped gradient depends on that record alone, and what that rests on.
+BY_CONSTRUCTION, WAS_CHECKED = "by construction", "checked"
+INDEPENDENCE = {
+    BY_CONSTRUCTION: (
+        "Model and loss ran in a batching level of PyTorch that keeps records apart, whatever they "
+        "compute; this rests on PyTorch's batching rules, and on what the data set calls a record."
+    ),
+    WAS_CHECKED: (
+        "Some of the code saw several records, or ran one record at a time and could keep state in "
+        "Python; it was checked for records that depend on each other, which is no proof."
+    ),
+}
 LAST, AVERAGE = "the last weights", "the average of the weights"
 TUNING = (
     "Hyper-parameters chosen by looking at results on the same private records are not covered by "
@@ -90,6 +102,7 @@ class RunFacts:
     versions: Mapping[str, str]
     hide_rejections: str = NOT_HIDDEN
     public: Mapping[str, Any] = field(default_factory=dict)
+    independence: str = BY_CONSTRUCTION
     metrics: Sequence[Mapping[str, Any]] | None = None  # noisy values that were paid for
 
 
@@ -132,6 +145,10 @@ def privacy_statement(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Sta
             "dataset_size": facts.dataset_size,
             "public": dict(facts.public),
             "sampler": SAMPLER,
+            "independence": {
+                "how": facts.independence,
+                "meaning": INDEPENDENCE[facts.independence],
+            },
             "mechanism": plan.to_statement(ledger),
             "accepted_updates": ledger.updates if plan.verdicts_are_public else plan.kept,
             "method": facts.method,

@@ -331,6 +331,7 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
         hide_rejections=session.config.hide_rejections,
         versions=versions(),
         public=origin.public,
+        independence=session.independence,
         metrics=released_metrics(session.procedure, progress.state),
     )
     return Run(

@@ -25,9 +25,11 @@ from dpsur.mechanism.state import Procedure, Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method, Nonprivate
 from dpsur.per_example import EngineReport, engine_report, log_engine
+from dpsur.per_example.engine_choice import Engine
 from dpsur.privacy.events import NonPrivate, Trial
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import duration, elapsed
+from dpsur.privacy.statement import BY_CONSTRUCTION, WAS_CHECKED
 from dpsur.runs.checkpoint import (
     FIXED_PARTS,
     Fingerprint,
@@ -110,6 +112,12 @@ class Session:
         else:
             report = engine_report(self.problem)
         return replace(report, not_captured=self._captured_trials[1])
+
+    @property
+    def independence(self) -> str:
+        """Whether records are kept apart by construction, or looked after one at a time."""
+        alone = self.engine().name == Engine.ONE_BY_ONE.value
+        return WAS_CHECKED if alone else BY_CONSTRUCTION
 
     def run(
         self,

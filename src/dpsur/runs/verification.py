@@ -28,7 +28,7 @@ from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.plans import plan_from_statement
 from dpsur.privacy.plans.rejections import least_cap
 from dpsur.privacy.second_opinion import Opinion, statement_opinions
-from dpsur.privacy.statement import FORMAT
+from dpsur.privacy.statement import FORMAT, INDEPENDENCE
 from dpsur.runs.files import (
     CARD,
     PAGE,
@@ -63,6 +63,7 @@ KEYS = {
         "dataset_size",
         "public",
         "sampler",
+        "independence",
     ),
     *("mechanism", "accepted_updates", "method", "settings", "released", "random", "arithmetic"),
     *("tuning", "side_channels", "not_covered", "warnings", "versions", "weights"),
@@ -75,6 +76,7 @@ PARTS: Final[Mapping[str, frozenset[str]]] = {
     "budget": frozenset({"epsilon", "delta"}),
     "epsilon": frozenset(FIGURES),
     "random": frozenset({"seeded"}),
+    "independence": frozenset({"how", "meaning"}),
     "weights": frozenset({"file", "sha256"}),
     "versions": frozenset(versions()),
     "mechanism": frozenset(
@@ -117,7 +119,8 @@ NOT_CHECKED: Final = (
     "one method in place of another with the same settings",
     "how many of the charged trials were accepted, how many steps a filter let pass, and which "
     "choices of a menu were made, within what the plan allows",
-    "whether the run was seeded, hid rejections by random delays, or used TF32 or bfloat16",
+    "whether records were independent by construction or checked, and whether the run was seeded, "
+    "hid rejections by random delays, or used TF32 or bfloat16",
     "which versions were used, and what the user declared to be public",
     "the noisy values that tests of blocks released, and what they decided",
 )
@@ -278,6 +281,9 @@ def _form_faults(statement: dict[str, Any]) -> list[str]:
     for steered in (mechanism["filter"], mechanism.get("menu"), mechanism.get("blocks")):
         for row in () if steered is None else steered["steps"]:
             faults += key_faults("a step's ", row, {"step", "charged"})
+    independence = statement["independence"]
+    if (independence.get("how"), independence.get("meaning")) not in INDEPENDENCE.items():
+        faults.append(f"independence is {independence!r}, which no release states")
     if not isinstance(statement["random"]["seeded"], bool):
         faults.append("random.seeded is neither true nor false")
     for name, version in statement["versions"].items():
