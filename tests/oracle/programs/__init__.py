@@ -7,6 +7,7 @@ may meet, and what it should come to in each form.
 from collections.abc import Callable
 
 from tests.oracle.harness import BOUNDED, Expected, Program, Setup, refused
+from tests.oracle.programs import opacus_form
 from tests.oracle.records import Kind
 
 PROGRAMS: list[Program] = []
@@ -27,9 +28,11 @@ def add(
     draws: bool = False,
 ) -> None:
     """Note a program; a form of None does not exist for it."""
+    name = name or make.__name__.replace("_", " ")
+    if opacus is BOUNDED:
+        opacus = opacus_form.expected(family, name)
     forms = {"private_step": private_step, "opacus": opacus, "fit": fit}
     expected = {form: outcome for form, outcome in forms.items() if outcome is not None}
-    name = name or make.__name__.replace("_", " ")
     assert (family, name) not in {(p.family, p.name) for p in PROGRAMS}, (family, name)
     PROGRAMS.append(Program(name, family, kind, make, expected, legitimate, draws))
 

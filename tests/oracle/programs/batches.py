@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, default_collate
 
-from tests.oracle.harness import BOUNDED, Listed, Setup, refused
+from tests.oracle.harness import BOUNDED, Listed, Setup, limit, refused
 from tests.oracle.programs import add, family
 from tests.oracle.programs.models import BagOfWords, Tagger, mlp
 from tests.oracle.records import FEATURES, LAST, RAGGED, REGRESSION, TABLE, TEXTS, WORDS
@@ -76,7 +76,7 @@ def collate_normalises():
     return Setup(mlp(), cross_entropy, collate=collate)
 
 
-@coupled(TABLE)
+@coupled(TABLE, private_step=limit("A data set or collate function that joins records"))
 def collate_remembers():
     """A collate function that gives a record the features of the one before."""
     last = []
@@ -241,7 +241,7 @@ def lengths_beside_texts():
 # --- data sets -------------------------------------------------------------------------------------
 
 
-@coupled(TABLE, private_step=refused("index"), opacus=refused("index"))
+@coupled(TABLE, private_step=refused("several indices"), opacus=refused("several indices"))
 def subset_with_repeated_indices():
     def dataset(records):
         indices = list(range(len(records)))
@@ -251,7 +251,7 @@ def subset_with_repeated_indices():
     return Setup(mlp(), cross_entropy, dataset=dataset)
 
 
-@coupled(TABLE, private_step=refused(), opacus=refused())
+@coupled(TABLE, private_step=refused("several indices"), opacus=refused("several indices"))
 def subset_of_a_subset_with_repeated_indices():
     def dataset(records):
         indices = list(range(len(records)))
@@ -261,7 +261,7 @@ def subset_of_a_subset_with_repeated_indices():
     return Setup(mlp(), cross_entropy, dataset=dataset)
 
 
-@coupled(TABLE, private_step=refused(), opacus=refused())
+@coupled(TABLE, private_step=refused("several indices"), opacus=refused("several indices"))
 def same_data_set_twice():
     def dataset(records):
         half = Listed(records[12:])
@@ -270,7 +270,7 @@ def same_data_set_twice():
     return Setup(mlp(), cross_entropy, dataset=dataset)
 
 
-@coupled(TABLE, private_step=refused(), opacus=refused())
+@coupled(TABLE, private_step=refused("several indices"), opacus=refused("several indices"))
 def overlapping_subsets_joined():
     def dataset(records):
         whole = Listed(records)

@@ -11,7 +11,6 @@ from tests.oracle.records import (
     CLASSIFIED,
     IMAGES,
     LANGUAGE,
-    LENGTH,
     RAGGED_LANGUAGE,
     WORDS,
 )
@@ -25,50 +24,45 @@ SMALL = {
 }
 
 
-def bert_options(dropout):
-    return {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-
-
 def loss(model, batch):
     return model(**batch).loss
 
 
 def _models(dropout):
+    """How the models are made; transformers is imported when one is."""
     import transformers as hf
 
     gpt2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": WORDS, "n_positions": 64,
-            "resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}  # fmt: skip
+            "resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout,
+            "bos_token_id": 1, "eos_token_id": 1}  # fmt: skip
     t5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2,
           "vocab_size": WORDS, "dropout_rate": dropout, "decoder_start_token_id": 0}  # fmt: skip
-    classes = {"num_labels": CLASSES, "max_position_embeddings": 64, **bert_options(dropout)}
+    vit = {name: value for name, value in SMALL.items() if name != "vocab_size"}
+    bert = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    classes = {"num_labels": CLASSES, "max_position_embeddings": 64, **bert}
+    few = {"num_key_value_heads": 1, "attention_dropout": dropout}
     return {
-        "BERT, classes": (
-            CLASSIFIED,
-            lambda: hf.BertForSequenceClassification(hf.BertConfig(**SMALL, **classes)),
+        "BERT, classes": lambda: hf.BertForSequenceClassification(hf.BertConfig(**SMALL, **classes)),
+        "BERT, masked words": lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL, **bert)),
+        "RoBERTa, classes": lambda: hf.RobertaForSequenceClassification(
+            hf.RobertaConfig(**SMALL, **classes)
         ),
-        "BERT, masked words": (
-            LANGUAGE,
-            lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL, **bert_options(dropout))),
+        "GPT-2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2)),
+        "LLaMA": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, **few)),
+        "Qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SMALL, **few)),
+        "T5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5)),
+        "ViT": lambda: hf.ViTForImageClassification(
+            hf.ViTConfig(image_size=8, patch_size=4, num_labels=CLASSES, **vit, **bert)
         ),
-        "RoBERTa, classes": (
-            CLASSIFIED,
-            lambda: hf.RobertaForSequenceClassification(hf.RobertaConfig(**SMALL, **classes)),
-        ),
-        "GPT-2": (LANGUAGE, lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2))),
-        "LLaMA": (
-            LANGUAGE,
-            lambda: hf.LlamaForCausalLM(
-                hf.LlamaConfig(**SMALL, num_key_value_heads=1, attention_dropout=dropout)
-            ),
-        ),
-        "Qwen2": (
-            LANGUAGE,
-            lambda: hf.Qwen2ForCausalLM(
-                hf.Qwen2Config(**SMALL, num_key_value_heads=1, attention_dropout=dropout)
-            ),
-        ),
-        "T5": (LANGUAGE, lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5))),
     }
+
+
+KINDS = {name: LANGUAGE for name in ("BERT, masked words", "GPT-2", "LLaMA", "Qwen2", "T5")}
+KINDS |= {name: CLASSIFIED for name in ("BERT, classes", "RoBERTa, classes")}
+
+
+def stock(name, dropout=0.0):
+    return lambda: _models(dropout)[name]()
 
 
 def _with_lora(make):
@@ -86,15 +80,6 @@ def _with_lora(make):
     return made
 
 
-def _vit():
-    import transformers as hf
-
-    options = {name: value for name, value in SMALL.items() if name != "vocab_size"}
-    return hf.ViTForImageClassification(
-        hf.ViTConfig(image_size=8, patch_size=4, num_labels=CLASSES, **options)
-    )
-
-
 def _padded(records):
     """Right padding of all fields to the longest record, as a data collator of theirs does."""
     longest = max(len(record["input_ids"]) for record in records)
@@ -110,29 +95,24 @@ def _padded(records):
     }
 
 
-def _note():
-    def program(name, kind, model, **options):
-        settings = {"legitimate": True, "opacus": None, **options}
-        collate = settings.pop("collate", None)
-        add(
-            kind,
-            lambda: Setup(model(), settings.get("loss", loss), collate=collate),
-            family="Hugging Face",
-            name=name,
-            **{key: value for key, value in settings.items() if key != "loss"},
-        )
-
-    still, drawing = _models(0.0), _models(0.1)
-    for name, (kind, model) in still.items():
-        program(name, kind, model)
-    for name in ("BERT, classes", "GPT-2", "T5"):
-        program(f"{name}, dropout", *drawing[name], draws=True)
-    program("GPT-2, texts of different lengths", RAGGED_LANGUAGE, still["GPT-2"][1], collate=_padded)
-    program("ViT", IMAGES, _vit, loss=lambda m, b: m(pixel_values=b[0], labels=b[1]).loss)
-    if importlib.util.find_spec("peft"):
-        program("LLaMA, LoRA", LANGUAGE, _with_lora(still["LLaMA"][1]))
+def program(name, kind, model, loss=loss, collate=None, **options):
+    add(
+        kind,
+        lambda: Setup(model(), loss, collate=collate),
+        family="Hugging Face",
+        name=name,
+        legitimate=True,
+        opacus=None,
+        **options,
+    )
 
 
-assert LENGTH <= 64
 if importlib.util.find_spec("transformers"):
-    _note()
+    for name, kind in KINDS.items():
+        program(name, kind, stock(name))
+    for name in ("BERT, classes", "GPT-2", "T5"):
+        program(f"{name}, dropout", KINDS[name], stock(name, 0.1), draws=True)
+    program("GPT-2, texts of different lengths", RAGGED_LANGUAGE, stock("GPT-2"), collate=_padded)
+    program("ViT", IMAGES, stock("ViT"), lambda m, b: m(pixel_values=b[0], labels=b[1]).loss)
+    if importlib.util.find_spec("peft"):
+        program("LLaMA, LoRA", LANGUAGE, _with_lora(stock("LLaMA")))

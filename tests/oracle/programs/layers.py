@@ -72,7 +72,8 @@ table("weight norm", lambda: nn.Sequential(
 table("orthogonal weights", lambda: nn.Sequential(
     parametrizations.orthogonal(nn.Linear(FEATURES, 8)), nn.Tanh(), head(8)))  # fmt: skip
 table("spectral norm", lambda: nn.Sequential(
-    parametrizations.spectral_norm(nn.Linear(FEATURES, 8)), nn.Tanh(), head(8)))  # fmt: skip
+    parametrizations.spectral_norm(nn.Linear(FEATURES, 8), n_power_iterations=60), nn.Tanh(),
+    head(8)))  # fmt: skip
 table("frozen layer", lambda: nn.Sequential(
     nn.Linear(FEATURES, 8).requires_grad_(False), nn.Tanh(), head(8)))  # fmt: skip
 table("dropout", lambda: nn.Sequential(
@@ -117,9 +118,6 @@ texts("embedding bag max", lambda: nn.Sequential(nn.EmbeddingBag(WORDS, 8, mode=
 texts("embedding scaled by frequency", lambda: Net(
     lambda x, words, out: out(words(x).mean(1)),
     words=nn.Embedding(WORDS, 8, scale_grad_by_freq=True), out=head(8)))  # fmt: skip
-texts("embedding with max_norm", lambda: Net(
-    lambda x, words, out: out(words(x).mean(1)),
-    words=nn.Embedding(WORDS, 8, max_norm=1.0), out=head(8)))  # fmt: skip
 texts("lstm, last output", lambda: Net(
     lambda x, words, rnn, out: out(rnn(words(x))[0][:, -1]), words=nn.Embedding(WORDS, 8),
     rnn=nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True), out=head(16)))  # fmt: skip
@@ -241,15 +239,20 @@ def embedding_bag_with_offsets():
 # --- attention -------------------------------------------------------------------------------------
 
 
-class Encoder(nn.Module):
-    def __init__(self, dropout=0.0, **options):
+class Embedded(nn.Module):
+    def __init__(self):
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, 8), nn.Embedding(LENGTH, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True, **options)
         self.out = head(8)
 
     def embed(self, x):
         return self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))
+
+
+class Encoder(Embedded):
+    def __init__(self, dropout=0.0, **options):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True, **options)
 
     def forward(self, x):
         return self.out(self.layer(self.embed(x)).mean(1))
@@ -301,7 +304,7 @@ def fused_attention():
 
 @legitimate(TEXTS, fit=BOUNDED)
 def attention_bias_is_trained():
-    class Model(Encoder):
+    class Model(Embedded):
         def __init__(self):
             super().__init__()
             self.bias = nn.Parameter(torch.zeros(LENGTH, LENGTH))
@@ -316,7 +319,7 @@ def attention_bias_is_trained():
 
 @legitimate(TEXTS, fit=BOUNDED)
 def attention_written_out():
-    class Model(Encoder):
+    class Model(Embedded):
         def forward(self, x):
             h = self.embed(x)
             scores = h @ h.transpose(1, 2) / 8**0.5

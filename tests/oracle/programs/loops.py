@@ -282,7 +282,7 @@ def groups_of_the_batch_read_by_the_loop():
     return looped(loop)
 
 
-@private(refused())
+@private()
 def model_called_in_the_loop():
     def loop(given):
         step = given.engine.private_step(cross_entropy)
@@ -395,7 +395,7 @@ def loss_gate():
             step(batch)
 
     gate = dpsur.LossGate(
-        lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), val_batch_size=5
+        lambda m, b: F.cross_entropy(m(b[0]), b[1]), val_batch_size=5
     )
     return looped(loop, gate=gate)
 

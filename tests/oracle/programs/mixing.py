@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle.harness import Setup
+from tests.oracle.harness import limit, refused
 from tests.oracle.programs import family
 from tests.oracle.programs.layers import Encoder, trained
 from tests.oracle.programs.models import BagOfWords, TwoLayers, mlp
@@ -15,19 +15,22 @@ from tests.oracle.records import CLASSES, FEATURES, IMAGES, MISSING, TABLE, TEXT
 _, coupled = family("mixing")
 
 
-@coupled(TABLE)
+NORM = refused("mixes the examples of a batch")
+
+
+@coupled(TABLE, private_step=NORM)
 def batch_norm():
     return trained(nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)))
 
 
-@coupled(IMAGES)
+@coupled(IMAGES, private_step=NORM)
 def batch_norm_of_images():
     return trained(
         nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, CLASSES))
     )
 
 
-@coupled(IMAGES)
+@coupled(IMAGES, private_step=NORM)
 def batch_norm_without_running_statistics():
     return trained(
         nn.Sequential(
@@ -498,7 +501,7 @@ def vmap_of_its_own_with_collectives():
     return mixing(forward)
 
 
-@coupled(TABLE)
+@coupled(TABLE, private_step=limit("Private names of the library or of PyTorch"))
 def unwrapped_by_functorch():
     """Private names of PyTorch give a tensor of all records."""
     from torch._C import _functorch

@@ -553,7 +553,7 @@ def mixup_with_random_weights():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE)
+@coupled(TABLE, private_step=refused("Expected more than 1 value per channel"))
 def teacher_with_batch_norm_in_training_mode():
     teacher = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
 
@@ -579,7 +579,7 @@ def head_that_is_trained_beside():
     )
 
 
-@coupled(TABLE)
+@coupled(TABLE, private_step=refused("does not require grad"))
 def second_model_trained_inside_the_loss():
     other = nn.Linear(FEATURES, CLASSES)
     steps = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -594,7 +594,7 @@ def second_model_trained_inside_the_loss():
     return Setup(mlp(), loss, released=lambda: tuple(other.parameters()))
 
 
-@coupled(TABLE)
+@coupled(TABLE, private_step=refused("does not require grad"))
 def second_model_by_autograd_grad():
     other = nn.Linear(FEATURES, CLASSES)
 
@@ -629,7 +629,7 @@ def weight_data_changed_inside_the_loss():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE)
+@coupled(TABLE, private_step=refused("does not require grad"))
 def backward_inside_the_loss():
     def loss(model, batch):
         found = cross_entropy(model, batch)
@@ -639,7 +639,7 @@ def backward_inside_the_loss():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE)
+@coupled(TABLE, private_step=refused("does not require grad"))
 def feature_matching_generator():
     """The generator is fitted to real records, without noise."""
     generator = nn.Linear(4, FEATURES)

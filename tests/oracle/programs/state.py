@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle.harness import Setup, refused
+from tests.oracle.harness import Setup, limit, refused, stops
 from tests.oracle.programs import family
 from tests.oracle.programs.layers import trained
-from tests.oracle.programs.models import Tagger, TwoLayers, mlp
+from tests.oracle.programs.models import BagOfWords, Tagger, TwoLayers, mlp
 from tests.oracle.records import FEATURES, TABLE, TEXTS, WORDS
 
 _, coupled = family("state")
@@ -430,7 +430,7 @@ def number_used_after_many_calls():
     return trained(Model())
 
 
-@coupled(TABLE, private_step=refused())
+@coupled(TABLE, private_step=stops("keeps state"))
 def number_kept_once():
     """The first record that is large leaves a mark, and later steps follow it."""
     seen = []
@@ -444,7 +444,7 @@ def number_kept_once():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE, private_step=refused())
+@coupled(TABLE, private_step=limit("State of code that runs one record at a time"))
 def number_kept_until_the_weights_change():
     """Within a step every record is treated alike: a second look at the first record is the same."""
     state = {"weights": None, "next": 1.0, "scale": 1.0}
@@ -472,7 +472,7 @@ def classes_seen_in_a_set():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE, private_step=refused())
+@coupled(TABLE, private_step=stops("keeps state"))
 def record_counted_by_a_comparison():
     count = [0]
 
@@ -600,7 +600,7 @@ def array_of_numpy_changed_in_place():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE)
+@coupled(TABLE, private_step=refused("keeps state"))
 def parameter_of_another_module_changed():
     other = nn.Linear(FEATURES, FEATURES, bias=False)
 
@@ -626,8 +626,8 @@ def records_of_the_batch_changed_in_place():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE)
-def batch_norm_statistics_by_momentum():
+@coupled(TABLE, private_step=refused("keeps statistics"))
+def running_statistics_of_instance_norm():
     model = nn.Sequential(
         nn.Linear(FEATURES, 8), nn.InstanceNorm1d(8, track_running_stats=True), nn.Linear(8, 3)
     )
@@ -640,7 +640,7 @@ def batch_norm_statistics_by_momentum():
     return Setup(model, loss)
 
 
-@coupled(TEXTS)
+@coupled(TEXTS, private_step=SURVIVES)
 def hidden_state_between_batches():
     """Truncated backpropagation through time."""
 
@@ -699,3 +699,15 @@ def learning_rate_set_in_the_function():
         return F.cross_entropy(model(x), y)
 
     return Setup(mlp(), loss, optimizer=make)
+
+
+@coupled(TEXTS, private_step=refused("max_norm"), opacus=refused("max_norm"))
+def embedding_with_max_norm():
+    """Shortens the rows of its table that records name, in place."""
+
+    class Shortens(BagOfWords):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(WORDS, 8, max_norm=1.0)
+
+    return trained(Shortens())
