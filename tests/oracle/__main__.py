@@ -58,8 +58,11 @@ def limits(verdicts: Iterable[Verdict]) -> dict[str, list[Verdict]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.oracle", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.oracle",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--form", choices=FORMS, action="append")
     parser.add_argument("--only", nargs="+", default=[""])
     parser.add_argument("--each", action="store_true")

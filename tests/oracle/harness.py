@@ -8,8 +8,8 @@ worlds. Then, with C the clipping norm:
     every other step                    sums are equal: nothing is charged there for the record
     after the last step                 weights, buffers, learning rates and other results are equal
 
-`Add` puts the record into a batch of one world only, `Replace` exchanges it, so that all batches have
-the same size in both worlds and a tensor kept from an earlier step would fit into a later one.
+`ADD` puts the record into a batch of one world only. `REPLACE` exchanges it: all batches have the same
+size in both worlds, so that a tensor kept from an earlier step would fit into a later one.
 
 Nothing of dpsur is changed but the names that `patched` lists. All imports of dpsur are here.
 """
@@ -41,7 +41,7 @@ ABOVE = 1 + 1e-4  # rounding of sums
 EQUAL = 1e-5
 
 
-# --- what a program is -----------------------------------------------------------------------------
+# --- what a program is ----------------------------------------------------------------------------
 
 
 class Listed(Dataset[Any]):
@@ -91,7 +91,7 @@ class Setup:
 
 @dataclass
 class Loop:
-    """What a program's own loop gets: the results of `make_private`, and what it may use of them."""
+    """What a program's own loop gets: the results of `make_private` and the loss."""
 
     engine: Any
     model: nn.Module
@@ -122,6 +122,8 @@ def limit(name: str) -> Expected:
 
 # Refused today, and harmless if it is accepted one day.
 REFUSED_OR_BOUNDED = Expected("refused or bounded")
+# Code that raises for some records: alone in its batch such a record ends the training.
+BOUNDED_OR_STOPPED = Expected("bounded or stopped")
 
 
 def stops(words: str = "") -> Expected:
@@ -135,7 +137,7 @@ class Program:
 
     `legitimate` says that its records do not meet, so that a private step has to give each of them
     the gradient that it has alone. `draws` says that it draws random numbers, which in worlds of
-    different batch sizes are others for the same record: only `Replace` compares it.
+    different batch sizes are others for the same record: only `REPLACE` compares it.
     """
 
     name: str
@@ -147,7 +149,7 @@ class Program:
     draws: bool = False
 
 
-# --- worlds ----------------------------------------------------------------------------------------
+# --- worlds ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -352,7 +354,7 @@ def _fit(
     return []
 
 
-# --- verdicts --------------------------------------------------------------------------------------
+# --- verdicts -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -464,7 +466,7 @@ def _finite(records: list[Record]) -> bool:
     return all(bool(value.isfinite().all()) for value in records[-1])
 
 
-# --- right gradients -------------------------------------------------------------------------------
+# --- right gradients ------------------------------------------------------------------------------
 
 
 def gradient_error(program: Program, clip: float = 0.5) -> float:

@@ -18,7 +18,7 @@ def cross_entropy(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-# --- collate functions -----------------------------------------------------------------------------
+# --- collate functions ----------------------------------------------------------------------------
 
 
 @legitimate(TABLE)
@@ -27,9 +27,7 @@ def collated_into_a_dict():
         x, y = default_collate(records)
         return {"features": x, "label": y}
 
-    return Setup(
-        mlp(), lambda m, b: F.cross_entropy(m(b["features"]), b["label"]), collate=collate
-    )
+    return Setup(mlp(), lambda m, b: F.cross_entropy(m(b["features"]), b["label"]), collate=collate)
 
 
 @legitimate(TABLE)
@@ -142,7 +140,7 @@ def tagged(model, batch):
     return F.cross_entropy(model(words).reshape(-1, WORDS), targets.reshape(-1), ignore_index=0)
 
 
-# --- texts of different lengths --------------------------------------------------------------------
+# --- texts of different lengths -------------------------------------------------------------------
 
 
 def padded(records):
@@ -238,7 +236,7 @@ def lengths_beside_texts():
     return Setup(BagOfWords(), loss, collate=collate)
 
 
-# --- data sets -------------------------------------------------------------------------------------
+# --- data sets ------------------------------------------------------------------------------------
 
 
 @coupled(TABLE, private_step=refused("several indices"), opacus=refused("several indices"))
@@ -281,9 +279,7 @@ def overlapping_subsets_joined():
 
 @legitimate(TABLE)
 def subset_of_distinct_indices():
-    return Setup(
-        mlp(), cross_entropy, dataset=lambda r: Subset(Listed(r), list(range(len(r))))
-    )
+    return Setup(mlp(), cross_entropy, dataset=lambda r: Subset(Listed(r), list(range(len(r)))))
 
 
 @legitimate(TABLE)
@@ -339,7 +335,7 @@ def augmented_by_the_data_set():
     return Setup(mlp(), cross_entropy, dataset=Noisy)
 
 
-# --- augmentation and views ------------------------------------------------------------------------
+# --- augmentation and views -----------------------------------------------------------------------
 
 
 @legitimate(TABLE)

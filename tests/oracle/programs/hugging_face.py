@@ -42,7 +42,9 @@ def _models(dropout):
     classes = {"num_labels": CLASSES, "max_position_embeddings": 64, **bert}
     few = {"num_key_value_heads": 1, "attention_dropout": dropout}
     return {
-        "BERT, classes": lambda: hf.BertForSequenceClassification(hf.BertConfig(**SMALL, **classes)),
+        "BERT, classes": lambda: hf.BertForSequenceClassification(
+            hf.BertConfig(**SMALL, **classes)
+        ),
         "BERT, masked words": lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL, **bert)),
         "RoBERTa, classes": lambda: hf.RobertaForSequenceClassification(
             hf.RobertaConfig(**SMALL, **classes)
@@ -57,8 +59,8 @@ def _models(dropout):
     }
 
 
-KINDS = {name: LANGUAGE for name in ("BERT, masked words", "GPT-2", "LLaMA", "Qwen2", "T5")}
-KINDS |= {name: CLASSIFIED for name in ("BERT, classes", "RoBERTa, classes")}
+KINDS = dict.fromkeys(("BERT, masked words", "GPT-2", "LLaMA", "Qwen2", "T5"), LANGUAGE)
+KINDS |= dict.fromkeys(("BERT, classes", "RoBERTa, classes"), CLASSIFIED)
 
 
 def stock(name, dropout=0.0):

@@ -1,4 +1,4 @@
-"""Models whose records do not meet: layers, sharing, sampling and control flow of common networks."""
+"""Models whose records do not meet: layers, sharing, sampling and control flow."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from tests.oracle.harness import BOUNDED, Setup
+from tests.oracle.harness import BOUNDED, BOUNDED_OR_STOPPED, REFUSED_OR_BOUNDED, Setup
 from tests.oracle.programs import add, family
 from tests.oracle.programs.models import BagOfWords, Tagger, TwoLayers, mlp
 from tests.oracle.records import (
@@ -73,7 +73,7 @@ table("orthogonal weights", lambda: nn.Sequential(
     parametrizations.orthogonal(nn.Linear(FEATURES, 8)), nn.Tanh(), head(8)))  # fmt: skip
 table("spectral norm", lambda: nn.Sequential(
     parametrizations.spectral_norm(nn.Linear(FEATURES, 8), n_power_iterations=60), nn.Tanh(),
-    head(8)))  # fmt: skip
+    head(8)), fit=REFUSED_OR_BOUNDED)  # fmt: skip
 table("frozen layer", lambda: nn.Sequential(
     nn.Linear(FEATURES, 8).requires_grad_(False), nn.Tanh(), head(8)))  # fmt: skip
 table("dropout", lambda: nn.Sequential(
@@ -82,8 +82,12 @@ table("alpha dropout", lambda: nn.Sequential(
     nn.Linear(FEATURES, 32), nn.SELU(), nn.AlphaDropout(0.3), head(32)), draws=True)  # fmt: skip
 table("randomised leaky relu", lambda: nn.Sequential(
     nn.Linear(FEATURES, 8), nn.RReLU(), head(8)), draws=True)  # fmt: skip
-table("bilinear", lambda: Net(
-    lambda x, pair, out: out(pair(x[:, :3], x[:, 3:])), pair=nn.Bilinear(3, 3, 5), out=head(5)))  # fmt: skip
+table(
+    "bilinear",
+    lambda: Net(
+        lambda x, pair, out: out(pair(x[:, :3], x[:, 3:])), pair=nn.Bilinear(3, 3, 5), out=head(5)
+    ),
+)
 images("cnn", lambda: nn.Sequential(
     nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(True), nn.MaxPool2d(2),
     nn.Flatten(), head(36)))  # fmt: skip
@@ -99,8 +103,12 @@ images("instance norm", lambda: nn.Sequential(
 images("channels last", lambda: nn.Sequential(
     nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(),
     head(288)).to(memory_format=torch.channels_last))  # fmt: skip
-images("convolution over one dimension", lambda: Net(
-    lambda x, conv, out: out(conv(x.flatten(2)).mean(2)), conv=nn.Conv1d(3, 4, 5), out=head(4)))  # fmt: skip
+images(
+    "convolution over one dimension",
+    lambda: Net(
+        lambda x, conv, out: out(conv(x.flatten(2)).mean(2)), conv=nn.Conv1d(3, 4, 5), out=head(4)
+    ),
+)
 images("convolution over three dimensions", lambda: Net(
     lambda x, conv, out: out(conv(x[:, None]).flatten(1)), conv=nn.Conv3d(1, 2, (3, 5, 5)),
     out=head(32)))  # fmt: skip
@@ -111,8 +119,12 @@ images("squeeze and excitation", lambda: Net(
 images("dropout of channels", lambda: nn.Sequential(
     nn.Conv2d(3, 4, 3), nn.Dropout2d(0.3), nn.Flatten(), head(144)), draws=True)  # fmt: skip
 texts("bag of words", BagOfWords)
-texts("unweighted mean of words", lambda: Net(
-    lambda x, words, out: out(words(x).mean(1)), words=nn.Embedding(WORDS, 8), out=head(8)))  # fmt: skip
+texts(
+    "unweighted mean of words",
+    lambda: Net(
+        lambda x, words, out: out(words(x).mean(1)), words=nn.Embedding(WORDS, 8), out=head(8)
+    ),
+)
 texts("embedding bag of rows", lambda: nn.Sequential(nn.EmbeddingBag(WORDS, 8), head(8)))
 texts("embedding bag max", lambda: nn.Sequential(nn.EmbeddingBag(WORDS, 8, mode="max"), head(8)))
 texts("embedding scaled by frequency", lambda: Net(
@@ -231,12 +243,10 @@ def embedding_bag_with_offsets():
         def forward(self, words, starts):
             return self.out(self.bags(words, starts))
 
-    return Setup(
-        Bags(), lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]), collate=bag_collate
-    )
+    return Setup(Bags(), lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]), collate=bag_collate)
 
 
-# --- attention -------------------------------------------------------------------------------------
+# --- attention ------------------------------------------------------------------------------------
 
 
 class Embedded(nn.Module):
@@ -344,7 +354,7 @@ def class_token_and_layer_scale():
     return trained(Model())
 
 
-# --- sharing ---------------------------------------------------------------------------------------
+# --- sharing --------------------------------------------------------------------------------------
 
 
 @legitimate(TEXTS)
@@ -417,7 +427,7 @@ def weights_of_each_record_by_a_network():
     return trained(Hyper())
 
 
-# --- control flow, drawing, writing ----------------------------------------------------------------
+# --- control flow, drawing, writing ---------------------------------------------------------------
 
 
 @legitimate(TABLE, draws=True)
@@ -474,9 +484,7 @@ def checkpointed_block_reentrant():
 
         def forward(self, x):
             h = self.first(x).tanh()
-            return self.second(
-                torch.utils.checkpoint.checkpoint(self.more, h, use_reentrant=True)
-            )
+            return self.second(torch.utils.checkpoint.checkpoint(self.more, h, use_reentrant=True))
 
     return trained(Model())
 
@@ -490,9 +498,7 @@ def checkpointed_dropout():
 
         def forward(self, x):
             h = self.first(x).tanh()
-            return self.second(
-                torch.utils.checkpoint.checkpoint(self.more, h, use_reentrant=False)
-            )
+            return self.second(torch.utils.checkpoint.checkpoint(self.more, h, use_reentrant=False))
 
     return trained(Model())
 
@@ -737,7 +743,7 @@ def patches_as_words():
     return trained(Model())
 
 
-@legitimate(TABLE, fit=BOUNDED)
+@legitimate(TABLE, private_step=BOUNDED_OR_STOPPED, fit=BOUNDED_OR_STOPPED)
 def matrix_functions():
     class Model(TwoLayers):
         def forward(self, x):

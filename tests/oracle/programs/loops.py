@@ -6,7 +6,7 @@ from torch import nn
 
 import dpsur
 from dpsur.errors import DpsurError
-from tests.oracle.harness import BOUNDED, Setup, limit, refused
+from tests.oracle.harness import BOUNDED, Setup, limit, refused, stops
 from tests.oracle.programs import add, family
 from tests.oracle.programs.models import TwoLayers, mlp
 from tests.oracle.records import CLASSES, REGRESSION, TABLE
@@ -44,7 +44,7 @@ def private(outcome=BOUNDED, *, is_legitimate=False, kind=TABLE, draws=False):
     return note
 
 
-# --- options of make_private, in all forms ---------------------------------------------------------
+# --- options of make_private, in all forms --------------------------------------------------------
 
 
 @legitimate(TABLE)
@@ -86,9 +86,7 @@ def schedule_by_steps():
         schedulers.append(torch.optim.lr_scheduler.StepLR(found, 2))
         return found
 
-    return Setup(
-        mlp(), cross_entropy, optimizer=optimizer, after_step=lambda: schedulers[0].step()
-    )
+    return Setup(mlp(), cross_entropy, optimizer=optimizer, after_step=lambda: schedulers[0].step())
 
 
 @coupled(TABLE, private_step=refused("outlives its step"))
@@ -104,7 +102,7 @@ def ema_of_the_loss_with_microbatches_of_one():
     return Setup(TwoLayers(), loss, options={"max_physical_batch_size": 1})
 
 
-# --- private steps ---------------------------------------------------------------------------------
+# --- private steps --------------------------------------------------------------------------------
 
 
 @private(is_legitimate=True)
@@ -227,7 +225,9 @@ def tensors_in_the_place_of_the_batch():
 def plateau_of_the_training_loss():
     def loop(given):
         step = given.engine.private_step(cross_entropy)
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(given.optimizer, factor=0.5, patience=0)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            given.optimizer, factor=0.5, patience=0
+        )
         for batch in given.loader:
             schedule.step(float(step(batch)["loss"].nan_to_num(9.0)))
 
@@ -394,13 +394,11 @@ def loss_gate():
         for batch in given.loader:
             step(batch)
 
-    gate = dpsur.LossGate(
-        lambda m, b: F.cross_entropy(m(b[0]), b[1]), val_batch_size=5
-    )
+    gate = dpsur.LossGate(lambda m, b: F.cross_entropy(m(b[0]), b[1]), val_batch_size=5)
     return looped(loop, gate=gate)
 
 
-# --- the Opacus form -------------------------------------------------------------------------------
+# --- the Opacus form ------------------------------------------------------------------------------
 
 
 @opacus(is_legitimate=True)
@@ -443,7 +441,7 @@ def gradients_accumulated_over_batches():
     return looped(loop)
 
 
-@opacus(refused())
+@opacus(limit("Values of other records between outputs and backward()"))
 def rows_divided_by_the_number_of_tokens():
     def loop(given):
         for x, y in given.loader:
@@ -479,7 +477,9 @@ def sharpness_aware_minimisation():
 @opacus(limit("A loop that decides by private figures"))
 def plateau_of_the_training_loss_in_the_loop():
     def loop(given):
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(given.optimizer, factor=0.5, patience=0)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            given.optimizer, factor=0.5, patience=0
+        )
         for batch in given.loader:
             given.optimizer.zero_grad()
             loss = cross_entropy(given.model, batch)
@@ -490,7 +490,7 @@ def plateau_of_the_training_loss_in_the_loop():
     return looped(loop)
 
 
-@opacus(refused())
+@opacus(stops())
 def batch_skipped_if_not_finite():
     def loop(given):
         for batch in given.loader:
@@ -512,9 +512,7 @@ def criterion_of_the_engine():
             given.engine.criterion(given.model(x), y).backward()
             given.optimizer.step()
 
-    return looped(
-        loop, criterion=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]))
-    )
+    return looped(loop, criterion=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0])))
 
 
 @opacus(limit("Values of other records between outputs and backward()"))
@@ -532,7 +530,7 @@ def criterion_with_weights_of_the_batch():
     return looped(loop, criterion=criterion)
 
 
-@opacus(refused(), kind=REGRESSION)
+@opacus(limit("Values of other records between outputs and backward()"), kind=REGRESSION)
 def coupling_refused_and_ignored():
     """A refusal for coupling is final: what follows is refused too."""
 
@@ -550,9 +548,6 @@ def coupling_refused_and_ignored():
             raise last
 
     return looped(loop)
-
-
-
 
 
 @opacus(limit("Other uses of the batch in the loop"))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import distributions as D
 from torch import nn
 
-from tests.oracle.harness import BOUNDED, Setup
+from tests.oracle.harness import BOUNDED, BOUNDED_OR_STOPPED, Setup
 from tests.oracle.programs import add, family
 from tests.oracle.programs.models import BagOfWords, Tagger, TwoLayers, mlp
 from tests.oracle.records import CLASSES, IMAGES, REGRESSION, SEGMENTATION, TABLE, TEXTS, WORDS
@@ -15,7 +15,7 @@ from tests.oracle.records import CLASSES, IMAGES, REGRESSION, SEGMENTATION, TABL
 legitimate, coupled = family("losses")
 
 
-# --- torch.nn --------------------------------------------------------------------------------------
+# --- torch.nn -------------------------------------------------------------------------------------
 
 
 def one_hot(y):
@@ -68,6 +68,8 @@ for name, criterion in TORCH_LOSSES.items():
         family="losses",
         name=f"torch.nn {name}",
         legitimate=True,
+        # asserts that its inputs are probabilities
+        private_step=BOUNDED_OR_STOPPED if name == "BCELoss" else BOUNDED,
         fit=BOUNDED,
     )
 
@@ -84,7 +86,7 @@ def torch_nn_CTCLoss():  # noqa: N802
     return Setup(Tagger(CLASSES + 1), loss)
 
 
-# --- losses that people write ----------------------------------------------------------------------
+# --- losses that people write ---------------------------------------------------------------------
 
 
 def of(criterion, model=mlp):
@@ -160,7 +162,7 @@ def entropy_bonus():
     return of(criterion)
 
 
-@legitimate(TABLE, fit=BOUNDED)
+@legitimate(TABLE, private_step=BOUNDED_OR_STOPPED, fit=BOUNDED)
 def categorical():
     return of(lambda out, y: -D.Categorical(logits=out).log_prob(y).mean())
 
@@ -406,15 +408,13 @@ def language_model():
 
 @legitimate(TEXTS)
 def language_model_ignored_padding():
-    """A text of padding alone has no words to predict: its loss is NaN, and it counts for nothing."""
+    """A text of padding alone has no words to predict: its loss is NaN and counts for nothing."""
     return Setup(Tagger(WORDS), lambda m, b: next_words(m, b, ignore_index=0))
 
 
 @legitimate(TEXTS)
 def language_model_ignored_and_smoothed():
-    return Setup(
-        Tagger(WORDS), lambda m, b: next_words(m, b, ignore_index=0, label_smoothing=0.1)
-    )
+    return Setup(Tagger(WORDS), lambda m, b: next_words(m, b, ignore_index=0, label_smoothing=0.1))
 
 
 @legitimate(TEXTS)
@@ -438,7 +438,7 @@ def last_word_of_each():
     return Setup(Tagger(), loss)
 
 
-# --- losses that couple records --------------------------------------------------------------------
+# --- losses that couple records -------------------------------------------------------------------
 
 
 @coupled(REGRESSION)
@@ -561,7 +561,9 @@ def log_sum_exp_over_records():
 def group_worst_case():
     def criterion(out, y):
         each = F.cross_entropy(out, y, reduction="none")
-        groups = torch.stack([(each * (y == k)).sum() / (y == k).sum().clamp(min=1) for k in (0, 1)])
+        groups = torch.stack(
+            [(each * (y == k)).sum() / (y == k).sum().clamp(min=1) for k in (0, 1)]
+        )
         return groups.max()
 
     return of(criterion)

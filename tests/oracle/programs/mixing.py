@@ -419,7 +419,9 @@ def function_whose_vmap_rule_mixes():
 
         @staticmethod
         def vmap(info, in_dims, x):
-            return Centre.apply(x - x.nan_to_num(0, 0, 0).mean(in_dims[0], keepdim=True)), in_dims[0]
+            return Centre.apply(x - x.nan_to_num(0, 0, 0).mean(in_dims[0], keepdim=True)), in_dims[
+                0
+            ]
 
     return mixing(lambda self, x: self.second(Centre.apply(self.first(x)).tanh()))
 

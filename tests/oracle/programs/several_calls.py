@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import distributions as D
 from torch import nn
 
-from tests.oracle.harness import Setup, refused
+from tests.oracle.harness import Setup, limit, refused
 from tests.oracle.programs import family
 from tests.oracle.programs.models import TwoLayers, mlp
 from tests.oracle.records import CLASSES, FEATURES, TABLE
@@ -136,7 +136,7 @@ def jacobian_penalty():
     return Setup(mlp(), loss)
 
 
-# --- several models --------------------------------------------------------------------------------
+# --- several models -------------------------------------------------------------------------------
 
 
 @legitimate(TABLE)
@@ -289,13 +289,15 @@ def reference_policy_of_dpo():
     return Setup(model, loss)
 
 
-# --- penalties on weights --------------------------------------------------------------------------
+# --- penalties on weights -------------------------------------------------------------------------
 
 
 @legitimate(TABLE)
 def squared_weights():
     def loss(model, batch):
-        return cross_entropy(model, batch) + 1e-2 * sum(p.square().sum() for p in model.parameters())
+        return cross_entropy(model, batch) + 1e-2 * sum(
+            p.square().sum() for p in model.parameters()
+        )
 
     return Setup(mlp(), loss)
 
@@ -448,7 +450,7 @@ def weights_shared_with_the_transpose():
     return Setup(Tied(), lambda m, b: F.mse_loss(m(b[0]), b[0]))
 
 
-# --- variational autoencoders ----------------------------------------------------------------------
+# --- variational autoencoders ---------------------------------------------------------------------
 
 
 class Autoencoder(nn.Module):
@@ -528,7 +530,7 @@ def diffusion_step():
     return Setup(mlp(outputs=FEATURES), loss)
 
 
-# --- records that meet -----------------------------------------------------------------------------
+# --- records that meet ----------------------------------------------------------------------------
 
 
 @coupled(TABLE)
@@ -553,7 +555,7 @@ def mixup_with_random_weights():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE, private_step=refused("Expected more than 1 value per channel"))
+@coupled(TABLE, private_step=refused())
 def teacher_with_batch_norm_in_training_mode():
     teacher = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
 
@@ -579,7 +581,7 @@ def head_that_is_trained_beside():
     )
 
 
-@coupled(TABLE, private_step=refused("does not require grad"))
+@coupled(TABLE, private_step=refused())
 def second_model_trained_inside_the_loss():
     other = nn.Linear(FEATURES, CLASSES)
     steps = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -594,7 +596,7 @@ def second_model_trained_inside_the_loss():
     return Setup(mlp(), loss, released=lambda: tuple(other.parameters()))
 
 
-@coupled(TABLE, private_step=refused("does not require grad"))
+@coupled(TABLE, private_step=limit("State of code that runs one record at a time"))
 def second_model_by_autograd_grad():
     other = nn.Linear(FEATURES, CLASSES)
 
@@ -629,7 +631,7 @@ def weight_data_changed_inside_the_loss():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE, private_step=refused("does not require grad"))
+@coupled(TABLE, private_step=refused())
 def backward_inside_the_loss():
     def loss(model, batch):
         found = cross_entropy(model, batch)
@@ -639,7 +641,7 @@ def backward_inside_the_loss():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE, private_step=refused("does not require grad"))
+@coupled(TABLE, private_step=refused())
 def feature_matching_generator():
     """The generator is fitted to real records, without noise."""
     generator = nn.Linear(4, FEATURES)

@@ -1,4 +1,4 @@
-"""State that a program keeps between steps: what a record leaves behind must not reach later steps."""
+"""State that a program keeps: what a record leaves behind must not reach later steps."""
 
 import argparse
 import collections
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle.harness import Setup, limit, refused, stops
+from tests.oracle.harness import BOUNDED_OR_STOPPED, Setup, limit, refused, stops
 from tests.oracle.programs import family
 from tests.oracle.programs.layers import trained
 from tests.oracle.programs.models import BagOfWords, Tagger, TwoLayers, mlp
@@ -54,9 +54,7 @@ def keeper(keep, kept, **attributes):
 
 @coupled(TABLE, private_step=SURVIVES)
 def tensor_in_an_attribute():
-    return keeper(
-        lambda self, mean: setattr(self, "mean", mean), lambda self: self.mean, mean=None
-    )
+    return keeper(lambda self, mean: setattr(self, "mean", mean), lambda self: self.mean, mean=None)
 
 
 @coupled(TABLE, private_step=SURVIVES)
@@ -363,7 +361,7 @@ def tensor_behind_a_weak_reference():
     return trained(Model())
 
 
-# --- numbers ---------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def number_of(x):
@@ -446,7 +444,7 @@ def number_kept_once():
 
 @coupled(TABLE, private_step=limit("State of code that runs one record at a time"))
 def number_kept_until_the_weights_change():
-    """Within a step every record is treated alike: a second look at the first record is the same."""
+    """Within a step every record is treated alike: a second look at one finds nothing."""
     state = {"weights": None, "next": 1.0, "scale": 1.0}
 
     def loss(model, batch):
@@ -497,7 +495,7 @@ def number_of_calls_only():
     return Setup(mlp(), loss)
 
 
-# --- buffers ---------------------------------------------------------------------------------------
+# --- buffers --------------------------------------------------------------------------------------
 
 
 class Buffered(TwoLayers):
@@ -672,7 +670,7 @@ def random_numbers_seeded_by_a_record():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE)
+@coupled(TABLE, private_step=BOUNDED_OR_STOPPED)
 def exception_as_a_channel():
     """Raises for one record, so that the way in which later batches run could follow it."""
 
@@ -685,7 +683,7 @@ def exception_as_a_channel():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE, private_step=refused())
+@coupled(TABLE, private_step=limit("State of code that runs one record at a time"))
 def learning_rate_set_in_the_function():
     optimizers = []
 
