@@ -263,11 +263,8 @@ class BlockRun:
             raise InvalidInputError(
                 "losses of a gate must be a tensor with one dimension, the loss of each record"
             )
-        flat = (
-            None if part is None else map_tensors(lambda value: value.flatten(0, 1), part)
-            for part in (outputs, targets)
-        )
-        return _Evaluated(*flat, losses.reshape(records))
+        outputs, targets = map_tensors(lambda value: value.flatten(0, 1), (outputs, targets))
+        return _Evaluated(outputs, targets, losses.reshape(records))
 
     def _alone(self, batch: Any, views: int = 1) -> tuple[int, Any]:
         """The number of records of a batch, and their tensors with the records in front."""
@@ -282,7 +279,7 @@ class BlockRun:
         def front(value: Tensor) -> Tensor:
             if not value.dim():
                 return value.expand(rows // views)
-            return value.to(device).unflatten(0, (-1, views))
+            return value.to(device).reshape(-1, views, *value.shape[1:])
 
         return rows // views, map_tensors(front, batch, otherwise=lambda value: value)
 

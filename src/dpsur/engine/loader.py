@@ -115,9 +115,9 @@ def _check_repeats(dataset: Any) -> None:
                 index %= max(1, len(cast(Sized, data)))
                 if index in known:
                     raise InvalidInputError(
-                        "a record stands at several indices of the data set (a Subset with repeated "
-                        "indices, or a data set twice in a ConcatDataset), so it would count more "
-                        "than once in a batch; use each record once, and weight it in the loss"
+                        "a record stands at several indices of the data set (a Subset with "
+                        "repeated indices, or a data set twice in a ConcatDataset), so it would "
+                        "count more than once; use each record once, and weight it in the loss"
                     )
                 known.add(index)
 

@@ -35,7 +35,7 @@ LENGTHS = tuple(sorted({base << power for power in range(24) for base in (8, 12)
 
 
 class Unreadable:
-    """In the place of what is no tensor in a record: Python code could carry it to other records."""
+    """In the place of what is no tensor: Python code could carry it over to other records."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

@@ -1,8 +1,8 @@
 """Per-record gradients in a loop of the form `loss.backward(); optimizer.step()`.
 
-Hooks on the module watch its calls in training mode. The call runs in the record level, so that each
-record's outputs follow from that record alone, and its layers note what they contribute to each
-record's gradient. The loss between outputs and `backward()` is the user's and batched: it is
+Hooks on the module watch its calls in training mode. The call runs in the record level, so that
+each record's outputs follow from that record alone, and its layers note what they contribute to
+each record's gradient. The loss between outputs and `backward()` is the user's and batched: it is
 inspected (`loss_graph.py`), which is a check and no proof. After the backward pass each record's
 gradient is clipped and added to the sum of the batch. `torch.autograd.backward`, which
 `loss.backward()` calls, is wrapped once per process: the loss has to be inspected before autograd
@@ -168,8 +168,8 @@ class Watcher:
         rows, views = row_count_of(given), self.views
         if rows % views:
             raise StepError(
-                f"the model was called with {rows} rows, expected a multiple of views={views}; keep "
-                "the views of a record together"
+                f"the model was called with {rows} rows, expected a multiple of views={views}; "
+                "keep the views of a record together"
             )
         self._expects(rows // views)
         self.check_parameters()

@@ -126,16 +126,17 @@ def _make(objective: Objective, params: Params, inputs: TensorTree, budget: Grad
     held, copied = [], frozenset[str]()
     most = row_count(inputs)
     for rows in range(1, most + 1):
-        with _held_bytes() as saved:
+        with _saved() as saved:
             tape = _tape(objective, params, records, slice_rows(inputs, slice(rows)), _total)
-        kept = [
-            v
+        saved += [
+            value
             for uses in tape.contributions.values()
-            for each in uses.values()
-            for c in each
-            for v in c.tensors()
+            for several in uses.values()
+            for one in several
+            for value in one.tensors()
         ]
-        held.append(sum(saved) + sum(value.numel() * value.element_size() for value in kept))
+        storages = {value.untyped_storage()._cdata: value.untyped_storage() for value in saved}
+        held.append(sum(storage.nbytes() for storage in storages.values()))
         copied = frozenset(tape.copied) if isinstance(tape, LevelTape) else frozenset()
     alone = not records.by_construction
     memory = held[-1] - (held[-2] if most > 1 else 0)
@@ -152,16 +153,16 @@ def _make(objective: Objective, params: Params, inputs: TensorTree, budget: Grad
 
 
 @contextmanager
-def _held_bytes() -> Iterator[list[int]]:
-    """The sizes of what autograd saves meanwhile."""
-    sizes: list[int] = []
+def _saved() -> Iterator[list[Tensor]]:
+    """What autograd saves meanwhile."""
+    found: list[Tensor] = []
 
     def hold(value: Tensor) -> Tensor:
-        sizes.append(value.numel() * value.element_size())
-        return value
+        found.append(value.detach())  # a graph that holds its own outputs is never given back
+        return found[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda value: value):
-        yield sizes
+        yield found
 
 
 def _total(outputs: TensorTree, _: TensorTree) -> Tensor:

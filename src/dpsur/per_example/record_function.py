@@ -1,10 +1,10 @@
 """Gradients of a function of a batch, for each record alone.
 
 The function is written for a batch and called as if for a batch of one record. In the record level
-one call serves all records. What PyTorch cannot batch (an operation without a batching rule, an `if`
-on a record's values) runs one record at a time. Both give each record's gradient from that record
-alone; what one record at a time cannot exclude is Python state that a function keeps between
-calls, which is looked for (`check_again`).
+one call serves all records. What PyTorch cannot batch (an operation without a batching rule, an
+`if` on a record's values) runs one record at a time. Both give each record's gradient from that
+record alone; what one record at a time cannot exclude is Python state that a function keeps
+between calls, which is looked for (`check_again`).
 """
 
 import logging

@@ -6,9 +6,9 @@ normalisation or mixup can combine nothing but what one record holds. Python can
 out of it (`.item()`, `if tensor:` raise in PyTorch), and a tensor that outlives its step is
 refused. Records are therefore independent by construction, whatever the model and the loss are.
 
-At the boundary of a layer or operation on trained weights the level is left: records are folded into
-the first dimension, the usual batched kernel runs with a tape that watches it, and the level is
-entered again. Everything else runs under PyTorch's batching rules. A weight that reaches an
+At the boundary of a layer or operation on trained weights the level is left: records are folded
+into the first dimension, the usual batched kernel runs with a tape that watches it, and the level
+is entered again. Everything else runs under PyTorch's batching rules. A weight that reaches an
 operation without a rule enters the level as one expanded view per record, whose gradients autograd
 keeps apart. So there is no way to a trained weight that the tape does not see.
 
@@ -41,7 +41,7 @@ from torch._C._functorch import (
     peek_interpreter_stack,
 )
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch._functorch.vmap import lazy_load_decompositions
+from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -50,6 +50,7 @@ from dpsur.functional.call import use_weights
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import without_flattening
 from dpsur.functional.tree import map_tensors, tensors_of, with_tensors
+from dpsur.per_example.contributions import split_dimension
 from dpsur.per_example.model_check import layer_fault
 from dpsur.per_example.operations import OPERATION_RULES, Call, derive
 from dpsur.per_example.rules import FASTER, RULES, kind_of
@@ -69,6 +70,7 @@ class Fold:
 
     @property
     def layout(self) -> Layout:
+        """Where the kernel finds the records."""
         return Layout(self.axis, self.rows or 1)
 
     def into(self, values: Tensor) -> Tensor:
@@ -78,7 +80,7 @@ class Fold:
 
     def back(self, values: Tensor) -> Tensor:
         """From the kernel's output to a tensor with records in dimension `axis`."""
-        return values if self.rows is None else values.unflatten(self.axis, (-1, self.rows))
+        return values if self.rows is None else split_dimension(values, self.axis, (-1, self.rows))
 
 
 class LevelTape(Tape):
@@ -218,14 +220,15 @@ class RecordLevel(TorchFunctionMode):
         paused, place = self._paused, self.tape.place
         self._paused, self.tape.place = True, fold.layout
         try:
-            with self._popped():
+            # not even asked: a rule may make hundreds of calls, one for each time of a sequence
+            with self._popped(), torch._C.DisableTorchFunction():
                 yield
         finally:
             self._paused, self.tape.place = paused, place
 
     @contextmanager
     def _popped(self) -> Iterator[None]:
-        """Without this level and those that the code has entered inside of it (`torch.func.grad`)."""
+        """Without this level and those inside of it, such as that of `torch.func.grad`."""
         with ExitStack() as stack:
             while (top := peek_interpreter_stack()) is not None and top.level() >= self.number:
                 stack.enter_context(temporarily_pop_interpreter_stack())
@@ -287,7 +290,7 @@ class RecordLevel(TorchFunctionMode):
         rule: Callable[..., Any],
         kind: type[nn.Module],
         module: nn.Module,
-        own: Callable[..., Any],
+        own: Any,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -296,9 +299,7 @@ class RecordLevel(TorchFunctionMode):
         if self._paused or not on_top or not any(map(self.holds, given)):
             return own(*args, **kwargs)  # followed through its operations
         try:
-            if any(
-                id(value) in self.tape.names for value in given
-            ):  # a weight is the layer's input
+            if any(map(self.tape.follows, given)):  # a weight is the layer's input
                 entered = [self._copy(value) for value in given]
                 args, kwargs = with_tensors((args, kwargs), entered)
             return self._note_and_return(
@@ -452,7 +453,7 @@ class RecordLevel(TorchFunctionMode):
         own = _replaced(
             torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _generator
         )
-        with self._outside(Fold()), own:
+        with self._popped(), own:
             found = _checkpoint(inner, *plain, use_reentrant=False)
         return with_tensors(structure, [self.hide(value) for value in found])
 
@@ -489,7 +490,7 @@ _ALWAYS = (nn.RNNBase, nn.RNNCellBase, nn.EmbeddingBag, nn.MultiheadAttention)
 def only_trusted_rules() -> Iterator[None]:
     """Use no batching rules but PyTorch's and ours: one of the user's may let records meet.
 
-    An `autograd.Function` with a `vmap` method of its own counts as one without, so that it runs one
+    An `autograd.Function` with a custom `vmap` method counts as one without, so that it runs one
     record at a time. This has to hold for the backward pass too.
     """
 
@@ -542,7 +543,7 @@ def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _tracing_transformers() -> Iterator[None]:
-    """Have Hugging Face models build explicit masks, as for export, and read no values of theirs."""
+    """Have Hugging Face models build explicit masks, as for export, and read no values."""
     masks = sys.modules.get("transformers.masking_utils")
     if masks is None or not hasattr(masks, "is_tracing"):
         yield
@@ -665,7 +666,7 @@ _LAYERS: dict[type[nn.Module], Callable[..., Any]] = {
 }
 
 
-# --- the boundary of operations on weights ---------------------------------------------------------
+# --- the boundary of operations on weights -------------------------------------------------------
 
 # The rank of the input without a batch dimension, where it is not 1.
 _RANKS = {
@@ -730,9 +731,15 @@ def _scaled_dot_product_attention(
     return level.hide(found)
 
 
-def _requires_grad(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _require_grad(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Whether a tensor of the level requires a gradient is decided outside of it."""
     return args[0] if level.holds(args[0]) else func(*args, **kwargs)
+
+
+def _requires_grad(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """The answer that code expects which runs for one record; inside the level it is always no."""
+    value = args[0]
+    return get_unwrapped(value).requires_grad if level.holds(value) else func(*args, **kwargs)
 
 
 # Operations that PyTorch batches wrongly (`tests/per_example/test_batching_rules.py`).
@@ -766,7 +773,58 @@ _FACTORIES = frozenset(
     }
 )
 
+
+def _cross_entropy(
+    level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Cross entropy of class indices by one kernel for all records, then each record's own mean.
+
+    Batched by PyTorch it is made of a dozen small operations.
+    """
+    names = (
+        "input",
+        "target",
+        "weight",
+        "size_average",
+        "ignore_index",
+        "reduce",
+        "reduction",
+        "label_smoothing",
+    )
+    given: dict[str, Any] = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
+    given |= dict(zip(names, args, strict=False)) | kwargs
+    scores, target = given["input"], given["target"]
+    usual = (
+        level._on_top()
+        and level.holds(scores)
+        and level.holds(target)
+        and scores.dim() == 2
+        and target.dim() == 1
+        and not target.is_floating_point()
+        and given["reduction"] in ("mean", "sum")
+        and all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
+    )
+    if not usual:
+        return func(*args, **kwargs)
+    fold, ignored = Fold(0, scores.shape[0]), given["ignore_index"]
+    rows, labels = fold.into(level.show(scores)), fold.into(level.show(target))
+    with level._outside(fold):
+        each = F.cross_entropy(
+            rows,
+            labels,
+            reduction="none",
+            ignore_index=ignored,
+            label_smoothing=given["label_smoothing"],
+        )
+        found = fold.back(each).sum(1)
+        if given["reduction"] == "mean":
+            found = found / fold.back(labels != ignored).sum(1)
+    return level.hide(found)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
     F.scaled_dot_product_attention: _scaled_dot_product_attention,
-    Tensor.requires_grad_: _requires_grad,
+    Tensor.requires_grad_: _require_grad,
+    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
 }
