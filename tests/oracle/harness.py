@@ -8,8 +8,8 @@ worlds. Then, with C the clipping norm:
     every other step                    sums are equal: nothing is charged there for the record
     after the last step                 weights, buffers, learning rates and other results are equal
 
-`ADD` puts the record into a batch of one world only. `REPLACE` exchanges it: all batches have the same
-size in both worlds, so that a tensor kept from an earlier step would fit into a later one.
+`ADD` puts the record into a batch of one world only. `REPLACE` exchanges it: all batches have the
+same size in both worlds, so that a tensor kept from an earlier step would fit into a later one.
 
 Nothing of dpsur is changed but the names that `patched` lists. All imports of dpsur are here.
 """
