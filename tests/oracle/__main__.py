@@ -4,6 +4,7 @@
   python -m tests.oracle --form private_step    one form
   python -m tests.oracle --only siamese mixup   programs with these words in family or name
   python -m tests.oracle --each                 a line for each program
+  python -m tests.oracle --short                one extreme record, added and replaced
 
 The exit status is 1 where a program came to something else than it states.
 """
@@ -18,7 +19,14 @@ from collections.abc import Iterable
 
 import torch
 
-from tests.oracle.harness import FORMS, Verdict, gradient_error, judge
+from tests.oracle.harness import (
+    FORMS,
+    SHORT_EXTREME,
+    SHORT_PAIRS,
+    Verdict,
+    gradient_error,
+    judge,
+)
 from tests.oracle.programs import all_programs
 
 COLUMNS = ("programs", "above C", "leaks", "stopped", "refused", "bounded")
@@ -66,6 +74,7 @@ def main() -> int:
     parser.add_argument("--form", choices=FORMS, action="append")
     parser.add_argument("--only", nargs="+", default=[""])
     parser.add_argument("--each", action="store_true")
+    parser.add_argument("--short", action="store_true")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -75,6 +84,7 @@ def main() -> int:
         for program in all_programs()
         if any(word in f"{program.family} {program.name}" for word in options.only)
     ]
+    worlds = {"pairs": SHORT_PAIRS, "extreme": SHORT_EXTREME} if options.short else {}
     gc.collect()
     gc.freeze()
     verdicts, wrong = [], 0
@@ -83,7 +93,7 @@ def main() -> int:
             if form not in program.expected:
                 continue
             start = time.perf_counter()
-            verdict = judge(program, form, device=options.device)
+            verdict = judge(program, form, device=options.device, **worlds)
             verdicts.append(verdict)
             problem = "" if verdict.as_expected else "UNEXPECTED "
             if form == "private_step" and program.legitimate and not program.draws:

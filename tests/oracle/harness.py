@@ -175,6 +175,8 @@ REPLACE = Pair("replace", _REPLACED, _REPLACED, 1, 2 * CLIP)
 ALONE = Pair("add to an empty batch", (_SIX, (), _SIX), (_SIX, (LAST,), _SIX), 1, CLIP)
 
 PAIRS = (ADD, ADD_FIRST, REPLACE, ALONE)
+# For the default suite, with one extreme record of each kind.
+SHORT_PAIRS, SHORT_EXTREME = (ADD, REPLACE), ("huge", "longest")
 
 
 @dataclass

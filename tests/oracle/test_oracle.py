@@ -8,13 +8,20 @@ import pytest
 import torch
 
 from dpsur.engine import watch
-from tests.oracle.harness import ADD, ALONE, FORMS, REPLACE, gradient_error, judge
+from tests.oracle.harness import (
+    ADD,
+    ALONE,
+    FORMS,
+    REPLACE,
+    SHORT_EXTREME,
+    SHORT_PAIRS,
+    gradient_error,
+    judge,
+)
 from tests.oracle.programs import all_programs
 
 PROGRAMS = all_programs()
 NAMED = {f"{program.family}-{program.name}": program for program in PROGRAMS}
-# One extreme record of each kind.
-EXTREME = ("huge", "longest")
 
 
 def of(form):
@@ -32,7 +39,7 @@ COUPLED = [name for name in of("private_step") if not NAMED[name].legitimate]
 def test_records_that_meet_in_a_private_step(name):
     if "stopped" in NAMED[name].expected["private_step"].outcome:
         pytest.skip("is stopped by other records")
-    check(judge(NAMED[name], "private_step", pairs=(ADD, REPLACE), extreme=EXTREME))
+    check(judge(NAMED[name], "private_step", pairs=SHORT_PAIRS, extreme=SHORT_EXTREME))
 
 
 # Programs of Hugging Face take longer than all others together.
@@ -64,7 +71,7 @@ def test_all_worlds(name, form):
 def test_private_steps_on_cuda(name):
     with torch.device("cuda"):
         verdict = judge(
-            NAMED[name], "private_step", pairs=(ADD, REPLACE), extreme=EXTREME, device="cuda"
+            NAMED[name], "private_step", pairs=SHORT_PAIRS, extreme=SHORT_EXTREME, device="cuda"
         )
     check(verdict)
 
