@@ -19,8 +19,7 @@ import dpsur
 from dpsur.engine import blocks, steps
 from dpsur.engine.blocks import BlockRun
 from dpsur.engine.gate import Snapshot
-from dpsur.errors import CouplingError
-from dpsur.errors import StepError
+from dpsur.errors import CouplingError, StepError
 from dpsur.mechanism import rate_search
 from dpsur.mechanism.streams import Stream
 from dpsur.privacy.accountants import pld

@@ -15,8 +15,7 @@ from torch.utils.data import (
 )
 
 import dpsur
-from dpsur.errors import CouplingError
-from dpsur.errors import CheckpointError, StepError, UnsupportedModelError
+from dpsur.errors import CheckpointError, CouplingError, StepError, UnsupportedModelError
 from tests.engine.helpers import linear_model, private, records
 
 

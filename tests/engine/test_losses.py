@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpsur
-from dpsur.errors import CouplingError
-from dpsur.errors import StepError
+from dpsur.errors import CouplingError, StepError
 from tests.engine.helpers import private, without_noise
 
 CLIP = 1e6  # clips nothing, so that a wrong scale shows

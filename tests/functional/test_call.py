@@ -12,8 +12,9 @@ from dpsur.functional.call import every_module, use_weights
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.gate import stacked_outputs
-from dpsur.per_example import check_model, clipped_sum
-from dpsur.per_example.generic import batched_gradients, one_at_a_time
+from dpsur.per_example import GradientBudget, check_model, clipped_sum
+from dpsur.per_example.engine_choice import plan_for
+from dpsur.per_example.record_function import Way
 
 
 class Tied(nn.Module):
@@ -75,11 +76,16 @@ def test_weights_come_back_if_the_model_fails():
     assert all(value is own[name] for name, value in model.named_parameters(remove_duplicate=False))
 
 
+def one_by_one(problem, params):
+    records = plan_for(problem, params, problem.train.inputs, GradientBudget()).records
+    records.ways.update(dict.fromkeys(records.ways, Way.ALONE))
+    clipped_sum(problem, params, problem.train, 0.1)
+
+
 def engine(problem, params):
     return {
         "outputs": lambda: problem.outputs(params, problem.train.inputs),
-        "batched": lambda: batched_gradients(problem, params, problem.train),
-        "one by one": lambda: one_at_a_time(problem, params, problem.train),
+        "one by one": lambda: one_by_one(problem, params),
         "planned": lambda: clipped_sum(problem, params, problem.train, 0.1),
         "checked": lambda: check_model(problem.model, problem.train),
         "stacked": lambda: stacked_outputs(problem, params, params, problem.train.inputs),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpsur
-from dpsur.errors import InvalidInputError, UnsupportedModelError
+from dpsur.errors import CouplingError, InvalidInputError, UnsupportedModelError
 from dpsur.functional.records import Examples
 from dpsur.per_example import check_model
 from dpsur.runs.validation import check_loss
@@ -294,15 +294,22 @@ class InAList(Model):
 class FirstBatch(Model):
     """Set once, from the first records that come."""
 
-    def remember(self, x):
+    def forward(self, x):
         if not hasattr(self, "centre"):
             self.centre = x.detach().mean(0)
+        return self.head(x - self.centre)
 
 
-class InEvaluation(Model):
+class InAClosure(Model):
+    """In a place where nobody looks for attributes."""
+
+    def __init__(self):
+        super().__init__()
+        kept = []
+        self.keep = lambda x: kept.append(x.detach().mean())
+
     def remember(self, x):
-        if not self.training:
-            self.held.append(1)
+        self.keep(x)
 
 
 class WithGradients(Model):
@@ -328,25 +335,44 @@ def hooked():
     return model
 
 
-MODELS = {
-    LastBatch: "last",
-    BatchSize: "size",
-    Largest: "most",
+KEPT = {LastBatch: "outlives its step in last", FirstBatch: "centre", InAClosure: "outlives its step"}
+
+
+@pytest.mark.parametrize("build", KEPT)
+def test_a_model_that_keeps_records_is_refused(build):
+    """A later step could read what it keeps."""
+    for use in (
+        lambda: dpsur.clipped_sum(build(), F.cross_entropy, X, Y, 1.0),
+        lambda: dpsur.fit(build(), (X, Y), budget=BUDGET, method=dpsur.Dpsgd(updates=2)),
+    ):
+        with pytest.raises((CouplingError, UnsupportedModelError), match=KEPT[build]) as caught:
+            use()
+        assert "\n" not in str(caught.value)
+
+
+COUNTED = {
     Calls: "calls",
     InAList: r"held\[0\]",
-    FirstBatch: "centre",
-    InEvaluation: "held",
     WithGradients: "held",
     Inside: r"body\.1\.calls",
     hooked: "seen",
 }
 
 
-@pytest.mark.parametrize("build", MODELS)
+@pytest.mark.parametrize("build", COUNTED)
 def test_a_model_that_changes_its_attributes_is_refused(build):
-    with pytest.raises(UnsupportedModelError, match=f"{MODELS[build]} .*changes") as caught:
-        check_model(build(), Examples(X, Y))
+    with pytest.raises(UnsupportedModelError, match=f"{COUNTED[build]} .*changes") as caught:
+        dpsur.fit(build(), (X, Y), budget=BUDGET, method=dpsur.Dpsgd(updates=2))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("build", "name"), [(BatchSize, "size"), (Largest, "most")])
+def test_the_size_of_a_batch_cannot_be_read(build, name, monkeypatch):
+    """A private step sees one record; its size says nothing."""
+    monkeypatch.setattr("dpsur.per_example.api.check_model", lambda *_: None)
+    model = build()
+    dpsur.clipped_sum(model, F.cross_entropy, X, Y, 1.0)
+    assert getattr(model, name) == 1
 
 
 class Mask(Model):

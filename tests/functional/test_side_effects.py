@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import dpsur
 from dpsur.errors import UnsupportedModelError
 from dpsur.functional.problem import Problem, forbid_side_effects
 from dpsur.functional.records import Examples
@@ -68,17 +69,26 @@ def test_weights_that_change_while_training_are_noticed(kind, use):
         "norms": lambda: clipped_norms(problem, params, problem.train, 0.1),
         "losses": lambda: problem.losses(params, problem.train),
     }
-    with pytest.raises(UnsupportedModelError, match=r"parameter table\.weight changes"):
+    said = {"losses": r"parameter table\.weight changes"}
+    before = {name: value.clone() for name, value in params.items()}
+    own = {name: value.clone() for name, value in problem.model.state_dict().items()}
+    with pytest.raises(UnsupportedModelError, match=said.get(use, r"table .*max_norm=None")):
         uses[use]()
+    if use != "losses":  # it is refused before it has shortened anything
+        assert all(torch.equal(value, before[name]) for name, value in params.items())
+        state = problem.model.state_dict()
+        assert all(torch.equal(value, own[name]) for name, value in state.items())
 
 
 def test_a_change_that_only_some_records_make_is_noticed_when_they_come():
-    problem = Problem(Sentences(Shortening(large=True)), F.cross_entropy, sentences())
+    records = sentences()
+    records.inputs[:2] = 1
+    problem = Problem(Sentences(Shortening(large=True)), F.cross_entropy, records)
     params = problem.initial_params()
     check_model(problem.model, problem.train)
     harmless = Examples(torch.ones_like(problem.train.inputs), problem.train.targets)
     problem.losses(params, harmless)
-    with pytest.raises(UnsupportedModelError, match="changes during a forward pass"):
+    with pytest.raises(UnsupportedModelError, match="changes|max_norm"):
         clipped_sum(problem, params, problem.train, 0.1)
 
 
@@ -103,6 +113,32 @@ def test_what_is_not_trained_is_watched_too(frozen, name):
     with pytest.raises(UnsupportedModelError, match=name):
         clipped_sum(problem, problem.initial_params(), problem.train, 0.1)
     problem.losses(problem.initial_params(), problem.train)  # it counts in training mode alone
+
+
+class WritesData(nn.Module):
+    """Through `.data`, which counts as no change until the end of a run."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(2, 3)
+        self.seen = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def forward(self, x):
+        self.seen.data.add_(1e-9 * x.detach().sum(0))
+        return self.head(x + 0 * self.seen)
+
+
+def test_what_was_written_through_data_is_not_released(tmp_path):
+    records = blobs()
+    with pytest.raises(UnsupportedModelError, match="seen, a buffer or frozen parameter, changed"):
+        dpsur.fit(
+            WritesData(),
+            (records.inputs, records.targets),
+            budget=dpsur.Budget(epsilon=3.0, delta=1e-4),
+            method=dpsur.Dpsgd(updates=2),
+            out=tmp_path / "run",
+        )
+    assert not (tmp_path / "run" / "release").exists()
 
 
 def test_a_model_without_side_effects_is_left_in_peace():

@@ -27,7 +27,7 @@ class Equation(nn.Module):
 
 
 class Folds(nn.Module):
-    """Times before records: no rule can follow them, and the module is differentiated whole."""
+    """A part of a weight for each half of a record, and operations between weights and records."""
 
     def __init__(self):
         super().__init__()
@@ -60,8 +60,8 @@ def test_the_fallback_keeps_up_with_functorch(kind):
 
     model, wrapped = made(), GradSampleModule(made())
     report = dpsur.explain(model, x)
-    assert report.name != "one-pass" or any(one.method == "copies" for one in report.modules)
-    assert "torch.func" in str(report) or "slower" in str(report)  # it says what this costs
+    assert any(one.method == "copies" for one in report.modules)
+    assert "layers of torch.nn are faster" in str(report)  # it says what this costs
 
     def theirs():
         wrapped.zero_grad()

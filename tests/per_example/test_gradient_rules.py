@@ -13,7 +13,6 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import LAYERS, Streams
 from dpsur.per_example import GradientBudget, clipped_sum, contributions
-from dpsur.per_example import self_check as comparison
 from dpsur.per_example.contributions import clip_factors
 from dpsur.per_example.engine_choice import Engine, plan_for
 from dpsur.per_example.norms import guard
@@ -83,7 +82,7 @@ class Folded(nn.Module):
 
 
 class SlowFirst(nn.Module):
-    """Folds the examples into the batch the other way round, which no rule expects."""
+    """Folds the examples into the batch the other way round."""
 
     def __init__(self):
         super().__init__()
@@ -191,7 +190,7 @@ class OneWay(nn.Linear):
 
 
 class Stubborn(SlowFirst):
-    """Looks at values as well, which torch.func cannot do."""
+    """Looks at values as well, which code in the record level cannot do."""
 
     def forward(self, x):
         return super().forward(x) * (1.0 if bool(x.isfinite().any()) else 2.0)
@@ -531,13 +530,10 @@ ONE_PASS = {
     "transposed-conv-depthwise": layer(lambda: nn.ConvTranspose2d(4, 4, 3, groups=4), 4, 4, 4),
     "transposed-conv-folded": (lambda: Folded(nn.ConvTranspose1d(2, 3, 3), 48), floats(2, 2, 6)),
     "vision": (Vision, floats(5, 4)),
+    "folded-the-other-way": (SlowFirst, floats(3, 4)),
+    "attention-bias-kv": layer(attention(add_bias_kv=True), 5, 4, pick=first, call=itself),
 }
 SLOWER = {
-    "folded-the-other-way": (SlowFirst, floats(3, 4), Engine.BATCHED),
-    "attention-bias-kv": (
-        *layer(attention(add_bias_kv=True), 5, 4, pick=first, call=itself),
-        Engine.BATCHED,
-    ),
     "folded-and-stubborn": (Stubborn, floats(3, 4), Engine.ONE_BY_ONE),
 }
 MODELS = ONE_PASS | {name: (build, inputs) for name, (build, inputs, _) in SLOWER.items()}
@@ -766,12 +762,15 @@ def test_a_loss_that_cannot_be_batched():
     assert_same(ours, clipped(rows, 0.3), 1e-9)
 
 
-def test_a_zero_head_does_not_hide_a_weight_without_its_layer():
+def test_a_plan_that_was_made_with_zeros_serves_other_weights():
+    """Nothing that vanishes with the weights may be decided by them."""
     problem = made("weight-without-its-layer")
-    params = {name: torch.zeros_like(value) for name, value in problem.initial_params().items()}
-    plan = plan_for(problem, params, problem.train.inputs, GradientBudget())
-    assert plan.engine is Engine.ONE_PASS
-    assert plan.assignment.operations  # the rules of its layers alone are not enough
+    params = problem.initial_params()
+    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
+    plan = plan_for(problem, zeros, problem.train.inputs, GradientBudget())
+    assert plan is plan_for(problem, params, problem.train.inputs, GradientBudget())
+    ours = clipped_sum(problem, params, problem.train, 0.2).params
+    assert_same(ours, clipped(gradients(problem, params, problem.train), 0.2), 1e-9)
 
 
 @pytest.mark.parametrize("mask", [torch.ones(4, dtype=torch.bool), torch.ones(ROWS)])
@@ -973,29 +972,24 @@ def test_positions_that_are_summed_one_by_one_do(monkeypatch):
 
 
 class Hooked(nn.Module):
-    """Changes the gradient of an activation; the forward pass treats every record by itself."""
+    """Changes the gradient of an activation, perhaps by what all of the batch is."""
 
-    def __init__(self, change):
+    def __init__(self, change, asks=False):
         super().__init__()
-        self.lift, self.head, self.change = nn.Linear(6, 8), nn.Linear(8, 1), change
+        self.lift, self.head, self.change, self.asks = nn.Linear(6, 8), nn.Linear(8, 1), change, asks
 
     def forward(self, x):
         hidden = torch.tanh(self.lift(x))
-        if hidden.requires_grad:
+        if not self.asks or hidden.requires_grad:
             hidden.register_hook(self.change)
         return self.head(hidden)
 
 
-def hooked(change):
+def hooked(change, asks=False):
     torch.manual_seed(0)
-    targets = torch.full((50, 1), 2.0)
+    targets = torch.full((20, 1), 2.0)
     targets[-1] = 1e12
-    return Problem(Hooked(change), F.mse_loss, Examples(torch.randn(50, 6) + 1.0, targets))
-
-
-def engine_for(problem):
-    params = problem.initial_params()
-    return plan_for(problem, params, problem.train.inputs, GradientBudget()).engine
+    return Problem(Hooked(change, asks), F.mse_loss, Examples(torch.randn(20, 6) + 1.0, targets))
 
 
 def moved_by_the_last(problem, bound):
@@ -1008,41 +1002,81 @@ def moved_by_the_last(problem, bound):
     return norm({name: more[name] - fewer[name] for name in more})
 
 
-MIXED_BACKWARD = {
-    "clipped by the batch": lambda g: g * (50 / g.norm().clamp(min=50)),
-    "clipped by the batch at a high norm": lambda g: g * (1e8 / g.norm().clamp(min=1e8)),
+HOOKS = {
+    "doubled": lambda g: 2 * g,
+    "clipped by record": lambda g: g * (0.1 / g.norm(dim=1, keepdim=True).clamp(min=0.1)),
+    "clipped by the batch": lambda g: g * (0.1 / g.norm().clamp(min=0.1)),
     "divided by the batch": lambda g: g / g.norm(),
     "divided by its size": lambda g: g / len(g),
     "centred": lambda g: g - g.mean(0),
 }
 
 
-@pytest.mark.parametrize("name", MIXED_BACKWARD)
-def test_a_backward_pass_that_mixes_records_is_made_for_each_alone(name):
-    problem = hooked(MIXED_BACKWARD[name])
-    assert engine_for(problem) is not Engine.ONE_PASS
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_changes_each_records_gradient_alone(name, asks):
+    """What it computes from the batch, it computes from a batch of one."""
+    problem = hooked(HOOKS[name], asks)
+    params, some = problem.initial_params(), problem.train.part(slice(6))
+    ours = clipped_sum(problem, params, some, 0.1).params
+    assert_same(ours, clipped(gradients(problem, params, some), 0.1), 1e-4)
     assert moved_by_the_last(problem, 0.1) <= 0.1 * (1 + 1e-3)
 
 
-@pytest.mark.parametrize(
-    "change", [lambda g: 2 * g, lambda g: g * (50 / g.norm(dim=1, keepdim=True).clamp(min=50))]
-)
-def test_a_hook_that_treats_records_alone_keeps_the_fast_engine(change):
-    assert engine_for(hooked(change)) is Engine.ONE_PASS
+def test_gradients_that_meet_in_one_backward_pass_break_this():
+    """The control: plain PyTorch on the batch, whose hook sees all of it."""
+    problem = hooked(HOOKS["divided by the batch"])
+
+    def lift(end):
+        problem.model.zero_grad()
+        output = problem.model(problem.train.inputs[:end])
+        F.mse_loss(output, problem.train.targets[:end], reduction="sum").backward()
+        return problem.model.lift.weight.grad.clone()
+
+    assert float((lift(20) - lift(19)).norm()) > 0.5
 
 
-def test_gradients_of_one_size_do_not_find_a_high_threshold(monkeypatch):
-    """The control: the fast engine is chosen, and one record moves the sum by more."""
-    monkeypatch.setattr(comparison, "_SIZES", (1.0, 1.0, 1.0))
-    problem = hooked(MIXED_BACKWARD["clipped by the batch at a high norm"])
-    assert engine_for(problem) is Engine.ONE_PASS
-    assert moved_by_the_last(problem, 0.1) > 1
+class Mixing(nn.Module):
+    """Two layers, and something in between that concerns the whole batch."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.lift, self.head, self.between = nn.Linear(4, 8), nn.Linear(8, 2), between
+
+    def forward(self, x):
+        return self.head(self.between(torch.tanh(self.lift(x))))
 
 
-def test_rows_in_one_batch_alone_do_not_find_what_depends_on_their_number(monkeypatch):
-    """The control: no row is compared with itself in a batch of one."""
-    monkeypatch.setattr(comparison, "_outputs_alone", lambda *_: None)
-    assert engine_for(hooked(MIXED_BACKWARD["divided by its size"])) is Engine.ONE_PASS
+def by_capacity(x):
+    """Every record goes to one expert of two, which takes a limited number of records."""
+    first = (x[:, :1] > 0).to(x.dtype)
+    return x * (first * (first.cumsum(0) <= 2))
+
+
+MIXING = {
+    "centred": lambda x: x - 0.9 * x.mean(0),
+    "centred by a constant": lambda x: x - 0.9 * x.mean(0, keepdim=True).detach(),
+    "mixed up": lambda x: 0.5 * x + 0.5 * x.flip(0),
+    "mixed at random": lambda x: 0.5 * x + 0.5 * x[torch.randperm(len(x))],
+    "divided by the largest": lambda x: x / x.detach().abs().max().clamp(min=1e-3),
+    "many records only": lambda x: x - x.mean(0) if len(x) >= 4 else x,
+    "by capacity": by_capacity,
+    "decided by the batch": lambda x: x / 255 if x.max() > 0.5 else x,
+    "decided by one number": lambda x: x * (1.0 if x.mean().item() > 0 else 3.0),
+    "attention over records": lambda x: torch.softmax(x @ x.T, -1) @ x,
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_model_that_mixes_records_gives_each_the_gradient_it_has_alone(name):
+    """Records cannot meet, so mixing is harmless: it sees a batch of one."""
+    torch.manual_seed(0)
+    records = Examples(torch.randn(6, 4).double(), torch.arange(6) % 2)
+    problem = Problem(Mixing(MIXING[name]).double(), F.cross_entropy, records)
+    params = problem.initial_params()
+    for bound in (0.05, 1e6):
+        ours = clipped_sum(problem, params, records, bound).params
+        assert_same(ours, clipped(gradients(problem, params, records), bound), 1e-9)
 
 
 # Everything that is a number in float32: smaller ones are zero, larger ones overflow.

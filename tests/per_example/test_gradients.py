@@ -10,15 +10,10 @@ from dpsur.errors import InvalidInputError, UnsupportedModelError
 from dpsur.functional.problem import Objective, Problem, drop_weights
 from dpsur.functional.records import Examples
 from dpsur.networks import pixel_cnn
-from dpsur.per_example import (
-    GradientBudget,
-    check_model,
-    clipped_sum,
-    clipping,
-    engine_choice,
-    self_check,
-)
-from dpsur.per_example.engine_choice import Engine, Plan, plan_for
+from dpsur.per_example import GradientBudget, check_model, clipped_sum, clipping
+from dpsur.per_example.api import per_example_gradients
+from dpsur.per_example.engine_choice import Engine, plan_for
+from dpsur.per_example.record_function import Way
 from tests.conftest import blobs, small_model
 
 
@@ -188,9 +183,9 @@ class Shifted(nn.Module):
         return self.activation(x + self.shift)
 
 
-@pytest.mark.parametrize("engine", [Engine.ONE_PASS, Engine.BATCHED, Engine.ONE_BY_ONE])
+@pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("activation", [nn.ELU(), nn.SELU(), nn.Hardtanh(), nn.Hardswish()])
-def test_a_loss_that_is_nan_contributes_zero_wherever_it_stands(activation, engine, monkeypatch):
+def test_a_loss_that_is_nan_contributes_zero_wherever_it_stands(activation, way):
     """Vectorised kernels make a number of NaN at the end of a batch, and NaN or zero elsewhere.
 
     So one more record would move many: from 31 rows of three numbers to 32 the end is gone.
@@ -202,9 +197,8 @@ def test_a_loss_that_is_nan_contributes_zero_wherever_it_stands(activation, engi
             model, lambda out, _: out.sum(), Examples(inputs, torch.zeros(len(inputs)))
         )
         params = problem.initial_params()
-        found = plan_for(problem, params, inputs, GradientBudget())
-        plan = found if engine is Engine.ONE_PASS else Plan(engine, found.rows)
-        monkeypatch.setattr(clipping, "plan_for", lambda *_: plan)
+        records = plan_for(problem, params, inputs, GradientBudget()).records
+        records.ways.update(dict.fromkeys(records.ways, way))
         return clipping.clipped_sum(problem, params, problem.train, 1.0).params["shift"]
 
     gradient = sum_of(torch.zeros(1, 3))
@@ -260,44 +254,6 @@ class TestRefusals:
         with pytest.raises(UnsupportedModelError, match="track_running_stats=False"):
             check_model(model, inputs)
 
-    def test_a_hand_made_mixer_is_found_and_named(self):
-        class Centre(nn.Module):
-            def forward(self, x):
-                return x - x.mean(0, keepdim=True)
-
-        model = nn.Sequential(nn.Linear(2, 4), Centre(), nn.Linear(4, 3))
-        with pytest.raises(UnsupportedModelError, match=r"module 1 \(Centre\).*other examples"):
-            check_model(model, blobs())
-
-    def test_a_mixer_in_training_mode_alone_is_found(self):
-        """Gradients are taken in training mode; a detached mean leaves no trace in them."""
-
-        class Centre(nn.Module):
-            def forward(self, x):
-                return x - x.mean(0, keepdim=True).detach() if self.training else x
-
-        for before in (nn.Identity(), nn.Dropout(0.5)):
-            model = nn.Sequential(nn.Linear(2, 4), before, Centre(), nn.Linear(4, 3))
-            with pytest.raises(UnsupportedModelError, match=r"module 2 \(Centre\).*other examples"):
-                check_model(model, blobs())
-
-    def test_a_buffer_that_changes_in_training_mode_alone_is_refused(self):
-        class Memory(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.register_buffer("seen", torch.zeros(2))
-
-            def forward(self, x):
-                if self.training:
-                    self.seen += x.sum(0)
-                return x
-
-        with pytest.raises(UnsupportedModelError, match="buffer 0.seen"):
-            check_model(nn.Sequential(Memory(), nn.Linear(2, 3)), blobs())
-
-    def test_dropout_is_no_mixer(self):
-        check_model(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 3)), blobs())
-
     def test_a_buffer_that_changes_is_refused(self):
         class Memory(nn.Module):
             def __init__(self):
@@ -336,72 +292,46 @@ class TestRefusals:
 def test_dropout_draws_fresh_randomness_for_each_example():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(40, 1, bias=False))
     problem = Problem(model, lambda out, _: out.sum(), Examples(torch.ones(2, 40), torch.zeros(2)))
-    params = problem.initial_params()
-    from dpsur.per_example.generic import batched_gradients
-
-    rows = batched_gradients(problem, params, problem.train)[0]["1.weight"]
+    rows = per_example_gradients(model, problem.loss, problem.train.inputs, problem.train.targets)
+    rows = rows["1.weight"]
     assert not torch.equal(rows[0], rows[1])
 
 
 class Adversarial(nn.Module):
     """Moves its inputs along a gradient that it takes in its forward pass."""
 
-    def __init__(self):
+    def __init__(self, *, functional):
         super().__init__()
         self.first, self.scale = nn.Linear(4, 5), nn.Parameter(torch.ones(5))
-        self.head = nn.Linear(5, 3)
+        self.head, self.functional = nn.Linear(5, 3), functional
 
     def score(self, x):
         return self.head(torch.tanh(self.first(x)) * self.scale)
 
     def forward(self, x):
+        if self.functional:
+            slope = torch.func.grad(lambda moved: self.score(moved).sum())(x)
+            return self.score(x + 0.1 * slope.detach().sign())
         with torch.enable_grad():
             moved = x.detach().requires_grad_()
             (slope,) = torch.autograd.grad(self.score(moved).sum(), moved)
         return self.score(x + 0.1 * slope.sign())
 
 
-def test_a_gradient_that_a_model_takes_itself_is_not_added():
+@pytest.mark.parametrize(
+    ("functional", "engine"), [(False, Engine.ONE_BY_ONE), (True, Engine.ONE_PASS)]
+)
+def test_a_gradient_that_a_model_takes_itself_is_not_added(functional, engine):
     torch.manual_seed(0)
     records = Examples(torch.randn(6, 4), torch.arange(6) % 3)
-    problem = Problem(Adversarial(), F.cross_entropy, records)
+    problem = Problem(Adversarial(functional=functional), F.cross_entropy, records)
     params, bound = problem.initial_params(), 0.5
     check_model(problem.model, records)
-    assert plan_for(problem, params, records.inputs, GradientBudget()).engine is Engine.ONE_PASS
+    assert plan_for(problem, params, records.inputs, GradientBudget()).engine is engine
     found = clipped_sum(problem, params, records, bound).params
     expected = one_at_a_time(problem, params, records, bound)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
-
-
-class Unpadded(nn.Module):
-    """Leaves the token 7 out, which no synthetic record has."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.mix, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        places = (x.flatten() != 7).nonzero()[:, 0]
-        mixed = self.mix(self.words(x).flatten(0, 1)[places])
-        whole = torch.zeros(x.numel(), 4).index_put((places,), mixed)
-        return self.head(whole.view(*x.shape, 4).sum(1))
-
-
-def test_what_one_record_makes_slower_is_not_told_at_the_default_level(caplog):
-    """A line that depends on a record would say for certain that it is there."""
-    tokens = torch.arange(20).view(4, 5) % 7
-    problem = Problem(Unpadded(), F.cross_entropy, Examples(tokens, torch.zeros(4).long()))
-    params = problem.initial_params()
-    plan = plan_for(problem, params, tokens, GradientBudget())
-    assert plan.engine is Engine.ONE_PASS
-    engine_choice._say_once.cache_clear()
-    caplog.set_level("INFO", "dpsur.engine")
-    clipped_sum(problem, params, problem.train, 1.0)
-    assert not caplog.records
-    tokens[2, 3] = 7
-    clipped_sum(problem, params, problem.train, 1.0)
-    assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 class Checkpointed(nn.Module):
@@ -488,33 +418,29 @@ def test_a_microbatch_that_ran_out_of_memory_halfway_counts_once(monkeypatch):
         torch.testing.assert_close(found[name], value)
 
 
-class RoundedByBatch(nn.Module):
-    """Numbers that depend on the size of the batch: as TF32 rounds them, or always."""
+class Watchful(nn.Module):
+    """Notes whatever the model is called on."""
 
-    def __init__(self, *, always):
+    def __init__(self):
         super().__init__()
-        self.always = always
+        self.layer, self.seen = nn.Linear(4, 3), []
 
-    def forward(self, rows):
-        rounds = self.always or torch.backends.cudnn.allow_tf32
-        return rows * 1.3 if rounds and len(rows) == 1 else rows
+    def forward(self, x):
+        level = torch._C._functorch.is_batchedtensor(x)
+        self.seen.append(torch._C._functorch.get_unwrapped(x).flatten(0, -2) if level else x)
+        return self.layer(x)
 
 
-@pytest.mark.parametrize("always", [False, True])
-def test_a_record_alone_is_compared_in_full_float32(always, monkeypatch):
-    """In TF32 a ReLU may open in a batch and not alone, which must not cost the fast engine."""
-    for module in (engine_choice, self_check):
-        monkeypatch.setattr(
-            module, "rounds_to_tf32", lambda device: torch.backends.cudnn.allow_tf32
-        )
-    assert torch.backends.cudnn.allow_tf32
-    layers = nn.Linear(4, 3), RoundedByBatch(always=always), nn.ReLU(), nn.Linear(3, 2)
-    model = nn.Sequential(*layers)
-    params = {name: value.detach() for name, value in model.named_parameters()}
-    objective = Objective(model, F.cross_entropy)
-    plan = engine_choice.plan_for(objective, params, torch.randn(5, 4), GradientBudget())
-    assert (plan.engine is Engine.ONE_PASS) == (not always)
-    assert torch.backends.cudnn.allow_tf32
+def test_no_made_up_value_reaches_a_model():
+    """Labels out of range would end a process on a GPU."""
+    model, inputs = Watchful(), torch.randn(5, 4) + 7.0
+    problem = Problem(model, F.cross_entropy, Examples(inputs, torch.arange(5) % 3))
+    clipped_sum(problem, problem.initial_params(), problem.train, 0.1)
+    rows = {tuple(row) for row in inputs.tolist()}
+    assert model.seen
+    assert {tuple(row) for seen in model.seen for row in seen.tolist()} <= rows
+    # two passes to measure memory, with one record and with two, and the sum itself
+    assert [len(seen) for seen in model.seen] == [1, 2, 5]
 
 
 def test_weights_in_half_precision_are_refused():

@@ -321,6 +321,13 @@ class BlockRun:
         ):
             tape, *_ = watcher.records.tape(loss, alone, records, randomness=watcher.randomness)
         with torch.no_grad(), precision(tf32=False):
+            tape.carry_back()
+            if not tape.contributions:
+                raise InvalidInputError(
+                    "no gradient of the model was found in the loss of the gate, from which the "
+                    "clipping norm is measured; call the model, without torch.no_grad(), or give "
+                    "make_private max_grad_norm=..."
+                )
             return tape.norms()
 
     def _walk(self) -> Walk:

@@ -20,7 +20,7 @@ from torch.utils.data import (
     Subset,
 )
 
-from dpsur.engine.private_step import CollateAlone, padding_of
+from dpsur.engine.private_step import CollateAlone, collate_apart, padding_of
 from dpsur.errors import InvalidInputError
 from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.sampling import poisson_sample
@@ -178,7 +178,7 @@ class Collate:
         if self.alone is not None:
             return self.alone(records)
         if records:
-            batch = self.collate(records)
+            batch = collate_apart(self.collate, records)
         else:  # only the shape of the record is used; what is no number becomes empty
             batch = map_tensors(torch.zeros_like, self.collate([self.dataset[0]]), otherwise=_blank)
         if self.views == 1:

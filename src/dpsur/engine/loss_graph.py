@@ -11,7 +11,6 @@ loss, which for a mean over several items of a record (tokens) is the mean over 
 """
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +21,21 @@ from dpsur.engine.criterion import PerRecord
 from dpsur.errors import CouplingError
 
 REMEDY = (
-    "give the loss as make_private(..., criterion=loss) and call engine.criterion(outputs, "
-    "targets), which computes each record's loss alone"
+    "write the loss as `@engine.private_step def step(model, batch): ...` and call step(batch) in "
+    "the loop, where it may be any function; or give it as make_private(..., criterion=loss) and "
+    "call engine.criterion(outputs, targets), which computes each record's loss alone"
 )
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor whose first dimension holds `shape[0] // records` rows for each record in turn."""
+    """A tensor whose first dimension holds `shape[0] // records` rows for each record in turn.
+
+    `stretched`: it was broadcast, to be combined with another one of the same shape.
+    """
 
     shape: tuple[int, ...]
+    stretched: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ _SOFTMAX = {"LogSoftmax", "Softmax"}
 _LOSSES = {
     "NllLoss",
     "NllLoss2D",
+    "MultiMarginLoss",
+    "MultilabelMarginLoss",
     "MseLoss",
     "SmoothL1Loss",
     "HuberLoss",
@@ -104,12 +110,9 @@ def check_loss_graph(
     `cut`.
     """
     walk = _Walk(cut, records, names, outputs)
-    if records == 1:  # there is nothing to couple but by numbers that come from elsewhere
-        walk.check_leaves(loss.grad_fn)
-        with suppress(CouplingError):
-            walk.state(loss.grad_fn, 0)
-        return LossReport(1.0, True, tuple(walk.factors), walk.targets)
     state = walk.state(loss.grad_fn, 0)
+    if records == 1:  # a mean is a sum
+        return LossReport(1.0, True, tuple(walk.factors), walk.targets)
     if not isinstance(state, Total):
         if math.prod(state.shape) != 1:
             raise CouplingError("the loss must be one number; reduce it with .mean() or .sum()")
@@ -257,6 +260,11 @@ class _Walk:
 
     def _of_rows(self, node: Any, kind: str, rows: list[Rows], shape: tuple[int, ...]) -> State:
         first = rows[0]
+        if any(one.stretched for one in rows):
+            # else a target of another shape would be compared with all records
+            pair = kind in ("Add", "Sub", "Mul", "Div") and len(rows) == 2
+            if not pair or all(one.stretched for one in rows):
+                raise self._unknown(node, "do outputs and targets have different shapes?")
         if kind in ("Pow", "Abs", "Mul"):
             self._note_difference(node)
         if getattr(node, "_forward_cls", None) is PerRecord:
@@ -268,14 +276,48 @@ class _Walk:
         if kind in _ELEMENTWISE and len(rows) == 1 and shape == first.shape:
             self._note_arguments(node)
             return first
-        if kind in ("Add", "Sub") and all(one.shape == shape for one in rows):
+        # a constant that is broadcast would compare each record with the targets of all
+        side_by_side = (
+            all(len(one.shape) == len(shape) and one.shape[:1] == shape[:1] for one in rows)
+            if len(rows) > 1
+            else first.shape == shape
+        )
+        if kind in ("Add", "Sub", "Rsub") and side_by_side:
             self._note_arguments(node)
+            return Rows(shape)
+        if (
+            kind == "Bmm"
+            and side_by_side
+            and (len(rows) == 2 or self._is_target(_saved(node, "_saved_mat2", "_saved_self")))
+        ):
+            return Rows(shape)
+        if kind == "Mm" and len(rows) == 1 and node.next_functions[1][0] is None:
+            fixed = node._saved_mat2.double()  # the same in every batch, such as prototypes
+            self.factors += [float(fixed.sum()), float(fixed.norm())]
             return Rows(shape)
         if kind == "MaskedFill" and len(rows) == 1 and not node._saved_mask.any():
             return first  # of label smoothing, whose mask holds ignored targets
-        two = len(rows) == 2 and all(one.shape == shape for one in rows)
-        if kind in ("Maximum", "Minimum") and two:
+        same = all(one.shape == shape for one in rows)
+        if kind in ("Maximum", "Minimum") and same and len(rows) == 2:
             return Rows(shape)
+        if kind == "Where" and same and self._is_target(node._saved_condition):
+            return Rows(shape)
+        if kind == "Expand" and shape and shape[0] == first.shape[0]:
+            return Rows(shape, stretched=True)
+        if kind in (
+            "LinalgVectorNorm",
+            "Norm",
+            "Max",
+            "Min",
+            "Amax",
+            "Amin",
+            "Cat",
+            "Stack",
+            "Split",
+        ):
+            return self._within_records(node, kind, rows, shape)
+        if kind == "Index" and len(rows) == 1:
+            return self._index(node, first, shape)
         if kind in ("Mul", "Div"):
             return self._product(node, rows, shape)
         if kind in _VIEWS or kind in ("Squeeze", "Unsqueeze"):
@@ -295,6 +337,44 @@ class _Walk:
             return self._loss(node, kind, first, shape)
         raise self._unknown(node)
 
+    def _is_target(self, value: Any) -> bool:
+        """Whether a constant has a row per record; it is then compared between batches."""
+        if not isinstance(value, Tensor) or not value.dim() or len(value) % self.records:
+            return False
+        self._targets.append(value)
+        return True
+
+    def _within_records(
+        self, node: Any, kind: str, rows: list[Rows], shape: tuple[int, ...]
+    ) -> Rows:
+        """What is done along another dimension than that of the records."""
+        dims = getattr(node, "_saved_dim", None)
+        dims = [] if dims is None else list(dims) if isinstance(dims, (tuple, list)) else [dims]
+        rank = len(shape) if kind == "Stack" else len(rows[0].shape)
+        lengths = {one.shape[0] for one in rows}
+        if not dims or any(_dim(one, rank) == 0 for one in dims) or {shape[:1]} != {tuple(lengths)}:
+            raise self._unknown(node, "over the records of the batch")
+        self._note_arguments(node)
+        return Rows(shape)
+
+    def _index(self, node: Any, first: Rows, shape: tuple[int, ...]) -> Rows:
+        """`rows[arange, y]`: one entry of each row, in their order."""
+        indices = [one for one in node._saved_indices if isinstance(one, Tensor)]
+        count = first.shape[0]
+        in_order = (
+            bool(indices)
+            and indices[0].dtype == torch.int64
+            and torch.equal(indices[0].cpu(), torch.arange(count))
+        )
+        if (
+            not in_order
+            or not shape
+            or shape[0] != count
+            or not all(map(self._is_target, indices[1:]))
+        ):
+            raise self._unknown(node, "rows are chosen by a tensor")
+        return Rows(shape)
+
     def _note_arguments(self, node: Any) -> None:
         """Refuse tensors beside the rows, and note numbers: a clamp, a mask, an exponent."""
         for name in _ARGUMENTS:
@@ -307,21 +387,16 @@ class _Walk:
                 self.factors.append(float(value))
 
     def _product(self, node: Any, rows: list[Rows], shape: tuple[int, ...]) -> Rows:
-        if all(one.shape == shape for one in rows):
+        if shape and all(one.shape[:1] == shape[:1] for one in rows):
             if len(rows) == 2:
                 return Rows(shape)
             value, plain = _constant(node)
-            if value is not None and plain:
+            if value is not None and plain and rows[0].shape == shape:
                 self.factors.append(value)
                 return Rows(shape)
-            # cross entropy with probabilities as targets
-            below = node.next_functions[0][0] or node.next_functions[1][0]
+            # a target, or a weight of each record: compared between batches like other targets
             other = _saved(node)
-            if (
-                below.name().startswith("LogSoftmax")
-                and other is not None
-                and tuple(other.shape) == shape
-            ):
+            if other is not None and rows[0].shape == shape and tuple(other.shape) == shape:
                 self._targets.append(other)
                 return Rows(shape)
         raise self._unknown(node, "rows times a tensor, which may hold weights of the whole batch")
@@ -345,6 +420,10 @@ class _Walk:
             raise self._unknown(node, "over the records of the batch")
         if kind == "Gather":
             self._targets.append(node._saved_index)
+        if kind == "Select":  # where the longest record of a batch ends, perhaps
+            self.factors.append(float(_signed(node._saved_index)))
+        if kind == "Slice":
+            self.factors += [float(_signed(node._saved_start)), float(_signed(node._saved_end))]
         return Rows(shape)
 
     def _reduced(self, node: Any, kind: str, first: Rows, shape: tuple[int, ...]) -> State:
@@ -379,6 +458,8 @@ class _Walk:
         self._targets += [] if target is None else [target]
         if kind.startswith("Nll"):
             self.factors.append(float(_signed(node._saved_ignore_index)))
+            self._check_classes(node, target, first)
+        elif kind in ("MultiMarginLoss", "MultilabelMarginLoss"):
             self._check_classes(node, target, first)
         elif target is not None and tuple(target.shape) != first.shape:
             raise self._unknown(node, "targets are broadcast over the records")
@@ -424,8 +505,8 @@ def _same(one: float | Tensor, other: float | Tensor) -> bool:
     return bool(torch.allclose(first, second, rtol=1e-12))
 
 
-def _saved(node: Any) -> Tensor | None:
-    for name in ("_saved_other", "_saved_self"):
+def _saved(node: Any, *names: str) -> Tensor | None:
+    for name in names or ("_saved_other", "_saved_self"):
         found = getattr(node, name, None)
         if isinstance(found, Tensor):
             return found

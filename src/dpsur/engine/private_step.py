@@ -73,6 +73,9 @@ class PrivateBatch:
             "`step(batch)`, and take it apart inside the function"
         )
 
+    def __contains__(self, _: object) -> bool:
+        return False  # what it holds is nobody's business
+
     def to(self, *args: Any, **kwargs: Any) -> "PrivateBatch":
         """The same records on a device; a private step moves them by itself."""
         return self._map(lambda value: value.to(*args, **kwargs))
@@ -112,9 +115,10 @@ class CollateAlone:
         if not records:
             return PrivateBatch(())
         if self.collate is default_collate and self.pad is None:
-            try:  # which joins each record's tensors as they are, or raises
-                joined = _readable(default_collate(list(records)))
-                tensors = map_tensors(lambda value: value.unsqueeze(1), joined, otherwise=_keep)
+            try:  # which joins each record's tensors as they are, or raises; all tensors or nothing
+                tensors = map_tensors(
+                    lambda value: value.unsqueeze(1), default_collate(list(records))
+                )
                 return PrivateBatch((Group(len(records), self._viewed(tensors)),))
             except (RuntimeError, TypeError):
                 pass
@@ -154,6 +158,42 @@ class CollateAlone:
                 value = F.pad(value, (0, more), value=self.pad[name])
             found[name] = value
         return found
+
+
+def collate_apart(collate: Callable[[list[Any]], Any], records: list[Any]) -> Any:
+    """A batch of several records, in which each is what it is when it is collated alone.
+
+    A collate function may add padding to a record's tensors, before or after them, and nothing
+    else. Padding to the longest record of a batch is the one way left in which records meet.
+    """
+    joined = collate(records)
+    if collate is default_collate or len(records) == 1:
+        return joined
+    together, parts = tensors_of(joined), [tensors_of(collate([record])) for record in records]
+    same = bool(together) and all(len(part) == len(together) for part in parts)
+    if not same or not all(
+        _is_row(values, row, len(records), part[place])
+        for row, part in enumerate(parts)
+        for place, values in enumerate(together)
+    ):
+        raise InvalidInputError(
+            "the collate function gives a record other tensors when other records are in the "
+            "batch, so that one record could change the gradients of others; treat each record by "
+            "itself (padding may be added), or use engine.private_step, which collates each alone"
+        )
+    return joined
+
+
+def _is_row(values: Tensor, row: int, rows: int, alone: Tensor) -> bool:
+    """Whether a record's tensor is a row of a batch, up to padding."""
+    if not values.dim() or not alone.dim() or len(values) != rows or len(alone) != 1:
+        return values.shape == alone.shape and torch.equal(values, alone)
+    found, own = values[row], alone[0]
+    if found.dim() != own.dim() or any(a < b for a, b in zip(found.shape, own.shape, strict=True)):
+        return False
+    first = tuple(slice(0, size) for size in own.shape)
+    last = tuple(slice(a - b, a) for a, b in zip(found.shape, own.shape, strict=True))
+    return any(torch.equal(found[part].nan_to_num(), own.nan_to_num()) for part in (first, last))
 
 
 def padding_of(collate: Any) -> dict[str, float] | None:
@@ -197,10 +237,14 @@ def opened(batch: Any) -> PrivateBatch:
 class Runner(Protocol):
     """The engine behind a private step."""
 
-    def run_step(
+    def clip_batch(
         self, step: "PrivateStep", batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Tensor]:
-        """Make a step."""
+        """Add up the clipped gradients of a batch."""
+        ...
+
+    def update(self) -> None:
+        """Add noise, charge, and update the weights."""
         ...
 
 
@@ -217,6 +261,8 @@ class PrivateStep:
 
     function: Function
     engine: Runner = field(repr=False)
+    # the most records that are worked on at once, where memory is short
+    max_physical_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -225,7 +271,13 @@ class PrivateStep:
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Make a step with a batch of the private loader."""
-        return self.engine.run_step(self, batch, args, kwargs)
+        figures = self.engine.clip_batch(self, batch, args, kwargs)
+        self.engine.update()
+        return figures
+
+    def accumulate(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """All of a step but the update, for a trainer that calls `optimizer.step()` itself."""
+        return self.engine.clip_batch(self, batch, args, kwargs)
 
 
 def modules_of(function: Function) -> list[nn.Module]:

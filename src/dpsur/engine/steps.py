@@ -31,6 +31,7 @@ from dpsur.errors import (
     InvalidInputError,
     NothingReleasedError,
     StepError,
+    UnsupportedModelError,
 )
 from dpsur.functional.parameters import Params, elementwise
 from dpsur.functional.process_settings import seeded_globally
@@ -82,7 +83,8 @@ class PrivateLoop:
         self._private_steps: list[PrivateStep] = []
         self._functions: dict[PrivateStep, RecordFunction] = {}
         self._refused = False  # for coupling
-        self._stepping = False  # whether a private step is under way
+        self._yields_open = False  # whether the loader has yielded a batch that is not opaque
+        self._from_function = False  # whether the sum at hand was made by a private step
         self._checked = False  # whether code of the loop has seen several records
         self._calls = 0  # of layers that draw, in the step at hand
         # Schedulers do nothing after a step that did nothing or was undone.
@@ -187,6 +189,7 @@ class PrivateLoop:
         if batch.first:
             self._calls = 0
         self._due, self._content = batch, content
+        self._yields_open = self._yields_open or not isinstance(content, PrivateBatch)
         self._watcher.sums.inputs.clear()  # held to their number above, and they take memory
         self._watcher.yielded = Yielded(batch.records, content, batch.before)
 
@@ -211,11 +214,11 @@ class PrivateLoop:
 
     @contextmanager
     def final_refusals(self) -> Iterator[None]:
-        """Let a refusal for coupling be the end: code that was refused may have kept something."""
+        """Let a refusal be the end: code that was refused may have kept or changed something."""
         self.check_refusal()
         try:
             yield
-        except CouplingError:
+        except (CouplingError, UnsupportedModelError):
             self._refused = True
             raise
 
@@ -224,8 +227,8 @@ class PrivateLoop:
         if self._refused:
             raise StepError(
                 "an earlier step of this engine was refused because records could depend on each "
-                "other, which is final: no step, statement or release may follow; repair the "
-                "program and train anew with a new PrivacyEngine"
+                "other or change the model, which is final: no step, statement or release may "
+                "follow; repair the program and train anew with a new PrivacyEngine"
             )
 
     # Private steps
@@ -250,19 +253,19 @@ class PrivateLoop:
         """
         step = PrivateStep(function, self)
         if self._ledger is not None:
-            if self._ledger.steps and not self._private_steps:
+            if self._yields_open:
                 raise StepError(
-                    "steps were made by backward() and optimizer.step() already; declare private "
-                    "steps before the loop"
+                    "the loader has yielded batches for backward() and optimizer.step() already; "
+                    "declare private steps before the loop"
                 )
             self._loader.collate_alone()
         self._private_steps.append(step)
         return step
 
-    def run_step(
+    def clip_batch(
         self, step: PrivateStep, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Tensor]:
-        """Clip, add noise, charge and update, with the records of the batch at hand."""
+        """Add up the clipped gradients of the records of the batch at hand, for `update`."""
         due = self._due
         if due is None:
             raise StepError(
@@ -283,6 +286,7 @@ class PrivateLoop:
             found = found if due.rows else PrivateBatch(())
         watcher = self._watcher
         watcher.check_parameters()
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         parts = []
         with (
             self.final_refusals(),
@@ -292,15 +296,21 @@ class PrivateLoop:
             for sums, losses, figures in self._gradients(step, found, args, kwargs):
                 parts.append((losses, figures))
                 watcher.sums.add(len(losses), sums, [])
+            if rates != [float(group["lr"]) for group in self._optimizer.param_groups]:
+                raise CouplingError(
+                    "the function of a private step changes the learning rate, by which a record "
+                    "would act on later steps without noise; change it in the loop, by public "
+                    "values"
+                )
         if not found.groups:
             watcher.sums.add(1, {}, [])
         watcher.gradients.mark(None)
-        self._stepping = True
-        try:
-            self._optimizer.step()
-        finally:
-            self._stepping = False
+        self._from_function = True
         return means(parts)
+
+    def update(self) -> None:
+        """Add noise, charge, and update the weights."""
+        self._optimizer.step()
 
     def _gradients(
         self, step: PrivateStep, batch: PrivateBatch, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -315,7 +325,7 @@ class PrivateLoop:
             return step.function(self._module, one, *args, **kwargs)
 
         for group in batch.to(device, non_blocking=True).groups:
-            most = self._loader.poisson.most or group.records
+            most = step.max_physical_batch_size or self._loader.poisson.most or group.records
             for start in range(0, group.records, most):
                 some = slice(start, min(start + most, group.records))
                 part = map_tensors(lambda v: v[some], group.batch, otherwise=lambda v: v)  # noqa: B023
@@ -364,7 +374,8 @@ class PrivateLoop:
         if self._blocks is not None:
             self._blocks.check_rates()
         self.accountant.charge(self._event)
-        self._checked = self._checked or not self._stepping
+        self._checked = self._checked or not self._from_function
+        self._from_function = False
         self._due = None
         self._follow_device()
         noise = self._streams.at(due.step)[NOISE]

@@ -9,9 +9,10 @@ gradient is clipped and added to the sum of the batch. `torch.autograd.backward`
 frees what it has saved.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -123,16 +124,15 @@ class Watcher:
         # of one record and of several, whose losses are not written alike
         self._factors: dict[bool, tuple[float, ...]] = {}
         self._calls: list[Call] = []
-        self._open: tuple[Tape, Any, Arguments, Any] | None = None
         self._argument_check = ArgumentCheck()
         self.yielded: Yielded | None = None
         self._target_check = TargetCheck()
         self._busy = False
         self.gradients = Gradients(trained)
-        self._handles = [
-            module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-            module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
-        ]
+        # before hooks of others, such as those by which FSDP gathers weights
+        self._handle = module.register_forward_pre_hook(self._enter, prepend=True)
+        self._own_forward = vars(module).get("forward")
+        vars(module)["forward"] = WatchedForward(self)
         watch_backward(self)
 
     def __deepcopy__(self, memo: Any) -> "Watcher":
@@ -143,27 +143,51 @@ class Watcher:
 
     def detach(self) -> None:
         """Leave the module alone from now on."""
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
+        if self._own_forward is None:
+            vars(self.module).pop("forward", None)
+        else:
+            vars(self.module)["forward"] = self._own_forward
         leave_backward(self)
 
     # The forward pass
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not hasattr(self, "module") or module is not self.module or self._busy:
-            return None  # a copy of the module, or a call of our own
-        self._close()  # Ctrl-C in the call before, after which hooks are not called
-        self.unwatched = None
-        if not module.training:
-            self.unwatched = "the model was in evaluation mode; call model.train() first"
-            return None
-        if not torch.is_grad_enabled():
-            return None
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if not hasattr(self, "module") or module is not self.module or not self._watches():
+            return  # a copy of the module, or a call of our own
         with self._final_refusals():
-            return self._call(module, args, kwargs)
+            self.check_parameters()
 
-    def _call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run the module in the record level, in the place of its own call."""
+    def _watches(self) -> bool:
+        if self._busy:
+            return False
+        self.unwatched = None
+        if not self.module.training:
+            self.unwatched = "the model was in evaluation mode; call model.train() first"
+        return self.module.training and torch.is_grad_enabled()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass, in the record level where it is watched."""
+        if not self._watches():
+            with self._plain_forward() as forward:
+                return forward(*args, **kwargs)
+        with self._final_refusals():
+            return self._call(args, kwargs)
+
+    @contextmanager
+    def _plain_forward(self) -> Iterator[Callable[..., Any]]:
+        """The module as it was before it was watched."""
+        held = vars(self.module)
+        watched = held.pop("forward")
+        if self._own_forward is not None:
+            held["forward"] = self._own_forward
+        try:
+            yield self.module.forward
+        finally:
+            held["forward"] = watched
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        """Run the module in the record level, in the place of its own forward pass."""
         given = Arguments(args, kwargs)
         rows, views = row_count_of(given), self.views
         if rows % views:
@@ -172,7 +196,6 @@ class Watcher:
                 "keep the views of a record together"
             )
         self._expects(rows // views)
-        self.check_parameters()
         self._argument_check.look(given)
         self._note_precision()
 
@@ -180,25 +203,14 @@ class Watcher:
             inner_args, inner_kwargs = self._augmented(*one)
             return forward(*inner_args, **inner_kwargs)
 
-        forward, held = module.forward, vars(module).get("forward")
         alone = map_tensors(
             lambda value: value.unflatten(0, (-1, views)), (args, kwargs), otherwise=_keep
         )
-        with self.paused(), nullcontext() if self.sharding is None else self.sharding.watched():
+        watched = nullcontext() if self.sharding is None else self.sharding.watched()
+        with self._plain_forward() as forward, self.paused(), watched:
             tape, found = self.records.run(call, alone, rows // views, randomness=self.randomness)
         tape.recording = False  # until a loss was inspected
-        self._open = tape, found, given, held
-        vars(module)["forward"] = lambda *_args, **_kwargs: found  # which has been computed
-        return args, kwargs
-
-    def _close(self) -> None:
-        if self._open is not None:
-            held = self._open[-1]
-            if held is None:
-                vars(self.module).pop("forward", None)
-            else:
-                vars(self.module)["forward"] = held
-            self._open = None
+        return self._outputs(tape, found, given)
 
     def _note_precision(self) -> None:
         kind = next(iter(self.trained.values())).device.type
@@ -221,13 +233,8 @@ class Watcher:
             )
         return arguments(augmented(self.augment, kwargs or (args[0] if len(args) == 1 else args)))
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:  # noqa: ARG002
-        if not hasattr(self, "module") or self._open is None or module is not self.module:
-            return None
-        tape, found, given, _ = self._open
-        self._close()
-        if outputs is None:  # the forward pass raised
-            return None
+    def _outputs(self, tape: Tape, found: Any, given: Arguments) -> Any:
+        """What the module returns for the whole batch; notes where its graph ends."""
         call = Call(tape, tape.examples, places_of(given), given)
 
         def note(value: Tensor) -> Tensor:
@@ -396,7 +403,7 @@ class Watcher:
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
         missing = next((name for name in tape.params if not tape.contributions.get(name)), None)
-        if missing is not None:
+        if missing is not None and not getattr(tape, "unusable", False):
             raise StepError(
                 f"parameter {missing} took no part in the loss, so noise alone would train it; "
                 "freeze it with requires_grad_(False) before make_private"
@@ -420,6 +427,26 @@ class Watcher:
     def forget(self) -> None:
         """Drop what calls and backward passes have left."""
         self.sums, self._calls, self.yielded = Sums(), [], None
+
+
+class WatchedForward:
+    """Stands in for the forward method of a watched module. A copy of the module is not watched."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.watcher = watcher
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask the watcher."""
+        return self.watcher.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self.watcher.module))
+        assert copied is not None  # it is copied as an attribute of the module
+        return partial(type(copied).forward, copied)
+
+    def __reduce__(self) -> Any:
+        module = self.watcher.module
+        return partial, (type(module).forward, module)
 
 
 def _hooks(value: Tensor) -> int:

@@ -11,14 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from dpsur.engine.privacy_engine import PrivacyEngine
 from dpsur.errors import CheckpointError, InvalidInputError
-from dpsur.functional.model_loss import model_loss
-from dpsur.functional.tree import row_count, split_rows
 
 _LEDGER = "privacy_engine.json"
 # What a trainer logs of the private records.
@@ -29,8 +26,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     """A `Trainer` whose steps are private.
 
     `per_device_train_batch_size` is the expected batch size. Steps are planned from
-    `num_train_epochs` or `max_steps`, each record has its own loss (`dpsur.model_loss`, or
-    `criterion`), and checkpoints hold the ledger. Evaluation is left to the base class: a metric
+    `num_train_epochs` or `max_steps`, and checkpoints hold the ledger. The loss is the trainer's
+    own (`compute_loss`, or `criterion`), called for each record alone (`engine.private_step`), with
+    texts padded to public lengths. Evaluation is left to the base class: a metric
     on an evaluation set is public only if that set is.
 
     Training losses and the sizes of batches depend on private records: they are neither logged nor
@@ -67,38 +65,31 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         self.engine = PrivacyEngine() if engine is None else engine
         # clipped per record already, and the base class must not skip batches on resuming
         self.args.max_grad_norm, self.args.ignore_data_skip = 0.0, True
-        self._log_private, self._most_rows = log_private, max_physical_batch_size
+        self._log_private = log_private
         self._loader: DataLoader[Any] | None = None
         self._settings: dict[str, Any] = {
             "max_grad_norm": max_grad_norm,
             "noise_multiplier": noise_multiplier,
             "target_epsilon": target_epsilon,
             "target_delta": target_delta,
-            "criterion": model_loss(self.model) if criterion is None else criterion,
             "seed": seed,
         }
-        self.compute_loss_func = self._loss
+        if criterion is not None:
+            self.compute_loss_func = lambda outputs, labels, **_: criterion(outputs, labels)
         # or the model would get the number of tokens in the batch, to divide its loss by
         self.model_accepts_loss_kwargs = False
+        self._step = self.engine.private_step(self._loss)
+        self._step.max_physical_batch_size = max_physical_batch_size
 
-    def _loss(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:  # noqa: ARG002
-        """Each record's own loss, whatever the number of tokens in the batch."""
-        if not self.model.training:
-            return self._settings["criterion"](outputs, labels)
-        return self.engine.criterion(outputs, labels)
+    def _loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """The trainer's own loss, of a batch of one record."""
+        return self.compute_loss(model, inputs)
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """One backward pass, or several over parts of a batch that fit into memory."""
-        rows = row_count(inputs)
-        if self._most_rows is None or rows <= self._most_rows:
-            return super().training_step(model, inputs, *args, **kwargs)
-        parts = split_rows(inputs, self._most_rows)
-        losses = [
-            super(PrivateTrainer, self).training_step(model, part, *args, **kwargs)
-            * (row_count(part) / rows)
-            for part in parts
-        ]
-        return torch.stack(losses).sum()
+    def training_step(self, model: Any, inputs: Any, *_args: Any, **_kwargs: Any) -> Any:
+        """Clip the gradient of each record; the trainer then calls `optimizer.step()`."""
+        model.train()
+        with self.compute_loss_context_manager():
+            return self._step.accumulate(inputs)["loss"].to(self.args.device)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The private loader; the first call makes model and optimizer private."""
@@ -124,9 +115,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         )
         return self._loader
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: Any) -> int:  # noqa: ARG002
         """Nothing: the sizes of private batches, which would be added up and saved."""
-        return int(super().floating_point_ops(inputs)) if self._log_private else 0
+        return 0
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the base class would rescale gradients to find their norm."""
@@ -184,10 +175,6 @@ def _check(args: Any, noise: float | None, epsilon: float | None, delta: float |
         raise InvalidInputError("PrivateTrainer trains on one device; set CUDA_VISIBLE_DEVICES")
     if args.torch_compile:
         raise InvalidInputError("torch_compile=True is not supported in private steps")
-    if args.label_smoothing_factor:
-        raise InvalidInputError(
-            "label_smoothing_factor is not supported; give a criterion with label smoothing"
-        )
     if args.auto_find_batch_size:
         raise InvalidInputError(
             "auto_find_batch_size would change the sample rate; set max_physical_batch_size"

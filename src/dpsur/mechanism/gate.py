@@ -47,6 +47,7 @@ from dpsur.mechanism.sampling import (
 )
 from dpsur.mechanism.state import Candidate, State, Verdict
 from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws, Stream, Streams
+from dpsur.per_example.evaluation import record_losses
 from dpsur.privacy.events import CoinTest, Test
 
 # Where one evaluation of both costs less than two, and for which layers with weights.
@@ -63,7 +64,7 @@ def paired_losses(problem: Problem, one: Params, other: Params, examples: Exampl
     """Losses of every record by itself, in evaluation mode: a row for each set of weights."""
     inputs = examples.inputs
     if not evaluates_together(problem, one, inputs):
-        return torch.stack([problem.losses(params, examples) for params in (one, other)])
+        return torch.stack([record_losses(problem, params, examples) for params in (one, other)])
     outputs = stacked_outputs(problem, one, other, inputs)
     losses = example_losses(
         problem.loss,
@@ -214,7 +215,7 @@ class StartedTest:
         """The same two means as `mean_losses`."""
         if self.before is None:
             return mean_losses(problem, candidate, current, self.batch)
-        after = problem.losses(candidate, self.batch.examples)
+        after = record_losses(problem, candidate, self.batch.examples)
         return self.batch.mean(after.double()), self.before
 
 
@@ -226,7 +227,7 @@ def start_test(problem: Problem, current: Params, batch: Batch) -> StartedTest:
     """
     if evaluates_together(problem, current, batch.data.inputs):
         return StartedTest(batch)
-    before = problem.losses(current, replace(batch).examples)
+    before = record_losses(problem, current, replace(batch).examples)
     return StartedTest(batch, batch.mean(before.double()))
 
 

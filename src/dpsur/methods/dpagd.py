@@ -28,6 +28,7 @@ from dpsur.methods.base import (
     power_of_two_near,
 )
 from dpsur.options import option
+from dpsur.per_example.evaluation import record_losses
 from dpsur.privacy.accounting import check_covers_steering
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Step, Trial
@@ -363,7 +364,9 @@ class AdaptiveSteps:
 
         losses = torch.zeros(len(lengths), 0, device=lengths.device)
         if len(sample):
-            each = [self._problem.losses(moved(by), sample.examples) for by in lengths.unbind()]
+            each = [
+                record_losses(self._problem, moved(by), sample.examples) for by in lengths.unbind()
+            ]
             losses = torch.stack(each)
         if sample.mask is not None:
             losses = torch.where(sample.mask, losses, 0.0)

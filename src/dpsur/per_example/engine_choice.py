@@ -126,8 +126,13 @@ def _make(objective: Objective, params: Params, inputs: TensorTree, budget: Grad
     held, copied = [], frozenset[str]()
     most = row_count(inputs)
     for rows in range(1, most + 1):
-        with _saved() as saved:
-            tape = _tape(objective, params, records, slice_rows(inputs, slice(rows)), _total)
+        saved: list[Tensor] = []
+        part = slice_rows(inputs, slice(rows))
+        try:
+            with _saved() as saved:
+                tape = _tape(objective, params, records, part, _total)
+        except RuntimeError:  # torch.func in a model allows no such hooks
+            tape = _tape(objective, params, records, part, _total)
         saved += [
             value
             for uses in tape.contributions.values()

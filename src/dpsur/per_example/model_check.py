@@ -14,23 +14,20 @@ from dpsur.errors import ModelInputError, UnsupportedModelError, from_custom_cod
 from dpsur.functional.call import call
 from dpsur.functional.problem import forbid_side_effects, mode, output_rows
 from dpsur.functional.records import Examples
-from dpsur.functional.tree import TensorTree, describe_rows, map_tensors, slice_rows, tensors_of
+from dpsur.functional.tree import TensorTree, describe_rows, map_tensors, tensors_of
 
 # Layers that shorten the rows of their table in place, if they are given a max_norm.
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_model(model: nn.Module, examples: Examples) -> TensorTree:
-    """Check a model on the first record, twice in a batch, in evaluation mode.
+    """Check a model on two records of zeros, in evaluation mode: of the records only shapes count.
 
     Returns the outputs, whose shape says what the model predicts.
     """
     _check_parameters(model)
     check_layers(model)
-    rows = map_tensors(
-        lambda value: value.expand(2, *value.shape[1:]).clone(),
-        slice_rows(examples.inputs, slice(1)),
-    )
+    rows = map_tensors(lambda value: value.new_zeros(2, *value.shape[1:]), examples.inputs)
     before = map_tensors(torch.clone, rows)
     with _errors_named(rows), torch.no_grad(), mode(model, training=False):
         state = generator_state(next(model.parameters()).device)
@@ -62,7 +59,8 @@ def draws_randomness(model: nn.Module, examples: Examples) -> bool:
     """Whether a forward pass in training mode draws random numbers, as dropout does."""
     where = next(model.parameters()).device  # not always where the records are
     rows = map_tensors(
-        lambda value: value.to(where, copy=True), slice_rows(examples.inputs, slice(2))
+        lambda value: torch.zeros(2, *value.shape[1:], dtype=value.dtype, device=where),
+        examples.inputs,
     )
     with torch.random.fork_rng([where] if where.type == "cuda" else []):
         before = generator_state(where)

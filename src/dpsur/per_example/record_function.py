@@ -29,6 +29,8 @@ from dpsur.per_example.record_level import LevelTape, RecordLevel, only_trusted_
 from dpsur.per_example.tape import Slot, Tape
 
 Found = TypeVar("Found")
+# What no record's values are to blame for.
+_NOT_OF_A_RECORD = (DpsurError, torch.OutOfMemoryError, Warning)
 # Losses of one record that was worked on twice may differ by rounding.
 _ROUNDING = 1e-4
 
@@ -105,7 +107,15 @@ class RecordFunction:
             return tape, losses, figures
 
         with torch.enable_grad():
-            return self._first_that_works("gradients", function, batch, records, run, randomness)
+            return self._first_that_works(
+                "gradients",
+                function,
+                batch,
+                records,
+                run,
+                randomness,
+                lambda: self._unusable(batch, records, params),
+            )
 
     def run(
         self,
@@ -130,7 +140,14 @@ class RecordFunction:
             return tape, found if bad is None else map_tensors(lambda v: _nan(v, bad), found)
 
         kind = "outputs" if torch.is_grad_enabled() else "values"
-        return self._first_that_works(kind, function, batch, records, run, randomness)
+
+        def unusable() -> tuple[Tape, Any]:
+            raise InvalidInputError(
+                "the model raises for every record of a batch; write the loss as "
+                "engine.private_step, where such records count as zero"
+            )
+
+        return self._first_that_works(kind, function, batch, records, run, randomness, unusable)
 
     def _first_that_works(
         self,
@@ -140,6 +157,7 @@ class RecordFunction:
         records: int,
         run: Callable[[Way, Any, Tensor | None], Found],
         randomness: Randomness,
+        unusable: Callable[[], Found],
     ) -> Found:
         key = (kind, *((value.shape[1:], value.dtype) for value in tensors_of(batch)))
         known = self.ways.get(key)
@@ -156,7 +174,7 @@ class RecordFunction:
                 try:
                     with randomness():
                         found = run(way, given, bad)
-                except (DpsurError, torch.OutOfMemoryError):
+                except _NOT_OF_A_RECORD:
                     raise
                 except Exception as error:  # what torch cannot batch, or what a record's values do
                     errors.append(error)
@@ -164,18 +182,20 @@ class RecordFunction:
                         break
                     with randomness():
                         bad = self._raising(function, batch, records, way)
-                    if bad is None:
+                    if bad is None or bool(bad.all()):
                         break
                     given = _without(batch, bad)
                     continue
                 self.ways[key] = way
                 return found
+        if known is not None and (way is Way.ALONE or (bad is not None and bool(bad.all()))):
+            return unusable()  # it has worked for other records
         raise errors[-1]
 
     def _raising(
         self, function: Callable[[Any], Any], batch: Any, records: int, way: Way
     ) -> Tensor | None:
-        """Which records make the function raise by their values; None if not just some of them do.
+        """Which records make the function raise by their values; None if none does alone.
 
         Each is tried in a level of its own. A record that stopped the run would be known by that,
         so its gradient counts as zero, like one that is not finite.
@@ -188,13 +208,24 @@ class RecordFunction:
                     *_, level = self._together(function, one, 1, None, way)
                 level.check_survivors()
                 found.append(False)
-            except (DpsurError, torch.OutOfMemoryError):
+            except _NOT_OF_A_RECORD:
                 raise
             except Exception:
                 found.append(True)
-        if all(found) or not any(found):
+        if not any(found):
             return None
         return torch.tensor(found, device=tensors_of(batch)[0].device)
+
+    def _unusable(
+        self, batch: Any, records: int, params: Params | None
+    ) -> tuple[Tape, Tensor, dict[str, Tensor]]:
+        """Records that all make the function raise: each has the gradient zero."""
+        held = params or {name: value.detach() for name, value in self.trained.items()}
+        tape = LevelTape(held, records)
+        tape.unusable = True
+        losses = torch.full((records,), torch.nan, device=tensors_of(batch)[0].device)
+        tape.spoiled = losses.isnan()
+        return tape, losses, {}
 
     def _together(
         self,
@@ -236,7 +267,7 @@ class RecordFunction:
         for record in range(records):
             if copies is not None:
                 own = {name: value[record] for name, value in copies.items()}
-            with self._calling(weight):
+            with self._calling(weight, params):
                 found = function(slice_records(batch, record))
             outputs.append(map_tensors(_keep, found, otherwise=_none))
         return tape, map_tensors(lambda *each: torch.stack(each), *outputs, otherwise=_none)
@@ -265,7 +296,7 @@ class RecordFunction:
 
         values = list(leaves.values())
         errors: list[Exception] = []
-        with self._calling(weight):
+        with self._calling(weight, params):
             state = torch.get_rng_state()
             for record in range(records):
                 gradients: Sequence[Tensor] = [torch.zeros_like(value) for value in values]
@@ -276,7 +307,7 @@ class RecordFunction:
                         gradients = torch.autograd.grad(
                             loss, values, allow_unused=True, materialize_grads=True
                         )
-                except (DpsurError, torch.OutOfMemoryError):
+                except _NOT_OF_A_RECORD:
                     raise
                 except Exception as error:  # of this record's values; see `_raising`
                     errors.append(error)
@@ -297,11 +328,13 @@ class RecordFunction:
         return tape, found, {name: torch.stack([f[name] for f in figures]) for name in figures[0]}
 
     @contextmanager
-    def _calling(self, weight: Callable[[str, Tensor], Tensor] | None) -> Iterator[None]:
-        """The modules outside of a level, perhaps with other weights."""
+    def _calling(
+        self, weight: Callable[[str, Tensor], Tensor] | None, params: Params | None
+    ) -> Iterator[None]:
+        """The modules outside of a level, perhaps with other weights, none of which may change."""
         with ExitStack() as stack:
             for model in self.models:
-                stack.enter_context(forbid_side_effects(model, {}))
+                stack.enter_context(forbid_side_effects(model, params or {}))
                 stack.enter_context(without_flattening(model.modules()))
                 if weight is not None:
                     stack.enter_context(use_weights(model, weight))

@@ -29,8 +29,9 @@ import torch._functorch.autograd_function
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._C._functorch import (
+from torch._C._functorch import (  # type: ignore[attr-defined]
     _add_batch_dim,
+    _set_vmap_fallback_warning_enabled,
     _vmap_decrement_nesting,
     _vmap_increment_nesting,
     get_unwrapped,
@@ -96,6 +97,7 @@ class LevelTape(Tape):
         super().__init__(params, examples)
         self._copies: dict[str, Tensor] = {}
         self.copied: set[str] = set()  # weights of operations without a rule
+        self.unusable = False  # whether no record could be differentiated
         # a function may use a weight that it got hold of before the step
         self.own = {id(value): name for name, value in (own or {}).items()}
         self.names |= self.own
@@ -302,15 +304,12 @@ class RecordLevel(TorchFunctionMode):
             if any(map(self.tape.follows, given)):  # a weight is the layer's input
                 entered = [self._copy(value) for value in given]
                 args, kwargs = with_tensors((args, kwargs), entered)
-            return self._note_and_return(
-                _LAYERS.get(kind, _usual)(self, rule, module, args, kwargs)
-            )
+            boundary: Callable[..., Any] = _LAYERS.get(kind, _usual)
+            found = boundary(self, rule, module, args, kwargs)
+            self._note(found)
+            return found
         except NotSupportedError:
             return own(*args, **kwargs)
-
-    def _note_and_return(self, found: Any) -> Any:
-        self._note(found)
-        return found
 
     def _on_top(self) -> bool:
         top = peek_interpreter_stack()
@@ -457,6 +456,9 @@ class RecordLevel(TorchFunctionMode):
             found = _checkpoint(inner, *plain, use_reentrant=False)
         return with_tensors(structure, [self.hide(value) for value in found])
 
+
+# torch says so, once, where it has no batched form of an operation and loops instead
+_set_vmap_fallback_warning_enabled(False)
 
 _checkpoint = torch.utils.checkpoint.checkpoint
 _generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator

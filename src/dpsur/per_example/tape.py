@@ -1,7 +1,8 @@
 """Records, during one forward and backward pass, what layers contribute to examples' gradients."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -97,6 +98,15 @@ class Tape:
         """The slot of a parameter, or None if it is not trained."""
         name = self.names.get(id(parameter))
         return None if name is None else Slot(name, rows)
+
+    @contextmanager
+    def placed(self, place: Layout) -> Iterator[None]:
+        """Examples are elsewhere meanwhile: a rule has moved them."""
+        before, self.place = self.place, place
+        try:
+            yield
+        finally:
+            self.place = before
 
     def known_inputs(self, values: Tensor) -> KnownInputs | None:
         """Where in a data set these inputs of a layer come from, if they are the model's inputs."""

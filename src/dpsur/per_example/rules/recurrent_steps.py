@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.per_example.rules.linear import linear_map
-from dpsur.per_example.tape import NotSupportedError, Tape
+from dpsur.per_example.tape import Layout, NotSupportedError, Tape
 
 State = tuple[Tensor, Tensor]
 
@@ -52,19 +52,21 @@ def _projected_steps(
     start: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     to_gates, gates_bias, from_hidden, hidden_bias, project = weights
-    gates = linear_map(tape, sequence, to_gates, gates_bias)
-    rows = sequence.shape[1]
+    fold, rows = tape.place.fold, sequence.shape[1]
+    with tape.placed(Layout(1, fold)):
+        gates = linear_map(tape, sequence, to_gates, gates_bias)
     hidden, cell = start or (
         gates.new_zeros(rows, module.proj_size),
         gates.new_zeros(rows, module.hidden_size),
     )
     states = []
-    for now in gates:
-        own = linear_map(tape, hidden, from_hidden, hidden_bias)
-        enter, keep, fresh, leave = (now + own).chunk(4, -1)
-        cell = keep.sigmoid() * cell + enter.sigmoid() * fresh.tanh()
-        hidden = linear_map(tape, leave.sigmoid() * cell.tanh(), project, None)
-        states.append(hidden)
+    with tape.placed(Layout(0, fold)):
+        for now in gates:
+            own = linear_map(tape, hidden, from_hidden, hidden_bias)
+            enter, keep, fresh, leave = (now + own).chunk(4, -1)
+            cell = keep.sigmoid() * cell + enter.sigmoid() * fresh.tanh()
+            hidden = linear_map(tape, leave.sigmoid() * cell.tanh(), project, None)
+            states.append(hidden)
     return torch.stack(states), (hidden, cell)
 
 

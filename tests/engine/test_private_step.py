@@ -1,0 +1,426 @@
+"""`engine.private_step`: a function of model and batch, called for each record alone."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+
+import dpsur
+from dpsur.engine import steps
+from dpsur.engine.private_step import LENGTHS, CollateAlone, PrivateBatch
+from dpsur.errors import CouplingError, InvalidInputError, StepError
+
+CLIP = 0.7
+
+
+def records(count=40):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 6, generator=generator)
+    return TensorDataset(x, torch.arange(count) % 3)
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def private(model=None, data=None, **options):
+    model = network() if model is None else model
+    engine = dpsur.PrivacyEngine()
+    options = {"noise_multiplier": 1.0, "max_grad_norm": CLIP, "epochs": 2, "seed": 5, **options}
+    loader = DataLoader(
+        records() if data is None else data,
+        batch_size=options.pop("batch_size", 10),
+        collate_fn=options.pop("collate_fn", None),
+    )
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    made = engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **options)
+    return engine, *made
+
+
+def cross_entropy(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    """The clipped sums before noise."""
+    seen = []
+
+    def keep(total, *_):
+        seen.append({name: value.clone() for name, value in total.params.items()})
+        return total.params
+
+    monkeypatch.setattr(steps, "add_gaussian", keep)
+    return seen
+
+
+def alone(model, function, x, y):
+    """Clipped gradients of single records, added up."""
+    total = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    for row in range(len(x)):
+        loss = function(model, (x[row : row + 1], y[row : row + 1]))
+        found = torch.autograd.grad(
+            loss, list(model.parameters()), allow_unused=True, materialize_grads=True
+        )
+        norm = torch.cat([value.flatten() for value in found]).norm()
+        for value, gradient in zip(total.values(), found, strict=True):
+            value += gradient * min(1.0, CLIP / float(norm))
+    return total
+
+
+def batch_of(engine, loader, data):
+    """The first opaque batch, and the rows that are in it."""
+    batch = next(iter(loader))
+    rows = list(engine._due.records)
+    return batch, data.tensors[0][rows], data.tensors[1][rows]
+
+
+def centred(model, batch):
+    """Couples records wherever they could meet."""
+    x, y = batch
+    outputs = model(x) - model(x).mean(0) * 0.5
+    return F.cross_entropy(outputs / (1 + outputs.std(unbiased=False)), y)
+
+
+def penalised(model, batch):
+    x, y = batch
+    penalty = sum(value.square().sum() for value in model.parameters())
+    return F.cross_entropy(model(x), y) + 0.1 * penalty
+
+
+def twice(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y) + (model(x) - model(-x)).square().mean()
+
+
+def chosen(model, batch):
+    x, y = batch
+    return -F.log_softmax(model(x), 1)[torch.arange(len(y)), y].mean()
+
+
+def by_value(model, batch):
+    """Runs one record at a time."""
+    x, y = batch
+    return F.cross_entropy(model(x), y) * (2 if float(x[0, 0]) > 0 else 1)
+
+
+@pytest.mark.parametrize("function", [cross_entropy, centred, penalised, twice, chosen, by_value])
+def test_the_sum_is_that_of_records_alone(function, sums):
+    data = records()
+    engine, model, _, loader = private(data=data)
+    plain, step = copy.deepcopy(model), engine.private_step(function)
+    batch, x, y = batch_of(engine, loader, data)
+    assert len(x) > 3
+    step(batch)
+    for name, value in alone(plain, function, x, y).items():
+        torch.testing.assert_close(sums[0][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_microbatches_change_nothing(sums):
+    for options, most in (({}, None), ({}, 2), ({"max_physical_batch_size": 3}, None)):
+        engine, _, _, loader = private(**options)
+        step = engine.private_step(cross_entropy)
+        step.max_physical_batch_size = most
+        for batch in loader:
+            step(batch)
+            if engine.accountant.steps:
+                break
+    for other in sums[1:]:
+        for name, value in sums[0].items():
+            torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_arguments_may_change_between_steps(sums):
+    def weighted(model, batch, weight):
+        return weight * cross_entropy(model, batch)
+
+    for weight in (1e-3, 2e-3):
+        engine, _, _, loader = private()
+        engine.private_step(weighted)(next(iter(loader)), weight)
+    for name, value in sums[0].items():
+        torch.testing.assert_close(sums[1][name], 2 * value, rtol=1e-4, atol=1e-8)
+
+
+def test_figures_are_means_over_the_batch():
+    def with_accuracy(model, batch):
+        x, y = batch
+        outputs = model(x)
+        right = (outputs.argmax(1) == y).float().mean()
+        return {"loss": F.cross_entropy(outputs, y), "accuracy": right}
+
+    data = records()
+    engine, model, _, loader = private(data=data)
+    step = engine.private_step(with_accuracy)
+    batch, x, y = batch_of(engine, loader, data)
+    outputs = copy.deepcopy(model)(x)
+    figures = step(batch)
+    torch.testing.assert_close(figures["loss"], F.cross_entropy(outputs, y).detach())
+    torch.testing.assert_close(figures["accuracy"], (outputs.argmax(1) == y).float().mean())
+
+
+def test_only_a_step_opens_a_batch():
+    engine, _, _, loader = private()
+    engine.private_step(cross_entropy)
+    batch = next(iter(loader))
+    assert isinstance(batch, PrivateBatch)
+    assert "40" not in repr(batch)
+    with pytest.raises(StepError, match="opened by a private step alone"):
+        _, _ = batch
+
+
+def test_a_batch_is_used_once():
+    engine, _, _, loader = private()
+    step = engine.private_step(cross_entropy)
+    batches = iter(loader)
+    first = next(batches)
+    step(first)
+    with pytest.raises(StepError, match="without a new batch"):
+        step(first)
+    next(batches)
+    with pytest.raises(StepError, match="another batch than the latest"):
+        step(first)
+
+
+def train(engine, loader, step):
+    for _ in range(2):
+        for batch in loader:
+            step(batch)
+
+
+def test_the_statement_says_how_records_were_kept_apart(tmp_path):
+    engine, _, _, loader = private()
+    train(engine, loader, engine.private_step(cross_entropy))
+    assert engine.statement()["independence"]["how"] == "by construction"
+    faults, _ = dpsur.verify(engine.save(tmp_path / "run"))
+    assert faults == []
+    engine, _, _, loader = private()
+    train(engine, loader, engine.private_step(by_value))
+    assert engine.statement()["independence"]["how"] == "checked"
+    engine, model, optimizer, loader = private()
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            cross_entropy(model, batch).backward()
+            optimizer.step()
+    assert engine.statement()["independence"]["how"] == "checked"
+
+
+def test_a_resumed_run_stays_checked():
+    engine, _, _, loader = private()
+    step = engine.private_step(by_value)
+    for batch in loader:
+        step(batch)
+    resumed, _, _, loader = private()
+    resumed.load_state_dict(engine.state_dict())
+    step = resumed.private_step(cross_entropy)
+    for batch in loader:
+        step(batch)
+    assert resumed.statement()["independence"]["how"] == "checked"
+
+
+class Keeping(nn.Module):
+    """Keeps what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = network()
+        self.seen = None
+
+    def forward(self, x):
+        found = self.layer(x)
+        self.seen = found.detach()
+        return found
+
+
+def test_a_tensor_that_outlives_its_step_ends_the_training(tmp_path):
+    engine, model, _, loader = private(Keeping())
+    step = engine.private_step(cross_entropy)
+    batches = iter(loader)
+    with pytest.raises(CouplingError, match="outlives its step in seen"):
+        step(next(batches))
+    model.seen = None
+    for again in (
+        lambda: step(engine._content),
+        engine.statement,
+        lambda: engine.save(tmp_path / "run"),
+    ):
+        with pytest.raises(StepError, match="final"):
+            again()
+    assert engine.accountant.steps == 0
+
+
+def test_a_function_that_counts_by_values_is_found():
+    state = {"mean": 0.0}
+
+    def drifting(model, batch):
+        x, y = batch
+        state["mean"] = 0.9 * state["mean"] + 0.1 * float(x.mean())
+        return F.cross_entropy(model(x), y) * (1 + state["mean"])
+
+    engine, _, _, loader = private()
+    with pytest.raises(CouplingError, match="keeps state"):
+        engine.private_step(drifting)(next(iter(loader)))
+
+
+def test_a_function_that_sets_the_learning_rate_is_refused():
+    engine, _, optimizer, loader = private()
+
+    def adapting(model, batch):
+        optimizer.param_groups[0]["lr"] = 1 / (1 + float(batch[0].abs().mean()))
+        return cross_entropy(model, batch)
+
+    with pytest.raises(CouplingError, match="learning rate"):
+        engine.private_step(adapting)(next(iter(loader)))
+
+
+def test_a_record_that_raises_counts_as_zero(sums):
+    def strict(model, batch):
+        x, y = batch
+        return nn.BCELoss()(model(x).sigmoid(), F.one_hot(y, 3).float())
+
+    data = records()
+    plain = copy.deepcopy(data)
+    engine, _, _, loader = private(data=data)
+    _, x, y = batch_of(engine, loader, plain)
+    bad = int(engine._due.records[1])
+    data.tensors[0][bad] = torch.nan
+    engine, _, _, loader = private(data=data)
+    step = engine.private_step(strict)
+    step(next(iter(loader)))
+    kept = torch.arange(len(x)) != 1
+    for name, value in alone(network(), strict, x[kept], y[kept]).items():
+        torch.testing.assert_close(sums[-1][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_no_made_up_value_reaches_the_model():
+    seen = []
+
+    class Watching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(50, 4)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, tokens):
+            from torch._C._functorch import get_unwrapped, is_batchedtensor
+
+            seen.append((get_unwrapped(tokens) if is_batchedtensor(tokens) else tokens).flatten())
+            return self.head(self.table(tokens).mean(1))
+
+    tokens = torch.randint(40, 50, (40, 5), generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(tokens, torch.arange(40) % 3)
+    for form in ("private_step", "opacus"):
+        engine, model, optimizer, loader = private(Watching(), data)
+        if form == "private_step":
+            engine.private_step(cross_entropy)(next(iter(loader)))
+            continue
+        cross_entropy(model, next(iter(loader))).backward()
+        optimizer.step()
+    assert len(seen) == 2
+    assert all(int(values.min()) >= 40 for values in seen)
+
+
+def test_texts_are_padded_by_their_own_length():
+    pad = {"tokens": 7, "mask": 0}
+    texts = [{"tokens": torch.arange(n), "mask": torch.ones(n)} for n in (3, 9, 8, 40)]
+    collate = CollateAlone(torch.utils.data.default_collate, pad)
+    shapes = dict.fromkeys(range(4))
+    for others in ([], texts):
+        for place, text in enumerate(texts):
+            batch = collate([text, *others])
+            (group,) = [
+                g for g in batch.groups if g.batch["tokens"].shape[-1] >= len(text["tokens"])
+            ][:1]
+            length = group.batch["tokens"].shape[-1]
+            assert length == next(n for n in LENGTHS if n >= len(text["tokens"]))
+            assert shapes[place] in (None, length)
+            shapes[place] = length
+            assert (group.batch["tokens"][0, 0, len(text["tokens"]) :] == 7).all()
+
+
+def test_what_is_no_tensor_cannot_be_read():
+    class Named(TensorDataset):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return {"x": x, "y": y, "name": f"patient {index}"}
+
+    def greedy(model, batch):
+        return F.cross_entropy(model(batch["x"]), batch["y"]) * len(batch["name"][0].strip())
+
+    engine, _, _, loader = private(data=Named(*records().tensors))
+    with pytest.raises(InvalidInputError, match="turn it into a tensor"):
+        engine.private_step(greedy)(next(iter(loader)))
+    engine, _, _, loader = private(data=Named(*records().tensors))
+    engine.private_step(lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]))(
+        next(iter(loader))
+    )
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    [
+        lambda data: Subset(data, [0, 1, 2, 1]),
+        lambda data: Subset(Subset(data, [3, 4, 3]), [0, 2]),
+        lambda data: ConcatDataset([data, data]),
+        lambda data: ConcatDataset([Subset(data, [1, 2]), Subset(data, [2, 3])]),
+    ],
+)
+def test_a_record_at_several_indices_is_refused(repeated):
+    with pytest.raises(InvalidInputError, match="several indices"):
+        private(data=repeated(records()), batch_size=2)
+
+
+def test_parts_without_repeats_are_fine():
+    data = records()
+    private(data=ConcatDataset([Subset(data, [1, 2]), Subset(data, [3, 4])]), batch_size=2)
+
+
+def test_the_sample_rate_is_the_one_that_is_charged():
+    *_, loader = private()
+    with pytest.raises(AttributeError):
+        loader.poisson.sample_rate = 0.5
+
+
+def test_two_modules_in_one_step(sums):
+    """A discriminator on real and made-up records; the generator is nobody's business."""
+    generator = nn.Linear(2, 6)
+    noise = torch.randn(1, 2)
+
+    def adversarial(model, batch):
+        x, _ = batch
+        real, fake = model(x)[:, 0], model(generator(noise).detach())[:, 0]
+        return F.softplus(-real).mean() + F.softplus(fake).mean()
+
+    data = records()
+    engine, model, _, loader = private(data=data)
+    plain, step = copy.deepcopy(model), engine.private_step(adversarial)
+    batch, x, y = batch_of(engine, loader, data)
+    step(batch)
+    for name, value in alone(plain, adversarial, x, y).items():
+        torch.testing.assert_close(sums[0][name], value, rtol=1e-5, atol=1e-6)
+    assert all(value.grad is None for value in generator.parameters())
+
+
+def test_a_loss_of_several_numbers_is_refused():
+    engine, _, _, loader = private()
+    with pytest.raises(InvalidInputError, match=r"reduce it with \.mean\(\)"):
+        engine.private_step(lambda model, batch: model(batch[0]))(next(iter(loader)))
+
+
+def test_an_empty_batch_is_noise_alone(sums):
+    engine, _, _, loader = private(data=records(400), batch_size=1, epochs=None, steps=12)
+    step = engine.private_step(cross_entropy)
+    empty = []
+    for batch in loader:
+        empty.append(not batch.records)
+        step(batch)
+        if len(empty) == 12:
+            break
+    assert any(empty)
+    for nothing, total in zip(empty, sums, strict=True):
+        assert all(not value.any() for value in total.values()) == nothing
