@@ -388,7 +388,16 @@ def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts
         own_model=given.get("model") is not None,
         features=given.get("features"),
         short=given.get("max_updates") is not None,
+        target=task.target,
+        whole=given.get("keep_fraction") in (None, 1),
+        budget=_budget_in(given),
     )
+
+
+def _budget_in(values: Mapping[str, Any]) -> tuple[float, float]:
+    """Epsilon and delta of options by name, or of a config."""
+    budget = values.get("budget", DEFAULT_BUDGET)
+    return values.get("epsilon", budget.epsilon), values.get("delta", budget.delta)
 
 
 def uses_gpu(device: str) -> bool:
@@ -414,15 +423,25 @@ def choose_for_model(
     gpu: bool,
     linear: bool,
     short: bool,
+    target: tuple[str, int] | None = None,
 ) -> tuple[Method, str | None, tuple[str, ...]]:
     """The method and the normalisation for a model that is given as an object, and the reasons.
 
-    `linear` says that the model is one linear layer of zeros, `short` that `max_updates` is set.
+    `linear` says that the model is one linear layer of zeros, `short` that `max_updates` is set,
+    `target` what the model of a table predicts, and by how many outputs.
     """
     if accounting not in STEERING_ACCOUNTINGS:
         return Dpsur(), normalisation, ()
     facts = DataFacts(
-        records, None, None, gpu=gpu, own_model=not linear, features=features, short=short
+        records,
+        None,
+        None,
+        gpu=gpu,
+        own_model=not linear,
+        features=features,
+        short=short,
+        target=target,
+        budget=(budget.epsilon, budget.delta),
     )
     preset = preset_named(AUTO, Dpsur.name, "", budget.epsilon, facts)
     method = Dpsur(**preset.options)

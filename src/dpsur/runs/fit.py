@@ -16,6 +16,7 @@ from dpsur.config import Pace, RunConfig, Speed, check_budget, choose_for_model,
 from dpsur.distributed import connect, restarted
 from dpsur.environment import versions
 from dpsur.errors import InvalidInputError, PrivacyWarning
+from dpsur.features import TABLE
 from dpsur.functional.problem import LossFunction
 from dpsur.mechanism.block_gate import released_metrics
 from dpsur.mechanism.loop import Progress
@@ -35,7 +36,7 @@ from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Session
 from dpsur.runs.validation import check_observers
 from dpsur.status import notes, silenced
-from dpsur.tasks.schema import Schema
+from dpsur.tasks.schema import AUTO, Schema
 
 # Arguments that `fit` does not have, and where they belong.
 _BUDGET = "budget=dpsur.Budget(epsilon=..., delta=...)"
@@ -75,8 +76,8 @@ def fit(
 
     Args:
         model: any module that maps a batch of inputs to a batch of outputs, row by row. It is left
-            as it is; `Run.model` is a trained copy, in evaluation mode. With a schema also "linear"
-            or "mlp".
+            as it is; `Run.model` is a trained copy, in evaluation mode. With a schema also "auto",
+            which suits private tables, "linear" or "mlp".
         train_set: the private records: a pair (inputs, targets) of tensors, arrays or lists, or a
             map-style data set of such pairs. A data set is read once: one that augments its records
             at random is refused.
@@ -120,6 +121,8 @@ def fit(
     check_budget(budget)
     described: Origin = NO_ORIGIN
     if schema is not None:
+        if model == AUTO and features is None:
+            features = TABLE
         model, described = _table_model(model, schema)
         train_set, test_set = (
             None if part is None else schema.records(part) for part in (train_set, test_set)
@@ -141,6 +144,7 @@ def fit(
             gpu=uses_gpu(str(device)),
             linear=_is_linear(model),
             short=max_updates is not None,
+            target=None if schema is None else (schema.kind, schema.outputs),
         )
     config = RunConfig(
         task=None,
@@ -172,6 +176,7 @@ def fit(
             test_set=test_set,
             augment=augment,
             views=views,
+            table=None if schema is None else schema.layout,
             released=load_statistics(folder.checkpoint, ranks) if folder and resume else None,
         )
         notes(reasons)  # after all checks, which end in one line
@@ -180,7 +185,7 @@ def fit(
             folder=folder,
             resume=resume,
             observers=observers if ranks.is_main else (),
-            origin=replace(described, features=session.layer_descriptions),
+            origin=described.behind(session.layer_descriptions),
         )
 
 

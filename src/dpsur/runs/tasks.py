@@ -99,9 +99,9 @@ def build_task_session(
     description, build = _network_of(task, config)
     records = load_records(config) if records is None else records
     if records.featured:
-        kind = InputFeatures(config.features, config.normalisation).kind
+        kind = _features(task, config).kind
         config = replace(config, features=AS_THEY_ARE, normalisation=kind)
-    shape = InputFeatures(config.features, config.normalisation).check(_shape(records))
+    shape = _features(task, config).check(_shape(records))
     model = _initialised(config, build)
     with _features_named(config, shape != _shape(records)):
         session = build_session(
@@ -112,6 +112,7 @@ def build_task_session(
             test_set=records.test,
             released=released,
             pixel_scale=task.pixel_scale,
+            table=task.table,
         )
     return session, _origin(task, description, session, config.keep_fraction)
 
@@ -124,7 +125,7 @@ def sample_problem(config: RunConfig) -> Problem:
     task, config = task_of(config), replace(config, features=features_of(config))
     _, build = _network_of(task, config)
     records = load_records(config)
-    shape = InputFeatures(config.features, config.normalisation).check(_shape(records))
+    shape = _features(task, config).check(_shape(records))
     model = config.method.adapt(_initialised(config, build))
     few = records.train.part(slice(SAMPLE))
     inputs = torch.zeros_like(few.inputs)
@@ -136,6 +137,10 @@ def sample_problem(config: RunConfig) -> Problem:
     with _features_named(config, shape != _shape(records)):
         check_model(problem.model, zeros.part(slice(1)).to(device))
     return problem
+
+
+def _features(task: Task, config: RunConfig) -> InputFeatures:
+    return InputFeatures(config.features, config.normalisation, table=task.table)
 
 
 @contextmanager
@@ -259,11 +264,7 @@ def _origin(
     public = dict(task.public)
     if keep_fraction not in (None, 1):  # all records are kept
         public["keep_fraction"] = keep_fraction
-    if network is not None and session.layer_descriptions:
-        layers = [dict(layer) for layer in session.layer_descriptions]
-        network = {"name": "with-features", "features": layers, "network": network}
-    features = () if network is not None else session.layer_descriptions
-    return Origin(name, network, public, features)
+    return Origin(name, network, public).behind(session.layer_descriptions)
 
 
 def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callable[[], nn.Module]:

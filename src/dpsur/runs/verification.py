@@ -21,6 +21,7 @@ from dpsur.privacy.events import (
     Gaussian,
     Trial,
     event_from_json,
+    feature_histograms,
     feature_mean,
     feature_statistics,
 )
@@ -87,6 +88,7 @@ PARTS: Final[Mapping[str, frozenset[str]]] = {
 # Private statistics of features in a file of weights, and what they are charged.
 STATISTICS = re.compile(r"features\.\d+\.(mean|deviation)")
 CENTRE = re.compile(r"features\.\d+\.centre")
+LEVELS = re.compile(r"features\.\d+\.levels")
 VERSION = re.compile(r"\d[\w.+!-]*|absent")
 OPTIONAL = ("mechanism.filter", "mechanism.menu", "mechanism.blocks")
 
@@ -309,9 +311,12 @@ def _setup_faults(folder: Path, setup: list[Mapping[str, Any]]) -> list[str]:
     if events:
         last = events[-1]
         noise = last.noise_multiplier if isinstance(last, Gaussian) else 1.0
-        centred = [name for name in names if CENTRE.fullmatch(name)]
-        charged = feature_mean if centred else feature_statistics
-        if events != charged(noise) or (centred and centred != names):
+        of_kind = {
+            feature_mean: [name for name in names if CENTRE.fullmatch(name)],
+            feature_histograms: [name for name in names if LEVELS.fullmatch(name)],
+        }
+        charged = next((kind for kind, found in of_kind.items() if found), feature_statistics)
+        if events != charged(noise) or of_kind.get(charged, names) != names:
             faults.append("mechanism.setup is not what private feature statistics are charged")
     if held and not events:
         faults.append(
@@ -328,7 +333,7 @@ def _statistics_in(content: bytes) -> list[str]:
     described = json.loads(header["__metadata__"]["dpsur"])
     if described["model"] != "WithFeatures":  # of `dpsur.features.layers`
         return []
-    return [n for n in header if STATISTICS.fullmatch(n) or CENTRE.fullmatch(n)]
+    return [n for n in header if any(p.fullmatch(n) for p in (STATISTICS, CENTRE, LEVELS))]
 
 
 def _page_faults(folder: Path, statement: dict[str, Any]) -> list[str]:

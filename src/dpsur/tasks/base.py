@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from dpsur.features import PixelScale
+from dpsur.features import PixelScale, TableLayout
 from dpsur.features.encoder import DIMENSION, SCATTERING_DIMENSION
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
@@ -54,7 +54,8 @@ class Task:
     training records, the shape of one and the number of classes, where they are known beforehand.
     `kind` says what the records are where their shape does not: `words` are rows of norm 1.
     `models` are networks that can be chosen by name instead of the default. `better` names a task
-    on the same records whose model is more accurate.
+    on the same records whose model is more accurate. Of a table, `target` is what is predicted
+    (`classes`, `labels` or `number`) and by how many outputs, and `table` where its numbers are.
     """
 
     name: str
@@ -71,6 +72,8 @@ class Task:
     kind: str | None = None
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     better: str | None = None
+    target: tuple[str, int] | None = None
+    table: TableLayout | None = None
 
     @property
     def default_features(self) -> str:

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from dpsur.errors import InvalidInputError
+from dpsur.features import TABLE
 from dpsur.functional.records import Examples
 from dpsur.tasks.base import VECTORS, Task
 from dpsur.tasks.columns import Table, Values
-from dpsur.tasks.schema import LINEAR, MLP, Schema
+from dpsur.tasks.schema import AUTO, LINEAR, MLP, Schema
 
 CSV, PARQUET = "csv:", "parquet:"
 PREFIXES = (CSV, PARQUET)
@@ -38,14 +39,17 @@ def table_task(name: str, schema: str | PathLike[str] | None) -> Task:
     return Task(
         name=name,
         summary=f"{len(train)} records to train, {len(test or ())} to test",
-        networks={VECTORS: declared.network()},
+        networks={VECTORS: declared.network(), TABLE: declared.network(AUTO)},
         load=lambda _: (train, test),
         loss=declared.loss,
         public={"schema": declared.to_public()},
         records=len(train),
         shape=(declared.width,),
         classes=declared.outputs if declared.kind == "classes" else None,
+        kind=TABLE,
         models={kind: declared.network(kind) for kind in (LINEAR, MLP)},
+        target=(declared.kind, declared.outputs),
+        table=declared.layout,
     )
 
 
