@@ -53,6 +53,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.unseen",
         "the preset auto on data that it was not made for, against DP-SGD with a grid (minutes)",
     ),
+    "tables": (
+        "reproduction.experiments.tables",
+        "the default on real tables, beside other private models (CPU, an hour)",
+    ),
     "tuning": (
         "reproduction.experiments.tuning",
         "settings that the paper does not give, chosen on held-out records (GPU minutes)",

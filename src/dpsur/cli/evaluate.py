@@ -12,7 +12,7 @@ from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.build_session import choose_device
-from dpsur.runs.evaluation import check_fits, describe_scores, evaluate
+from dpsur.runs.evaluation import check_fits, describe_scores, evaluate, objection
 from dpsur.runs.files import finite
 from dpsur.runs.release import read_release
 from dpsur.runs.verification import statement_faults
@@ -62,10 +62,17 @@ def run(options: argparse.Namespace) -> int:
     scores = evaluate(problem, problem.initial_params(), test)
     guarantee = statement["guarantee"]
     if options.json:
-        found = {"task": name, "scores": scores, "guarantee": guarantee}
+        found = {
+            "task": name,
+            "records": len(test),
+            "scores": scores,
+            "guarantee": guarantee,
+        }
         print(json.dumps(finite(found), allow_nan=False))
         return 0
-    print(f"{name}: {describe_scores(scores)}")
+    print(f"{name}: {describe_scores(scores, len(test))}")
+    if (text := objection(scores)) is not None:
+        print(f"warning: {text}")
     print(describe_guarantee(statement))
     return 0
 
