@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpsur.privacy.events import CoinTest, LossTest, NoisyChoice, SampledGaussian
-from dpsur.privacy.statement import NO_GUARANTEE, format_epsilon
+from dpsur.privacy.statement import NO_GUARANTEE, format_epsilon, used_settings
 
 
 def render_markdown(statement: Mapping[str, Any]) -> str:
@@ -88,12 +88,42 @@ def render_model_card(statement: Mapping[str, Any]) -> str:
             "dpsur proof",
             "```",
             "",
+            *_figures(statement),
             "## Training",
             "",
             *_table(_mechanism_rows(statement)),
             "",
+            "## Settings",
+            "",
+            *_table([(f"`{name}`", _plain(v)) for name, v in used_settings(statement).items()]),
+            "",
         ]
     )
+
+
+def _figures(statement: Mapping[str, Any]) -> list[str]:
+    """Results on public test records and the names of the classes; nothing without either."""
+    rows = []
+    schema = statement["public"].get("schema")
+    if schema is not None:
+        for name, column in schema["target"].items():
+            if column["kind"] == "category":
+                shown = [str(value) for value in column["values"]]
+                rows.append((f"Classes of {name}, in order", ", ".join(shown[:20])))
+    test = statement.get("test")
+    if test is not None:
+        rows.append(("Public test records", f"{test['records']:,}"))
+        scores = {name: v for name, v in test["scores"].items() if v is not None}
+        if "log_loss" in scores:  # which the mean loss is then
+            scores.pop("loss", None)
+        rows += [(name.replace("_", " "), _plain(v)) for name, v in scores.items()]
+    if not rows:
+        return []
+    return ["## Results", "", *_table(rows), ""]
+
+
+def _plain(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _is_private(guarantee: Mapping[str, Any]) -> bool:

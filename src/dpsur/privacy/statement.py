@@ -91,6 +91,7 @@ class RunFacts:
     hide_rejections: str = NOT_HIDDEN
     public: Mapping[str, Any] = field(default_factory=dict)
     metrics: Sequence[Mapping[str, Any]] | None = None  # noisy values that were paid for
+    test: Mapping[str, Any] | None = None  # figures on public records: "records" and "scores"
 
 
 class Statement(dict[str, Any]):
@@ -113,6 +114,7 @@ def privacy_statement(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Sta
     """Everything a reviewer asks, as plain values, with nothing private among them."""
     accounting = accounting_named(plan.accounting)
     metrics = {} if facts.metrics is None else {"metrics": [dict(row) for row in facts.metrics]}
+    test = {} if facts.test is None else {"test": dict(facts.test)}
     return Statement(
         {
             "format": FORMAT,
@@ -145,6 +147,7 @@ def privacy_statement(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Sta
             "warnings": warnings_for(plan, facts.dataset_size, seeded=facts.seeded),
             "versions": dict(facts.versions),
             **metrics,
+            **test,
         }
     )
 
@@ -157,6 +160,35 @@ def _settings(plan: PrivacyPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, with the counts of the plan, which may have been cut short."""
     kept = {name: n for name, n in plan.fixed_counts.items() if settings.get(name) is not None}
     return {**settings, **kept}
+
+
+# Settings of one gate, or of one optimizer, which the others do not read.
+_SETTINGS_OF = {
+    "gate": {
+        "loss": ("val_noise_multiplier", "loss_clip", "accept_threshold", "on_reject"),
+        "coin": ("accept_ratio", "on_reject"),
+        "block": ("val_noise_multiplier", "blocks", "block_updates", "clip_norm"),
+        "none": (),
+    },
+    "optimizer": {"sgd": ("momentum",), "adam": ("adam_beta1", "adam_beta2", "adam_eps")},
+}
+
+
+def used_settings(statement: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that it has used; what it found itself is named as found."""
+    settings = {name: v for name, v in statement["settings"].items() if v is not None}
+    for choice, owned in _SETTINGS_OF.items():
+        if settings.get(choice) in owned:
+            own = owned[settings[choice]]
+            others = {name for names in owned.values() for name in names} - set(own)
+            settings = {name: v for name, v in settings.items() if name not in others}
+    if settings.get("gate") == "block":
+        rates = [row["learning_rate"] for row in statement.get("metrics", [])]
+        found = [rate for rate in rates if rate is not None]
+        settings["learning_rate"] = f"found by tests, {found[-1]:.4g} last" if found else "found"
+        if settings.get("clip_norm") == "median":
+            settings["max_grad_norm"] = "an eighth of the noisy median of gradient norms"
+    return settings
 
 
 def warnings_for(plan: PrivacyPlan, dataset_size: int, *, seeded: bool) -> list[str]:

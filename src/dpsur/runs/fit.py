@@ -37,6 +37,7 @@ from dpsur.runs.session import Observer, Session
 from dpsur.runs.validation import check_observers
 from dpsur.status import notes, silenced
 from dpsur.tasks.schema import AUTO, Schema
+from dpsur.tasks.undeclared import Undeclared
 
 # Arguments that `fit` does not have, and where they belong.
 _BUDGET = "budget=dpsur.Budget(epsilon=..., delta=...)"
@@ -124,9 +125,12 @@ def fit(
         if model == AUTO and features is None:
             features = TABLE
         model, described = _table_model(model, schema)
+        public = test_set
         train_set, test_set = (
             None if part is None else schema.records(part) for part in (train_set, test_set)
         )
+        for text in [] if public is None else Undeclared.of(schema, public).warnings():
+            warnings.warn(text, UserWarning, stacklevel=_caller())
         loss = schema.loss if loss is None else loss
     elif isinstance(model, str):
         raise InvalidInputError(
@@ -337,6 +341,7 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
         versions=versions(),
         public=origin.public,
         metrics=released_metrics(session.procedure, progress.state),
+        test=None if session.test is None else {"records": len(session.test), "scores": scores},
     )
     return Run(
         model=released_model(session.original, session.layers, released),

@@ -122,6 +122,7 @@ NOT_CHECKED: Final = (
     "whether the run was seeded, hid rejections by random delays, or used TF32 or bfloat16",
     "which versions were used, and what the user declared to be public",
     "the noisy values that tests of blocks released, and what they decided",
+    "the figures on public test records",
 )
 
 
@@ -262,10 +263,24 @@ def _cap_faults(statement: dict[str, Any]) -> list[str]:
     return [f"the cap of {mechanism['trial_cap']} trials is below the {least} that delta needs"]
 
 
+def _test_faults(test: Any) -> list[str]:
+    """Figures on public records: how many records, and numbers by name."""
+    if test is None:
+        return []
+    if not isinstance(test, dict) or test.keys() != {"records", "scores"}:
+        return ["test must have records and scores, and nothing else"]
+    numbers = [test["records"], *test["scores"].values()]
+    if all(v is None or (isinstance(v, (int, float)) and not isinstance(v, bool)) for v in numbers):
+        return []
+    return ["test holds something that is not a number"]
+
+
 def _form_faults(statement: dict[str, Any]) -> list[str]:
     """Nothing may be left out, and nothing added that the rest would not be held against."""
     mechanism = statement["mechanism"]
-    faults = key_faults("", statement, KEYS | ({"metrics"} if "blocks" in mechanism else set()))
+    more = {"metrics"} if "blocks" in mechanism else set()
+    more |= {"test"} & statement.keys()
+    faults = [*key_faults("", statement, KEYS | more), *_test_faults(statement.get("test"))]
     for name, keys in PARTS.items():
         part: Any = statement
         for key in name.split("."):

@@ -1,6 +1,6 @@
 """What every task is: records to train on, public records to test on, and its networks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,8 @@ class Task:
     `models` are networks that can be chosen by name instead of the default. `better` names a task
     on the same records whose model is more accurate. Of a table, `target` is what is predicted
     (`classes`, `labels` or `number`) and by how many outputs, and `table` where its numbers are.
+    `private` are counts of the training records for the private folder, `warnings` what the public
+    test records show.
     """
 
     name: str
@@ -74,6 +76,8 @@ class Task:
     better: str | None = None
     target: tuple[str, int] | None = None
     table: TableLayout | None = None
+    private: Mapping[str, Any] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
 
     @property
     def default_features(self) -> str:
