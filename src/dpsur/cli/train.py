@@ -172,8 +172,9 @@ def _print_result(run: Run, folder: RunFolder, noted: str, *, as_json: bool) -> 
             "epsilon": run.epsilon,
             "release": str(release),
         }
-        if "metrics" in run.statement:
-            result["metrics"] = run.statement["metrics"]
+        for name in ("metrics", "holdout"):
+            if name in run.statement:
+                result[name] = run.statement[name]
         print(json.dumps(finite(result), allow_nan=False))
         return
     if run.scores is not None:
@@ -185,6 +186,10 @@ def _print_result(run: Run, folder: RunFolder, noted: str, *, as_json: bool) -> 
             print(f"  {', '.join(f'{other} {figure}' for other, figure in others)}")
         if (text := objection(run.scores)) is not None:
             print(f"warning: {text}")
+    if "holdout" in run.statement:
+        held = run.statement["holdout"]
+        shown = ", ".join(metric_text(row) for row in held["figures"])
+        print(f"held-out records ({held['records']:,}, noisy): {shown}")
     metrics = run.statement.get("metrics", [])
     for row in (row for row in metrics if row["after"] == metrics[-1]["after"]):
         rate = (

@@ -25,7 +25,8 @@ MOST_STABLE = {"classes": 4.0, "labels": 8.0, "number": 1.0}
 def table_options(facts: DataFacts) -> dict[str, Any]:
     """Hyper-parameters of a linear model from zero on the features of a table.
 
-    Every batch has all records, where their number is exactly known.
+    Every batch has all records, where their number is exactly known, else nearly all: draws leave
+    fewer than expected by ten standard deviations at most.
     """
     assert facts.records is not None
     kind, outputs = facts.target or ("classes", 1)
@@ -33,9 +34,12 @@ def table_options(facts: DataFacts) -> dict[str, Any]:
     if kind == "labels":  # the loss is a mean over them
         clip, stable = clip / math.sqrt(outputs), stable * outputs
     noise = single_release_noise(*(facts.budget or (1.0, 1e-5)))
+    batch = facts.records
+    if not facts.whole:
+        batch = max(1, batch - math.ceil(5 * math.sqrt(batch)))
     rate = WEIGHT_NOISE * facts.records / (noise * UPDATES * clip)
     return {
-        "batch_size": facts.records if facts.whole else max(1, facts.records // 2),
+        "batch_size": batch,
         "updates": UPDATES,
         "max_grad_norm": clip,
         "learning_rate": min(rate, stable),

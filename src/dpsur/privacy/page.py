@@ -24,6 +24,7 @@ def render_markdown(statement: Mapping[str, Any]) -> str:
         *_table(_mechanism_rows(statement)),
         "",
         *_metrics(statement),
+        *_holdout(statement),
         *_assumptions(statement),
         "## Versions",
         "",
@@ -89,6 +90,7 @@ def render_model_card(statement: Mapping[str, Any]) -> str:
             "```",
             "",
             *_figures(statement),
+            *_holdout(statement),
             "## Training",
             "",
             *_table(_mechanism_rows(statement)),
@@ -354,6 +356,28 @@ def _metrics(statement: Mapping[str, Any]) -> list[str]:
         "| after | quantity | learning rate | value |",
         "|---|---|---|---|",
         *rows,
+        "",
+    ]
+
+
+def _holdout(statement: Mapping[str, Any]) -> list[str]:
+    """Noisy figures of private records that were held out; nothing where there are none."""
+    if "holdout" not in statement:
+        return []
+    held = statement["holdout"]
+    rows = [
+        (row["quantity"], f"{row['value']:.4g} ± {row['standard_error']:.2g}")
+        for row in held["figures"]
+    ]
+    noise = held["event"]["noise_multiplier"]
+    return [
+        "## Noisy test figures of held-out records",
+        "",
+        f"{held['records']:,} private records, a fraction of {held['fraction']:g}. One Gaussian "
+        f"mechanism, noise multiplier {noise:.5g}, epsilon {format_epsilon(held['epsilon'])}. "
+        f"{held['composition']} The error is that of the noise.",
+        "",
+        *_table(rows),
         "",
     ]
 

@@ -70,6 +70,11 @@ WATCHED = {
 PRIVATE_FOLDER = (
     "Checkpoints, metrics and the key of the random numbers in the private folder of the run."
 )
+HOLDOUT_COMPOSITION = (
+    "The records held out took no part in training. A record is in one part or the other by its "
+    "own values alone, so that the weights and these figures together have the larger of their "
+    "two epsilons (parallel composition)."
+)
 NOT_COVERED = (
     "Preprocessing done before the records reached this library, and the public test set.",
     "Records that appear more than once, or people with several records.",
@@ -92,6 +97,7 @@ class RunFacts:
     public: Mapping[str, Any] = field(default_factory=dict)
     metrics: Sequence[Mapping[str, Any]] | None = None  # noisy values that were paid for
     test: Mapping[str, Any] | None = None  # figures on public records: "records" and "scores"
+    holdout: Mapping[str, Any] | None = None  # noisy figures on private records held out
 
 
 class Statement(dict[str, Any]):
@@ -115,6 +121,7 @@ def privacy_statement(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Sta
     accounting = accounting_named(plan.accounting)
     metrics = {} if facts.metrics is None else {"metrics": [dict(row) for row in facts.metrics]}
     test = {} if facts.test is None else {"test": dict(facts.test)}
+    holdout = {} if facts.holdout is None else {"holdout": dict(facts.holdout)}
     return Statement(
         {
             "format": FORMAT,
@@ -148,6 +155,7 @@ def privacy_statement(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Sta
             "versions": dict(facts.versions),
             **metrics,
             **test,
+            **holdout,
         }
     )
 

@@ -70,6 +70,7 @@ def build_session(
     released: Statistics | None = None,
     pixel_scale: PixelScale | None = None,
     table: TableLayout | None = None,
+    holdout: Examples | None = None,
     augment: Augment | None = None,
     views: int = 1,
 ) -> Session:
@@ -77,8 +78,8 @@ def build_session(
 
     `released` are the statistics of a run that is resumed (see `load_statistics`), so that they are
     drawn once for one run. `pixel_scale` is what images were standardised with, `table` where the
-    numbers of a table are. Under `torchrun` every process builds the same session, from the weights
-    of rank 0.
+    numbers of a table are. `holdout` are private records that are not trained on. Under `torchrun`
+    every process builds the same session, from the weights of rank 0.
     """
     check_is_loss(loss)
     check_module(model)
@@ -159,6 +160,7 @@ def build_session(
         layers=inputs.layers,
         layer_descriptions=inputs.descriptions,
         statistics=inputs.statistics,
+        holdout=holdout,
     )
 
 

@@ -186,6 +186,15 @@ def _area(margins: Tensor, positive: Tensor) -> dict[str, float]:
     return {"auc": float(area)}
 
 
+def area_of_counts(negative: Tensor, positive: Tensor) -> float:
+    """The area under the ROC curve from counts in bins of rising odds; 1/2 without either class."""
+    pairs = float(negative.sum() * positive.sum())
+    if pairs <= 0:
+        return 0.5
+    below = negative.cumsum(0) - negative / 2  # ties count half
+    return float((positive * below).sum()) / pairs
+
+
 def _share(right: Tensor) -> float:
     return float(right.to(torch.float64).mean())
 

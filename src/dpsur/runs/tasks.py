@@ -23,6 +23,7 @@ from dpsur.networks import build_network, takes
 from dpsur.per_example.model_check import check_model
 from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.checkpoint import Statistics
+from dpsur.runs.holdout import check_target, split_off
 from dpsur.runs.input_features import InputFeatures
 from dpsur.runs.release import Origin
 from dpsur.runs.session import Session
@@ -39,11 +40,15 @@ SAMPLE = 3
 
 @dataclass(frozen=True)
 class Records:
-    """Training and test records; `featured` says that their features were computed already."""
+    """Training and test records; `featured` says that their features were computed already.
+
+    `holdout` are private records that noisy figures are released of.
+    """
 
     train: Examples
     test: Examples | None
     featured: bool = False
+    holdout: Examples | None = None
 
 
 def load_records(config: RunConfig) -> Records:
@@ -51,7 +56,11 @@ def load_records(config: RunConfig) -> Records:
     train, test = task_of(config).load(config.data_dir)
     if config.hold_out:
         train, test = held_out(train, config.hold_out)
-    return Records(subset(train, config.keep_fraction), test)
+    train, holdout = subset(train, config.keep_fraction), None
+    if config.holdout is not None:
+        check_target(task_of(config).loss)
+        train, holdout = split_off(train, config.holdout)
+    return Records(train, test, holdout=holdout)
 
 
 def task_of(config: RunConfig) -> Task:
@@ -113,6 +122,7 @@ def build_task_session(
             released=released,
             pixel_scale=task.pixel_scale,
             table=task.table,
+            holdout=records.holdout,
         )
     return session, _origin(task, description, session, config.keep_fraction)
 

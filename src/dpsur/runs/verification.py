@@ -29,7 +29,7 @@ from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.plans import plan_from_statement
 from dpsur.privacy.plans.rejections import least_cap
 from dpsur.privacy.second_opinion import Opinion, statement_opinions
-from dpsur.privacy.statement import FORMAT
+from dpsur.privacy.statement import FORMAT, HOLDOUT_COMPOSITION
 from dpsur.runs.files import (
     CARD,
     PAGE,
@@ -40,6 +40,7 @@ from dpsur.runs.files import (
     release_folder,
     sha256,
 )
+from dpsur.runs.holdout import cost as holdout_cost
 from dpsur.runs.replanning import key_faults, plan_faults
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
@@ -90,6 +91,7 @@ STATISTICS = re.compile(r"features\.\d+\.(mean|deviation)")
 CENTRE = re.compile(r"features\.\d+\.centre")
 LEVELS = re.compile(r"features\.\d+\.levels")
 VERSION = re.compile(r"\d[\w.+!-]*|absent")
+HOLDOUT_KEYS = {"fraction", "records", "event", "epsilon", "composition", "figures"}
 OPTIONAL = ("mechanism.filter", "mechanism.menu", "mechanism.blocks")
 
 CHECKED: Final = (
@@ -106,6 +108,7 @@ CHECKED: Final = (
     "the weights hold such statistics",
     "definition, theorem, assumptions, unit, side channels and warnings are those that belong to "
     "the mechanism",
+    "noisy figures of held-out records cost no more than the guarantee",
     "no key is missing, added or given twice, and versions look like versions",
     "PRIVACY.md and README.md say what privacy.json says, and the weights have the stated hash",
 )
@@ -122,7 +125,7 @@ NOT_CHECKED: Final = (
     "whether the run was seeded, hid rejections by random delays, or used TF32 or bfloat16",
     "which versions were used, and what the user declared to be public",
     "the noisy values that tests of blocks released, and what they decided",
-    "the figures on public test records",
+    "the figures on public test records, and the noisy ones of records held out",
 )
 
 
@@ -275,12 +278,35 @@ def _test_faults(test: Any) -> list[str]:
     return ["test holds something that is not a number"]
 
 
+def _holdout_faults(statement: dict[str, Any]) -> list[str]:
+    """The figures of held-out records must cost what is stated, and no more than the run."""
+    stated, guarantee = statement["holdout"], statement["guarantee"]
+    faults = key_faults("holdout.", stated, HOLDOUT_KEYS)
+    event = event_from_json(stated["event"])
+    if not isinstance(event, Gaussian):
+        return [*faults, "holdout.event is not a Gaussian mechanism"]
+    spent = holdout_cost(event.noise_multiplier, guarantee["delta"])
+    if not _same(stated["epsilon"], spent):
+        faults.append(f"holdout.epsilon is stated as {stated['epsilon']}, its noise gives {spent}")
+    if spent > guarantee["epsilon"] * (1 + TOLERANCE):
+        faults.append(f"the held-out figures cost epsilon {spent}, more than the guarantee")
+    if stated["composition"] != HOLDOUT_COMPOSITION:
+        faults.append("holdout.composition is not the text that belongs to it")
+    if not 0 < stated["fraction"] < 1 or not stated["records"] >= 1:
+        faults.append("holdout.fraction or holdout.records is no part of the records")
+    for row in stated["figures"]:
+        faults += key_faults("a held-out figure's ", row, {"quantity", "value", "standard_error"})
+    return faults
+
+
 def _form_faults(statement: dict[str, Any]) -> list[str]:
     """Nothing may be left out, and nothing added that the rest would not be held against."""
     mechanism = statement["mechanism"]
     more = {"metrics"} if "blocks" in mechanism else set()
-    more |= {"test"} & statement.keys()
+    more |= {"test", "holdout"} & statement.keys()
     faults = [*key_faults("", statement, KEYS | more), *_test_faults(statement.get("test"))]
+    if "holdout" in statement:
+        faults += _holdout_faults(statement)
     for name, keys in PARTS.items():
         part: Any = statement
         for key in name.split("."):
