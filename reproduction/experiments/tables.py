@@ -115,24 +115,8 @@ class Tables(OneByOne):
     def measure(self, cell: Cell, options: Options) -> Row:
         """Train one model and test it."""
         del options
-        data = _made_up() if cell["table"] == HOSPITAL else _read(cell["table"])
-        started = time.monotonic()
-        with silenced():
-            found = ARMS[cell["arm"]](data, cell["epsilon"], cell["seed"])
-        targets, _ = data.schema.targets(data.test)
-        outputs = torch.from_numpy(np.log(np.clip(found, 1e-12, 1)))
-        shares = torch.bincount(data.schema.targets(data.train)[0], minlength=outputs.shape[1])
-        shares = shares.double() / shares.sum()
-        scores = score(outputs, targets, F.cross_entropy)
-        return {
-            "records": len(data.train),
-            "classes": len(data.classes),
-            "auc": scores["auc"],
-            "loss": float(F.nll_loss(outputs.double(), targets)),
-            "constant": float(F.nll_loss(shares.log().expand(len(targets), -1), targets)),
-            "accuracy": scores["accuracy"],
-            "seconds": round(time.monotonic() - started, 2),
-        }
+        data = read_data(cell["table"])
+        return measured(data, cell["arm"], cell["epsilon"], cell["seed"])
 
     def render(self, rows: Sequence[Row]) -> list[Artifact]:
         """One page, a table for each epsilon, and what the goals come to."""
@@ -148,6 +132,27 @@ class Tables(OneByOne):
             Page("tables.md", "\n".join(parts)),
             Page("tables/tables.csv", Table(columns, records).csv()),
         ]
+
+
+def measured(data: Data, arm: str, epsilon: float | None, seed: int) -> Row:
+    """Train one model, and its figures on the test part."""
+    started = time.monotonic()
+    with silenced():
+        found = ARMS[arm](data, epsilon, seed)
+    targets, _ = data.schema.targets(data.test)
+    outputs = torch.from_numpy(np.log(np.clip(found, 1e-12, 1)))
+    shares = torch.bincount(data.schema.targets(data.train)[0], minlength=outputs.shape[1])
+    shares = shares.double() / shares.sum()
+    scores = score(outputs, targets, F.cross_entropy)
+    return {
+        "records": len(data.train),
+        "classes": len(data.classes),
+        "auc": scores["auc"],
+        "loss": float(F.nll_loss(outputs.double(), targets)),
+        "constant": float(F.nll_loss(shares.log().expand(len(targets), -1), targets)),
+        "accuracy": scores["accuracy"],
+        "seconds": round(time.monotonic() - started, 2),
+    }
 
 
 def _seeds(table: str, arm: str, options: Options) -> Sequence[int]:
@@ -233,6 +238,11 @@ def spread_text(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 # --- data ---------------------------------------------------------------------------------------
+
+
+def read_data(name: str) -> Data:
+    """A table by its name."""
+    return _made_up() if name == HOSPITAL else _read(name)
 
 
 @cache

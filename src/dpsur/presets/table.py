@@ -1,8 +1,8 @@
 """A private linear model of a table, on noisy quantiles in soft bins.
 
 One setting for all tables, from the number of records, what is predicted, epsilon and delta. It was
-chosen on held-out training records of nine tables (docs/tables.md); leaving any of them out chooses
-the same.
+chosen on held-out training records of nine tables; docs/tables/tables-rule.md has what other
+settings give, and what leaving a table out would choose.
 """
 
 import math
