@@ -36,6 +36,10 @@ constant over nine tables, at epsilon 1 and 3, one seed each, on a quarter of th
 that was held out; test records play no part. *Left out* says for how many of the nine tables this
 setting has the lowest mean log loss of the other eight: choices that follow single tables scatter.
 
+The choice is flat: all but the clip norm of 0.7 and the short run are within 0.003 of each other. A
+clip norm of 1.2 would have a slightly lower log loss and a slightly lower AUC. A small clip norm
+makes probabilities worse.
+
 Beyond these: on most tables, products of columns (512 hashed pairs of bins) and 200 random features
 were worse than none in a simulation of the same model, which chose the other settings as well.
 """

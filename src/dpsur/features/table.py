@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dpsur import checks
 from dpsur.errors import InvalidInputError
 
-# Soft bins of a number: the best of 5, 8 and 12 on held-out records, by 0.001 of AUC.
+# Soft bins of a number: with 8 the mean AUC on held-out records is the same, with 5 lower.
 BINS = 12
 # What the constant is beside columns that have a norm of about 1 together.
 CONSTANT = 0.3
