@@ -93,8 +93,8 @@ def _about_rows(
     rate = options["learning_rate"]
     if features == TABLE:
         return [
-            "linear model from zero on noisy quantiles in soft bins: histograms of the numbers, "
-            "charged, take the place of the declared ranges (--model mlp, linear: no histograms)",
+            "linear model from zero on noisy quantiles in soft bins: histograms of the numbers, if "
+            "there are any, are charged and find where in the declared ranges the records are",
             f"all records in every batch of {options['updates']} updates, clip norm "
             f"{options['max_grad_norm']:g}, {options['schedule']} decay, learning rate {rate:.3g}",
             *_kept(options),
