@@ -157,6 +157,20 @@ def test_more_classes_have_no_area():
     assert not any("AUC" in name for name in found)
 
 
+@pytest.mark.parametrize(
+    ("share", "accuracy", "said"),
+    [(0.99, 0.99, "spelling of the other classes"), (0.8, 0.8, "not above"), (0.8, 0.9, None)],
+)
+def test_doubts_follow_from_the_noisy_figures(share, accuracy, said):
+    rows = [
+        {"quantity": name, "value": value, "standard_error": 0.01}
+        for name, value in ((holdout.BASE_RATE, share), ("accuracy", accuracy))
+    ]
+    found = holdout.doubts(rows)
+    assert found == [] if said is None else said in found[0]
+    assert holdout.doubts([]) == []
+
+
 # --- runs ---------------------------------------------------------------------------------------
 
 

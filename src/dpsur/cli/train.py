@@ -27,6 +27,7 @@ from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.evaluation import objection, shown_scores
 from dpsur.runs.files import RunFolder, finite, resume_command, to_json, write_atomically
 from dpsur.runs.fit import execute
+from dpsur.runs.holdout import doubts
 from dpsur.runs.release import as_published
 from dpsur.runs.result import Run
 from dpsur.runs.tasks import build_task_session, task_of
@@ -190,6 +191,8 @@ def _print_result(run: Run, folder: RunFolder, noted: str, *, as_json: bool) -> 
         held = run.statement["holdout"]
         shown = ", ".join(metric_text(row) for row in held["figures"])
         print(f"held-out records ({held['records']:,}, noisy): {shown}")
+        for text in doubts(held["figures"]):
+            print(f"warning: {text}")
     metrics = run.statement.get("metrics", [])
     for row in (row for row in metrics if row["after"] == metrics[-1]["after"]):
         rate = (

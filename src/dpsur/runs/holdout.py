@@ -12,6 +12,7 @@ figures is calibrated to that of the run. Like N, the number of records held out
 
 import hashlib
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ KEY = b"dpsur-holdout/1"
 # Bins of the log odds of the second class, and the largest that has a bin of its own.
 BINS, MOST_ODDS = 16, 4.5
 ACCOUNTING = "every-trial"
+BASE_RATE = "share of the most frequent class"
 
 
 def split_off(train: Examples, fraction: float) -> tuple[Examples, Examples]:
@@ -162,7 +164,7 @@ def _class_figures(sums: Tensor, scale: float, count: int, classes: int) -> list
     found = [
         _figure("accuracy", sums[0], scale, count),
         _figure(
-            "share of the most frequent class",
+            BASE_RATE,
             counts.sum(1).max(),
             scale * math.sqrt(counts.shape[1]),
             count,
@@ -182,6 +184,22 @@ def _class_figures(sums: Tensor, scale: float, count: int, classes: int) -> list
         error = float(np.std(again))
         found.append({"quantity": "AUC, in bins", "value": area, "standard_error": error})
     return found
+
+
+def doubts(figures: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the noisy figures say of a model or a schema that may be wrong."""
+    found = {row["quantity"]: row for row in figures}
+    share, accuracy = found.get(BASE_RATE), found.get("accuracy")
+    if share is None or accuracy is None:
+        return []
+    if share["value"] + 2 * share["standard_error"] >= 1:
+        return [
+            "one class has nearly all records held out; check the spelling of the other classes in "
+            "the schema"
+        ]
+    if accuracy["value"] <= share["value"]:
+        return ["the accuracy is not above the share of the most frequent class, as far as seen"]
+    return []
 
 
 def _figure(name: str, total: Tensor, scale: float, count: int) -> dict[str, Any]:
