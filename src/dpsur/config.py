@@ -390,7 +390,7 @@ def _names(method: type[Method]) -> set[str]:
 def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts:
     """What is public about a run on a task, with these options of `RunConfig`."""
     given = values or {}
-    records = task.records
+    records, budget = task.records, given.get("budget", DEFAULT_BUDGET)
     if records is not None:
         kept = (given.get("keep_fraction") or 1) * (1 - (given.get("holdout") or 0))
         records = max(1, round(records * kept))
@@ -405,14 +405,8 @@ def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts
         short=given.get("max_updates") is not None,
         target=task.target,
         whole=given.get("keep_fraction") in (None, 1) and given.get("holdout") is None,
-        budget=_budget_in(given),
+        budget=(given.get("epsilon", budget.epsilon), given.get("delta", budget.delta)),
     )
-
-
-def _budget_in(values: Mapping[str, Any]) -> tuple[float, float]:
-    """Epsilon and delta of options by name, or of a config."""
-    budget = values.get("budget", DEFAULT_BUDGET)
-    return values.get("epsilon", budget.epsilon), values.get("delta", budget.delta)
 
 
 def uses_gpu(device: str) -> bool:
@@ -447,21 +441,14 @@ def choose_for_model(
     """
     if accounting not in STEERING_ACCOUNTINGS:
         return Dpsur(), normalisation, ()
+    shown = budget.epsilon, budget.delta
     facts = DataFacts(
-        records,
-        None,
-        None,
-        gpu=gpu,
-        own_model=not linear,
-        features=features,
-        short=short,
-        target=target,
-        budget=(budget.epsilon, budget.delta),
+        records, None, None, gpu=gpu, own_model=not linear, features=features, short=short
     )
+    facts = replace(facts, target=target, budget=shown)
     preset = preset_named(AUTO, Dpsur.name, "", budget.epsilon, facts)
     method = Dpsur(**preset.options)
     normalisation = preset.normalisation if normalisation is None else normalisation
-    shown = budget.epsilon, budget.delta
     lines = explain_auto(
         replace(facts, own_model=True), features, normalisation, asdict(method), shown
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
+from dpsur.privacy.events import Gaussian
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import CONSTANT, DELAY, NOT_HIDDEN
@@ -168,6 +169,11 @@ def _settings(plan: PrivacyPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, with the counts of the plan, which may have been cut short."""
     kept = {name: n for name, n in plan.fixed_counts.items() if settings.get(name) is not None}
     return {**settings, **kept}
+
+
+def holdout_cost(noise_multiplier: float, delta: float) -> float:
+    """Epsilon of the noisy figures of held-out records alone: one Gaussian mechanism."""
+    return accounting_named("every-trial").epsilon([(Gaussian(noise_multiplier), 1)], delta)
 
 
 # Settings of one gate, or of one optimizer, which the others do not read.

@@ -26,10 +26,9 @@ from dpsur.functional.records import Examples
 from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.streams import Stream
 from dpsur.per_example import ClippedSum
-from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import Gaussian, event_to_json
 from dpsur.privacy.search import least_noise
-from dpsur.privacy.statement import HOLDOUT_COMPOSITION
+from dpsur.privacy.statement import HOLDOUT_COMPOSITION, holdout_cost
 from dpsur.runs.evaluation import area_of_counts, model_outputs
 from dpsur.tasks.schema import RangeLoss
 
@@ -37,7 +36,6 @@ from dpsur.tasks.schema import RangeLoss
 KEY = b"dpsur-holdout/1"
 # Bins of the log odds of the second class, and the largest that has a bin of its own.
 BINS, MOST_ODDS = 16, 4.5
-ACCOUNTING = "every-trial"
 BASE_RATE = "share of the most frequent class"
 
 
@@ -93,7 +91,7 @@ def noisy_figures(
     outputs = model_outputs(model, records.inputs).double().cpu()
     wanted = records.targets.cpu()
     epsilon, delta = target
-    found = least_noise(lambda noise: cost(noise, delta), epsilon)
+    found = least_noise(lambda noise: holdout_cost(noise, delta), epsilon)
     assert found is not None  # a Gaussian alone fits any budget
     rows, names = (
         (_number_rows(outputs, wanted), "number")
@@ -115,15 +113,10 @@ def noisy_figures(
         "fraction": fraction,
         "records": count,
         "event": event_to_json(Gaussian(found)),
-        "epsilon": cost(found, delta),
+        "epsilon": holdout_cost(found, delta),
         "composition": HOLDOUT_COMPOSITION,
         "figures": figures,
     }
-
-
-def cost(noise_multiplier: float, delta: float) -> float:
-    """Epsilon of the figures alone."""
-    return accounting_named(ACCOUNTING).epsilon([(Gaussian(noise_multiplier), 1)], delta)
 
 
 def _number_rows(outputs: Tensor, targets: Tensor) -> Tensor:

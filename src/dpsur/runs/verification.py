@@ -29,7 +29,7 @@ from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.plans import plan_from_statement
 from dpsur.privacy.plans.rejections import least_cap
 from dpsur.privacy.second_opinion import Opinion, statement_opinions
-from dpsur.privacy.statement import FORMAT, HOLDOUT_COMPOSITION
+from dpsur.privacy.statement import FORMAT, HOLDOUT_COMPOSITION, holdout_cost
 from dpsur.runs.files import (
     CARD,
     PAGE,
@@ -40,7 +40,6 @@ from dpsur.runs.files import (
     release_folder,
     sha256,
 )
-from dpsur.runs.holdout import cost as holdout_cost
 from dpsur.runs.replanning import key_faults, plan_faults
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
