@@ -58,14 +58,15 @@ class against the rest, mean) and log loss on a fifth of the records, median ove
 *Constant* is the log loss of the shares of the classes. *Linear* is a private logistic regression
 in twenty lines on the scaled columns (full batches, 100 updates, clip norm 1), *DP-EBM* is
 `DPExplainableBoostingClassifier` of `interpret` (two classes only), *Opacus* an MLP of 64 with 20
-epochs, batches of 256, clip norm 1, learning rate 0.5. All are at delta 1e-5 and see the same
+epochs, batches of 256, clip norm 1, learning rate 0.5 (one to three seeds, and not on the largest
+tables). All are at delta 1e-5 and see the same
 declared columns: ranges are rounded quantiles and values those that occur 20 times, taken as public
 knowledge. The last two columns have no privacy.
 
 The tables come from R packages (mlbench, modeldata, kernlab, ggplot2, AER, carData, dslabs);
 *hospital* is made up: 20,000 records, 15 columns, 16% positive, ten seeds. Settings were chosen on
-held-out training records of nine of the tables, all but MplsStops, PSID7682, movielens and
-hospital. Of PSID7682 and movielens a person has several records, and epsilon is that of one record.
+held-out training records of the first nine tables ([what others give](tables/tables-rule.md)), the
+kind of features on those of MplsStops too; PSID7682, movielens and hospital had no part. Of PSID7682 and movielens a person has several records, and epsilon is that of one record.
 """
 END = """\
 Rendered by `python -m reproduction tables` from the rows of results/tables.jsonl. The tables are
