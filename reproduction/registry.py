@@ -53,6 +53,14 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.unseen",
         "the preset auto on data that it was not made for, against DP-SGD with a grid (minutes)",
     ),
+    "tables": (
+        "reproduction.experiments.tables",
+        "the default on real tables, beside other private models (CPU, an hour)",
+    ),
+    "tables-rule": (
+        "reproduction.experiments.tables_rule",
+        "settings of the default for tables, one changed at a time (CPU, minutes)",
+    ),
     "tuning": (
         "reproduction.experiments.tuning",
         "settings that the paper does not give, chosen on held-out records (GPU minutes)",

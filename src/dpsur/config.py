@@ -167,7 +167,8 @@ class RunConfig(checks.NamedArguments):
     """The configuration of a run. None leaves the choice to the task or the method.
 
     `task` names a task, or is None where a model and records are given as objects. `keep_fraction`
-    is the share of its records to train on. `hold_out` training records are set aside and
+    is the share of its records to train on. Of a `holdout` fraction of the private records noisy
+    figures are released, within epsilon. `hold_out` training records are set aside and
     evaluated on instead of the test set, for choosing hyper-parameters. `network` changes arguments
     of the task's network. `network_seed` fixes the initial weights of an unseeded run, so that the
     same network can be built when it is resumed; it has no part in sampling or noise. The config is
@@ -251,6 +252,14 @@ class RunConfig(checks.NamedArguments):
         metavar="F",
         group=WHAT,
     )
+    holdout: float | None = option(
+        None,
+        "hold out about this fraction of the private records, each by its own values, and release "
+        "noisy test figures of them: accuracy, AUC, clipped log loss; within epsilon",
+        check=checks.sample_rate,
+        metavar="F",
+        group=PRIVACY,
+    )
     hold_out: int = option(0, "records to evaluate on instead of the test set", command_line=False)
     max_updates: int | None = option(
         None,
@@ -292,6 +301,11 @@ class RunConfig(checks.NamedArguments):
         check_kind("pace", self.pace, Pace)
         check_kind("speed", self.speed, Speed)
         check_options(self)
+        if self.holdout is not None and isinstance(self.method, Nonprivate):
+            raise InvalidInputError(
+                f"holdout {self.holdout:g} is for private runs; method {self.method.name} is none: "
+                "leave it out, and test on a part of your records"
+            )
         if math.isinf(self.budget.epsilon) and not isinstance(self.method, Nonprivate):
             raise InvalidInputError(
                 f"epsilon {self.budget.epsilon} is no budget that method {self.method.name} could "
@@ -376,9 +390,10 @@ def _names(method: type[Method]) -> set[str]:
 def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts:
     """What is public about a run on a task, with these options of `RunConfig`."""
     given = values or {}
-    records = task.records
+    records, budget = task.records, given.get("budget", DEFAULT_BUDGET)
     if records is not None:
-        records = max(1, round(records * (given.get("keep_fraction") or 1)))
+        kept = (given.get("keep_fraction") or 1) * (1 - (given.get("holdout") or 0))
+        records = max(1, round(records * kept))
     return DataFacts(
         records,
         task.shape,
@@ -388,6 +403,9 @@ def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts
         own_model=given.get("model") is not None,
         features=given.get("features"),
         short=given.get("max_updates") is not None,
+        target=task.target,
+        whole=given.get("keep_fraction") in (None, 1) and given.get("holdout") is None,
+        budget=(given.get("epsilon", budget.epsilon), given.get("delta", budget.delta)),
     )
 
 
@@ -414,20 +432,23 @@ def choose_for_model(
     gpu: bool,
     linear: bool,
     short: bool,
+    target: tuple[str, int] | None = None,
 ) -> tuple[Method, str | None, tuple[str, ...]]:
     """The method and the normalisation for a model that is given as an object, and the reasons.
 
-    `linear` says that the model is one linear layer of zeros, `short` that `max_updates` is set.
+    `linear` says that the model is one linear layer of zeros, `short` that `max_updates` is set,
+    `target` what the model of a table predicts, and by how many outputs.
     """
     if accounting not in STEERING_ACCOUNTINGS:
         return Dpsur(), normalisation, ()
+    shown = budget.epsilon, budget.delta
     facts = DataFacts(
         records, None, None, gpu=gpu, own_model=not linear, features=features, short=short
     )
+    facts = replace(facts, target=target, budget=shown)
     preset = preset_named(AUTO, Dpsur.name, "", budget.epsilon, facts)
     method = Dpsur(**preset.options)
     normalisation = preset.normalisation if normalisation is None else normalisation
-    shown = budget.epsilon, budget.delta
     lines = explain_auto(
         replace(facts, own_model=True), features, normalisation, asdict(method), shown
     )

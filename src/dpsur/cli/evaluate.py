@@ -12,7 +12,7 @@ from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.build_session import choose_device
-from dpsur.runs.evaluation import check_fits, describe_scores, evaluate
+from dpsur.runs.evaluation import check_fits, describe_scores, evaluate, objection
 from dpsur.runs.files import finite
 from dpsur.runs.release import read_release
 from dpsur.runs.verification import statement_faults
@@ -22,15 +22,22 @@ from dpsur.tasks import TASKS, load_test_records
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = (
-        "Load a release and test it on the public test set of its task.\n\n"
+        "Load a release and test it on public records: the test set of its task, all records of a\n"
+        "table by the schema of the release, or the test part that a schema file declares.\n"
+        "Figures have no noise: do not publish those of private records.\n\n"
         "  dpsur evaluate run\n  dpsur evaluate run --task npz:test.npz --json\n"
+        "  dpsur evaluate run --task csv:new.csv\n"
     )
     parser.add_argument("folder", metavar="DIR", help="a run folder, or the release folder in it")
     parser.add_argument(
         "--task", help="the task to test on (default: the one that the release names)"
     )
     parser.add_argument(
-        "--schema", type=Path, metavar="FILE", help="the columns of csv:FILE or parquet:FILE"
+        "--schema",
+        type=Path,
+        metavar="FILE",
+        help="take the test part that this schema declares (default: all records of csv:FILE or "
+        "parquet:FILE, by the schema in the release)",
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     parser.add_argument(
@@ -51,10 +58,10 @@ def run(options: argparse.Namespace) -> int:
     name = options.task or origin.task
     if name is None or (options.task is None and name not in TASKS):
         raise InvalidInputError(
-            f"{options.folder} names no task to test on; name it with --task, such as npz:FILE, or "
-            "csv:FILE with --schema"
+            f"{options.folder} names no task to test on; name it with --task, such as npz:FILE or "
+            "csv:FILE"
         )
-    test, loss = load_test_records(name, options.data_dir, options.schema)
+    test, loss = load_test_records(name, options.data_dir, options.schema, statement["public"])
     model = model.to(device)
     check_fits(model, test, loss, name)
     test = test.to(device)
@@ -62,10 +69,17 @@ def run(options: argparse.Namespace) -> int:
     scores = evaluate(problem, problem.initial_params(), test)
     guarantee = statement["guarantee"]
     if options.json:
-        found = {"task": name, "scores": scores, "guarantee": guarantee}
+        found = {
+            "task": name,
+            "records": len(test),
+            "scores": scores,
+            "guarantee": guarantee,
+        }
         print(json.dumps(finite(found), allow_nan=False))
         return 0
-    print(f"{name}: {describe_scores(scores)}")
+    print(f"{name}: {describe_scores(scores, len(test))}")
+    if (text := objection(scores)) is not None:
+        print(f"warning: {text}")
     print(describe_guarantee(statement))
     return 0
 
