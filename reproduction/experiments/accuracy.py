@@ -19,8 +19,8 @@ from reproduction.arms import (
     RELEASED_COMMANDS,
     RELEASED_DPAGD,
     RELEASED_NETWORK,
-    TS_AUTHORS,
     TS_FIXED,
+    TS_TRAMER_BONEH,
 )
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Options, Row
@@ -40,7 +40,7 @@ PAPER_METHODS = {
     **{arm.name: arm.preset_of for arm in NETWORK_ARMS},
     HF_PUBLISHED.name: "dpsgd-hf",
     DPSGD_PUBLISHED.name: "dpsgd",
-    TS_AUTHORS.name: "dpsgd-ts",
+    TS_TRAMER_BONEH.name: "dpsgd-ts",
     TS_FIXED.name: "dpsgd-ts",
     ADAPTIVE_DPAGD.name: "dpagd",
     RELEASED_DPAGD.name: "dpagd",
@@ -113,7 +113,7 @@ class Accuracy(TrainingGrid):
         for task in TASKS:
             for epsilon in EPSILONS:
                 if has_own_settings(task, epsilon):
-                    yield from _seeds(task, TS_AUTHORS.name, epsilon, seeds or FEW)
+                    yield from _seeds(task, TS_TRAMER_BONEH.name, epsilon, seeds or FEW)
         for epsilon in EPSILONS:  # where the preset is not what the paper's figures come from
             yield from _seeds("cifar10", TS_FIXED.name, epsilon, seeds or FEW)
         for task in TASKS:
@@ -146,7 +146,7 @@ def has_own_settings(task: str, epsilon: int) -> bool:
     """Whether the authors of DPSGD-TS tuned it on this task to other settings than the paper's."""
     if task == "imdb":
         return False
-    own, paper = (ARMS[arm].preset(task, epsilon) for arm in (TS_AUTHORS.name, "dpsgd-ts"))
+    own, paper = (ARMS[arm].preset(task, epsilon) for arm in (TS_TRAMER_BONEH.name, "dpsgd-ts"))
     return own.options != paper.options
 
 

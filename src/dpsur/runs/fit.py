@@ -322,7 +322,7 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
         scores = evaluate(session.problem, released, session.test)
     facts = RunFacts(
         dataset_size=len(session.problem.train),
-        method=session.method.name,
+        method=session.method.label,
         settings=asdict(session.method),
         seeded=session.streams.seeded,
         average=progress.state.average is not None,
