@@ -106,6 +106,7 @@ METHOD_ARMS = tuple(
 DPSUR_ARMS = (
     Arm("published", "Algorithm 1, published accounting", Dpsur, "dpsur", "published"),
     Arm("proven", "Algorithm 1, proven accounting", Dpsur, "dpsur", "proven"),
+    Arm("proven-pld", "Algorithm 1, proven-pld accounting", Dpsur, "dpsur", "proven-pld"),
     Arm("released-code", "released code, claimed epsilon", ReleasedCode, "dpsur", "published"),
     Arm(
         "every-trial",
