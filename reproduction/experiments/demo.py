@@ -179,11 +179,11 @@ def _page(rows: Sequence[Row]) -> str:
             f"{'' if proven is None else f'{proven:.2f}'} | {_in_words(found)} | {len(found)} |"
         )
     if {PAPER, TWIN} <= made:
-        found = difference(scores(rows, PAPER), scores(rows, TWIN))
+        change = difference(scores(rows, PAPER), scores(rows, TWIN))
         lines += [
             "",
-            f"What the test does at the same proven epsilon: {in_words(found)} points (mean and 95% "
-            f"interval by Welch's test, p = {found.p:.2g}).",
+            f"What the test does at the same proven epsilon: {in_words(change)} points (mean and "
+            f"95% interval by Welch's test, p = {change.p:.2g}).",
         ]
     if not made.isdisjoint(TRIED):
         lines += ["", CHOICE, "| batch | rate 1 | rate 2 | rate 4 |", "|---|---|---|---|"]
