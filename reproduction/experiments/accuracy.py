@@ -26,6 +26,7 @@ from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Options, Row
 from reproduction.experiments.accuracy_pages import draw_accuracy, extra_pages, has_points
 from reproduction.experiments.paper_figures import figure_pages, state_page
+from reproduction.experiments.sixteen import sixteen_pages
 from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
 TASKS = ("fmnist", "mnist", "cifar10", "imdb")
@@ -58,11 +59,11 @@ line of DPSGD-HF. *Proven epsilon* is blank where every trial is charged, since 
 there, and for the released code, controls and single faults, for which none is known. Settings are
 those of the preset `paper`; where the paper gives none they were chosen on held-out training
 records. In the figure, bars are one standard deviation, grey ticks the paper's figures, and an open
-marker says that the epsilon is a claim. [The main cells in
-short](accuracy_short.md); [the released code against the paper](accuracy_agreement.md); [ours minus
-the paper's in every cell](accuracy_differences.md); [what the authors
-committed](accuracy_committed.md), [and the losses of their
-runs](accuracy_losses.md).
+marker says that the epsilon is a claim. [The main cells in short](accuracy_short.md); [DPSUR's
+sixteen cells with intervals](accuracy_sixteen.md) and [the test against a coin](accuracy_coin.md);
+[the released code against the paper](accuracy_agreement.md); [ours minus the paper's in every
+cell](accuracy_differences.md); [what the authors committed](accuracy_committed.md), [and the losses
+of their runs](accuracy_losses.md).
 """
 COLUMNS = (
     Column("data set", "task"),
@@ -133,7 +134,9 @@ class Accuracy(TrainingGrid):
         picture = drawn if has_points(records) else None
         whole = table_page(self.name, TITLE, TEXT, Table(COLUMNS, records), picture)
         lacking = state_page(list(self.cells(Options())), rows)
-        return [*whole, *extra_pages(records, paper), *figure_pages(records, paper), *lacking]
+        side_by_side = sixteen_pages(rows, paper)
+        extra = extra_pages(records, paper)
+        return [*whole, *side_by_side, *extra, *figure_pages(records, paper), *lacking]
 
 
 EXPERIMENT = Accuracy()

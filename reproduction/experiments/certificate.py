@@ -36,7 +36,8 @@ takes them) for three of the paper's settings: as the library computes it in flo
 margins, and recomputed by mpmath in intervals of 200 bits, the upper end. Orders are those that the
 library finds best, to two digits; both directions are checked and the larger figure is shown. Only
 the certificate's lines and the mesh are taken from the library, and neither has to be right for the
-figure to hold. The difference is that of the meshes and of the order.
+figure to hold. The difference is that of the meshes and of the order. Rounded up to four decimals,
+as epsilons are printed, the figures are the same.
 """
 COLUMNS = (
     Column("data set", "dataset"),

@@ -8,6 +8,7 @@ import pytest
 
 from dpsur.presets.settings import paper_setting
 from dpsur.privacy.accountants.proven import SelectiveUpdate, selective_divergence
+from dpsur.privacy.statement import format_epsilon
 from reproduction.experiments import certificate
 
 ROWS = Path(__file__).parents[2] / "results" / "certificate.jsonl"
@@ -48,4 +49,4 @@ def test_the_stored_figures_agree_with_the_library():
         certificate.CHECKED
     )
     for row in rows:
-        assert row["interval"] == pytest.approx(row["floating"], rel=1e-4)
+        assert format_epsilon(row["interval"]) == format_epsilon(row["floating"])
