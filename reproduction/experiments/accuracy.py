@@ -205,7 +205,7 @@ def _record(key: tuple[str, str, float], rows: Sequence[Row]) -> dict[str, Any]:
         "difference": None if paper is None else mean - paper,
         "updates": sum(row["updates"] for row in rows) / len(rows),
         "trials": sum(row["trials"] for row in rows) / len(rows),
-        "proven": epsilons[PROVEN_FIGURES.get(name, "proven")]
+        "proven": epsilons.get(PROVEN_FIGURES.get(name, "proven"))
         if private and ARMS[name].sound
         else None,
         "made_on": " and ".join(sorted({"CPU" if r["device"] == "cpu" else "GPU" for r in rows})),
