@@ -37,6 +37,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.accounting",
         "the paper's sixteen settings under each accounting (seconds)",
     ),
+    "certificate": (
+        "reproduction.experiments.certificate",
+        "three proven figures checked in interval arithmetic (minutes)",
+    ),
     "accuracy": (
         "reproduction.experiments.accuracy",
         "the paper's table of accuracies, and the arms that explain it (GPU, an hour)",

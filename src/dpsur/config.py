@@ -17,9 +17,9 @@ from dpsur import checks
 from dpsur.distributed.ranks import DEFAULT_TIMEOUT
 from dpsur.errors import InvalidInputError
 from dpsur.features import FEATURES, NORMALISATIONS, features_named
-from dpsur.methods import METHODS, Dpsur, Method, Nonprivate, method_named
+from dpsur.methods import METHODS, Dpsgd, Dpsur, Method, Nonprivate, method_named
 from dpsur.options import build, check_options, flag, from_plain, option, shorten, to_plain
-from dpsur.presets import AUTO, PRESETS, DataFacts, explain_auto, preset_named
+from dpsur.presets import AUTO, ENCODER, PRESETS, DataFacts, explain_auto, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.rejections import NOT_HIDDEN, WAYS_TO_HIDE
@@ -181,7 +181,15 @@ class RunConfig(checks.NamedArguments):
         names=TASKS,
         group=WHAT,
     )
-    method: Method = option(Dpsur, "", names=METHODS, check=_is_method, stored=False, group=WHAT)
+    method: Method = option(
+        Dpsur,
+        "(default: dpsgd, with settings that --preset auto chooses; dpsur, the paper's algorithm, "
+        "with --preset paper, --gate loss or coin, or an option of these gates)",
+        names=METHODS,
+        check=_is_method,
+        stored=False,
+        group=WHAT,
+    )
     budget: Budget = DEFAULT_BUDGET
     accounting: str = option(
         DEFAULT_ACCOUNTING,
@@ -209,8 +217,9 @@ class RunConfig(checks.NamedArguments):
         "auto chooses from public facts and says why; encoder is for any images and any epsilon; "
         "paper and tuned have settings for the task and epsilon 1, 2, 3 or 4; those of paper are "
         "the paper's for dpsur, dpsgd, dpsgd-ts and dpsgd-hf, and ours for dpis, dpagd and "
-        "nonprivate; authors has those that the authors of dpsgd-ts tuned; other options take "
-        "precedence (default: auto, unless a method or the gate loss or coin is named)",
+        "nonprivate; tramer-boneh has those that Tramer and Boneh tuned for their networks on "
+        "pixels (dpsgd-ts); other options take precedence (default: auto, unless a method or the "
+        "gate loss or coin is named)",
         names=PRESETS,
         group=WHAT,
     )
@@ -325,13 +334,15 @@ class RunConfig(checks.NamedArguments):
 
         `options` are hyper-parameters of the method. What is not given comes from the preset, if
         one is named, else from the task's settings for the method. With `auto`, that preset is
-        taken where neither a preset nor a method is named.
+        taken where neither a preset nor a method is named. Where no method is named, presets for
+        runs without a test of candidates are for DP-SGD, and others for DPSUR.
         """
-        kind = method_named(method or Dpsur.name)
-        check_method_options(kind, options)
         accounting = values.get("accounting", DEFAULT_ACCOUNTING)
         if auto and values.get("preset") is None and method is None:
             values = {**values, **_default_preset(accounting, options)}
+        unnamed = Dpsgd if values.get("preset") in (AUTO, ENCODER) else Dpsur
+        kind = method_named(method or unnamed.name)
+        check_method_options(kind, options)
         task = task_named(
             values.get("task", DEFAULT_TASK), values.get("classes"), values.get("schema")
         )
@@ -446,8 +457,8 @@ def choose_for_model(
         records, None, None, gpu=gpu, own_model=not linear, features=features, short=short
     )
     facts = replace(facts, target=target, budget=shown)
-    preset = preset_named(AUTO, Dpsur.name, "", budget.epsilon, facts)
-    method = Dpsur(**preset.options)
+    preset = preset_named(AUTO, Dpsgd.name, "", budget.epsilon, facts)
+    method = Dpsgd(**preset.options)
     normalisation = preset.normalisation if normalisation is None else normalisation
     lines = explain_auto(
         replace(facts, own_model=True), features, normalisation, asdict(method), shown

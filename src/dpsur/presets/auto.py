@@ -65,7 +65,7 @@ def explain_auto(
     epsilon, delta = budget
     known = [*_known(facts), f"epsilon {epsilon:g}", f"delta {delta:g}"]
     lines = [f"auto: settings chosen from public facts only: {', '.join(known)}"]
-    if facts.short and options["gate"] is None:
+    if facts.short and options["gate"] == "none" and options["updates"] is None:
         lines.append(
             "a short run (max_updates): the method's defaults, without a search for a learning rate"
         )

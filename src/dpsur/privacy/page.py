@@ -52,7 +52,7 @@ def render_model_card(statement: Mapping[str, Any]) -> str:
         if private
         else ["  epsilon: .inf"]
     )
-    tags = ["differential-privacy", "dp-sgd", "dpsur"] if private else ["dpsur"]
+    tags = [*(("differential-privacy", "dp-sgd") if private else ()), statement["method"]]
     return "\n".join(
         [
             "---",

@@ -353,8 +353,8 @@ def _method(statement: Mapping[str, Any]) -> str:
     name, gate = str(statement["method"]), statement["settings"].get("gate", "none")
     if gate != "none":
         return f"{name}, gate {gate}"
-    # The preset auto turns the test off where it does not pay.
-    return f"{name} without a test of updates: plain DP-SGD" if name == "dpsur" else name
+    # Statements of earlier versions call a run of `Dpsur` without a gate dpsur.
+    return "dpsgd" if name == "dpsur" else name
 
 
 def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -170,7 +170,7 @@ def _settle(config: RunConfig, size: int, features: InputFeatures) -> tuple[Meth
     `max_updates` ends the planned run early. What it then spends is less than the budget, except
     under a filter, which promises its allowance.
     """
-    budget, name = config.budget, config.method.name
+    budget, name = config.budget, config.method.label
     with status(f"choosing noise and length of a {name} run, epsilon {budget.epsilon:g}"):
         method, plan = config.method.settle(size, budget, config.accounting, features.setup)
     if config.max_updates is not None:

@@ -359,7 +359,7 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
     model = released_model(session.original, session.layers, released)
     facts = RunFacts(
         dataset_size=len(session.problem.train),
-        method=session.method.name,
+        method=session.method.label,
         settings=asdict(session.method),
         seeded=session.streams.seeded,
         average=progress.state.average is not None,
