@@ -6,7 +6,7 @@ from torch import nn
 
 import dpsur
 from dpsur.errors import DpsurError
-from tests.oracle.harness import BOUNDED, Setup, limit, refused, stops
+from tests.oracle.harness import BOUNDED, BOUNDED_OR_STOPPED, Setup, limit, refused
 from tests.oracle.programs import add, family
 from tests.oracle.programs.models import TwoLayers, mlp
 from tests.oracle.records import CLASSES, REGRESSION, TABLE
@@ -490,7 +490,7 @@ def plateau_of_the_training_loss_in_the_loop():
     return looped(loop)
 
 
-@opacus(stops())
+@opacus(BOUNDED_OR_STOPPED)
 def batch_skipped_if_not_finite():
     def loop(given):
         for batch in given.loader:
