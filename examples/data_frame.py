@@ -21,12 +21,11 @@ schema = dpsur.Schema(
     target={"income": dpsur.Category(["<=50K", ">50K"])},
 )
 run = dpsur.fit(
-    "mlp",
+    "auto",
     people(3000),
     schema=schema,
     test_set=people(500),  # public records
     budget=dpsur.Budget(epsilon=2.0, delta=1e-5),
-    method=dpsur.Dpsgd(updates=60, batch_size=200, learning_rate=1.0),
 )
 print(f"test accuracy {run.scores['accuracy']:.1%}")
 print(run.predict(pd.DataFrame({"age": [30, 60], "job": ["clerk", "pilot"]})))

@@ -7,7 +7,7 @@ from typing import Any
 from dpsur.config import data_facts
 from dpsur.methods import METHODS, Method
 from dpsur.methods.dpsur import Dpsur
-from dpsur.presets import AUTHORS, AUTO, PAPER, TUNED, Preset, preset_named
+from dpsur.presets import AUTO, PAPER, TRAMER_BONEH, TUNED, Preset, preset_named
 from dpsur.presets.paper import TEMPERED_EPSILON
 from dpsur.presets.settings import tuned_setting
 from dpsur.tasks import TASKS
@@ -106,6 +106,7 @@ METHOD_ARMS = tuple(
 DPSUR_ARMS = (
     Arm("published", "Algorithm 1, published accounting", Dpsur, "dpsur", "published"),
     Arm("proven", "Algorithm 1, proven accounting", Dpsur, "dpsur", "proven"),
+    Arm("proven-pld", "Algorithm 1, proven-pld accounting", Dpsur, "dpsur", "proven-pld"),
     Arm("released-code", "released code, claimed epsilon", ReleasedCode, "dpsur", "published"),
     Arm(
         "every-trial",
@@ -161,20 +162,21 @@ NETWORK_ARMS = tuple(
     )
     for name in ("dpsgd", "dpsgd-ts", "nonprivate")
 )
-# DPSGD-TS as its authors tuned it, where the paper runs it with the settings of DPSUR.
-TS_AUTHORS = Arm(
+# DPSGD-TS as Tramèr and Boneh tuned it, where the paper runs it with the settings of DPSUR. Rows
+# have the arm's first name, from when the settings were taken for those of the method's authors.
+TS_TRAMER_BONEH = Arm(
     "dpsgd-ts-authors",
-    "dpsgd-ts, its authors' settings",
+    "dpsgd-ts, Tramèr and Boneh's settings",
     METHODS["dpsgd-ts"],
     "dpsgd-ts",
     "proven",
-    preset_name=AUTHORS,
+    preset_name=TRAMER_BONEH,
 )
 
 
 @dataclass(frozen=True)
 class FixedNoiseArm(Arm):
-    """DPSGD-TS with all that its authors tuned, their noise too: a larger budget trains longer."""
+    """DPSGD-TS as Tramèr and Boneh tuned it, with their noise: a larger budget trains longer."""
 
     def preset(self, task: str, epsilon: float) -> Preset:  # noqa: ARG002
         """The settings of the budget that they tuned at."""
@@ -183,11 +185,11 @@ class FixedNoiseArm(Arm):
 
 TS_FIXED = FixedNoiseArm(
     "dpsgd-ts-fixed",
-    "dpsgd-ts, its authors' settings and noise",
+    "dpsgd-ts, Tramèr and Boneh's settings and noise",
     METHODS["dpsgd-ts"],
     "dpsgd-ts",
     "published",
-    preset_name=AUTHORS,
+    preset_name=TRAMER_BONEH,
 )
 ADAPTIVE_DPAGD = AdaptiveArm(
     "dpagd-adaptive",
@@ -240,7 +242,7 @@ ARMS = {
         HF_PUBLISHED,
         DPSGD_PUBLISHED,
         *NETWORK_ARMS,
-        TS_AUTHORS,
+        TS_TRAMER_BONEH,
         TS_FIXED,
         ADAPTIVE_DPAGD,
         RELEASED_DPAGD,

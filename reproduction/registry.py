@@ -37,6 +37,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.accounting",
         "the paper's sixteen settings under each accounting (seconds)",
     ),
+    "certificate": (
+        "reproduction.experiments.certificate",
+        "three proven figures checked in interval arithmetic (minutes)",
+    ),
     "accuracy": (
         "reproduction.experiments.accuracy",
         "the paper's table of accuracies, and the arms that explain it (GPU, an hour)",
@@ -52,6 +56,14 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
     "unseen": (
         "reproduction.experiments.unseen",
         "the preset auto on data that it was not made for, against DP-SGD with a grid (minutes)",
+    ),
+    "tables": (
+        "reproduction.experiments.tables",
+        "the default on real tables, beside other private models (CPU, an hour)",
+    ),
+    "tables-rule": (
+        "reproduction.experiments.tables_rule",
+        "settings of the default for tables, one changed at a time (CPU, minutes)",
     ),
     "tuning": (
         "reproduction.experiments.tuning",

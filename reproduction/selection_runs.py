@@ -142,7 +142,9 @@ SELECTION_ARMS = {
     "constant": SelectionArm("DP-SGD, constant rate", Dpsgd, {"schedule": "constant"}),
     "linear": SelectionArm("DP-SGD, linear decay", Dpsgd, DECAY),
     "algorithm-1": SelectionArm(
-        "Algorithm 1, proven", Dpsur, {**DECAY, "gate": "loss", "val_batch_size": 256}
+        "Algorithm 1, proven",
+        Dpsur,
+        {**DECAY, "gate": "loss", "accept_threshold": 0.0, "val_batch_size": 256},
     ),
     "block": SelectionArm("gate block, rate given", Dpsgd, BLOCKS),
     "block-free": SelectionArm("gate block", Dpsgd, BLOCKS, takes_rate=False),

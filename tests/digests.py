@@ -99,22 +99,26 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Te
 def cases() -> Iterator[tuple[str, str, dpsur.methods.Method, dict[str, object]]]:
     """Name, network, method and further arguments of `fit`."""
     small = {"batch_size": 48, "updates": UPDATES}
+    coin = {"gate": "coin"}
     yield "dpsur default", "mlp", dpsur.Dpsur(**small), {}
+    yield "dpsur default coin", "mlp", dpsur.Dpsur(**small, **coin), {}
     for network in ("mlp", "dropout", "cnn", "lstm", "attention"):
         yield f"dpsgd {network}", network, dpsur.Dpsgd(**small), {}
-        coin = dpsur.Dpsur(**small, gate="coin", accept_ratio=1.5, val_batch_size=24)
-        yield f"dpsur coin {network}", network, coin, {}
-    loss = {"gate": "loss", "val_noise_multiplier": 2.0, "val_batch_size": 24}
+        coins = dpsur.Dpsur(**small, **coin, accept_ratio=1.5, val_batch_size=24)
+        yield f"dpsur coin {network}", network, coins, {}
+    test = {"gate": "loss", "val_noise_multiplier": 2.0, "val_batch_size": 24}
+    loss = {**test, "accept_threshold": 0.0}
     yield "dpsur loss proven", "mlp", dpsur.Dpsur(**small, **loss), {}
-    published = dpsur.Dpsur(**small, **loss, accept_threshold=-1.0)
+    published = dpsur.Dpsur(**small, **test)
     yield "dpsur loss published", "mlp", published, {"accounting": "published"}
     trials = {"batch_size": 48, "trials": UPDATES + 4, **loss}
     yield "dpsur every-trial", "mlp", dpsur.Dpsur(**trials), {"accounting": "every-trial"}
     keep = dpsur.Dpsur(**trials, on_reject="keep-momentum")
     yield "dpsur keep-momentum", "cnn", keep, {"accounting": "every-trial"}
-    adam = dpsur.Dpsur(**small, optimizer="adam", learning_rate=0.05, average_decay=0.9)
+    adam = dpsur.Dpsur(**small, **coin, optimizer="adam", learning_rate=0.05, average_decay=0.9)
     yield "dpsur adam average", "lstm", adam, {}
-    yield "dpsur constant trials", "mlp", dpsur.Dpsur(**small), {"hide_rejections": "constant"}
+    constant = {"hide_rejections": "constant"}
+    yield "dpsur constant trials", "mlp", dpsur.Dpsur(**small, **coin), constant
     yield "dpsgd cosine", "mlp", dpsur.Dpsgd(**small, schedule="cosine"), {}
     yield "dpsgd cut short", "mlp", dpsur.Dpsgd(**small), {"max_updates": 3}
     yield "dpsgd-ts", "mlp", dpsur.DpsgdTs(**small), {}

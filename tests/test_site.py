@@ -13,7 +13,7 @@ import dpsur
 ROOT = Path(__file__).parent.parent
 MENU = re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
 # Pages that others include or link to.
-NOT_IN_THE_MENU = {"accounting_table.md", "demo_table.md", "schematics.md"}
+NOT_IN_THE_MENU = {"accounting_table.md", "demo_table.md"}
 
 
 def test_every_page_is_in_the_menu():
@@ -38,7 +38,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert {page.removesuffix(".md") for page in MENU} - {"index"} <= pages
 
 
-@pytest.mark.parametrize("page", ["getting_started.md"])
+@pytest.mark.parametrize("page", ["getting_started.md", "algorithm_1.md"])
 def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / page).read_text()
@@ -48,13 +48,34 @@ def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
         exec(compile(code, page, "exec"), {})
 
 
-@pytest.mark.slow
-def test_the_tutorial_runs(tmp_path):
+def execute(notebook, folder):
+    """A notebook of the site with its outputs."""
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
     import nbformat
 
-    book = nbformat.read(ROOT / "docs" / "tutorial.ipynb", as_version=4)
-    nbclient.NotebookClient(book, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+    book = nbformat.read(ROOT / "docs" / notebook, as_version=4)
+    nbclient.NotebookClient(book, timeout=600, resources={"metadata": {"path": folder}}).execute()
+    return book
+
+
+@pytest.mark.slow
+def test_the_notebook_on_the_paper_runs(tmp_path):
+    printed = json.dumps(execute("paper.ipynb", tmp_path))
+    assert "Run of dpsur" in printed
+    assert "6.048e-04 3.500e-04 1.73" in printed
+
+
+def test_the_notebook_has_the_code_of_the_page():
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "proof.md").read_text(), flags=re.DOTALL
+    )
+    cells = json.loads((ROOT / "docs" / "paper.ipynb").read_text())["cells"]
+    assert "".join(cells[-1]["source"]) == code.rstrip("\n")
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs(tmp_path):
+    book = execute("tutorial.ipynb", tmp_path)
     kinds = [out.get("data", {}) for cell in book.cells for out in cell.get("outputs", [])]
     assert sum("image/png" in kind for kind in kinds) == 2
     printed = json.dumps(book)

@@ -19,19 +19,22 @@ from reproduction.arms import (
     RELEASED_COMMANDS,
     RELEASED_DPAGD,
     RELEASED_NETWORK,
-    TS_AUTHORS,
     TS_FIXED,
+    TS_TRAMER_BONEH,
 )
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Options, Row
 from reproduction.experiments.accuracy_pages import draw_accuracy, extra_pages, has_points
 from reproduction.experiments.paper_figures import figure_pages, state_page
+from reproduction.experiments.sixteen import sixteen_pages
 from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
 TASKS = ("fmnist", "mnist", "cifar10", "imdb")
 MANY, FEW = tuple(range(5)), tuple(range(3))
-MAIN_ARMS = ("published", "proven", "released-code")
+MAIN_ARMS = ("published", "proven", "proven-pld", "released-code")
 SIDE_EPSILONS = (1, 3)
+# Where the proven figure is that of another accounting than `proven`.
+PROVEN_FIGURES = {"proven-pld": "proven_pld"}
 # The method of the paper's table that an arm stands beside, where it is not the arm's own name.
 PAPER_METHODS = {
     **{
@@ -40,7 +43,7 @@ PAPER_METHODS = {
     **{arm.name: arm.preset_of for arm in NETWORK_ARMS},
     HF_PUBLISHED.name: "dpsgd-hf",
     DPSGD_PUBLISHED.name: "dpsgd",
-    TS_AUTHORS.name: "dpsgd-ts",
+    TS_TRAMER_BONEH.name: "dpsgd-ts",
     TS_FIXED.name: "dpsgd-ts",
     ADAPTIVE_DPAGD.name: "dpagd",
     RELEASED_DPAGD.name: "dpagd",
@@ -56,11 +59,11 @@ line of DPSGD-HF. *Proven epsilon* is blank where every trial is charged, since 
 there, and for the released code, controls and single faults, for which none is known. Settings are
 those of the preset `paper`; where the paper gives none they were chosen on held-out training
 records. In the figure, bars are one standard deviation, grey ticks the paper's figures, and an open
-marker says that the epsilon is a claim. [The main cells in
-short](accuracy_short.md); [the released code against the paper](accuracy_agreement.md); [ours minus
-the paper's in every cell](accuracy_differences.md); [what the authors
-committed](accuracy_committed.md), [and the losses of their
-runs](accuracy_losses.md).
+marker says that the epsilon is a claim. [The main cells in short](accuracy_short.md); [DPSUR's
+sixteen cells with intervals](accuracy_sixteen.md) and [the test against a coin](accuracy_coin.md);
+[the released code against the paper](accuracy_agreement.md); [ours minus the paper's in every
+cell](accuracy_differences.md); [what the authors committed](accuracy_committed.md), [and the losses
+of their runs](accuracy_losses.md).
 """
 COLUMNS = (
     Column("data set", "task"),
@@ -113,7 +116,7 @@ class Accuracy(TrainingGrid):
         for task in TASKS:
             for epsilon in EPSILONS:
                 if has_own_settings(task, epsilon):
-                    yield from _seeds(task, TS_AUTHORS.name, epsilon, seeds or FEW)
+                    yield from _seeds(task, TS_TRAMER_BONEH.name, epsilon, seeds or FEW)
         for epsilon in EPSILONS:  # where the preset is not what the paper's figures come from
             yield from _seeds("cifar10", TS_FIXED.name, epsilon, seeds or FEW)
         for task in TASKS:
@@ -131,7 +134,9 @@ class Accuracy(TrainingGrid):
         picture = drawn if has_points(records) else None
         whole = table_page(self.name, TITLE, TEXT, Table(COLUMNS, records), picture)
         lacking = state_page(list(self.cells(Options())), rows)
-        return [*whole, *extra_pages(records, paper), *figure_pages(records, paper), *lacking]
+        side_by_side = sixteen_pages(rows, paper)
+        extra = extra_pages(records, paper)
+        return [*whole, *side_by_side, *extra, *figure_pages(records, paper), *lacking]
 
 
 EXPERIMENT = Accuracy()
@@ -143,10 +148,10 @@ def applies(method: str, task: str) -> bool:
 
 
 def has_own_settings(task: str, epsilon: int) -> bool:
-    """Whether the authors of DPSGD-TS tuned it on this task to other settings than the paper's."""
+    """Whether Tramèr and Boneh tuned DPSGD-TS on this task to other settings than the paper's."""
     if task == "imdb":
         return False
-    own, paper = (ARMS[arm].preset(task, epsilon) for arm in (TS_AUTHORS.name, "dpsgd-ts"))
+    own, paper = (ARMS[arm].preset(task, epsilon) for arm in (TS_TRAMER_BONEH.name, "dpsgd-ts"))
     return own.options != paper.options
 
 
@@ -200,7 +205,9 @@ def _record(key: tuple[str, str, float], rows: Sequence[Row]) -> dict[str, Any]:
         "difference": None if paper is None else mean - paper,
         "updates": sum(row["updates"] for row in rows) / len(rows),
         "trials": sum(row["trials"] for row in rows) / len(rows),
-        "proven": epsilons["proven"] if private and ARMS[name].sound else None,
+        "proven": epsilons.get(PROVEN_FIGURES.get(name, "proven"))
+        if private and ARMS[name].sound
+        else None,
         "made_on": " and ".join(sorted({"CPU" if r["device"] == "cpu" else "GPU" for r in rows})),
     }
 

@@ -42,6 +42,8 @@ _PLAIN: dict[str, Any] = {
     "updates": 60,
     "batch_size": 2048,
 }
+_RATE = {"learning_rate": 1.0}
+_LOSS = {"gate": "loss", "accept_threshold": 0.0}
 _MANY_REJECTIONS = {"val_noise_multiplier": 10.0, "accept_threshold": -30.0}
 _FEW_LENGTHS = {"updates": 60, "batch_size": 2048, "val_batch_size": 256, "step_sizes": 5}
 # The clipping norm is given, so that canaries are as long as it.
@@ -49,12 +51,12 @@ _BLOCKS = {"gate": "block", "clip_norm": "given", "blocks": 3, "block_updates": 
 # name -> method, its settings and the accounting
 TRAININGS: dict[str, tuple[type[GradientMethod] | type[Dpagd], dict[str, Any], str]] = {
     "dpsgd": (Dpsgd, _PLAIN, "every-trial"),
-    "dpsur, coin": (Dpsur, _PLAIN, "proven"),
-    "dpsur, loss": (Dpsur, {**_PLAIN, "gate": "loss"}, "proven"),
-    "dpsur, loss, as published": (Dpsur, {**_PLAIN, "gate": "loss"}, "published"),
+    "dpsur, coin": (Dpsur, {**_PLAIN, **_RATE, "gate": "coin"}, "proven"),
+    "dpsur, loss": (Dpsur, {**_PLAIN, **_RATE, **_LOSS}, "proven"),
+    "dpsur, loss, as published": (Dpsur, {**_PLAIN, **_RATE, **_LOSS}, "published"),
     "dpsur with momentum, many rejections": (
         Dpsur,
-        {**_PLAIN, **_MANY_REJECTIONS, "momentum": 0.9, "updates": 20, "batch_size": 1024},
+        {**_PLAIN, **_RATE, **_MANY_REJECTIONS, "momentum": 0.9, "updates": 20, "batch_size": 1024},
         "proven",
     ),
     "dpsgd, gate block": (Dpsgd, {**_PLAIN, **_BLOCKS}, "proven"),

@@ -21,6 +21,7 @@ from reproduction.experiments.accuracy import paper_accuracy
 from reproduction.experiments.accuracy_pages import short_table
 from reproduction.page_figures import (
     attack_claims,
+    comparison_claims,
     dpagd_and_dpis_claims,
     dpsur_claims,
     method_claims,
@@ -46,7 +47,10 @@ NOT_FINDINGS = (
 
 def claims() -> Iterator[Claim]:
     """Patterns of sentences, and the figures that the rows give for them."""
-    parts = (dpsur_claims, method_claims, dpagd_and_dpis_claims, setting_claims, attack_claims)
+    parts = (
+        *(dpsur_claims, comparison_claims, method_claims),
+        *(dpagd_and_dpis_claims, setting_claims, attack_claims),
+    )
     for part in parts:
         yield from part.claims()
     yield (

@@ -141,7 +141,7 @@ def _tempered_on_photographs() -> Iterator[str]:
     yield _line("the paper", *shown(".2f", paper))
     for said, arm in (
         ("the released commands, at a proven epsilon", "dpsgd-ts"),
-        ("what its authors tuned, their noise at every budget", "dpsgd-ts-fixed"),
-        ("what its authors tuned, their number of updates", "dpsgd-ts-authors"),
+        ("Tramèr and Boneh's settings, their noise at every budget", "dpsgd-ts-fixed"),
+        ("Tramèr and Boneh's settings, their number of updates", "dpsgd-ts-authors"),
     ):
         yield _line(said, *shown(".2f", (FOUND["cifar10", arm, e]["mean"] for e in BUDGETS)))

@@ -17,9 +17,9 @@ from dpsur import checks
 from dpsur.distributed.ranks import DEFAULT_TIMEOUT
 from dpsur.errors import InvalidInputError
 from dpsur.features import FEATURES, NORMALISATIONS, features_named
-from dpsur.methods import METHODS, Dpsur, Method, Nonprivate, method_named
+from dpsur.methods import METHODS, Dpsgd, Dpsur, Method, Nonprivate, method_named
 from dpsur.options import build, check_options, flag, from_plain, option, shorten, to_plain
-from dpsur.presets import AUTO, PRESETS, DataFacts, explain_auto, preset_named
+from dpsur.presets import AUTO, ENCODER, PRESETS, DataFacts, explain_auto, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.rejections import NOT_HIDDEN, WAYS_TO_HIDE
@@ -167,7 +167,8 @@ class RunConfig(checks.NamedArguments):
     """The configuration of a run. None leaves the choice to the task or the method.
 
     `task` names a task, or is None where a model and records are given as objects. `keep_fraction`
-    is the share of its records to train on. `hold_out` training records are set aside and
+    is the share of its records to train on. Of a `holdout` fraction of the private records noisy
+    figures are released, within epsilon. `hold_out` training records are set aside and
     evaluated on instead of the test set, for choosing hyper-parameters. `network` changes arguments
     of the task's network. `network_seed` fixes the initial weights of an unseeded run, so that the
     same network can be built when it is resumed; it has no part in sampling or noise. The config is
@@ -180,7 +181,15 @@ class RunConfig(checks.NamedArguments):
         names=TASKS,
         group=WHAT,
     )
-    method: Method = option(Dpsur, "", names=METHODS, check=_is_method, stored=False, group=WHAT)
+    method: Method = option(
+        Dpsur,
+        "(default: dpsgd, with settings that --preset auto chooses; dpsur, the paper's algorithm, "
+        "with --preset paper, --gate loss or coin, or an option of these gates)",
+        names=METHODS,
+        check=_is_method,
+        stored=False,
+        group=WHAT,
+    )
     budget: Budget = DEFAULT_BUDGET
     accounting: str = option(
         DEFAULT_ACCOUNTING,
@@ -208,8 +217,9 @@ class RunConfig(checks.NamedArguments):
         "auto chooses from public facts and says why; encoder is for any images and any epsilon; "
         "paper and tuned have settings for the task and epsilon 1, 2, 3 or 4; those of paper are "
         "the paper's for dpsur, dpsgd, dpsgd-ts and dpsgd-hf, and ours for dpis, dpagd and "
-        "nonprivate; authors has those that the authors of dpsgd-ts tuned; other options take "
-        "precedence (default: auto, unless a method or the gate loss or coin is named)",
+        "nonprivate; tramer-boneh has those that Tramer and Boneh tuned for their networks on "
+        "pixels (dpsgd-ts); other options take precedence (default: auto, unless a method or the "
+        "gate loss or coin is named)",
         names=PRESETS,
         group=WHAT,
     )
@@ -250,6 +260,14 @@ class RunConfig(checks.NamedArguments):
         check=checks.sample_rate,
         metavar="F",
         group=WHAT,
+    )
+    holdout: float | None = option(
+        None,
+        "hold out about this fraction of the private records, each by its own values, and release "
+        "noisy test figures of them: accuracy, AUC, clipped log loss; within epsilon",
+        check=checks.sample_rate,
+        metavar="F",
+        group=PRIVACY,
     )
     hold_out: int = option(0, "records to evaluate on instead of the test set", command_line=False)
     max_updates: int | None = option(
@@ -292,6 +310,11 @@ class RunConfig(checks.NamedArguments):
         check_kind("pace", self.pace, Pace)
         check_kind("speed", self.speed, Speed)
         check_options(self)
+        if self.holdout is not None and isinstance(self.method, Nonprivate):
+            raise InvalidInputError(
+                f"holdout {self.holdout:g} is for private runs; method {self.method.name} is none: "
+                "leave it out, and test on a part of your records"
+            )
         if math.isinf(self.budget.epsilon) and not isinstance(self.method, Nonprivate):
             raise InvalidInputError(
                 f"epsilon {self.budget.epsilon} is no budget that method {self.method.name} could "
@@ -311,13 +334,15 @@ class RunConfig(checks.NamedArguments):
 
         `options` are hyper-parameters of the method. What is not given comes from the preset, if
         one is named, else from the task's settings for the method. With `auto`, that preset is
-        taken where neither a preset nor a method is named.
+        taken where neither a preset nor a method is named. Where no method is named, presets for
+        runs without a test of candidates are for DP-SGD, and others for DPSUR.
         """
-        kind = method_named(method or Dpsur.name)
-        check_method_options(kind, options)
         accounting = values.get("accounting", DEFAULT_ACCOUNTING)
         if auto and values.get("preset") is None and method is None:
             values = {**values, **_default_preset(accounting, options)}
+        unnamed = Dpsgd if values.get("preset") in (AUTO, ENCODER) else Dpsur
+        kind = method_named(method or unnamed.name)
+        check_method_options(kind, options)
         task = task_named(
             values.get("task", DEFAULT_TASK), values.get("classes"), values.get("schema")
         )
@@ -376,9 +401,10 @@ def _names(method: type[Method]) -> set[str]:
 def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts:
     """What is public about a run on a task, with these options of `RunConfig`."""
     given = values or {}
-    records = task.records
+    records, budget = task.records, given.get("budget", DEFAULT_BUDGET)
     if records is not None:
-        records = max(1, round(records * (given.get("keep_fraction") or 1)))
+        kept = (given.get("keep_fraction") or 1) * (1 - (given.get("holdout") or 0))
+        records = max(1, round(records * kept))
     return DataFacts(
         records,
         task.shape,
@@ -388,6 +414,9 @@ def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts
         own_model=given.get("model") is not None,
         features=given.get("features"),
         short=given.get("max_updates") is not None,
+        target=task.target,
+        whole=given.get("keep_fraction") in (None, 1) and given.get("holdout") is None,
+        budget=(given.get("epsilon", budget.epsilon), given.get("delta", budget.delta)),
     )
 
 
@@ -414,20 +443,23 @@ def choose_for_model(
     gpu: bool,
     linear: bool,
     short: bool,
+    target: tuple[str, int] | None = None,
 ) -> tuple[Method, str | None, tuple[str, ...]]:
     """The method and the normalisation for a model that is given as an object, and the reasons.
 
-    `linear` says that the model is one linear layer of zeros, `short` that `max_updates` is set.
+    `linear` says that the model is one linear layer of zeros, `short` that `max_updates` is set,
+    `target` what the model of a table predicts, and by how many outputs.
     """
     if accounting not in STEERING_ACCOUNTINGS:
         return Dpsur(), normalisation, ()
+    shown = budget.epsilon, budget.delta
     facts = DataFacts(
         records, None, None, gpu=gpu, own_model=not linear, features=features, short=short
     )
-    preset = preset_named(AUTO, Dpsur.name, "", budget.epsilon, facts)
-    method = Dpsur(**preset.options)
+    facts = replace(facts, target=target, budget=shown)
+    preset = preset_named(AUTO, Dpsgd.name, "", budget.epsilon, facts)
+    method = Dpsgd(**preset.options)
     normalisation = preset.normalisation if normalisation is None else normalisation
-    shown = budget.epsilon, budget.delta
     lines = explain_auto(
         replace(facts, own_model=True), features, normalisation, asdict(method), shown
     )

@@ -29,7 +29,7 @@ from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import fit
 from dpsur.runs.release import Origin, write_release
 from dpsur.tasks.columns import Category, Number, Values
-from dpsur.tasks.schema import Schema
+from dpsur.tasks.schema import AUTO, Schema
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -94,12 +94,12 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
             seed = first = int(check_random_state(self.random_state).randint(2**31))
         (target,) = schema.target
         model = self.model
+        if not isinstance(model, (nn.Module, str)):
+            raise InvalidInputError(f"model must be auto, linear, mlp or a module, got {model!r}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(first)  # of the initial weights
-            if model is None or isinstance(model, str):
+            if isinstance(model, str) and model != AUTO:  # which starts from zeros
                 model = schema.model(model)
-        if not isinstance(model, nn.Module):
-            raise InvalidInputError(f"model must be linear, mlp or a module, got {model!r}")
         run = fit(
             model,
             {**self._table(X, schema), target: y},
@@ -186,7 +186,8 @@ class DPClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[misc]
             public knowledge. Records with another label are left out.
         bounds: (low, high) of all features, or of each. Numbers beyond are clipped.
         schema: a `dpsur.Schema` for data frames, in place of `classes` and `bounds`.
-        model: "linear", "mlp" or a module that takes the scaled features; by default what suits.
+        model: "auto" (a linear model on noisy quantiles in soft bins), "linear", "mlp" or a module
+            that takes the scaled features.
         method: what `dpsur.fit` chooses from public facts, unless one is given.
         accounting: how privacy loss is counted, by name.
         max_updates: ends the planned run early.
@@ -208,7 +209,7 @@ class DPClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[misc]
         classes: Any = None,
         bounds: Any = (-3.0, 3.0),
         schema: Schema | None = None,
-        model: Any = None,
+        model: Any = AUTO,
         method: Method | None = None,
         accounting: str = DEFAULT_ACCOUNTING,
         max_updates: int | None = None,
@@ -283,7 +284,8 @@ class DPRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
         target_range: (low, high) of the target, declared. Targets beyond are clipped.
         bounds: (low, high) of all features, or of each. Numbers beyond are clipped.
         schema: a `dpsur.Schema` for data frames, in place of `target_range` and `bounds`.
-        model: "linear", "mlp" or a module that takes the scaled features; by default what suits.
+        model: "auto" (a linear model on noisy quantiles in soft bins), "linear", "mlp" or a module
+            that takes the scaled features.
         method: what `dpsur.fit` chooses from public facts, unless one is given.
         accounting: how privacy loss is counted, by name.
         max_updates: ends the planned run early.
@@ -307,7 +309,7 @@ class DPRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
         target_range: Any = None,
         bounds: Any = (-3.0, 3.0),
         schema: Schema | None = None,
-        model: Any = None,
+        model: Any = AUTO,
         method: Method | None = None,
         accounting: str = DEFAULT_ACCOUNTING,
         max_updates: int | None = None,

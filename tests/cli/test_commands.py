@@ -13,6 +13,7 @@ import pytest
 from dpsur.cli import main
 from dpsur.cli.run_options import UnnamedFolder
 from dpsur.errors import InvalidInputError
+from dpsur.privacy.statement import format_epsilon
 from dpsur.tasks import mnist_5k
 
 QUICK = ["--updates", "4", "--batch-size", "64", "--noise-multiplier", "20"]
@@ -35,6 +36,7 @@ def test_help_is_readable(capsys):
         assert option in out
     assert "None" not in out
     assert max(map(len, out.splitlines())) <= 110
+    assert "(default: dpsgd, with settings that --preset auto chooses" in " ".join(out.split())
 
 
 def test_lists(capsys):
@@ -84,20 +86,79 @@ def test_default_progress_tells_nothing_private(tmp_path, capsys):
     assert status == 0
     assert "epsilon" in err
     assert "test accuracy" in err
+    public = "on about 64 fresh records: one that is better by C_v = 0.001 or more passes with"
+    assert f"{public} probability 0.50, a worse one with 0.16" in err
+    assert re.search(r"up to \d+ trials; how many are rejected stays private", err)
+    progress = err[err.index("4 updates at noise") :]
     for word in ("reject", "loss", "accepted", "trial", "seconds"):
-        assert word not in err
+        assert word not in progress + out
     assert re.search(r"privacy: proven epsilon \d+\.\d+ .*claimed by the paper.*not proved", out)
     assert "warning: the published accounting is not proved" in err
 
 
 def test_show_private_warns_and_shows(tmp_path, capsys):
-    _, _, err = dpsur(
+    _, out, err = dpsur(
         "train", "--out", str(tmp_path / "r"), "--show-private", "--gate", "coin", *QUICK,
         capsys=capsys,
     )  # fmt: skip
     assert "do not share" in err
     assert re.search(r"trial 4: (accepted|rejected)", err)
     assert "loss_difference" in err
+    trials, accepted, rejected = map(int, re.search(COUNTS, out).groups())
+    assert (accepted, rejected) == (4, err.count(": rejected"))
+    assert trials == accepted + rejected
+    assert "(private: do not share)" in out
+
+
+COUNTS = r"(\d+) trials: (\d+) accepted, (\d+) rejected"
+
+
+def test_counts_are_shown_where_every_trial_is_charged(tmp_path, capsys):
+    _, out, err = dpsur(
+        "train", "--out", str(tmp_path / "r"), "--method", "dpsur", "--accounting", "every-trial",
+        "--trials", "5", "--noise-multiplier", "20", capsys=capsys,
+    )  # fmt: skip
+    assert "how many are rejected is public" in err
+    trials, accepted, rejected = map(int, re.search(COUNTS, out).groups())
+    assert trials == accepted + rejected == 5
+    statement = json.loads((tmp_path / "r" / "release" / "privacy.json").read_text())
+    assert statement["accepted_updates"] == accepted
+
+
+def test_a_selective_run_and_its_plain_twin_are_compared(tmp_path, capsys):
+    """Both epsilons on the terminal; a table that says what the test did to the accuracy."""
+    folders = {}
+    for method in ("dpsur", "dpsgd"):
+        folders[method] = str(tmp_path / method)
+        _, out, err = dpsur(
+            "train", "--out", folders[method], "--method", method, "--learning-rate", "2",
+            "--schedule", "constant", "--batch-size", "64", "--updates", "4", "--seed", "1",
+            "--noise-multiplier", "20", capsys=capsys,
+        )  # fmt: skip
+        assert ("every candidate is tested" in err) == (method == "dpsur")
+        assert ("the paper's analysis says" in out) == (method == "dpsur")
+        assert "rejected" not in out
+    status, out, _ = dpsur("evaluate", *folders.values(), capsys=capsys)
+    assert status == 0
+    head, selective, plain, _, sentence = out.splitlines()
+    assert head.split()[:4] == ["run", "method", "test", "score"]
+    statement = json.loads((tmp_path / "dpsur" / "release" / "privacy.json").read_text())
+    for name in ("published", "proven"):
+        assert format_epsilon(statement["epsilon"][name]) in selective.split()
+    accuracies = [float(re.search(r"accuracy (\d+\.\d+)%", row)[1]) for row in (selective, plain)]
+    gain = accuracies[0] - accuracies[1]
+    assert f"{'gained' if gain > 0 else 'cost'} {abs(gain):.1f} points" in sentence
+    status, out, _ = dpsur("evaluate", *folders.values(), "--json", capsys=capsys)
+    assert [found["task"] for found in json.loads(out)] == ["mnist-5k"] * 2
+
+
+def test_a_default_run_is_called_dpsgd(finished):
+    release = finished / "release"
+    assert json.loads((release / "privacy.json").read_text())["method"] == "dpsgd"
+    for name in ("PRIVACY.md", "README.md"):
+        text = (release / name).read_text()
+        assert "| Method | `dpsgd` |" in text
+        assert "- dpsur\n" not in text  # no tag of a method that did not run
 
 
 def test_json_result(tmp_path, capsys):

@@ -241,3 +241,23 @@ def test_weights_that_are_not_finite_are_shown_without_a_figure(release, finishe
     write_weights(release, tensors)
     assert main(["evaluate", str(release), "--task", finished[1], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scores"]["loss"] is None
+
+
+def test_a_table_is_tested_by_the_schema_of_its_release(tmp_path, capsys):
+    """All records of a new file, without naming the schema again; with it, its test part."""
+    lines = ["x,y", *(f"{n % 7},{'no' if n % 7 < 5 else 'yes'}" for n in range(300))]
+    data, schema, out = (tmp_path / name for name in ("data.csv", "schema.json", "run"))
+    data.write_text("\n".join(lines))
+    declared = {
+        "columns": {"x": {"kind": "number", "low": 0, "high": 7}},
+        "target": {"y": {"kind": "category", "values": ["no", "yes"]}},
+    }
+    schema.write_text(json.dumps(declared))
+    arguments = ["train", "--task", f"csv:{data}", "--schema", str(schema), "--max-updates", "2"]
+    assert main([*arguments, "--out", str(out), "--quiet"]) == 0
+    assert main(["evaluate", str(out), "--task", f"csv:{data}"]) == 0
+    found = capsys.readouterr().out
+    assert "(300 records)" in found
+    assert "share of the most frequent class 71." in found
+    assert main(["evaluate", str(out), "--task", f"csv:{data}", "--schema", str(schema)]) == 2
+    assert "names no test records" in capsys.readouterr().err

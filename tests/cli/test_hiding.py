@@ -46,7 +46,8 @@ def watch(monkeypatch, tmp_path, capsys, points):
         lines = [
             line.replace(folder.name, "run")
             for line in out.splitlines()
-            if not line.startswith("test accuracy")  # it follows from the weights
+            # these follow from the weights
+            if not line.startswith(("test accuracy", "  share of the most", "warning: "))
         ]
         return shown, lines, len(made), folder
 

@@ -187,7 +187,7 @@ BAD = [
     (["--features", "scattering"], "has no network for the features scattering, only for vectors"),
     (
         ["--normalisation", "batch"],
-        "normalisation must be one of none, group, private, mean; got 'batch'",
+        "normalisation must be one of none, group, private, mean, quantiles; got 'batch'",
     ),
     (["--normalisation", "private"], "normalisation private needs channels"),
     (["--keep-fraction", "0"], "keep_fraction must be in (0, 1], got 0"),

@@ -50,7 +50,8 @@ def test_trackers_get_public_figures_only():
 
 def check_public(tracker):
     names = {name for _, figures in tracker.rows for name in figures}
-    assert names == {"epsilon", "test/loss", "test/accuracy", "test/auc"}
+    scores = {"loss", "accuracy", "base_rate", "auc", "log_loss", "constant_log_loss"}
+    assert names == {"epsilon", *(f"test/{name}" for name in (*scores, "calibration_error"))}
     assert {step for step, _ in tracker.rows} <= {0, 2, 4}
     assert any(figures.get("epsilon", 0) > 0 for _, figures in tracker.rows)
 

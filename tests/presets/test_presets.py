@@ -20,7 +20,7 @@ from dpsur.presets.paper import TEMPERED
 from dpsur.presets.settings import DATASET_SIZES, DELTA, EPSILONS
 from dpsur.privacy.accountants import pld, rdp
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import Menu, NoisyChoice, SampledGaussian, Trial
+from dpsur.privacy.events import LossTest, Menu, NoisyChoice, SampledGaussian, Trial
 from dpsur.privacy.plans import FilteredPlan, MenuPlan, Plan
 from dpsur.runs.input_features import InputFeatures
 from dpsur.tasks import TASKS
@@ -138,10 +138,12 @@ def test_updates_of_handcrafted_features_on_fashion_mnist():
 
 @pytest.mark.parametrize("task", TEMPERED)
 def test_tempered_sigmoids_keep_their_updates_at_other_budgets(task):
-    lengths = {settled("dpsgd-ts", task, e, "published", "authors")[1].length for e in EPSILONS}
+    lengths = {
+        settled("dpsgd-ts", task, e, "published", "tramer-boneh")[1].length for e in EPSILONS
+    }
     assert len(lengths) == 1
     for name, value in TEMPERED[task].items():
-        assert preset_named("authors", "dpsgd-ts", task, 3).options[name] == value
+        assert preset_named("tramer-boneh", "dpsgd-ts", task, 3).options[name] == value
 
 
 @pytest.mark.parametrize("task", DATASET_SIZES)
@@ -159,9 +161,9 @@ def test_the_paper_runs_tempered_sigmoids_with_the_settings_of_dpsgd(task):
         ("dpsgd-ts", "imdb", "no settings for task imdb; it has mnist, fmnist, cifar10"),
     ],
 )
-def test_authors_of_others_tuned_nothing_else(method, task, message):
-    with pytest.raises(InvalidInputError, match=f"preset authors has {message}"):
-        preset_named("authors", method, task, 3)
+def test_tramer_and_boneh_tuned_nothing_else(method, task, message):
+    with pytest.raises(InvalidInputError, match=f"preset tramer-boneh has {message}"):
+        preset_named("tramer-boneh", method, task, 3)
 
 
 @pytest.mark.parametrize("method", ADAPTIVE)
@@ -195,7 +197,10 @@ def test_presets_can_be_changed_and_not_spoiled():
             ("paper", "sgd", "fmnist", 3),
             "preset paper has no settings for method sgd; it has dpsur, dpsgd,",
         ),
-        (("thesis", "dpsur", "fmnist", 3), "unknown preset 'thesis'; choose one of paper, authors"),
+        (
+            ("thesis", "dpsur", "fmnist", 3),
+            "unknown preset 'thesis'; choose one of paper, tramer-boneh",
+        ),
         (("tuned", "dpsur", "imdb", 3), "preset tuned has no settings for task imdb; it has fm"),
         (("tuned", "dpis", "mnist", 3), "no settings for method dpis; it has dpsgd, dpsur"),
         (("tuned", "dpsur", "mnist", 7), "no settings for epsilon 7"),
@@ -210,7 +215,7 @@ def test_presets_that_are_not_there(arguments, message):
 
 
 def test_every_method_of_the_paper_has_a_preset():
-    assert list(PRESETS) == ["paper", "authors", "tuned", "encoder", "auto"]
+    assert list(PRESETS) == ["paper", "tramer-boneh", "tuned", "encoder", "auto"]
     for method in COMPARED:
         assert preset_named("paper", method, "mnist", 1).options
 
@@ -227,7 +232,10 @@ def test_the_best_settings_settle_and_have_a_network(method, task, epsilon, quic
     assert sum(value.numel() for value in network.parameters()) > 0
     setup = InputFeatures(preset.features, preset.normalisation).setup
     assert bool(setup) == (task == "cifar10")  # noisy statistics there, which are charged
-    built = METHODS[method](**preset.options)
+    # what was tuned with the gate coin settles under the slow accounting alone: try the loss gate
+    options = {**preset.options, **({"gate": "loss"} if method == "dpsur" else {})}
+    assert preset.options.get("gate") == ("coin" if method == "dpsur" else None)
+    built = METHODS[method](**options)
     accounting = "published" if method == "dpsur" else "every-trial"  # quick ones
     found, plan = built.settle(SIZES[task], Budget(epsilon, DELTA), accounting, setup)
     assert found.noise_multiplier > 0
@@ -342,6 +350,43 @@ def test_auto_is_the_default_unless_something_else_is_named(values, options, pre
     )
     for name, value in options.items():
         assert getattr(config.method, name) == value
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "method"),
+    [
+        ({}, {}, "dpsgd"),
+        ({}, {"gate": "block"}, "dpsgd"),
+        ({"max_updates": 2, "features": "pixels"}, {}, "dpsgd"),
+        ({"preset": "encoder"}, {}, "dpsgd"),
+        ({"preset": "paper", "task": "mnist"}, {}, "dpsur"),
+        ({}, {"gate": "loss"}, "dpsur"),
+        ({}, {"accept_ratio": 2.0}, "dpsur"),
+        ({"accounting": "published"}, {}, "dpsur"),
+    ],
+)
+def test_a_run_that_names_no_method_is_called_what_it_is(values, options, method):
+    config = RunConfig.from_names({"device": "cpu", **values}, auto=True, **options)
+    assert config.method.label == config.method.name == method
+
+
+def test_dpsur_without_a_gate_is_called_dpsgd():
+    assert METHODS["dpsur"](gate="none").label == "dpsgd"
+    assert METHODS["dpsur"]().label == METHODS["dpsur"](gate="coin").label == "dpsur"
+
+
+def test_dpsur_has_the_gate_of_the_paper_unless_another_is_named():
+    size, budget = 4000, Budget(3.0, DELTA)
+    found, plan = METHODS["dpsur"](updates=3, noise_multiplier=20.0).settle(size, budget, "proven")
+    assert (found.gate, found.accept_threshold, found.loss_clip) == ("loss", -1.0, 0.001)
+    assert plan.trial.test == LossTest(64 / size, 1.0, -1.0)
+    coin = METHODS["dpsur"](updates=3, noise_multiplier=20.0, accept_ratio=1.5)
+    assert coin.settle(size, budget, "proven")[0].gate == "coin"
+
+
+def test_preset_paper_names_the_command_for_other_tasks():
+    with pytest.raises(InvalidInputError, match="dpsur train --method dpsur --task mnist-5k$"):
+        preset_named("paper", "dpsur", "mnist-5k", 3)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_it_says_what_the_statement_says(trained):
 @pytest.mark.parametrize(
     ("method", "settings", "said"),
     [
-        ("dpsur", {"gate": "none"}, "dpsur without a test of updates: plain DP-SGD"),
+        ("dpsur", {"gate": "none"}, "dpsgd"),
         ("dpsur", {"gate": "loss"}, "dpsur, gate loss"),
         ("dpis", {"gate": "none"}, "dpis"),
         ("dpagd", {}, "dpagd"),

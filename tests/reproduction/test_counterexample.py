@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from scipy.special import ndtr
 
-from dpsur.audits.exact import Losses, Setting, composed_delta, one_update, renyi
+from dpsur.audits.exact import Losses, Setting, composed_delta, densities, one_update, renyi
 from dpsur.privacy.accountants.proven import SelectiveUpdate, selective_divergence
+from dpsur.privacy.accountants.rdp import event_rdp
 from reproduction import counterexample
 from reproduction.counterexample import (
     CIFAR_3,
@@ -181,3 +182,20 @@ def test_an_instance_with_other_losses_has_another_price():
     assert same0 == pytest.approx(a0)
     assert same1 == pytest.approx(same0, rel=1e-6)
     assert not np.allclose(a1, a0, rtol=1e-4)
+
+
+def test_one_update_costs_more_than_the_paper_charges(capsys):
+    """The page's own code, the library's exact densities and its certificate agree."""
+    page = (DOCS.parent / "proof.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(compile(code, "proof.md", "exec"), {})
+    true, paper, ratio = map(float, capsys.readouterr().out.split())
+    assert f"`{true:.3e} {paper:.3e} {ratio}`" in page
+    without, with_x, _ = densities(dead_unit(FMNIST_3))
+    assert true == pytest.approx(np.log((with_x**2 / without).sum()), rel=1e-3)
+    assert paper == pytest.approx(
+        event_rdp(FMNIST_3.update, 2) + event_rdp(FMNIST_3.test, 2), rel=1e-3
+    )
+    worst = selective_divergence(accepted_update(FMNIST_3), 2.0, "add")
+    assert paper < true < worst.upper
+    assert f"{worst.lower / paper:.2f} times in the worst case of order 2" in " ".join(page.split())

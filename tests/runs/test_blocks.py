@@ -145,7 +145,7 @@ def test_training_loss_and_accuracy_are_paid_for(gate, tmp_path):
     rows = run.statement["metrics"]
     assert seen.rows == rows
     found = {row["quantity"] for row in rows}
-    assert {"training accuracy", "training loss"} <= found
+    assert {"training accuracy", "clipped training loss"} <= found
     assert all(row["standard_error"] > 0 for row in rows if row["scale"])
     page = (tmp_path / "run" / "release" / "PRIVACY.md").read_text()
     assert "training accuracy" in page

@@ -38,7 +38,7 @@ def test_finds_its_settings_under_its_budget():
     run = dpsur.fit(small_model(), blobs(1000), budget=BUDGET, test_set=blobs(300, seed=9), seed=0)
     assert run.scores["accuracy"] > 0.9
     assert run.epsilon["proven"] == pytest.approx(3.0, rel=1e-2)
-    assert (run.method.name, run.method.gate) == ("dpsur", "block")
+    assert (run.method.name, run.method.gate) == ("dpsgd", "block")
 
 
 def test_learns_under_its_budget():
@@ -168,8 +168,8 @@ def test_the_gate_follows_from_what_is_given():
         method = dpsur.Dpsur(noise_multiplier=20.0, **{count: 3}, **options)  # nothing to search
         return method.settle(4000, BUDGET, accounting)[0].gate
 
-    assert gate("proven") == "coin"
-    assert gate("every-trial") == gate("published") == "loss"
+    assert gate("proven") == gate("every-trial") == gate("published") == "loss"
+    assert gate("proven", accept_ratio=1.5) == "coin"
     assert gate("proven", accept_threshold=-1.0) == "loss"
     assert gate("proven", gate="loss", val_noise_multiplier=1.0) == "loss"
     with pytest.raises(dpsur.InvalidInputError, match="accept_ratio 2.0 belongs to the gate coin"):

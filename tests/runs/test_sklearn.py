@@ -96,7 +96,7 @@ def test_what_is_not_declared_is_refused():
         (DPClassifier(classes=[0, 1], bounds=3), "bounds must be"),
         (DPClassifier(classes=[0, 1], bounds=([0, 1], 2)), "one for each of the 3 features"),
         (DPClassifier(classes=[0, 1], model="cnn"), "unknown model 'cnn'"),
-        (DPClassifier(classes=[0, 1], model=3), "model must be linear, mlp or a module"),
+        (DPClassifier(classes=[0, 1], model=3), "model must be auto, linear, mlp or a module"),
         (DPRegressor(), "target_range must be declared"),
         (DPRegressor(target_range=(2, 1)), "low of a number must be below"),
     ):

@@ -108,7 +108,7 @@ def test_a_task_without_its_data_says_how_to_get_them(capsys, tmp_path):
 def test_records_without_test_records_cannot_be_tested_on(capsys, tmp_path, monkeypatch):
     path = tmp_path / "own.npz"
     np.savez(path, x=np.zeros((4, 2)), y=np.arange(4))
-    release = (nn.Linear(2, 4), {}, Origin())
+    release = (nn.Linear(2, 4), {"public": {}}, Origin())
     monkeypatch.setattr(evaluate, "read_release", lambda folder: release)
     monkeypatch.setattr(evaluate, "statement_faults", lambda statement: ([], {}))
     status, _, err = dpsur("evaluate", tmp_path, "--task", f"npz:{path}", capsys=capsys)

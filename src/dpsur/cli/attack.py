@@ -24,6 +24,7 @@ from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.evaluation import check_fits
+from dpsur.runs.holdout import split_off
 from dpsur.runs.release import read_release
 from dpsur.runs.tasks import subset
 from dpsur.status import silenced
@@ -173,6 +174,8 @@ def _release(options: argparse.Namespace, names: list[str], device: torch.device
     if test is None:
         raise InvalidInputError(f"task {origin.task} has no test records to use as non-members")
     train = subset(train, statement["public"].get("keep_fraction"))  # those that it was trained on
+    if "holdout" in statement:
+        train, _ = split_off(train, statement["holdout"]["fraction"])
     count = min(len(train), len(test))
     members = train.select(as_many(torch.arange(len(train)), count, options.seed))
     others = test.select(as_many(torch.arange(len(test)), count, options.seed))

@@ -1,10 +1,11 @@
-"""`dpsur evaluate`: load a release and test it on the task's public test set."""
+"""`dpsur evaluate`: load releases, test each on its task's public test set, and compare them."""
 
 import argparse
 import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.build_session import choose_device
-from dpsur.runs.evaluation import check_fits, describe_scores, evaluate
+from dpsur.runs.evaluation import (
+    check_fits,
+    describe_scores,
+    evaluate,
+    objection,
+    shown_scores,
+)
 from dpsur.runs.files import finite
 from dpsur.runs.release import read_release
 from dpsur.runs.verification import statement_faults
@@ -22,15 +29,25 @@ from dpsur.tasks import TASKS, load_test_records
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = (
-        "Load a release and test it on the public test set of its task.\n\n"
+        "Load a release and test it on public records: the test set of its task, all records of a\n"
+        "table by the schema of the release, or the test part that a schema file declares.\n"
+        "Several releases are compared in a table. Figures have no noise: do not publish those of\n"
+        "private records.\n\n"
         "  dpsur evaluate run\n  dpsur evaluate run --task npz:test.npz --json\n"
+        "  dpsur evaluate run --task csv:new.csv\n  dpsur evaluate one two\n"
     )
-    parser.add_argument("folder", metavar="DIR", help="a run folder, or the release folder in it")
+    parser.add_argument(
+        "folders", metavar="DIR", nargs="+", help="a run folder, or the release folder in it"
+    )
     parser.add_argument(
         "--task", help="the task to test on (default: the one that the release names)"
     )
     parser.add_argument(
-        "--schema", type=Path, metavar="FILE", help="the columns of csv:FILE or parquet:FILE"
+        "--schema",
+        type=Path,
+        metavar="FILE",
+        help="take the test part that this schema declares (default: all records of csv:FILE or "
+        "parquet:FILE, by the schema in the release)",
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     parser.add_argument(
@@ -45,29 +62,107 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print accuracy and privacy."""
+    tested = [_test(folder, options) for folder in options.folders]
+    if options.json:
+        found = [
+            {
+                "task": each.task,
+                "records": each.records,
+                "scores": each.scores,
+                "guarantee": each.statement["guarantee"],
+            }
+            for each in tested
+        ]
+        print(json.dumps(finite(found if len(found) > 1 else found[0]), allow_nan=False))
+    elif len(tested) > 1:
+        print("\n".join(_comparison(tested)))
+    else:
+        print(f"{tested[0].task}: {describe_scores(tested[0].scores, tested[0].records)}")
+        if (text := objection(tested[0].scores)) is not None:
+            print(f"warning: {text}")
+        print(describe_guarantee(tested[0].statement))
+    return 0
+
+
+@dataclass(frozen=True)
+class _Tested:
+    """A release and how it does on a public test set."""
+
+    folder: str
+    task: str
+    records: int
+    scores: dict[str, float]
+    statement: dict[str, Any]
+
+
+def _test(folder: str, options: argparse.Namespace) -> _Tested:
     device = choose_device(options.device)
-    model, statement, origin = read_release(options.folder)
-    _check_statement(options.folder, statement)
+    model, statement, origin = read_release(folder)
+    _check_statement(folder, statement)
     name = options.task or origin.task
     if name is None or (options.task is None and name not in TASKS):
         raise InvalidInputError(
-            f"{options.folder} names no task to test on; name it with --task, such as npz:FILE, or "
-            "csv:FILE with --schema"
+            f"{folder} names no task to test on; name it with --task, such as npz:FILE or csv:FILE"
         )
-    test, loss = load_test_records(name, options.data_dir, options.schema)
+    test, loss = load_test_records(name, options.data_dir, options.schema, statement["public"])
     model = model.to(device)
     check_fits(model, test, loss, name)
     test = test.to(device)
     problem = Problem(model, loss, test)
     scores = evaluate(problem, problem.initial_params(), test)
-    guarantee = statement["guarantee"]
-    if options.json:
-        found = {"task": name, "scores": scores, "guarantee": guarantee}
-        print(json.dumps(finite(found), allow_nan=False))
-        return 0
-    print(f"{name}: {describe_scores(scores)}")
-    print(describe_guarantee(statement))
-    return 0
+    return _Tested(folder, name, len(test), scores, statement)
+
+
+# What two runs share if only the test of candidates, and the noise it leaves room for, differ.
+_SAME = ("batch_size", "updates", "learning_rate", "schedule", "max_grad_norm", "momentum")
+
+
+def _comparison(tested: Sequence[_Tested]) -> list[str]:
+    """A table of releases, and what the test of candidates did where one run is without it."""
+    head = ["run", "method", "test score", "epsilon (paper)", "epsilon (proven)", "updates"]
+    rows = [head, *(_columns(each) for each in tested)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    selective = next((each for each in tested if _is_selective(each.statement)), None)
+    plain = next((each for each in tested if selective and _is_counterpart(each, selective)), None)
+    if selective is None or plain is None:
+        return lines
+    gain = 100 * (selective.scores["accuracy"] - plain.scores["accuracy"])
+    return [
+        *lines,
+        "",
+        f"Testing candidates {'gained' if gain > 0 else 'cost'} {abs(gain):.1f} points here: "
+        f"{Path(plain.folder).name} is the same run without the test, at the same budget and with "
+        "the lower noise that this leaves room for (one run of each).",
+    ]
+
+
+def _columns(tested: _Tested) -> list[str]:
+    statement, (name, figure) = tested.statement, shown_scores(tested.scores)[0]
+    gate = statement["settings"].get("gate") or "none"
+    method = statement["method"] + ("" if gate == "none" else f", gate {gate}")
+    guarantee, figures = statement["guarantee"], statement["epsilon"]
+    proven = guarantee["epsilon"] if guarantee["proved"] else figures["proven"]
+    epsilons = [
+        "-" if value is None else format_epsilon(value) for value in (figures["published"], proven)
+    ]
+    updates = str(statement["accepted_updates"])
+    return [Path(tested.folder).name, method, f"{name} {figure}", *epsilons, updates]
+
+
+def _is_counterpart(plain: _Tested, selective: _Tested) -> bool:
+    """Whether a run differs from a selective one by the test of candidates alone."""
+    one, other = plain.statement, selective.statement
+    return (
+        one["settings"].get("gate") == "none"
+        and all(one["settings"].get(name) == other["settings"].get(name) for name in _SAME)
+        and one["budget"] == other["budget"]
+        and plain.task == selective.task
+        and "accuracy" in plain.scores
+    )
 
 
 def _check_statement(folder: str, statement: dict[str, Any]) -> None:
@@ -80,6 +175,12 @@ def _check_statement(folder: str, statement: dict[str, Any]) -> None:
         )
 
 
+def _is_selective(statement: Mapping[str, Any]) -> bool:
+    """Whether candidates had to pass a test to be kept, by Algorithm 1 or with a coin."""
+    trial = statement["mechanism"].get("trial") or {}
+    return (trial.get("test") or {}).get("kind") in ("LossTest", "CoinTest")
+
+
 def describe_guarantee(statement: Mapping[str, Any]) -> str:
     """One line on the privacy of a release, which never sounds better than it is."""
     guarantee = statement["guarantee"]
@@ -88,7 +189,11 @@ def describe_guarantee(statement: Mapping[str, Any]) -> str:
         return "privacy: none; epsilon is infinite, the records may show in the weights"
     figure = f"epsilon {format_epsilon(epsilon)} at delta {guarantee['delta']:g}"
     if guarantee["proved"]:
-        return f"privacy: {figure}, accounting {guarantee['accounting']} (proved)"
+        line = f"privacy: {figure}, accounting {guarantee['accounting']} (proved)"
+        published = statement["epsilon"]["published"]
+        if _is_selective(statement) and published is not None:
+            line += f"; the paper's analysis says {format_epsilon(published)}, which is not proved"
+        return line
     proven = statement["epsilon"]["proven"]
     beside = "not computed" if proven is None else f"epsilon {format_epsilon(proven)}"
     return (

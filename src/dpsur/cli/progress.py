@@ -100,7 +100,8 @@ class ProgressBar:
                 self._say(f"{passed} trials")
             return
         name, figure = shown_scores(scores)[0]
-        score = f"test {name} {figure}"
+        base = f" (most frequent class {scores['base_rate']:.2%})" if "base_rate" in scores else ""
+        score = f"test {name} {figure}{base}"
         spent = f"epsilon {format_epsilon(epsilon)} of {self._plan.budget.epsilon:g}"
         if self._bar is not None:
             self._spent, self._score = spent, score

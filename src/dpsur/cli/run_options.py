@@ -144,7 +144,7 @@ def new_config(options: argparse.Namespace, *, auto: bool = False) -> tuple[RunC
     if config.seed is None:
         config = replace(config, network_seed=secrets.randbits(62))
     assert config.task is not None
-    name = config.method.name
+    name = config.method.label
     folder = RunFolder(config.out) if config.out else UnnamedFolder(config.task, name)
     folder.check_new()
     return config, folder

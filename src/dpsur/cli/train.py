@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -21,14 +22,18 @@ from dpsur.config import RunConfig, data_facts
 from dpsur.distributed import Ranks
 from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, describe_os_error
 from dpsur.presets import AUTO, explain_auto
+from dpsur.privacy.events import LossTest
+from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans.rejections import NOT_HIDDEN
-from dpsur.privacy.statement import metric_text
+from dpsur.privacy.statement import format_epsilon, metric_text
 from dpsur.runs.checkpoint import load_statistics
-from dpsur.runs.evaluation import shown_scores
-from dpsur.runs.files import RunFolder, finite, resume_command
+from dpsur.runs.evaluation import objection, shown_scores
+from dpsur.runs.files import RunFolder, finite, resume_command, to_json, write_atomically
 from dpsur.runs.fit import execute
+from dpsur.runs.holdout import doubts
 from dpsur.runs.release import as_published
 from dpsur.runs.result import Run
+from dpsur.runs.session import Session
 from dpsur.runs.tasks import build_task_session, task_of
 from dpsur.status import silenced
 
@@ -90,7 +95,13 @@ def _run(options: argparse.Namespace, ranks: Ranks) -> int:
         except OSError as error:
             raise FileError(f"{describe_os_error(error)}; {_next_command(folder)}") from error
     if ranks.is_main:
-        _print_result(result, folder, as_json=options.json)
+        _print_result(
+            result,
+            folder,
+            _note_privately(config, folder),
+            as_json=options.json,
+            show_private=options.show_private,
+        )
     return 0
 
 
@@ -109,6 +120,42 @@ def _explain(config: RunConfig) -> None:
         print(f"dpsur: {note}", file=sys.stderr)
 
 
+def _announce(session: Session) -> None:
+    """Say what is charged before training, and how candidates are tested. All of it is public."""
+    for line in (*_setup_lines(session), *_test_lines(session)):
+        print(f"dpsur: {line}", file=sys.stderr)
+
+
+def _setup_lines(session: Session) -> list[str]:
+    plan = session.plan
+    if not plan.setup:
+        return []
+    spent = format_epsilon(plan.spent(Ledger(setup=plan.setup)))
+    return [f"private statistics of the features are charged first: epsilon {spent} alone"]
+
+
+def _test_lines(session: Session) -> list[str]:
+    """The public parameters of the test of every candidate."""
+    plan, test = session.plan, session.plan.typical.gate
+    if test is None:
+        return []
+    size = round(test.sample_rate * len(session.problem.train))
+    margin = ""
+    if isinstance(test, LossTest):
+        margin = f" by C_v = {getattr(session.method, 'loss_clip', math.nan):g} or more"
+    lines = [
+        f"every candidate is tested on about {size} fresh records: one that is better{margin} "
+        f"passes with probability {test.accept_max:.2f}, a worse one with {test.accept_min:.2f}"
+    ]
+    if plan.verdicts_are_public:
+        return [*lines, "every trial is charged, so how many are rejected is public"]
+    return [
+        *lines,
+        f"the run may take up to {plan.trials} trials; how many are rejected stays private "
+        "(--show-private shows it to you alone)",
+    ]
+
+
 def _train(
     config: RunConfig,
     folder: RunFolder,
@@ -124,8 +171,13 @@ def _train(
     quiet = options.quiet or options.json
     if config.preset == AUTO and not (quiet or options.resume):
         _explain(config)
+    if not quiet:
+        _announce(session)
     if ranks.is_main:
         folder.create()
+    if not (options.json or options.resume):
+        for text in task_of(config).warnings:
+            print(f"dpsur: warning: {text}", file=sys.stderr)
     if not (quiet or options.resume or options.out):
         print(f"dpsur: writing the run to {folder.root}", file=sys.stderr)
     with ProgressBar(quiet=quiet, show_private=options.show_private) as bar:
@@ -140,6 +192,15 @@ def _train(
         )
 
 
+def _note_privately(config: RunConfig, folder: RunFolder) -> str:
+    """Write what was counted of the training records, and say where; nothing without counts."""
+    noted = []
+    for name, counts in task_of(config).private.items():
+        noted.append(folder.private / f"{name}.json")
+        write_atomically(noted[-1], to_json(counts), mode=0o600)
+    return "".join(f"; values that the {path.stem} does not declare: {path}" for path in noted)
+
+
 def _next_command(folder: RunFolder) -> str:
     """What to do about a run that has stopped before its end."""
     if folder.finished:
@@ -149,7 +210,9 @@ def _next_command(folder: RunFolder) -> str:
     return "nothing was trained, so run the same command again"
 
 
-def _print_result(run: Run, folder: RunFolder, *, as_json: bool) -> None:
+def _print_result(
+    run: Run, folder: RunFolder, noted: str, *, as_json: bool, show_private: bool
+) -> None:
     guarantee = as_published(run.statement)["guarantee"]
     release: Path = folder.release
     if as_json:
@@ -159,14 +222,26 @@ def _print_result(run: Run, folder: RunFolder, *, as_json: bool) -> None:
             "epsilon": run.epsilon,
             "release": str(release),
         }
-        if "metrics" in run.statement:
-            result["metrics"] = run.statement["metrics"]
+        for name in ("metrics", "holdout"):
+            if name in run.statement:
+                result[name] = run.statement[name]
         print(json.dumps(finite(result), allow_nan=False))
         return
     if run.scores is not None:
         (released,) = run.statement["released"]
-        name, score = shown_scores(run.scores)[0]
-        print(f"test {name}: {score} ({released}, public test set)")
+        (name, score), *others = shown_scores(run.scores)
+        count = run.statement["test"]["records"]
+        print(f"test {name}: {score} ({released}, {count:,} public test records)")
+        if others:
+            print(f"  {', '.join(f'{other} {figure}' for other, figure in others)}")
+        if (text := objection(run.scores)) is not None:
+            print(f"warning: {text}")
+    if "holdout" in run.statement:
+        held = run.statement["holdout"]
+        shown = ", ".join(metric_text(row) for row in held["figures"])
+        print(f"held-out records ({held['records']:,}, noisy): {shown}")
+        for text in doubts(held["figures"]):
+            print(f"warning: {text}")
     metrics = run.statement.get("metrics", [])
     for row in (row for row in metrics if row["after"] == metrics[-1]["after"]):
         rate = (
@@ -174,4 +249,13 @@ def _print_result(run: Run, folder: RunFolder, *, as_json: bool) -> None:
         )
         print(f"after {row['after']}{rate}: {metric_text(row)} (noisy, paid)")
     print(describe_guarantee(run.statement))
-    print(f"release: {release} (to publish); private: {folder.private} (keep)")
+    public = run.plan.verdicts_are_public
+    if run.plan.typical.gate is not None and (public or show_private):
+        ledger = run.private.ledger
+        rejected = ledger.trials - ledger.updates
+        print(
+            f"{ledger.trials} trials: {ledger.updates} accepted, {rejected} rejected "
+            f"({'public' if public else 'private: do not share'})"
+        )
+    use = "to publish" if guarantee["epsilon"] is not None else "not private: do not publish"
+    print(f"release: {release} ({use}); private: {folder.private} (keep{noted})")

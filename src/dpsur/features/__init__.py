@@ -29,12 +29,15 @@ from dpsur.features.layers import (
     group_norm,
 )
 from dpsur.features.scattering import Scattering2d
+from dpsur.features.table import TableLayout, TableRows
 from dpsur.features.words import words
 
 Shape = tuple[int, ...]
 # How features can be normalised (see `dpsur.runs.input_features`).
-NONE, GROUP, PRIVATE, MEAN = "none", "group", "private", "mean"
-NORMALISATIONS = (NONE, GROUP, PRIVATE, MEAN)
+NONE, GROUP, PRIVATE, MEAN, QUANTILES = "none", "group", "private", "mean", "quantiles"
+NORMALISATIONS = (NONE, GROUP, PRIVATE, MEAN, QUANTILES)
+# Features of a table, which need its schema.
+TABLE = "table"
 # Mean and deviation per channel that images were standardised with; None: they are in [0, 1].
 PixelScale = tuple[Sequence[float], Sequence[float]]
 # Rounding of images that were standardised and are scaled back.
@@ -139,6 +142,7 @@ FEATURES: dict[str, Features] = {
         Features("tokens", "the inputs themselves", _none),
         Features("vectors", "the inputs themselves", _none),
         Features("words", "the inputs themselves: rows of norm 1, as dpsur.features.words", _none),
+        Features(TABLE, "columns of a table: noisy quantiles in soft bins, rows of norm 1", _none),
         Features(
             "scattering", "wavelet moduli, 81 per channel, a quarter of the size", _scattering
         ),
@@ -216,6 +220,8 @@ __all__ = [
     "NONE",
     "NORMALISATIONS",
     "PRIVATE",
+    "QUANTILES",
+    "TABLE",
     "Centre",
     "ChannelNorm",
     "Encoder",
@@ -223,6 +229,8 @@ __all__ = [
     "PixelScale",
     "Scattering2d",
     "ScatteringEncoder",
+    "TableLayout",
+    "TableRows",
     "WhitenedScattering",
     "WithFeatures",
     "apply_layers",

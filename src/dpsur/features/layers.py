@@ -14,6 +14,7 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.features.encoder import Encoder, ScatteringEncoder, WhitenedScattering
 from dpsur.features.scattering import Scattering2d
+from dpsur.features.table import TableRows
 from dpsur.registry import build
 
 LayerDescription = Mapping[str, Any]
@@ -94,6 +95,10 @@ def _centre(features: int) -> nn.Module:
     return Centre(features)
 
 
+def _table(width: int, columns: int, numbers: Sequence[int]) -> nn.Module:
+    return TableRows(width, columns, numbers)
+
+
 def _encoder(
     digest: str,
     mean: Sequence[float] | None = None,
@@ -128,6 +133,7 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
     "group-norm": group_norm,
     "channel-norm": _channel_norm,
     "centre": _centre,
+    "table": _table,
 }
 
 

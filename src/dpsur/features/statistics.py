@@ -5,6 +5,7 @@ the bound that they are clipped by: a median read off the records is itself a fu
 moves every clipped vector when it moves.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
+from dpsur.features.table import grid, levels_of
 from dpsur.functional.parameters import Params
 from dpsur.mechanism.dp_gradient import add_gaussian
 from dpsur.mechanism.streams import Stream
@@ -118,6 +120,25 @@ def private_mean(features: Tensor, noise_multiplier: float, stream: Stream) -> t
         total += clipped_rows_sum(rows.to(stream.device).double(), MEAN_BOUND).params["sum"]
     noisy = add_gaussian(ClippedSum({"sum": total}, MEAN_BOUND), noise_multiplier, stream)
     return noisy["sum"] / len(features), Gaussian(noise_multiplier)
+
+
+def private_levels(values: Tensor, noise_multiplier: float, stream: Stream) -> tuple[Tensor, Event]:
+    """Noisy quantiles of columns of numbers in [-1, 1] at the edges of a public grid.
+
+    Formal guarantee: one Gaussian mechanism of the given noise multiplier, which is the event of
+    the result. A record is in one bin of each column, so that the counts of all m columns together
+    have sensitivity sqrt(m), and the noise is in proportion to that.
+    """
+    checks.positive("noise_multiplier", noise_multiplier)
+    edges, columns = grid().to(stream.device), values.shape[1]
+    bins = len(edges) - 1
+    places = torch.searchsorted(edges, values.to(stream.device).double().contiguous())
+    places = (places - 1).clamp(0, bins - 1) + bins * torch.arange(columns, device=stream.device)
+    counts = torch.bincount(places.flatten(), minlength=bins * columns).double()
+    sensitivity = math.sqrt(columns)
+    noisy = add_gaussian(ClippedSum({"counts": counts}, sensitivity), noise_multiplier, stream)
+    found = noisy["counts"].reshape(columns, bins)
+    return levels_of(found, noise_multiplier * sensitivity), Gaussian(noise_multiplier)
 
 
 def private_quantile(

@@ -29,7 +29,7 @@ EMPTY_BELOW: Final = 2.0
 
 GRADIENT_NORM, LOSS_SCALE = "median gradient norm", "median loss"
 SCORE, LOSS_DECREASE = "score", "clipped loss decrease"
-ACCURACY, LOSS = "training accuracy", "training loss"
+ACCURACY, LOSS = "training accuracy", "clipped training loss"
 # The largest norm of (label right, loss over 2 ln K): the loss of a record whose label has the
 # largest probability is at most ln K. Losses that are not cross-entropy are clipped to it.
 METRICS_NORM: Final = math.sqrt(1.25)

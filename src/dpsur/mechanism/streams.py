@@ -41,6 +41,7 @@ LAYERS: Final = "layers"
 STEERING: Final = "steering"  # noisy figures that an adaptive method steers by
 COINS: Final = "coins"  # which records of a sample are kept
 FEATURES: Final = "features"  # private statistics of the features
+HOLDOUT: Final = "holdout"  # noisy figures on held-out records
 # The number of a purpose is part of every address, so it must never change. SHARED draws are the
 # same on all ranks, or different parts of one draw; PER_RANK draws belong to one rank's records.
 SHARED: Final = {
@@ -52,6 +53,7 @@ SHARED: Final = {
     STEERING: 7,
     COINS: 8,
     FEATURES: 9,
+    HOLDOUT: 10,
 }
 PER_RANK: Final = {LAYERS: 6}
 PURPOSES: Final = {**SHARED, **PER_RANK}

@@ -57,6 +57,11 @@ class Method(checks.NamedArguments, ABC):
         """The same change as arguments of a network's description."""
         return {}
 
+    @property
+    def label(self) -> str:
+        """The method's name in statements, on the terminal and in reports: what runs."""
+        return self.name
+
     @classmethod
     def options(cls) -> tuple[Field[Any], ...]:
         """The hyper-parameters."""

@@ -1,14 +1,18 @@
-"""DPSUR (Fu et al., VLDB 2024): a DPSGD candidate, released only if it passes a noisy test."""
+"""DPSUR (Fu et al., VLDB 2024): a DP-SGD candidate, kept only if it passes a noisy test."""
 
 from dataclasses import dataclass
 
-from dpsur.methods.gradient_method import GATE_HELP, GATES, GradientMethod
+from dpsur.methods.dpsgd import Dpsgd
+from dpsur.methods.gradient_method import GATE_HELP, GATES, NO_GATE, GradientMethod
 from dpsur.options import option
 
 
 @dataclass(frozen=True, repr=False)
 class Dpsur(GradientMethod):
-    """DPSGD with selective update and release (the paper's Algorithm 1).
+    """DP-SGD with selective update and release (the paper's Algorithm 1).
+
+    The gate is the paper's, `loss` with C_v = 0.001 and beta = -1, unless another is named or
+    implied by an option that belongs to it (`accept_ratio`: the gate `coin`, which is ours).
 
     Formal guarantee of one trial: a sampled Gaussian for the candidate, and a test that accepts
     with a probability in a known interval. What a run of them costs is the accounting's business.
@@ -18,3 +22,8 @@ class Dpsur(GradientMethod):
     summary = "selective update and release (Fu et al. 2024): an update must pass a test to count"
 
     gate: str | None = option(None, GATE_HELP, GATES)
+
+    @property
+    def label(self) -> str:
+        """`dpsgd` where nothing is tested: that is what then runs."""
+        return Dpsgd.name if self.gate == NO_GATE else self.name

@@ -53,14 +53,16 @@ NO_GATE = block_plans.NO_GATE
 BLOCK_GATE = block_plans.BLOCK_GATE
 GATES = ("loss", "coin", BLOCK_GATE, NO_GATE)
 GATE_HELP = (
-    "the test of a candidate: loss is the paper's noisy loss difference; coin accepts every "
+    "the test of a candidate: loss is the paper's noisy loss difference; coin (ours) accepts every "
     "improvement, and a worse candidate with probability 1/accept-ratio; block tests blocks of "
-    "updates on all records and finds the learning rate by that; none keeps all candidates (dpsur, "
-    "if unset: coin under the proven accounting, which alone covers it, else loss)"
+    "updates on all records and finds the learning rate by that; none keeps all candidates "
+    "(default: loss for dpsur, else none)"
 )
 USUAL_TEST_NOISE = 1.0
 USUAL_RATIO = 2.0
+# The paper's clip bound and threshold of the gate loss.
 USUAL_LOSS_CLIP = 0.001
+USUAL_THRESHOLD = -1.0
 # Shares of epsilon that tests by default may spend alone. Both were chosen on a held-out part of
 # the training digits of mnist-5k: under `proven` the ratio costs more than its tests alone.
 LOSS_TEST_SHARE = 0.5
@@ -125,8 +127,8 @@ class GradientMethod(OptimizerMethod):
     loss_clip: float = option(USUAL_LOSS_CLIP, "clip bound of the loss difference, C_v (gate loss)")
     accept_threshold: float | None = option(
         None,
-        "the gate loss accepts below this many clip bounds, beta (default: 0, which separates "
-        "best; the paper uses -1)",
+        "the gate loss accepts below this many clip bounds, beta (default: -1, the paper's; 0 "
+        "separates best)",
     )
     accept_ratio: float | None = option(
         None,
@@ -342,11 +344,11 @@ class GradientMethod(OptimizerMethod):
         return replace(settled, learning_rate=rate), plan
 
     def _with_gate(self, dataset_size: int, budget: Budget, accounting: Accounting) -> Self:
-        gate = self._implied_gate() or ("loss" if accounting.verdicts_charged else "coin")
+        gate = self._implied_gate() or "loss"
         settled = replace(self, gate=gate)
         accounting.check(Trial(NonPrivate(), _example_test(gate)), self.on_reject)
         if gate == "loss" and self.accept_threshold is None:
-            settled = replace(settled, accept_threshold=0.0)
+            settled = replace(settled, accept_threshold=USUAL_THRESHOLD)
         if gate == "loss" and self.val_noise_multiplier is None:
             noise = settled._affordable_test_noise(dataset_size, budget, accounting)
             settled = replace(settled, val_noise_multiplier=noise)
@@ -363,7 +365,8 @@ class GradientMethod(OptimizerMethod):
         share = LOSS_TEST_SHARE * budget.epsilon
 
         def epsilon_of(noise: float) -> float:
-            test = LossTest(rate, noise, self.accept_threshold or 0.0)
+            assert self.accept_threshold is not None
+            test = LossTest(rate, noise, self.accept_threshold)
             return accounting.test_epsilon(test, count, budget.delta)
 
         if epsilon_of(USUAL_TEST_NOISE) <= share:

@@ -21,13 +21,13 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_model(model: nn.Module, examples: Examples) -> TensorTree:
-    """Check a model on two records of zeros, in evaluation mode: of the records only shapes count.
+    """Check a model on two synthetic records, in evaluation mode: of the records only shapes count.
 
     Returns the outputs, whose shape says what the model predicts.
     """
     _check_parameters(model)
     check_layers(model)
-    rows = map_tensors(lambda value: value.new_zeros(2, *value.shape[1:]), examples.inputs)
+    rows = map_tensors(synthetic, examples.inputs)
     before = map_tensors(torch.clone, rows)
     with _errors_named(rows), torch.no_grad(), mode(model, training=False):
         state = generator_state(next(model.parameters()).device)
@@ -58,15 +58,23 @@ def check_model(model: nn.Module, examples: Examples) -> TensorTree:
 def draws_randomness(model: nn.Module, examples: Examples) -> bool:
     """Whether a forward pass in training mode draws random numbers, as dropout does."""
     where = next(model.parameters()).device  # not always where the records are
-    rows = map_tensors(
-        lambda value: torch.zeros(2, *value.shape[1:], dtype=value.dtype, device=where),
-        examples.inputs,
-    )
+    rows = map_tensors(lambda value: synthetic(value).to(where), examples.inputs)
     with torch.random.fork_rng([where] if where.type == "cuda" else []):
         before = generator_state(where)
         with torch.no_grad(), mode(model, training=True):
             call(model, rows)
         return not torch.equal(before, generator_state(where))
+
+
+def synthetic(like: Tensor, rows: int = 2) -> Tensor:
+    """Rows that say nothing about the real ones: normal draws, or zeros and ones."""
+    shape = (rows, *like.shape[1:])
+    generator = torch.Generator().manual_seed(0)
+    if like.dtype.is_floating_point:
+        drawn = torch.randn(shape, generator=generator)
+    else:
+        drawn = torch.randint(0, 2, shape, generator=generator)
+    return drawn.to(device=like.device, dtype=like.dtype)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

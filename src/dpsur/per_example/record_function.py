@@ -31,6 +31,8 @@ from dpsur.per_example.tape import Slot, Tape
 Found = TypeVar("Found")
 # What no record's values are to blame for.
 _NOT_OF_A_RECORD = (DpsurError, torch.OutOfMemoryError, Warning)
+# Where so many records, all of a batch, make a function raise, it is the function that is at fault.
+_MOST_TO_BLAME = 4
 # Losses of one record that was worked on twice may differ by rounding.
 _ROUNDING = 1e-4
 
@@ -188,7 +190,8 @@ class RecordFunction:
                     continue
                 self.ways[key] = way
                 return found
-        if known is not None and (way is Way.ALONE or (bad is not None and bool(bad.all()))):
+        all_raise = way is Way.ALONE or (bad is not None and bool(bad.all()))
+        if known is not None and all_raise and records < _MOST_TO_BLAME:
             return unusable()  # it has worked for other records
         raise errors[-1]
 

@@ -153,4 +153,6 @@ def _loss_fault(problem: Problem, params: Params) -> str | None:
             make_tape(problem, params, Microbatch(first), plan)
         except Exception as error:  # what is wrong with a loss is for `check_loss` to say
             _log.debug("dpsur: the loss fails on the first records: %s", error)
-    return None if plan.records.by_construction else plan.records.why_alone
+    if plan.records.by_construction:
+        return None
+    return f"the loss cannot be called for all records at once: {plan.records.why_alone}"

@@ -1,4 +1,4 @@
-"""Settings by name: the paper's, a method's own authors', and the best that are known here."""
+"""Settings by name: the paper's, Tramèr and Boneh's, and the best that are known here."""
 
 from collections.abc import Callable
 from typing import Final
@@ -7,11 +7,11 @@ from dpsur.errors import InvalidInputError
 from dpsur.presets.auto import auto_preset, explain_auto
 from dpsur.presets.base import DataFacts, Preset
 from dpsur.presets.encoder import encoder_preset
-from dpsur.presets.paper import authors_preset, paper_preset
+from dpsur.presets.paper import paper_preset, tramer_boneh_preset
 from dpsur.presets.settings import EPSILONS
 from dpsur.presets.tuned import tuned_preset
 
-PAPER, AUTHORS, TUNED = "paper", "authors", "tuned"
+PAPER, TRAMER_BONEH, TUNED = "paper", "tramer-boneh", "tuned"
 ENCODER, AUTO = "encoder", "auto"
 Builder = Callable[[str, str, float, DataFacts | None], Preset]
 
@@ -44,7 +44,7 @@ def _of_facts(preset: Callable[[str, DataFacts | None], Preset]) -> Builder:
 
 PRESETS: Final[dict[str, Builder]] = {
     PAPER: _of_table(PAPER, paper_preset),
-    AUTHORS: _of_table(AUTHORS, authors_preset),
+    TRAMER_BONEH: _of_table(TRAMER_BONEH, tramer_boneh_preset),
     TUNED: _of_table(TUNED, tuned_preset),
     ENCODER: _of_facts(encoder_preset),
     AUTO: _of_facts(auto_preset),
@@ -61,11 +61,11 @@ def preset_named(
 
 
 __all__ = [
-    "AUTHORS",
     "AUTO",
     "ENCODER",
     "PAPER",
     "PRESETS",
+    "TRAMER_BONEH",
     "TUNED",
     "DataFacts",
     "Preset",

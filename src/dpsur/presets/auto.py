@@ -2,15 +2,15 @@
 
 The name of a task plays no part: renaming a data set changes nothing. Rows of norm 1 (features of
 images, weighted words) get a linear model and plain DP-SGD, whose learning rate is known by a rule.
-Any other model gets the gate `block`, which finds its learning rate and clip norm within the
-budget.
+Tables get the same on noisy quantiles in soft bins, with gradients of all records. Any other model
+gets the gate `block`, which finds its learning rate and clip norm within the budget.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dpsur.features import FEATURES, MEAN
+from dpsur.features import FEATURES, MEAN, QUANTILES, TABLE
 from dpsur.presets.base import DataFacts, Preset
 from dpsur.presets.encoder import (
     check_method,
@@ -18,6 +18,7 @@ from dpsur.presets.encoder import (
     linear_options,
     words_preset,
 )
+from dpsur.presets.table import table_options
 
 WORDS = "words"
 NAME = "auto"
@@ -36,6 +37,8 @@ def auto_preset(method: str, facts: DataFacts | None) -> Preset:
     if facts.features is None and facts.kind == WORDS:
         return words_preset(facts.records)
     features = facts.features
+    if features == TABLE or (features is None and facts.kind == TABLE):
+        return Preset(table_options(facts), TABLE, QUANTILES)
     if features is None and facts.shape is not None and len(facts.shape) == 3:
         features = image_features(facts)
     if features == WORDS:
@@ -62,7 +65,7 @@ def explain_auto(
     epsilon, delta = budget
     known = [*_known(facts), f"epsilon {epsilon:g}", f"delta {delta:g}"]
     lines = [f"auto: settings chosen from public facts only: {', '.join(known)}"]
-    if facts.short and options["gate"] is None:
+    if facts.short and options["gate"] == "none" and options["updates"] is None:
         lines.append(
             "a short run (max_updates): the method's defaults, without a search for a learning rate"
         )
@@ -88,16 +91,30 @@ def _about_rows(
 ) -> list[str]:
     mean = "; a noisy mean of the features is subtracted, which costs about 1% of the precision"
     rate = options["learning_rate"]
+    if features == TABLE:
+        return [
+            "linear model from zero on noisy quantiles in soft bins: histograms of the numbers, if "
+            "there are any, are charged and find where in the declared ranges the records are",
+            f"all records in every batch of {options['updates']} updates, clip norm "
+            f"{options['max_grad_norm']:g}, {options['schedule']} decay, learning rate {rate:.3g}",
+            *_kept(options),
+        ]
     return [
         f"linear model from zero on {features}{_cost(facts, features)}"
         + (mean if normalisation == MEAN else ""),
         f"expected batch size {options['batch_size']}, {options['updates']} updates, clip norm "
         f"{options['max_grad_norm']:g}, {options['schedule']} decay, "
         f"learning rate {'by the rule for linear models' if rate is None else f'{rate:g}'}",
-        "plain DP-SGD, every update is kept: testing updates does not pay for a linear model"
-        if options["gate"] == "none"
-        else f"updates are tested (gate {options['gate']}), as requested",
+        *_kept(options),
     ]
+
+
+def _kept(options: Mapping[str, Any]) -> list[str]:
+    if options["gate"] == "none":
+        return [
+            "plain DP-SGD, every update is kept: testing updates does not pay for a linear model"
+        ]
+    return [f"updates are tested (gate {options['gate']}), as requested"]
 
 
 def _cost(facts: DataFacts, features: str | None) -> str:

@@ -13,7 +13,9 @@ class DataFacts:
 
     The number of records, the shape of one, the number of classes, the kind of records (`words`)
     where the shape does not say it; whether there is a GPU, whether the model is the user's own,
-    the features that were asked for, and whether the run is a short try (`max_updates`).
+    the features that were asked for, whether the run is a short try (`max_updates`), epsilon and
+    delta. Of a table also what is predicted (`classes`, `labels` or `number`) and by how many
+    outputs. `whole` says that `records` is the exact number.
     """
 
     records: int | None
@@ -24,6 +26,9 @@ class DataFacts:
     own_model: bool = False
     features: str | None = None
     short: bool = False
+    target: tuple[str, int] | None = None
+    whole: bool = True
+    budget: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 DPSUR, DPSGD, DPSGD-TS and DPSGD-HF have the settings of the paper and its released commands, which
 change only the algorithm. DPIS and DPAGD have none that fit what is built here: theirs were chosen
-on held-out records. What the authors of DPSGD-TS tuned is the preset `authors`.
+on held-out records. What Tramèr and Boneh tuned for their end-to-end networks with tanh, which is
+DPSGD-TS, is the preset `tramer-boneh`.
 """
 
 from collections.abc import Mapping
@@ -18,8 +19,9 @@ from dpsur.privacy.search import most_repetitions
 
 SCATTERING = "scattering"
 
-# DPSGD-TS as tuned by its authors at epsilon 3; the noise elsewhere is calibrated to the same
-# number of updates. Text is not among their tasks.
+# Tramèr and Boneh's settings of end-to-end networks at epsilon 3, from the commands of their
+# repository (ftramer/Handcrafted-DP); the noise elsewhere is calibrated to the same number of
+# updates. Text is not among their tasks.
 TEMPERED: Mapping[str, Mapping[str, float]] = {
     "mnist": {"batch_size": 512, "learning_rate": 0.5, "noise_multiplier": 1.23},
     "fmnist": {"batch_size": 2048, "learning_rate": 4.0, "noise_multiplier": 2.15},
@@ -41,22 +43,27 @@ def paper_preset(method: str, task: str, epsilon: int) -> Preset:
     """The paper's settings of a method on a task at a budget."""
     if task not in DATASET_SIZES:
         known = ", ".join(DATASET_SIZES)
-        raise InvalidInputError(f"preset paper has no settings for task {task}; it has {known}")
+        raise InvalidInputError(
+            f"preset paper has no settings for task {task}; it has {known}. With our settings: "
+            f"dpsur train --method {method} --task {task}"
+        )
     if method not in _BUILDERS:
         known = ", ".join(_BUILDERS)
         raise InvalidInputError(f"preset paper has no settings for method {method}; it has {known}")
     return _BUILDERS[method](paper_setting(task, epsilon))
 
 
-def authors_preset(method: str, task: str, epsilon: int) -> Preset:
-    """What the authors of a method tuned, where it is not what the paper runs it with."""
+def tramer_boneh_preset(method: str, task: str, epsilon: int) -> Preset:
+    """Tramèr and Boneh's settings of DPSGD-TS, where the paper has those of DPSUR."""
     if method != "dpsgd-ts":
         raise InvalidInputError(
-            f"preset authors has no settings for method {method}; it has dpsgd-ts"
+            f"preset tramer-boneh has no settings for method {method}; it has dpsgd-ts"
         )
     if task not in TEMPERED:
         known = ", ".join(TEMPERED)
-        raise InvalidInputError(f"preset authors has no settings for task {task}; it has {known}")
+        raise InvalidInputError(
+            f"preset tramer-boneh has no settings for task {task}; it has {known}"
+        )
     return _as_tuned(paper_setting(task, epsilon))
 
 
@@ -115,7 +122,7 @@ def _dpsgd_ts(setting: PaperSetting) -> Preset:
 
 
 def _as_tuned(setting: PaperSetting) -> Preset:
-    """DPSGD-TS as its authors tuned it at epsilon 3."""
+    """DPSGD-TS as Tramèr and Boneh tuned it at epsilon 3."""
     tuned = dict(TEMPERED[setting.dataset])
     options = {**_steps(setting), **tuned}
     if setting.epsilon != TEMPERED_EPSILON:

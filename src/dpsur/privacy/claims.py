@@ -293,7 +293,7 @@ def _metric_faults(statement: Mapping[str, Any]) -> Iterator[str]:
     if stated is None or {row.get("test") for row in stated} != set(range(tests)):
         yield "there is not one metric or more for each test of the mechanism"
         return
-    both = ["training accuracy", "training loss"]
+    both = ["training accuracy", "clipped training loss"]
     whole = ["score", *both] if mechanism["blocks"]["searches"] else both
     for number in range(tests):
         found = [row.get("quantity") for row in stated if row["test"] == number]

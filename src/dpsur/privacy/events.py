@@ -220,13 +220,32 @@ def feature_mean(noise_multiplier: float) -> tuple[Event, ...]:
     return (Gaussian(noise_multiplier),)
 
 
+def feature_histograms(noise_multiplier: float) -> tuple[Event, ...]:
+    """What noisy histograms of all numbers of a table cost, scaled to sensitivity 1 together."""
+    return (Gaussian(noise_multiplier),)
+
+
+def feature_histograms_noise(epsilon: float, delta: float) -> float:
+    """The noise of histograms of a table beside a training run of this budget.
+
+    3.5 times that of a single Gaussian release, so that they cost 5 to 8 hundredths of the
+    precision that the budget buys; at least 1.
+    """
+    return max(1.0, round(3.5 * single_release_noise(epsilon, delta), 2))
+
+
+def single_release_noise(epsilon: float, delta: float) -> float:
+    """About the noise of one Gaussian release of this budget (Dwork and Roth, 2014)."""
+    return math.sqrt(2 * math.log(1.25 / delta)) / epsilon
+
+
 def feature_mean_noise(epsilon: float, delta: float) -> float:
     """The noise of a private mean beside a training run of this budget.
 
-    Ten times that of a single Gaussian release (Dwork and Roth, 2014), so that the mean costs about
-    a hundredth of the precision that the budget buys; at least 1.
+    Ten times that of a single Gaussian release, so that the mean costs about a hundredth of the
+    precision that the budget buys; at least 1.
     """
-    return max(1.0, round(10 * math.sqrt(2 * math.log(1.25 / delta)) / epsilon, 2))
+    return max(1.0, round(10 * single_release_noise(epsilon, delta), 2))
 
 
 _KINDS: dict[str, type[Any]] = {

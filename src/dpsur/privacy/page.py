@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpsur.privacy.events import CoinTest, LossTest, NoisyChoice, SampledGaussian
-from dpsur.privacy.statement import NO_GUARANTEE, format_epsilon
+from dpsur.privacy.statement import NO_GUARANTEE, format_epsilon, used_settings
 
 
 def render_markdown(statement: Mapping[str, Any]) -> str:
@@ -24,6 +24,7 @@ def render_markdown(statement: Mapping[str, Any]) -> str:
         *_table(_mechanism_rows(statement)),
         "",
         *_metrics(statement),
+        *_holdout(statement),
         *_assumptions(statement),
         "## Versions",
         "",
@@ -51,7 +52,7 @@ def render_model_card(statement: Mapping[str, Any]) -> str:
         if private
         else ["  epsilon: .inf"]
     )
-    tags = ["differential-privacy", "dp-sgd", "dpsur"] if private else ["dpsur"]
+    tags = [*(("differential-privacy", "dp-sgd") if private else ()), statement["method"]]
     return "\n".join(
         [
             "---",
@@ -88,12 +89,43 @@ def render_model_card(statement: Mapping[str, Any]) -> str:
             "dpsur proof",
             "```",
             "",
+            *_figures(statement),
+            *_holdout(statement),
             "## Training",
             "",
             *_table(_mechanism_rows(statement)),
             "",
+            "## Settings",
+            "",
+            *_table([(f"`{name}`", _plain(v)) for name, v in used_settings(statement).items()]),
+            "",
         ]
     )
+
+
+def _figures(statement: Mapping[str, Any]) -> list[str]:
+    """Results on public test records and the names of the classes; nothing without either."""
+    rows = []
+    schema = statement["public"].get("schema")
+    if schema is not None:
+        for name, column in schema["target"].items():
+            if column["kind"] == "category":
+                shown = [str(value) for value in column["values"]]
+                rows.append((f"Classes of {name}, in order", ", ".join(shown[:20])))
+    test = statement.get("test")
+    if test is not None:
+        rows.append(("Public test records", f"{test['records']:,}"))
+        scores = {name: v for name, v in test["scores"].items() if v is not None}
+        if "log_loss" in scores:  # which the mean loss is then
+            scores.pop("loss", None)
+        rows += [(name.replace("_", " "), _plain(v)) for name, v in scores.items()]
+    if not rows:
+        return []
+    return ["## Results", "", *_table(rows), ""]
+
+
+def _plain(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _is_private(guarantee: Mapping[str, Any]) -> bool:
@@ -326,6 +358,28 @@ def _metrics(statement: Mapping[str, Any]) -> list[str]:
         "| after | quantity | learning rate | value |",
         "|---|---|---|---|",
         *rows,
+        "",
+    ]
+
+
+def _holdout(statement: Mapping[str, Any]) -> list[str]:
+    """Noisy figures of private records that were held out; nothing where there are none."""
+    if "holdout" not in statement:
+        return []
+    held = statement["holdout"]
+    rows = [
+        (row["quantity"], f"{row['value']:.4g} ± {row['standard_error']:.2g}")
+        for row in held["figures"]
+    ]
+    noise = held["event"]["noise_multiplier"]
+    return [
+        "## Noisy test figures of held-out records",
+        "",
+        f"{held['records']:,} private records, a fraction of {held['fraction']:g}. One Gaussian "
+        f"mechanism, noise multiplier {noise:.5g}, epsilon {format_epsilon(held['epsilon'])}. "
+        f"{held['composition']} The error is that of the noise.",
+        "",
+        *_table(rows),
         "",
     ]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
+from dpsur.privacy.events import Gaussian
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import CONSTANT, DELAY, NOT_HIDDEN
@@ -82,6 +83,11 @@ WATCHED = {
 PRIVATE_FOLDER = (
     "Checkpoints, metrics and the key of the random numbers in the private folder of the run."
 )
+HOLDOUT_COMPOSITION = (
+    "The records held out took no part in training. A record is in one part or the other by its "
+    "own values alone, so that the weights and these figures together have the larger of their "
+    "two epsilons (parallel composition)."
+)
 NOT_COVERED = (
     "Preprocessing done before the records reached this library, and the public test set.",
     "Records that appear more than once, or people with several records.",
@@ -104,6 +110,8 @@ class RunFacts:
     public: Mapping[str, Any] = field(default_factory=dict)
     independence: str = BY_CONSTRUCTION
     metrics: Sequence[Mapping[str, Any]] | None = None  # noisy values that were paid for
+    test: Mapping[str, Any] | None = None  # figures on public records: "records" and "scores"
+    holdout: Mapping[str, Any] | None = None  # noisy figures on private records held out
 
 
 class Statement(dict[str, Any]):
@@ -126,6 +134,8 @@ def privacy_statement(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Sta
     """Everything a reviewer asks, as plain values, with nothing private among them."""
     accounting = accounting_named(plan.accounting)
     metrics = {} if facts.metrics is None else {"metrics": [dict(row) for row in facts.metrics]}
+    test = {} if facts.test is None else {"test": dict(facts.test)}
+    holdout = {} if facts.holdout is None else {"holdout": dict(facts.holdout)}
     return Statement(
         {
             "format": FORMAT,
@@ -162,6 +172,8 @@ def privacy_statement(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Sta
             "warnings": warnings_for(plan, facts.dataset_size, seeded=facts.seeded),
             "versions": dict(facts.versions),
             **metrics,
+            **test,
+            **holdout,
         }
     )
 
@@ -174,6 +186,40 @@ def _settings(plan: PrivacyPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, with the counts of the plan, which may have been cut short."""
     kept = {name: n for name, n in plan.fixed_counts.items() if settings.get(name) is not None}
     return {**settings, **kept}
+
+
+def holdout_cost(noise_multiplier: float, delta: float) -> float:
+    """Epsilon of the noisy figures of held-out records alone: one Gaussian mechanism."""
+    return accounting_named("every-trial").epsilon([(Gaussian(noise_multiplier), 1)], delta)
+
+
+# Settings of one gate, or of one optimizer, which the others do not read.
+_SETTINGS_OF = {
+    "gate": {
+        "loss": ("val_noise_multiplier", "loss_clip", "accept_threshold", "on_reject"),
+        "coin": ("accept_ratio", "on_reject"),
+        "block": ("val_noise_multiplier", "blocks", "block_updates", "clip_norm"),
+        "none": (),
+    },
+    "optimizer": {"sgd": ("momentum",), "adam": ("adam_beta1", "adam_beta2", "adam_eps")},
+}
+
+
+def used_settings(statement: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that it has used; what it found itself is named as found."""
+    settings = {name: v for name, v in statement["settings"].items() if v is not None}
+    for choice, owned in _SETTINGS_OF.items():
+        if settings.get(choice) in owned:
+            own = owned[settings[choice]]
+            others = {name for names in owned.values() for name in names} - set(own)
+            settings = {name: v for name, v in settings.items() if name not in others}
+    if settings.get("gate") == "block":
+        rates = [row["learning_rate"] for row in statement.get("metrics", [])]
+        found = [rate for rate in rates if rate is not None]
+        settings["learning_rate"] = f"found by tests, {found[-1]:.4g} last" if found else "found"
+        if settings.get("clip_norm") == "median":
+            settings["max_grad_norm"] = "an eighth of the noisy median of gradient norms"
+    return settings
 
 
 def warnings_for(plan: PrivacyPlan, dataset_size: int, *, seeded: bool) -> list[str]:

@@ -43,6 +43,7 @@ class TestResult:
     task: str
     records: int
     scores: Mapping[str, float]
+    names: Sequence[str] | None = None  # of the classes
     confusion: Sequence[Sequence[int]] | None = None  # rows are true classes
 
 
@@ -97,16 +98,20 @@ def read_report(
     name = task or (origin.task if origin.task in TASKS else None)
     if name is not None:
         try:
-            records, loss = load_test_records(name, data_dir, schema)
+            records, loss = load_test_records(name, data_dir, schema, statement["public"])
             target = torch.device("cpu") if device is None else device
             model = model.to(target).eval()
             check_fits(model, records, loss, name)
-            test = test_result(model, loss, records.to(target), name)
+            test = test_result(model, loss, records.to(target), name, class_names(statement))
             engine = str(explain(model, records.part(slice(2)).to(target).inputs))
         except DpsurError as error:
             if task is not None:
                 raise
             no_test = str(error)
+    elif "test" in statement:  # as measured at the end of the run
+        stated = statement["test"]
+        scores = {key: value for key, value in stated["scores"].items() if value is not None}
+        test = TestResult("at the end of the run", stated["records"], scores)
     else:
         no_test = "the release names no public test set; name one with --task"
     return ReportContents(
@@ -125,7 +130,19 @@ def read_report(
     )
 
 
-def test_result(model: torch.nn.Module, loss: Any, test: Examples, task: str) -> TestResult:
+def class_names(statement: Mapping[str, Any]) -> Sequence[str] | None:
+    """The names of the classes of a table, in their order."""
+    (column, *more) = statement["public"].get("schema", {}).get("target", {"": {}}).values()
+    return None if more or "values" not in column else [str(name) for name in column["values"]]
+
+
+def test_result(
+    model: torch.nn.Module,
+    loss: Any,
+    test: Examples,
+    task: str,
+    names: Sequence[str] | None,
+) -> TestResult:
     """Scores and confusion matrix of a released model."""
     problem = Problem(model, loss, test)
     scores = evaluate(problem, problem.initial_params(), test)
@@ -139,4 +156,4 @@ def test_result(model: torch.nn.Module, loss: Any, test: Examples, task: str) ->
             pairs = test.targets.long() * classes + outputs.argmax(1)
             counts = torch.bincount(pairs.flatten(), minlength=classes**2)
             confusion = counts.view(classes, classes).tolist()
-    return TestResult(task, len(test), scores, confusion)
+    return TestResult(task, len(test), scores, names, confusion)

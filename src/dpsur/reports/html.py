@@ -5,8 +5,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dpsur.privacy.statement import format_epsilon
+from dpsur.privacy.statement import format_epsilon, used_settings
 from dpsur.reports.contents import ReportContents, TestResult
+from dpsur.runs.evaluation import objection, shown_scores
 from dpsur.runs.plots import Curve, guess_bound
 
 WIDTH, HEIGHT = 560, 300
@@ -114,7 +115,9 @@ def _promise(contents: ReportContents) -> str:
         (f"{contents.statement['dataset_size']:,}", "training records"),
     ]
     if contents.test is not None and "accuracy" in contents.test.scores:
-        figures.insert(0, (f"{contents.test.scores['accuracy']:.2%}", "test accuracy"))
+        scores = contents.test.scores
+        base = f", most frequent class {scores['base_rate']:.2%}" if "base_rate" in scores else ""
+        figures.insert(0, (f"{scores['accuracy']:.2%}", f"test accuracy{base}"))
     times = math.exp(epsilon)
     words = (
         f"Take any one record and any conclusion that someone could draw from this model. With the "
@@ -272,24 +275,25 @@ def _test(contents: ReportContents) -> str:
             "<section><h2>Public test set</h2><p>The released model was not tested: "
             f"{_text(contents.no_test)}.</p></section>"
         )
-    scores = [(name.replace("_", " "), _score(name, value)) for name, value in test.scores.items()]
-    rows = [("Test set", f"{test.task}, {test.records:,} public records"), *scores]
+    rows = [
+        ("Test set", f"{test.task}, {test.records:,} public records"),
+        *shown_scores(test.scores),
+    ]
+    warning = objection(test.scores)
+    note = "" if warning is None else f"<p><strong>Warning:</strong> {_text(warning)}.</p>"
     return (
-        f"<section><h2>Public test set</h2>{_table(rows)}"
+        f"<section><h2>Public test set</h2>{note}{_table(rows)}"
         + (_confusion(test) if test.confusion else "")
         + "</section>"
     )
-
-
-def _score(name: str, value: float) -> str:
-    return f"{value:.2%}" if "accuracy" in name else _number(value)
 
 
 def _confusion(test: TestResult) -> str:
     """A matrix of counts, the larger the darker. Rows are true classes."""
     assert test.confusion is not None
     classes = len(test.confusion)
-    head = "".join(f"<th>{column}</th>" for column in range(classes))
+    names = [_text(name) for name in test.names or range(classes)]
+    head = "".join(f"<th>{name}</th>" for name in names)
     body = []
     for index, row in enumerate(test.confusion):
         total = sum(row) or 1
@@ -298,7 +302,7 @@ def _confusion(test: TestResult) -> str:
             f'transparent)">{count}</td>'
             for count in row
         )
-        body.append(f"<tr><th>{index}</th>{cells}</tr>")
+        body.append(f"<tr><th>{names[index]}</th>{cells}</tr>")
     return (
         "<h3>Confusion matrix</h3>"
         '<p class="small soft">Rows are true classes, columns are predictions.</p>'
@@ -349,8 +353,8 @@ def _method(statement: Mapping[str, Any]) -> str:
     name, gate = str(statement["method"]), statement["settings"].get("gate", "none")
     if gate != "none":
         return f"{name}, gate {gate}"
-    # The preset auto turns the test off where it does not pay.
-    return f"{name} without a test of updates: plain DP-SGD" if name == "dpsur" else name
+    # Statements of earlier versions call a run of `Dpsur` without a gate dpsur.
+    return "dpsgd" if name == "dpsur" else name
 
 
 def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -359,6 +363,7 @@ def _mechanism_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
     trial = mechanism.get("trial")
     if trial:
         rows += [(name, _event(trial[key])) for key, name in EVENTS if trial.get(key)]
+    rows += [("Before training", _event(event)) for event in mechanism.get("setup", ())]
     rows.append(("Updates in the release", f"{statement['accepted_updates']:,}"))
     names = {
         "proven_pld": "Epsilon, by privacy loss distributions",
@@ -394,8 +399,7 @@ def _event(event: Mapping[str, Any]) -> str:
 def _setting_rows(contents: ReportContents) -> list[tuple[str, str]]:
     settings = [
         (name.replace("_", " "), _number(value) if isinstance(value, float) else str(value))
-        for name, value in contents.statement["settings"].items()
-        if value is not None
+        for name, value in used_settings(contents.statement).items()
     ]
     versions = ", ".join(f"{name} {v}" for name, v in contents.statement["versions"].items())
     return [*settings, ("versions", versions)]

@@ -11,7 +11,7 @@ from dpsur.config import RunConfig, Speed
 from dpsur.distributed import connect
 from dpsur.distributed.ranks import local_device, unwrap
 from dpsur.errors import InvalidInputError
-from dpsur.features import PixelScale
+from dpsur.features import PixelScale, TableLayout
 from dpsur.functional.model_loss import is_transformers_model, model_loss
 from dpsur.functional.problem import LossFunction, Problem, drop_weights
 from dpsur.functional.records import Examples, StreamedExamples, place
@@ -21,7 +21,7 @@ from dpsur.methods import Method
 from dpsur.per_example import check_model
 from dpsur.per_example.augmentation import Augment, check_augmentation
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
-from dpsur.privacy.events import feature_mean_noise
+from dpsur.privacy.events import feature_histograms_noise, feature_mean_noise
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import hiding_plan
 from dpsur.runs.checkpoint import Statistics
@@ -69,13 +69,16 @@ def build_session(
     test_set: Any = None,
     released: Statistics | None = None,
     pixel_scale: PixelScale | None = None,
+    table: TableLayout | None = None,
+    holdout: Examples | None = None,
     augment: Augment | None = None,
     views: int = 1,
 ) -> Session:
     """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
 
     `released` are the statistics of a run that is resumed (see `load_statistics`), so that they are
-    drawn once for one run. `pixel_scale` is what images were standardised with. Under `torchrun`
+    drawn once for one run. `pixel_scale` is what images were standardised with, `table` where the
+    numbers of a table are. `holdout` are private records that are not trained on. Under `torchrun`
     every process builds the same session, from the weights of rank 0.
     """
     check_is_loss(loss)
@@ -96,7 +99,9 @@ def build_session(
         config.features or config.method.features,
         config.normalisation,
         mean_noise=feature_mean_noise(config.budget.epsilon, config.budget.delta),
+        histograms_noise=feature_histograms_noise(config.budget.epsilon, config.budget.delta),
         scale=pixel_scale,
+        table=table,
     )
     features.check_held(train, test)
     original = copy.deepcopy(config.method.adapt(model))
@@ -155,6 +160,7 @@ def build_session(
         layers=inputs.layers,
         layer_descriptions=inputs.descriptions,
         statistics=inputs.statistics,
+        holdout=holdout,
     )
 
 
@@ -164,7 +170,7 @@ def _settle(config: RunConfig, size: int, features: InputFeatures) -> tuple[Meth
     `max_updates` ends the planned run early. What it then spends is less than the budget, except
     under a filter, which promises its allowance.
     """
-    budget, name = config.budget, config.method.name
+    budget, name = config.budget, config.method.label
     with status(f"choosing noise and length of a {name} run, epsilon {budget.epsilon:g}"):
         method, plan = config.method.settle(size, budget, config.accounting, features.setup)
     if config.max_updates is not None:

@@ -31,16 +31,31 @@ LABEL_LOSSES = (F.binary_cross_entropy_with_logits, F.multilabel_soft_margin_los
 LABEL_LOSS_MODULES = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
 NUMBER_LOSSES = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
 NUMBER_LOSS_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, RangeLoss)
+CLASS_LOSSES, CLASS_LOSS_MODULES = (F.cross_entropy,), (nn.CrossEntropyLoss,)
 # What is shown of the scores first, and how.
 SHOWN = {
     "accuracy": "{:.2%}",
+    "base_rate": "{:.2%}",
     "auc": "{:.4f}",
     "micro_f1": "{:.4f}",
     "subset_accuracy": "{:.2%}",
     "r2": "{:.4f}",
     "mae": "{:.4g}",
     "loss": "{:.4f}",
+    "log_loss": "{:.4f}",
+    "constant_log_loss": "{:.4f}",
+    "calibration_error": "{:.2%}",
 }
+NAMES = {
+    "base_rate": "share of the most frequent class",
+    "auc": "AUC",
+    "r2": "R2",
+    "mae": "mean absolute error",
+    "micro_f1": "micro F1",
+    "constant_log_loss": "log loss of a constant",
+}
+# Classes of which the area under the curve is computed, and bins of confidence.
+MOST_CLASSES, CONFIDENCE_BINS = 100, 10
 
 
 def check_fits(model: nn.Module, examples: Examples, loss: LossFunction, name: str) -> None:
@@ -66,9 +81,11 @@ def check_fits(model: nn.Module, examples: Examples, loss: LossFunction, name: s
 def evaluate(problem: Problem, params: Params, examples: Examples) -> dict[str, float]:
     """Mean loss and what else suits the target.
 
-    Class indices: accuracy, and the area under the ROC curve where there are two classes. Targets
-    of a binary cross entropy: the same for one label, micro-averaged F1 and the share of records
-    with every label right for several. Numbers: R2 and the mean absolute error.
+    Class indices: accuracy beside the share of the most frequent class, and the area under the ROC
+    curve (of each class against the rest, their mean). If the loss is a cross entropy also the log
+    loss beside that of a constant, and the calibration error. Targets of a binary cross entropy:
+    the same for one label, micro-averaged F1 and the share of records with every label right for
+    several. Numbers: R2 and the mean absolute error.
     """
     outputs, targets, losses = [], [], []
     for part in examples.parts(EVALUATION_ROWS):
@@ -86,10 +103,7 @@ def score(outputs: Any, targets: Any, loss: LossFunction) -> dict[str, float]:
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return {}
     if outputs.dim() == 2 and targets.dim() == 1 and not targets.dtype.is_floating_point:
-        scores = {"accuracy": _share(outputs.argmax(dim=1) == targets)}
-        if outputs.shape[1] == 2:
-            scores |= _area(outputs[:, 1] - outputs[:, 0], targets == 1)
-        return scores
+        return _class_scores(outputs, targets, _is_one_of(loss, CLASS_LOSSES, CLASS_LOSS_MODULES))
     if outputs.shape != targets.shape:
         return {}
     if _is_one_of(loss, LABEL_LOSSES, LABEL_LOSS_MODULES):
@@ -99,11 +113,51 @@ def score(outputs: Any, targets: Any, loss: LossFunction) -> dict[str, float]:
     return {}
 
 
+def _class_scores(outputs: Tensor, targets: Tensor, has_probabilities: bool) -> dict[str, float]:
+    """Scores of class indices; of probabilities only where the outputs stand for some."""
+    classes = outputs.shape[1]
+    known = (targets >= 0) & (targets < classes)
+    counts = torch.bincount(targets[known], minlength=classes).double()
+    scores = {
+        "accuracy": _share(outputs.argmax(dim=1) == targets),
+        "base_rate": float(counts.max() / len(targets)),
+    }
+    if classes == 2:
+        scores |= _area(outputs[:, 1] - outputs[:, 0], targets == 1)
+    elif classes <= MOST_CLASSES:
+        odds = torch.logit(outputs.double().softmax(1)) if has_probabilities else outputs
+        found = [_area(odds[:, one], targets == one) for one in range(classes)]
+        areas = [area["auc"] for area in found if area]
+        scores |= {"auc": float(np.mean(areas))} if areas else {}
+    if has_probabilities and bool(known.all()):
+        scores |= _probability_scores(outputs.double().log_softmax(1), targets, counts)
+    return scores
+
+
+def _probability_scores(logs: Tensor, targets: Tensor, counts: Tensor) -> dict[str, float]:
+    """Log loss, that of the shares of the classes for everyone, and the calibration error.
+
+    The last is the mean gap between confidence and accuracy over bins of confidence of one width.
+    """
+    shares = counts / counts.sum()
+    best, places = logs.exp().max(1)
+    bins = (best * CONFIDENCE_BINS).long().clamp(0, CONFIDENCE_BINS - 1)
+    gaps = (places == targets).double() - best
+    sums = torch.zeros(CONFIDENCE_BINS, dtype=torch.float64, device=logs.device)
+    sums.index_add_(0, bins, gaps.nan_to_num(0.0))
+    return {
+        "log_loss": float(F.nll_loss(logs, targets)),
+        "constant_log_loss": float(-torch.special.xlogy(shares, shares).sum()),
+        "calibration_error": float(sums.abs().sum() / len(targets)),
+    }
+
+
 def _label_scores(outputs: Tensor, targets: Tensor) -> dict[str, float]:
     found, wanted = outputs > 0, targets.reshape(outputs.shape) > 0.5
     if outputs.dim() == 1 or outputs.shape[1] == 1:
-        area = _area(outputs.reshape(-1), wanted.reshape(-1))
-        return {"accuracy": _share((found == wanted).reshape(-1)), **area}
+        logits = outputs.reshape(-1)
+        both = torch.stack([torch.zeros_like(logits), logits], dim=1)
+        return _class_scores(both, wanted.reshape(-1).long(), has_probabilities=True)
     right, wrong = (found & wanted).sum(), (found != wanted).sum()
     # without any label, found or wanted, nothing is wrong
     f1 = float(2 * right / (2 * right + wrong)) if bool(right + wrong) else 1.0
@@ -130,6 +184,15 @@ def _area(margins: Tensor, positive: Tensor) -> dict[str, float]:
     ranks = (last - (repeats.double() - 1) / 2)[places]  # ties share their mean rank
     area = (ranks[positive].sum() - count * (count + 1) / 2) / (count * (total - count))
     return {"auc": float(area)}
+
+
+def area_of_counts(negative: Tensor, positive: Tensor) -> float:
+    """The area under the ROC curve from counts in bins of rising odds; 1/2 without either class."""
+    pairs = float(negative.sum() * positive.sum())
+    if pairs <= 0:
+        return 0.5
+    below = negative.cumsum(0) - negative / 2  # ties count half
+    return float((positive * below).sum()) / pairs
 
 
 def _share(right: Tensor) -> float:
@@ -159,14 +222,33 @@ def model_outputs(model: nn.Module, inputs: Any) -> Any:
 
 def shown_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """Scores by name in words, the most telling first."""
-    names = {"auc": "AUC", "r2": "R2", "mae": "mean absolute error", "micro_f1": "micro F1"}
+    # the mean loss is the log loss where that is the loss
+    hidden = {"loss"} if "log_loss" in scores else set()
     return [
-        (names.get(name, name.replace("_", " ")), form.format(scores[name]))
+        (NAMES.get(name, name.replace("_", " ")), form.format(scores[name]))
         for name, form in SHOWN.items()
-        if name in scores
+        if name in scores and name not in hidden
     ]
 
 
-def describe_scores(scores: Mapping[str, float]) -> str:
-    """Scores on one line."""
-    return "test " + ", ".join(f"{name} {text}" for name, text in shown_scores(scores))
+def describe_scores(scores: Mapping[str, float], records: int) -> str:
+    """Scores on one line, and how many records they come from."""
+    shown = ", ".join(f"{name} {text}" for name, text in shown_scores(scores))
+    return f"test {shown} ({records:,} records)"
+
+
+def objection(scores: Mapping[str, float]) -> str | None:
+    """What must be said of a model that is no better than a constant; None of others."""
+    log_loss, constant = scores.get("log_loss"), scores.get("constant_log_loss")
+    if log_loss is not None and constant is not None and not log_loss < constant:
+        return (
+            f"the log loss {log_loss:.4g} is not below that of a constant ({constant:.4g}): the "
+            "shares of the classes are better probabilities than the model's"
+        )
+    accuracy, base = scores.get("accuracy"), scores.get("base_rate")
+    if log_loss is None and accuracy is not None and base is not None and accuracy <= base:
+        return (
+            f"the accuracy {accuracy:.2%} is that of a constant: the most frequent class has a "
+            f"share of {base:.2%}"
+        )
+    return None

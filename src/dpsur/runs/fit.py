@@ -16,9 +16,12 @@ from dpsur.config import Pace, RunConfig, Speed, check_budget, choose_for_model,
 from dpsur.distributed import connect, restarted
 from dpsur.environment import versions
 from dpsur.errors import InvalidInputError, PrivacyWarning
+from dpsur.features import TABLE
 from dpsur.functional.problem import LossFunction
+from dpsur.functional.records import Examples
 from dpsur.mechanism.block_gate import released_metrics
 from dpsur.mechanism.loop import Progress
+from dpsur.mechanism.streams import HOLDOUT, SETUP
 from dpsur.methods import METHODS, Method
 from dpsur.networks import build_network
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
@@ -29,13 +32,15 @@ from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import CURVES, RunFolder, to_json, write_atomically
+from dpsur.runs.holdout import check_target, noisy_figures, split_off
 from dpsur.runs.observers import RandomDelays, Recorder, draw_curves
 from dpsur.runs.release import NO_ORIGIN, Origin, released_model, write_release
 from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Session
 from dpsur.runs.validation import check_observers
 from dpsur.status import notes, silenced
-from dpsur.tasks.schema import Schema
+from dpsur.tasks.schema import AUTO, Schema
+from dpsur.tasks.undeclared import Undeclared
 
 # Arguments that `fit` does not have, and where they belong.
 _BUDGET = "budget=dpsur.Budget(epsilon=..., delta=...)"
@@ -60,6 +65,7 @@ def fit(
     features: str | None = None,
     normalisation: str | None = None,
     max_updates: int | None = None,
+    holdout: float | None = None,
     hide_rejections: str = NOT_HIDDEN,
     seed: int | None = None,
     device: str | torch.device = "auto",
@@ -75,8 +81,8 @@ def fit(
 
     Args:
         model: any module that maps a batch of inputs to a batch of outputs, row by row. It is left
-            as it is; `Run.model` is a trained copy, in evaluation mode. With a schema also "linear"
-            or "mlp".
+            as it is; `Run.model` is a trained copy, in evaluation mode. With a schema also "auto",
+            which suits private tables, "linear" or "mlp".
         train_set: the private records: a pair (inputs, targets) of tensors, arrays or lists, or a
             map-style data set of such pairs. A data set is read once: one that augments its records
             at random is refused.
@@ -98,6 +104,9 @@ def fit(
             or "mean" (of the encoder's features, charged); by default "group" for scattering.
         max_updates: ends the planned run after so many updates, to try things out; noise stays as
             planned, and less than the budget is spent.
+        holdout: hold out about this fraction of the private records, each by its own values, and
+            release noisy test figures of them within epsilon, in `Run.statement["holdout"]`. For
+            tables, and pairs of tensors.
         hide_rejections: "constant" continues, after the last update, to a number of trials that is
             fixed before the run, so that its duration does not reveal how many were rejected;
             "delay" waits a random time after every accepted update, which only blurs it.
@@ -120,16 +129,25 @@ def fit(
     check_budget(budget)
     described: Origin = NO_ORIGIN
     if schema is not None:
+        if model == AUTO and features is None:
+            features = TABLE
         model, described = _table_model(model, schema)
+        public = test_set
         train_set, test_set = (
             None if part is None else schema.records(part) for part in (train_set, test_set)
         )
+        for text in [] if public is None else Undeclared.of(schema, public).warnings():
+            warnings.warn(text, UserWarning, stacklevel=_caller())
         loss = schema.loss if loss is None else loss
     elif isinstance(model, str):
         raise InvalidInputError(
             f"model {model!r} is the name of a network for a table; pass schema, or a module"
         )
     loss = F.cross_entropy if loss is None else loss
+    held = None
+    if holdout is not None:
+        check_target(loss)
+        train_set, held = split_off(_pair_of_tensors(train_set), holdout)
     reasons: tuple[str, ...] = ()
     if method is None:
         method, normalisation, reasons = choose_for_model(
@@ -141,6 +159,7 @@ def fit(
             gpu=uses_gpu(str(device)),
             linear=_is_linear(model),
             short=max_updates is not None,
+            target=None if schema is None else (schema.kind, schema.outputs),
         )
     config = RunConfig(
         task=None,
@@ -150,6 +169,7 @@ def fit(
         features=features,
         normalisation=normalisation,
         max_updates=max_updates,
+        holdout=holdout,
         hide_rejections=hide_rejections,
         seed=seed,
         device=str(device) if isinstance(device, torch.device) else device,
@@ -172,6 +192,8 @@ def fit(
             test_set=test_set,
             augment=augment,
             views=views,
+            table=None if schema is None else schema.layout,
+            holdout=held,
             released=load_statistics(folder.checkpoint, ranks) if folder and resume else None,
         )
         notes(reasons)  # after all checks, which end in one line
@@ -180,7 +202,7 @@ def fit(
             folder=folder,
             resume=resume,
             observers=observers if ranks.is_main else (),
-            origin=replace(described, features=session.layer_descriptions),
+            origin=described.behind(session.layer_descriptions),
         )
 
 
@@ -206,6 +228,20 @@ def _count(train_set: Any) -> int | None:
         return len(train_set)
     except TypeError:
         return None
+
+
+def _pair_of_tensors(train_set: Any) -> Examples:
+    """Records that can be split by their values."""
+    if isinstance(train_set, Examples):
+        return train_set
+    if isinstance(train_set, (tuple, list)) and len(train_set) == 2:
+        try:
+            return Examples(*(torch.as_tensor(part) for part in train_set))
+        except (TypeError, ValueError, RuntimeError):
+            pass
+    raise InvalidInputError(
+        "holdout needs a table with a schema, or train_set as a pair of tensors; leave it out"
+    )
 
 
 def _is_linear(model: Any) -> bool:
@@ -320,9 +356,10 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
     scores = None
     if session.test is not None:
         scores = evaluate(session.problem, released, session.test)
+    model = released_model(session.original, session.layers, released)
     facts = RunFacts(
         dataset_size=len(session.problem.train),
-        method=session.method.name,
+        method=session.method.label,
         settings=asdict(session.method),
         seeded=session.streams.seeded,
         average=progress.state.average is not None,
@@ -333,9 +370,11 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
         public=origin.public,
         independence=session.independence,
         metrics=released_metrics(session.procedure, progress.state),
+        test=None if session.test is None else {"records": len(session.test), "scores": scores},
+        holdout=_holdout_figures(session, model),
     )
     return Run(
-        model=released_model(session.original, session.layers, released),
+        model=model,
         epsilon=session.plan.figures(),
         statement=privacy_statement(session.plan, progress.ledger, facts),
         scores=scores,
@@ -344,4 +383,19 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
         private=PrivateDiagnostics(progress.ledger, tuple(recorder.rows)),
         origin=origin,
         engine=session.engine(),
+    )
+
+
+def _holdout_figures(session: Session, model: nn.Module) -> dict[str, Any] | None:
+    """Noisy figures on the records held out, which cost no more than the run."""
+    fraction = session.config.holdout
+    if session.holdout is None or fraction is None:
+        return None
+    return noisy_figures(
+        model,
+        session.holdout,
+        session.problem.loss,
+        fraction=fraction,
+        target=(session.plan.epsilon(), session.plan.budget.delta),
+        stream=session.streams.at(SETUP)[HOLDOUT],
     )

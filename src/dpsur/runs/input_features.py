@@ -1,7 +1,7 @@
 """What happens to the inputs once, before training: features, and their normalisation."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,13 @@ from dpsur.features import (
     NONE,
     NORMALISATIONS,
     PRIVATE,
+    QUANTILES,
+    TABLE,
     Centre,
     ChannelNorm,
     PixelScale,
+    TableLayout,
+    TableRows,
     apply_layers,
     build_layers,
     compute,
@@ -26,19 +30,25 @@ from dpsur.features import (
 from dpsur.features.statistics import (
     channel_moments,
     channel_statistics,
+    private_levels,
     private_mean,
     private_quantile,
 )
 from dpsur.functional.records import Examples, StreamedExamples
 from dpsur.mechanism.streams import FEATURES, SETUP, Stream, Streams
 from dpsur.privacy import events
-from dpsur.privacy.events import Event, feature_mean, feature_statistics
+from dpsur.privacy.events import (
+    Event,
+    feature_histograms,
+    feature_mean,
+    feature_statistics,
+)
 from dpsur.runs.checkpoint import Statistics
 
 SCATTERING = "scattering"
 # Names of released statistics.
-CHANNEL_MEAN, DEVIATION, CENTRE = "mean", "deviation", "centre"
-STATISTICS_OF = {PRIVATE: {CHANNEL_MEAN, DEVIATION}, MEAN: {CENTRE}}
+CHANNEL_MEAN, DEVIATION, CENTRE, LEVELS = "mean", "deviation", "centre", "levels"
+STATISTICS_OF = {PRIVATE: {CHANNEL_MEAN, DEVIATION}, MEAN: {CENTRE}, QUANTILES: {LEVELS}}
 # Public limits of the grid that clip bounds are chosen from.
 LEAST_BOUND, MOST_BOUND, BOUND_STEPS = 1e-4, 1e4, 256
 
@@ -51,9 +61,12 @@ class InputFeatures:
     the mean and variance of each channel over all records, released with noise: Formal guarantee:
     the Gaussian mechanisms in `setup`, two for the statistics and two for their clip bounds. `mean`
     subtracts the mean of all records (each clipped to norm 1), released with noise, and brings the
-    rows to norm 1. Formal guarantee: the one Gaussian mechanism in `setup`.
+    rows to norm 1. Formal guarantee: the one Gaussian mechanism in `setup`. `quantiles` replaces
+    the numbers of a table by noisy quantiles, by histograms of all columns together, where a table
+    has numbers. Formal guarantee: the one Gaussian mechanism in `setup`.
 
-    `scale` is what images were standardised with, for features that need pixels in [0, 1].
+    `scale` is what images were standardised with, for features that need pixels in [0, 1]. `table`
+    is where the numbers of a table are, for its features.
     """
 
     features: str | None = None
@@ -61,13 +74,16 @@ class InputFeatures:
     groups: int = 27
     statistics_noise: float = 8.0
     mean_noise: float = 40.0
+    histograms_noise: float = 10.0
     scale: PixelScale | None = None
+    table: TableLayout | None = None
 
     def __post_init__(self) -> None:
         if self.normalisation is not None:
             checks.one_of("normalisation", self.normalisation, NORMALISATIONS)
         checks.positive("statistics_noise", self.statistics_noise)
         checks.positive("mean_noise", self.mean_noise)
+        checks.positive("histograms_noise", self.histograms_noise)
         checks.at_least_one("groups", self.groups)
         if self.features is not None:
             features_named(self.features)
@@ -77,13 +93,28 @@ class InputFeatures:
         """The normalisation that was asked for, or that suits the features."""
         if self.normalisation is not None:
             return self.normalisation
-        return GROUP if self.features == SCATTERING else NONE
+        return {SCATTERING: GROUP, TABLE: QUANTILES}.get(self.features or "", NONE)
+
+    @property
+    def binned(self) -> TableLayout | None:
+        """Where the numbers are that get quantiles, for features of a table."""
+        if self.table is None or self.features != TABLE:
+            return None
+        layout = self.table.binned()
+        return layout if self.kind == QUANTILES else replace(layout, numbers=())
+
+    @property
+    def released(self) -> set[str]:
+        """The names of the statistics that are released before the first trial."""
+        return STATISTICS_OF[self.kind] if self.setup else set()
 
     @property
     def setup(self) -> tuple[Event, ...]:
         """What it costs before the first trial."""
         if self.kind == PRIVATE:
             return feature_statistics(self.statistics_noise)
+        if self.binned is not None and self.binned.numbers:
+            return feature_histograms(self.histograms_noise)
         return feature_mean(self.mean_noise) if self.kind == MEAN else ()
 
     def check(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -94,6 +125,8 @@ class InputFeatures:
             )
         if self.features is not None:
             shape = features_named(self.features).output_shape(shape)
+        if TABLE in (self.features, {QUANTILES: TABLE}.get(self.kind)):
+            return self._check_table(shape)
         if self.kind == MEAN and len(shape) != 1:
             raise InvalidInputError(
                 f"normalisation {MEAN} needs one row of features for each record, as the features "
@@ -107,6 +140,18 @@ class InputFeatures:
         if self.kind == GROUP:
             build_layers([self._group_norm(shape[0])])
         return shape
+
+    def _check_table(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if self.binned is None or shape != (self.binned.width,):
+            raise InvalidInputError(
+                f"features {TABLE} and normalisation {QUANTILES} are for each other and for tables "
+                "with a schema; pass one, or choose others"
+            )
+        if self.kind not in (NONE, QUANTILES):
+            raise InvalidInputError(
+                f"features {TABLE} cannot be normalised by {self.kind}; use {QUANTILES} or {NONE}"
+            )
+        return (self.binned.features,)
 
     def _group_norm(self, channels: int) -> Mapping[str, Any]:
         return {"name": "group-norm", "groups": self.groups, "channels": channels}
@@ -172,12 +217,12 @@ def compute_inputs(
 
         train, test = computed(train), None if test is None else computed(test)
     statistics: Statistics = {}
-    if asked.kind in STATISTICS_OF:
+    if asked.setup:
         if released is None:
-            draw = _private_mean if asked.kind == MEAN else _private_statistics
-            statistics = draw(asked, train.inputs, streams.at(SETUP)[FEATURES])
+            draw = {MEAN: _private_mean, PRIVATE: _private_statistics, QUANTILES: _private_levels}
+            statistics = draw[asked.kind](asked, train.inputs, streams.at(SETUP)[FEATURES])
         else:
-            statistics = _checked(released, asked.kind)
+            statistics = _checked(released, asked)
     norm = _normalisation(asked, next(iter(train.record_shape), 0), statistics)
     layers = build_layers(descriptions)
     if norm is not None:
@@ -194,11 +239,11 @@ def _apply(layer: nn.Module, examples: Examples, device: torch.device) -> Exampl
     return Examples(inputs, examples.targets)
 
 
-def _checked(released: Statistics, kind: str) -> Statistics:
-    if set(released) != STATISTICS_OF[kind]:
+def _checked(released: Statistics, asked: InputFeatures) -> Statistics:
+    if set(released) != asked.released:
         raise CheckpointError(
             "the checkpoint holds no private statistics of features, so this run was not started "
-            f"with normalisation {kind}; resume it with the settings that it was started with"
+            f"with normalisation {asked.kind}; resume it with the settings that it was started with"
         )
     return released
 
@@ -206,6 +251,9 @@ def _checked(released: Statistics, kind: str) -> Statistics:
 def _normalisation(
     asked: InputFeatures, channels: int, statistics: Statistics
 ) -> tuple[nn.Module, Mapping[str, Any]] | None:
+    if asked.binned is not None:
+        layout = {**asdict(asked.binned), "numbers": list(asked.binned.numbers)}
+        return TableRows(**layout, levels=statistics.get(LEVELS)), {"name": TABLE, **layout}
     if asked.kind == NONE:
         return None
     if asked.kind == GROUP:
@@ -246,3 +294,11 @@ def _private_mean(asked: InputFeatures, inputs: Tensor, stream: Stream) -> Stati
     mean, event = private_mean(inputs, asked.mean_noise, stream)
     assert (event,) == asked.setup  # what was drawn must be what the plan was charged for
     return {CENTRE: mean.cpu()}
+
+
+def _private_levels(asked: InputFeatures, inputs: Tensor, stream: Stream) -> Statistics:
+    assert asked.binned is not None
+    numbers = inputs[:, list(asked.binned.numbers)]
+    levels, event = private_levels(numbers, asked.histograms_noise, stream)
+    assert (event,) == asked.setup  # what was drawn must be what the plan was charged for
+    return {LEVELS: levels.cpu()}

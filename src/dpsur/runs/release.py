@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,16 @@ class Origin:
     network: Mapping[str, Any] | None = None
     public: Mapping[str, Any] = field(default_factory=dict)
     features: Sequence[Mapping[str, Any]] = ()
+
+    def behind(self, layers: Sequence[Mapping[str, Any]]) -> "Origin":
+        """The same for a model that was trained behind layers of features."""
+        if self.network is None:
+            return replace(self, features=layers)
+        if not layers:
+            return self
+        described = [dict(layer) for layer in layers]
+        network = {"name": "with-features", "features": described, "network": self.network}
+        return replace(self, network=network)
 
 
 NO_ORIGIN = Origin()

@@ -60,7 +60,7 @@ class Run:
     def __repr__(self) -> str:
         guarantee = self.statement["guarantee"]
         return (
-            f"Run of {self.method.name}: epsilon {format_epsilon(guarantee['epsilon'])}, delta "
+            f"Run of {self.method.label}: epsilon {format_epsilon(guarantee['epsilon'])}, delta "
             f"{guarantee['delta']:g} (accounting {guarantee['accounting']})\n"
             f"  {self.statement['accepted_updates']} updates, "
             f"{'not saved' if self.saved is None else f'saved to {self.saved}'}"
@@ -96,7 +96,7 @@ class Run:
 
         A notebook shows it; `run.plot().savefig("epsilon.pdf")` writes it.
         """
-        return plot_runs([Plotted(self.method.name, self.plan, self.private.rows)], kind)
+        return plot_runs([Plotted(self.method.label, self.plan, self.private.rows)], kind)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write `release/` into a new folder and return its path. Nothing private is written."""

@@ -81,7 +81,8 @@ class Session:
     """A method bound to its data, ready to run.
 
     `config` is what was asked for; `method` has what it left open filled in. `original` is the
-    model as it was before any record reached it. It is never called.
+    model as it was before any record reached it. It is never called. `holdout` are private records
+    that noisy figures are released of.
     """
 
     config: RunConfig
@@ -95,6 +96,7 @@ class Session:
     layers: nn.Sequential = field(default_factory=nn.Sequential)
     layer_descriptions: tuple[Mapping[str, Any], ...] = ()
     statistics: Statistics = field(default_factory=dict)
+    holdout: Examples | None = None
 
     def __repr__(self) -> str:
         return f"Session({self.method!r}, {len(self.problem.train)} records)"

@@ -23,6 +23,7 @@ from dpsur.networks import build_network, takes
 from dpsur.per_example.model_check import check_model
 from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.checkpoint import Statistics
+from dpsur.runs.holdout import check_target, split_off
 from dpsur.runs.input_features import InputFeatures
 from dpsur.runs.release import Origin
 from dpsur.runs.session import Session
@@ -39,11 +40,15 @@ SAMPLE = 3
 
 @dataclass(frozen=True)
 class Records:
-    """Training and test records; `featured` says that their features were computed already."""
+    """Training and test records; `featured` says that their features were computed already.
+
+    `holdout` are private records that noisy figures are released of.
+    """
 
     train: Examples
     test: Examples | None
     featured: bool = False
+    holdout: Examples | None = None
 
 
 def load_records(config: RunConfig) -> Records:
@@ -51,7 +56,11 @@ def load_records(config: RunConfig) -> Records:
     train, test = task_of(config).load(config.data_dir)
     if config.hold_out:
         train, test = held_out(train, config.hold_out)
-    return Records(subset(train, config.keep_fraction), test)
+    train, holdout = subset(train, config.keep_fraction), None
+    if config.holdout is not None:
+        check_target(task_of(config).loss)
+        train, holdout = split_off(train, config.holdout)
+    return Records(train, test, holdout=holdout)
 
 
 def task_of(config: RunConfig) -> Task:
@@ -99,9 +108,9 @@ def build_task_session(
     description, build = _network_of(task, config)
     records = load_records(config) if records is None else records
     if records.featured:
-        kind = InputFeatures(config.features, config.normalisation).kind
+        kind = _features(task, config).kind
         config = replace(config, features=AS_THEY_ARE, normalisation=kind)
-    shape = InputFeatures(config.features, config.normalisation).check(_shape(records))
+    shape = _features(task, config).check(_shape(records))
     model = _initialised(config, build)
     with _features_named(config, shape != _shape(records)):
         session = build_session(
@@ -112,6 +121,8 @@ def build_task_session(
             test_set=records.test,
             released=released,
             pixel_scale=task.pixel_scale,
+            table=task.table,
+            holdout=records.holdout,
         )
     return session, _origin(task, description, session, config.keep_fraction)
 
@@ -124,7 +135,7 @@ def sample_problem(config: RunConfig) -> Problem:
     task, config = task_of(config), replace(config, features=features_of(config))
     _, build = _network_of(task, config)
     records = load_records(config)
-    shape = InputFeatures(config.features, config.normalisation).check(_shape(records))
+    shape = _features(task, config).check(_shape(records))
     model = config.method.adapt(_initialised(config, build))
     few = records.train.part(slice(SAMPLE))
     inputs = torch.zeros_like(few.inputs)
@@ -136,6 +147,10 @@ def sample_problem(config: RunConfig) -> Problem:
     with _features_named(config, shape != _shape(records)):
         check_model(problem.model, zeros.part(slice(1)).to(device))
     return problem
+
+
+def _features(task: Task, config: RunConfig) -> InputFeatures:
+    return InputFeatures(config.features, config.normalisation, table=task.table)
 
 
 @contextmanager
@@ -259,11 +274,7 @@ def _origin(
     public = dict(task.public)
     if keep_fraction not in (None, 1):  # all records are kept
         public["keep_fraction"] = keep_fraction
-    if network is not None and session.layer_descriptions:
-        layers = [dict(layer) for layer in session.layer_descriptions]
-        network = {"name": "with-features", "features": layers, "network": network}
-    features = () if network is not None else session.layer_descriptions
-    return Origin(name, network, public, features)
+    return Origin(name, network, public).behind(session.layer_descriptions)
 
 
 def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callable[[], nn.Module]:

@@ -21,6 +21,7 @@ from dpsur.privacy.events import (
     Gaussian,
     Trial,
     event_from_json,
+    feature_histograms,
     feature_mean,
     feature_statistics,
 )
@@ -28,7 +29,7 @@ from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.plans import plan_from_statement
 from dpsur.privacy.plans.rejections import least_cap
 from dpsur.privacy.second_opinion import Opinion, statement_opinions
-from dpsur.privacy.statement import FORMAT, INDEPENDENCE
+from dpsur.privacy.statement import FORMAT, HOLDOUT_COMPOSITION, INDEPENDENCE, holdout_cost
 from dpsur.runs.files import (
     CARD,
     PAGE,
@@ -89,7 +90,9 @@ PARTS: Final[Mapping[str, frozenset[str]]] = {
 # Private statistics of features in a file of weights, and what they are charged.
 STATISTICS = re.compile(r"features\.\d+\.(mean|deviation)")
 CENTRE = re.compile(r"features\.\d+\.centre")
+LEVELS = re.compile(r"features\.\d+\.levels")
 VERSION = re.compile(r"\d[\w.+!-]*|absent")
+HOLDOUT_KEYS = {"fraction", "records", "event", "epsilon", "composition", "figures"}
 OPTIONAL = ("mechanism.filter", "mechanism.menu", "mechanism.blocks")
 
 CHECKED: Final = (
@@ -106,6 +109,7 @@ CHECKED: Final = (
     "the weights hold such statistics",
     "definition, theorem, assumptions, unit, side channels and warnings are those that belong to "
     "the mechanism",
+    "noisy figures of held-out records cost no more than the guarantee",
     "no key is missing, added or given twice, and versions look like versions",
     "PRIVACY.md and README.md say what privacy.json says, and the weights have the stated hash",
 )
@@ -123,6 +127,7 @@ NOT_CHECKED: Final = (
     "hid rejections by random delays, or used TF32 or bfloat16",
     "which versions were used, and what the user declared to be public",
     "the noisy values that tests of blocks released, and what they decided",
+    "the figures on public test records, and the noisy ones of records held out",
 )
 
 
@@ -263,10 +268,47 @@ def _cap_faults(statement: dict[str, Any]) -> list[str]:
     return [f"the cap of {mechanism['trial_cap']} trials is below the {least} that delta needs"]
 
 
+def _test_faults(test: Any) -> list[str]:
+    """Figures on public records: how many records, and numbers by name."""
+    if test is None:
+        return []
+    if not isinstance(test, dict) or test.keys() != {"records", "scores"}:
+        return ["test must have records and scores, and nothing else"]
+    numbers = [test["records"], *test["scores"].values()]
+    if all(v is None or (isinstance(v, (int, float)) and not isinstance(v, bool)) for v in numbers):
+        return []
+    return ["test holds something that is not a number"]
+
+
+def _holdout_faults(statement: dict[str, Any]) -> list[str]:
+    """The figures of held-out records must cost what is stated, and no more than the run."""
+    stated, guarantee = statement["holdout"], statement["guarantee"]
+    faults = key_faults("holdout.", stated, HOLDOUT_KEYS)
+    event = event_from_json(stated["event"])
+    if not isinstance(event, Gaussian):
+        return [*faults, "holdout.event is not a Gaussian mechanism"]
+    spent = holdout_cost(event.noise_multiplier, guarantee["delta"])
+    if not _same(stated["epsilon"], spent):
+        faults.append(f"holdout.epsilon is stated as {stated['epsilon']}, its noise gives {spent}")
+    if spent > guarantee["epsilon"] * (1 + TOLERANCE):
+        faults.append(f"the held-out figures cost epsilon {spent}, more than the guarantee")
+    if stated["composition"] != HOLDOUT_COMPOSITION:
+        faults.append("holdout.composition is not the text that belongs to it")
+    if not 0 < stated["fraction"] < 1 or not stated["records"] >= 1:
+        faults.append("holdout.fraction or holdout.records is no part of the records")
+    for row in stated["figures"]:
+        faults += key_faults("a held-out figure's ", row, {"quantity", "value", "standard_error"})
+    return faults
+
+
 def _form_faults(statement: dict[str, Any]) -> list[str]:
     """Nothing may be left out, and nothing added that the rest would not be held against."""
     mechanism = statement["mechanism"]
-    faults = key_faults("", statement, KEYS | ({"metrics"} if "blocks" in mechanism else set()))
+    more = {"metrics"} if "blocks" in mechanism else set()
+    more |= {"test", "holdout"} & statement.keys()
+    faults = [*key_faults("", statement, KEYS | more), *_test_faults(statement.get("test"))]
+    if "holdout" in statement:
+        faults += _holdout_faults(statement)
     for name, keys in PARTS.items():
         part: Any = statement
         for key in name.split("."):
@@ -315,9 +357,12 @@ def _setup_faults(folder: Path, setup: list[Mapping[str, Any]]) -> list[str]:
     if events:
         last = events[-1]
         noise = last.noise_multiplier if isinstance(last, Gaussian) else 1.0
-        centred = [name for name in names if CENTRE.fullmatch(name)]
-        charged = feature_mean if centred else feature_statistics
-        if events != charged(noise) or (centred and centred != names):
+        of_kind = {
+            feature_mean: [name for name in names if CENTRE.fullmatch(name)],
+            feature_histograms: [name for name in names if LEVELS.fullmatch(name)],
+        }
+        charged = next((kind for kind, found in of_kind.items() if found), feature_statistics)
+        if events != charged(noise) or of_kind.get(charged, names) != names:
             faults.append("mechanism.setup is not what private feature statistics are charged")
     if held and not events:
         faults.append(
@@ -334,7 +379,7 @@ def _statistics_in(content: bytes) -> list[str]:
     described = json.loads(header["__metadata__"]["dpsur"])
     if described["model"] != "WithFeatures":  # of `dpsur.features.layers`
         return []
-    return [n for n in header if STATISTICS.fullmatch(n) or CENTRE.fullmatch(n)]
+    return [n for n in header if any(p.fullmatch(n) for p in (STATISTICS, CENTRE, LEVELS))]
 
 
 def _page_faults(folder: Path, statement: dict[str, Any]) -> list[str]:

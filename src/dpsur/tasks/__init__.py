@@ -1,7 +1,9 @@
 """The learning tasks, by name. A task is registered by being listed here."""
 
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch.nn.functional as F
 
@@ -15,7 +17,15 @@ from dpsur.tasks.mnist import FMNIST_TASK, MNIST_TASK
 from dpsur.tasks.mnist_5k import MNIST_5K
 from dpsur.tasks.npz import PREFIX as NPZ
 from dpsur.tasks.npz import npz_task, npz_test_records
-from dpsur.tasks.tables import CSV, PREFIXES, table_task, table_test_records
+from dpsur.tasks.schema import Schema
+from dpsur.tasks.tables import (
+    CSV,
+    PREFIXES,
+    read_table,
+    table_path,
+    table_task,
+    table_test_records,
+)
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -64,11 +74,22 @@ def task_named(
 
 
 def load_test_records(
-    name: str, data_dir: Path | None, schema: str | PathLike[str] | None = None
+    name: str,
+    data_dir: Path | None,
+    schema: str | PathLike[str] | None = None,
+    public: Mapping[str, Any] | None = None,
 ) -> tuple[Examples, LossFunction]:
-    """The public test records of a task, and its loss. An npz file needs no declared classes."""
+    """The public test records of a task, and its loss. An npz file needs no declared classes.
+
+    Of a table, the test part that the file `schema` declares. Without that file all records, as
+    the schema in `public` declares them, what a release states to be public.
+    """
     test: Examples | None
     loss: LossFunction = F.cross_entropy
+    if name.startswith(PREFIXES) and schema is None and "schema" in (public or {}):
+        assert public is not None
+        released = Schema.from_json(public["schema"])
+        return read_table(table_path(name), released), released.loss
     if name.startswith(PREFIXES):
         test, declared = table_test_records(name, schema)
         if test is None:

@@ -1,13 +1,13 @@
 """What every task is: records to train on, public records to test on, and its networks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
 
-from dpsur.features import PixelScale
+from dpsur.features import PixelScale, TableLayout
 from dpsur.features.encoder import DIMENSION, SCATTERING_DIMENSION
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
@@ -54,7 +54,10 @@ class Task:
     training records, the shape of one and the number of classes, where they are known beforehand.
     `kind` says what the records are where their shape does not: `words` are rows of norm 1.
     `models` are networks that can be chosen by name instead of the default. `better` names a task
-    on the same records whose model is more accurate.
+    on the same records whose model is more accurate. Of a table, `target` is what is predicted
+    (`classes`, `labels` or `number`) and by how many outputs, and `table` where its numbers are.
+    `private` are counts of the training records for the private folder, `warnings` what the public
+    test records show.
     """
 
     name: str
@@ -71,6 +74,10 @@ class Task:
     kind: str | None = None
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     better: str | None = None
+    target: tuple[str, int] | None = None
+    table: TableLayout | None = None
+    private: Mapping[str, Any] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
 
     @property
     def default_features(self) -> str:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.errors import InvalidInputError
+from dpsur.features import TableLayout
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.networks import build_network
@@ -35,6 +36,8 @@ from dpsur.tasks.columns import (
 
 FORMAT = "dpsur-schema/1"
 LINEAR, MLP = "linear", "mlp"
+# The model that suits a private table: linear, on the features `table`.
+AUTO = "auto"
 # What a template has in place of the kind of a column, and of a target.
 TO_FILL_IN = ("number, category or ignore", "number or category")
 
@@ -111,6 +114,16 @@ class Schema:
         return sum(column.width for column in self.columns.values())
 
     @property
+    def layout(self) -> TableLayout:
+        """Where the numbers are among the inputs."""
+        numbers, width = [], 0
+        for column in self.columns.values():
+            if isinstance(column, Number):
+                numbers.append(width)
+            width += column.width
+        return TableLayout(width, len(self.columns), tuple(numbers))
+
+    @property
     def outputs(self) -> int:
         """How many outputs a model has."""
         (first, *more) = self.target.values()
@@ -138,12 +151,19 @@ class Schema:
         return RangeLoss(column.half)
 
     def network(self, name: str | None = None) -> dict[str, Any]:
-        """The description of a network: `linear` or `mlp`, by default what suits the width."""
+        """The description of a network: `linear` or `mlp`, by default what suits the width.
+
+        `auto` takes the features `table` of the inputs instead of the inputs.
+        """
+        if name == AUTO:
+            inputs = self.layout.features
+            return {"name": "linear-head", "inputs": inputs, "classes": self.outputs}
         if name is None:
             name = MLP if self.width <= WIDEST_FOR_HIDDEN_LAYER else LINEAR
         if name not in (LINEAR, MLP):
             raise InvalidInputError(
-                f"unknown model {name!r} for a table; choose {LINEAR} or {MLP}, or build a module"
+                f"unknown model {name!r} for a table; choose {AUTO}, {LINEAR} or {MLP}, or build a "
+                "module"
             )
         hidden = {"hidden": HIDDEN} if name == MLP else {}
         return {"name": name, "inputs": self.width, **hidden, "classes": self.outputs}

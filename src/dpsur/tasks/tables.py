@@ -7,45 +7,55 @@ many values are records like any other, with missing values or without the rest.
 
 import csv
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from dpsur.errors import InvalidInputError
+from dpsur.features import TABLE
 from dpsur.functional.records import Examples
 from dpsur.tasks.base import VECTORS, Task
-from dpsur.tasks.columns import Table, Values
-from dpsur.tasks.schema import LINEAR, MLP, Schema
+from dpsur.tasks.columns import Table, Values, numbers_of
+from dpsur.tasks.schema import AUTO, LINEAR, MLP, Schema
+from dpsur.tasks.undeclared import Undeclared
 
 CSV, PARQUET = "csv:", "parquet:"
 PREFIXES = (CSV, PARQUET)
 # The key of the draws that part off test records: they are the same on every machine.
 TEST_KEY = b"dpsur-test/1"
 ROWS_AT_ONCE = 20_000
+# A longer name of a column is taken for a value.
+LONGEST_NAME = 100
 
 
 def table_task(name: str, schema: str | PathLike[str] | None) -> Task:
     """The task of a name `csv:FILE` or `parquet:FILE`, with the schema of a JSON file."""
     path, declared = table_path(name), _schema(name, schema)
-    train, test = _records(path, Path(str(schema)), declared)
+    train, test, seen, tested = _records(path, Path(str(schema)), declared)
     return Task(
         name=name,
         summary=f"{len(train)} records to train, {len(test or ())} to test",
-        networks={VECTORS: declared.network()},
+        networks={VECTORS: declared.network(), TABLE: declared.network(AUTO)},
         load=lambda _: (train, test),
         loss=declared.loss,
         public={"schema": declared.to_public()},
         records=len(train),
         shape=(declared.width,),
         classes=declared.outputs if declared.kind == "classes" else None,
+        kind=TABLE,
         models={kind: declared.network(kind) for kind in (LINEAR, MLP)},
+        target=(declared.kind, declared.outputs),
+        table=declared.layout,
+        private={"schema": seen.to_json()},
+        warnings=() if tested is None else tuple(tested.warnings()),
     )
 
 
@@ -54,7 +64,7 @@ def table_test_records(
 ) -> tuple[Examples | None, Schema]:
     """The test records of a table, and its schema."""
     path, declared = table_path(name), _schema(name, schema)
-    return _records(path, Path(str(schema)), declared)[1], declared
+    return _records(path, Path(str(schema)), declared).test, declared
 
 
 def _schema(name: str, schema: str | PathLike[str] | None) -> Schema:
@@ -75,7 +85,16 @@ def table_path(name: str) -> Path:
     return path
 
 
-def _records(path: Path, schema_path: Path, schema: Schema) -> tuple[Examples, Examples | None]:
+class _Parts(NamedTuple):
+    """Records to train on and to test on, and what their schema does not declare of either."""
+
+    train: Examples
+    test: Examples | None
+    seen: Undeclared
+    tested: Undeclared | None
+
+
+def _records(path: Path, schema_path: Path, schema: Schema) -> _Parts:
     files = [path, schema_path]
     if schema.test is not None and schema.test.file is not None:
         files.append(schema_path.parent / Path(schema.test.file).expanduser())
@@ -90,35 +109,43 @@ def _records(path: Path, schema_path: Path, schema: Schema) -> tuple[Examples, E
 
 # Size and time of change are part of the key: a file that changes is read again.
 @lru_cache(maxsize=1)
-def _read_records(
-    files: tuple[Path, ...], changes: tuple[tuple[int, int], ...]
-) -> tuple[Examples, Examples | None]:
+def _read_records(files: tuple[Path, ...], changes: tuple[tuple[int, int], ...]) -> _Parts:
     del changes
     path, schema_path, *others = files
     schema = Schema.load(schema_path)
-    train, test = read_table(path, schema), None
+    records, usable, seen = _read(path, schema)
+    train = records.select(usable)
     if others:
-        test = read_table(others[0], schema)
-    elif schema.test is not None and schema.test.share is not None:
-        train, test = split_by_draw(train, schema.test.share)
-    return train, test
+        test, usable, tested = _read(others[0], schema)
+        return _Parts(train, test.select(usable), seen, tested)
+    if schema.test is None or schema.test.share is None:
+        return _Parts(train, None, seen, None)
+    train, test = split_by_draw(train, schema.test.share)
+    drawn = _is_tested(records, schema.test.share).numpy()
+    return _Parts(train, test, seen.select(~drawn), seen.select(drawn))
 
 
 def read_table(path: Path, schema: Schema) -> Examples:
     """All records of a file with a target that the schema declares."""
-    parts = []
+    records, usable, _ = _read(path, schema)
+    return records.select(usable)
+
+
+def _read(path: Path, schema: Schema) -> tuple[Examples, torch.Tensor, Undeclared]:
+    """All records of a file, which of them have a declared target, and what is not declared."""
+    parts, seen = [], []
     for table in _tables(path, schema):
-        inputs, (targets, usable) = schema.inputs(table), schema.targets(table)
-        parts.append((inputs[usable], targets[usable]))
+        parts.append((schema.inputs(table), *schema.targets(table)))
+        seen.append(Undeclared.of(schema, table))
     if not parts:
         raise InvalidInputError(f"{path} holds no record; there must be at least one")
-    inputs, targets = (torch.cat(part) for part in zip(*parts, strict=True))
-    if not len(inputs):
+    inputs, targets, usable = (torch.cat(part) for part in zip(*parts, strict=True))
+    if not bool(usable.any()):
         raise InvalidInputError(
             f"no record of {path} has a target ({', '.join(schema.target)}) that the schema "
             "declares; correct the schema or the file"
         )
-    return Examples(inputs, targets)
+    return Examples(inputs, targets), usable, Undeclared.join(seen)
 
 
 def split_by_draw(records: Examples, share: float) -> tuple[Examples, Examples]:
@@ -127,16 +154,20 @@ def split_by_draw(records: Examples, share: float) -> tuple[Examples, Examples]:
     Where a record goes follows from its own values alone, by a keyed hash, so that one record more
     or less moves no other.
     """
-    inputs, targets = records.inputs.numpy(), records.targets.numpy()
-    rows = np.concatenate([inputs, targets.reshape(len(targets), -1)], axis=1)
-    draws = (hashlib.blake2b(row.data, digest_size=8, key=TEST_KEY).digest() for row in rows)
-    numbers = np.fromiter((int.from_bytes(draw, "little") for draw in draws), np.uint64, len(rows))
-    tested = torch.from_numpy((numbers >> np.uint64(11)).astype(np.float64) / 2**53 < share)
+    tested = _is_tested(records, share)
     if bool(tested.all()) or not bool(tested.any()):
         raise InvalidInputError(
             f"a test share of {share:g} leaves nothing to train or nothing to test; choose another"
         )
     return records.select(~tested), records.select(tested)
+
+
+def _is_tested(records: Examples, share: float) -> torch.Tensor:
+    inputs, targets = records.inputs.numpy(), records.targets.numpy()
+    rows = np.concatenate([inputs, targets.reshape(len(targets), -1)], axis=1)
+    draws = (hashlib.blake2b(row.data, digest_size=8, key=TEST_KEY).digest() for row in rows)
+    numbers = np.fromiter((int.from_bytes(draw, "little") for draw in draws), np.uint64, len(rows))
+    return torch.from_numpy((numbers >> np.uint64(11)).astype(np.float64) / 2**53 < share)
 
 
 def header(path: Path) -> list[str]:
@@ -147,10 +178,28 @@ def header(path: Path) -> list[str]:
         names = _fields(next(iter(file), ""))
     if not any(names):
         raise InvalidInputError(f"{path} has no header line with the names of its columns")
+    if _looks_like_a_record(names):
+        raise InvalidInputError(
+            f"the first line of {path} looks like a record, not like the names of its columns; add "
+            "a header line (names that are numbers: write y2019 for 2019)"
+        )
     for place, name in enumerate(names):
         if name in names[:place]:
             raise InvalidInputError(f"{path} names the column {name!r} twice; rename one")
     return names
+
+
+def _looks_like_a_record(names: Sequence[str]) -> bool:
+    """Whether a first line holds numbers, objects or sentences: a record must not become public.
+
+    Names that count from 0, as data frames without names have them, are names.
+    """
+    if names == [str(place) for place in range(len(names))]:
+        return False
+    return any(
+        not math.isnan(numbers_of([name])[0]) or name[:1] in ("{", "[") or len(name) > LONGEST_NAME
+        for name in names
+    )
 
 
 def _tables(path: Path, schema: Schema) -> Iterator[Table]:

@@ -1,0 +1,115 @@
+"""One record moves a private step by at most the clipping norm, and no other step, for any program.
+
+The default suite runs private steps: programs whose records meet in two pairs of worlds with one
+extreme record, and the gradients of the others. `make test-all` runs all worlds, forms and records.
+"""
+
+import pytest
+import torch
+
+from dpsur.engine import watch
+from tests.oracle.harness import (
+    ADD,
+    ALONE,
+    FORMS,
+    REPLACE,
+    SHORT_EXTREME,
+    SHORT_PAIRS,
+    gradient_error,
+    judge,
+)
+from tests.oracle.programs import all_programs
+
+PROGRAMS = all_programs()
+NAMED = {f"{program.family}-{program.name}": program for program in PROGRAMS}
+
+
+def of(form):
+    return [name for name, program in NAMED.items() if form in program.expected]
+
+
+def check(verdict):
+    assert verdict.as_expected, str(verdict)
+
+
+COUPLED = [name for name in of("private_step") if not NAMED[name].legitimate]
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_records_that_meet_in_a_private_step(name):
+    if "stopped" in NAMED[name].expected["private_step"].outcome:
+        pytest.skip("is stopped by other records")
+    check(judge(NAMED[name], "private_step", pairs=SHORT_PAIRS, extreme=SHORT_EXTREME))
+
+
+# Programs of Hugging Face take longer than all others together.
+LEGITIMATE = [
+    pytest.param(name, marks=pytest.mark.slow) if name.startswith("Hugging Face") else name
+    for name in of("private_step")
+    if NAMED[name].legitimate and not NAMED[name].draws
+]
+
+
+@pytest.mark.parametrize("name", LEGITIMATE)
+def test_each_record_has_its_right_gradient(name):
+    """Private is not enough: a program whose records do not meet trains on what it says."""
+    assert "bounded" in NAMED[name].expected["private_step"].outcome
+    assert gradient_error(NAMED[name]) <= 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", NAMED)
+def test_all_worlds(name, form):
+    if form not in NAMED[name].expected:
+        pytest.skip("has no such form")
+    check(judge(NAMED[name], form))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", of("private_step"))
+def test_private_steps_on_cuda(name):
+    with torch.device("cuda"):
+        verdict = judge(
+            NAMED[name], "private_step", pairs=SHORT_PAIRS, extreme=SHORT_EXTREME, device="cuda"
+        )
+    check(verdict)
+
+
+# --- the oracle itself ----------------------------------------------------------------------------
+
+
+def shorten_norms(monkeypatch, factor):
+    own = watch.clip_factors
+    monkeypatch.setattr(watch, "clip_factors", lambda norms, *rest: own(norms * factor, *rest))
+
+
+def test_what_is_not_clipped_is_found(monkeypatch):
+    shorten_norms(monkeypatch, 1e-9)
+    found = judge(NAMED["layers-mlp"], "private_step", pairs=(ADD,), extreme=("large",))
+    assert found.outcome == "above"
+
+
+def test_survivors_that_nobody_looks_for_are_found(monkeypatch):
+    """In worlds of equal batch size a tensor of an earlier level fits into a later one."""
+    monkeypatch.setattr(
+        "dpsur.per_example.record_level.RecordLevel.check_survivors", lambda self: None
+    )
+    found = judge(
+        NAMED["state-tensor in an attribute"], "private_step", pairs=(REPLACE,), extreme=("large",)
+    )
+    assert found.outcome in ("above", "leak")
+
+
+def test_a_loop_that_passes_records_on_is_found():
+    name = "loops-figures passed on as an argument"
+    found = judge(NAMED[name], "private_step", pairs=(ADD,), extreme=("huge",))
+    assert found.outcome == "leak"
+
+
+def test_a_record_that_counts_twice_is_found(monkeypatch):
+    """Also where it is alone in its batch."""
+    shorten_norms(monkeypatch, 0.5)
+    found = judge(NAMED["layers-mlp"], "private_step", pairs=(ALONE,), extreme=("large",))
+    assert found.outcome == "above"
+    assert found.worst == pytest.approx(2.0, rel=1e-3)
