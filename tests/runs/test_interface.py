@@ -170,23 +170,21 @@ def test_a_fast_engine_is_named(caplog):
     assert not any(record.levelno >= logging.WARNING for record in caplog.records)
 
 
-def test_a_slow_engine_says_why_and_which_module(caplog):
+def test_a_slow_engine_says_why(caplog):
     model = nn.Sequential(Odd(), nn.Linear(2, 3))
     run = fit(model)
     assert run.engine.name == "one-by-one"
-    assert run.engine.module == "0 (Odd)"
-    assert run.engine.reason
+    assert "data-dependent control flow" in run.engine.reason
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(said) == 1
-    assert "one-by-one" in said[0]
-    assert "module 0 (Odd)" in said[0]
-    assert run.engine.summary in said[0]
+    assert any("engine one-by-one" in line and run.engine.summary in line for line in said)
 
 
-def test_a_loss_that_cannot_be_batched_is_named(caplog):
+def test_a_loss_that_cannot_be_batched_says_why(caplog):
     run = fit(loss=lambda o, t: F.cross_entropy(o, t) + float(o.detach().sum()))
-    assert "loss" in str(run.engine)
-    assert any("loss" in record.getMessage() for record in caplog.records)
+    assert run.engine.name == "one-by-one"
+    assert ".item()" in run.engine.reason
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert any("model or loss runs one record at a time" in line for line in said)
 
 
 def test_no_engine_is_needed_without_privacy():
