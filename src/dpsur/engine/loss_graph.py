@@ -27,6 +27,13 @@ REMEDY = (
 )
 
 
+_BY_A_TENSOR = (
+    "the loss is multiplied or divided by a tensor, which may come from the batch (a number of "
+    "tokens, a torch.amp.GradScaler): use bfloat16 without a GradScaler, and divide by plain "
+    "numbers; or " + REMEDY
+)
+
+
 @dataclass(frozen=True)
 class Rows:
     """A tensor whose first dimension holds `shape[0] // records` rows for each record in turn.
@@ -110,9 +117,18 @@ def check_loss_graph(
     `cut`.
     """
     walk = _Walk(cut, records, names, outputs)
-    state = walk.state(loss.grad_fn, 0)
-    if records == 1:  # a mean is a sum
+    if (
+        records == 1
+    ):  # a mean is a sum, and there is nothing to couple but by numbers from elsewhere
+        walk.check_leaves(loss.grad_fn)
+        try:
+            walk.state(loss.grad_fn, 0)
+        except (
+            CouplingError
+        ):  # rows and totals look alike here; how many records there are is private
+            walk.check_numbers(loss.grad_fn)
         return LossReport(1.0, True, tuple(walk.factors), walk.targets)
+    state = walk.state(loss.grad_fn, 0)
     if not isinstance(state, Total):
         if math.prod(state.shape) != 1:
             raise CouplingError("the loss must be one number; reduce it with .mean() or .sum()")
@@ -188,6 +204,21 @@ class _Walk:
                     seen.add(child)
                     ahead.append(child)
 
+    def check_numbers(self, node: Any) -> None:
+        """Refuse a loss that is multiplied or divided by a tensor of one number."""
+        seen, ahead = {node}, [node]
+        self.factors.clear()
+        while ahead:
+            current = ahead.pop()
+            if current.name().startswith(("MulBackward", "DivBackward")):
+                value, plain = _constant(current)
+                if value is not None and not plain:
+                    raise CouplingError(_BY_A_TENSOR)
+            for child, number in current.next_functions:
+                if child is not None and (child, number) not in self.cut and child not in seen:
+                    seen.add(child)
+                    ahead.append(child)
+
     def _refuse_leaf(self, node: Any) -> None:
         variable = getattr(node, "variable", None)
         if variable is None:
@@ -250,11 +281,7 @@ class _Walk:
             self.factors.append(self.records / value)
             return Total(float(self.records), True)
         if not plain:
-            raise CouplingError(
-                "the loss is multiplied or divided by a tensor, which may come from the batch (a "
-                "number of tokens, a torch.amp.GradScaler): use bfloat16 without a GradScaler, and "
-                "divide by plain numbers; or " + REMEDY
-            )
+            raise CouplingError(_BY_A_TENSOR)
         self.factors.append(value if kind == "Mul" else 1 / value)
         return Total(total.scale, total.mean, divisor=total.divisor)
 

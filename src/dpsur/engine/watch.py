@@ -156,6 +156,11 @@ class Watcher:
         if not hasattr(self, "module") or module is not self.module or not self._watches():
             return  # a copy of the module, or a call of our own
         with self._final_refusals():
+            if self.sharding is None and len(module._forward_pre_hooks) > 1:
+                raise CouplingError(
+                    "the model has a forward pre-hook of someone else, which sees the whole batch; "
+                    "change the inputs inside of the model, or use engine.private_step"
+                )
             self.check_parameters()
 
     def _watches(self) -> bool:

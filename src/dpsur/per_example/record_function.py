@@ -267,12 +267,21 @@ class RecordFunction:
         def weight(_: str, value: Tensor) -> Tensor:
             return own.get(names.get(id(value), ""), value.detach())
 
+        state = torch.get_rng_state()
         for record in range(records):
             if copies is not None:
                 own = {name: value[record] for name, value in copies.items()}
             with self._calling(weight, params):
                 found = function(slice_records(batch, record))
             outputs.append(map_tensors(_keep, found, otherwise=_none))
+        with torch.no_grad(), self._calling(weight, params):
+            if copies is not None:
+                own = {name: value[0] for name, value in copies.items()}
+            torch.set_rng_state(state)
+            again = tensors_of(function(slice_records(batch, 0)))
+        for first, second in zip(tensors_of(outputs[0]), again, strict=True):
+            if first.is_floating_point():
+                check_again(first.detach().double().norm(), second.double().norm())
         return tape, map_tensors(lambda *each: torch.stack(each), *outputs, otherwise=_none)
 
     def _tape_alone(
