@@ -424,3 +424,16 @@ def test_an_empty_batch_is_noise_alone(sums):
     assert any(empty)
     for nothing, total in zip(empty, sums, strict=True):
         assert all(not value.any() for value in total.values()) == nothing
+
+
+def test_check_says_what_a_function_would_compute_otherwise():
+    x, y = records().tensors
+    engine, model, _, _ = private()
+    assert not dpsur.check(engine.private_step(cross_entropy), (x, y)).problems
+    (found,) = dpsur.check(centred, (x, y), model=model).problems
+    assert found.severity == "warning"
+    assert "together" in found.reason
+    (found,) = dpsur.check(by_value, (x[:1].repeat(2, 1), y[:2]), model=model).problems
+    assert found.severity == "slow"
+    with pytest.raises(InvalidInputError, match="public records"):
+        dpsur.check(cross_entropy, model=model)

@@ -275,6 +275,11 @@ class PrivateStep:
         self.engine.update()
         return figures
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The model that the function is called with; None before `make_private`."""
+        return getattr(self.engine, "_module", None)
+
     def accumulate(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """All of a step but the update, for a trainer that calls `optimizer.step()` itself."""
         return self.engine.clip_batch(self, batch, args, kwargs)

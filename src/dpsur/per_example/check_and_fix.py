@@ -20,7 +20,8 @@ from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, map_tensors, row_count, tensors_of
 from dpsur.per_example.engine_choice import Engine
 from dpsur.per_example.model_check import check_model
-from dpsur.per_example.report import explain
+from dpsur.per_example.record_function import RecordFunction
+from dpsur.per_example.report import SMALL, explain
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -77,18 +78,38 @@ class FixedModel(NamedTuple):
 
 
 @checks.arguments
-def check(model: nn.Module, sample_batch: Any = None) -> ModelReport:
-    """List every problem that private training would have with a model.
+def check(
+    subject: nn.Module | Callable[..., Any],
+    sample_batch: Any = None,
+    *,
+    model: nn.Module | None = None,
+) -> ModelReport:
+    """List every problem that private training would have with a model, or with a private step.
 
     Args:
-        model: the model to look at; it is left as it is.
-        sample_batch: a batch as a loader yields it: inputs, a pair (inputs, targets), or a dict
-            with or without labels. Only structure, shapes and types are used: the model is called
-            on synthetic records to see whether it mixes them, remembers them or takes a slow path.
+        subject: a model, or a private step, or a function of (model, batch) together with `model`.
+            It is left as it is.
+        sample_batch: a batch of public records as a loader yields it: inputs, a pair (inputs,
+            targets), or a dict with or without labels. For a function, at least two records: it
+            tells where they give another loss together than each alone, since training would then
+            minimise something else than what is written.
+        model: the model that a plain function is called with.
 
     Problems of single modules are all listed. What is found by calling the model is found one at a
     time, on a copy in which everything else has been fixed.
     """
+    if not isinstance(subject, nn.Module):
+        model = getattr(subject, "module", None) if model is None else model
+        if not isinstance(model, nn.Module) or sample_batch is None:
+            raise InvalidInputError(
+                "to check a function of (model, batch), give a batch of public records, and model="
+                "... unless it is a private step"
+            )
+        function = getattr(subject, "function", subject)
+        return ModelReport(
+            (*_static_problems(model), *_problems_of_function(function, model, sample_batch))
+        )
+    model = subject
     problems = list(_static_problems(model))
     if sample_batch is not None:
         repaired = fix(model).model if any(one.fixable for one in problems) else model
@@ -247,6 +268,53 @@ def _problems_of_calls(model: nn.Module, inputs: TensorTree) -> Iterator[ModelPr
             "nothing has to be done; to be faster, write this module with layers of torch.nn",
             severity="slow",
         )
+
+
+def _problems_of_function(
+    function: Callable[..., Any], model: nn.Module, batch: Any
+) -> Iterator[ModelProblem]:
+    """How a function takes two records together and each alone, in evaluation mode."""
+    name = getattr(function, "__name__", type(function).__name__)
+    model = copy.deepcopy(model).eval()
+    device = next(model.parameters()).device
+    two = map_tensors(lambda value: value[:2].to(device), batch, otherwise=lambda value: value)
+    if any(not value.dim() or len(value) != 2 for value in tensors_of(two)):
+        raise InvalidInputError("give at least two records, with a row each in every tensor")
+    trained = {n: value for n, value in model.named_parameters() if value.requires_grad}
+    records = RecordFunction((model,), trained)
+    alone = map_tensors(lambda value: value.unsqueeze(1), two, otherwise=lambda value: value)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        tape, losses, _ = records.tape(lambda one: function(model, one), alone, 2)
+        found = function(model, two)
+    together = float((found["loss"] if isinstance(found, Mapping) else found).detach().sum())
+    mean, total = float(losses.mean()), float(losses.sum())
+    if not any(abs(together - one) <= 1e-3 * (abs(one) + 1e-6) for one in (mean, total)):
+        yield ModelProblem(
+            "",
+            name,
+            f"two records together have the loss {together:.4g}, and each alone {mean:.4g} on "
+            "average: it relates records to each other, and private training computes it for each "
+            "record alone",
+            "write the loss of one record, or leave it if that is meant",
+            severity="warning",
+        )
+    if not records.by_construction:
+        yield ModelProblem(
+            "",
+            name,
+            f"runs one record at a time ({records.why_alone})",
+            "nothing has to be done; to be faster, avoid what is named",
+            severity="slow",
+        )
+    for path in sorted(getattr(tape, "copied", ())):
+        if path in trained and trained[path].numel() > SMALL:
+            yield ModelProblem(
+                path,
+                "parameter",
+                "is used by an operation without a rule, with a gradient for every record",
+                "nothing has to be done; layers of torch.nn take less memory",
+                severity="slow",
+            )
 
 
 def _inputs(sample_batch: Any) -> TensorTree:

@@ -17,7 +17,7 @@ from dpsur.per_example.rules import kind_of, why_no_rule
 _log = logging.getLogger("dpsur.engine")
 _ALONE_COST = "this is many times slower, with the same results"
 COPIES = "copies"
-_SMALL = 2**16  # numbers of a parameter whose gradients for all records are no burden
+SMALL = 2**16  # numbers of a parameter whose gradients for all records are no burden
 _COPIES_COST = (
     "an operation without a rule has a gradient for every record, which takes their memory; layers "
     "of torch.nn are faster"
@@ -129,7 +129,7 @@ def _modules(model: nn.Module, params: Params, plan: Plan) -> tuple[ModuleReport
         if not own:
             continue
         kind, missing = type(module).__name__, why_no_rule(module)
-        copied = [name for name in own if name in plan.copied and params[name].numel() > _SMALL]
+        copied = [name for name in own if name in plan.copied and params[name].numel() > SMALL]
         if plan.engine is Engine.ONE_BY_ONE:
             found.append(ModuleReport(path, kind, plan.engine.value, missing))
         elif copied:
