@@ -76,14 +76,8 @@ def masked_by_the_mean(o, y):
     return losses.masked_fill(losses < losses.detach().mean(), 0.0).mean()
 
 
-def above_the_median(o, y):
-    losses = each(o, y)
-    return torch.where(losses > losses.detach().median(), losses, 0.0).mean()
-
-
 COUPLED = {
     "a mask by the mean of the batch": masked_by_the_mean,
-    "a choice by the median of the batch": above_the_median,
     "a bound from the batch": lambda o, y: (
         each(o, y).clamp(max=each(o, y).detach().median()).mean()
     ),
@@ -94,9 +88,6 @@ COUPLED = {
     "batch statistics": lambda o, y: F.cross_entropy(o - o.mean(0), y),
     "softmax over records": lambda o, y: F.cross_entropy(o.softmax(0), y),
     "normaliser": lambda o, y: F.cross_entropy(o, y, reduction="sum") / (y > 0).sum(),
-    "normalised weights": lambda o, y: (
-        F.cross_entropy(o, y, reduction="none") * (y / y.sum())
-    ).sum(),
     "broadcast targets": lambda o, y: ((o[:, :1] - y.float()) ** 2).mean(),
     "some records": lambda o, y: F.cross_entropy(o[y > 0], y[y > 0]),
     "half of the records": lambda o, y: F.cross_entropy(o[::2], y[::2]),

@@ -110,12 +110,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize(
     ("frozen", "name"),
     [
-        pytest.param(
-            True,
-            "parameter seen",
-            marks=pytest.mark.xfail(
-                raises=TypeError, strict=True, reason="stops with an error of torch, without a name"
-            ),
+        (True, "parameter seen"),
         ),
         (False, "buffer seen"),
     ],

@@ -14,9 +14,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same'", "ignore:LSTM with proj", "ignore:There is a performance drop"
 )
 BOUND = 1e-3  # far below every gradient, so that every record is clipped
-# what is derived from weights is carried back outside of autocast
-OPEN = pytest.mark.xfail(raises=RuntimeError, strict=True, reason="derived weights in bfloat16")
-NAMES = [pytest.param(name, marks=OPEN if name == "relative-bias" else ()) for name in MODELS]
 ROUNDING = 1e-5  # of float32; that of bfloat16 is 400 times as much
 
 
@@ -37,7 +34,7 @@ def passes_the_bound(problem):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", list(MODELS))
 def test_no_record_passes_the_clip_bound(name):
     assert passes_the_bound(rounded(name)) <= ROUNDING
 
@@ -53,7 +50,7 @@ def test_norms_in_bfloat16_would_pass_it(monkeypatch):
     assert max(passes_the_bound(rounded(name)) for name in ("linear", "conv2d")) > ROUNDING
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", list(MODELS))
 def test_the_sum_is_that_of_float32_but_for_rounding(name):
     problem = rounded(name)
     params = problem.initial_params()

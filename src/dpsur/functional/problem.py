@@ -221,14 +221,22 @@ def forbid_side_effects(model: nn.Module, params: Params) -> Iterator[None]:
     given = {f"parameter {name}": value for name, value in params.items()}
     watched = {**given, **_own_tensors(model)}
     versions = {name: value._version for name, value in watched.items()}
-    yield
-    for name, value in {**given, **_own_tensors(model)}.items():
-        # a tensor under a new name, or another one under a known name, is a change too
-        if value is not watched.get(name) or value._version != versions[name]:
-            raise UnsupportedModelError(
-                f"{name} changes during a forward pass and would carry private records into the "
-                "release; make the forward pass free of side effects"
-            )
+
+    def check() -> None:
+        for name, value in {**given, **_own_tensors(model)}.items():
+            # a tensor under a new name, or another one under a known name, is a change too
+            if value is not watched.get(name) or value._version != versions[name]:
+                raise UnsupportedModelError(
+                    f"{name} changes during a forward pass and would carry private records into "
+                    "the release; make the forward pass free of side effects"
+                )
+
+    try:
+        yield
+    except Exception:
+        check()  # which may be why
+        raise
+    check()
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -90,10 +90,13 @@ def derive(call: Call) -> Any:
     followed = call.followed
     slots = {place: tape.slot(value) for place, value in followed.items()}
     constants = [value.detach() for value in call.given]
+    kind = constants[0].device.type
+    rounds, rounded = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def again(which: int, leaves: dict[int, Tensor]) -> Tensor:
         given = [leaves.get(place, value) for place, value in enumerate(constants)]
-        return tensors_of(call.on(given))[which]
+        with torch.autocast(kind, rounded, enabled=rounds, cache_enabled=False):
+            return tensors_of(call.on(given))[which]
 
     def carry(
         which: int,
