@@ -111,7 +111,6 @@ class Counting(nn.Module):
     ("frozen", "name"),
     [
         (True, "parameter seen"),
-        ),
         (False, "buffer seen"),
     ],
 )
