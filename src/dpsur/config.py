@@ -23,11 +23,12 @@ from dpsur.presets import AUTO, PRESETS, DataFacts, explain_auto, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.rejections import NOT_HIDDEN, WAYS_TO_HIDE
-from dpsur.tasks import DEFAULT_TASK, TASKS, Task, task_named
+from dpsur.tasks import DEFAULT_TASK, TASKS, Declared, Task, task_named
+from dpsur.tasks.declared import WHAT
 
 DEFAULT_BUDGET = Budget(3.0, 1e-5)
 # Headings in the help of the command line.
-WHAT, PRIVACY, RUN = "what to train", "privacy", "run"
+PRIVACY, RUN = "privacy", "run"
 # Options of a test of every candidate, and the accountings that cover the gate block.
 PAPER_GATE_OPTIONS = (
     *("val_batch_size", "val_noise_multiplier", "loss_clip", "accept_threshold"),
@@ -176,7 +177,7 @@ class RunConfig(checks.NamedArguments):
 
     task: str | None = option(
         DEFAULT_TASK,
-        "or npz:FILE, csv:FILE or parquet:FILE for your own data",
+        "or npz:FILE, csv:FILE, parquet:FILE, jsonl:FILE or images:DIR for your own data",
         names=TASKS,
         group=WHAT,
     )
@@ -230,19 +231,6 @@ class RunConfig(checks.NamedArguments):
         metavar="DIR",
         group=WHAT,
     )
-    classes: int | None = option(
-        None,
-        "number of classes of npz:FILE, which becomes public (default: the array classes of the "
-        "file)",
-        metavar="K",
-        group=WHAT,
-    )
-    schema: Path | None = option(
-        None,
-        "JSON file that declares the columns of csv:FILE or parquet:FILE; it becomes public",
-        metavar="FILE",
-        group=WHAT,
-    )
     keep_fraction: float | None = option(
         None,
         "train on about this fraction of the records, each kept or left out at random by its own "
@@ -284,6 +272,7 @@ class RunConfig(checks.NamedArguments):
         group=RUN,
     )
     network_seed: int | None = option(None, "of the initial weights", command_line=False)
+    declared: Declared = Declared()
     pace: Pace = Pace()
     speed: Speed = Speed()
 
@@ -318,9 +307,7 @@ class RunConfig(checks.NamedArguments):
         accounting = values.get("accounting", DEFAULT_ACCOUNTING)
         if auto and values.get("preset") is None and method is None:
             values = {**values, **_default_preset(accounting, options)}
-        task = task_named(
-            values.get("task", DEFAULT_TASK), values.get("classes"), values.get("schema")
-        )
+        task = task_named(values.get("task", DEFAULT_TASK), declared=Declared.among(values))
         if values.get("preset") is None:
             usual = _task_settings(values, kind, task)
             return build(cls, values, method=kind(**{**usual, **options}))

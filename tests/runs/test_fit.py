@@ -226,7 +226,7 @@ def test_a_release_holds_nothing_private(tmp_path):
 def test_save_and_load_round_trip(tmp_path):
     run = quick_fit()
     run.save(tmp_path / "out")
-    loaded = dpsur.load(tmp_path / "out", small_model(seed=5))
+    loaded = dpsur.load(tmp_path / "out", small_model(seed=5)).module
     x = torch.randn(4, 2)
     assert torch.equal(loaded(x), run.model(x))
     with pytest.raises(dpsur.InvalidInputError, match="pass it in"):

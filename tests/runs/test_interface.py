@@ -85,7 +85,7 @@ def test_the_released_model_is_in_evaluation_mode(tmp_path):
     assert torch.equal(run.model(X), run.model(X))
     assert model.training
     run.save(tmp_path / "out")
-    loaded = dpsur.load(tmp_path / "out", nn.Sequential(*model))
+    loaded = dpsur.load(tmp_path / "out", nn.Sequential(*model)).module
     assert not loaded.training
     assert torch.equal(loaded(X), run.model(X))
 

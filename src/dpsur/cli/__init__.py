@@ -31,6 +31,7 @@ GROUPS = {
     "train": {
         "train": ("dpsur.cli.train:set_up", "train a model under a privacy budget"),
         "evaluate": ("dpsur.cli.evaluate:set_up", "test a release on its task's public test set"),
+        "predict": ("dpsur.cli.predict:set_up", "predictions of a release for new records"),
         "report": ("dpsur.cli.report:set_up", "one HTML page about a finished run"),
         "plot": ("dpsur.cli.report:set_up_plot", "plot epsilon, accuracy or attack power of runs"),
         "methods": ("dpsur.cli.listings:set_up_methods", "list methods and hyper-parameters"),
@@ -66,6 +67,7 @@ Differentially private training with selective update and release.
 
   dpsur train --out run          train on embedded digits at epsilon 3
   dpsur evaluate run             test what was released
+  dpsur predict run new.csv      predictions for new records
   dpsur train --resume run       resume after an interruption
   dpsur verify run               recompute its epsilon and check its weights
   dpsur data fetch mnist         download a public data set, for --task mnist

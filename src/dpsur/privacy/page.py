@@ -78,6 +78,7 @@ def render_model_card(statement: Mapping[str, Any]) -> str:
             "import dpsur",
             "",
             'model = dpsur.load("FOLDER")  # pass your own module as second argument if it is one',
+            "model.predict(records)        # a file, a data frame, texts, images or arrays",
             "```",
             "",
             "## Check the guarantee",
@@ -165,6 +166,13 @@ def _public_rows(public: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if "classes" in public:
         rows.append(("Classes (public, given by the user)", str(public["classes"])))
+    if "labels" in public:
+        names = ", ".join(map(str, public["labels"]))
+        rows.append(("Classes (public, given by the user)", names))
+    if "inputs" in public:
+        shape = public["inputs"].get("shape", [public["inputs"].get("dimension")])
+        sizes = " x ".join(map(str, shape))
+        rows.append(("Inputs (public)", f"{public['inputs']['kind']}, {sizes} numbers each"))
     if "keep_fraction" in public:
         rows.append(
             (

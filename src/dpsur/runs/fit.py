@@ -27,10 +27,26 @@ from dpsur.privacy.plans.rejections import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import RunFacts, privacy_statement, warnings_for
 from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.checkpoint import load_statistics
-from dpsur.runs.evaluation import evaluate
+from dpsur.runs.data import is_classification
+from dpsur.runs.evaluation import (
+    LABEL_LOSS_MODULES,
+    LABEL_LOSSES,
+    NUMBER_LOSS_MODULES,
+    NUMBER_LOSSES,
+    evaluate,
+    is_one_of,
+)
 from dpsur.runs.files import CURVES, RunFolder, to_json, write_atomically
 from dpsur.runs.observers import RandomDelays, Recorder, draw_curves
-from dpsur.runs.release import NO_ORIGIN, Origin, released_model, write_release
+from dpsur.runs.release import (
+    CLASSES,
+    LABELS,
+    NO_ORIGIN,
+    NUMBERS,
+    Origin,
+    released_model,
+    write_release,
+)
 from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Session
 from dpsur.runs.validation import check_observers
@@ -246,6 +262,7 @@ def execute(
     private folder, so that the command line can resume it. Of several ranks only the first writes.
     """
     ranks = session.ranks
+    origin = replace(origin, predicts=what_is_predicted(session))
     if ranks.is_main:
         for text in objections(session):
             warnings.warn(text, PrivacyWarning, stacklevel=_caller())
@@ -297,6 +314,20 @@ def _caller() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("dpsur."):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def what_is_predicted(session: Session) -> str | None:
+    """What the outputs of the model mean, from its loss and the type of its targets."""
+    targets, loss = session.problem.train.part(slice(1)).targets, session.problem.loss
+    if not isinstance(targets, torch.Tensor):
+        return None
+    if is_one_of(loss, LABEL_LOSSES, LABEL_LOSS_MODULES):
+        return LABELS
+    if is_one_of(loss, NUMBER_LOSSES, NUMBER_LOSS_MODULES):
+        return NUMBERS
+    if targets.dim() == 1 and not targets.dtype.is_floating_point:
+        return CLASSES
+    return CLASSES if is_classification(loss) else None
 
 
 def _delays(session: Session) -> list[Observer]:

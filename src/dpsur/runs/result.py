@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,11 @@ from dpsur.per_example import EngineReport
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.statement import format_epsilon
-from dpsur.runs.evaluation import model_outputs
 from dpsur.runs.files import RunFolder
 from dpsur.runs.plots import Plotted, plot_runs
+from dpsur.runs.predictor import Predictor
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
-from dpsur.tasks.schema import Schema
+from dpsur.tasks.columns import Values
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,21 +67,21 @@ class Run:
             f"{'not saved' if self.saved is None else f'saved to {self.saved}'}"
         )
 
-    def predict(self, inputs: Any) -> Any:
-        """Predictions for records: a post-processing of the release, which costs nothing.
+    @cached_property
+    def predictor(self) -> Predictor:
+        """The model with what it takes to predict for records as they are."""
+        return Predictor(self.model, self.statement, self.origin)
 
-        `inputs` are what the model takes, with a row per record, and the outputs of the model come
-        back. Of a run with a schema they may be a data frame: then predictions are in its words and
-        units (classes, numbers in their declared range, a column for each label).
+    def predict(self, records: Any) -> Values:
+        """Predictions for records as they are: a post-processing, which costs nothing.
+
+        Classes by name, numbers in their units: what `dpsur.load` returns of the release.
         """
-        schema = self.statement["public"].get("schema")
-        is_table = schema is not None and (
-            hasattr(inputs, "columns") or isinstance(inputs, Mapping)
-        )
-        if not is_table:
-            return model_outputs(self.model, inputs)
-        declared = Schema.from_json(schema)
-        return declared.decode(model_outputs(self.model, declared.inputs(inputs)))
+        return self.predictor.predict(records)
+
+    def predict_proba(self, records: Any) -> Values:
+        """Probabilities, with a column for each of `predictor.classes`."""
+        return self.predictor.predict_proba(records)
 
     def get_epsilon(self, delta: float) -> float:
         """Epsilon at another delta, under the accounting of the run.

@@ -58,7 +58,7 @@ def task_of(config: RunConfig) -> Task:
     """The task of a run."""
     if config.task is None:
         raise InvalidInputError("the config names no task; set task, or use dpsur.fit")
-    return task_named(config.task, config.classes, config.schema)
+    return task_named(config.task, declared=config.declared)
 
 
 def with_features(config: RunConfig, records: Records, device: torch.device) -> Records:

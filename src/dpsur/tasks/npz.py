@@ -54,14 +54,21 @@ def npz_task(name: str, classes: int | None = None) -> Task:
     return Task(
         name=name,
         summary=f"{len(train)} records to train, {len(test or ())} to test",
-        networks=_for_words(classes) if texts else _networks(shape, classes),
+        networks=_for_words(classes) if texts else image_networks(shape, classes),
         load=lambda _: (train, test),
-        public={"classes": classes},
+        public={"classes": classes, **_described(shape, texts)},
         records=len(train),
         shape=shape,
         classes=classes,
         kind=WORD_ROWS if texts else None,
     )
+
+
+def _described(shape: tuple[int, ...], texts: bool) -> dict[str, Any]:
+    """What a release says about its inputs, so that new texts and images become the same numbers."""
+    if texts:
+        return {"inputs": {"kind": "texts", "dimension": WORDS_DIMENSION}}
+    return {"inputs": {"kind": "images", "shape": list(shape)}} if len(shape) == 3 else {}
 
 
 def npz_test_records(name: str) -> Examples | None:
@@ -225,7 +232,8 @@ def _for_words(classes: int) -> dict[str, dict[str, Any]]:
     return {VECTORS: {"name": "linear-head", "inputs": WORDS_DIMENSION, "classes": classes}}
 
 
-def _networks(shape: tuple[int, ...], classes: int) -> dict[str, dict[str, Any]]:
+def image_networks(shape: tuple[int, ...], classes: int) -> dict[str, dict[str, Any]]:
+    """Networks for images, and for other arrays of numbers, by the features that they take."""
     features = PIXELS if len(shape) == 3 else VECTORS
     if len(shape) == 3 and min(shape[1:]) >= LEAST_IMAGE:
         channels, height, width = shape

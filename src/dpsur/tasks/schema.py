@@ -2,7 +2,7 @@
 
 Every record becomes a row of numbers by itself, by the schema alone: numbers are clipped to their
 declared range and scaled to [-1, 1], categories become one number each and one for everything that
-was not declared, missing values get a declared value. Shapes, names and errors are therefore the
+was not declared, texts become weighted words, missing values get a declared value. Shapes, names and errors are therefore the
 same whatever a record holds, and adding or removing one record adds or removes one row.
 """
 
@@ -28,6 +28,7 @@ from dpsur.tasks.columns import (
     Column,
     Number,
     Table,
+    Text,
     Values,
     column_names,
     numbers_of,
@@ -36,7 +37,7 @@ from dpsur.tasks.columns import (
 FORMAT = "dpsur-schema/1"
 LINEAR, MLP = "linear", "mlp"
 # What a template has in place of the kind of a column, and of a target.
-TO_FILL_IN = ("number, category or ignore", "number or category")
+TO_FILL_IN = ("number, category, text or ignore", "number or category")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class TestPart:
 class Schema:
     """The columns of a table that are used, and the target.
 
-    `columns` maps names to `Number` or `Category`; other columns of the table are ignored. `target`
+    `columns` maps names to `Number`, `Category` or `Text`; other columns of the table are ignored. `target`
     is one column: a `Number` makes it a regression, a `Category` a classification. Several columns,
     each a `Category` of two values of which the second is positive, are a multi-label target.
     `test` names public records to test on. All of it is public, and a release states it.
@@ -76,15 +77,16 @@ class Schema:
     test: TestPart | None = None
 
     def __post_init__(self) -> None:
-        for part in ("columns", "target"):
+        inputs = ((Number, Category, Text), "Number, Category or Text")
+        targets = ((Number, Category), "Number or Category")
+        for part, (kinds, known) in (("columns", inputs), ("target", targets)):
             found = getattr(self, part)
             if not isinstance(found, Mapping) or not found:
                 raise InvalidInputError(f"{part} of a schema must name at least one column")
             for name, column in found.items():
-                if not isinstance(name, str) or not isinstance(column, (Number, Category)):
+                if not isinstance(name, str) or not isinstance(column, kinds):
                     raise InvalidInputError(
-                        f"{part} of a schema must map names to Number or Category, got "
-                        f"{name!r}: {column!r}"
+                        f"{part} of a schema must map names to {known}, got {name!r}: {column!r}"
                     )
         both = [name for name in self.columns if name in self.target]
         if both:
@@ -109,6 +111,11 @@ class Schema:
     def width(self) -> int:
         """How many numbers a record becomes."""
         return sum(column.width for column in self.columns.values())
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a record is one text and nothing else: a row of weighted words of norm 1."""
+        return len(self.columns) == 1 and isinstance(*self.columns.values(), Text)
 
     @property
     def outputs(self) -> int:
@@ -139,6 +146,8 @@ class Schema:
 
     def network(self, name: str | None = None) -> dict[str, Any]:
         """The description of a network: `linear` or `mlp`, by default what suits the width."""
+        if name is None and self.is_text:
+            return {"name": "linear-head", "inputs": self.width, "classes": self.outputs}
         if name is None:
             name = MLP if self.width <= WIDEST_FOR_HIDDEN_LAYER else LINEAR
         if name not in (LINEAR, MLP):
@@ -343,8 +352,12 @@ def _column(name: str, stored: Any) -> Column | None:
             if not values.get("values"):
                 raise InvalidInputError("a category needs values, the list that is public")
             return Category(**values)
+        if kind == Text.kind:
+            _drop_empty(values, "low", "high", "values")
+            _only(values, ("dimension",), "a text")
+            return Text(**values)
         given = "and is not filled in yet" if kind in TO_FILL_IN else f"got {kind!r}"
-        raise InvalidInputError(f"kind must be number, category or ignore, {given}")
+        raise InvalidInputError(f"kind must be number, category, text or ignore, {given}")
     except InvalidInputError as error:
         raise InvalidInputError(f"column {name!r}: {error}") from None
 
