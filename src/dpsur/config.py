@@ -24,7 +24,7 @@ from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.rejections import NOT_HIDDEN, WAYS_TO_HIDE
 from dpsur.tasks import DEFAULT_TASK, TASKS, Declared, Task, task_named
-from dpsur.tasks.declared import WHAT
+from dpsur.tasks.declared import NOTHING, WHAT
 
 DEFAULT_BUDGET = Budget(3.0, 1e-5)
 # Headings in the help of the command line.
@@ -33,6 +33,9 @@ PRIVACY, RUN = "privacy", "run"
 PAPER_GATE_OPTIONS = (
     *("val_batch_size", "val_noise_multiplier", "loss_clip", "accept_threshold"),
     *("accept_ratio", "on_reject", "trials"),
+)
+CHOOSE_YOURSELF = (
+    "to choose the settings yourself, pass a method, such as dpsur.Dpsgd(learning_rate=0.5)"
 )
 STEERING_ACCOUNTINGS = ("proven", "every-trial")
 
@@ -272,7 +275,7 @@ class RunConfig(checks.NamedArguments):
         group=RUN,
     )
     network_seed: int | None = option(None, "of the initial weights", command_line=False)
-    declared: Declared = Declared()
+    declared: Declared = NOTHING
     pace: Pace = Pace()
     speed: Speed = Speed()
 
@@ -418,8 +421,33 @@ def choose_for_model(
     lines = explain_auto(
         replace(facts, own_model=True), features, normalisation, asdict(method), shown
     )
-    note = "to choose the settings yourself, pass a method, such as dpsur.Dpsgd(learning_rate=0.5)"
-    return method, normalisation, (*lines, note)
+    return method, normalisation, (*lines, CHOOSE_YOURSELF)
+
+
+def choose_for_task(
+    task: Task,
+    features: str | None,
+    normalisation: str | None,
+    accounting: str,
+    budget: Budget,
+    facts: Mapping[str, Any],
+) -> tuple[Method, str, str | None, dict[str, Any], tuple[str, ...]]:
+    """The method, features, normalisation and network for a task in memory, and the reasons.
+
+    `facts` are the device and `max_updates`.
+    """
+    usual = features or task.default_features
+    if accounting not in STEERING_ACCOUNTINGS:
+        return Dpsur(), usual, normalisation, dict(task.networks[usual]), ()
+    known = data_facts(task, {**facts, "features": features})
+    preset = preset_named(AUTO, Dpsur.name, task.name, budget.epsilon, known)
+    usual = preset.features or usual
+    method = Dpsur(**preset.options)
+    normalisation = preset.normalisation if normalisation is None else normalisation
+    shown = budget.epsilon, budget.delta
+    lines = explain_auto(known, usual, normalisation, asdict(method), shown)
+    network = {**task.networks[usual], **preset.network}
+    return method, usual, normalisation, network, (*lines, CHOOSE_YOURSELF)
 
 
 def _task_settings(

@@ -28,6 +28,7 @@ from dpsur.privacy.budget import Budget
 from dpsur.runs.evaluation import model_outputs
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import fit
+from dpsur.runs.own_data import AUTO
 from dpsur.runs.release import Origin, read_release, write_release
 from dpsur.tasks.columns import Category, Number, Values
 from dpsur.tasks.schema import Schema
@@ -94,24 +95,22 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         if self.random_state is not None:
             seed = first = int(check_random_state(self.random_state).randint(2**31))
         (target,) = schema.target
-        model = self.model
+        model = AUTO if self.model is None else self.model
+        if not isinstance(model, (nn.Module, str)):
+            raise InvalidInputError(f"model must be linear, mlp or a module, got {model!r}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(first)  # of the initial weights
-            if model is None or isinstance(model, str):
-                model = schema.model(model)
-        if not isinstance(model, nn.Module):
-            raise InvalidInputError(f"model must be linear, mlp or a module, got {model!r}")
-        run = fit(
-            model,
-            {**self._table(X, schema), target: y},
-            schema=schema,
-            budget=Budget(self.epsilon, self.delta),
-            method=self.method,
-            accounting=self.accounting,
-            max_updates=self.max_updates,
-            seed=seed,
-            device=self.device,
-        )
+            run = fit(
+                model,
+                {**self._table(X, schema), target: y},
+                schema=schema,
+                budget=Budget(self.epsilon, self.delta),
+                method=self.method,
+                accounting=self.accounting,
+                max_updates=self.max_updates,
+                seed=seed,
+                device=self.device,
+            )
         # not the run itself: its diagnostics are private, and estimators are pickled and shared
         public = {**run.statement["public"], **self._declared_classes()}
         self.schema_, self.model_ = schema, run.model
@@ -212,7 +211,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         if self.schema is None:
             X = validate_data(self, X, reset=False, dtype=np.float64)  # noqa: N806
-        else:
+        elif hasattr(self, "feature_names_in_"):  # one that was loaded knows its schema only
             validate_data(self, X, reset=False, skip_check_array=True)
         inputs = self.schema_.inputs(self._table(X, self.schema_))
         found: Tensor = model_outputs(self.model_, inputs)

@@ -34,7 +34,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = DESCRIPTION
     parser.add_argument("folder", metavar="RELEASE", help="a run folder, or the release in it")
-    parser.add_argument("file", metavar="FILE", type=Path, help="new records, or a folder of images")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="new records, or a folder of images"
+    )
     parser.add_argument("--out", metavar="FILE", type=Path, help="write a file (default: print)")
     parser.add_argument(
         "--proba", action="store_true", help="add the probability of each class or label"

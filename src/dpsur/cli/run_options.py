@@ -11,7 +11,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from dpsur.config import PRIVACY, RUN, WHAT, RunConfig, check_method_options
+from dpsur.config import PRIVACY, RUN, RunConfig, check_method_options
 from dpsur.distributed import Ranks, connect, is_distributed, restarted
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.methods import METHODS, Method, method_named
@@ -19,6 +19,7 @@ from dpsur.options import Option, declared, flag
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.files import RunFolder, start_command
 from dpsur.tasks import OWN, TASKS
+from dpsur.tasks.declared import WHAT
 
 # Where runs go that are given no folder.
 RUNS = "runs"

@@ -97,7 +97,7 @@ def read_report(
     name = task or (origin.task if origin.task in TASKS else None)
     if name is not None:
         try:
-            records, loss = load_test_records(name, data_dir, schema)
+            records, loss = load_test_records(name, data_dir, schema, statement["public"])
             target = torch.device("cpu") if device is None else device
             model = model.to(target).eval()
             check_fits(model, records, loss, name)

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur import checks
-from dpsur.config import Pace, RunConfig, Speed, check_budget, choose_for_model, uses_gpu
+from dpsur.config import (
+    Pace,
+    RunConfig,
+    Speed,
+    check_budget,
+    choose_for_model,
+    choose_for_task,
+    uses_gpu,
+)
 from dpsur.distributed import connect, restarted
 from dpsur.environment import versions
 from dpsur.errors import InvalidInputError, PrivacyWarning
@@ -38,6 +46,7 @@ from dpsur.runs.evaluation import (
 )
 from dpsur.runs.files import CURVES, RunFolder, to_json, write_atomically
 from dpsur.runs.observers import RandomDelays, Recorder, draw_curves
+from dpsur.runs.own_data import AUTO, Given, better_for_images, own_task, task_network
 from dpsur.runs.release import (
     CLASSES,
     LABELS,
@@ -49,6 +58,7 @@ from dpsur.runs.release import (
 )
 from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Session
+from dpsur.runs.tasks import origin_of
 from dpsur.runs.validation import check_observers
 from dpsur.status import notes, silenced
 from dpsur.tasks.schema import Schema
@@ -65,13 +75,15 @@ _ELSEWHERE = {"epsilon": _BUDGET, "delta": _BUDGET} | {
 @checks.arguments_with(_ELSEWHERE)
 def fit(
     model: nn.Module | str,
-    train_set: Any,
+    train_set: Any = None,
     *,
     loss: LossFunction | None = None,
     budget: Budget,
     method: Method | None = None,
     test_set: Any = None,
-    schema: Schema | None = None,
+    schema: Schema | str | os.PathLike[str] | None = None,
+    classes: int | Sequence[Any] | None = None,
+    image_size: int | Sequence[int] | str | None = None,
     accounting: str = DEFAULT_ACCOUNTING,
     features: str | None = None,
     normalisation: str | None = None,
@@ -91,11 +103,14 @@ def fit(
 
     Args:
         model: any module that maps a batch of inputs to a batch of outputs, row by row. It is left
-            as it is; `Run.model` is a trained copy, in evaluation mode. With a schema also "linear"
-            or "mlp".
+            as it is; `Run.model` is a trained copy, in evaluation mode. "auto" is a network that
+            suits the records; with a schema also "linear" or "mlp". The records may stand in this
+            place, for a model "auto": fit("images:DIR", budget=...).
         train_set: the private records: a pair (inputs, targets) of tensors, arrays or lists, or a
             map-style data set of such pairs. A data set is read once: one that augments its records
-            at random is refused.
+            at random is refused. Also the name of your files ("images:DIR", "csv:FILE",
+            "parquet:FILE", "jsonl:FILE", "npz:FILE"), a data frame or a Hugging Face data set with
+            a schema, and texts or images of Pillow with their labels.
         loss: maps (outputs, targets) of a batch to a number; it is applied to each record alone, so
             that class weights of a cross entropy count for each record, without a mean over them.
             By default F.cross_entropy, or the loss of the schema.
@@ -105,7 +120,11 @@ def fit(
             norm 1, plain DP-SGD by rule. What a given method leaves open is chosen to fit.
         test_set: public records to measure on, in the same form. Figures on them are not noisy and
             not charged.
-        schema: declares the columns of `train_set` and `test_set`, which are then data frames.
+        schema: declares the columns of a table, or the file of such a schema.
+        classes: how many classes there are, or the list of their names: for texts, images and
+            "auto", where nothing else says it. They become public.
+        image_size: height and width, with channels before them or not, that files of images are
+            scaled to (default: 3 x 32 x 32, which the encoder sees).
         accounting: how privacy loss is counted, by name.
         features: "scattering" or "encoder" trains on such features of images instead of pixels;
             `model` must take those, `Run.model` takes images. A method may bring its own
@@ -134,19 +153,31 @@ def fit(
     """
     check_observers(observers)
     check_budget(budget)
-    described: Origin = NO_ORIGIN
-    if schema is not None:
-        model, described = _table_model(model, schema)
-        train_set, test_set = (
-            None if part is None else schema.records(part) for part in (train_set, test_set)
-        )
-        loss = schema.loss if loss is None else loss
+    if train_set is None and isinstance(model, (str, os.PathLike)):
+        model, train_set = AUTO, model
+    task = own_task(model, train_set, test_set, Given(schema, classes, image_size))
+    network: dict[str, Any] | None = None
+    reasons: tuple[str, ...] = ()
+    if task is not None:
+        train_set, test_set = task.load(None)
+        loss = task.loss if loss is None else loss
+        if model == AUTO and method is None:
+            facts = {"device": str(device), "max_updates": max_updates}
+            chosen = choose_for_task(task, features, normalisation, accounting, budget, facts)
+            method, features, normalisation, network, reasons = chosen
+        elif isinstance(model, str):
+            if model == AUTO:
+                features = features or (method.features if method else None)
+                features = features or task.default_features
+            network = task_network(task, model, features)
     elif isinstance(model, str):
         raise InvalidInputError(
             f"model {model!r} is the name of a network for a table; pass schema, or a module"
         )
+    if network is not None:
+        model = build_network(network)
+    assert not isinstance(model, str)
     loss = F.cross_entropy if loss is None else loss
-    reasons: tuple[str, ...] = ()
     if method is None:
         method, normalisation, reasons = choose_for_model(
             records=_count(train_set),
@@ -158,6 +189,7 @@ def fit(
             linear=_is_linear(model),
             short=max_updates is not None,
         )
+        reasons = (*reasons, *better_for_images(train_set, features, network))
     config = RunConfig(
         task=None,
         method=method,
@@ -189,6 +221,7 @@ def fit(
             augment=augment,
             views=views,
             released=load_statistics(folder.checkpoint, ranks) if folder and resume else None,
+            pixel_scale=None if task is None else task.pixel_scale,
         )
         notes(reasons)  # after all checks, which end in one line
         return execute(
@@ -196,7 +229,9 @@ def fit(
             folder=folder,
             resume=resume,
             observers=observers if ranks.is_main else (),
-            origin=replace(described, features=session.layer_descriptions),
+            origin=Origin(features=session.layer_descriptions)
+            if task is None
+            else origin_of(task, network, session),
         )
 
 
@@ -229,20 +264,6 @@ def _is_linear(model: Any) -> bool:
     weights = list(model.parameters()) if isinstance(model, nn.Module) else []
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)] if weights else []
     return len(weights) == len(layers) == 1 and not weights[0].any()
-
-
-def _table_model(model: nn.Module | str, schema: Schema) -> tuple[nn.Module, Origin]:
-    """A network for a table, and what a release says of it."""
-    if not isinstance(schema, Schema):
-        raise InvalidInputError(
-            f"schema must be a dpsur.Schema, got {checks.shown(schema)}; read one with "
-            "dpsur.Schema.load(FILE)"
-        )
-    public = {"schema": schema.to_public()}
-    if not isinstance(model, str):
-        return model, Origin(public=public)
-    network = schema.network(model)
-    return build_network(network), Origin(network=network, public=public)
 
 
 def execute(

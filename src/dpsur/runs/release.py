@@ -267,4 +267,3 @@ def _check_sizes(description: Any) -> None:
             values += value.values()
         elif isinstance(value, list):
             values += value
-

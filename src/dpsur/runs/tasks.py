@@ -113,7 +113,7 @@ def build_task_session(
             released=released,
             pixel_scale=task.pixel_scale,
         )
-    return session, _origin(task, description, session, config.keep_fraction)
+    return session, origin_of(task, description, session, config.keep_fraction)
 
 
 def sample_problem(config: RunConfig) -> Problem:
@@ -248,12 +248,13 @@ def _network(task: Task, config: RunConfig) -> dict[str, Any]:
     return {**network, **config.network, **activation, **changes}
 
 
-def _origin(
+def origin_of(
     task: Task,
     network: Mapping[str, Any] | None,
     session: Session,
-    keep_fraction: float | None,
+    keep_fraction: float | None = None,
 ) -> Origin:
+    """Where the model of a session on a task comes from."""
     # The task of a user's file is not named: the path of private records is not released.
     name = task.name if task.name in TASKS else None
     public = dict(task.public)

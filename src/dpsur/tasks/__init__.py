@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from dpsur.tasks.mnist import FMNIST_TASK, MNIST_TASK
 from dpsur.tasks.mnist_5k import MNIST_5K
 from dpsur.tasks.npz import PREFIX as NPZ
 from dpsur.tasks.npz import npz_task, npz_test_records
-from dpsur.tasks.schema import Schema
 from dpsur.tasks.tables import PREFIXES, table_task, table_test_records
 
 TASKS: dict[str, Task] = {
@@ -51,7 +49,7 @@ ENDINGS = {
 def task_named(
     name: str,
     classes: int | None = None,
-    schema: str | PathLike[str] | Schema | None = None,
+    schema: Any = None,
     declared: Declared = NOTHING,
 ) -> Task:
     """Look a task up by name; `npz:FILE`, `csv:FILE`, `images:DIR` and so on are your own data.
@@ -59,7 +57,7 @@ def task_named(
     `classes` is the declared number of classes of an npz file, `schema` the file that declares the
     columns of a table, `declared` all that can be declared. It is public.
     """
-    given = {"classes": classes, "schema": schema}
+    given: dict[str, Any] = {"classes": classes, "schema": schema}
     declared = replace(declared, **{key: v for key, v in given.items() if v is not None})
     if name.startswith(PREFIXES):
         return table_task(name, declared)
@@ -91,7 +89,7 @@ def _unknown(name: str) -> str:
 def load_test_records(
     name: str,
     data_dir: Path | None,
-    schema: str | PathLike[str] | Schema | None = None,
+    schema: Any = None,
     public: Mapping[str, Any] | None = None,
 ) -> tuple[Examples, LossFunction]:
     """The public test records of a task, and its loss. An npz file needs no declared classes.

@@ -24,7 +24,7 @@ def _are_labels(name: str, value: Any) -> None:
     found = split_labels(value)
     if len(found) < 2 or len(set(found)) < len(found) or not all(found):
         raise InvalidInputError(
-            f"{name} must be at least two different names, such as no,yes, got {checks.shown(value)}"
+            f"{name} must be two or more different names, such as no,yes, got {checks.shown(value)}"
         )
 
 
@@ -37,8 +37,8 @@ def split_labels(value: Any) -> tuple[str, ...]:
 def _is_schema(name: str, value: Any) -> None:
     if not isinstance(value, (str, PathLike, Schema)):
         raise InvalidInputError(
-            f"{name} must be a dpsur.Schema or the file of one, got {checks.shown(value)}; read one "
-            "with dpsur.Schema.load(FILE)"
+            f"{name} must be a dpsur.Schema or its file, got {checks.shown(value)}; read one with "
+            "dpsur.Schema.load(FILE)"
         )
 
 
@@ -68,9 +68,9 @@ def image_shape(value: str | None, name: str = "image_size") -> tuple[int, int, 
 class Declared:
     """Public facts about a file of records; None where they are not given.
 
-    A number of `classes` is for arrays, a `schema` (or its file) for tables. `labels` names classes,
-    `columns` the column of texts and the column of classes. `image_size` is what images are scaled
-    to: by default what the encoder sees. `test` are public records of the same form.
+    A number of `classes` is for arrays, a `schema` (or its file) for tables. `labels` names the
+    classes, `columns` the column of texts and the column of classes. `image_size` is what images
+    are scaled to: by default what the encoder sees. `test` are public records of the same form.
     """
 
     classes: int | None = option(

@@ -24,12 +24,10 @@ from dpsur.tasks.tables import existing
 
 PREFIX = "images:"
 # Endings of files that are images; other files in a folder are ignored.
-ENDINGS = (
-    *(".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm"),
-)
+ENDINGS = (*(".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm"),)
 MODES = {1: "L", 3: "RGB"}
-# Folders that hold a part of the data, not a class.
-PARTS = {"train", "test", "val", "valid", "validation"}
+# Folders that hold records to test on, not a class.
+PARTS = ("test", "val", "valid", "validation")
 Shape = tuple[int, int, int]
 
 
@@ -37,12 +35,10 @@ def images_task(name: str, declared: Declared) -> Task:
     """The task of a name `images:DIR`."""
     declared.refuse(name, "labels", "image_size", "test")
     folder = _folder(name)
-    shape, labels = image_shape(declared.image_size), declared.names or class_names(folder)
-    if len(labels) < 2:
-        raise InvalidInputError(
-            f"{folder} has {len(labels)} folder; write a folder of images for each class, at least "
-            "two, or name them all with --labels"
-        )
+    shape, labels = image_shape(declared.image_size), declared.names
+    if not labels:
+        labels = class_names(folder)
+        _check_classes(folder, labels)
     train = labelled_images(folder, labels, shape)
     test = None
     if declared.test is not None:
@@ -87,14 +83,23 @@ def class_names(folder: Path) -> tuple[str, ...]:
             f"{folder} holds no folders; write a folder of images for each class: "
             f"{folder}/CLASS/IMAGE.png"
         )
-    if "train" in names and set(names) <= PARTS:
-        other = next((name for name in names if name != "train"), None)
-        more = "" if other is None else f", and --test {folder / other} if those images are public"
+    return tuple(names)
+
+
+def _check_classes(folder: Path, names: Sequence[str]) -> None:
+    """Refuse folders that hold parts of the data, unless they are declared to be classes."""
+    if "train" in names:
+        test = next((name for name in names if name in PARTS), None)
+        more = "" if test is None else f", and --test {folder / test} if those images are public"
         raise InvalidInputError(
-            f"{folder} holds the parts {', '.join(names)}, not classes; write "
+            f"{folder} holds the folder train, which seems to be a part, not a class; write "
             f"{PREFIX}{folder / 'train'}{more}"
         )
-    return tuple(names)
+    if len(names) < 2:
+        raise InvalidInputError(
+            f"{folder} has one folder, {names[0]!r}; write a folder of images for each class, or "
+            "name all classes with --labels"
+        )
 
 
 def labelled_images(folder: Path, labels: Sequence[str], shape: Shape) -> Examples:
@@ -107,13 +112,17 @@ def labelled_images(folder: Path, labels: Sequence[str], shape: Shape) -> Exampl
             f"{folder} holds a folder {undeclared[0]!r} that is no class; the classes are "
             f"{', '.join(labels)}: name it in --labels, or move it away"
         )
-    found = [(path, place) for place, name in enumerate(labels) for path in images_in(folder / name)]
+    found = [
+        (path, place) for place, name in enumerate(labels) for path in images_in(folder / name)
+    ]
     if not found:
         raise InvalidInputError(
             f"{folder} holds no images; files of images end in {', '.join(ENDINGS)}"
         )
     paths = tuple(path for path, _ in found)
-    return Examples(_read_once(paths, _signature(paths), shape), torch.tensor([n for _, n in found]))
+    return Examples(
+        _read_once(paths, _signature(paths), shape), torch.tensor([n for _, n in found])
+    )
 
 
 def images_in(folder: Path) -> list[Path]:
@@ -157,7 +166,7 @@ def _pixels(source: Any, shape: Shape) -> "np.ndarray[Any, np.dtype[np.float32]]
 
     channels, height, width = shape
     try:
-        with (source if isinstance(source, Image.Image) else Image.open(source)) as image:
+        with source if isinstance(source, Image.Image) else Image.open(source) as image:
             picture = image.convert(MODES[channels])
             if picture.size != (width, height):
                 picture = picture.resize((width, height), Image.Resampling.BILINEAR)

@@ -4,8 +4,8 @@
     inputs.rows(records)                         # a data frame, texts, images or arrays
     inputs.read("new_patients.csv")              # the same from a file
 
-New records become numbers exactly as those of the training did: by the schema of a table, by hashing
-of texts, by the declared size of images. A row depends on its record alone.
+New records become numbers exactly as those of the training did: by the schema of a table, by
+hashing of texts, by the declared size of images. A row depends on its record alone.
 """
 
 import os
@@ -32,7 +32,7 @@ TABLE_FILES = (".csv", ".tsv", ".txt", ".parquet", *JSON_LINES)
 
 @dataclass(frozen=True)
 class Records:
-    """Inputs of a model, a row for each record, and the names of the records where they have any."""
+    """Inputs of a model, a row for each record, and the names of the files of the records."""
 
     rows: Any
     names: Sequence[str] | None = None
@@ -77,8 +77,8 @@ class TableInputs:
             found = as_tensor(records)
             if found.dim() != 2 or found.shape[1] != self.schema.width:
                 raise InvalidInputError(
-                    f"an array of encoded records must have the shape (n, {self.schema.width}), got "
-                    f"{tuple(found.shape)}; pass a data frame or a file with the columns "
+                    f"an array of encoded records must have the shape (n, {self.schema.width}), "
+                    f"got {tuple(found.shape)}; pass a data frame or a file with the columns "
                     f"{_listed(self.schema.columns)}"
                 )
             return found
@@ -243,7 +243,7 @@ def _are_texts(records: Any) -> bool:
 def _check_ending(path: Path, endings: Sequence[str], what: str) -> None:
     if path.suffix.lower() not in endings:
         raise InvalidInputError(
-            f"this model predicts for {what}, and {path} is none of {', '.join(endings)}; convert it"
+            f"this model predicts for {what}, and {path} ends in none of {', '.join(endings)}"
         )
 
 

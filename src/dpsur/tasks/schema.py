@@ -2,8 +2,9 @@
 
 Every record becomes a row of numbers by itself, by the schema alone: numbers are clipped to their
 declared range and scaled to [-1, 1], categories become one number each and one for everything that
-was not declared, texts become weighted words, missing values get a declared value. Shapes, names and errors are therefore the
-same whatever a record holds, and adding or removing one record adds or removes one row.
+was not declared, texts become weighted words, missing values get a declared value. Shapes, names
+and errors are therefore the same whatever a record holds, and adding or removing one record adds or
+removes one row.
 """
 
 import json
@@ -66,9 +67,10 @@ class TestPart:
 class Schema:
     """The columns of a table that are used, and the target.
 
-    `columns` maps names to `Number`, `Category` or `Text`; other columns of the table are ignored. `target`
-    is one column: a `Number` makes it a regression, a `Category` a classification. Several columns,
-    each a `Category` of two values of which the second is positive, are a multi-label target.
+    `columns` maps names to `Number`, `Category` or `Text`; other columns of the table are ignored.
+    `target` is one column: a `Number` makes it a regression, a `Category` a classification. Several
+    columns, each a `Category` of two values of which the second is positive, are a multi-label
+    target.
     `test` names public records to test on. All of it is public, and a release states it.
     """
 
@@ -115,7 +117,7 @@ class Schema:
     @property
     def is_text(self) -> bool:
         """Whether a record is one text and nothing else: a row of weighted words of norm 1."""
-        return len(self.columns) == 1 and isinstance(*self.columns.values(), Text)
+        return [type(column) for column in self.columns.values()] == [Text]
 
     @property
     def outputs(self) -> int:
@@ -177,7 +179,7 @@ class Schema:
             if isinstance(column, Category):
                 found.append(column.indices(columns[name]).astype(np.float64))
                 found[-1][found[-1] < 0] = np.nan
-            else:
+            elif isinstance(column, Number):
                 scaled = column.scaled(numbers_of(columns[name]))
                 missing = np.nan
                 if column.missing is not None:
@@ -210,7 +212,7 @@ class Schema:
         if isinstance(first, Number):
             scaled: Values = outputs.detach().cpu().double().reshape(len(outputs)).numpy()
             return scaled * first.half + first.middle
-        if not more:
+        if not more and isinstance(first, Category):
             names: Values = np.array(first.values, dtype=object)
             return names.take(outputs.argmax(1).cpu().numpy())
         rows = [np.array(column.values, dtype=object) for column in self._categories()]

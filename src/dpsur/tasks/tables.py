@@ -42,7 +42,15 @@ def table_task(name: str, declared: Declared) -> Task:
     """The task of a name `csv:FILE`, `parquet:FILE` or `jsonl:FILE`."""
     declared.refuse(name, "schema", "labels", "columns", "test")
     path, schema = table_path(name), declared_schema(name, declared)
-    train, test = _records(path, declared, schema)
+    return _task(name, schema, *_records(path, declared, schema))
+
+
+def memory_task(schema: Schema, train: Any, test: Any = None) -> Task:
+    """The task of a data frame, or of columns by name."""
+    return _task("", schema, schema.records(train), None if test is None else schema.records(test))
+
+
+def _task(name: str, schema: Schema, train: Examples, test: Examples | None) -> Task:
     return Task(
         name=name,
         summary=f"{len(train)} records to train, {len(test or ())} to test",
@@ -107,7 +115,9 @@ def _records(path: Path, declared: Declared, schema: Schema) -> tuple[Examples, 
     if declared.test is not None:
         files.append(existing(declared.test))
     elif schema.test is not None and schema.test.file is not None:
-        folder = Path() if isinstance(declared.schema, Schema) else Path(str(declared.schema)).parent
+        folder = (
+            Path() if isinstance(declared.schema, Schema) else Path(str(declared.schema)).parent
+        )
         files.append(folder / Path(schema.test.file).expanduser())
         if not files[-1].is_file():
             raise InvalidInputError(
