@@ -32,6 +32,7 @@ GROUPS = {
         "train": ("dpsur.cli.train:set_up", "train a model under a privacy budget"),
         "evaluate": ("dpsur.cli.evaluate:set_up", "test a release on its task's public test set"),
         "predict": ("dpsur.cli.predict:set_up", "predictions of a release for new records"),
+        "export": ("dpsur.cli.export:set_up", "a program that needs no dpsur, features included"),
         "report": ("dpsur.cli.report:set_up", "one HTML page about a finished run"),
         "plot": ("dpsur.cli.report:set_up_plot", "plot epsilon, accuracy or attack power of runs"),
         "methods": ("dpsur.cli.listings:set_up_methods", "list methods and hyper-parameters"),

@@ -39,6 +39,8 @@ class Predictor:
         module: the bare network in evaluation mode, behind the layers of its features.
         statement: the privacy statement of the release.
         schema: the declared columns of a table, or None.
+        inputs: how records become what the network takes.
+        predicts: "classes", "labels" or "numbers"; None where that is not known.
         classes: what `predict` chooses from, in the order of `predict_proba`; None for numbers.
     """
 
@@ -47,12 +49,12 @@ class Predictor:
         self.statement = statement
         public = statement["public"]
         self.schema = Schema.from_json(public["schema"]) if "schema" in public else None
-        self._inputs = raw_inputs({**_task_inputs(origin), **public})
-        self._predicts = origin.predicts or (None if origin.network is None else CLASSES)
+        self.inputs = raw_inputs({**_task_inputs(origin), **public})
+        self.predicts = origin.predicts or (None if origin.network is None else CLASSES)
         if self.schema is not None:
-            self._predicts = {"number": NUMBERS}.get(self.schema.kind, self.schema.kind)
+            self.predicts = {"number": NUMBERS}.get(self.schema.kind, self.schema.kind)
         self._labels = public.get("labels")
-        if self._labels is None and self.schema is not None and self._predicts == CLASSES:
+        if self._labels is None and self.schema is not None and self.predicts == CLASSES:
             (column,) = self.schema.target.values()
             assert isinstance(column, Category)
             self._labels = list(column.values)
@@ -61,12 +63,12 @@ class Predictor:
         classes = "" if self.classes is None else f", {len(self.classes)} classes"
         epsilon = self.statement["guarantee"]["epsilon"]
         shown = "no privacy" if epsilon is None else f"epsilon {epsilon:.3g}"
-        return f"Predictor({type(self.module).__name__} for {self._inputs.kind}{classes}, {shown})"
+        return f"Predictor({type(self.module).__name__} for {self.inputs.kind}{classes}, {shown})"
 
     @property
     def classes(self) -> tuple[Any, ...] | None:
         """What `predict` chooses from: names that were declared, or numbers from 0 on."""
-        if self._predicts != CLASSES:
+        if self.predicts != CLASSES:
             return None
         if self._labels is None:
             count = _last_width(self.module)
@@ -89,13 +91,24 @@ class Predictor:
         """Predictions with their probabilities and the names of files, computed once."""
         found = self._read(records)
         outputs = self._outputs(found)
-        known = self._predicts in (CLASSES, LABELS)
+        known = self.predicts in (CLASSES, LABELS)
         probabilities = self._probabilities(outputs) if known else None
         return Predictions(self._decoded(outputs), probabilities, found.names)
 
     def outputs(self, records: Any) -> Tensor:
         """What the network returns: a row of scores for each record."""
         return self._outputs(self._read(records))
+
+    def export(
+        self, folder: str | os.PathLike[str], *, example: Any = None, onnx: bool = False
+    ) -> Path:
+        """Write a program that needs no dpsur into a new folder: see `dpsur export`.
+
+        `example` are records in memory, for a custom model whose inputs nothing describes.
+        """
+        from dpsur.runs.export import export
+
+        return export(self, Path(folder), example=example, onnx=onnx)
 
     def _read(self, records: Any) -> Records:
         if isinstance(records, (str, os.PathLike)):
@@ -105,10 +118,10 @@ class Predictor:
                     f"there is no file {path} to predict for; name a file, or pass records: a list "
                     "of texts, a data frame or arrays"
                 )
-            return self._inputs.read(path)
+            return self.inputs.read(path)
         if isinstance(records, torch.utils.data.Dataset):
             return Records(as_examples(records, "records").inputs)
-        return Records(self._inputs.rows(records))
+        return Records(self.inputs.rows(records))
 
     def _outputs(self, found: Records) -> Tensor:
         weight = next((p.dtype for p in self.module.parameters()), torch.float32)
@@ -129,23 +142,23 @@ class Predictor:
         return outputs.cpu()
 
     def _decoded(self, outputs: Tensor) -> Values:
-        if self.schema is not None and self._predicts != CLASSES:
+        if self.schema is not None and self.predicts != CLASSES:
             return self.schema.decode(outputs)
-        if self._predicts == CLASSES and outputs.dim() == 2:
+        if self.predicts == CLASSES and outputs.dim() == 2:
             places: Values = outputs.argmax(1).numpy()
             return places if self._labels is None else np.array(self._labels)[places]
-        if self._predicts == LABELS:
+        if self.predicts == LABELS:
             return (outputs > 0).numpy()
         found: Values = outputs.numpy()
         return found
 
     def _probabilities(self, outputs: Tensor) -> Values:
-        if self._predicts == CLASSES and outputs.dim() == 2:
+        if self.predicts == CLASSES and outputs.dim() == 2:
             found: Values = outputs.double().softmax(1).numpy()
-        elif self._predicts == LABELS:
+        elif self.predicts == LABELS:
             found = outputs.double().sigmoid().numpy()
         else:
-            what = "numbers" if self._predicts == NUMBERS else "outputs of unknown meaning"
+            what = "numbers" if self.predicts == NUMBERS else "outputs of unknown meaning"
             raise InvalidInputError(
                 f"this model predicts {what}, which have no probabilities; use predict"
             )
