@@ -30,6 +30,7 @@ from dpsur.errors import (
 GROUPS = {
     "train": {
         "train": ("dpsur.cli.train:set_up", "train a model under a privacy budget"),
+        "plan": ("dpsur.cli.plan:set_up", "what a run would cost and give, before it is made"),
         "evaluate": ("dpsur.cli.evaluate:set_up", "test a release on its task's public test set"),
         "predict": ("dpsur.cli.predict:set_up", "predictions of a release for new records"),
         "export": ("dpsur.cli.export:set_up", "a program that needs no dpsur, features included"),

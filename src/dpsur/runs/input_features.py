@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,13 @@ from dpsur.features.statistics import (
 from dpsur.functional.records import Examples, StreamedExamples
 from dpsur.mechanism.streams import FEATURES, SETUP, Stream, Streams
 from dpsur.privacy import events
-from dpsur.privacy.events import Event, feature_mean, feature_statistics
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.events import (
+    Event,
+    feature_mean,
+    feature_mean_noise,
+    feature_statistics,
+)
 from dpsur.runs.checkpoint import Statistics
 
 SCATTERING = "scattering"
@@ -71,6 +77,18 @@ class InputFeatures:
         checks.at_least_one("groups", self.groups)
         if self.features is not None:
             features_named(self.features)
+
+    @classmethod
+    def within(
+        cls,
+        features: str | None,
+        normalisation: str | None,
+        budget: Budget,
+        scale: PixelScale | None = None,
+    ) -> Self:
+        """With the noise of a mean that suits a budget."""
+        noise = feature_mean_noise(budget.epsilon, budget.delta)
+        return cls(features, normalisation, mean_noise=noise, scale=scale)
 
     @property
     def kind(self) -> str:
