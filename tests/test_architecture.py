@@ -18,6 +18,7 @@ REPRODUCTION = ROOT / "reproduction"
 LEAVES = {
     "errors",
     "checks",
+    "display",
     "environment",
     "options",
     "registry",

@@ -28,7 +28,6 @@ TYPE_CHECKING = False  # importing `typing` for it would triple the time that th
 if TYPE_CHECKING:
     from typing import Any
 
-    from dpsur.cli.progress import ProgressBar
     from dpsur.config import Pace, Speed
     from dpsur.engine.gate import BlockGate, LossGate
     from dpsur.engine.microbatches import BatchMemoryManager
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from dpsur.privacy.statement import Statement
     from dpsur.runs.fit import fit
     from dpsur.runs.predictor import Predictor, load
+    from dpsur.runs.progress import ProgressBar
     from dpsur.runs.result import Run
     from dpsur.runs.session import Observer
     from dpsur.runs.verification import verify
@@ -89,7 +89,7 @@ _HOMES = {
     "Predictor": "dpsur.runs.predictor",
     "PrivacyEngine": "dpsur.engine.privacy_engine",
     "PrivacyLedger": "dpsur.privacy.plans",
-    "ProgressBar": "dpsur.cli.progress",
+    "ProgressBar": "dpsur.runs.progress",
     "Run": "dpsur.runs.result",
     "SampledGaussian": "dpsur.privacy.events",
     "Schema": "dpsur.tasks.schema",

@@ -110,6 +110,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
                 max_updates=self.max_updates,
                 seed=seed,
                 device=self.device,
+                progress=False,
             )
         # not the run itself: its diagnostics are private, and estimators are pickled and shared
         public = {**run.statement["public"], **self._declared_classes()}

@@ -35,6 +35,7 @@ GROUPS = {
         "predict": ("dpsur.cli.predict:set_up", "predictions of a release for new records"),
         "export": ("dpsur.cli.export:set_up", "a program that needs no dpsur, features included"),
         "report": ("dpsur.cli.report:set_up", "one HTML page about a finished run"),
+        "compare": ("dpsur.cli.compare:set_up", "finished runs side by side"),
         "plot": ("dpsur.cli.report:set_up_plot", "plot epsilon, accuracy or attack power of runs"),
         "methods": ("dpsur.cli.listings:set_up_methods", "list methods and hyper-parameters"),
         "explain": ("dpsur.cli.explain:set_up", "which per-example engine a model uses, and why"),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dpsur.cli.evaluate import describe_guarantee
-from dpsur.cli.progress import ProgressBar
 from dpsur.cli.run_options import (
     ALL_GROUPS,
     add_method_options,
@@ -29,6 +28,7 @@ from dpsur.runs.files import RunFolder, finite, resume_command
 from dpsur.runs.fit import execute
 from dpsur.runs.input_features import InputFeatures
 from dpsur.runs.planning import prospect
+from dpsur.runs.progress import ProgressBar
 from dpsur.runs.release import as_published
 from dpsur.runs.result import Run
 from dpsur.runs.tasks import build_task_session, features_of, load_records, task_of

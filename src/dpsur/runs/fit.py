@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -47,6 +48,7 @@ from dpsur.runs.evaluation import (
 from dpsur.runs.files import CURVES, RunFolder, to_json, write_atomically
 from dpsur.runs.observers import RandomDelays, Recorder, draw_curves
 from dpsur.runs.own_data import AUTO, Given, better_for_images, own_task, task_network
+from dpsur.runs.progress import default_progress
 from dpsur.runs.release import (
     CLASSES,
     LABELS,
@@ -98,6 +100,7 @@ def fit(
     augment: Callable[[Any], Any] | None = None,
     views: int = 1,
     observers: Sequence[Observer] = (),
+    progress: bool = True,
 ) -> Run:
     """Train a copy of `model` on `train_set` within `budget`.
 
@@ -147,6 +150,7 @@ def fit(
         views: so many augmented views of a record are averaged inside its one clipped gradient, at
             no cost in privacy and so many times the computation.
         observers: are called after every trial. What they see is private.
+        progress: show a bar on a terminal and in a notebook, with public figures only.
 
     Formal guarantee: `Run.model` is (epsilon, delta)-differentially private for adding or removing
     one record of `train_set`, as `Run.statement` says, if the accounting is a proved one.
@@ -224,15 +228,18 @@ def fit(
             pixel_scale=None if task is None else task.pixel_scale,
         )
         notes(reasons)  # after all checks, which end in one line
-        return execute(
-            session,
-            folder=folder,
-            resume=resume,
-            observers=observers if ranks.is_main else (),
-            origin=Origin(features=session.layer_descriptions)
-            if task is None
-            else origin_of(task, network, session),
-        )
+        bar = default_progress(observers) if progress and ranks.is_main else None
+        observers = (*([] if bar is None else [bar]), *observers)
+        with nullcontext() if bar is None else bar:
+            return execute(
+                session,
+                folder=folder,
+                resume=resume,
+                observers=observers if ranks.is_main else (),
+                origin=Origin(features=session.layer_descriptions)
+                if task is None
+                else origin_of(task, network, session),
+            )
 
 
 def resumes(folder: RunFolder, *, asked: bool) -> bool:

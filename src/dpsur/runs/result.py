@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from dpsur import checks
+from dpsur.display import html_table
 from dpsur.methods import Method
 from dpsur.per_example import EngineReport
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
-from dpsur.privacy.statement import format_epsilon
+from dpsur.privacy.statement import format_epsilon, guarantee_rows
+from dpsur.runs.evaluation import shown_scores
 from dpsur.runs.files import RunFolder
 from dpsur.runs.plots import Plotted, plot_runs
 from dpsur.runs.predictor import Predictor
@@ -66,6 +68,16 @@ class Run:
             f"  {self.statement['accepted_updates']} updates, "
             f"{'not saved' if self.saved is None else f'saved to {self.saved}'}"
         )
+
+    def _repr_html_(self) -> str:
+        scores = () if self.scores is None else shown_scores(self.scores)
+        saved = "not saved: run.save(folder)" if self.saved is None else str(self.saved)
+        rows = [
+            *((f"test {name}", text) for name, text in scores),
+            *guarantee_rows(self.statement),
+            ("release", saved),
+        ]
+        return html_table(f"Run of {self.method.name}", rows)
 
     @cached_property
     def predictor(self) -> Predictor:

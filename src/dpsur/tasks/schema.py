@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpsur.display import html_table
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
@@ -106,6 +107,12 @@ class Schema:
 
     def __repr__(self) -> str:
         return f"Schema({len(self.columns)} columns, target {', '.join(self.target)})"
+
+    def _repr_html_(self) -> str:
+        every = [(name, column, "") for name, column in self.columns.items()]
+        every += [(name, column, "target: ") for name, column in self.target.items()]
+        rows = [(name, f"{role}{_in_words(column)}") for name, column, role in every]
+        return html_table(f"Schema of {len(self.columns)} columns", rows)
 
     # --- what follows from it ---------------------------------------------------------------------
 
@@ -362,6 +369,15 @@ def _column(name: str, stored: Any) -> Column | None:
         raise InvalidInputError(f"kind must be number, category, text or ignore, {given}")
     except InvalidInputError as error:
         raise InvalidInputError(f"column {name!r}: {error}") from None
+
+
+def _in_words(column: Column) -> str:
+    if isinstance(column, Number):
+        return f"number from {column.low:g} to {column.high:g}"
+    if isinstance(column, Category):
+        shown = ", ".join(map(str, column.values[:8])) + (", ..." if len(column.values) > 8 else "")
+        return f"one of {shown}"
+    return "text"
 
 
 def _drop_empty(values: dict[str, Any], *names: str) -> None:
