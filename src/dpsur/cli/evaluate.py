@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
             f"{options.folder} names no task to test on; name it with --task, such as npz:FILE, or "
             "csv:FILE with --schema"
         )
-    test, loss = load_test_records(name, options.data_dir, options.schema, statement["public"])
+    test, loss = load_test_records(name, options.data_dir, options.schema, statement.get("public"))
     model = model.to(device)
     check_fits(model, test, loss, name)
     test = test.to(device)
