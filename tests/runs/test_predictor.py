@@ -231,3 +231,13 @@ def test_a_release_of_a_public_task_takes_images_as_they_are(tmp_path):
     digit = picture(True, 0)
     expected = run.predict(np.asarray(digit, np.float32)[None, None] / 255)
     assert run.predict([digit]) == run.predict(np.asarray(digit)[None]) == expected
+
+
+def test_a_run_that_was_paid_for_is_not_lost_to_a_folder_in_use(tmp_path, capsys):
+    run = dpsur.fit(nn.Sequential(nn.Linear(2, 3)), points(), **SHARED)
+    paths = [run.save(tmp_path / "out") for _ in range(3)]
+    assert [path.parent.name for path in paths] == ["out", "out-2", "out-3"]
+    assert "is in use; the release is written to" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    with pytest.raises(dpsur.InvalidInputError, match="is not a folder"):
+        run.save(tmp_path / "file")

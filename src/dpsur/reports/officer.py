@@ -101,8 +101,9 @@ def _scale(epsilon: float) -> str:
         "model is often lower and stands above."
     )
     return (
-        f'<svg class="scale" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="epsilon {epsilon:.3g} on a '
-        f'scale from {LOW:g} to {HIGH:g}">{"".join(parts)}</svg>'
+        f'<svg class="scale" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="epsilon {epsilon:.3g} on a scale from {LOW:g} to {HIGH:g}">'
+        f"{''.join(parts)}</svg>"
         f'<p class="small soft">{words}</p>'
     )
 

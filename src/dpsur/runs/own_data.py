@@ -4,7 +4,7 @@ Tensors and data sets of tensors need nothing of this; they go to the model as t
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.features import words
 from dpsur.features.words import WORDS_DIMENSION
 from dpsur.functional.records import Examples
-from dpsur.runs.data import as_examples
+from dpsur.runs.data import as_examples, generators_restored
 from dpsur.tasks import OWN, TASKS, Declared, Task, task_named
 from dpsur.tasks.declared import image_shape
 from dpsur.tasks.images import read_images
@@ -168,10 +168,11 @@ def _raw(data: Any) -> _Raw | None:
             return None
         named = getattr(data.features[labels], "names", None)
         return _Raw(list(data[inputs]), _listed(data[labels]), named)
-    if isinstance(data, torch.utils.data.Dataset) and len(data):  # type: ignore[arg-type]
-        first = data[0]
+    if isinstance(data, torch.utils.data.Dataset) and isinstance(data, Sized) and len(data):
+        with generators_restored():
+            first = data[0]
         if isinstance(first, (tuple, list)) and len(first) == 2 and _is_raw([first[0]]):
-            pairs = [data[place] for place in range(len(data))]  # type: ignore[arg-type]
+            pairs = [data[place] for place in range(len(data))]
             classes = getattr(data, "classes", None)  # of torchvision
             return _Raw([one for one, _ in pairs], _listed([two for _, two in pairs]), classes)
     return None

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from dpsur.runs.files import RunFolder
 from dpsur.runs.plots import Plotted, plot_runs
 from dpsur.runs.predictor import Predictor
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
+from dpsur.status import notes
 from dpsur.tasks.columns import Values
 
 if TYPE_CHECKING:
@@ -112,9 +114,27 @@ class Run:
         return plot_runs([Plotted(self.method.name, self.plan, self.private.rows)], kind)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write `release/` into a new folder and return its path. Nothing private is written."""
-        folder = RunFolder(path)
-        folder.check_new()
+        """Write `release/` into a new folder and return its path. Nothing private is written.
+
+        A folder that is in use stays as it is, and the release goes to the next free name (`out-2`
+        beside `out`), which a line on stderr says: the budget of this run is spent already.
+        """
+        folder = _free_folder(Path(path))
+        if folder.root != Path(path):
+            notes([f"{path} is in use; the release is written to {folder.root}"])
         write_release(folder.release, self.model, self.statement, self.origin)
         object.__setattr__(self, "saved", folder.release)  # for `repr` alone
         return folder.release
+
+
+def _free_folder(path: Path) -> RunFolder:
+    """The folder of this name, or the first numbered one that holds nothing."""
+    names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
+    folders = (RunFolder(path.with_name(name) if path.name else path) for name in names)
+    folder = next(one for one in folders if not path.name or not _in_use(one.root))
+    folder.check_new()
+    return folder
+
+
+def _in_use(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
