@@ -312,7 +312,7 @@ def test_models_and_losses_of_the_user_and_names_without_a_schema():
     assert {"r2", "mae"} < set(run.scores)
     with pytest.raises(InvalidInputError, match="model 'mlp' is the name of a network for a table"):
         dpsur.fit("mlp", blobs(), budget=BUDGET)
-    with pytest.raises(InvalidInputError, match="unknown model 'cnn' for a table"):
+    with pytest.raises(InvalidInputError, match="unknown model 'cnn' for these records"):
         dpsur.fit("cnn", people(), schema=schema, budget=BUDGET)
     with pytest.raises(InvalidInputError, match="schema must be a dpsur.Schema"):
         dpsur.fit("mlp", people(), schema={}, budget=BUDGET)
