@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         example = model.inputs.read(options.example).rows
     with status("exporting the model, and comparing both"):
         folder = export(model, options.out, example=example, onnx=options.onnx)
-    found = json.loads((folder / SIGNATURE).read_text())
+    found = json.loads((folder / SIGNATURE).read_text(encoding="utf-8"))
     if options.json:
         print(json.dumps(found))
         return 0

@@ -147,7 +147,8 @@ def export(model: Predictor, folder: Path, *, example: Any = None, onnx: bool = 
                 _compare(loaded(some), whole(some), "program")
             if onnx:
                 _export_onnx(whole, program, records, folder / ONNX)
-        (folder / SIGNATURE).write_text(json.dumps(signature(model, traced), indent=2) + "\n")
+        text = json.dumps(signature(model, traced), indent=2) + "\n"
+        (folder / SIGNATURE).write_text(text, encoding="utf-8")
         if isinstance(model.inputs, TextInputs) or (model.schema and model.schema.is_text):
             shutil.copyfile(Path(hashing.__file__), folder / WORDS)
     except BaseException:
