@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
             f"{options.folder} names no task to test on; name it with --task, such as npz:FILE or "
             "csv:FILE"
         )
-    test, loss = load_test_records(name, options.data_dir, options.schema, statement["public"])
+    test, loss = load_test_records(name, options.data_dir, options.schema, statement.get("public"))
     model = model.to(device)
     check_fits(model, test, loss, name)
     test = test.to(device)
