@@ -18,11 +18,13 @@ REPRODUCTION = ROOT / "reproduction"
 LEAVES = {
     "errors",
     "checks",
+    "display",
     "environment",
     "options",
     "registry",
     "figure_style",
     "status",
+    "choices",
     "config",
     "_version",
 }

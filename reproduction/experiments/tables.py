@@ -379,7 +379,7 @@ def _ebm(data: Data, epsilon: float, seed: int) -> Any:
             if isinstance(column, Number):
                 scaled = column.encode(part[name].to_numpy())[:, 0]
                 found[name] = scaled * column.half + column.middle
-            else:
+            elif isinstance(column, Category):
                 names = np.array([*(f"v{place}" for place in range(len(column.values))), "other"])
                 found[name] = names[column.indices(part[name].to_numpy())]
         return pandas.DataFrame(found)

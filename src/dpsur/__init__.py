@@ -28,7 +28,6 @@ TYPE_CHECKING = False  # importing `typing` for it would triple the time that th
 if TYPE_CHECKING:
     from typing import Any
 
-    from dpsur.cli.progress import ProgressBar
     from dpsur.config import Pace, Speed
     from dpsur.engine.gate import BlockGate, LossGate
     from dpsur.engine.microbatches import BatchMemoryManager
@@ -47,11 +46,12 @@ if TYPE_CHECKING:
     from dpsur.privacy.plans import PrivacyLedger
     from dpsur.privacy.statement import Statement
     from dpsur.runs.fit import fit
-    from dpsur.runs.release import load
+    from dpsur.runs.predictor import Predictor, load
+    from dpsur.runs.progress import ProgressBar
     from dpsur.runs.result import Run
     from dpsur.runs.session import Observer
     from dpsur.runs.verification import verify
-    from dpsur.tasks.columns import Category, Number
+    from dpsur.tasks.columns import Category, Number, Text
     from dpsur.tasks.schema import Schema
 
 _HOMES = {
@@ -76,7 +76,7 @@ _HOMES = {
     "fix": "dpsur.per_example.check_and_fix",
     "from_opacus": "dpsur.opacus.checkpoint",
     "Gaussian": "dpsur.privacy.events",
-    "load": "dpsur.runs.release",
+    "load": "dpsur.runs.predictor",
     "LossGate": "dpsur.engine.gate",
     "LossTest": "dpsur.privacy.events",
     "model_loss": "dpsur.functional.model_loss",
@@ -86,15 +86,17 @@ _HOMES = {
     "Pace": "dpsur.config",
     "per_example_gradients": "dpsur.per_example.api",
     "poisson_batches": "dpsur.mechanism.api",
+    "Predictor": "dpsur.runs.predictor",
     "PrivacyEngine": "dpsur.engine.privacy_engine",
     "PrivacyLedger": "dpsur.privacy.plans",
-    "ProgressBar": "dpsur.cli.progress",
+    "ProgressBar": "dpsur.runs.progress",
     "Run": "dpsur.runs.result",
     "SampledGaussian": "dpsur.privacy.events",
     "Schema": "dpsur.tasks.schema",
     "selective_epsilon": "dpsur.privacy.calibrate",
     "Speed": "dpsur.config",
     "Statement": "dpsur.privacy.statement",
+    "Text": "dpsur.tasks.columns",
     "Tracker": "dpsur.integrations.trackers",
     "Trial": "dpsur.privacy.events",
     "verify": "dpsur.runs.verification",
@@ -135,6 +137,7 @@ __all__ = [
     "Number",
     "Observer",
     "Pace",
+    "Predictor",
     "PrivacyEngine",
     "PrivacyLedger",
     "PrivacyWarning",
@@ -144,6 +147,7 @@ __all__ = [
     "Schema",
     "Speed",
     "Statement",
+    "Text",
     "Tracker",
     "Trial",
     "UnsupportedModelError",

@@ -6,7 +6,7 @@ data gets objects: a model, records and a loss (see `dpsur.fit`).
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -19,15 +19,16 @@ from dpsur.errors import InvalidInputError
 from dpsur.features import FEATURES, NORMALISATIONS, features_named
 from dpsur.methods import METHODS, Dpsgd, Dpsur, Method, Nonprivate, method_named
 from dpsur.options import build, check_options, flag, from_plain, option, shorten, to_plain
-from dpsur.presets import AUTO, ENCODER, PRESETS, DataFacts, explain_auto, preset_named
+from dpsur.presets import AUTO, ENCODER, PRESETS, DataFacts, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plans.rejections import NOT_HIDDEN, WAYS_TO_HIDE
-from dpsur.tasks import DEFAULT_TASK, TASKS, Task, task_named
+from dpsur.tasks import DEFAULT_TASK, TASKS, Declared, Task, task_named
+from dpsur.tasks.declared import NOTHING, WHAT
 
 DEFAULT_BUDGET = Budget(3.0, 1e-5)
 # Headings in the help of the command line.
-WHAT, PRIVACY, RUN = "what to train", "privacy", "run"
+PRIVACY, RUN = "privacy", "run"
 # Options of a test of every candidate, and the accountings that cover the gate block.
 PAPER_GATE_OPTIONS = (
     *("val_batch_size", "val_noise_multiplier", "loss_clip", "accept_threshold"),
@@ -177,7 +178,7 @@ class RunConfig(checks.NamedArguments):
 
     task: str | None = option(
         DEFAULT_TASK,
-        "or npz:FILE, csv:FILE or parquet:FILE for your own data",
+        "or npz:FILE, csv:FILE, parquet:FILE, jsonl:FILE or images:DIR for your own data",
         names=TASKS,
         group=WHAT,
     )
@@ -240,19 +241,6 @@ class RunConfig(checks.NamedArguments):
         metavar="DIR",
         group=WHAT,
     )
-    classes: int | None = option(
-        None,
-        "number of classes of npz:FILE, which becomes public (default: the array classes of the "
-        "file)",
-        metavar="K",
-        group=WHAT,
-    )
-    schema: Path | None = option(
-        None,
-        "JSON file that declares the columns of csv:FILE or parquet:FILE; it becomes public",
-        metavar="FILE",
-        group=WHAT,
-    )
     keep_fraction: float | None = option(
         None,
         "train on about this fraction of the records, each kept or left out at random by its own "
@@ -302,6 +290,7 @@ class RunConfig(checks.NamedArguments):
         group=RUN,
     )
     network_seed: int | None = option(None, "of the initial weights", command_line=False)
+    declared: Declared = NOTHING
     pace: Pace = Pace()
     speed: Speed = Speed()
 
@@ -343,9 +332,7 @@ class RunConfig(checks.NamedArguments):
         unnamed = Dpsgd if values.get("preset") in (AUTO, ENCODER) else Dpsur
         kind = method_named(method or unnamed.name)
         check_method_options(kind, options)
-        task = task_named(
-            values.get("task", DEFAULT_TASK), values.get("classes"), values.get("schema")
-        )
+        task = task_named(values.get("task", DEFAULT_TASK), declared=Declared.among(values))
         if values.get("preset") is None:
             usual = _task_settings(values, kind, task)
             return build(cls, values, method=kind(**{**usual, **options}))
@@ -431,40 +418,6 @@ def _default_preset(accounting: str, options: Mapping[str, Any]) -> dict[str, st
         options.get(name) is not None for name in PAPER_GATE_OPTIONS
     )
     return {} if paper_gate or accounting not in STEERING_ACCOUNTINGS else {"preset": AUTO}
-
-
-def choose_for_model(
-    *,
-    records: int | None,
-    features: str | None,
-    normalisation: str | None,
-    accounting: str,
-    budget: Budget,
-    gpu: bool,
-    linear: bool,
-    short: bool,
-    target: tuple[str, int] | None = None,
-) -> tuple[Method, str | None, tuple[str, ...]]:
-    """The method and the normalisation for a model that is given as an object, and the reasons.
-
-    `linear` says that the model is one linear layer of zeros, `short` that `max_updates` is set,
-    `target` what the model of a table predicts, and by how many outputs.
-    """
-    if accounting not in STEERING_ACCOUNTINGS:
-        return Dpsur(), normalisation, ()
-    shown = budget.epsilon, budget.delta
-    facts = DataFacts(
-        records, None, None, gpu=gpu, own_model=not linear, features=features, short=short
-    )
-    facts = replace(facts, target=target, budget=shown)
-    preset = preset_named(AUTO, Dpsgd.name, "", budget.epsilon, facts)
-    method = Dpsgd(**preset.options)
-    normalisation = preset.normalisation if normalisation is None else normalisation
-    lines = explain_auto(
-        replace(facts, own_model=True), features, normalisation, asdict(method), shown
-    )
-    note = "to choose the settings yourself, pass a method, such as dpsur.Dpsgd(learning_rate=0.5)"
-    return method, normalisation, (*lines, note)
 
 
 def _task_settings(

@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -27,7 +28,7 @@ from dpsur.privacy.budget import Budget
 from dpsur.runs.evaluation import model_outputs
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import fit
-from dpsur.runs.release import Origin, write_release
+from dpsur.runs.release import Origin, read_release, write_release
 from dpsur.tasks.columns import Category, Number, Values
 from dpsur.tasks.schema import AUTO, Schema
 
@@ -98,22 +99,23 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
             raise InvalidInputError(f"model must be auto, linear, mlp or a module, got {model!r}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(first)  # of the initial weights
-            if isinstance(model, str) and model != AUTO:  # which starts from zeros
-                model = schema.model(model)
-        run = fit(
-            model,
-            {**self._table(X, schema), target: y},
-            schema=schema,
-            budget=Budget(self.epsilon, self.delta),
-            method=self.method,
-            accounting=self.accounting,
-            max_updates=self.max_updates,
-            seed=seed,
-            device=self.device,
-        )
+            run = fit(
+                model,
+                {**self._table(X, schema), target: y},
+                schema=schema,
+                budget=Budget(self.epsilon, self.delta),
+                method=self.method,
+                accounting=self.accounting,
+                max_updates=self.max_updates,
+                seed=seed,
+                device=self.device,
+                progress=False,
+            )
         # not the run itself: its diagnostics are private, and estimators are pickled and shared
-        self.schema_, self.model_, self.statement_ = schema, run.model, run.statement
-        self.origin_: Origin = run.origin
+        public = {**run.statement["public"], **self._declared_classes()}
+        self.schema_, self.model_ = schema, run.model
+        self.statement_ = {**run.statement, "public": public}
+        self.origin_: Origin = replace(run.origin, public=public)
         self.epsilon_ = float(run.statement["guarantee"]["epsilon"])
         return self
 
@@ -125,7 +127,52 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         write_release(folder.release, self.model_, self.statement_, self.origin_)
         return folder.release
 
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: nn.Module | None = None) -> Self:
+        """Read a fitted estimator back from a release; pass the module of a custom model.
+
+        Its parameters are those that the release states: the budget, classes and ranges.
+        """
+        module, statement, origin = read_release(path, model)
+        if "schema" not in statement["public"]:
+            raise InvalidInputError(
+                f"{path} was not trained on a table, and {cls.__name__} predicts for tables; use "
+                "dpsur.load"
+            )
+        schema = Schema.from_json(statement["public"]["schema"])
+        if schema.kind != cls._kind:
+            raise InvalidInputError(
+                f"the release in {path} predicts {schema.kind}; load it with "
+                f"{'DPRegressor' if schema.kind == 'number' else 'dpsur.load'}"
+                if cls._kind == "classes"
+                else f"the release in {path} predicts {schema.kind}; load it with DPClassifier"
+            )
+        budget = statement["budget"]
+        named = {"epsilon": budget["epsilon"], "delta": budget["delta"]}
+        columns = schema.columns
+        if list(columns) == [f"x{place}" for place in range(len(columns))]:
+            numbers = [column for column in columns.values() if isinstance(column, Number)]
+            bounds = [column.low for column in numbers], [column.high for column in numbers]
+            found = cls(bounds=bounds, **named)
+            found.n_features_in_ = len(columns)
+        else:
+            found = cls(schema=schema, **named)
+        found.schema_, found.model_, found.statement_ = schema, module.eval(), statement
+        found.origin_ = replace(origin, public=statement["public"])
+        epsilon = statement["guarantee"]["epsilon"]
+        found.epsilon_ = float("inf") if epsilon is None else float(epsilon)
+        found._restore(schema, statement["public"])
+        return found
+
     _numeric = False
+    _kind = "number"
+
+    def _declared_classes(self) -> dict[str, Any]:
+        """The classes as they were declared: a schema holds their names only."""
+        return {}
+
+    def _restore(self, schema: Schema, public: Mapping[str, Any]) -> None:
+        """Set what only one of the estimators has."""
 
     def _declare(self, X: Any, y: Values) -> Schema:  # noqa: N803
         raise NotImplementedError
@@ -164,7 +211,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         if self.schema is None:
             X = validate_data(self, X, reset=False, dtype=np.float64)  # noqa: N806
-        else:
+        elif hasattr(self, "feature_names_in_"):  # one that was loaded knows its schema only
             validate_data(self, X, reset=False, skip_check_array=True)
         inputs = self.schema_.inputs(self._table(X, self.schema_))
         found: Tensor = model_outputs(self.model_, inputs)
@@ -252,6 +299,18 @@ class DPClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[misc]
                 f"a classifier needs at least two classes, got {len(self.classes_)} class"
             )
         return Schema(self._columns(X), {_TARGET: Category(self.classes_.tolist())})
+
+    _kind = "classes"
+
+    def _declared_classes(self) -> dict[str, Any]:
+        return {} if self.schema is not None else {"labels": self.classes_.tolist()}
+
+    def _restore(self, schema: Schema, public: Mapping[str, Any]) -> None:
+        (column,) = schema.target.values()
+        assert isinstance(column, Category)
+        self.classes_ = np.array(public.get("labels", column.values))
+        if self.schema is None:
+            self.classes = self.classes_.tolist()
 
     def predict(self, X: Any) -> Values:  # noqa: N803
         """The most probable class of each record."""
@@ -341,6 +400,12 @@ class DPRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
                 f"{self.target_range!r}"
             ) from None
         return Schema(self._columns(X), {_TARGET: Number(float(low), float(high))})
+
+    def _restore(self, schema: Schema, public: Mapping[str, Any]) -> None:  # noqa: ARG002
+        (column,) = schema.target.values()
+        assert isinstance(column, Number)
+        if self.schema is None:
+            self.target_range = (column.low, column.high)
 
     def predict(self, X: Any) -> Values:  # noqa: N803
         """The target of each record, in its units."""

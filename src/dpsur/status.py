@@ -21,6 +21,11 @@ def silenced(quiet: bool = True) -> Iterator[None]:
         _quiet.reset(token)
 
 
+def is_silenced() -> bool:
+    """Whether nothing is to be shown."""
+    return _quiet.get()
+
+
 @contextmanager
 def status(text: str) -> Iterator[None]:
     """Show on stderr what takes long: live on a terminal, elsewhere one line after a second."""

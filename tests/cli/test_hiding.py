@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dpsur.cli import main
-from dpsur.cli.progress import ProgressBar
 from dpsur.mechanism import loop
+from dpsur.runs.progress import ProgressBar
 from tests.cli.test_commands import dpsur as command
 from tests.conftest import blobs
 

@@ -100,7 +100,7 @@ def test_a_preset_with_changes(pictures, tmp_path):
     assert stored["options"]["noise_multiplier"] == 9.0
     assert stored["options"]["learning_rate"] == 4.0
     assert stored["options"]["schedule"] == "constant"
-    loaded = dpsur.load(tmp_path / "run")
+    loaded = dpsur.load(tmp_path / "run").module
     assert loaded(torch.rand(3, 1, 28, 28)).shape == (3, 10)
 
 
@@ -118,7 +118,7 @@ def test_an_activation(pictures, tmp_path):
     arguments = ["--method", "dpsgd", "--features", "pixels", "--updates", "1"]
     status = train(tmp_path / "run", *arguments, "--activation", "relu", task=pictures)
     assert status == 0
-    model = dpsur.load(tmp_path / "run")
+    model = dpsur.load(tmp_path / "run").module
     assert any(isinstance(layer, torch.nn.ReLU) for layer in model.modules())
 
 
@@ -129,7 +129,7 @@ def test_a_model_of_ones_own(points, tmp_path, capsys):
     with pytest.raises(dpsur.InvalidInputError, match="pass it in"):
         dpsur.load(tmp_path / "run")
     own = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(2, 3))
-    assert dpsur.load(tmp_path / "run", own)(torch.rand(4, 2)).shape == (4, 3)
+    assert dpsur.load(tmp_path / "run", own).module(torch.rand(4, 2)).shape == (4, 3)
 
 
 def cut_off(folder, arguments, task, monkeypatch):

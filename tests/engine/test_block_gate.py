@@ -892,7 +892,7 @@ def test_a_release_is_verified(sampled, tmp_path):
     statement = json.loads((folder / "privacy.json").read_text())
     assert statement["metrics"] == made[0].metrics
     assert "Test of a block" in (folder / "PRIVACY.md").read_text()
-    assert_close(weights(dpsur.load(tmp_path / "run", Network())), weights(made[1]), 0.0)
+    assert_close(weights(dpsur.load(tmp_path / "run", Network()).module), weights(made[1]), 0.0)
 
     def faults_with(change):
         wrong = copy.deepcopy(statement)

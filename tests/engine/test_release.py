@@ -27,7 +27,7 @@ def test_a_release_is_verified(options, tmp_path):
     faults, figures = dpsur.verify(tmp_path / "run")
     assert faults == []
     assert figures["every_trial"] == pytest.approx(engine.guarantee())
-    loaded = dpsur.load(tmp_path / "run", linear_model())
+    loaded = dpsur.load(tmp_path / "run", linear_model()).module
     for one, other in zip(loaded.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other)
     statement = json.loads((folder / "privacy.json").read_text())

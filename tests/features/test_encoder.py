@@ -306,7 +306,7 @@ def test_a_run_resumes_and_its_release_takes_images(tmp_path, monkeypatch):
     assert verify(tmp_path / "cut")[0] == []
     weights = tmp_path / "cut" / "release" / "model.safetensors"
     assert weights.stat().st_size < 200_000  # of the encoder, its digest alone
-    loaded = dpsur.load(tmp_path / "cut", linear_head(DIMENSION, 2))
+    loaded = dpsur.load(tmp_path / "cut", linear_head(DIMENSION, 2)).module
     images, _ = striped(3)
     torch.testing.assert_close(loaded(images), resumed.model(images), atol=1e-4, rtol=1e-3)
     assert isinstance(loaded, WithFeatures)

@@ -183,7 +183,7 @@ def test_a_release_charges_the_histograms_and_loads(tmp_path):
     folder = run.save(tmp_path / "run")
     assert not verify(folder)[0]
     rows = SCHEMA.inputs(data)
-    assert torch.allclose(dpsur.load(folder)(rows), run.model(rows))
+    assert torch.allclose(dpsur.load(folder).outputs(rows), run.model(rows))
     # a statement without the charge does not verify
     path = folder / "privacy.json"
     stated = json.loads(path.read_text())

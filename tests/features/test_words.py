@@ -8,7 +8,8 @@ import dpsur
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.features import words
-from dpsur.features.words import WORDS_DIMENSION, _place
+from dpsur.features.hashing import _place
+from dpsur.features.words import WORDS_DIMENSION
 from dpsur.networks import linear_head
 from dpsur.runs.fit import execute
 from dpsur.runs.tasks import build_task_session

@@ -64,7 +64,8 @@ BAD = [
     ({"test_set": (X.double(), Y)}, "test_set.*torch.float64.*torch.float32"),
     ({"test_set": (X, Y.float())}, "targets of a record of test_set.*torch.float32"),
     ({"test_set": (X, Y + 7)}, "test_set holds a label that the model has no output for: it has 3"),
-    ({"data": (np.array(["a", "b"]), Y[:2])}, "train_set holds what cannot be made a tensor"),
+    ({"data": (np.array(["a", "b"]), Y[:2])}, r"number of classes must be declared.*classes=K"),
+    ({"data": (np.array([b"a", b"b"]), Y[:2])}, "train_set holds what cannot be made a tensor"),
     ({"data": (torch.tensor(1.0), Y)}, "train_set must have a row per record"),
     ({"resume": True}, "resume needs the folder"),
 ]

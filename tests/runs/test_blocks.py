@@ -379,6 +379,10 @@ def test_odd_blocks_are_refused(given, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_calibrate_needs_updates(capsys):
-    assert main(["calibrate", *SIZES, "--blocks", "4", "--epsilon", "2"]) == 2
-    assert "--blocks needs --updates" in capsys.readouterr().err
+def test_calibrate_takes_the_updates_of_the_method_where_none_are_given(capsys):
+    words = ["calibrate", *SIZES, "--blocks", "4", "--epsilon", "2", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    method = dpsur.Dpsgd(gate="block", batch_size=200, blocks=4)
+    settled, _ = method.settle(6000, dpsur.Budget(2.0, 1e-5), "proven")
+    assert found["updates"] == settled.updates

@@ -226,7 +226,7 @@ def test_a_release_holds_nothing_private(tmp_path):
 def test_save_and_load_round_trip(tmp_path):
     run = quick_fit()
     run.save(tmp_path / "out")
-    loaded = dpsur.load(tmp_path / "out", small_model(seed=5))
+    loaded = dpsur.load(tmp_path / "out", small_model(seed=5)).module
     x = torch.randn(4, 2)
     assert torch.equal(loaded(x), run.model(x))
     with pytest.raises(dpsur.InvalidInputError, match="pass it in"):
@@ -239,9 +239,10 @@ def test_save_and_load_round_trip(tmp_path):
 
 def test_an_existing_folder_is_not_overwritten(tmp_path):
     run = quick_fit()
-    run.save(tmp_path / "out")
-    with pytest.raises(dpsur.InvalidInputError, match="not empty"):
-        run.save(tmp_path / "out")
+    first = run.save(tmp_path / "out")
+    before = {path.name: path.stat().st_mtime_ns for path in first.iterdir()}
+    assert run.save(tmp_path / "out").parent == tmp_path / "out-2"
+    assert {path.name: path.stat().st_mtime_ns for path in first.iterdir()} == before
 
 
 def test_a_folder_in_which_another_run_has_begun_is_left_alone(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import dpsur
+from dpsur.runs.files import WEIGHTS
 from dpsur.sklearn import DPClassifier, DPRegressor
 
 # A short run whose noise needs no calibration: there are over a hundred of them.
@@ -73,6 +74,50 @@ def test_a_regressor_predicts_in_the_units_of_the_target():
     model.fit(inputs, target)
     assert model.score(inputs, target) > 0.7
     assert 800 < model.predict(inputs).mean() < 1200
+
+
+@pytest.mark.parametrize("classes", [["no", "yes"], [0, 1], [False, True]])
+def test_an_estimator_is_read_back_from_its_release(classes, tmp_path):
+    inputs, score = points(200)
+    labels = np.array(classes)[(score > 0).astype(int)]
+    model = DPClassifier(epsilon=8, classes=classes, bounds=(-1, 1), method=SHORT, random_state=0)
+    model.fit(inputs, labels)
+    path = model.save(tmp_path / "out")
+    assert dpsur.verify(path)[0] == []
+    found = DPClassifier.load(path)
+    assert found.predict(inputs).dtype == model.predict(inputs).dtype
+    np.testing.assert_array_equal(found.predict(inputs), model.predict(inputs))
+    np.testing.assert_array_equal(found.predict_proba(inputs), model.predict_proba(inputs))
+    np.testing.assert_array_equal(dpsur.load(path).classes, model.classes_)
+    assert (found.epsilon, found.delta, found.epsilon_) == (8, 1e-5, model.epsilon_)
+    assert found.get_params()["classes"] == classes
+    assert found.statement_["public"] == model.statement_["public"]
+    again = found.save(tmp_path / "again")
+    assert (again / WEIGHTS).read_bytes() == (path / WEIGHTS).read_bytes()
+    with pytest.raises(ValueError, match="2 features"):
+        found.predict(inputs[:, :2])
+    with pytest.raises(dpsur.InvalidInputError, match="predicts classes; load it with DPClassi"):
+        DPRegressor.load(path)
+
+
+def test_estimators_with_a_schema_and_of_numbers_are_read_back(tmp_path):
+    inputs, score = points(200)
+    frame = pd.DataFrame(inputs, columns=list("abc"))
+    schema = dpsur.Schema(
+        {name: dpsur.Number(-1, 1) for name in "abc"}, {"rich": dpsur.Category(["no", "yes"])}
+    )
+    labels = pd.Series(np.where(score > 0, "yes", "no"))
+    model = DPClassifier(schema=schema, method=SHORT, **SHARED).fit(frame, labels)
+    found = DPClassifier.load(model.save(tmp_path / "frame"))
+    np.testing.assert_array_equal(found.predict(frame), model.predict(frame))
+    assert found.schema == schema
+    model = DPRegressor(target_range=(-2, 2), bounds=(-1, 1), method=SHORT, **SHARED)
+    model.fit(inputs, score)
+    found = DPRegressor.load(model.save(tmp_path / "numbers"))
+    np.testing.assert_array_equal(found.predict(inputs), model.predict(inputs))
+    assert found.target_range == (-2, 2)
+    with pytest.raises(dpsur.InvalidInputError, match="load it with DPRegressor"):
+        DPClassifier.load(tmp_path / "numbers")
 
 
 def test_a_fitted_estimator_holds_nothing_private():

@@ -84,7 +84,7 @@ def test_the_release_is_rebuilt_by_name(points, images, tmp_path):
     for number, more in enumerate(({"task": points}, {"task": images, "features": "scattering"})):
         run = trained(more.pop("task"), **more)
         run.save(tmp_path / str(number))
-        loaded = dpsur.load(tmp_path / str(number))
+        loaded = dpsur.load(tmp_path / str(number)).module
         inputs = blobs(5).inputs if number == 0 else torch.rand(5, 1, 28, 28)
         torch.testing.assert_close(loaded(inputs), run.model(inputs))
 

@@ -114,7 +114,7 @@ def test_the_number_of_classes_is_declared_in_the_file_or_beside_it(tmp_path):
     name = without_classes(tmp_path, x=x, y=Y)
     assert task_named(name, 7).networks["vectors"]["classes"] == 7
     for wrong in (-1, 0, 1, 10**9, 10**400, 2.5):
-        with pytest.raises(InvalidInputError, match="classes must be a whole number from 2 to"):
+        with pytest.raises(InvalidInputError, match="classes must be a whole number"):
             task_named(name, wrong)
     for wrong in (2.5, [4, 5]):
         with pytest.raises(InvalidInputError, match="array classes .* single whole number"):

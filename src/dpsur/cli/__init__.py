@@ -30,8 +30,12 @@ from dpsur.errors import (
 GROUPS = {
     "train": {
         "train": ("dpsur.cli.train:set_up", "train a model under a privacy budget"),
+        "plan": ("dpsur.cli.plan:set_up", "what a run would cost and give, before it is made"),
         "evaluate": ("dpsur.cli.evaluate:set_up", "test a release on its task's public test set"),
+        "predict": ("dpsur.cli.predict:set_up", "predictions of a release for new records"),
+        "export": ("dpsur.cli.export:set_up", "a program that needs no dpsur, features included"),
         "report": ("dpsur.cli.report:set_up", "one HTML page about a finished run"),
+        "compare": ("dpsur.cli.compare:set_up", "finished runs side by side"),
         "plot": ("dpsur.cli.report:set_up_plot", "plot epsilon, accuracy or attack power of runs"),
         "methods": ("dpsur.cli.listings:set_up_methods", "list methods and hyper-parameters"),
         "explain": ("dpsur.cli.explain:set_up", "which per-example engine a model uses, and why"),
@@ -66,6 +70,7 @@ Differentially private training with selective update and release.
 
   dpsur train --out run          train on embedded digits at epsilon 3
   dpsur evaluate run             test what was released
+  dpsur predict run new.csv      predictions for new records
   dpsur train --resume run       resume after an interruption
   dpsur verify run               recompute its epsilon and check its weights
   dpsur data fetch mnist         download a public data set, for --task mnist

@@ -98,7 +98,9 @@ def add_mechanism_options(parser: argparse.ArgumentParser, *, noise_required: bo
     """The options that describe a kind of trial."""
     group = parser.add_argument_group("the mechanism")
     group.add_argument("--dataset-size", type=int, required=True, metavar="N", help="records")
-    group.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected batch")
+    group.add_argument(
+        "--batch-size", type=int, required=noise_required, metavar="B", help="expected batch"
+    )
     group.add_argument(
         "--noise-multiplier",
         type=float,

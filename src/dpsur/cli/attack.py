@@ -28,7 +28,7 @@ from dpsur.runs.holdout import split_off
 from dpsur.runs.release import read_release
 from dpsur.runs.tasks import subset
 from dpsur.status import silenced
-from dpsur.tasks import DEFAULT_TASK, TASKS, task_named
+from dpsur.tasks import DEFAULT_TASK, TASKS, Declared, task_named
 
 DESCRIPTION = """\
 Who was in the training set?
@@ -159,7 +159,8 @@ def _target(options: argparse.Namespace, names: list[str], device: torch.device)
         budget = Budget(options.epsilon, options.delta)
         features = options.features or method.features or plain_features(task)
         config = RunConfig(
-            task.name, method, budget, options.accounting, features, classes=options.classes
+            *(task.name, method, budget, options.accounting, features),
+            declared=Declared(classes=options.classes),
         )
         trainer = PrivateTrainer(config, device)
     split = split_pool(attacked_pool(task, options.max_records), options.seed)

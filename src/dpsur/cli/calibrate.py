@@ -25,6 +25,11 @@ share of the budget buys, and the noise multiplier beside it.
   dpsur calibrate --dataset-size 60000 --batch-size 2048 --updates 600 --epsilon 3 --delta 1e-5 \\
       --val-batch-size 256 --accept-ratio 2
 
+Without --batch-size, or without any of --updates, --trials and --noise-multiplier, what is missing
+is what `dpsur train` takes by itself (preset auto, for a model whose learning rate is not known):
+
+  dpsur calibrate --dataset-size 20000 --epsilon 3 --delta 1e-5
+
 With --blocks, noise of updates and of tests for the gate block, whose search comes on top of
 --updates:
 
@@ -66,10 +71,11 @@ def run(options: argparse.Namespace) -> int:
     """Print the answer."""
     budget = Budget(options.epsilon, options.delta)
     accounting = accounting_named(options.accounting)
-    sample_rate = rate("batch_size", options.batch_size, options.dataset_size)
-    if options.blocks is not None or options.block_updates is not None:
+    blocks = options.blocks is not None or options.block_updates is not None
+    if blocks or _leaves_to_auto(options):
         with status(f"choosing noise of updates and tests for epsilon {budget.epsilon:g}"):
             return _print(_blocks(options, budget), as_json=options.json)
+    sample_rate = rate("batch_size", options.batch_size, options.dataset_size)
     count = _count(options, accounting.charges)
     if options.test_share is not None:
         with status(f"choosing a test and the noise for epsilon {budget.epsilon:g}"):
@@ -90,6 +96,18 @@ def run(options: argparse.Namespace) -> int:
         with status(f"choosing noise or count for epsilon {budget.epsilon:g}"):
             answer = _answer(make_plan(request, budget, accounting.name))
     return _print(answer, as_json=options.json)
+
+
+def _leaves_to_auto(options: argparse.Namespace) -> bool:
+    """Whether a batch size or a length is missing that the preset auto has."""
+    others = ("val_batch_size", "accept_ratio", "accept_threshold", "test_share", "trials")
+    if any(getattr(options, name) is not None for name in others):
+        if options.batch_size is None:
+            raise InvalidInputError("a test of candidates needs --batch-size; give it")
+        return False
+    return options.batch_size is None or (
+        options.updates is None and options.noise_multiplier is None
+    )
 
 
 def _print(answer: dict[str, float | int | None], *, as_json: bool) -> int:
@@ -138,10 +156,9 @@ def _blocks(options: argparse.Namespace, budget: Budget) -> dict[str, float | in
     from dpsur.methods import Dpsgd  # with it torch, which the other answers do not need
 
     given = (options.trials, options.accept_ratio, options.accept_threshold, options.test_share)
-    if options.updates is None or given != (None,) * 4:
+    if given != (None,) * 4:
         raise InvalidInputError(
-            "--blocks needs --updates, and takes none of --trials, --accept-ratio, "
-            "--accept-threshold and --test-share"
+            "--blocks takes none of --trials, --accept-ratio, --accept-threshold and --test-share"
         )
     noise = ("noise_multiplier", "val_noise_multiplier")
     names = ("batch_size", "val_batch_size", "updates", "blocks", "block_updates", *noise)
@@ -150,6 +167,7 @@ def _blocks(options: argparse.Namespace, budget: Budget) -> dict[str, float | in
     settled, plan = method.settle(size, budget, options.accounting, setup)
     assert isinstance(plan, BlockPlan)
     return {
+        "batch_size": settled.batch_size,
         "noise_multiplier": plan.update.noise_multiplier,
         "val_noise_multiplier": plan.test.noise_multiplier,
         "updates": settled.updates,

@@ -3,9 +3,9 @@
 import argparse
 
 from dpsur.cli.run_options import add_method_options, add_run_options, config_of
-from dpsur.config import WHAT
 from dpsur.per_example import engine_report
 from dpsur.runs.tasks import sample_problem
+from dpsur.tasks.declared import WHAT
 
 DESCRIPTION = """\
 Print how per-example gradients of a model are computed, and why no faster engine is used.

@@ -2,11 +2,14 @@
 
 import argparse
 import json
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 from dpsur.cli.parser import figure_path
 from dpsur.errors import InvalidInputError
 from dpsur.reports import read_report, render_report
+from dpsur.reports.officer import Notes
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.files import write_atomically
 from dpsur.runs.plots import KINDS, Plotted, plot_runs
@@ -20,11 +23,22 @@ Write one self-contained HTML page about a finished run.
   dpsur report run --out privacy.html
   dpsur report run --private
   dpsur report run --task csv:people.csv --schema schema.json
+  dpsur report run --purpose "triage of scans" --controller "City Hospital" --earlier none
 
 The page holds public values only: the guarantee in plain words, epsilon by update, accuracy on the
 public test set, settings, limits, and how to verify it. It needs no network. With --private the
 page adds losses and acceptance of the run, which must not be published.
 """
+
+
+# What only the user knows, for the data protection officer.
+NOTES = {
+    "purpose": "what the model is for",
+    "controller": "who answers for it",
+    "date": "of the report (default: today)",
+    "test_origin": "where the public test records come from",
+    "earlier": "earlier releases from the same records, and their epsilons",
+}
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +57,8 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="folder of the data")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
+    for name, text in NOTES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="TEXT", help=text)
     parser.add_argument(
         "--private", action="store_true", help="add private diagnostics; do not share the page"
     )
@@ -72,6 +88,7 @@ def run(options: argparse.Namespace) -> int:
             data_dir=options.data_dir,
             private=options.private,
             device=choose_device(options.device),
+            notes=_notes(options),
         )
     page = render_report(contents)
     write_atomically(out, page.encode("utf-8"), mode=0o600 if options.private else 0o644)
@@ -81,6 +98,11 @@ def run(options: argparse.Namespace) -> int:
         note = "private: do not share it" if options.private else "public values only"
         print(f"report: {out} ({note})")
     return 0
+
+
+def _notes(options: argparse.Namespace) -> Notes:
+    found = Notes(**{name: getattr(options, name) for name in NOTES})
+    return replace(found, date=found.date or date.today().isoformat())
 
 
 PLOT = """\

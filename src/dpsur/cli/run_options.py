@@ -11,16 +11,15 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from dpsur.config import PRIVACY, RUN, WHAT, RunConfig, check_method_options
+from dpsur.config import PRIVACY, RUN, RunConfig, check_method_options
 from dpsur.distributed import Ranks, connect, is_distributed, restarted
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.options import Option, declared, flag
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.files import RunFolder, start_command
-from dpsur.tasks import TASKS
-from dpsur.tasks.npz import PREFIX as NPZ
-from dpsur.tasks.tables import PREFIXES
+from dpsur.tasks import OWN, TASKS
+from dpsur.tasks.declared import WHAT
 
 # Where runs go that are given no folder.
 RUNS = "runs"
@@ -253,8 +252,7 @@ class UnnamedFolder(RunFolder):
     """A folder below `RUNS`, named after the task and the method; numbered if that name exists."""
 
     def __init__(self, task: str, method: str) -> None:
-        is_file = task.startswith((NPZ, *PREFIXES))
-        own = Path(task.partition(":")[2]).stem if is_file else task
+        own = Path(task.partition(":")[2]).stem if task.startswith(OWN) else task
         self._name = f"{own}-{method}"
         self._ours = False
         super().__init__(self._free())

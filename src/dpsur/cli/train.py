@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from dpsur.cli.evaluate import describe_guarantee
-from dpsur.cli.progress import ProgressBar
 from dpsur.cli.run_options import (
     ALL_GROUPS,
     add_method_options,
@@ -31,11 +30,14 @@ from dpsur.runs.evaluation import objection, shown_scores
 from dpsur.runs.files import RunFolder, finite, resume_command, to_json, write_atomically
 from dpsur.runs.fit import execute
 from dpsur.runs.holdout import doubts
+from dpsur.runs.input_features import InputFeatures
+from dpsur.runs.planning import prospect
+from dpsur.runs.progress import ProgressBar
 from dpsur.runs.release import as_published
 from dpsur.runs.result import Run
 from dpsur.runs.session import Session
-from dpsur.runs.tasks import build_task_session, task_of
-from dpsur.status import silenced
+from dpsur.runs.tasks import build_task_session, features_of, load_records, task_of
+from dpsur.status import silenced, status
 
 DESCRIPTION = """\
 Train a model under a privacy budget.
@@ -43,6 +45,9 @@ Train a model under a privacy budget.
   dpsur train --out run                                      embedded digits, epsilon 3
   dpsur train --task fmnist --epsilon 1 --delta 1e-5 --out f
   dpsur train --task npz:own.npz --classes 10 --out own      your arrays
+  dpsur train --task images:scans --dry-run                  your images; what it would cost
+  dpsur train --task csv:people.csv --schema people.json     your table
+  dpsur train --task jsonl:notes.jsonl --labels no,yes       your texts
   dpsur train --resume run                                   after an interruption
 
 The folder of the run gets release/ (weights, PRIVACY.md, privacy.json), written only at the end and
@@ -63,6 +68,11 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show rejections, loss differences and timings on the terminal; do not share them",
     )
+    more.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="say what would be done and what it would cost; train nothing and spend nothing",
+    )
     more.add_argument("--quiet", action="store_true", help="no progress, only the result")
     more.add_argument("--json", action="store_true", help="print the result as JSON")
     add_method_options(parser)
@@ -80,6 +90,8 @@ def _run(options: argparse.Namespace, ranks: Ranks) -> int:
     config, folder = agreed_config(options, ranks)
     if not ranks.is_main:
         options.quiet = True
+    if options.dry_run:
+        return _dry_run(config, options) if ranks.is_main else 0
     if options.show_private and config.hide_rejections != NOT_HIDDEN:
         raise InvalidInputError(
             f"--show-private shows what --hide-rejections {config.hide_rejections} hides; "
@@ -154,6 +166,32 @@ def _test_lines(session: Session) -> list[str]:
         f"the run may take up to {plan.trials} trials; how many are rejected stays private "
         "(--show-private shows it to you alone)",
     ]
+
+
+def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
+    """Print the plan of a run: its records count and have a shape, but nothing is computed of them.
+
+    Whether the model takes its inputs is checked by the run itself.
+    """
+    task, features = task_of(config), features_of(config)
+    records = data_facts(task, vars(config)).records or len(load_records(config).train)
+    asked = InputFeatures.within(features, config.normalisation, config.budget, table=task.table)
+    with silenced(options.quiet or options.json), status("choosing the noise"):
+        found = prospect(config.method, records, config.budget, config.accounting, asked.setup)
+    if options.json:
+        print(json.dumps({"records": records, **asdict(found)}))
+        return 0
+    if config.preset == AUTO:
+        _explain(config)
+    print(f"{records} records, {found.run}")
+    if found.right_guesses is not None:
+        print(
+            f"epsilon {config.budget.epsilon:g} at delta {config.budget.delta:g}: someone who "
+            "guesses whether a given record was used, at even odds, is right in at most "
+            f"{found.right_guesses:.0%} of the cases"
+        )
+    print("nothing was trained and nothing is spent; leave out --dry-run to train")
+    return 0
 
 
 def _train(

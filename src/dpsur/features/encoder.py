@@ -15,7 +15,7 @@ scale and brought to norm 1. `python -m reproduction encoder` makes the file of 
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -271,12 +271,11 @@ class Encoder(nn.Module):
     @torch.no_grad()
     def rows(self, images: Tensor) -> Tensor:
         """Features before they are rounded."""
-        parts = [self._encoded(some) for some in torch.split(images, _BATCH)]
-        return torch.cat(parts)
+        return _in_batches(self._encoded, images)
 
     def _encoded(self, images: Tensor) -> Tensor:
         blocks = pooled_maps(list(self.networks), self.pixels(images), self.grids, zoom=self.zoom)
-        return F.normalize(self.whitening(blocks).reshape(len(images), -1))
+        return F.normalize(self.whitening(blocks).reshape(images.shape[0], -1))
 
 
 class WhitenedScattering(nn.Module):
@@ -309,7 +308,7 @@ class WhitenedScattering(nn.Module):
     @torch.no_grad()
     def rows(self, images: Tensor) -> Tensor:
         """Features before they are rounded."""
-        return torch.cat([self._encoded(some) for some in torch.split(images, _BATCH)])
+        return _in_batches(self._encoded, images)
 
     def _encoded(self, images: Tensor) -> Tensor:
         values = _as_numbers(self.pixels(images))
@@ -318,7 +317,7 @@ class WhitenedScattering(nn.Module):
         values = values.reshape(-1, 1, *values.shape[2:])
         side = SCATTERING_SHAPE[1]
         scattered = self.scattering(_to_square(values, side, side)).flatten(2)
-        return F.normalize(self.whitening([scattered]).reshape(len(images), -1))
+        return F.normalize(self.whitening([scattered]).reshape(images.shape[0], -1))
 
 
 class ScatteringEncoder(nn.Module):
@@ -347,6 +346,13 @@ class ScatteringEncoder(nn.Module):
         """Features of images, one row of norm 1 each."""
         parts = [self.scattering.rows(images), self.encoder.rows(images)]
         return rounded(torch.cat(parts, 1) * math.sqrt(0.5))
+
+
+def _in_batches(encode: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    """Encode some images at a time. An exported program, of any number, takes them all at once."""
+    if torch.compiler.is_exporting():
+        return encode(images)
+    return torch.cat([encode(some) for some in torch.split(images, _BATCH)])
 
 
 def rounded(rows: Tensor) -> Tensor:

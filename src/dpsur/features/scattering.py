@@ -141,12 +141,14 @@ class Scattering2d(nn.Module):
                 f"got {tuple(images.shape)}"
             )
         planes = images.flatten(0, 1).to(self.get_buffer("rows_0").dtype)
+        shape = (images.shape[0], images.shape[1] * self.paths, *self._output_size())
+        if torch.compiler.is_exporting():  # a program for any number of images has one batch
+            return self._planes(planes).reshape(shape)
         microbatches = (
             torch.split(planes, self._planes_at_once(planes.device)) if len(planes) else ()
         )
         empty = planes[:0].new_empty(0, self.paths, *self._output_size())
-        features = torch.cat([empty, *map(self._planes, microbatches)])
-        return features.reshape(len(images), images.shape[1] * self.paths, *self._output_size())
+        return torch.cat([empty, *map(self._planes, microbatches)]).reshape(shape)
 
     def _output_size(self) -> tuple[int, int]:
         return self.height >> self.scales, self.width >> self.scales

@@ -44,7 +44,7 @@ class TableLayout:
     """Where the numbers are among the inputs of a table: all of it public, from its schema.
 
     `width` inputs come from so many `columns`; those at `numbers` are scaled numbers, the rest are
-    categories.
+    categories and weighted words.
     """
 
     width: int
@@ -116,7 +116,7 @@ class TableRows(nn.Module):
             found = self._quantiles(inputs[:, self.numbers])
             parts = [inputs.index_copy(1, _places(self.numbers, inputs), found), _bins(found)]
         rows = torch.cat(parts, dim=1) / math.sqrt(self.columns)
-        return F.normalize(torch.cat([rows.new_full((len(rows), 1), CONSTANT), rows], dim=1))
+        return F.normalize(torch.cat([rows.new_full((rows.shape[0], 1), CONSTANT), rows], dim=1))
 
     def _quantiles(self, values: Tensor) -> Tensor:
         edges, levels = self.get_buffer("edges"), self.get_buffer("levels")

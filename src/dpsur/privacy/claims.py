@@ -117,13 +117,19 @@ _SCHEMA = ("columns", "target")
 
 def _public_faults(public: Mapping[str, Any]) -> Iterator[str]:
     """Only what can be declared, in the form in which a run takes it."""
-    for name in sorted(public.keys() - {"classes", "keep_fraction", "schema"}):
+    for name in sorted(public.keys() - {"classes", "keep_fraction", "schema", "labels", "inputs"}):
         yield f"public.{name} is nothing that a user declares"
     classes, fraction = public.get("classes", 2), public.get("keep_fraction", 1.0)
     if not isinstance(classes, int) or isinstance(classes, bool) or classes < 2:
         yield f"public.classes is {classes!r}, which is no number of classes"
     if not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         yield f"public.keep_fraction is {fraction!r}, which is no fraction of the records"
+    labels = public.get("labels", ["no", "yes"])
+    if not isinstance(labels, list) or not 2 <= len(labels) == len(set(map(str, labels))):
+        yield "public.labels does not name different classes"
+    inputs = public.get("inputs", {"kind": "images"})
+    if not isinstance(inputs, Mapping) or inputs.get("kind") not in ("images", "texts"):
+        yield "public.inputs does not say what records are"
     schema = public.get("schema", {"columns": {}, "target": {}})
     parts = [schema.get(part) if isinstance(schema, Mapping) else None for part in _SCHEMA]
     if not all(isinstance(part, Mapping) for part in parts):

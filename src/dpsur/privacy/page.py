@@ -41,6 +41,7 @@ def render_model_card(statement: Mapping[str, Any]) -> str:
     """A model card in the form that model hubs read, with the privacy of the weights on top."""
     guarantee, versions = statement["guarantee"], statement["versions"]
     private = _is_private(guarantee)
+    declared = [*_public_rows(statement["public"]), *_class_rows(statement["public"])]
     figures = (
         [
             f"  epsilon: {guarantee['epsilon']:.6g}",
@@ -79,8 +80,10 @@ def render_model_card(statement: Mapping[str, Any]) -> str:
             "import dpsur",
             "",
             'model = dpsur.load("FOLDER")  # pass your own module as second argument if it is one',
+            "model.predict(records)        # a file, a data frame, texts, images or arrays",
             "```",
             "",
+            *(["## Records", "", *_table(declared), ""] if declared else []),
             "## Check the guarantee",
             "",
             "```sh",
@@ -197,6 +200,13 @@ def _public_rows(public: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if "classes" in public:
         rows.append(("Classes (public, given by the user)", str(public["classes"])))
+    if "labels" in public:
+        names = ", ".join(map(str, public["labels"]))
+        rows.append(("Classes (public, given by the user)", names))
+    if "inputs" in public:
+        shape = public["inputs"].get("shape", [public["inputs"].get("dimension")])
+        sizes = " x ".join(map(str, shape))
+        rows.append(("Inputs (public)", f"{public['inputs']['kind']}, {sizes} numbers each"))
     if "keep_fraction" in public:
         rows.append(
             (
@@ -215,6 +225,17 @@ def _public_rows(public: Mapping[str, Any]) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def _class_rows(public: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a model that was trained on a table predicts."""
+    target = public.get("schema", {}).get("target", {})
+    return [
+        (f"Predicts {name}", ", ".join(map(str, column["values"])))
+        if "values" in column
+        else (f"Predicts {name}", f"a number from {column['low']:g} to {column['high']:g}")
+        for name, column in target.items()
+    ]
 
 
 def _promise(guarantee: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpsur.display import html_table
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian
@@ -128,6 +129,25 @@ class Statement(dict[str, Any]):
             f"{promised['delta']:g}, accounting {promised['accounting']}; a dictionary of "
             f"{', '.join(self)})"
         )
+
+    def _repr_html_(self) -> str:
+        return html_table("Privacy statement", guarantee_rows(self))
+
+
+def guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What is promised, in a few lines."""
+    promised = statement["guarantee"]
+    epsilon = promised["epsilon"]
+    if epsilon is None or math.isinf(epsilon):
+        return [("privacy", NO_GUARANTEE), ("records", f"{statement['dataset_size']:,}")]
+    return [
+        ("epsilon", f"{format_epsilon(epsilon)} at delta {promised['delta']:g}"),
+        ("accounting", f"{promised['accounting']}, {'' if promised['proved'] else 'not '}proved"),
+        ("unit", statement["unit"]),
+        ("records", f"{statement['dataset_size']:,}"),
+        ("updates", str(statement["accepted_updates"])),
+        *(("warning", text) for text in statement["warnings"]),
+    ]
 
 
 def privacy_statement(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Statement:

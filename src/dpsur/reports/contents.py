@@ -19,6 +19,7 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.per_example import explain
 from dpsur.privacy.plans import plan_from_statement
+from dpsur.reports.officer import Notes
 from dpsur.runs.evaluation import check_fits, evaluate
 from dpsur.runs.files import release_folder
 from dpsur.runs.plots import (
@@ -33,6 +34,7 @@ from dpsur.runs.release import read_release
 from dpsur.runs.verification import statement_faults
 from dpsur.tasks import TASKS, load_test_records
 
+NO_NOTES = Notes()
 MOST_CLASSES = 20  # of a confusion matrix that people can read
 
 
@@ -63,6 +65,7 @@ class ReportContents:
     no_test: str | None = None  # why there is no test result
     engine: str | None = None
     private: Mapping[str, Curve] = field(default_factory=dict)
+    notes: Notes = NO_NOTES
 
 
 def read_report(
@@ -73,6 +76,7 @@ def read_report(
     data_dir: Path | None = None,
     private: bool = False,
     device: torch.device | None = None,
+    notes: Notes = NO_NOTES,
 ) -> ReportContents:
     """Read a finished run and compute what its report shows.
 
@@ -127,6 +131,7 @@ def read_report(
         no_test=no_test,
         engine=engine,
         private=private_curves(rows) if private else {},
+        notes=notes,
     )
 
 

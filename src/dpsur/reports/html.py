@@ -7,6 +7,7 @@ from typing import Any
 
 from dpsur.privacy.statement import format_epsilon, used_settings
 from dpsur.reports.contents import ReportContents, TestResult
+from dpsur.reports.officer import declared_rows, epsilon_text, officer_section
 from dpsur.runs.evaluation import objection, shown_scores
 from dpsur.runs.plots import Curve, guess_bound
 
@@ -50,6 +51,15 @@ padding:.6rem .8rem;font-size:.85rem;margin:.5rem 0}
 code{font-family:ui-monospace,SFMono-Regular,Menlo,monospace;font-size:.92em;
 overflow-wrap:anywhere}
 ul{padding-left:1.2rem;margin:.4rem 0}
+svg.scale{max-width:30rem;margin:.6rem 0}svg .here{fill:var(--ink);font-weight:600}
+.sign{margin-top:1.2rem}.sign span{display:inline-block;width:12rem;max-width:70%;
+border-bottom:1px solid var(--soft);margin-right:1.5rem}
+@media print{:root{--ink:#000;--soft:#444;--line:#bbb;--page:#fff;--card:#fff;--blue:#0072b2;
+--orange:#b34e00;--band:#eee;--warn:#fff;--good:#0b7a57}
+body{font-size:10.5pt}main{max-width:none;padding:0}
+section{break-inside:avoid;border-radius:0;padding:.5rem .7rem;margin:.5rem 0}
+.grid{grid-template-columns:1fr 1fr;gap:.5rem}h2{break-after:avoid}
+pre{white-space:pre-wrap}@page{margin:15mm}}
 """
 BANNER = (
     "This page holds private diagnostics. They depend on the training records and are not covered "
@@ -62,6 +72,7 @@ def render_report(contents: ReportContents) -> str:
     parts = [
         f'<div class="banner" role="alert">{BANNER}</div>' if contents.private else "",
         _promise(contents),
+        officer_section(contents.notes, contents.statement),
         '<div class="grid">',
         *_charts(contents),
         _test(contents),
@@ -107,7 +118,7 @@ def _promise(contents: ReportContents) -> str:
             "without differential privacy. Training records may show in its weights.</p></section>"
         )
     figures = [
-        (format_epsilon(epsilon), f"epsilon at delta {delta:g}"),
+        (epsilon_text(epsilon), f"epsilon at delta {delta:g}"),
         (
             "proved" if guarantee["proved"] else "not proved",
             f"accounting {guarantee['accounting']}",
@@ -338,10 +349,7 @@ def _data_rows(contents: ReportContents) -> list[tuple[str, str]]:
     return [
         ("Task", contents.task or "custom data"),
         ("Training records (public)", f"{statement['dataset_size']:,}"),
-        *(
-            (f"{name.replace('_', ' ').capitalize()} (declared public)", str(value))
-            for name, value in statement["public"].items()
-        ),
+        *declared_rows(statement["public"]),
         ("Unit of privacy", statement["unit"]),
         ("Neighbouring data sets", statement["adjacency"]),
         ("Model", f"{contents.parameters:,} parameters"),

@@ -21,7 +21,6 @@ from dpsur.methods import Method
 from dpsur.per_example import check_model
 from dpsur.per_example.augmentation import Augment, check_augmentation
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
-from dpsur.privacy.events import feature_histograms_noise, feature_mean_noise
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import hiding_plan
 from dpsur.runs.checkpoint import Statistics
@@ -95,13 +94,9 @@ def build_session(
     train, test = _records(train_set, test_set, model, loss, config.speed)
     prepare_kernels(device)  # while records are checked and noise is calibrated
     # a method may bring its features
-    features = InputFeatures(
-        config.features or config.method.features,
-        config.normalisation,
-        mean_noise=feature_mean_noise(config.budget.epsilon, config.budget.delta),
-        histograms_noise=feature_histograms_noise(config.budget.epsilon, config.budget.delta),
-        scale=pixel_scale,
-        table=table,
+    asked = config.features or config.method.features
+    features = InputFeatures.within(
+        asked, config.normalisation, config.budget, scale=pixel_scale, table=table
     )
     features.check_held(train, test)
     original = copy.deepcopy(config.method.adapt(model))

@@ -201,7 +201,7 @@ def _read_data_set(
     if count == 0:
         raise InvalidInputError(f"{name} is empty; there must be at least one record")
     convert = partial(_record, name=name, fraction=fraction)
-    with _generators_restored():
+    with generators_restored():
         size = count * record_bytes(convert(data[0]))
     if workers is None and size <= (HELD_BYTES if held_bytes is None else held_bytes):
         return _stack(data, name, fraction)
@@ -264,7 +264,7 @@ def _check_steady(
 
     `firsts` are records as they were read before.
     """
-    with _generators_restored():
+    with generators_restored():
         for row in list(firsts) * -(-2 * _READ_AGAIN // len(firsts)):
             again = tensors_of(_record(data[row], name=name, fraction=fraction))
             for value, first in zip(again, tensors_of(firsts[row]), strict=True):
@@ -277,7 +277,7 @@ def _check_steady(
 
 
 @contextmanager
-def _generators_restored() -> Iterator[None]:
+def generators_restored() -> Iterator[None]:
     """Put the generators that a data set may draw from back to where they were."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:

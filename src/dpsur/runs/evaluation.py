@@ -103,12 +103,12 @@ def score(outputs: Any, targets: Any, loss: LossFunction) -> dict[str, float]:
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return {}
     if outputs.dim() == 2 and targets.dim() == 1 and not targets.dtype.is_floating_point:
-        return _class_scores(outputs, targets, _is_one_of(loss, CLASS_LOSSES, CLASS_LOSS_MODULES))
+        return _class_scores(outputs, targets, is_one_of(loss, CLASS_LOSSES, CLASS_LOSS_MODULES))
     if outputs.shape != targets.shape:
         return {}
-    if _is_one_of(loss, LABEL_LOSSES, LABEL_LOSS_MODULES):
+    if is_one_of(loss, LABEL_LOSSES, LABEL_LOSS_MODULES):
         return _label_scores(outputs.flatten(1) if outputs.dim() > 1 else outputs, targets)
-    if _is_one_of(loss, NUMBER_LOSSES, NUMBER_LOSS_MODULES):
+    if is_one_of(loss, NUMBER_LOSSES, NUMBER_LOSS_MODULES):
         return _number_scores(outputs.double(), targets.double(), getattr(loss, "unit", 1.0))
     return {}
 
@@ -199,7 +199,8 @@ def _share(right: Tensor) -> float:
     return float(right.to(torch.float64).mean())
 
 
-def _is_one_of(loss: Any, functions: tuple[Any, ...], modules: tuple[type, ...]) -> bool:
+def is_one_of(loss: Any, functions: tuple[Any, ...], modules: tuple[type, ...]) -> bool:
+    """Whether a loss is one of these functions, or of these modules."""
     if isinstance(loss, functools.partial):
         loss = loss.func
     return loss in functions or isinstance(loss, modules)

@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -12,11 +13,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur import checks
-from dpsur.config import Pace, RunConfig, Speed, check_budget, choose_for_model, uses_gpu
+from dpsur.choices import choose_for_model, choose_for_task
+from dpsur.config import (
+    Pace,
+    RunConfig,
+    Speed,
+    check_budget,
+    uses_gpu,
+)
 from dpsur.distributed import connect, restarted
 from dpsur.environment import versions
 from dpsur.errors import InvalidInputError, PrivacyWarning
-from dpsur.features import TABLE
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.mechanism.block_gate import released_metrics
@@ -30,17 +37,40 @@ from dpsur.privacy.plans.rejections import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import RunFacts, privacy_statement, warnings_for
 from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.checkpoint import load_statistics
-from dpsur.runs.evaluation import evaluate
+from dpsur.runs.data import is_classification
+from dpsur.runs.evaluation import (
+    LABEL_LOSS_MODULES,
+    LABEL_LOSSES,
+    NUMBER_LOSS_MODULES,
+    NUMBER_LOSSES,
+    evaluate,
+    is_one_of,
+)
 from dpsur.runs.files import CURVES, RunFolder, to_json, write_atomically
 from dpsur.runs.holdout import check_target, noisy_figures, split_off
 from dpsur.runs.observers import RandomDelays, Recorder, draw_curves
-from dpsur.runs.release import NO_ORIGIN, Origin, released_model, write_release
+from dpsur.runs.own_data import (
+    Given,
+    better_for_images,
+    own_task,
+    task_network,
+)
+from dpsur.runs.progress import default_progress
+from dpsur.runs.release import (
+    CLASSES,
+    LABELS,
+    NO_ORIGIN,
+    NUMBERS,
+    Origin,
+    released_model,
+    write_release,
+)
 from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Session
+from dpsur.runs.tasks import origin_of
 from dpsur.runs.validation import check_observers
 from dpsur.status import notes, silenced
 from dpsur.tasks.schema import AUTO, Schema
-from dpsur.tasks.undeclared import Undeclared
 
 # Arguments that `fit` does not have, and where they belong.
 _BUDGET = "budget=dpsur.Budget(epsilon=..., delta=...)"
@@ -54,13 +84,15 @@ _ELSEWHERE = {"epsilon": _BUDGET, "delta": _BUDGET} | {
 @checks.arguments_with(_ELSEWHERE)
 def fit(
     model: nn.Module | str,
-    train_set: Any,
+    train_set: Any = None,
     *,
     loss: LossFunction | None = None,
     budget: Budget,
     method: Method | None = None,
     test_set: Any = None,
-    schema: Schema | None = None,
+    schema: Schema | str | os.PathLike[str] | None = None,
+    classes: int | Sequence[Any] | None = None,
+    image_size: int | Sequence[int] | str | None = None,
     accounting: str = DEFAULT_ACCOUNTING,
     features: str | None = None,
     normalisation: str | None = None,
@@ -76,16 +108,20 @@ def fit(
     augment: Callable[[Any], Any] | None = None,
     views: int = 1,
     observers: Sequence[Observer] = (),
+    progress: bool = True,
 ) -> Run:
     """Train a copy of `model` on `train_set` within `budget`.
 
     Args:
         model: any module that maps a batch of inputs to a batch of outputs, row by row. It is left
-            as it is; `Run.model` is a trained copy, in evaluation mode. With a schema also "auto",
-            which suits private tables, "linear" or "mlp".
+            as it is; `Run.model` is a trained copy, in evaluation mode. "auto" is a network that
+            suits the records; with a schema also "linear" or "mlp". The records may stand in this
+            place, for a model "auto": fit("images:DIR", budget=...).
         train_set: the private records: a pair (inputs, targets) of tensors, arrays or lists, or a
             map-style data set of such pairs. A data set is read once: one that augments its records
-            at random is refused.
+            at random is refused. Also the name of your files ("images:DIR", "csv:FILE",
+            "parquet:FILE", "jsonl:FILE", "npz:FILE"), a data frame or a Hugging Face data set with
+            a schema, and texts or images of Pillow with their labels.
         loss: maps (outputs, targets) of a batch to a number; it is applied to each record alone, so
             that class weights of a cross entropy count for each record, without a mean over them.
             By default F.cross_entropy, or the loss of the schema.
@@ -95,7 +131,11 @@ def fit(
             norm 1, plain DP-SGD by rule. What a given method leaves open is chosen to fit.
         test_set: public records to measure on, in the same form. Figures on them are not noisy and
             not charged.
-        schema: declares the columns of `train_set` and `test_set`, which are then data frames.
+        schema: declares the columns of a table, or the file of such a schema.
+        classes: how many classes there are, or the list of their names: for texts, images and
+            "auto", where nothing else says it. They become public.
+        image_size: height and width, with channels before them or not, that files of images are
+            scaled to (default: 3 x 32 x 32, which the encoder sees).
         accounting: how privacy loss is counted, by name.
         features: "scattering" or "encoder" trains on such features of images instead of pixels;
             `model` must take those, `Run.model` takes images. A method may bring its own
@@ -121,34 +161,45 @@ def fit(
         views: so many augmented views of a record are averaged inside its one clipped gradient, at
             no cost in privacy and so many times the computation.
         observers: are called after every trial. What they see is private.
+        progress: show a bar on a terminal and in a notebook, with public figures only.
 
     Formal guarantee: `Run.model` is (epsilon, delta)-differentially private for adding or removing
     one record of `train_set`, as `Run.statement` says, if the accounting is a proved one.
     """
     check_observers(observers)
     check_budget(budget)
-    described: Origin = NO_ORIGIN
-    if schema is not None:
-        if model == AUTO and features is None:
-            features = TABLE
-        model, described = _table_model(model, schema)
-        public = test_set
-        train_set, test_set = (
-            None if part is None else schema.records(part) for part in (train_set, test_set)
-        )
-        for text in [] if public is None else Undeclared.of(schema, public).warnings():
+    if train_set is None and isinstance(model, (str, os.PathLike)):
+        model, train_set = AUTO, model
+    task = own_task(model, train_set, test_set, Given(schema, classes, image_size))
+    if task is not None:
+        train_set, test_set = task.load(None)
+        loss = task.loss if loss is None else loss
+        for text in task.warnings:
             warnings.warn(text, UserWarning, stacklevel=_caller())
-        loss = schema.loss if loss is None else loss
-    elif isinstance(model, str):
-        raise InvalidInputError(
-            f"model {model!r} is the name of a network for a table; pass schema, or a module"
-        )
     loss = F.cross_entropy if loss is None else loss
     held = None
     if holdout is not None:
         check_target(loss)
         train_set, held = split_off(_pair_of_tensors(train_set), holdout)
+    network: dict[str, Any] | None = None
     reasons: tuple[str, ...] = ()
+    if task is not None and isinstance(model, str):
+        asked = features or (method.features if method else None)
+        network = task_network(task, model, asked or task.auto_features)
+        if model == AUTO and method is None:
+            facts = {"device": str(device), "max_updates": max_updates}
+            task = replace(task, records=_count(train_set))
+            chosen = choose_for_task(task, features, normalisation, accounting, budget, facts)
+            method, features, normalisation, network, reasons = chosen
+        elif model == AUTO:
+            features = asked or task.auto_features
+    elif isinstance(model, str):
+        raise InvalidInputError(
+            f"model {model!r} is the name of a network for a table; pass schema, or a module"
+        )
+    if network is not None:
+        model = build_network(network)
+    assert not isinstance(model, str)
     if method is None:
         method, normalisation, reasons = choose_for_model(
             records=_count(train_set),
@@ -159,8 +210,9 @@ def fit(
             gpu=uses_gpu(str(device)),
             linear=_is_linear(model),
             short=max_updates is not None,
-            target=None if schema is None else (schema.kind, schema.outputs),
+            target=None if task is None else task.target,
         )
+        reasons = (*reasons, *better_for_images(train_set, features, network))
     config = RunConfig(
         task=None,
         method=method,
@@ -192,18 +244,27 @@ def fit(
             test_set=test_set,
             augment=augment,
             views=views,
-            table=None if schema is None else schema.layout,
+            table=None if task is None else task.table,
             holdout=held,
             released=load_statistics(folder.checkpoint, ranks) if folder and resume else None,
+            pixel_scale=None if task is None else task.pixel_scale,
         )
         notes(reasons)  # after all checks, which end in one line
-        return execute(
-            session,
-            folder=folder,
-            resume=resume,
-            observers=observers if ranks.is_main else (),
-            origin=described.behind(session.layer_descriptions),
+        bar = default_progress(observers) if progress and ranks.is_main else None
+        observers = (*([] if bar is None else [bar]), *observers)
+        origin = (
+            NO_ORIGIN.behind(session.layer_descriptions)
+            if task is None
+            else origin_of(task, network, session)
         )
+        with nullcontext() if bar is None else bar:
+            return execute(
+                session,
+                folder=folder,
+                resume=resume,
+                observers=observers if ranks.is_main else (),
+                origin=origin,
+            )
 
 
 def resumes(folder: RunFolder, *, asked: bool) -> bool:
@@ -251,20 +312,6 @@ def _is_linear(model: Any) -> bool:
     return len(weights) == len(layers) == 1 and not weights[0].any()
 
 
-def _table_model(model: nn.Module | str, schema: Schema) -> tuple[nn.Module, Origin]:
-    """A network for a table, and what a release says of it."""
-    if not isinstance(schema, Schema):
-        raise InvalidInputError(
-            f"schema must be a dpsur.Schema, got {checks.shown(schema)}; read one with "
-            "dpsur.Schema.load(FILE)"
-        )
-    public = {"schema": schema.to_public()}
-    if not isinstance(model, str):
-        return model, Origin(public=public)
-    network = schema.network(model)
-    return build_network(network), Origin(network=network, public=public)
-
-
 def execute(
     session: Session,
     *,
@@ -282,6 +329,7 @@ def execute(
     private folder, so that the command line can resume it. Of several ranks only the first writes.
     """
     ranks = session.ranks
+    origin = replace(origin, predicts=what_is_predicted(session))
     if ranks.is_main:
         for text in objections(session):
             warnings.warn(text, PrivacyWarning, stacklevel=_caller())
@@ -333,6 +381,20 @@ def _caller() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("dpsur."):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def what_is_predicted(session: Session) -> str | None:
+    """What the outputs of the model mean, from its loss and the type of its targets."""
+    targets, loss = session.problem.train.part(slice(1)).targets, session.problem.loss
+    if not isinstance(targets, torch.Tensor):
+        return None
+    if is_one_of(loss, LABEL_LOSSES, LABEL_LOSS_MODULES):
+        return LABELS
+    if is_one_of(loss, NUMBER_LOSSES, NUMBER_LOSS_MODULES):
+        return NUMBERS
+    if targets.dim() == 1 and not targets.dtype.is_floating_point:
+        return CLASSES
+    return CLASSES if is_classification(loss) else None
 
 
 def _delays(session: Session) -> list[Observer]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,13 @@ from dpsur.features.statistics import (
 from dpsur.functional.records import Examples, StreamedExamples
 from dpsur.mechanism.streams import FEATURES, SETUP, Stream, Streams
 from dpsur.privacy import events
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import (
     Event,
     feature_histograms,
+    feature_histograms_noise,
     feature_mean,
+    feature_mean_noise,
     feature_statistics,
 )
 from dpsur.runs.checkpoint import Statistics
@@ -87,6 +90,27 @@ class InputFeatures:
         checks.at_least_one("groups", self.groups)
         if self.features is not None:
             features_named(self.features)
+
+    @classmethod
+    def within(
+        cls,
+        features: str | None,
+        normalisation: str | None,
+        budget: Budget,
+        *,
+        scale: PixelScale | None = None,
+        table: TableLayout | None = None,
+    ) -> Self:
+        """With the noise of a mean and of histograms that suits a budget."""
+        spent = budget.epsilon, budget.delta
+        return cls(
+            features,
+            normalisation,
+            mean_noise=feature_mean_noise(*spent),
+            histograms_noise=feature_histograms_noise(*spent),
+            scale=scale,
+            table=table,
+        )
 
     @property
     def kind(self) -> str:

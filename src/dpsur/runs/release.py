@@ -45,6 +45,8 @@ FORMAT = "dpsur-release/1"
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError)
 # Of the description of a network: values in it, and the largest of them.
 MOST_VALUES, LARGEST_SIZE = 1000, 2**24
+# What a model predicts: one of several classes, any number of labels, or numbers.
+CLASSES, LABELS, NUMBERS = "classes", "labels", "numbers"
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,15 @@ class Origin:
     """Where a model comes from, as far as it can be rebuilt by name.
 
     `public` is what the user declared about the records, which the statement lists. `features` are
-    the layers that a custom model was trained behind; a described network has its own.
+    the layers that a custom model was trained behind; a described network has its own. `predicts`
+    is what the outputs mean, None where that is not known.
     """
 
     task: str | None = None
     network: Mapping[str, Any] | None = None
     public: Mapping[str, Any] = field(default_factory=dict)
     features: Sequence[Mapping[str, Any]] = ()
+    predicts: str | None = None
 
     def behind(self, layers: Sequence[Mapping[str, Any]]) -> "Origin":
         """The same for a model that was trained behind layers of features."""
@@ -105,6 +109,8 @@ def write_release(
     }
     if origin.features:
         described["features"] = [dict(layer) for layer in origin.features]
+    if origin.predicts is not None:
+        described["predicts"] = origin.predicts
     weights = save_tensors(tensors, {"dpsur": json.dumps(described)})
     statement = as_published(statement)
     statement = {**statement, "weights": {"file": WEIGHTS, "sha256": sha256(weights)}}
@@ -227,7 +233,10 @@ def _described_origin(described: Any) -> Origin:
     features = described.get("features", [])
     if not isinstance(features, list) or not all(isinstance(one, dict) for one in features):
         raise ValueError(f"{WEIGHTS} names its features in an unknown way")
-    return Origin(task, network, features=features)
+    predicts = described.get("predicts")
+    if predicts not in (None, CLASSES, LABELS, NUMBERS):
+        raise ValueError(f"{WEIGHTS} names what it predicts in an unknown way")
+    return Origin(task, network, features=features, predicts=predicts)
 
 
 def _built(folder: Path, network: Mapping[str, Any], held: int) -> nn.Module:
@@ -268,8 +277,3 @@ def _check_sizes(description: Any) -> None:
             values += value.values()
         elif isinstance(value, list):
             values += value
-
-
-def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
-    """Load the model of a release, in evaluation mode; pass a custom model to load into."""
-    return read_release(path, model)[0].eval()

@@ -3,22 +3,27 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from dpsur import checks
+from dpsur.display import html_table
 from dpsur.methods import Method
 from dpsur.per_example import EngineReport
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plans import PrivacyPlan
-from dpsur.privacy.statement import format_epsilon
-from dpsur.runs.evaluation import model_outputs
+from dpsur.privacy.statement import format_epsilon, guarantee_rows
+from dpsur.runs.evaluation import shown_scores
 from dpsur.runs.files import RunFolder
 from dpsur.runs.plots import Plotted, plot_runs
+from dpsur.runs.predictor import Predictor
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
-from dpsur.tasks.schema import Schema
+from dpsur.status import notes
+from dpsur.tasks.columns import Values
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,21 +71,31 @@ class Run:
             f"{'not saved' if self.saved is None else f'saved to {self.saved}'}"
         )
 
-    def predict(self, inputs: Any) -> Any:
-        """Predictions for records: a post-processing of the release, which costs nothing.
+    def _repr_html_(self) -> str:
+        scores = () if self.scores is None else shown_scores(self.scores)
+        saved = "not saved: run.save(folder)" if self.saved is None else str(self.saved)
+        rows = [
+            *((f"test {name}", text) for name, text in scores),
+            *guarantee_rows(self.statement),
+            ("release", saved),
+        ]
+        return html_table(f"Run of {self.method.name}", rows)
 
-        `inputs` are what the model takes, with a row per record, and the outputs of the model come
-        back. Of a run with a schema they may be a data frame: then predictions are in its words and
-        units (classes, numbers in their declared range, a column for each label).
+    @cached_property
+    def predictor(self) -> Predictor:
+        """The model with what it takes to predict for records as they are."""
+        return Predictor(self.model, self.statement, self.origin)
+
+    def predict(self, records: Any) -> Values:
+        """Predictions for records as they are: a post-processing, which costs nothing.
+
+        Classes by name, numbers in their units: what `dpsur.load` returns of the release.
         """
-        schema = self.statement["public"].get("schema")
-        is_table = schema is not None and (
-            hasattr(inputs, "columns") or isinstance(inputs, Mapping)
-        )
-        if not is_table:
-            return model_outputs(self.model, inputs)
-        declared = Schema.from_json(schema)
-        return declared.decode(model_outputs(self.model, declared.inputs(inputs)))
+        return self.predictor.predict(records)
+
+    def predict_proba(self, records: Any) -> Values:
+        """Probabilities, with a column for each of `predictor.classes`."""
+        return self.predictor.predict_proba(records)
 
     def get_epsilon(self, delta: float) -> float:
         """Epsilon at another delta, under the accounting of the run.
@@ -99,9 +114,27 @@ class Run:
         return plot_runs([Plotted(self.method.label, self.plan, self.private.rows)], kind)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write `release/` into a new folder and return its path. Nothing private is written."""
-        folder = RunFolder(path)
-        folder.check_new()
+        """Write `release/` into a new folder and return its path. Nothing private is written.
+
+        A folder that is in use stays as it is, and the release goes to the next free name (`out-2`
+        beside `out`), which a line on stderr says: the budget of this run is spent already.
+        """
+        folder = _free_folder(Path(path))
+        if folder.root != Path(path):
+            notes([f"{path} is in use; the release is written to {folder.root}"])
         write_release(folder.release, self.model, self.statement, self.origin)
         object.__setattr__(self, "saved", folder.release)  # for `repr` alone
         return folder.release
+
+
+def _free_folder(path: Path) -> RunFolder:
+    """The folder of this name, or the first numbered one that holds nothing."""
+    names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
+    folders = (RunFolder(path.with_name(name) if path.name else path) for name in names)
+    folder = next(one for one in folders if not path.name or not _in_use(one.root))
+    folder.check_new()
+    return folder
+
+
+def _in_use(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())

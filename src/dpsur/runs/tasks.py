@@ -67,7 +67,7 @@ def task_of(config: RunConfig) -> Task:
     """The task of a run."""
     if config.task is None:
         raise InvalidInputError("the config names no task; set task, or use dpsur.fit")
-    return task_named(config.task, config.classes, config.schema)
+    return task_named(config.task, declared=config.declared)
 
 
 def with_features(config: RunConfig, records: Records, device: torch.device) -> Records:
@@ -124,7 +124,7 @@ def build_task_session(
             table=task.table,
             holdout=records.holdout,
         )
-    return session, _origin(task, description, session, config.keep_fraction)
+    return session, origin_of(task, description, session, config.keep_fraction)
 
 
 def sample_problem(config: RunConfig) -> Problem:
@@ -263,12 +263,13 @@ def _network(task: Task, config: RunConfig) -> dict[str, Any]:
     return {**network, **config.network, **activation, **changes}
 
 
-def _origin(
+def origin_of(
     task: Task,
     network: Mapping[str, Any] | None,
     session: Session,
-    keep_fraction: float | None,
+    keep_fraction: float | None = None,
 ) -> Origin:
+    """Where the model of a session on a task comes from."""
     # The task of a user's file is not named: the path of private records is not released.
     name = task.name if task.name in TASKS else None
     public = dict(task.public)

@@ -1,7 +1,7 @@
 """The learning tasks, by name. A task is registered by being listed here."""
 
 from collections.abc import Mapping
-from os import PathLike
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.tasks.base import Task
 from dpsur.tasks.cifar10 import CIFAR10_TASK
+from dpsur.tasks.declared import NOTHING, Declared
+from dpsur.tasks.images import PREFIX as IMAGES
+from dpsur.tasks.images import images_task, images_to_test
 from dpsur.tasks.imdb import IMDB_TASK, IMDB_WORDS_TASK
 from dpsur.tasks.mnist import FMNIST_TASK, MNIST_TASK
 from dpsur.tasks.mnist_5k import MNIST_5K
@@ -19,7 +22,6 @@ from dpsur.tasks.npz import PREFIX as NPZ
 from dpsur.tasks.npz import npz_task, npz_test_records
 from dpsur.tasks.schema import Schema
 from dpsur.tasks.tables import (
-    CSV,
     PREFIXES,
     read_table,
     table_path,
@@ -39,59 +41,80 @@ TASKS: dict[str, Task] = {
     )
 }
 DEFAULT_TASK = MNIST_5K.name
+# Prefixes of tasks that are a user's own files.
+OWN = (NPZ, *PREFIXES, IMAGES)
+# What a file with this ending is likely to be.
+ENDINGS = {
+    ".npz": NPZ,
+    ".csv": "csv:",
+    ".parquet": "parquet:",
+    ".jsonl": "jsonl:",
+    ".ndjson": "jsonl:",
+}
 
 
 def task_named(
-    name: str, classes: int | None = None, schema: str | PathLike[str] | None = None
+    name: str,
+    classes: int | None = None,
+    schema: Any = None,
+    declared: Declared = NOTHING,
 ) -> Task:
-    """Look a task up by name; `npz:FILE`, `csv:FILE` and `parquet:FILE` are tasks of your file.
+    """Look a task up by name; `npz:FILE`, `csv:FILE`, `images:DIR` and so on are your own data.
 
     `classes` is the declared number of classes of an npz file, `schema` the file that declares the
-    columns of a table. Both are public.
+    columns of a table, `declared` all that can be declared. It is public.
     """
+    given: dict[str, Any] = {"classes": classes, "schema": schema}
+    declared = replace(declared, **{key: v for key, v in given.items() if v is not None})
     if name.startswith(PREFIXES):
-        if classes is not None:
-            raise InvalidInputError(
-                f"classes {classes} is for {NPZ}FILE; the classes of {name} are in its schema"
-            )
-        return table_task(name, schema)
-    if schema is not None:
-        raise InvalidInputError(f"schema {schema} is for {CSV}FILE; task {name} has none")
+        return table_task(name, declared)
+    if name.startswith(IMAGES):
+        return images_task(name, declared)
     if name.startswith(NPZ):
-        return npz_task(name, classes)
-    if classes is not None and name in TASKS:
-        raise InvalidInputError(
-            f"classes {classes} is for {NPZ}FILE; task {name} has its own number of classes"
-        )
+        declared.refuse(name, "classes")
+        return npz_task(name, declared.classes)
     try:
-        return TASKS[name]
+        task = TASKS[name]
     except KeyError:
-        known = ", ".join(TASKS)
-        raise InvalidInputError(
-            f"unknown task {name!r}; choose one of {known}, or npz:FILE, csv:FILE or parquet:FILE "
-            "for your own data"
-        ) from None
+        raise InvalidInputError(_unknown(name)) from None
+    declared.refuse(name)
+    return task
+
+
+def _unknown(name: str) -> str:
+    """What to write instead of a name that is none; of a file or folder, what it seems to be."""
+    path = Path(name).expanduser()
+    prefix = IMAGES if path.is_dir() else ENDINGS.get(path.suffix.lower())
+    if path.exists() and prefix is not None:
+        return f"{name} is the name of no task; did you mean --task {prefix}{name}?"
+    return (
+        f"unknown task {name!r}; choose one of {', '.join(TASKS)}, or npz:FILE, csv:FILE, "
+        "parquet:FILE, jsonl:FILE or images:DIR for your own data"
+    )
 
 
 def load_test_records(
     name: str,
     data_dir: Path | None,
-    schema: str | PathLike[str] | None = None,
+    schema: Any = None,
     public: Mapping[str, Any] | None = None,
 ) -> tuple[Examples, LossFunction]:
     """The public test records of a task, and its loss. An npz file needs no declared classes.
 
-    Of a table, the test part that the file `schema` declares. Without that file all records, as
-    the schema in `public` declares them, what a release states to be public.
+    `public` is what the release declares that they are for. With its classes and size, all images
+    of a folder are tested on. Of a table, the test part that the file `schema` declares; without
+    that file all records, by the schema in `public`.
     """
     test: Examples | None
     loss: LossFunction = F.cross_entropy
-    if name.startswith(PREFIXES) and schema is None and "schema" in (public or {}):
-        assert public is not None
-        released = Schema.from_json(public["schema"])
+    known = public or {}
+    if name.startswith(IMAGES):
+        return images_to_test(name, known), loss
+    if name.startswith(PREFIXES) and schema is None and "schema" in known:
+        released = Schema.from_json(known["schema"])
         return read_table(table_path(name), released), released.loss
     if name.startswith(PREFIXES):
-        test, declared = table_test_records(name, schema)
+        test, declared = table_test_records(name, replace(NOTHING, schema=schema))
         if test is None:
             raise InvalidInputError(
                 f"the schema of {name} names no test records; add test to it, with a file or a "
@@ -108,4 +131,12 @@ def load_test_records(
     return test, loss
 
 
-__all__ = ["DEFAULT_TASK", "TASKS", "Task", "load_test_records", "task_named"]
+__all__ = [
+    "DEFAULT_TASK",
+    "OWN",
+    "TASKS",
+    "Declared",
+    "Task",
+    "load_test_records",
+    "task_named",
+]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from dpsur.features import PixelScale, TableLayout
+from dpsur.features import TABLE, PixelScale, TableLayout
 from dpsur.features.encoder import DIMENSION, SCATTERING_DIMENSION
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
@@ -83,3 +83,8 @@ class Task:
     def default_features(self) -> str:
         """The kind of features that is used unless another is asked for."""
         return next(iter(self.networks))
+
+    @property
+    def auto_features(self) -> str:
+        """The kind of features of the model `auto`: of a table rows of soft bins."""
+        return TABLE if TABLE in self.networks else self.default_features

@@ -1,4 +1,4 @@
-"""Columns of a table, as a user declares them: numbers in a range, and categories.
+"""Columns of a table, as a user declares them: numbers in a range, categories and texts.
 
 Every value becomes numbers by itself, by the declaration alone, whatever it is.
 """
@@ -10,18 +10,24 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
+from dpsur import checks
 from dpsur.errors import InvalidInputError
+from dpsur.features.words import WORDS_DIMENSION, words
 
 MOST_VALUES = 10_000
 Values: TypeAlias = "np.ndarray[Any, Any]"
 # A table: a data frame, or anything else with columns by name.
 Table = Mapping[str, Any]
+# Numbers that a text can become; more would fill the memory.
+MOST_WORDS = 2**20
 
 
 def column_names(table: Any) -> list[str]:
     """The names of the columns of a data frame or of a mapping."""
     if hasattr(table, "columns"):
         return [str(name) for name in table.columns]
+    if hasattr(table, "column_names"):  # a Hugging Face data set
+        return [str(name) for name in table.column_names]
     if isinstance(table, Mapping):
         return [str(name) for name in table]
     raise InvalidInputError(
@@ -182,7 +188,42 @@ class Category:
         return {"kind": self.kind, "values": list(self.values), **other}
 
 
-Column = Number | Category
+@dataclass(frozen=True)
+class Text:
+    """A column of texts: each becomes a row of weighted words of norm 1, by hashing.
+
+    Nothing is learned from the texts: a word's place follows from its letters alone (see
+    `dpsur.features.words`). What is missing or no text counts as a text without words.
+    """
+
+    dimension: int = WORDS_DIMENSION
+    kind: ClassVar[str] = "text"
+
+    def __post_init__(self) -> None:
+        checks.at_least_one("dimension", self.dimension)
+        if self.dimension > MOST_WORDS:
+            raise InvalidInputError(
+                f"dimension of a text must be at most {MOST_WORDS}, got {self.dimension}"
+            )
+
+    @property
+    def width(self) -> int:
+        """How many numbers it becomes."""
+        return self.dimension
+
+    def encode(self, values: Any) -> Values:
+        """Weighted words, one row for each text."""
+        texts = (value if isinstance(value, str) else "" for value in values)
+        found: Values = words(texts, self.dimension).numpy()
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        usual = self.dimension == WORDS_DIMENSION
+        return {"kind": self.kind} | ({} if usual else {"dimension": self.dimension})
+
+
+Column = Number | Category | Text
 
 
 def _keyed(value: Any) -> Any:

@@ -5,6 +5,7 @@ classes is declared, by the array `classes` of the file or by an option. Were it
 labels, one record with a new label would change the shape of what is released.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -50,18 +51,44 @@ def npz_task(name: str, classes: int | None = None) -> Task:
     for examples, labels in ((train, "y"), (test, "y_test")):
         if examples is not None:
             _check_labels(path, labels, examples.targets, classes)
-    shape = tuple(train.inputs.shape[1:])
+    return array_task(train, test, classes, name=name, texts=texts)
+
+
+def array_task(
+    train: Examples,
+    test: Examples | None,
+    classes: int,
+    *,
+    name: str = "",
+    texts: bool = False,
+    names: Sequence[str] = (),
+) -> Task:
+    """A task of records in memory. `texts` says that they are hashed words, `names` the classes."""
+    shape = train.record_shape
+    if not shape or len(shape) > 3:
+        raise InvalidInputError(
+            f"a record has the shape {shape}; there is a model for vectors and images: pass your "
+            "own instead of auto"
+        )
+    known = {"labels": list(names)} if names else {"classes": classes}
     return Task(
         name=name,
         summary=f"{len(train)} records to train, {len(test or ())} to test",
-        networks=_for_words(classes) if texts else _networks(shape, classes),
+        networks=_for_words(classes) if texts else image_networks(shape, classes),
         load=lambda _: (train, test),
-        public={"classes": classes},
+        public={**known, **_described(shape, texts)},
         records=len(train),
         shape=shape,
         classes=classes,
         kind=WORD_ROWS if texts else None,
     )
+
+
+def _described(shape: tuple[int, ...], texts: bool) -> dict[str, Any]:
+    """What a release says about its inputs: new texts and images become the same numbers."""
+    if texts:
+        return {"inputs": {"kind": "texts", "dimension": WORDS_DIMENSION}}
+    return {"inputs": {"kind": "images", "shape": list(shape)}} if len(shape) == 3 else {}
 
 
 def npz_test_records(name: str) -> Examples | None:
@@ -225,7 +252,8 @@ def _for_words(classes: int) -> dict[str, dict[str, Any]]:
     return {VECTORS: {"name": "linear-head", "inputs": WORDS_DIMENSION, "classes": classes}}
 
 
-def _networks(shape: tuple[int, ...], classes: int) -> dict[str, dict[str, Any]]:
+def image_networks(shape: tuple[int, ...], classes: int) -> dict[str, dict[str, Any]]:
+    """Networks for images, and for other arrays of numbers, by the features that they take."""
     features = PIXELS if len(shape) == 3 else VECTORS
     if len(shape) == 3 and min(shape[1:]) >= LEAST_IMAGE:
         channels, height, width = shape

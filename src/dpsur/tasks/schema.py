@@ -2,8 +2,9 @@
 
 Every record becomes a row of numbers by itself, by the schema alone: numbers are clipped to their
 declared range and scaled to [-1, 1], categories become one number each and one for everything that
-was not declared, missing values get a declared value. Shapes, names and errors are therefore the
-same whatever a record holds, and adding or removing one record adds or removes one row.
+was not declared, texts become weighted words, missing values get a declared value. Shapes, names
+and errors are therefore the same whatever a record holds, and adding or removing one record adds or
+removes one row.
 """
 
 import json
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpsur.display import html_table
 from dpsur.errors import InvalidInputError
 from dpsur.features import TableLayout
 from dpsur.functional.problem import LossFunction
@@ -29,6 +31,7 @@ from dpsur.tasks.columns import (
     Column,
     Number,
     Table,
+    Text,
     Values,
     column_names,
     numbers_of,
@@ -39,7 +42,7 @@ LINEAR, MLP = "linear", "mlp"
 # The model that suits a private table: linear, on the features `table`.
 AUTO = "auto"
 # What a template has in place of the kind of a column, and of a target.
-TO_FILL_IN = ("number, category or ignore", "number or category")
+TO_FILL_IN = ("number, category, text or ignore", "number or category")
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,10 @@ class TestPart:
 class Schema:
     """The columns of a table that are used, and the target.
 
-    `columns` maps names to `Number` or `Category`; other columns of the table are ignored. `target`
-    is one column: a `Number` makes it a regression, a `Category` a classification. Several columns,
-    each a `Category` of two values of which the second is positive, are a multi-label target.
+    `columns` maps names to `Number`, `Category` or `Text`; other columns of the table are ignored.
+    `target` is one column: a `Number` makes it a regression, a `Category` a classification. Several
+    columns, each a `Category` of two values of which the second is positive, are a multi-label
+    target.
     `test` names public records to test on. All of it is public, and a release states it.
     """
 
@@ -79,15 +83,16 @@ class Schema:
     test: TestPart | None = None
 
     def __post_init__(self) -> None:
-        for part in ("columns", "target"):
+        inputs = ((Number, Category, Text), "Number, Category or Text")
+        targets = ((Number, Category), "Number or Category")
+        for part, (kinds, known) in (("columns", inputs), ("target", targets)):
             found = getattr(self, part)
             if not isinstance(found, Mapping) or not found:
                 raise InvalidInputError(f"{part} of a schema must name at least one column")
             for name, column in found.items():
-                if not isinstance(name, str) or not isinstance(column, (Number, Category)):
+                if not isinstance(name, str) or not isinstance(column, kinds):
                     raise InvalidInputError(
-                        f"{part} of a schema must map names to Number or Category, got "
-                        f"{name!r}: {column!r}"
+                        f"{part} of a schema must map names to {known}, got {name!r}: {column!r}"
                     )
         both = [name for name in self.columns if name in self.target]
         if both:
@@ -106,6 +111,12 @@ class Schema:
     def __repr__(self) -> str:
         return f"Schema({len(self.columns)} columns, target {', '.join(self.target)})"
 
+    def _repr_html_(self) -> str:
+        every = [(name, column, "") for name, column in self.columns.items()]
+        every += [(name, column, "target: ") for name, column in self.target.items()]
+        rows = [(name, f"{role}{_in_words(column)}") for name, column, role in every]
+        return html_table(f"Schema of {len(self.columns)} columns", rows)
+
     # --- what follows from it ---------------------------------------------------------------------
 
     @property
@@ -122,6 +133,11 @@ class Schema:
                 numbers.append(width)
             width += column.width
         return TableLayout(width, len(self.columns), tuple(numbers))
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a record is one text and nothing else: a row of weighted words of norm 1."""
+        return [type(column) for column in self.columns.values()] == [Text]
 
     @property
     def outputs(self) -> int:
@@ -155,9 +171,11 @@ class Schema:
 
         `auto` takes the features `table` of the inputs instead of the inputs.
         """
-        if name == AUTO:
+        if name == AUTO and not self.is_text:
             inputs = self.layout.features
             return {"name": "linear-head", "inputs": inputs, "classes": self.outputs}
+        if name in (None, AUTO) and self.is_text:
+            return {"name": "linear-head", "inputs": self.width, "classes": self.outputs}
         if name is None:
             name = MLP if self.width <= WIDEST_FOR_HIDDEN_LAYER else LINEAR
         if name not in (LINEAR, MLP):
@@ -188,7 +206,7 @@ class Schema:
             if isinstance(column, Category):
                 found.append(column.indices(columns[name]).astype(np.float64))
                 found[-1][found[-1] < 0] = np.nan
-            else:
+            elif isinstance(column, Number):
                 scaled = column.scaled(numbers_of(columns[name]))
                 missing = np.nan
                 if column.missing is not None:
@@ -221,7 +239,7 @@ class Schema:
         if isinstance(first, Number):
             scaled: Values = outputs.detach().cpu().double().reshape(len(outputs)).numpy()
             return scaled * first.half + first.middle
-        if not more:
+        if not more and isinstance(first, Category):
             names: Values = np.array(first.values, dtype=object)
             return names.take(outputs.argmax(1).cpu().numpy())
         rows = [np.array(column.values, dtype=object) for column in self._categories()]
@@ -363,10 +381,23 @@ def _column(name: str, stored: Any) -> Column | None:
             if not values.get("values"):
                 raise InvalidInputError("a category needs values, the list that is public")
             return Category(**values)
+        if kind == Text.kind:
+            _drop_empty(values, "low", "high", "values")
+            _only(values, ("dimension",), "a text")
+            return Text(**values)
         given = "and is not filled in yet" if kind in TO_FILL_IN else f"got {kind!r}"
-        raise InvalidInputError(f"kind must be number, category or ignore, {given}")
+        raise InvalidInputError(f"kind must be number, category, text or ignore, {given}")
     except InvalidInputError as error:
         raise InvalidInputError(f"column {name!r}: {error}") from None
+
+
+def _in_words(column: Column) -> str:
+    if isinstance(column, Number):
+        return f"number from {column.low:g} to {column.high:g}"
+    if isinstance(column, Category):
+        shown = ", ".join(map(str, column.values[:8])) + (", ..." if len(column.values) > 8 else "")
+        return f"one of {shown}"
+    return "text"
 
 
 def _drop_empty(values: dict[str, Any], *names: str) -> None:

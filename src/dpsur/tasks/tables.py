@@ -1,12 +1,14 @@
-"""Your records in a table: a CSV or Parquet file, and a schema that declares its columns.
+"""Your records in a table: a CSV, Parquet or JSON Lines file, and a schema of its columns.
 
 In a CSV file every line is a record, read by itself: a stray quote in one record cannot swallow the
 next, and line breaks inside a value are not supported (Parquet has them). Lines with too few or too
-many values are records like any other, with missing values or without the rest.
+many values are records like any other, with missing values or without the rest. So is a line of a
+JSON Lines file that is no JSON object: all of its values are missing.
 """
 
 import csv
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,67 +24,23 @@ import torch
 from dpsur.errors import InvalidInputError
 from dpsur.features import TABLE
 from dpsur.functional.records import Examples
-from dpsur.tasks.base import VECTORS, Task
-from dpsur.tasks.columns import Table, Values, numbers_of
+from dpsur.tasks.base import VECTORS, WORD_ROWS, Task
+from dpsur.tasks.columns import Category, Table, Text, Values, numbers_of
+from dpsur.tasks.declared import Declared
 from dpsur.tasks.schema import AUTO, LINEAR, MLP, Schema
 from dpsur.tasks.undeclared import Undeclared
 
-CSV, PARQUET = "csv:", "parquet:"
-PREFIXES = (CSV, PARQUET)
+CSV, PARQUET, JSONL = "csv:", "parquet:", "jsonl:"
+PREFIXES = (CSV, PARQUET, JSONL)
+# How names of JSON Lines files end.
+JSON_LINES = (".jsonl", ".ndjson")
 # The key of the draws that part off test records: they are the same on every machine.
 TEST_KEY = b"dpsur-test/1"
 ROWS_AT_ONCE = 20_000
 # A longer name of a column is taken for a value.
 LONGEST_NAME = 100
-
-
-def table_task(name: str, schema: str | PathLike[str] | None) -> Task:
-    """The task of a name `csv:FILE` or `parquet:FILE`, with the schema of a JSON file."""
-    path, declared = table_path(name), _schema(name, schema)
-    train, test, seen, tested = _records(path, Path(str(schema)), declared)
-    return Task(
-        name=name,
-        summary=f"{len(train)} records to train, {len(test or ())} to test",
-        networks={VECTORS: declared.network(), TABLE: declared.network(AUTO)},
-        load=lambda _: (train, test),
-        loss=declared.loss,
-        public={"schema": declared.to_public()},
-        records=len(train),
-        shape=(declared.width,),
-        classes=declared.outputs if declared.kind == "classes" else None,
-        kind=TABLE,
-        models={kind: declared.network(kind) for kind in (LINEAR, MLP)},
-        target=(declared.kind, declared.outputs),
-        table=declared.layout,
-        private={"schema": seen.to_json()},
-        warnings=() if tested is None else tuple(tested.warnings()),
-    )
-
-
-def table_test_records(
-    name: str, schema: str | PathLike[str] | None
-) -> tuple[Examples | None, Schema]:
-    """The test records of a table, and its schema."""
-    path, declared = table_path(name), _schema(name, schema)
-    return _records(path, Path(str(schema)), declared).test, declared
-
-
-def _schema(name: str, schema: str | PathLike[str] | None) -> Schema:
-    if schema is None:
-        raise InvalidInputError(
-            f"task {name} needs a schema, since nothing is inferred from private records: write "
-            "one with dpsur data schema FILE, fill it in, and pass --schema FILE"
-        )
-    return Schema.load(schema)
-
-
-def table_path(name: str) -> Path:
-    """The file that a name `csv:FILE` or `parquet:FILE` names."""
-    prefix = next(prefix for prefix in PREFIXES if name.startswith(prefix))
-    path = Path(name.removeprefix(prefix)).expanduser()
-    if not path.is_file():
-        raise InvalidInputError(f"task {name}: there is no file {path}; write {prefix}FILE")
-    return path
+# The columns of texts and classes, unless others are named.
+TEXT_COLUMNS = "text,label"
 
 
 class _Parts(NamedTuple):
@@ -94,30 +52,135 @@ class _Parts(NamedTuple):
     tested: Undeclared | None
 
 
-def _records(path: Path, schema_path: Path, schema: Schema) -> _Parts:
-    files = [path, schema_path]
-    if schema.test is not None and schema.test.file is not None:
-        files.append(schema_path.parent / Path(schema.test.file).expanduser())
+def table_task(name: str, declared: Declared) -> Task:
+    """The task of a name `csv:FILE`, `parquet:FILE` or `jsonl:FILE`."""
+    declared.refuse(name, "schema", "labels", "columns", "test")
+    path, schema = table_path(name), declared_schema(name, declared)
+    return _task(name, schema, _records(path, declared, schema))
+
+
+def memory_task(schema: Schema, train: Any, test: Any = None) -> Task:
+    """The task of a data frame, or of columns by name."""
+    public = None if test is None else schema.records(test)
+    parts = _Parts(
+        schema.records(train),
+        public,
+        Undeclared.of(schema, train),
+        None if test is None else Undeclared.of(schema, test),
+    )
+    return _task("", schema, parts)
+
+
+def _task(name: str, schema: Schema, parts: _Parts) -> Task:
+    train, test, seen, tested = parts
+    # weighted words are rows of norm 1 already; other tables get rows of soft bins
+    networks = {VECTORS: schema.network()}
+    if not schema.is_text:
+        networks[TABLE] = schema.network(AUTO)
+    words = WORD_ROWS if schema.kind == "classes" else None
+    return Task(
+        name=name,
+        summary=f"{len(train)} records to train, {len(test or ())} to test",
+        networks=networks,
+        load=lambda _: (train, test),
+        loss=schema.loss,
+        public={"schema": schema.to_public()},
+        records=len(train),
+        shape=(schema.width,),
+        classes=schema.outputs if schema.kind == "classes" else None,
+        kind=words if schema.is_text else TABLE,
+        models={kind: schema.network(kind) for kind in (LINEAR, MLP)},
+        target=(schema.kind, schema.outputs),
+        table=None if schema.is_text else schema.layout,
+        private={"schema": seen.to_json()},
+        warnings=() if tested is None else tuple(tested.warnings()),
+    )
+
+
+def table_test_records(name: str, declared: Declared) -> tuple[Examples | None, Schema]:
+    """The test records of a table, and its schema."""
+    path, schema = table_path(name), declared_schema(name, declared)
+    return _records(path, declared, schema).test, schema
+
+
+def declared_schema(name: str, declared: Declared) -> Schema:
+    """The schema that was given, or that of one text column and the classes that were named."""
+    if declared.schema is None and declared.labels is None:
+        raise InvalidInputError(
+            f"task {name} needs a schema, since nothing is inferred from private records: write "
+            "one with dpsur data schema FILE, fill it in, and pass --schema FILE; for texts with "
+            "classes, --labels A,B,... is enough"
+        )
+    if declared.schema is None:
+        return text_schema(declared)
+    if declared.labels is not None or declared.columns is not None:
+        given = "columns" if declared.labels is None else "labels"
+        raise InvalidInputError(f"{given} of {name} are in its schema; leave out --{given}")
+    if isinstance(declared.schema, Schema):
+        return declared.schema
+    return Schema.load(declared.schema)
+
+
+def text_schema(declared: Declared) -> Schema:
+    """One column of texts and one of classes, by their names."""
+    names = [name.strip() for name in (declared.columns or TEXT_COLUMNS).split(",")]
+    if len(names) != 2 or not all(names) or names[0] == names[1]:
+        raise InvalidInputError(
+            f"columns must name the texts and the classes, such as {TEXT_COLUMNS}, got "
+            f"{declared.columns!r}; declare other tables with a schema"
+        )
+    return Schema({names[0]: Text()}, {names[1]: Category(list(declared.names))})
+
+
+def table_path(name: str) -> Path:
+    """The file that a name such as `csv:FILE` names."""
+    prefix = next(prefix for prefix in PREFIXES if name.startswith(prefix))
+    path = Path(name.removeprefix(prefix)).expanduser()
+    if not path.is_file():
+        raise InvalidInputError(f"task {name}: there is no file {path}; write {prefix}FILE")
+    return path
+
+
+def _records(path: Path, declared: Declared, schema: Schema) -> _Parts:
+    files = [path]
+    if declared.test is not None:
+        files.append(existing(declared.test))
+    elif schema.test is not None and schema.test.file is not None:
+        folder = (
+            Path() if isinstance(declared.schema, Schema) else Path(str(declared.schema)).parent
+        )
+        files.append(folder / Path(schema.test.file).expanduser())
         if not files[-1].is_file():
             raise InvalidInputError(
                 f"the schema names the test file {schema.test.file}, but there is no file "
                 f"{files[-1]}; the path is relative to the schema"
             )
     stats = [file.stat() for file in files]
-    return _read_records(tuple(files), tuple((found.st_size, found.st_mtime_ns) for found in stats))
+    changes = tuple((found.st_size, found.st_mtime_ns) for found in stats)
+    return _read_records(tuple(files), changes, json.dumps(schema.to_json()))
+
+
+def existing(test: str | PathLike[str]) -> Path:
+    """The file or folder of test records, if it is there."""
+    path = Path(test).expanduser()
+    if not path.exists():
+        raise InvalidInputError(f"there is no {path} to test on; correct --test")
+    return path
 
 
 # Size and time of change are part of the key: a file that changes is read again.
 @lru_cache(maxsize=1)
-def _read_records(files: tuple[Path, ...], changes: tuple[tuple[int, int], ...]) -> _Parts:
+def _read_records(
+    files: tuple[Path, ...], changes: tuple[tuple[int, int], ...], stored: str
+) -> _Parts:
     del changes
-    path, schema_path, *others = files
-    schema = Schema.load(schema_path)
+    path, *others = files
+    schema = Schema.from_json(json.loads(stored))
     records, usable, seen = _read(path, schema)
-    train = records.select(usable)
+    train = _selected(records, usable)
     if others:
         test, usable, tested = _read(others[0], schema)
-        return _Parts(train, test.select(usable), seen, tested)
+        return _Parts(train, _selected(test, usable), seen, tested)
     if schema.test is None or schema.test.share is None:
         return _Parts(train, None, seen, None)
     train, test = split_by_draw(train, schema.test.share)
@@ -128,13 +191,18 @@ def _read_records(files: tuple[Path, ...], changes: tuple[tuple[int, int], ...])
 def read_table(path: Path, schema: Schema) -> Examples:
     """All records of a file with a target that the schema declares."""
     records, usable, _ = _read(path, schema)
-    return records.select(usable)
+    return _selected(records, usable)
+
+
+def _selected(records: Examples, usable: torch.Tensor) -> Examples:
+    """Some records; all of them without a copy."""
+    return records if bool(usable.all()) else records.select(usable)
 
 
 def _read(path: Path, schema: Schema) -> tuple[Examples, torch.Tensor, Undeclared]:
     """All records of a file, which of them have a declared target, and what is not declared."""
     parts, seen = [], []
-    for table in _tables(path, schema):
+    for table in _tables(path, [*schema.columns, *schema.target]):
         parts.append((schema.inputs(table), *schema.targets(table)))
         seen.append(Undeclared.of(schema, table))
     if not parts:
@@ -146,6 +214,19 @@ def _read(path: Path, schema: Schema) -> tuple[Examples, torch.Tensor, Undeclare
             "declares; correct the schema or the file"
         )
     return Examples(inputs, targets), usable, Undeclared.join(seen)
+
+
+def read_inputs(path: Path, schema: Schema) -> torch.Tensor:
+    """The inputs of every record of a file, in its order; targets are not read."""
+    parts = [schema.inputs(table) for table in _tables(path, list(schema.columns))]
+    if not parts:
+        raise InvalidInputError(f"{path} holds no record; there must be at least one")
+    return torch.cat(parts)
+
+
+def read_values(path: Path, name: str) -> list[Any]:
+    """The values of one column of a file."""
+    return [value for table in _tables(path, [name]) for value in table[name]]
 
 
 def split_by_draw(records: Examples, share: float) -> tuple[Examples, Examples]:
@@ -172,6 +253,11 @@ def _is_tested(records: Examples, share: float) -> torch.Tensor:
 
 def header(path: Path) -> list[str]:
     """The names of the columns of a file. No record is read."""
+    if path.suffix in JSON_LINES:
+        raise InvalidInputError(
+            f"{path} has no header: the names of a JSON Lines file are in its records; for texts "
+            "with classes no schema is needed, --labels and --columns declare them"
+        )
     if _is_parquet(path):
         return [str(name) for name in _parquet(path).schema_arrow.names]
     with _lines(path) as file:
@@ -202,9 +288,12 @@ def _looks_like_a_record(names: Sequence[str]) -> bool:
     )
 
 
-def _tables(path: Path, schema: Schema) -> Iterator[Table]:
+def _tables(path: Path, wanted: list[str]) -> Iterator[Table]:
     """Some records after the other, as columns by name."""
-    names, wanted = header(path), [*schema.columns, *schema.target]
+    if path.suffix in JSON_LINES:
+        yield from _json_tables(path, wanted)
+        return
+    names = header(path)
     for name in wanted:
         if name not in names:
             shown = ", ".join(names[:20])
@@ -222,6 +311,32 @@ def _tables(path: Path, schema: Schema) -> Iterator[Table]:
             if rows:
                 columns = zip(*(_chosen(row, places) for row in rows), strict=True)
                 yield dict(zip(wanted, map(_column, columns), strict=True))
+
+
+def _json_tables(path: Path, wanted: list[str]) -> Iterator[Table]:
+    """Records of a JSON Lines file. Which names it has is not known without reading them all."""
+    found: set[str] = set()
+    with _lines(path) as file:
+        while lines := list(islice(file, ROWS_AT_ONCE)):
+            rows = [_object(line) for line in lines if line.strip()]
+            found.update(name for name in wanted if any(name in row for row in rows))
+            if rows:
+                yield {name: _column([row.get(name) for row in rows]) for name in wanted}
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise InvalidInputError(
+            f"no line of {path} is a JSON object with {missing[0]!r}; write one object in each "
+            "line, or name the columns with --columns or a schema"
+        )
+
+
+def _object(line: str) -> dict[str, Any]:
+    """The values of one line; of a line that is no JSON object, none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _column(values: Sequence[Any]) -> Values:

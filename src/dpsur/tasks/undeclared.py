@@ -11,11 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from dpsur.tasks.columns import Category, Column, Values, name_of, numbers_of
+from dpsur.tasks.columns import Category, Column, Number, Text, Values, name_of, numbers_of
 from dpsur.tasks.schema import Schema
 
 # Shares of public records from which a warning is due: of targets, and of other columns.
 LARGE_FOR_TARGETS, LARGE = 0.02, 0.2
+# What a value is that its column does not declare, and what becomes of it.
+_EFFECTS: dict[type[Column], tuple[str, str]] = {
+    Category: ("not among the declared values", "made 'other'"),
+    Number: ("no numbers", "made the middle"),
+    Text: ("no texts", "made empty"),
+}
 # Fewer public records may lack a class by chance.
 ENOUGH = 100
 
@@ -69,9 +75,8 @@ class Undeclared:
             if share < (LARGE_FOR_TARGETS if is_target else LARGE):
                 continue
             column = self.schema.target[name] if is_target else self.schema.columns[name]
-            of_number = not isinstance(column, Category)
-            what = "no numbers" if of_number else "not among the declared values"
-            effect = "left out" if is_target else "made the middle" if of_number else "made 'other'"
+            what, effect = _EFFECTS[type(column)]
+            effect = "left out" if is_target else effect
             found.append(
                 f"{share:.0%} of the test records have values of {name!r} that are {what}, and "
                 f"were {effect}; check the schema: spelling, upper and lower case, units"
@@ -103,6 +108,8 @@ def _not_declared(column: Column, values: Any) -> Values:
     listed = np.asarray(values, object)
     if isinstance(column, Category):
         found = column.indices(listed) < 0
+    elif isinstance(column, Text):
+        found = np.array([not isinstance(value, str) for value in listed], bool)
     else:
         found = np.isnan(numbers_of(values))
     places = np.flatnonzero(found)

@@ -9,25 +9,29 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from dpsur.display import NotebookLine, in_notebook
 from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.state import Verdict
 from dpsur.privacy.plans import PrivacyPlan
 from dpsur.privacy.plans.rejections import duration, elapsed
 from dpsur.privacy.statement import format_epsilon, metric_text
 from dpsur.runs.evaluation import shown_scores
+from dpsur.status import is_silenced
 
 PRIVATE_WARNING = (
     "rejections, loss differences and timings below depend on private records: do not share them"
 )
 
 
+_NOTEBOOK_SECONDS = 0.5  # between two pictures of the bar
 _SECONDS = 2.0  # between two figures of what is spent, each of which takes some arithmetic
 
 
 class ProgressBar:
-    """An observer of `dpsur.fit`: a live bar on a terminal, a line per evaluation elsewhere.
+    """An observer of `dpsur.fit`: a live bar on a terminal or in a notebook, else lines.
 
-    The bar shows updates, the epsilon spent so far, updates per second and the time left.
+    The bar shows updates, the epsilon spent so far, updates per second and the time left. Elsewhere
+    there is a line for each evaluation.
     """
 
     def __init__(self, quiet: bool = False, show_private: bool = False) -> None:
@@ -56,7 +60,10 @@ class ProgressBar:
         self._say(plan.describe())
         if self._show_private:
             self._say(f"warning: {PRIVATE_WARNING}")
-        if sys.stderr.isatty():
+        if in_notebook():
+            self._bar = _NotebookBar(plan)
+            self._begun, self._first = time.perf_counter(), elapsed(plan, progress.ledger)
+        elif sys.stderr.isatty():
             self._start_bar(plan, progress)
 
     def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
@@ -149,7 +156,44 @@ class ProgressBar:
         self._bar.start()
 
     def _say(self, text: str) -> None:
-        if self._bar is not None:
+        if self._bar is not None and not isinstance(self._bar, _NotebookBar):
             self._bar.console.print(text, highlight=False)
         else:
             print(text, file=sys.stderr, flush=True)
+
+
+class _NotebookBar:
+    """What is used of rich's progress bar, as one line of a notebook."""
+
+    def __init__(self, plan: PrivacyPlan) -> None:
+        self._total, self._done = duration(plan), 0
+        self._unit = "trials" if plan.to_the_cap else plan.unit
+        self._status = self._rate = ""
+        self._line, self._due = NotebookLine(), 0.0
+
+    def update(
+        self, task: Any, completed: int | None = None, status: str = "", rate: str = ""
+    ) -> None:
+        """Advance; the notebook is told twice a second."""
+        del task
+        self._done = self._done if completed is None else completed
+        self._status, self._rate = status or self._status, rate or self._rate
+        if time.perf_counter() >= self._due:
+            self._show()
+
+    def _show(self) -> None:
+        parts = (f"{self._done}/{self._total} {self._unit}", self._rate, self._status)
+        self._line.show(self._done, self._total, ", ".join(part for part in parts if part))
+        self._due = time.perf_counter() + _NOTEBOOK_SECONDS
+
+    def stop(self) -> None:
+        """Show the end."""
+        self._show()
+
+
+def default_progress(observers: Sequence[Any]) -> "ProgressBar | None":
+    """A bar where someone watches: on a terminal or in a notebook, unless there is one already."""
+    watched = in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+    if is_silenced() or not watched or any(isinstance(one, ProgressBar) for one in observers):
+        return None
+    return ProgressBar()

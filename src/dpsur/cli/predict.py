@@ -1,0 +1,114 @@
+"""`dpsur predict`: predictions of a release for new records."""
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpsur.errors import InvalidInputError
+from dpsur.runs.build_session import choose_device
+from dpsur.runs.files import write_atomically
+from dpsur.runs.predictor import Predictions, Predictor, load
+
+DESCRIPTION = """\
+Predict for new records with a release. It costs no privacy, however often it is done.
+
+  dpsur predict run new.csv                     a table, by the schema of the release
+  dpsur predict run notes.jsonl --proba         texts, with the probability of each class
+  dpsur predict run scans/ --out found.csv      a folder of images
+  dpsur predict run new.npz                     the array x of a file
+
+The answer has a line for each record, in the order of the file: CSV, or JSON Lines if --out ends in
+.jsonl. The file needs no target; of a table, only the columns of the schema are read.
+"""
+JSON_LINES = (".jsonl", ".ndjson")
+
+
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = DESCRIPTION
+    parser.add_argument("folder", metavar="RELEASE", help="a run folder, or the release in it")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="new records, or a folder of images"
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write a file (default: print)")
+    parser.add_argument(
+        "--proba", action="store_true", help="add the probability of each class or label"
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the predictions."""
+    out: Path | None = options.out
+    if out is not None and not out.parent.is_dir():
+        raise InvalidInputError(f"there is no folder {out.parent}; create it, or choose another")
+    device = choose_device(options.device)
+    model = load(options.folder)
+    model.module.to(device)
+    found = model.predictions(options.file)
+    if options.proba and found.probabilities is None:
+        raise InvalidInputError("this model predicts numbers, which have no --proba; leave it out")
+    names, rows = table_of(model, found, probabilities=options.proba)
+    as_json = out is not None and out.suffix in JSON_LINES
+    text = "".join(_json_lines(names, rows) if as_json else _csv_lines(names, rows))
+    if out is None:
+        print(text, end="")
+        return 0
+    write_atomically(out, text.encode())
+    print(f"{out}: predictions for {len(found.values)} records", file=sys.stderr)
+    return 0
+
+
+def table_of(
+    model: Predictor, found: Predictions, *, probabilities: bool
+) -> tuple[list[str], list[list[Any]]]:
+    """The names of the columns, and a row for each record."""
+    first = "record" if found.names is None else "file"
+    targets = ["prediction"]
+    if found.values.ndim == 2:
+        width = found.values.shape[1]
+        several = model.schema is not None and len(model.schema.target) == width
+        targets = list(model.schema.target) if several and model.schema else _numbered(width)
+    columns: list[Any] = [found.values] if found.values.ndim == 1 else [*found.values.T]
+    if found.values.ndim > 2:
+        raise InvalidInputError(
+            "the outputs of this model are no table; use dpsur.load(RELEASE).outputs(records)"
+        )
+    if probabilities and found.probabilities is not None:
+        shares = found.probabilities.reshape(len(found.values), -1)
+        labels = model.classes or targets
+        targets = [*targets, *(f"p_{label}" for label in labels)]
+        columns += [*shares.T]
+    records = range(len(found.values)) if found.names is None else found.names
+    rows = [[name, *map(_plain, row)] for name, *row in zip(records, *columns, strict=True)]
+    return [first, *targets], rows
+
+
+def _numbered(count: int) -> list[str]:
+    return [f"prediction_{place}" for place in range(count)] if count > 1 else ["prediction"]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _csv_lines(names: list[str], rows: list[list[Any]]) -> Iterator[str]:
+    for row in [names, *rows]:
+        line = io.StringIO()
+        csv.writer(line, lineterminator="\n").writerow(row)
+        yield line.getvalue()
+
+
+def _json_lines(names: list[str], rows: list[list[Any]]) -> Iterator[str]:
+    for row in rows:
+        yield json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) + "\n"

@@ -1,0 +1,93 @@
+"""Before spending: `dpsur plan`, `dpsur train --dry-run`, and `calibrate` with less to give."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+import dpsur
+from dpsur.cli import main
+from dpsur.privacy.budget import Budget
+from dpsur.runs.planning import TEST_RECORDS, Simulation, _table
+from tests.cli.test_commands import dpsur as command
+
+
+def test_a_dry_run_names_the_noise_of_the_run_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    draws = np.random.default_rng(0)
+    x = draws.integers(0, 255, (60, 28, 28)).astype(np.uint8)
+    np.savez(tmp_path / "own.npz", x=x, y=np.arange(60) % 2, classes=2)
+    words = ["train", "--task", "npz:own.npz", "--delta", "1e-3", "--seed", "0"]
+    assert main([*words, "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert "nothing was trained and nothing is spent" in printed.out
+    assert "is right in at most" in printed.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own.npz"]
+    assert main([*words, "--out", "run"]) == 0
+    noise = re.search(r"noise multiplier [\d.]+", capsys.readouterr().err).group()
+    assert noise in printed.out
+    assert main([*words, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["records"] == 60
+
+
+def test_a_plan_of_images_and_texts_needs_no_data(capsys):
+    words = ["plan", "--records", "2000", "--epsilon", "1,4", "--json"]
+    assert main([*words, "--image-size", "64x64", "--device", "cpu"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    first, second = found["epsilons"]
+    assert first["right_guesses"] < second["right_guesses"] < 0.75
+    assert found["feature_minutes"] == 2
+    assert found["memory_bytes"] == 2000 * 8192 * 4
+    assert main([*words[:-1], "--texts"]) == 0
+    assert "an attacker is right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--width", "3", "--epsilon", "x"], "numbers separated by commas"),
+        (["--width", "3", "--epsilon", "0"], "above 0 and below 1000"),
+        (["--width", "0"], "width must be a whole number of at least 1"),
+        (["--width", "3", "--classes", "1"], "classes must be a whole number of at least 2"),
+        (["--width", "10000000", "--epsilon", "1"], "too many to simulate"),
+        (["--image-size", "7"], "must be HxW or CxHxW"),
+    ],
+)
+def test_bad_facts_are_refused_in_one_line(words, message, capsys):
+    status, _, printed = command("plan", "--records", "500", *words, capsys=capsys)
+    assert status == 2
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+def test_synthetic_tables_are_as_hard_as_they_should_be():
+    x, y = _table(500, 6, 5, 0.85, seed=0)
+    assert x.shape == (500, 6)
+    assert set(y) == set(range(5))
+    simulation = Simulation.of(2000, 6, 2)
+    assert simulation.references == pytest.approx([0.95, 0.85, 0.75], abs=0.03)
+    assert len(simulation.tables[0]["y"]) == 2000 + TEST_RECORDS
+
+
+@pytest.mark.slow
+def test_privacy_costs_more_at_a_smaller_epsilon():
+    """With noise that drowns everything the loss is that of a guess."""
+    simulation = Simulation.of(600, 4, 2)
+    little, _, _ = simulation.lost(Budget(0.01, 1e-5), "cpu")
+    _, much, seconds = simulation.lost(Budget(50.0, 1e-5), "cpu")
+    assert little > much
+    assert little > 0.1
+    assert seconds > 0
+
+
+def test_calibrate_fills_in_what_auto_takes(capsys):
+    words = ["calibrate", "--dataset-size", "20000", "--epsilon", "3", "--delta", "1e-5", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    _, plan = dpsur.Dpsgd(gate="block").settle(20000, Budget(3.0, 1e-5), "proven")
+    assert found["noise_multiplier"] == plan.update.noise_multiplier
+    assert found["batch_size"] == 1024
+    status, _, printed = command(*words, "--val-batch-size", "64", capsys=capsys)
+    assert status == 2
+    assert "needs --batch-size" in printed

@@ -1,0 +1,70 @@
+"""The page of an afternoon: every block is run in order, each in a process of its own."""
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "afternoon.md").read_text()
+BLOCKS = re.findall(r"```(python|sh)\n(.*?)```", PAGE, flags=re.DOTALL)
+WITHOUT_DPSUR = "import sys; sys.modules['dpsur'] = None\n"
+
+
+def run_page(folder):
+    """Run every block in a folder; return what each printed, and the seconds of each."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    printed = []
+    for language, code in BLOCKS:
+        if language == "python":
+            command = [sys.executable, "-c", code]
+            if "torch.export" in code:
+                command[-1] = WITHOUT_DPSUR + code
+        else:
+            shell = f'set -e; dpsur() {{ "{sys.executable}" -m dpsur "$@"; }}\n{code}'
+            command = ["bash", "-c", shell]
+        begun = time.perf_counter()
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"{code}\n{done.stderr}"
+        printed.append((code, done.stdout, time.perf_counter() - begun))
+    return printed
+
+
+@pytest.mark.slow
+def test_an_afternoon(tmp_path):
+    printed = run_page(tmp_path)
+    notes = [json.loads(line) for line in (tmp_path / "predicted.jsonl").open()]
+    expected = [json.loads(line)["label"] for line in (tmp_path / "new_notes.jsonl").open()]
+    assert [row["prediction"] for row in notes] == expected
+    scans = next(out for code, out, _ in printed if "predict scans_run" in code)
+    rows = list(csv.DictReader(scans[scans.index("file,") :].splitlines()))
+    assert [row["prediction"] for row in rows] == [row["file"].split("/")[0] for row in rows]
+    table = next(out for code, out, _ in printed if "predict patients_run" in code)
+    rows = list(csv.DictReader(table[table.index("record,") :].splitlines()))
+    assert len(rows) == 5
+    assert {row["prediction"] for row in rows} <= {"no", "yes"}
+    last = printed[-1][1]
+    assert rows[0]["prediction"] in last
+    assert (tmp_path / "scans_run" / "report.html").is_file()
+    probabilities = next(out for code, out, _ in printed if "torch.export" in code)
+    assert "['clear', 'shadow']" in probabilities
+
+
+def test_the_page_has_all_of_it():
+    commands = "".join(code for language, code in BLOCKS if language == "sh")
+    for command in ("plan", "train", "predict", "report", "verify", "compare", "export"):
+        assert f"dpsur {command}" in commands
+
+
+if __name__ == "__main__":  # the table of times of the page
+    folder = Path(sys.argv[1])
+    folder.mkdir()
+    for code, _, seconds in run_page(folder):
+        first = code.strip().splitlines()[0]
+        print(f"| `{first[:60]}` | {seconds:.0f} s |")
