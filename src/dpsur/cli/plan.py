@@ -13,7 +13,7 @@ from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.features import TABLE, TableLayout, features_named
 from dpsur.features.table import MOST_NUMBERS
 from dpsur.functional.records import Examples
-from dpsur.methods import Dpsur
+from dpsur.methods import Dpsgd
 from dpsur.options import shorten
 from dpsur.presets import AUTO, explain_auto, preset_named
 from dpsur.presets.auto import ENCODER_SECONDS, UNIT_ROWS
@@ -72,8 +72,8 @@ def run(options: argparse.Namespace) -> int:
     budgets = [Budget(epsilon, options.delta) for epsilon in epsilons]
     # settings for the largest; for the others only the learning rate may differ
     facts = data_facts(task, {"device": options.device, "budget": budgets[-1]})
-    preset = preset_named(AUTO, Dpsur.name, "", epsilons[-1], facts)
-    method = Dpsur(**preset.options)
+    preset = preset_named(AUTO, Dpsgd.name, "", epsilons[-1], facts)
+    method = Dpsgd(**preset.options)
     features = preset.features or task.default_features
     normalisation = preset.normalisation
     simulation = None
