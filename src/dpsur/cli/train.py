@@ -24,7 +24,7 @@ from dpsur.privacy.plans.rejections import NOT_HIDDEN
 from dpsur.privacy.statement import metric_text
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.evaluation import objection, shown_scores
-from dpsur.runs.files import RunFolder, finite, resume_command, to_json, write_atomically
+from dpsur.runs.files import RunFolder, finite, resume_command
 from dpsur.runs.fit import execute
 from dpsur.runs.holdout import doubts
 from dpsur.runs.input_features import InputFeatures
@@ -32,7 +32,7 @@ from dpsur.runs.planning import prospect
 from dpsur.runs.progress import ProgressBar
 from dpsur.runs.release import as_published
 from dpsur.runs.result import Run
-from dpsur.runs.tasks import build_task_session, features_of, load_records, task_of
+from dpsur.runs.tasks import build_task_session, features_of, load_records, note_privately, task_of
 from dpsur.status import silenced, status
 
 DESCRIPTION = """\
@@ -103,7 +103,7 @@ def _run(options: argparse.Namespace, ranks: Ranks) -> int:
         except OSError as error:
             raise FileError(f"{describe_os_error(error)}; {_next_command(folder)}") from error
     if ranks.is_main:
-        noted = _note_privately(config, folder)
+        noted = note_privately(task_of(config), folder)
         _print_result(result, folder, noted, as_json=options.json)
     return 0
 
@@ -130,7 +130,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
     """
     task, features = task_of(config), features_of(config)
     records = data_facts(task, vars(config)).records or len(load_records(config).train)
-    asked = InputFeatures.within(features, config.normalisation, config.budget, table=task.table)
+    asked = InputFeatures.within(features, config.normalisation, config.budget)
     with silenced(options.quiet or options.json), status("choosing the noise"):
         found = prospect(config.method, records, config.budget, config.accounting, asked.setup)
     if options.json:
@@ -183,15 +183,6 @@ def _train(
         )
 
 
-def _note_privately(config: RunConfig, folder: RunFolder) -> str:
-    """Write what was counted of the training records, and say where; nothing without counts."""
-    noted = []
-    for name, counts in task_of(config).private.items():
-        noted.append(folder.private / f"{name}.json")
-        write_atomically(noted[-1], to_json(counts), mode=0o600)
-    return "".join(f"; values that the {path.stem} does not declare: {path}" for path in noted)
-
-
 def _next_command(folder: RunFolder) -> str:
     """What to do about a run that has stopped before its end."""
     if folder.finished:
@@ -201,7 +192,7 @@ def _next_command(folder: RunFolder) -> str:
     return "nothing was trained, so run the same command again"
 
 
-def _print_result(run: Run, folder: RunFolder, noted: str, *, as_json: bool) -> None:
+def _print_result(run: Run, folder: RunFolder, noted: list[Path], *, as_json: bool) -> None:
     guarantee = as_published(run.statement)["guarantee"]
     release: Path = folder.release
     if as_json:
@@ -238,5 +229,6 @@ def _print_result(run: Run, folder: RunFolder, noted: str, *, as_json: bool) -> 
         )
         print(f"after {row['after']}{rate}: {metric_text(row)} (noisy, paid)")
     print(describe_guarantee(run.statement))
+    kept = "".join(f"; values that the {path.stem} does not declare: {path}" for path in noted)
     use = "to publish" if guarantee["epsilon"] is not None else "not private: do not publish"
-    print(f"release: {release} ({use}); private: {folder.private} (keep{noted})")
+    print(f"release: {release} ({use}); private: {folder.private} (keep{kept})")
