@@ -31,6 +31,30 @@ def test_a_dry_run_names_the_noise_of_the_run_and_writes_nothing(tmp_path, capsy
     assert json.loads(capsys.readouterr().out)["records"] == 60
 
 
+def test_plans_of_a_table_charge_its_histograms(tmp_path, capsys):
+    draws = np.random.default_rng(0)
+    columns = {name: draws.uniform(-1, 1, 300) for name in ("a", "b")}
+    columns["y"] = (columns["a"] > 0).astype(int)
+    rows = zip(*(map(str, column) for column in columns.values()), strict=True)
+    (tmp_path / "t.csv").write_text("\n".join([",".join(columns), *map(",".join, rows)]))
+    schema = dpsur.Schema(
+        {name: dpsur.Number(-1, 1) for name in ("a", "b")}, {"y": dpsur.Category([0, 1])}
+    )
+    schema.save(tmp_path / "s.json")
+    budget = dpsur.Budget(3.0, 1e-5)
+    csv = f"csv:{tmp_path / 't.csv'}"
+    run = dpsur.fit(csv, schema=tmp_path / "s.json", budget=budget)
+    assert len(run.plan.setup) == 1
+    schema_file = str(tmp_path / "s.json")
+    assert main(["train", "--task", csv, "--schema", schema_file, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"] == run.plan.describe()
+    words = ["plan", "--records", "300", "--width", "2", "--epsilon", "3", "--no-simulation"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["epsilons"][0]["run"] == run.plan.describe()
+    assert found["memory_bytes"] == 4 * 300 * schema.layout.features
+
+
 def test_a_plan_of_images_and_texts_needs_no_data(capsys):
     words = ["plan", "--records", "2000", "--epsilon", "1,4", "--json"]
     assert main([*words, "--image-size", "64x64", "--device", "cpu"]) == 0

@@ -65,6 +65,25 @@ def test_fit_warns_by_its_public_test_set():
         )
 
 
+def test_fit_notes_private_records_in_the_folder_of_the_run(tmp_path):
+    declared = schema(classes=("no", "Yes"))
+    run = dpsur.fit(
+        "auto", table(), schema=declared, budget=BUDGET, max_updates=1, out=tmp_path / "run"
+    )
+    counts = json.loads((tmp_path / "run" / "private" / "schema.json").read_text())
+    assert counts["classes"]["Yes"] == 0
+    assert counts["not_declared"]["back"] == sum(table()["back"] == "yes")
+    assert not list(run.saved.rglob("schema.json"))
+
+
+def test_what_is_no_text_is_counted_and_what_is_missing_is_not():
+    declared = dpsur.Schema({"note": dpsur.Text(16)}, {"back": dpsur.Category(["no", "yes"])})
+    data = {"note": ["fell", 3, None, ""], "back": ["no", "yes", "no", "yes"]}
+    found = Undeclared.of(declared, data)
+    assert found.to_json()["not_declared"] == {"note": 1, "back": 0}
+    assert "25% of the test records have values of 'note' that are no texts" in found.warnings()[0]
+
+
 def write(folder, declared, data):
     rows = zip(*([*map(str, column)] for column in data.values()), strict=True)
     lines = [",".join(data), *(",".join(row) for row in rows)]

@@ -27,7 +27,7 @@ from dpsur.privacy.plans.rejections import NOT_HIDDEN
 from dpsur.privacy.statement import format_epsilon, metric_text
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.evaluation import objection, shown_scores
-from dpsur.runs.files import RunFolder, finite, resume_command, to_json, write_atomically
+from dpsur.runs.files import RunFolder, finite, resume_command
 from dpsur.runs.fit import execute
 from dpsur.runs.holdout import doubts
 from dpsur.runs.input_features import InputFeatures
@@ -36,7 +36,7 @@ from dpsur.runs.progress import ProgressBar
 from dpsur.runs.release import as_published
 from dpsur.runs.result import Run
 from dpsur.runs.session import Session
-from dpsur.runs.tasks import build_task_session, features_of, load_records, task_of
+from dpsur.runs.tasks import build_task_session, features_of, load_records, note_privately, task_of
 from dpsur.status import silenced, status
 
 DESCRIPTION = """\
@@ -110,7 +110,7 @@ def _run(options: argparse.Namespace, ranks: Ranks) -> int:
         _print_result(
             result,
             folder,
-            _note_privately(config, folder),
+            note_privately(task_of(config), folder),
             as_json=options.json,
             show_private=options.show_private,
         )
@@ -175,7 +175,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
     """
     task, features = task_of(config), features_of(config)
     records = data_facts(task, vars(config)).records or len(load_records(config).train)
-    asked = InputFeatures.within(features, config.normalisation, config.budget, table=task.table)
+    asked = InputFeatures.within(features, config.normalisation, config.budget)
     with silenced(options.quiet or options.json), status("choosing the noise"):
         found = prospect(config.method, records, config.budget, config.accounting, asked.setup)
     if options.json:
@@ -230,15 +230,6 @@ def _train(
         )
 
 
-def _note_privately(config: RunConfig, folder: RunFolder) -> str:
-    """Write what was counted of the training records, and say where; nothing without counts."""
-    noted = []
-    for name, counts in task_of(config).private.items():
-        noted.append(folder.private / f"{name}.json")
-        write_atomically(noted[-1], to_json(counts), mode=0o600)
-    return "".join(f"; values that the {path.stem} does not declare: {path}" for path in noted)
-
-
 def _next_command(folder: RunFolder) -> str:
     """What to do about a run that has stopped before its end."""
     if folder.finished:
@@ -249,7 +240,7 @@ def _next_command(folder: RunFolder) -> str:
 
 
 def _print_result(
-    run: Run, folder: RunFolder, noted: str, *, as_json: bool, show_private: bool
+    run: Run, folder: RunFolder, noted: list[Path], *, as_json: bool, show_private: bool
 ) -> None:
     guarantee = as_published(run.statement)["guarantee"]
     release: Path = folder.release
@@ -295,5 +286,6 @@ def _print_result(
             f"{ledger.trials} trials: {ledger.updates} accepted, {rejected} rejected "
             f"({'public' if public else 'private: do not share'})"
         )
+    kept = "".join(f"; values that the {path.stem} does not declare: {path}" for path in noted)
     use = "to publish" if guarantee["epsilon"] is not None else "not private: do not publish"
-    print(f"release: {release} ({use}); private: {folder.private} (keep{noted})")
+    print(f"release: {release} ({use}); private: {folder.private} (keep{kept})")

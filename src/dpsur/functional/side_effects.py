@@ -135,30 +135,6 @@ def difference(before: Snapshot, after: Snapshot) -> str | None:
     return None
 
 
-def constants(subject: object) -> set[float]:
-    """Numbers that a model of a user holds or that stand in its code, not the sizes of layers."""
-    found: set[float] = set()
-    modules = subject.named_modules() if isinstance(subject, nn.Module) else ()
-    sizes = {
-        f"{place}.{key}" if place else key
-        for place, module in modules
-        if _trusted(type(module).__module__)
-        for key in vars(module)
-    }
-    for (name, _), value in snapshot(subject, weights=False).items():
-        if name in sizes:
-            continue
-        if isinstance(value, _Constants):
-            found.update(value)
-        elif isinstance(value, (int, float)):
-            found.add(value)
-    return found
-
-
-class _Constants(frozenset[float]):
-    """The numbers in the code of a function."""
-
-
 Inside = Iterator[tuple[str, Any]]
 
 
@@ -188,7 +164,7 @@ def _seen(name: str, value: Any, *, weights: bool) -> tuple[Any, Inside | None]:
     if isinstance(value, FunctionType):
         if _trusted(value.__module__, libraries=True):
             return None, None
-        return _Constants(_numbers(value.__code__)), _of_function(name, value)
+        return None, _of_function(name, value)
     if isinstance(value, type):
         if _trusted(value.__module__, libraries=True):
             return None, None
@@ -295,11 +271,6 @@ def _globals(code: CodeType) -> set[str]:
         for step in dis.get_instructions(one)
         if step.opname in _GLOBALS
     }
-
-
-def _numbers(code: CodeType) -> Iterator[float]:
-    for one in _codes(code):
-        yield from (held for held in one.co_consts if isinstance(held, (int, float)))
 
 
 def _trusted(module: str | None, *, libraries: bool = False) -> bool:

@@ -67,7 +67,7 @@ from dpsur.runs.release import (
 )
 from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Session
-from dpsur.runs.tasks import origin_of
+from dpsur.runs.tasks import note_privately, origin_of
 from dpsur.runs.validation import check_observers
 from dpsur.status import notes, silenced
 from dpsur.tasks.schema import AUTO, Schema
@@ -258,13 +258,16 @@ def fit(
             else origin_of(task, network, session)
         )
         with nullcontext() if bar is None else bar:
-            return execute(
+            run = execute(
                 session,
                 folder=folder,
                 resume=resume,
                 observers=observers if ranks.is_main else (),
                 origin=origin,
             )
+        if folder is not None and task is not None and ranks.is_main:
+            note_privately(task, folder)
+        return run
 
 
 def resumes(folder: RunFolder, *, asked: bool) -> bool:

@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from dpsur.networks import build_network, takes
 from dpsur.per_example.model_check import check_model
 from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.checkpoint import Statistics
+from dpsur.runs.files import RunFolder, to_json, write_atomically
 from dpsur.runs.holdout import check_target, split_off
 from dpsur.runs.input_features import InputFeatures
 from dpsur.runs.release import Origin
@@ -276,6 +278,15 @@ def origin_of(
     if keep_fraction not in (None, 1):  # all records are kept
         public["keep_fraction"] = keep_fraction
     return Origin(name, network, public).behind(session.layer_descriptions)
+
+
+def note_privately(task: Task, folder: RunFolder) -> list[Path]:
+    """Write what was counted of the training records into the private folder of a run."""
+    noted = []
+    for name, counts in task.private.items():
+        noted.append(folder.private / f"{name}.json")
+        write_atomically(noted[-1], to_json(counts), mode=0o600)
+    return noted
 
 
 def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callable[[], nn.Module]:
