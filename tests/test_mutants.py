@@ -148,8 +148,8 @@ def a_mean_is_charged_for_what_a_record_moves():
         train = Examples(rows[:count], torch.zeros(count))
         return compute_inputs(asked, train, None, Streams(0, CPU)).statistics["centre"] * count
 
+    assert len(asked.setup) == 1  # without a charge nothing is drawn
     moved = float((noisy_sum(41) - noisy_sum(40)).norm())
-    assert len(asked.setup) == 1
     (event,) = asked.setup
     assert moved <= 1 + 1e-6
     exact = F.normalize(rows[:40]).double().sum(0)

@@ -175,7 +175,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
     """
     task, features = task_of(config), features_of(config)
     records = data_facts(task, vars(config)).records or len(load_records(config).train)
-    asked = InputFeatures.within(features, config.normalisation, config.budget)
+    asked = InputFeatures.within(features, config.normalisation, config.budget, table=task.table)
     with silenced(options.quiet or options.json), status("choosing the noise"):
         found = prospect(config.method, records, config.budget, config.accounting, asked.setup)
     if options.json:
