@@ -8,6 +8,7 @@ perhaps the clipping norm, and continues, or goes back to a saved state.
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -314,12 +315,16 @@ class BlockRun:
             return found.mean() if self._watcher.loss_reduction == "mean" else found.sum()
 
         watcher = self._watcher
+        sharding = watcher.sharding
         with (
             mode(self._module, training=True),
             watcher.paused(),
             augmenting(self._module, watcher.augment),
+            nullcontext() if sharding is None else sharding.watched(),
         ):
             tape, *_ = watcher.records.tape(loss, alone, records, randomness=watcher.randomness)
+        if sharding is not None:
+            sharding.reshard()
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
             if not tape.contributions:

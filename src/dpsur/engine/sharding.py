@@ -82,13 +82,18 @@ class Sharding:
     def watched(self) -> Iterator[None]:
         """Weights require no gradient while the model is called, and buffers do not change."""
         versions = {name: value._version for name, value in self._buffers.items()}
+        parts = [part for part in self.module.modules() if isinstance(part, FSDPModule)]
         for value in self.trained.values():
             value.requires_grad_(False)
+        for part in parts:  # the backward pass needs the weights, and FSDP cannot see it begin
+            part.set_reshard_after_forward(False, recurse=False)
         try:
             yield
         finally:
             for value in self.trained.values():
                 value.requires_grad_(True)
+            for part in parts:
+                part.set_reshard_after_forward(True, recurse=False)
         for name, buffer in self.module.named_buffers():
             if buffer is not self._buffers.get(name) or buffer._version != versions[name]:
                 raise UnsupportedModelError(

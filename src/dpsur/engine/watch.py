@@ -10,7 +10,7 @@ frees what it has saved.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -128,6 +128,7 @@ class Watcher:
         self.yielded: Yielded | None = None
         self._target_check = TargetCheck()
         self._busy = False
+        self._sharded = ExitStack()
         self.gradients = Gradients(trained)
         # before hooks of others, such as those by which FSDP gathers weights
         self._handle = module.register_forward_pre_hook(self._enter, prepend=True)
@@ -162,6 +163,9 @@ class Watcher:
                     "change the inputs inside of the model, or use engine.private_step"
                 )
             self.check_parameters()
+        if self.sharding is not None:  # before FSDP gathers the weights of the module itself
+            self._sharded.close()  # of a call that was interrupted
+            self._sharded.enter_context(self.sharding.watched())
 
     def _watches(self) -> bool:
         if self._busy:
@@ -211,8 +215,7 @@ class Watcher:
         alone = map_tensors(
             lambda value: value.unflatten(0, (-1, views)), (args, kwargs), otherwise=_keep
         )
-        watched = nullcontext() if self.sharding is None else self.sharding.watched()
-        with self._plain_forward() as forward, self.paused(), watched:
+        with self._sharded, self._plain_forward() as forward, self.paused():
             tape, found = self.records.run(call, alone, rows // views, randomness=self.randomness)
         tape.recording = False  # until a loss was inspected
         return self._outputs(tape, found, given)
@@ -334,7 +337,8 @@ class Watcher:
                 "add the losses up and call backward() once"
             )
         check_not_used(call.inputs, self.sums.inputs)
-        if any(_hooks(output) != before for output, before in call.returned):
+        hooked = any(_hooks(output) != before for output, before in call.returned)
+        if hooked and self.sharding is None:  # FSDP has one on what the module returns
             raise CouplingError(
                 "an output of the model has a hook, by which a record's gradient may depend on "
                 "others; remove register_hook, or change gradients inside of the model"

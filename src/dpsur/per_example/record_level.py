@@ -298,6 +298,10 @@ class RecordLevel(TorchFunctionMode):
     ) -> Any:
         given = tensors_of((args, kwargs))
         on_top = self._on_top()
+        if on_top and not self.tape.swaps_weights and self.tape.trains(module):
+            # a sharded weight has no other way than its rule: constants, such as positions, enter
+            given = [self._for_each_record(value) for value in given]
+            args, kwargs = with_tensors((args, kwargs), given)
         if self._paused or not on_top or not any(map(self.holds, given)):
             return own(*args, **kwargs)  # followed through its operations
         try:
@@ -333,7 +337,7 @@ class RecordLevel(TorchFunctionMode):
             found = special(self, func, args, kwargs)
         elif self._own_tensors and func in _FACTORIES and self._on_top():
             found = self._for_each_record(func(*args, **kwargs))
-        elif self._follows((args, kwargs)) and torch.is_grad_enabled():
+        elif torch.is_grad_enabled() and self._follows((args, kwargs)):
             found = self._operation(func, args, kwargs)
         else:
             found = func(*args, **kwargs)
@@ -735,13 +739,19 @@ def _scaled_dot_product_attention(
 
 def _require_grad(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Whether a tensor of the level requires a gradient is decided outside of it."""
-    return args[0] if level.holds(args[0]) else func(*args, **kwargs)
+    if is_functorch_wrapped_tensor(args[0]):
+        return args[0]
+    with level._popped():  # a weight that FSDP gathers
+        return func(*args, **kwargs)
 
 
 def _requires_grad(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """The answer that code expects which runs for one record; inside the level it is always no."""
     value = args[0]
-    return get_unwrapped(value).requires_grad if level.holds(value) else func(*args, **kwargs)
+    if not level.holds(value):
+        return func(*args, **kwargs)
+    # FSDP would register hooks in the level; its weights stay gathered until the backward pass
+    return level.tape.swaps_weights and get_unwrapped(value).requires_grad
 
 
 # Operations that PyTorch batches wrongly (`tests/per_example/test_batching_rules.py`).
