@@ -206,14 +206,14 @@ def candidates_lie_where_the_step_would_go():
     """What a length is scored at is where the weights are if it is chosen."""
     procedure, plan = bound(FAST, problem=quadratic())
     scored = []
-    real = procedure._problem.losses
+    real = dpagd.record_losses
 
-    def spy(params, examples):
+    def spy(problem, params, examples):
         scored.append(float(params["weight"]))
-        return real(params, examples)
+        return real(problem, params, examples)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(procedure._problem), "losses", lambda _, *given: spy(*given))
+        patch.setattr(dpagd, "record_losses", spy)
         *_, last = trials(procedure, plan, [2, 3])
     assert len(scored) == 2 * FAST.step_sizes
     assert float(last.state.params["weight"]) == pytest.approx(

@@ -598,7 +598,7 @@ def array_of_numpy_changed_in_place():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE, private_step=refused("keeps state"))
+@coupled(TABLE, private_step=refused("changes during a forward pass"))
 def parameter_of_another_module_changed():
     other = nn.Linear(FEATURES, FEATURES, bias=False)
 
