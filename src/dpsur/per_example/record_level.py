@@ -739,8 +739,10 @@ def _scaled_dot_product_attention(
 
 def _require_grad(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Whether a tensor of the level requires a gradient is decided outside of it."""
-    if is_functorch_wrapped_tensor(args[0]):
+    if level.holds(args[0]):
         return args[0]
+    if is_functorch_wrapped_tensor(args[0]):  # of `torch.func.grad` inside of the level
+        return func(*args, **kwargs)
     with level._popped():  # a weight that FSDP gathers
         return func(*args, **kwargs)
 
