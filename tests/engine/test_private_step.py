@@ -437,3 +437,32 @@ def test_check_says_what_a_function_would_compute_otherwise():
     assert found.severity == "slow"
     with pytest.raises(InvalidInputError, match="public records"):
         dpsur.check(cross_entropy, model=model)
+
+
+def test_texts_of_tensors_hold_no_values(caplog):
+    """Python could keep them, and an error could quote them."""
+    seen = []
+
+    def printing(_, batch):
+        seen.append(f"{batch[0]!r} {batch[0]}")
+        raise ValueError(f"a strange record: {seen[-1]}")
+
+    x, y = records().tensors
+    data = TensorDataset(x + 31337, y)
+    engine, _, _, loader = private(data=data)
+    with pytest.raises(ValueError, match="strange"):
+        engine.private_step(printing)(next(iter(loader)))
+    assert "private records" in seen[0]
+    assert "3133" not in seen[0]
+    assert "one record at a time" in caplog.text
+    assert "3133" not in caplog.text
+
+
+def test_dropout_one_record_at_a_time_is_no_state():
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    engine, _, _, loader = private(model)
+    step = engine.private_step(by_value)
+    for batch in loader:
+        step(batch)
+    assert engine.accountant.steps == 4

@@ -26,7 +26,7 @@ from dpsur.functional.tree import map_tensors, tensors_of
 from dpsur.per_example.contributions import Rows
 from dpsur.per_example.input_cache import KnownInputs
 from dpsur.per_example.record_level import LevelTape, RecordLevel, only_trusted_rules
-from dpsur.per_example.tape import Slot, Tape
+from dpsur.per_example.tape import NotSupportedError, Slot, Tape
 
 Found = TypeVar("Found")
 # What no record's values are to blame for.
@@ -166,7 +166,7 @@ class RecordFunction:
         errors: list[Exception] = []
         for way in list(Way) if known is None else [known]:
             if way is Way.ALONE and known is None:
-                self.why_alone = _first_line(errors[0])
+                self.why_alone = _reason(errors[0])
                 logging.getLogger("dpsur.engine").warning(
                     "dpsur: this model or loss runs one record at a time, which is slow: %s",
                     self.why_alone,
@@ -267,7 +267,7 @@ class RecordFunction:
         def weight(_: str, value: Tensor) -> Tensor:
             return own.get(names.get(id(value), ""), value.detach())
 
-        state = torch.get_rng_state()
+        state = _generators(batch)
         for record in range(records):
             if copies is not None:
                 own = {name: value[record] for name, value in copies.items()}
@@ -277,7 +277,7 @@ class RecordFunction:
         with torch.no_grad(), self._calling(weight, params):
             if copies is not None:
                 own = {name: value[0] for name, value in copies.items()}
-            torch.set_rng_state(state)
+            _draw_again(state)
             again = tensors_of(function(slice_records(batch, 0)))
         for first, second in zip(tensors_of(outputs[0]), again, strict=True):
             if first.is_floating_point():
@@ -309,7 +309,7 @@ class RecordFunction:
         values = list(leaves.values())
         errors: list[Exception] = []
         with self._calling(weight, params):
-            state = torch.get_rng_state()
+            state = _generators(batch)
             for record in range(records):
                 gradients: Sequence[Tensor] = [torch.zeros_like(value) for value in values]
                 loss = values[0].new_full((), torch.nan)
@@ -328,7 +328,7 @@ class RecordFunction:
                 losses.append(loss.detach())
                 rows.append(gradients)
             if not losses[0].isnan():
-                torch.set_rng_state(state)
+                _draw_again(state)
                 check_again(losses[0], one(0).detach())
                 figures.pop()
         tape = LevelTape({name: value.detach() for name, value in leaves.items()}, records)
@@ -419,6 +419,30 @@ def _none(_: Any) -> None:
     return None
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__)[:200].rstrip(".")
+def _reason(error: Exception) -> str:
+    """Why a function cannot be batched, for a log that everyone may read.
+
+    PyTorch's words about batching, or ours, hold no values. Any other message may quote a record.
+    """
+    text = (str(error).strip().splitlines() or [""])[0][:200].rstrip(".")
+    if isinstance(error, NotSupportedError) or "vmap" in text or "batching" in text:
+        return text
+    return f"it raises {type(error).__name__} for all records at once"
+
+
+def _generators(batch: Any) -> list[tuple[torch.device, Tensor]]:
+    """The states of the generators that layers draw from, on the host and where the records are."""
+    device = tensors_of(batch)[0].device
+    found = [(torch.device("cpu"), torch.get_rng_state())]
+    if device.type == "cuda":
+        found.append((device, torch.cuda.get_rng_state(device)))
+    return found
+
+
+def _draw_again(states: list[tuple[torch.device, Tensor]]) -> None:
+    """Let layers draw what they have drawn since."""
+    for device, state in states:
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)

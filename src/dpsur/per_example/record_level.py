@@ -276,9 +276,10 @@ class RecordLevel(TorchFunctionMode):
             alive = self._alive()
             if alive:
                 raise CouplingError(
-                    f"a tensor of shape {tuple(alive[0].shape)} that depends on private records "
-                    f"outlives its step{_keeper(self._models, alive[0])}; a later step could read "
-                    "it: compute it anew in each step, and keep nothing in attributes or globals"
+                    "a tensor that depends on private records outlives its step"
+                    f"{_keeper(self._models, alive[0])}; a later step could read it: compute it "
+                    "anew in each step, and keep nothing in attributes or globals",
+                    private=f"its shape for one record is {tuple(alive[0].shape)}",
                 )
         self._seen.clear()
 
@@ -836,7 +837,17 @@ def _cross_entropy(
     return level.hide(found)
 
 
+def _repr(_: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """No values: a text is something that Python can keep, and that errors quote."""
+    if is_functorch_wrapped_tensor(args[0]):
+        return f"tensor(<private records>, shape={tuple(args[0].shape)})"
+    return func(*args, **kwargs)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    Tensor.__repr__: _repr,
+    Tensor.__str__: _repr,
+    Tensor.__format__: _repr,
     F.cross_entropy: _cross_entropy,
     F.scaled_dot_product_attention: _scaled_dot_product_attention,
     Tensor.requires_grad_: _require_grad,
