@@ -318,7 +318,7 @@ def step_inside_no_grad():
 
 @private()
 def step_repeated_after_an_error():
-    """A function that fails for a batch, and a loop that goes on."""
+    """A function that fails for a batch, and a loop that continues."""
     calls = [0]
 
     def loss(model, batch):
