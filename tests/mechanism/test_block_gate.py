@@ -39,8 +39,8 @@ from dpsur.privacy.accountants import pld
 from dpsur.privacy.accountants.rdp import sampled_gaussian_rdp
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, SampledGaussian, Trial
-from dpsur.privacy.plans import BlockPlan
-from dpsur.privacy.plans.blocks import cheapest_test
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import cheapest_test
 from tests.conftest import blobs, small_model
 from tests.mutants import Mutant, law_tests
 from tests.statistics import assert_standard_deviation
@@ -286,16 +286,16 @@ def _trained(state):
 
 
 def uncharged_tests(patch):
-    real = BlockPlan.charges
+    real = Plan.charges
     patch.setattr(
-        BlockPlan, "charges", lambda self: [part for part in real(self) if part[0] != self.test]
+        Plan, "charges", lambda self: [part for part in real(self) if part[0] != self.test]
     )
 
 
 def restored_blocks_not_charged(patch):
-    real = BlockPlan.charges
+    real = Plan.charges
     patch.setattr(
-        BlockPlan, "charges", lambda self: real(replace(self, blocks=(0, self.blocks[-1])))
+        Plan, "charges", lambda self: real(replace(self, phases=(self.phases[0], self.phases[-1])))
     )
 
 
@@ -760,13 +760,13 @@ def test_importance_sampling_releases_norms_at_the_start_of_every_block(monkeypa
     norm, releases = None, 0
     for progress in steps_of(gate, plan):
         memory, last = progress.state.memory, progress.ledger.entries[-1:]
-        if last and last[0].step == plan.steering:
+        if last and last[0].step == plan.phases[0].steering:
             releases += 1
             norm = float(memory["max_grad_norm"])
             assert 0 <= float(memory["norm_sum"]) <= SIZE * norm
     assert releases == 4 * 2 + 3
     assert plan.spent(progress.ledger) == plan.epsilon() <= BUDGET.epsilon
-    assert BlockPlan.from_json(plan.to_json()) == plan
+    assert Plan.from_json(plan.to_json()) == plan
     charged = sum(n * getattr(e, "repeats", 0) for e, n in plan.charges())
     assert charged == plan.updates == 17
     # without a release of its own a block would be steered by the norms of other weights
@@ -818,5 +818,5 @@ def test_options_of_blocks_imply_the_gate():
         SIZE, BUDGET, "every-trial"
     )
     assert method.gate == "block"
-    assert isinstance(plan, BlockPlan)
+    assert plan.tests
     assert plan.typical == Trial(plan.update)

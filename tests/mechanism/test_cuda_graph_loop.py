@@ -18,7 +18,6 @@ from dpsur.methods import Dpagd, Dpsgd, Dpsur
 from dpsur.methods.dpagd import AdaptiveSteps
 from dpsur.per_example import clipped_sum, draws_randomness
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.plans.rejections import hiding_plan
 from tests.conftest import blobs, small_model
 
 CPU = torch.device("cpu")
@@ -283,7 +282,7 @@ def test_blocks_go_on_to_the_cap_like_single_trials(block, room, monkeypatch):
     """Also where batches overflow, among trials that count and among those that are dropped."""
     method = Dpsur(updates=8, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5)
     single, shorter = bound(method)
-    plan = hiding_plan(shorter, "constant")
+    plan = shorter.hide_rejections("constant")
     one = train(single, plan, Streams(0, CPU))
     assert (one.ledger.trials, one.ledger.updates) == (plan.trials, 8)
     monkeypatch.setattr(sampling, "padded_size", lambda size, rate: room)

@@ -16,8 +16,9 @@ from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.accounting import KEEP_MOMENTUM, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
-from dpsur.privacy.plans import Plan
+from dpsur.privacy.planning import repeated_plan
 from tests.conftest import blobs, small_model
+from tests.plans import spent
 
 CPU = torch.device("cpu")
 BUDGET = Budget(3.0, 1e-5)
@@ -26,7 +27,7 @@ UPDATE = SampledGaussian(0.2, 1.5)
 
 def plan_for(threshold=None, trials=12, updates=None, accounting="every-trial", rate=0.2):
     test = None if threshold is None else LossTest(rate, 1.0, threshold)
-    return Plan(BUDGET, accounting, Trial(UPDATE, test), trials, updates)
+    return repeated_plan(BUDGET, accounting, Trial(UPDATE, test), trials, updates)
 
 
 def end_of(method, plan, seed=0, on_trial=lambda *_: None):
@@ -100,7 +101,7 @@ def test_accepted_trials_alone_make_the_result():
 
 def test_without_noise_and_clipping_it_is_torch_optim():
     model, data = small_model(), blobs()
-    plan = Plan(BUDGET, "every-trial", Trial(SampledGaussian(1.0, 1e-9)), 20)
+    plan = repeated_plan(BUDGET, "every-trial", Trial(SampledGaussian(1.0, 1e-9)), 20)
     method = Dpsgd(learning_rate=0.3, momentum=0.9, schedule="linear", max_grad_norm=100.0)
     procedure = method.bind(Problem(model, F.cross_entropy, data), plan)
     ours = train(procedure, plan, Streams(0, CPU)).state.params
@@ -157,9 +158,9 @@ def test_spends_at_most_the_budget_and_one_more_would_not_fit(method, accounting
     procedure = settled.bind(problem, plan)
     end = train(procedure, plan, Streams(0, CPU))
     counting = accounting_named(accounting)
-    spent = counting.spent(end.ledger, budget.delta)
-    one_more = counting.spent(end.ledger.record(plan.trial, updates=1), budget.delta)
-    assert spent <= budget.epsilon < one_more
+    whole = spent(counting.name, end.ledger, budget.delta)
+    one_more = spent(counting.name, end.ledger.record(plan.typical, updates=1), budget.delta)
+    assert whole <= budget.epsilon < one_more
 
 
 def test_training_resumes_from_any_progress():
@@ -210,7 +211,7 @@ def test_kept_momentum_keeps_the_optimizer_and_nothing_else():
 
 
 def test_a_coin_gate_keeps_improvements():
-    plan = Plan(BUDGET, "proven", Trial(UPDATE, CoinTest(0.5, 50.0)), 500, 15)
+    plan = repeated_plan(BUDGET, "proven", Trial(UPDATE, CoinTest(0.5, 50.0)), 500, 15)
     differences = []
     end = end_of(
         Dpsur(learning_rate=30.0),

@@ -12,7 +12,6 @@ import dpsur
 from dpsur.config import Pace, RunConfig
 from dpsur.methods import METHODS
 from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.privacy.plans import FilteredPlan
 from dpsur.runs.build_session import build_session
 from dpsur.runs.checkpoint import FILE_NAME
 from dpsur.runs.files import finite
@@ -92,8 +91,8 @@ def test_its_ledger_is_within_its_plan(name, accounting, finished):
     assert 0 < ledger.updates <= ledger.trials <= plan.trials
     if plan.updates is not None:
         assert ledger.updates <= plan.updates
-    if isinstance(plan, FilteredPlan):
-        assert plan.divergence(ledger) <= plan.allowance
+    if plan.filter is not None:
+        assert plan.divergence(ledger) <= plan.filter.allowance
     if name == "dpagd":  # a retry is among what is compared below
         assert ledger.trials > ledger.updates
     assert not torch.equal(weights(run), weights_before(name))
@@ -223,9 +222,9 @@ def as_it_is(statement):
 
 
 EDITS = {
-    more_steps: "the steps spend",
-    less_noise: "the steps spend",
-    repeated_steps: "the steps spend",
+    more_steps: "the steps are not those of a run by the stated plan",
+    less_noise: "the steps are not those of a run by the stated plan",
+    repeated_steps: "the steps are not those of a run by the stated plan",
     larger_allowance: "epsilon.proven is stated as",
     another_order: "epsilon.proven is stated as",
     smaller_epsilon: "the guarantee states epsilon 1.0",
@@ -304,14 +303,14 @@ def no_menu(statement):
 
 
 MENU_EDITS = {
-    one_more_update: "the steps are not those of a run by the stated menu",
-    one_more_release: "the steps are not those of a run by the stated menu",
-    updates_with_less_noise: "the steps are not those of a run by the stated menu",
+    one_more_update: "the steps are not those of a run by the stated plan",
+    one_more_release: "the steps are not those of a run by the stated plan",
+    updates_with_less_noise: "the steps are not those of a run by the stated plan",
     menu_with_less_noise: "epsilon.proven is stated as",
     steering_with_less_noise: "epsilon.proven is stated as",
     longer_blocks: "epsilon.proven is stated as",
-    a_step_that_was_not_made: "the steps are not those of a run by the stated menu",
-    another_way_to_reject: "the mechanism says more or something else than its menu",
+    a_step_that_was_not_made: "the steps are not those of a run by the stated plan",
+    another_way_to_reject: "privacy.json cannot be read",
     smaller_epsilon: "the guarantee states epsilon 1.0",
     no_menu: "epsilon.proven is stated as",
 }

@@ -21,7 +21,7 @@ from dpsur.methods import Dpagd, dpagd
 from dpsur.methods.dpagd import AdaptiveSteps, exponential_mechanism
 from dpsur.privacy.accountants.proven import event_divergence
 from dpsur.privacy.events import NoisyChoice, SampledGaussian, Trial
-from dpsur.privacy.plans import FilteredPlan
+from dpsur.privacy.plan import Plan
 from tests.conftest import stream
 from tests.methods.problems import CPU, SIZE, assert_same, bound
 from tests.mutants import Mutant, law_tests
@@ -143,8 +143,8 @@ def what_was_drawn_fits_the_allowance():
     assert 0 < end.ledger.updates < end.ledger.trials
     assert len(done) == 2 * end.ledger.trials
     assert rates == [gradient_rate, choice_rate] * end.ledger.trials
-    spent = sum(event_divergence(event, plan.order) for event in done)
-    assert spent <= plan.allowance, f"spent {spent:.3f} of {plan.allowance:.3f}"
+    spent = sum(event_divergence(event, plan.filter.order) for event in done)
+    assert spent <= plan.filter.allowance, f"spent {spent:.3f} of {plan.filter.allowance:.3f}"
     assert spent == pytest.approx(plan.divergence(end.ledger), rel=1e-9)
 
 
@@ -180,7 +180,9 @@ def a_choice_of_nothing_leaves_the_weights_alone():
 def the_largest_step_follows_what_was_chosen():
     """Every tenth update it becomes 1.1 times the largest length of the last ten."""
     procedure, plan = bound(METHOD, problem=quadratic())
-    plan = replace(plan, allowance=1e9)  # long enough to see two windows
+    plan = replace(
+        plan, filter=replace(plan.filter, allowance=1e9)
+    )  # long enough to see two windows
     choices = [1, 2, 0, 1, 1, 3, 1, 0, 1, 1, 1, 1, *[1] * 10, 4]
     seen = [float(p.state.memory["largest_step"]) for p in trials(procedure, plan, choices)]
     first = 1.1 * (3 / 4 * 4.0)
@@ -278,10 +280,11 @@ def unclipped_retry(patch):
 
 def uncharged_retries(patch):
     patch.setattr(
-        FilteredPlan,
+        Plan,
         "divergence",
         lambda self, ledger: sum(
-            entry.updates * event_divergence(entry.step, self.order) for entry in ledger.entries
+            entry.updates * event_divergence(entry.step, self.filter.order)
+            for entry in ledger.entries
         ),
     )
 
@@ -420,8 +423,8 @@ def test_a_retry_states_and_draws_the_difference():
 def test_it_ends_when_nothing_fits_and_not_before():
     procedure, plan = bound(replace(METHOD, step_sizes=2), problem=flat())
     end = train(procedure, plan, STREAMS)
-    left = plan.allowance - plan.divergence(end.ledger)
-    assert 0 <= left < event_divergence(procedure.step(end.state), plan.order)
+    left = plan.filter.allowance - plan.divergence(end.ledger)
+    assert 0 <= left < event_divergence(procedure.step(end.state), plan.filter.order)
     assert plan.completed(end.ledger)
     assert plan.position(end.ledger) <= plan.length == 1000
 
@@ -469,9 +472,9 @@ def test_the_price_is_shared_as_stated():
     """A fifth of a trial's price is the choice's, and six trials use the allowance up."""
     settled, plan = METHOD.settle(SIZE, bound(METHOD)[1].budget, "proven")
     choice = NoisyChoice(1.0, settled.choice_epsilon)
-    price = plan.allowance / 6
-    assert event_divergence(choice, plan.order) == pytest.approx(0.2 * price, rel=1e-6)
-    assert 0.999 * price <= event_divergence(plan.typical, plan.order) <= price
+    price = plan.filter.allowance / 6
+    assert event_divergence(choice, plan.filter.order) == pytest.approx(0.2 * price, rel=1e-6)
+    assert 0.999 * price <= event_divergence(plan.typical, plan.filter.order) <= price
     given, _ = replace(METHOD, choice_epsilon=0.1).settle(SIZE, plan.budget, "proven")
     assert given.choice_epsilon == 0.1
 

@@ -29,8 +29,8 @@ from dpsur.per_example.record_function import Way
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Menu, SampledGaussian, Trial
-from dpsur.privacy.plans import FilteredPlan, MenuPlan
-from dpsur.privacy.plans.fixed import Request, make_plan
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import Request, make_plan
 from tests.conftest import blobs, small_model
 from tests.methods.problems import BUDGET, CPU, SIZE, bound, settled
 from tests.mutants import Mutant, law_tests
@@ -128,7 +128,7 @@ class Released(NamedTuple):
     event: SampledGaussian
     state: State
     procedure: Selective
-    plan: MenuPlan
+    plan: Plan
 
 
 def released_sums(draws: int, problem: Problem, **changes):
@@ -268,40 +268,40 @@ def no_floor(patch):
 
 def noise_of_the_planned_rate(patch):
     """The noise that suits the rate b / N, although more records join."""
-    real = MenuPlan.nearest
+    real = Menu.nearest
 
     def wrong(self, rate):
-        return replace(real(self, rate), noise_multiplier=self.menu.choices[0].noise_multiplier)
+        return replace(real(self, rate), noise_multiplier=self.choices[0].noise_multiplier)
 
-    patch.setattr(MenuPlan, "nearest", wrong)
+    patch.setattr(Menu, "nearest", wrong)
 
 
 def exact_rate(patch):
     """The rate b C / K itself, with the noise of the one on the menu."""
-    real = MenuPlan.nearest
+    real = Menu.nearest
 
     def wrong(self, rate):
         return replace(real(self, rate), sample_rate=rate)
 
-    patch.setattr(MenuPlan, "nearest", wrong)
+    patch.setattr(Menu, "nearest", wrong)
 
 
 def noise_of_the_planned_rate_behind_a_gate(patch):
-    real = FilteredPlan.noise_for
+    real = Plan.noise_for
 
     def wrong(self, sample_rate, price, test=None):
         return real(self, min(sample_rate, OPTIONS["batch_size"] / SIZE), price, test)
 
-    patch.setattr(FilteredPlan, "noise_for", wrong)
+    patch.setattr(Plan, "noise_for", wrong)
 
 
 def uncharged_sums(patch):
-    real = MenuPlan._charges
+    real = Plan._charges
 
-    def wrong(self, updates):
-        return [part for part in real(self, updates) if part[0] != self.steering]
+    def wrong(self, counts, tests):
+        return [p for p in real(self, counts, tests) if p[0] != self.phases[0].steering]
 
-    patch.setattr(MenuPlan, "_charges", wrong)
+    patch.setattr(Plan, "_charges", wrong)
 
 
 MUTANTS = [
@@ -421,7 +421,7 @@ def test_the_norms_are_released_when_due_and_the_rate_follows():
     rates = {entry.step.update.sample_rate for entry in end.ledger.entries[1::2]}
     assert len(rates) > 1
     last = float(end.state.memory["norm_sum"])
-    assert end.ledger.entries[-1].step.update == plan.nearest(20 * CLIP / last)
+    assert end.ledger.entries[-1].step.update == plan.menu.nearest(20 * CLIP / last)
 
 
 def test_it_is_never_padded():
@@ -430,7 +430,7 @@ def test_it_is_never_padded():
 
 def test_steering_takes_its_share_by_default():
     method, plan = settled(Dpis(batch_size=20, updates=6, refresh_every=2), SIZE, "proven")
-    assert plan.steering == SampledGaussian(1.0, method.norm_noise_multiplier)
+    assert plan.phases[0].steering == SampledGaussian(1.0, method.norm_noise_multiplier)
     without = Dpis(batch_size=20, updates=6, refresh_every=2, norm_noise_multiplier=99.0)
     _, free = settled(without, SIZE, "proven")
     # Two hundredths of the divergence, which goes with the inverse square of noise.
@@ -455,7 +455,7 @@ def test_the_noise_is_near_that_of_dpsgd(size, batch, updates, epsilon):
             Request(lambda noise, rate=rate: Trial(SampledGaussian(rate, noise)), None, updates, 1),
             budget,
             "every-trial",
-        ).trial.update
+        ).typical.update
         assert 1.005 < choice.noise_multiplier / plain.noise_multiplier < 1.02
 
 

@@ -8,7 +8,6 @@ from dpsur.mechanism.loop import make_trial, start, train
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import gradient_method
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
-from dpsur.privacy.plans import FilteredPlan
 from dpsur.runs.verification import verify
 from tests.methods.problems import BUDGET, NOISE, SIZE, STEPS, assert_same, bound, fit
 from tests.methods.test_contract import own_cache  # noqa: F401
@@ -46,7 +45,7 @@ def test_a_gate_in_front_of_fixed_steps(method, accounting, options, tmp_path):
     ledger, key = run.private.ledger, accounting.replace("-", "_")
     assert run.epsilon[key] <= BUDGET.epsilon
     kind = CoinTest if options["gate"] == "coin" else LossTest
-    assert isinstance(run.plan.trial.test, kind)
+    assert isinstance(run.plan.typical.test, kind)
     if accounting == "proven":
         assert ledger.updates == 4 <= ledger.trials <= run.plan.trials
         assert run.statement["mechanism"]["trials"] is None
@@ -59,9 +58,9 @@ def test_a_gate_in_front_of_fixed_steps(method, accounting, options, tmp_path):
 def test_a_gate_in_front_of_steered_steps(accounting, options, steered, tmp_path):
     run = steered(accounting, options)
     plan, ledger = run.plan, run.private.ledger
-    assert isinstance(plan, FilteredPlan)
+    assert plan.filter is not None
     assert 0 < plan.epsilon() <= BUDGET.epsilon
-    assert plan.divergence(ledger) <= plan.allowance
+    assert plan.divergence(ledger) <= plan.filter.allowance
     trials = [entry for entry in ledger.entries if isinstance(entry.step, Trial)]
     assert all(entry.step.gate == plan.typical.gate is not None for entry in trials)
     if accounting == "proven":
@@ -147,3 +146,20 @@ def test_tests_that_spend_everything_are_refused_before_the_first_step():
     options = {**STEERED, **options, "norm_noise_multiplier": 2.5}
     with pytest.raises(dpsur.BudgetError, match="tests of candidates spend the whole budget"):
         bound(dpsur.Dpis(**options, trials=8), "every-trial")
+
+
+def test_a_learning_rate_that_equals_the_default_is_tried_by_the_gate_block():
+    """Unset is None: no number stands for it."""
+    budget = dpsur.Budget(3.0, 1e-5)
+
+    def settled(**options):
+        return dpsur.Dpsgd(gate="block", **options).settle(5000, budget, "every-trial")
+
+    left_open, given = settled(), settled(learning_rate=4.0)
+    assert given[1].blocks == settled(learning_rate=4.1)[1].blocks
+    assert len(given[1].blocks) == len(left_open[1].blocks) + 1
+    assert given[0].learning_rate == 4.0
+    assert left_open[0].learning_rate is None
+    assert settled(learning_rate="linear-head")[1].blocks == left_open[1].blocks
+    plain, _ = dpsur.Dpsgd().settle(5000, budget, "every-trial")
+    assert plain.learning_rate == 4.0  # stated as a number

@@ -22,7 +22,8 @@ from dpsur.privacy.accounting import (
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NonPrivate, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans.fixed import Request, make_plan
+from dpsur.privacy.planning import Request, make_plan
+from tests.plans import spent
 
 DELTA = 1e-5
 TRIAL = Trial(SampledGaussian(0.05, 1.5), LossTest(0.01, 1.2, -1.0))
@@ -95,9 +96,7 @@ def test_every_trial_agrees_with_an_independent_composition():
 
 def test_every_trial_is_below_its_rdp_bound():
     ledger = Ledger().record(TRIAL, trials=300, updates=300)
-    assert accounting_named("every-trial").spent(ledger, DELTA) <= accounting_named(
-        "published"
-    ).spent(ledger, DELTA)
+    assert spent("every-trial", ledger, DELTA) <= spent("published", ledger, DELTA)
 
 
 @pytest.fixture(params=sorted(ACCOUNTINGS), scope="module")
@@ -109,11 +108,11 @@ class TestContractOfEveryAccounting:
     """What holds for each accounting by being listed."""
 
     def test_nothing_costs_nothing(self, accounting):
-        assert accounting.spent(Ledger(), DELTA) == 0.0
+        assert spent(accounting.name, Ledger(), DELTA) == 0.0
 
     def test_data_without_protection_costs_infinity(self, accounting):
         ledger = Ledger().record(Trial(NonPrivate()), trials=1, updates=1)
-        assert accounting.spent(ledger, DELTA) == math.inf
+        assert spent(accounting.name, ledger, DELTA) == math.inf
 
     def test_an_unknown_event_is_an_error(self, accounting):
         with pytest.raises(InvalidInputError, match="unknown privacy event"):
@@ -123,7 +122,9 @@ class TestContractOfEveryAccounting:
         other = Trial(SampledGaussian(0.1, 3.0))
         one = Ledger().record(TRIAL, trials=10, updates=10).record(other, trials=5, updates=5)
         two = Ledger().record(other, trials=5, updates=5).record(TRIAL, trials=10, updates=10)
-        assert accounting.spent(one, DELTA) == pytest.approx(accounting.spent(two, DELTA), rel=1e-6)
+        assert spent(accounting.name, one, DELTA) == pytest.approx(
+            spent(accounting.name, two, DELTA), rel=1e-6
+        )
 
     def test_copies_cost_what_repetition_costs(self, accounting):
         repeated = accounting.epsilon([(TRIAL, 7)], DELTA)
@@ -144,9 +145,9 @@ class TestContractOfEveryAccounting:
         many = Ledger().record(TRIAL, trials=400, updates=100)
         few = Ledger().record(TRIAL, trials=100, updates=100)
         if accounting.charges == "trials":
-            assert accounting.spent(many, DELTA) > accounting.spent(few, DELTA)
+            assert spent(accounting.name, many, DELTA) > spent(accounting.name, few, DELTA)
         else:
-            assert accounting.spent(many, DELTA) == accounting.spent(few, DELTA)
+            assert spent(accounting.name, many, DELTA) == spent(accounting.name, few, DELTA)
 
     @settings(deadline=None, max_examples=15)
     @given(

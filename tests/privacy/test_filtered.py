@@ -12,9 +12,10 @@ from dpsur.privacy.accounting import CAP_SHARE
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NoisyChoice, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import FilteredPlan, Plan
-from dpsur.privacy.plans.filtered import ALLOWANCE_PARTS, MOST_TRIALS, TAIL_SHARE
-from dpsur.privacy.plans.rejections import trial_cap
+from dpsur.privacy.plan import ALLOWANCE_PARTS, MOST_TRIALS, TAIL_SHARE, Plan
+from dpsur.privacy.planning import filtered_plan, repeated_plan
+from dpsur.privacy.rejections import trial_cap
+from tests.plans import plan_behind_filter
 
 BUDGET = Budget(3.0, 1e-5)
 STEP = Trial(SampledGaussian(0.1, 2.0))
@@ -25,7 +26,7 @@ COIN = Trial(SampledGaussian(0.1, 2.0), CoinTest(0.05, 1.5))
 def plan_of(accounting="proven", typical=STEP, **more):
     """A plan with an order and an allowance of its own choice, which takes no search."""
     usual = {"order": 6.0, "allowance": 1.5, "updates": 12, "trials": 12}
-    return FilteredPlan(BUDGET, accounting, typical=typical, **{**usual, **more})
+    return plan_behind_filter(BUDGET, accounting, typical=typical, **{**usual, **more})
 
 
 def until_the_end(plan, step):
@@ -37,16 +38,16 @@ def until_the_end(plan, step):
 
 @pytest.fixture(scope="module")
 def best():
-    return FilteredPlan.for_budget(BUDGET, "proven", STEP, updates=None)
+    return filtered_plan(BUDGET, "proven", STEP, updates=None)
 
 
 @pytest.mark.parametrize("accounting", ["proven", "every-trial"])
 def test_it_stops_before_the_allowance_is_passed(accounting):
     plan = plan_of(accounting, updates=None, trials=MOST_TRIALS)
-    charge = event_divergence(STEP, plan.order)
+    charge = event_divergence(STEP, plan.filter.order)
     ledger = until_the_end(plan, STEP)
-    assert ledger.trials == math.floor(plan.allowance / charge)
-    assert plan.divergence(ledger) <= plan.allowance < plan.divergence(ledger) + charge
+    assert ledger.trials == math.floor(plan.filter.allowance / charge)
+    assert plan.divergence(ledger) <= plan.filter.allowance < plan.divergence(ledger) + charge
     cheaper = Trial(SampledGaussian(0.01, 20.0))  # what is left may be spent on a smaller step
     assert plan.affords(ledger, cheaper)
 
@@ -55,11 +56,11 @@ def test_the_allowance_is_met_exactly():
     charge = event_divergence(Gaussian(2.0), 6.0)
     plan = plan_of(allowance=3 * charge, updates=None)
     ledger = Ledger().record(Gaussian(2.0), updates=3, trials=3)
-    assert plan.divergence(ledger) == pytest.approx(plan.allowance)
+    assert plan.divergence(ledger) == pytest.approx(plan.filter.allowance)
     assert not plan.affords(ledger, Gaussian(2.0))
-    assert not replace(plan, allowance=3 * charge * (1 - 1e-9)).affords(
-        Ledger().record(Gaussian(2.0), updates=2, trials=2), Gaussian(2.0)
-    )
+    assert not replace(
+        plan, filter=replace(plan.filter, allowance=3 * charge * (1 - 1e-9))
+    ).affords(Ledger().record(Gaussian(2.0), updates=2, trials=2), Gaussian(2.0))
 
 
 def test_steps_of_all_kinds_are_added_up():
@@ -102,7 +103,9 @@ def test_limited_ends_earlier_and_promises_the_same():
 def test_a_filter_promises_its_whole_allowance(typical):
     plan = plan_of(typical=typical, trials=100)
     share = 1 - TAIL_SHARE - (CAP_SHARE if typical.gate else 0.0)
-    assert plan.epsilon() == epsilon_at(plan.order, plan.allowance, BUDGET.delta * share)
+    assert plan.epsilon() == epsilon_at(
+        plan.filter.order, plan.filter.allowance, BUDGET.delta * share
+    )
     ledger = Ledger()
     assert plan.spent(ledger) == 0.0
     spent = []
@@ -115,26 +118,26 @@ def test_a_filter_promises_its_whole_allowance(typical):
 
 def test_the_best_order_uses_the_budget_up(best):
     assert BUDGET.epsilon * (1 - 1e-6) <= best.epsilon() <= BUDGET.epsilon
-    most = best.allowance / event_divergence(STEP, best.order)
+    most = best.filter.allowance / event_divergence(STEP, best.filter.order)
     for order in (2.0, 40.0):
         allowance = RenyiFilter.for_budget(BUDGET, order).allowance
         assert most > 1.05 * allowance / event_divergence(STEP, order)
 
 
 def test_setup_is_in_the_choice_of_the_order(best):
-    heavy = FilteredPlan.for_budget(BUDGET, "proven", STEP, updates=None, setup=(Gaussian(2.5),))
-    assert heavy.order != best.order
-    assert 0 < heavy.left_after_setup() < heavy.allowance
-    steps = heavy.left_after_setup() / event_divergence(STEP, heavy.order)
+    heavy = filtered_plan(BUDGET, "proven", STEP, updates=None, setup=(Gaussian(2.5),))
+    assert heavy.filter.order != best.filter.order
+    assert 0 < heavy.left_after_setup() < heavy.filter.allowance
+    steps = heavy.left_after_setup() / event_divergence(STEP, heavy.filter.order)
     same_order = replace(best, setup=heavy.setup)
-    assert steps > same_order.left_after_setup() / event_divergence(STEP, best.order)
+    assert steps > same_order.left_after_setup() / event_divergence(STEP, best.filter.order)
 
 
 def test_noise_that_costs_a_price():
     plan = plan_of()
     noise = plan.noise_for(0.2, 0.05)
-    assert event_divergence(Trial(SampledGaussian(0.2, noise)), plan.order) <= 0.05
-    assert event_divergence(Trial(SampledGaussian(0.2, 0.999 * noise)), plan.order) > 0.05
+    assert event_divergence(Trial(SampledGaussian(0.2, noise)), plan.filter.order) <= 0.05
+    assert event_divergence(Trial(SampledGaussian(0.2, 0.999 * noise)), plan.filter.order) > 0.05
     beside = plan.noise_for(0.2, 0.05, NoisyChoice(0.2, 0.5))
     assert beside > noise
     with pytest.raises(BudgetError, match="an update at rate 0.2 costs more than its share"):
@@ -173,7 +176,7 @@ def test_a_verdict_that_is_an_output_is_paid_for(rate):
     """With an update that is all noise, a trial still tells its verdict."""
     test, order = LossTest(rate, 0.5, 3.0), 8.0
     trial = Trial(SampledGaussian(1.0, 1e5), test)
-    plan = FilteredPlan(BUDGET, "every-trial", order, 50.0, trial, updates=None)
+    plan = plan_behind_filter(BUDGET, "every-trial", order, 50.0, trial, updates=None)
     accepts = [(1 - rate) * test.accept_max + rate * p for p in (test.accept_max, test.accept_min)]
     exact = max(
         bernoulli_divergence(*accepts, order), bernoulli_divergence(*reversed(accepts), order)
@@ -181,13 +184,15 @@ def test_a_verdict_that_is_an_output_is_paid_for(rate):
     assert exact > 1
     assert plan.cost(trial) >= exact
     assert plan.affords(Ledger(), trial)
-    assert not replace(plan, allowance=0.9 * plan.cost(trial)).affords(Ledger(), trial)
+    assert not replace(plan, filter=replace(plan.filter, allowance=0.9 * plan.cost(trial))).affords(
+        Ledger(), trial
+    )
     # what an accepted update alone is charged says nothing of it
     assert event_divergence(trial, order) < exact
 
 
 def test_the_cap_is_that_of_a_fixed_plan():
-    plan = FilteredPlan.for_budget(BUDGET, "proven", COIN, updates=5, trials=7)
+    plan = filtered_plan(BUDGET, "proven", COIN, updates=5, trials=7)
     assert plan.trials == trial_cap(COIN.test, 5, BUDGET) > 7
     assert plan.epsilon() <= BUDGET.epsilon
     capped = Ledger().record(COIN, updates=4, trials=plan.trials)
@@ -198,7 +203,7 @@ def test_the_cap_is_that_of_a_fixed_plan():
 
 
 def test_without_a_gate_trials_are_as_given():
-    plan = FilteredPlan.for_budget(BUDGET, "proven", STEP, updates=5, trials=5)
+    plan = filtered_plan(BUDGET, "proven", STEP, updates=5, trials=5)
     assert plan.trials == 5
     assert plan.completed(Ledger())
 
@@ -234,18 +239,19 @@ def test_behind_a_gate_updates_are_fixed():
 )
 def test_plans_survive_a_file(changes):
     plan = plan_of(**changes)
-    assert FilteredPlan.from_json(plan.to_json()) == plan
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_a_file_that_holds_no_trial_is_refused():
-    values = {**plan_of().to_json(), "typical": {"kind": "Gaussian", "noise_multiplier": 1.0}}
-    with pytest.raises(InvalidInputError, match="a plan is made for a Trial"):
-        FilteredPlan.from_json(values)
+    values = plan_of().to_json()
+    values["phases"][0]["step"] = {"kind": "Gaussian", "noise_multiplier": 1.0}
+    with pytest.raises(InvalidInputError, match="a phase repeats a Trial or a Menu"):
+        Plan.from_json(values)
 
 
 @pytest.mark.parametrize("step", [FIGURE, Gaussian(1.0), Trial(SampledGaussian(0.1, 2.1)), COIN])
 def test_a_fixed_plan_refuses_a_step_that_was_not_planned(step):
-    plan = Plan(BUDGET, "proven", STEP, trials=5, updates=5)
+    plan = repeated_plan(BUDGET, "proven", STEP, trials=5, updates=5)
     assert plan.affords(Ledger(), STEP)
-    with pytest.raises(BudgetError, match="was not planned: the plan repeats"):
+    with pytest.raises(BudgetError, match="was not planned: after 0 steps comes"):
         plan.affords(Ledger(), step)

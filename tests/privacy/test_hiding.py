@@ -6,26 +6,26 @@ import pytest
 from scipy.stats import binom
 
 from dpsur.errors import InvalidInputError
+from dpsur.privacy import plan as plan_module
 from dpsur.privacy.accounting import CAP_SHARE, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import FilteredPlan, Plan, fixed
-from dpsur.privacy.plans.rejections import (
-    duration,
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import repeated_plan
+from dpsur.privacy.rejections import (
     early_end,
-    elapsed,
-    hiding_plan,
     least_cap,
     trial_cap,
 )
+from tests.plans import plan_behind_filter
 
 BUDGET = Budget(3.0, 1e-5)
 TRIAL = Trial(SampledGaussian(0.01, 2.0), LossTest(0.01, 1.0, -1.0))
 
 
 def plan_of(updates=8, trials=100):
-    return Plan(BUDGET, "proven", TRIAL, trials, updates)
+    return repeated_plan(BUDGET, "proven", TRIAL, trials, updates)
 
 
 @pytest.mark.parametrize("test", [TRIAL.test, CoinTest(0.01, 2.0), CoinTest(0.01, 1.0)])
@@ -41,7 +41,7 @@ def test_the_least_cap_is_paid_for_and_one_less_is_not(test, updates):
 
 
 def test_only_trials_after_the_last_update_are_dropped():
-    plan = hiding_plan(plan_of(), "constant")
+    plan = plan_of().hide_rejections("constant")
     assert plan.trials == least_cap(TRIAL.test, 8, BUDGET)
     early, late, end = (
         Ledger().record(TRIAL, updates=updates, trials=trials)
@@ -56,30 +56,33 @@ def test_only_trials_after_the_last_update_are_dropped():
 
 
 def test_what_it_costs_and_follows_is_left_alone():
-    plan = hiding_plan(plan_of(), "constant")
+    plan = plan_of().hide_rejections("constant")
     ledger = Ledger().record(TRIAL, updates=8, trials=40)
     assert plan.epsilon() == plan_of().epsilon()
     assert plan.spent(ledger) == plan_of().spent(ledger)
     assert plan.position(ledger) == plan_of().position(ledger) == 8
-    assert (elapsed(plan, ledger), duration(plan)) == (40, plan.trials)
-    assert (elapsed(plan_of(), ledger), duration(plan_of())) == (8, 8)
+    assert (plan.elapsed(ledger), plan.duration) == (40, plan.trials)
+    assert (plan_of().elapsed(ledger), plan_of().duration) == (8, 8)
     assert Plan.from_json(plan.to_json()) == plan
-    assert hiding_plan(plan_of(), "no") == hiding_plan(plan_of(), "delay") == plan_of()
+    assert plan_of().hide_rejections("no") == plan_of().hide_rejections("delay") == plan_of()
 
 
 @pytest.mark.parametrize("way", ["constant", "delay"])
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
-        (Plan(BUDGET, "proven", Trial(TRIAL.update), 5, 5), "no candidate is rejected"),
-        (Plan(BUDGET, "every-trial", TRIAL, 5), "verdicts are charged and public"),
-        (FilteredPlan(BUDGET, "proven", 8.0, 1.0, TRIAL, 5), "trials that all take the same work"),
+        (repeated_plan(BUDGET, "proven", Trial(TRIAL.update), 5, 5), "no candidate is rejected"),
+        (repeated_plan(BUDGET, "every-trial", TRIAL, 5), "verdicts are public"),
+        (
+            plan_behind_filter(BUDGET, "proven", 8.0, 1.0, TRIAL, 5),
+            "trials that all take the same work",
+        ),
     ],
 )
 def test_where_there_is_nothing_to_hide(plan, reason, way):
     with pytest.raises(InvalidInputError, match=f"hide_rejections {way} .*{reason}.*leave it out"):
-        hiding_plan(plan, way)
-    assert hiding_plan(plan, "no") == plan
+        plan.hide_rejections(way)
+    assert plan.hide_rejections("no") == plan
 
 
 # --- the proven figure beside a published run covers the cap of that run --------------------------
@@ -92,7 +95,7 @@ def a_figure_pays_for_its_cap(updates=1076):
     """What is left of delta after giving up early still gives the proven epsilon that is shown."""
     budget = Budget(3.0, 1e-5)
     cap = least_cap(PAPER.gate, updates, budget)
-    plan = Plan(budget, "published", PAPER, cap, updates)
+    plan = repeated_plan(budget, "published", PAPER, cap, updates)
     shown = plan.figures()["proven"]
     given_up = (1 + math.exp(shown)) * early_end(PAPER.gate, updates, cap)
     accounted = accounting_named("proven")
@@ -105,21 +108,21 @@ def a_figure_pays_for_its_cap(updates=1076):
 
 def test_a_proven_figure_beside_a_published_run_pays_for_its_cap(monkeypatch):
     covered = a_figure_pays_for_its_cap()
-    monkeypatch.setattr(fixed, "early_end", lambda *_: 0.0)
+    monkeypatch.setattr(plan_module, "early_end", lambda *_: 0.0)
     with pytest.raises(AssertionError):
         a_figure_pays_for_its_cap()
-    plan = Plan(Budget(3.0, 1e-5), "published", PAPER, 10**6, 1076)
+    plan = repeated_plan(Budget(3.0, 1e-5), "published", PAPER, 10**6, 1076)
     assert covered > plan.figures()["proven"]
 
 
 def test_a_cap_that_is_hit_for_sure_has_no_proven_figure():
-    plan = Plan(Budget(3.0, 1e-5), "published", PAPER, 1076, 1076)
+    plan = repeated_plan(Budget(3.0, 1e-5), "published", PAPER, 1076, 1076)
     assert plan.figures()["proven"] == math.inf
     assert plan.figures()["published"] < 3.0
 
 
 def test_a_cap_that_a_proven_plan_chose_costs_nothing_more():
-    plan = Plan(
+    plan = repeated_plan(
         Budget(5.0, 1e-5), "proven", PAPER, least_cap(PAPER.gate, 100, Budget(5.0, 1e-5)), 100
     )
     assert plan.figures()["proven"] == plan.epsilon()

@@ -6,19 +6,20 @@ from dataclasses import replace
 import pytest
 
 from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.privacy.account import replays
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.accountants.rdp import sampled_gaussian_rdp
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, LossTest, Menu, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import MenuPlan
-from dpsur.privacy.plans.menu import as_costly, best_order, menu_around
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import as_costly, best_order, fitted_menu_plan, menu_around, menu_plan
 
 BUDGET = Budget(3.0, 1e-5)
 TYPICAL = SampledGaussian(0.1, 2.0)
 STEERING = SampledGaussian(0.5, 30.0)
 MENU = Menu((TYPICAL, SampledGaussian(0.2, 3.5), SampledGaussian(0.4, 7.0)), 4)
-PLAN = MenuPlan(BUDGET, "proven", MENU, STEERING, 10)
+PLAN = menu_plan(BUDGET, "proven", MENU, STEERING, 10)
 UPDATES = [Trial(choice) for choice in MENU.choices]
 
 
@@ -42,7 +43,7 @@ def test_a_whole_run_passes():
             ledger = ledger.record(step, updates=1)
     assert ledger == after(*RUN)
     assert PLAN.completed(ledger)
-    assert PLAN.allows(ledger)
+    assert replays(PLAN, ledger)
     assert (PLAN.position(ledger), PLAN.length, PLAN.kept, PLAN.trials) == (10, 10, 10, 10)
     for step in (STEERING, *UPDATES):  # not one more of anything
         assert not PLAN.affords(ledger, step)
@@ -67,14 +68,14 @@ def test_a_whole_run_passes():
 def test_what_was_not_planned_is_refused(done, step):
     with pytest.raises(BudgetError, match="was not planned: after"):
         PLAN.affords(after(*done), step)
-    assert not PLAN.allows(after(*done, (step, 1)))
+    assert not replays(PLAN, after(*done, (step, 1)))
 
 
 @pytest.mark.parametrize(
     "steps", [RUN[:-1], [*RUN[:-1], (UPDATES[1], 3)], [*RUN, (STEERING, 1)], RUN[2:], []], ids=str
 )
 def test_only_a_whole_run_is_allowed(steps):
-    assert not PLAN.allows(after(*steps))
+    assert not replays(PLAN, after(*steps))
 
 
 @pytest.mark.parametrize("accounting", ["proven", "every-trial"])
@@ -85,7 +86,9 @@ def test_epsilon_covers_whatever_was_chosen(accounting):
         assert pld.composed_epsilon(charges, BUDGET.delta) <= plan.epsilon() * (1 + 1e-9)
     assert plan.epsilon() > PLAN.epsilon()
     assert PLAN.epsilon(1e-3) < PLAN.epsilon()
-    less = replace(plan, steering=SampledGaussian(0.5, 3.0)).epsilon()
+    less = replace(
+        plan, phases=(replace(plan.phases[0], steering=SampledGaussian(0.5, 3.0)),)
+    ).epsilon()
     assert less > plan.epsilon()  # releases are charged, not only updates
 
 
@@ -102,14 +105,14 @@ def test_an_end_that_is_known_before_the_run_costs_less():
     short = PLAN.limited(4)
     assert short.updates == 4
     assert short.epsilon() < PLAN.epsilon()
-    assert short.allows(after(*RUN[:2]))
+    assert replays(short, after(*RUN[:2]))
     assert PLAN.limited(99) == PLAN
 
 
 @pytest.mark.parametrize("factor", [0.3, 3.0])
 def test_noise_is_scaled_to_the_budget(factor):
     rough = [replace(c, noise_multiplier=factor * c.noise_multiplier) for c in MENU.choices]
-    plan = MenuPlan.for_budget(
+    plan = fitted_menu_plan(
         BUDGET, "proven", Menu(tuple(rough), 4), STEERING, updates=10, setup=(Gaussian(20.0),)
     )
     assert 0.995 * BUDGET.epsilon <= plan.epsilon() <= BUDGET.epsilon
@@ -123,16 +126,18 @@ def test_noise_is_scaled_to_the_budget(factor):
 
 def test_releases_that_spend_everything_leave_no_plan():
     loud = SampledGaussian(1.0, 0.3)
-    assert MenuPlan.for_budget(BUDGET, "proven", MENU, loud, updates=10) is None
+    assert fitted_menu_plan(BUDGET, "proven", MENU, loud, updates=10) is None
 
 
 def test_it_is_written_and_read():
     plan = replace(PLAN, setup=(Gaussian(20.0),))
-    assert MenuPlan.from_json(plan.to_json()) == plan
-    with pytest.raises(InvalidInputError, match="a plan has a Menu and a SampledGaussian"):
-        MenuPlan.from_json({**plan.to_json(), "steering": {"kind": "NonPrivate"}})
-    with pytest.raises(InvalidInputError, match="the number of updates"):
-        replace(PLAN, updates=0)
+    assert Plan.from_json(plan.to_json()) == plan
+    values = plan.to_json()
+    values["phases"][0]["steering"] = {"kind": "NonPrivate"}
+    with pytest.raises(InvalidInputError, match="a menu and the SampledGaussian"):
+        Plan.from_json(values)
+    with pytest.raises(InvalidInputError, match="the count of a phase"):
+        replace(PLAN.phases[0], count=0)
     with pytest.raises(InvalidInputError, match="not covered by the published accounting"):
         replace(PLAN, accounting="published")
 
@@ -140,8 +145,8 @@ def test_it_is_written_and_read():
 def test_the_nearest_rate_is_offered():
     rates = [choice.sample_rate for choice in MENU.choices]
     wanted = {0.01: 0.1, 0.14: 0.1, 0.15: 0.2, 0.2: 0.2, 0.29: 0.4, 1.0: 0.4}
-    assert {rate: PLAN.nearest(rate).sample_rate for rate in wanted} == wanted
-    assert [PLAN.nearest(rate) for rate in rates] == list(MENU.choices)
+    assert {rate: PLAN.menu.nearest(rate).sample_rate for rate in wanted} == wanted
+    assert [PLAN.menu.nearest(rate) for rate in rates] == list(MENU.choices)
 
 
 @pytest.mark.parametrize(("rate", "count"), [(0.01, 23), (0.3, 14), (1.0, 1), (0.95, 2)])

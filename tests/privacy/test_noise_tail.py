@@ -22,8 +22,8 @@ from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, LossTest, Menu, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import FilteredPlan, MenuPlan
-from dpsur.privacy.plans.fixed import Request, make_plan
+from dpsur.privacy.planning import Request, filtered_plan, fitted_menu_plan, make_plan
+from tests.plans import plan_behind_filter
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "privacy.md").read_text(encoding="utf-8")
 
@@ -191,7 +191,7 @@ def test_a_plan_is_refused_by_name(name):
 def test_calibration_pays_for_the_tail(test):
     budget = Budget(300.0, 1e-9)
     plan = make_plan(request(None, 20, test), budget, "proven")
-    charges = [(plan.trial, 20)]
+    charges = [(plan.typical, 20)]
     assert plan.epsilon() <= budget.epsilon
     assert accounting_named("proven").noise_tail(charges) < budget.delta
     ideal = accounting_named("proven").ideal_epsilon(charges, budget.delta)
@@ -201,7 +201,7 @@ def test_calibration_pays_for_the_tail(test):
 @pytest.mark.slow
 def test_a_menu_pays_for_the_tail():
     menu = Menu((SampledGaussian(0.1, 1.0), SampledGaussian(0.2, 1.5)), repeats=5)
-    plan = MenuPlan.for_budget(
+    plan = fitted_menu_plan(
         Budget(300.0, 1e-9), "proven", menu, SampledGaussian(0.1, 5.0), updates=10
     )
     assert plan is not None
@@ -212,14 +212,14 @@ def test_a_menu_pays_for_the_tail():
 
 def test_a_filter_stops_before_the_tail_is_spent():
     small = Trial(SampledGaussian(0.1, 0.25))
-    plan = FilteredPlan(Budget(1e4, 1e-3), "every-trial", 2.0, 1e4, small, updates=None)
+    plan = plan_behind_filter(Budget(1e4, 1e-3), "every-trial", 2.0, 1e4, small, updates=None)
     ledger = Ledger()
     while plan.affords(ledger, small):
         ledger = ledger.record(small, updates=1)
     assert 0 < ledger.trials == int(plan.tail_allowance / (0.1 * out_of_reach(1.0, 0.25)))
     assert plan.tail(ledger) <= 1e-6
     with pytest.raises(BudgetError, match=r"0\.25 is too small for delta 1e-05"):
-        FilteredPlan.for_budget(Budget(500.0, 1e-5), "every-trial", small, updates=None)
+        filtered_plan(Budget(500.0, 1e-5), "every-trial", small, updates=None)
 
 
 def test_account_says_why_epsilon_is_infinite(capsys):

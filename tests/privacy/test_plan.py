@@ -9,10 +9,10 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibrate import design_gate
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import Plan
-from dpsur.privacy.plans.fixed import Request, make_plan
-from dpsur.privacy.plans.rejections import trial_cap
-from dpsur.privacy.search import largest_ratio, least_noise, most_repetitions
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import Request, make_plan, repeated_plan
+from dpsur.privacy.rejections import trial_cap
+from dpsur.privacy.search import largest_ratio, least_noise, most_repetitions, noise_at_most
 
 BUDGET = Budget(3.0, 1e-5)
 TEST = LossTest(0.016, 1.0, 0.0)
@@ -30,8 +30,8 @@ def name(request):
 def test_given_noise_the_count_is_the_largest_that_fits(name):
     plan = make_plan(request(noise=2.5), BUDGET, name)
     accounting = accounting_named(name)
-    fits = accounting.planned((), plan.trial, plan.length, BUDGET.delta)
-    too_many = accounting.planned((), plan.trial, plan.length + 1, BUDGET.delta)
+    fits = accounting.planned((), plan.typical, plan.length, BUDGET.delta)
+    too_many = accounting.planned((), plan.typical, plan.length + 1, BUDGET.delta)
     assert fits <= BUDGET.epsilon < too_many
     assert plan.epsilon() == fits
 
@@ -39,7 +39,7 @@ def test_given_noise_the_count_is_the_largest_that_fits(name):
 def test_given_the_count_the_noise_is_the_smallest_that_fits(name):
     plan = make_plan(request(count=150), BUDGET, name)
     assert plan.length == 150
-    noise = plan.trial.update.noise_multiplier
+    noise = plan.typical.update.noise_multiplier
     accounting = accounting_named(name)
     less = Trial(SampledGaussian(0.128, noise * (1 - 1e-3)), TEST)
     assert plan.epsilon() <= BUDGET.epsilon < accounting.planned((), less, 150, BUDGET.delta)
@@ -56,7 +56,7 @@ def test_given_neither_the_default_count_is_used(name):
 
 
 def test_round_trip_of_noise_and_count(name):
-    noise = make_plan(request(count=150), BUDGET, name).trial.update.noise_multiplier
+    noise = make_plan(request(count=150), BUDGET, name).typical.update.noise_multiplier
     assert make_plan(request(noise=noise), BUDGET, name).length in (150, 151)
 
 
@@ -73,29 +73,29 @@ def test_a_test_that_spends_the_budget_alone_is_an_error_not_a_loop(name):
 
 def test_trials_are_fixed_in_advance_where_they_are_charged():
     plan = make_plan(request(count=10), BUDGET, "every-trial")
-    ledger = Ledger().record(plan.trial, trials=9, updates=2)
+    ledger = Ledger().record(plan.typical, trials=9, updates=2)
     assert plan.updates is None
-    assert plan.affords(ledger, plan.trial)
+    assert plan.affords(ledger, plan.typical)
     assert not plan.completed(ledger)
-    ledger = ledger.record(plan.trial, updates=0)
-    assert not plan.affords(ledger, plan.trial)
+    ledger = ledger.record(plan.typical, updates=0)
+    assert not plan.affords(ledger, plan.typical)
     assert plan.completed(ledger)
 
 
 def test_updates_are_fixed_in_advance_where_they_are_charged():
     plan = make_plan(request(count=10), BUDGET, "published")
-    ledger = Ledger().record(plan.trial, trials=30, updates=9)
-    assert plan.affords(ledger, plan.trial)
+    ledger = Ledger().record(plan.typical, trials=30, updates=9)
+    assert plan.affords(ledger, plan.typical)
     assert not plan.completed(ledger)
-    ledger = ledger.record(plan.trial, updates=1)
-    assert not plan.affords(ledger, plan.trial)
+    ledger = ledger.record(plan.typical, updates=1)
+    assert not plan.affords(ledger, plan.typical)
     assert plan.completed(ledger)
 
 
 def test_the_cap_ends_a_run_that_must_not_release():
     plan = make_plan(request(count=10), BUDGET, "published")
-    ledger = Ledger().record(plan.trial, trials=plan.trials, updates=9)
-    assert not plan.affords(ledger, plan.trial)
+    ledger = Ledger().record(plan.typical, trials=plan.trials, updates=9)
+    assert not plan.affords(ledger, plan.typical)
     assert not plan.completed(ledger)
 
 
@@ -141,7 +141,7 @@ def test_an_accounting_that_does_not_cover_the_trial_makes_no_plan():
 def test_a_plan_made_by_hand_is_checked_too(accounting, test, on_reject):
     trial = Trial(SampledGaussian(0.1, 1.0), test)
     with pytest.raises(InvalidInputError, match="not covered"):
-        Plan(BUDGET, accounting, trial, 10, on_reject=on_reject)
+        repeated_plan(BUDGET, accounting, trial, 10, on_reject=on_reject)
 
 
 def test_plans_survive_a_file(name):
@@ -187,18 +187,44 @@ def test_searches_end_on_odd_functions():
     assert least_noise(lambda s: 0.0, 1.0) <= 0.1
 
 
+@pytest.mark.parametrize("power", [0.7, 1.0, 1.6])
+def test_a_search_from_noise_that_is_enough_needs_few_figures(power: float) -> None:
+    asked = []
+
+    def epsilon_of(noise: float) -> float:
+        asked.append(noise)
+        return float(7 / noise**power + 0.3 / noise**3)
+
+    root = least_noise(epsilon_of, 2.0)
+    assert root is not None
+    asked.clear()
+    found = noise_at_most(epsilon_of, 2.0, 1.08 * root)
+    assert epsilon_of(found) <= 2.0 < epsilon_of(found / (1 + 1e-4))
+    assert len(asked) - 2 <= 6
+
+
+def test_a_search_from_noise_that_is_enough_takes_odd_functions() -> None:
+    def step(noise: float) -> float:
+        return 0.5 if noise >= 3.3 else math.inf
+
+    assert 3.3 <= noise_at_most(step, 1.0, 4.0) <= 3.3 * (1 + 1e-4)
+    assert noise_at_most(lambda _: 0.0, 1.0, 4.0) <= 0.1
+    flat = noise_at_most(lambda noise: 1.0 if noise >= 2.0 else 5.0, 1.0, 4.0)
+    assert 2.0 <= flat <= 2.0 * (1 + 1e-4)
+
+
 @pytest.mark.parametrize("accounting", ["proven", "every-trial", "published"])
 def test_a_share_of_the_budget_buys_a_test(accounting):
     plan = design_gate(
         BUDGET, accounting, sample_rate=0.034, val_sample_rate=0.004, count=300, share=0.3
     )
     assert 0.99 * BUDGET.epsilon <= plan.epsilon() <= BUDGET.epsilon
-    alone = accounting_named("every-trial").planned((), Trial(plan.trial.update), 300, 1e-5)
+    alone = accounting_named("every-trial").planned((), Trial(plan.typical.update), 300, 1e-5)
     assert alone == pytest.approx(0.7 * BUDGET.epsilon, rel=1e-3)
     more = design_gate(
         BUDGET, accounting, sample_rate=0.034, val_sample_rate=0.004, count=300, share=0.5
     )
-    ratio = [p.trial.test.accept_max / p.trial.test.accept_min for p in (plan, more)]
+    ratio = [p.typical.test.accept_max / p.typical.test.accept_min for p in (plan, more)]
     assert ratio[0] < ratio[1]
 
 

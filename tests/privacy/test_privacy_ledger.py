@@ -7,9 +7,10 @@ import math
 import pytest
 
 from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.privacy import account as account_module
+from dpsur.privacy.account import Account
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NonPrivate, SampledGaussian, Trial
-from dpsur.privacy.plans import PrivacyLedger, open_ended
 
 STEP = SampledGaussian(0.1, 3.0)
 OTHER = SampledGaussian(0.2, 5.0)
@@ -17,11 +18,11 @@ DELTA = 1e-5
 
 
 def fixed(steps=5):
-    return PrivacyLedger.for_steps(STEP, steps, delta=DELTA)
+    return Account.for_steps(STEP, steps, delta=DELTA)
 
 
 def filtered(epsilon=1.0):
-    return PrivacyLedger.for_budget(epsilon, DELTA, STEP)
+    return Account.for_budget(epsilon, DELTA, STEP)
 
 
 class Mechanism:
@@ -102,7 +103,7 @@ def test_a_fixed_number_of_steps_is_of_one_kind():
 
 def test_a_number_of_steps_that_does_not_fit_is_refused_before_the_first():
     with pytest.raises(BudgetError, match="above 0.1: raise epsilon"):
-        PrivacyLedger.for_steps(STEP, 1000, delta=DELTA, epsilon=0.1)
+        Account.for_steps(STEP, 1000, delta=DELTA, epsilon=0.1)
 
 
 def test_behind_a_filter_steps_may_differ_until_the_allowance_is_spent():
@@ -128,12 +129,12 @@ def test_many_kinds_of_steps_are_summed_by_the_filter(monkeypatch):
     for k in range(3):
         ledger.charge(SampledGaussian(0.01, 2.0 + k))
     exact = ledger.spent()
-    monkeypatch.setattr(open_ended, "MOST_KINDS", 2)
+    monkeypatch.setattr(account_module, "MOST_KINDS", 2)
     assert exact < ledger.spent() < ledger.guarantee()
 
 
 def test_without_a_limit_nothing_is_promised():
-    ledger = PrivacyLedger.without_limit(DELTA)
+    ledger = Account.without_limit(DELTA)
     assert ledger.spent() == 0.0
     ledger.charge(STEP)
     ledger.charge(OTHER)
@@ -143,7 +144,7 @@ def test_without_a_limit_nothing_is_promised():
 
 
 def test_setup_is_charged():
-    with_setup = PrivacyLedger.for_steps(STEP, 5, delta=DELTA, setup=(Gaussian(2.0),))
+    with_setup = Account.for_steps(STEP, 5, delta=DELTA, setup=(Gaussian(2.0),))
     assert with_setup.guarantee() > fixed().guarantee()
     assert with_setup.spent() > 0
 
@@ -157,22 +158,22 @@ def test_setup_is_charged():
     ],
 )
 def test_what_cannot_be_charged_is_refused(step, message):
-    for ledger in (PrivacyLedger.without_limit(DELTA), filtered()):
+    for ledger in (Account.without_limit(DELTA), filtered()):
         with pytest.raises(InvalidInputError, match=message):
             ledger.charge(step)
         assert ledger.steps == 0
 
 
 def test_a_ledger_resumes_where_it_was_stored():
-    for ledger in (fixed(), filtered(), PrivacyLedger.without_limit(DELTA)):
+    for ledger in (fixed(), filtered(), Account.without_limit(DELTA)):
         ledger.charge(STEP)
         ledger.charge(STEP)
         stored = json.loads(json.dumps(ledger.to_json(), allow_nan=False))
-        resumed = PrivacyLedger.from_json(stored)
+        resumed = Account.from_json(stored)
         assert resumed.to_json() == ledger.to_json()
         assert resumed.steps == 2
         assert (resumed.guarantee(), resumed.spent()) == (ledger.guarantee(), ledger.spent())
-    resumed = PrivacyLedger.from_json(fixed(1).to_json())
+    resumed = Account.from_json(fixed(1).to_json())
     resumed.charge(STEP)
     with pytest.raises(BudgetError):
         resumed.charge(STEP)
@@ -184,19 +185,19 @@ def test_a_stored_ledger_that_exceeds_its_limit_is_refused():
         stored = ledger.to_json()
         stored["charged"]["entries"][0] |= {"trials": 5000, "updates": 5000}
         with pytest.raises(BudgetError, match="does not fit after 4999 steps"):
-            PrivacyLedger.from_json(stored)
+            Account.from_json(stored)
     stored = filtered().to_json()
-    stored["plan"]["allowance"] *= 2
+    stored["plan"]["filter"]["allowance"] *= 2
     with pytest.raises(InvalidInputError, match="above the 1 that it states"):
-        PrivacyLedger.from_json(stored)
-    with pytest.raises(InvalidInputError, match="another accounting or delta"):
-        PrivacyLedger.from_json({**filtered().to_json(), "delta": 1e-3})
-    with pytest.raises(InvalidInputError, match="not a privacy ledger"):
-        PrivacyLedger.from_json({})
+        Account.from_json(stored)
+    with pytest.raises(InvalidInputError, match="another delta"):
+        Account.from_json({**filtered().to_json(), "delta": 1e-3})
+    with pytest.raises(InvalidInputError, match="not a privacy account"):
+        Account.from_json({})
 
 
 @pytest.mark.parametrize("setup", [(Gaussian(0.5),), (NonPrivate(),)])
 def test_a_setup_beyond_the_budget_is_refused(setup):
     """A filter promises its allowance, so nothing may have been spent beyond it before."""
     with pytest.raises(BudgetError, match="before the first step"):
-        PrivacyLedger.for_budget(1.0, 1e-5, SampledGaussian(0.01, 1.0), setup=setup)
+        Account.for_budget(1.0, 1e-5, SampledGaussian(0.01, 1.0), setup=setup)

@@ -18,7 +18,7 @@ from dpsur.privacy.events import (
     SampledGaussian,
     Trial,
 )
-from dpsur.privacy.plans import BlockPlan, FilteredPlan
+from dpsur.privacy.planning import block_plan, filtered_plan
 from dpsur.privacy.second_opinion import (
     AS_FIXED,
     ONE_CHOICE,
@@ -72,7 +72,9 @@ def test_figures_at_all_sixteen_settings_are_confirmed():
 
 def test_blocks_with_tests_are_confirmed():
     for test in (Gaussian(30.0), SampledGaussian(0.1, 10.0)):
-        plan = BlockPlan(Budget(8.0, DELTA), "proven", UPDATE, test, (0, 20, 100), (Gaussian(8.0),))
+        plan = block_plan(
+            Budget(8.0, DELTA), "proven", UPDATE, test, (0, 20, 100), (Gaussian(8.0),)
+        )
         (found,) = statement_opinions(plan, {}, plan.figures())
         assert found.figures == ("proven",)
         assert found.instead is None
@@ -117,7 +119,7 @@ def test_the_costliest_choice_of_a_menu_counts():
 
 def test_the_steps_behind_a_filter():
     trial = Trial(UPDATE)
-    plan = FilteredPlan.for_budget(Budget(3.0, DELTA), "proven", trial, updates=None)
+    plan = filtered_plan(Budget(3.0, DELTA), "proven", trial, updates=None)
     made = {"kind": "Trial", "test": None}
     steps = [
         {"step": {**made, "update": {"kind": "SampledGaussian", **vars(update)}}, "charged": count}

@@ -11,7 +11,7 @@ from dpsur.privacy.accountants import pld, proven, rdp
 from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, NoisyChoice, SampledGaussian, Trial
-from dpsur.privacy.plans.fixed import Request, make_plan
+from dpsur.privacy.planning import Request, make_plan
 
 DELTA = 1e-5
 TINY = (0.1, 0.05, 0.01, 1e-3)

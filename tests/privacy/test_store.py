@@ -5,7 +5,7 @@ import os
 import pytest
 
 from dpsur.methods import Dpsur
-from dpsur.privacy import calibration_cache
+from dpsur.privacy import calibration_cache, planning
 from dpsur.privacy.accountants import proven
 from dpsur.privacy.accountants.proven import SelectiveUpdate, event_divergence, selective_divergence
 from dpsur.privacy.accountants.selective import store
@@ -14,9 +14,7 @@ from dpsur.privacy.accountants.selective.store import Store
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibrate import calibrate
 from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial
-from dpsur.privacy.plans import blocks as block_plans
-from dpsur.privacy.plans import fixed
-from dpsur.privacy.plans.blocks import BlockPlan
+from dpsur.privacy.planning import plan_blocks
 
 
 def test_the_cache_of_the_package_comes_before_the_general_one(tmp_path, monkeypatch):
@@ -100,15 +98,16 @@ def plain(**changes):
 
 def blocks():
     test = Gaussian(20.0)
-    return BlockPlan.for_budget(Budget(1.0, 1e-5), "proven", 0.05, test, (0, 5, 20))
+    return plan_blocks(
+        Budget(1.0, 1e-5), "proven", (0, 5, 20), sample_rate=0.05, test_noise=test.noise_multiplier
+    )
 
 
 @pytest.mark.parametrize("calibrated", [plain, blocks])
 def test_calibrated_noise_is_stored_and_found_again(cache, monkeypatch, calibrated):
     first = calibrated()
     assert len(list(cache.glob("*.json"))) == 1
-    for module in (fixed, block_plans):
-        monkeypatch.setattr(module, "least_noise", lambda *_: pytest.fail("searched again"))
+    monkeypatch.setattr(planning, "least_noise", lambda *_: pytest.fail("searched again"))
     assert calibrated() == first
 
 

@@ -87,7 +87,7 @@ def dp_gradient(
 
     Formal guarantee: if the batch was drawn by `poisson_batches` at rate q, one call is a sampled
     Gaussian mechanism of rate q and this noise multiplier, for adding or removing one record.
-    Charge it as such (`PrivacyLedger`). The noise is fresh in every call and cannot be seeded: two
+    Charge it as such (`Account`). The noise is fresh in every call and cannot be seeded: two
     steps with the same noise would have none between them.
     """
     checks.positive("max_grad_norm", max_grad_norm)

@@ -1,6 +1,6 @@
 """A gate over blocks of updates: rare, precise tests, every one of them charged.
 
-The steps of a run are updates and tests, in an order that is fixed before it starts (`BlockPlan`):
+The steps of a run are updates and tests, in an order that is fixed before it starts (`Plan`):
 a test at the first weights, some short blocks of updates that each begin at the first weights and
 end with a test, then the long last block and its test. What a test says decides about the block
 before it and about the learning rate of the next one. All of that is post-processing of noisy
@@ -35,14 +35,14 @@ from dpsur.mechanism.rate_search import START, RateRule, RateSearch, Walk
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import Draws
 from dpsur.privacy.events import Event, Step, Trial
-from dpsur.privacy.plans.blocks import BlockPlan
+from dpsur.privacy.plan import Plan
 
 AVERAGE = "_average"  # added to the name of a saved state
 
 
 @dataclass(frozen=True)
 class BlockGate:
-    """Updates in blocks, and tests that decide about them: a procedure for a `BlockPlan`.
+    """Updates in blocks, and tests that decide about them: a procedure for a `Plan`.
 
     `updates` makes the updates; its learning rate and clipping norm are replaced by those in force.
     What tests measure and what follows from their values is up to a `RateSearch` by the `rule`.
@@ -56,7 +56,7 @@ class BlockGate:
     part of it and never goes back.
     """
 
-    plan: BlockPlan
+    plan: Plan
     updates: GradientProposer
     rule: RateRule
 

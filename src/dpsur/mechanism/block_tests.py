@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dpsur.functional.parameters import Params
+from dpsur.functional.persons import PersonTargets, record_loss, record_rows
 from dpsur.functional.problem import EVALUATION_ROWS, Problem, example_losses
 from dpsur.functional.records import Examples
 from dpsur.mechanism.dp_gradient import add_gaussian
@@ -19,7 +20,7 @@ from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws
 from dpsur.per_example import ClippedSum, clipped_norms
 from dpsur.per_example.evaluation import record_losses, record_outputs
 from dpsur.privacy.events import SampledGaussian
-from dpsur.privacy.plans.blocks import BlockPlan
+from dpsur.privacy.plan import Plan
 
 # Bins of a noisy histogram: half octaves from 2^-24 to 2^24, what lies outside in the end bins.
 LOWEST_OCTAVE, HIGHEST_OCTAVE, BINS_PER_OCTAVE = -24, 24, 2
@@ -37,7 +38,7 @@ METRICS_NORM: Final = math.sqrt(1.25)
 
 def noisy_sum(
     values_of: Callable[[Examples], Tensor],
-    plan: BlockPlan,
+    plan: Plan,
     updates: GradientProposer,
     draws: Draws,
 ) -> Tensor:
@@ -57,7 +58,7 @@ def noisy_sum(
 
 
 def _test_records(
-    plan: BlockPlan, updates: GradientProposer, draws: Draws
+    plan: Plan, updates: GradientProposer, draws: Draws
 ) -> Iterator[tuple[Examples, Tensor | None]]:
     """This rank's share of the records to test on; a masked record where it has none."""
     test, train, ranks = plan.test, updates.problem.train, draws.ranks
@@ -89,16 +90,16 @@ def _masked_record(updates: GradientProposer) -> tuple[Examples, Tensor]:
     return updates.problem.train.part(slice(1)), mask
 
 
-def _rate_of(plan: BlockPlan) -> float:
+def _rate_of(plan: Plan) -> float:
     return plan.test.sample_rate if isinstance(plan.test, SampledGaussian) else 1.0
 
 
-def tested_records(plan: BlockPlan, records: int) -> float:
+def tested_records(plan: Plan, records: int) -> float:
     """The expected number of records that a test looks at."""
     return _rate_of(plan) * records
 
 
-def standard_error(plan: BlockPlan, records: int) -> float:
+def standard_error(plan: Plan, records: int) -> float:
     """Of a test's mean: its noise and, of a sample, at most that of values in [-1, 1]."""
     tested = tested_records(plan, records)
     noise = plan.test.noise_multiplier / tested
@@ -111,9 +112,10 @@ def standard_error(plan: BlockPlan, records: int) -> float:
 def class_count(problem: Problem) -> int:
     """How many classes outputs are scores of, where targets are indices of them; else 0."""
     one = problem.train.part(slice(1))
-    if not _are_labels(one.targets):
+    inputs, targets = record_rows(one.inputs), record_rows(one.targets)
+    if not _are_labels(targets):
         return 0
-    return classes_of(problem.outputs(problem.initial_params(), one.inputs), one.targets)
+    return classes_of(problem.outputs(problem.initial_params(), inputs), targets)
 
 
 def _are_labels(targets: Any) -> bool:
@@ -132,9 +134,17 @@ def is_classification(problem: Problem) -> bool:
 
 
 def class_metrics(problem: Problem, params: Params, rows: Examples) -> Tensor:
-    """(label right, min(loss, 2 ln K) / (2 ln K)) over the largest norm that this can have."""
+    """(label right, min(loss, 2 ln K) / (2 ln K)) over the largest norm that this can have.
+
+    Of a person, the mean over their records, which has no larger norm.
+    """
     outputs = record_outputs(problem, params, rows.inputs)
     assert isinstance(outputs, Tensor)
+    if isinstance(rows.targets, PersonTargets):
+        flat, targets = outputs.flatten(0, 1), record_rows(rows.targets)
+        losses = example_losses(record_loss(problem.loss), flat, targets)
+        each = metrics_of(flat, targets, losses)
+        return rows.targets.mean(each.view(*outputs.shape[:2], -1))
     assert isinstance(rows.targets, Tensor)
     losses = example_losses(problem.loss, outputs, rows.targets)
     return metrics_of(outputs, rows.targets, losses)

@@ -28,7 +28,7 @@ from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import trial, updates_in_place
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.plan import Plan
 
 # Parameters times records of a batch from which on it pays to look at the sizes of batches first:
 # trials of half a millisecond on an H200. By size, not by a clock: a seeded run has to choose the
@@ -55,7 +55,7 @@ class CapturedTrial:
     def __init__(
         self,
         procedure: Procedure,
-        plan: PrivacyPlan,
+        plan: Plan,
         progress: Progress,
         streams: Streams,
         block: int,
@@ -291,7 +291,7 @@ class CudaGraphLoop:
         self,
         procedure: Procedure,
         padded: Procedure,
-        plan: PrivacyPlan,
+        plan: Plan,
         streams: Streams,
         progress: Progress,
         block: int,

@@ -18,7 +18,7 @@ from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import trial, updates_in_place
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.plan import Plan
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,7 +70,7 @@ def start(procedure: Procedure) -> Progress:
     return Progress(procedure.initial_state(), Ledger(setup=procedure.setup))
 
 
-def run_loop(loop: Loop, plan: PrivacyPlan, on_block: OnBlock = lambda *_: None) -> Progress:
+def run_loop(loop: Loop, plan: Plan, on_block: OnBlock = lambda *_: None) -> Progress:
     """Make all trials of a plan and return where the run ended.
 
     Formal guarantee: the returned state satisfies the plan's (epsilon, delta) under the plan's
@@ -90,7 +90,7 @@ def run_loop(loop: Loop, plan: PrivacyPlan, on_block: OnBlock = lambda *_: None)
 
 def train(
     procedure: Procedure,
-    plan: PrivacyPlan,
+    plan: Plan,
     streams: Streams,
     progress: Progress | None = None,
     on_block: OnBlock = lambda *_: None,
@@ -134,7 +134,7 @@ class EagerLoop:
     def __init__(
         self,
         procedure: Procedure,
-        plan: PrivacyPlan,
+        plan: Plan,
         streams: Streams,
         progress: Progress,
         *,
@@ -173,7 +173,7 @@ class EagerLoop:
         """Nothing: all is done in the foreground."""
 
 
-def has_next(procedure: Procedure, plan: PrivacyPlan, progress: Progress) -> bool:
+def has_next(procedure: Procedure, plan: Plan, progress: Progress) -> bool:
     """Whether there is another trial to make. Asked before it, never after."""
     stopped = getattr(procedure, "stopped", None)  # by what it has released
     if stopped is not None and stopped(progress.state):
@@ -184,7 +184,7 @@ def has_next(procedure: Procedure, plan: PrivacyPlan, progress: Progress) -> boo
 
 def make_trial(
     procedure: Procedure,
-    plan: PrivacyPlan,
+    plan: Plan,
     streams: Streams,
     progress: Progress,
     in_place: bool = False,
@@ -205,7 +205,7 @@ def make_trial(
     return Progress(state, ledger.record(step, updates=int(verdict.accept))), verdict
 
 
-def check_completed(plan: PrivacyPlan, progress: Progress) -> None:
+def check_completed(plan: Plan, progress: Progress) -> None:
     """Refuse to release a run that hit its cap on trials."""
     if not plan.completed(progress.ledger):
         raise NothingReleasedError(

@@ -21,7 +21,7 @@ from dpsur.mechanism.proposer import GradientProposer
 from dpsur.mechanism.state import Candidate, State, Verdict
 from dpsur.mechanism.streams import Draws
 from dpsur.privacy.events import Event, Step, Trial
-from dpsur.privacy.plans.blocks import BlockPlan
+from dpsur.privacy.plan import Plan
 
 
 def memory_of(state: State) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ class UpdatesInBlocks(Protocol):
     """A procedure whose updates can be captured; its tests are made between them."""
 
     @property
-    def plan(self) -> BlockPlan:
+    def plan(self) -> Plan:
         """Updates and tests in order."""
         ...
 
@@ -60,12 +60,12 @@ class UpdatesInBlocks(Protocol):
 class MeasuredUpdates:
     """Plain updates, and now and then a noisy training loss and accuracy, all charged.
 
-    A procedure for a `BlockPlan` whose tests only measure. With `patience` it stops when the noisy
+    A procedure for a `Plan` whose tests only measure. With `patience` it stops when the noisy
     training loss has not been below its best by two standard errors for so many tests. Formal
     guarantee: that of the plan, also if it stops.
     """
 
-    plan: BlockPlan
+    plan: Plan
     updates: GradientProposer
     patience: int | None = None
 

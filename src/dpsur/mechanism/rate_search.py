@@ -36,7 +36,7 @@ from dpsur.mechanism.rate_choice import (
     judged,
     next_exponent,
 )
-from dpsur.privacy.plans.blocks import BlockPlan
+from dpsur.privacy.plan import Plan
 
 # Where the search starts: learning rate times clipping norm of plain SGD, and the rate of Adam.
 FIRST_PRODUCT: Final = 24.0
@@ -149,7 +149,7 @@ class RateSearch:
     It sees released values and released weights only, so whatever it decides is post-processing.
     """
 
-    plan: BlockPlan
+    plan: Plan
     records: int
     classes: int
     rule: RateRule

@@ -19,7 +19,7 @@ from dpsur.mechanism.state import Procedure
 from dpsur.options import option
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event
-from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.plan import Plan
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,14 +39,14 @@ class Method(checks.NamedArguments, ABC):
         budget: Budget,
         accounting: str,
         setup: tuple[Event, ...] = (),
-    ) -> tuple[Self, PrivacyPlan]:
+    ) -> tuple[Self, Plan]:
         """Fill in what was left open and fix the privacy of the run, before any data is touched.
 
         `setup` are events that happen before the first trial, such as private statistics.
         """
 
     @abstractmethod
-    def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
+    def bind(self, problem: Problem, plan: Plan) -> Procedure:
         """Compose the procedure that trains this model on these records."""
 
     def adapt(self, model: nn.Module) -> nn.Module:
@@ -68,6 +68,9 @@ class Method(checks.NamedArguments, ABC):
         return fields(cls)
 
 
+USUAL_RATE = 4.0
+# A learning rate that follows from the noise, for linear models (`linear_head_rate`).
+LINEAR_HEAD = "linear-head"
 AVERAGE_HELP = "release an exponential average of the weights with this decay instead of the last"
 
 
@@ -80,10 +83,10 @@ def make_average(decay: float | None) -> WeightAverage | None:
 class OptimizerMethod(Method):
     """How a gradient becomes an update: options of every method that steps along one."""
 
-    # Whether None has a meaning as a learning rate.
-    rate_by_rule: ClassVar[bool] = False
-
-    learning_rate: float | None = option(4.0, "learning rate at the start")
+    learning_rate: float | str | None = option(
+        None,
+        f"learning rate at the start; unset, it is {USUAL_RATE:g}, or what the gate block finds",
+    )
     schedule: str = option("linear", "how the learning rate decays over the run", tuple(SHAPES))
     optimizer: str = option("sgd", "optimizer", ("sgd", "adam"))
     momentum: float = option(0.9, "momentum (sgd)")
@@ -94,7 +97,7 @@ class OptimizerMethod(Method):
 
     def __post_init__(self) -> None:
         self.make_optimizer()
-        if not (self.rate_by_rule and self.learning_rate is None):
+        if self.learning_rate != LINEAR_HEAD:
             self.make_schedule(length=1)
         self.make_average()
 
@@ -107,9 +110,12 @@ class OptimizerMethod(Method):
 
     def make_schedule(self, length: int) -> Schedule:
         """Build the learning-rate schedule over a run of this length."""
-        if self.learning_rate is None:
-            raise InvalidInputError("learning_rate must be a number above 0, got None; give one")
-        return Schedule(self.schedule, self.learning_rate, length)
+        rate = USUAL_RATE if self.learning_rate is None else self.learning_rate
+        if isinstance(rate, str):
+            raise InvalidInputError(
+                f"learning_rate must be a number above 0, got {rate!r}; give one"
+            )
+        return Schedule(self.schedule, rate, length)
 
     def make_average(self) -> WeightAverage | None:
         """The average that is released in place of the last weights, if any."""

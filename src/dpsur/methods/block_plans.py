@@ -13,12 +13,12 @@ from dpsur.mechanism.measured_updates import MeasuredUpdates
 from dpsur.mechanism.proposer import GradientProposer
 from dpsur.mechanism.rate_search import RateRule, search_blocks, search_starts
 from dpsur.mechanism.state import Procedure
-from dpsur.methods.base import OptimizerMethod, check_batch_size
+from dpsur.methods.base import LINEAR_HEAD, check_batch_size
 from dpsur.privacy.accounting import RESTORE, check_covers_steering
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Menu, SampledGaussian
-from dpsur.privacy.plans import BlockPlan
-from dpsur.privacy.plans.blocks import TESTS_COST, cheapest_test, plan_blocks
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import TESTS_COST, cheapest_test, plan_blocks
 
 if TYPE_CHECKING:
     from dpsur.methods.gradient_method import GradientMethod
@@ -82,12 +82,12 @@ def check_block_gate(method: "GradientMethod") -> None:
 
 def starts_of(method: "GradientMethod") -> tuple[float, ...]:
     """Where the search starts: by rule, and at a learning rate that was given."""
-    adam, rate = method.optimizer == "adam", method.learning_rate
-    given = None if rate == OptimizerMethod.learning_rate else rate  # the default: left open
+    rate = method.learning_rate
+    assert not isinstance(rate, str)
     return search_starts(
-        scale_free=adam,
+        scale_free=method.optimizer == "adam",
         momentum=method.momentum,
-        learning_rate=given,
+        learning_rate=rate,
         max_grad_norm=method.max_grad_norm,
     )
 
@@ -100,12 +100,14 @@ def settle_blocks(
     setup: tuple[Event, ...],
     menu: Menu | None = None,
     steering: SampledGaussian | None = None,
-) -> tuple[M, BlockPlan]:
+) -> tuple[M, Plan]:
     """Fix blocks, tests and noise: everything but what released values may decide."""
     check_covers_steering(accounting)
     if method.test_error is not None:
         tested = _with_tests(method, dataset_size, method.test_error)
         return settle_blocks(tested, dataset_size, budget, accounting, setup, menu, steering)
+    if method.learning_rate == LINEAR_HEAD:  # the search takes the place of the rule
+        method = replace(method, learning_rate=None)
     settled = method._with_batches(dataset_size)
     assert settled.batch_size is not None
     updates = method.updates or settled._default_count(dataset_size)
@@ -163,7 +165,7 @@ def _with_tests(method: M, dataset_size: int, error: float) -> M:
 
 def settle_measured(
     method: M, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
-) -> tuple[M, BlockPlan]:
+) -> tuple[M, Plan]:
     """Fix updates in equal blocks, after each of which loss and accuracy are measured."""
     check_covers_steering(accounting)
     settled = method._with_batches(dataset_size)
@@ -194,9 +196,7 @@ def settle_measured(
     return settled, plan
 
 
-def block_procedure(
-    method: "GradientMethod", plan: BlockPlan, updates: GradientProposer
-) -> Procedure:
+def block_procedure(method: "GradientMethod", plan: Plan, updates: GradientProposer) -> Procedure:
     """The gate over blocks of these updates, or updates whose blocks are measured."""
     if method.metrics_budget is not None and not is_classification(updates.problem):
         raise InvalidInputError(

@@ -32,8 +32,8 @@ from dpsur.per_example.evaluation import record_losses
 from dpsur.privacy.accounting import check_covers_steering
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Step, Trial
-from dpsur.privacy.plans import FilteredPlan, PrivacyPlan
-from dpsur.privacy.plans.fixed import Request, make_plan
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import Request, filtered_plan, make_plan
 
 DEFAULT_UPDATES = 1000
 # The range of step lengths follows what was chosen, as in the original: after this many updates it
@@ -119,7 +119,7 @@ class Dpagd(Method):
         budget: Budget,
         accounting: str,
         setup: tuple[Event, ...] = (),
-    ) -> tuple[Self, PrivacyPlan]:
+    ) -> tuple[Self, Plan]:
         """Fix the filter and the first noise; the noise falls where progress stalls."""
         check_covers_steering(accounting)
         settled = self._with_defaults(dataset_size)
@@ -132,18 +132,19 @@ class Dpagd(Method):
             default_count=settled.updates,
             setup=setup,
         )
-        guess = make_plan(request, budget, "every-trial").trial
-        plan = FilteredPlan.for_budget(budget, accounting, guess, updates=None, setup=setup)
+        guess = make_plan(request, budget, "every-trial").typical
+        plan = filtered_plan(budget, accounting, guess, updates=None, setup=setup)
+        assert plan.filter is not None
         price = plan.left_after_setup() / settled.updates
-        settled = settled._with_choice(dataset_size, settled.choice_share * price, plan.order)
+        share = settled.choice_share * price
+        settled = settled._with_choice(dataset_size, share, plan.filter.order)
         choice = settled._choice(dataset_size)
         noise = plan.noise_for(rate, price, choice)
         typical = Trial(SampledGaussian(rate, noise), choice)
-        return settled, replace(plan, typical=typical)
+        return settled, replace(plan, phases=(replace(plan.phases[0], step=typical),))
 
-    def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
+    def bind(self, problem: Problem, plan: Plan) -> Procedure:
         """Tie the method to its data."""
-        assert isinstance(plan, FilteredPlan)
         lengths = Lengths(
             count=self.step_sizes,
             largest=self.largest_step,
@@ -208,7 +209,7 @@ class AdaptiveSteps:
         self,
         lengths: Lengths,
         sampler: Sampler,
-        plan: FilteredPlan,
+        plan: Plan,
         average: WeightAverage | None = None,
     ) -> None:
         assert isinstance(plan.typical.update, SampledGaussian)

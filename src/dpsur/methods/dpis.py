@@ -24,8 +24,14 @@ from dpsur.privacy.accountants.proven import event_divergence
 from dpsur.privacy.accounting import check_covers_steering
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, SampledGaussian, Step, Trial
-from dpsur.privacy.plans import BlockPlan, FilteredPlan, MenuPlan, Plan, PrivacyPlan
-from dpsur.privacy.plans.menu import as_costly, best_order, menu_around
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import (
+    as_costly,
+    best_order,
+    filtered_plan,
+    fitted_menu_plan,
+    menu_around,
+)
 from dpsur.privacy.search import MOST_NOISE
 
 # What the noisy norms may take of the budget altogether, by Rényi divergence.
@@ -85,7 +91,7 @@ class Dpis(GradientMethod):
         budget: Budget,
         accounting: str,
         setup: tuple[Event, ...] = (),
-    ) -> tuple[Self, PrivacyPlan]:
+    ) -> tuple[Self, Plan]:
         """Fix what may be chosen later: a menu of updates, or behind a gate the price of one."""
         check_covers_steering(accounting)
         if self._implied_gate() == BLOCK_GATE:
@@ -108,7 +114,7 @@ class Dpis(GradientMethod):
 
     def _settle_menu_blocks(
         self, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
-    ) -> tuple[Self, PrivacyPlan]:
+    ) -> tuple[Self, Plan]:
         """Offer a menu of updates in every block; a block starts with a release of the norms."""
         if self.noise_multiplier is not None:
             raise InvalidInputError(
@@ -128,10 +134,10 @@ class Dpis(GradientMethod):
             refresh_every=refresh,
             norm_batch_size=min(self.norm_batch_size or DEFAULT_NORM_RECORDS, dataset_size),
         )
-        order = best_order(plain.update, plain.updates, budget.delta)
+        order = best_order(plain.update, plain.length, budget.delta)
         rate = settled.norm_rate(dataset_size)
         releases = sum(-(-size // refresh) for size in plain.blocks)
-        share = STEERING_SHARE * plain.updates / releases
+        share = STEERING_SHARE * plain.length / releases
         noise = self.norm_noise_multiplier or as_costly(plain.update, rate, order, share)
         found, plan = settled._settle_blocks(
             dataset_size,
@@ -143,16 +149,16 @@ class Dpis(GradientMethod):
         )
         return replace(found, noise_multiplier=None, norm_noise_multiplier=noise), plan
 
-    def _with_menu(self, typical: Plan, dataset_size: int) -> tuple[Self, PrivacyPlan]:
+    def _with_menu(self, typical: Plan, dataset_size: int) -> tuple[Self, Plan]:
         """Offer rates from b / N upwards, each with noise of its own, that fit the budget."""
         assert self.refresh_every is not None
-        update, count = typical.trial.update, typical.length
+        update, count = typical.typical.update, typical.length
         assert isinstance(update, SampledGaussian)
         order = best_order(update, count, typical.budget.delta)
         rate = self.norm_rate(dataset_size)
         share = STEERING_SHARE * count / self.refreshes(count)
         noise = self.norm_noise_multiplier or as_costly(update, rate, order, share)
-        plan = MenuPlan.for_budget(
+        plan = fitted_menu_plan(
             typical.budget,
             typical.accounting,
             menu_around(update, order, self.refresh_every),
@@ -164,13 +170,13 @@ class Dpis(GradientMethod):
             raise BudgetError(NORMS_SPEND_ALL)
         return replace(self, norm_noise_multiplier=noise), plan
 
-    def _with_filter(self, typical: Plan, dataset_size: int) -> tuple[Self, PrivacyPlan]:
+    def _with_filter(self, typical: Plan, dataset_size: int) -> tuple[Self, Plan]:
         """Fix the filter. The price of an update follows, and the noise when the rate is known."""
         count = typical.length
-        plan = FilteredPlan.for_budget(
+        plan = filtered_plan(
             typical.budget,
             typical.accounting,
-            typical.trial,
+            typical.typical,
             updates=typical.updates,
             trials=count,
             setup=typical.setup,
@@ -178,7 +184,8 @@ class Dpis(GradientMethod):
         )
         if self.norm_noise_multiplier is not None:
             return self, plan
-        share = STEERING_SHARE * plan.allowance / self.refreshes(count)
+        assert plan.filter is not None
+        share = STEERING_SHARE * plan.filter.allowance / self.refreshes(count)
         noise = plan.noise_for(self.norm_rate(dataset_size), share)
         return replace(self, norm_noise_multiplier=noise), plan
 
@@ -192,7 +199,7 @@ class Dpis(GradientMethod):
         assert self.norm_batch_size is not None
         return min(1.0, self.norm_batch_size / dataset_size)
 
-    def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
+    def bind(self, problem: Problem, plan: Plan) -> Procedure:
         """Importance sampling, behind the gate that was settled."""
         assert self.batch_size is not None
         assert self.refresh_every is not None
@@ -213,23 +220,22 @@ class Dpis(GradientMethod):
             self.make_schedule(plan.length),
             self.make_average(),
         )
-        if isinstance(plan, BlockPlan):
+        if plan.tests:
             return block_procedure(self, plan, steps)
         return Selective(
             ImportanceProposer(steps, source), self.make_gate(problem, plan), plan.setup
         )
 
     def _updates_by_rate(
-        self, plan: PrivacyPlan, norms: SampledGaussian
+        self, plan: Plan, norms: SampledGaussian
     ) -> Callable[[float], SampledGaussian]:
         """The update for a rate: from the menu, or at the price that the filter leaves for it."""
-        if isinstance(plan, BlockPlan):
+        if plan.tests:
             assert plan.menu is not None
             return plan.menu.nearest
         if self.gate == NO_GATE:
-            assert isinstance(plan, MenuPlan)
-            return plan.nearest
-        assert isinstance(plan, FilteredPlan)
+            assert plan.menu is not None
+            return plan.menu.nearest
         assert self.refresh_every is not None
         return updates_at_a_price(plan, norms, self.refresh_every)
 
@@ -368,18 +374,19 @@ class ImportanceProposer:
 
 
 def updates_at_a_price(
-    plan: FilteredPlan, norms: SampledGaussian, refresh_every: int
+    plan: Plan, norms: SampledGaussian, refresh_every: int
 ) -> Callable[[float], SampledGaussian]:
     """Updates of any rate that cost the same: the noise of one follows from its rate."""
     price, gate = price_of_an_update(plan, norms, refresh_every), plan.typical.gate
     return lambda rate: SampledGaussian(rate, plan.noise_for(rate, price, gate))
 
 
-def price_of_an_update(plan: FilteredPlan, norms: SampledGaussian, refresh_every: int) -> float:
+def price_of_an_update(plan: Plan, norms: SampledGaussian, refresh_every: int) -> float:
     """What each update, or trial where those are fixed, may take of a filter's allowance."""
     count = plan.trials if plan.updates is None else plan.updates
     refreshes = -(-count // refresh_every)
-    left = plan.left_after_setup() - refreshes * event_divergence(norms, plan.order)
+    assert plan.filter is not None
+    left = plan.left_after_setup() - refreshes * event_divergence(norms, plan.filter.order)
     if left <= 0:
         raise BudgetError(NORMS_SPEND_ALL)
     price = left / count * (1 - 1e-9)

@@ -18,7 +18,13 @@ from dpsur.mechanism.rate_search import SHORTEST_BLOCK, USUAL_BLOCKS
 from dpsur.mechanism.state import Gate, Procedure
 from dpsur.mechanism.trial import Selective
 from dpsur.methods import block_plans
-from dpsur.methods.base import OptimizerMethod, check_batch_size, power_of_two_near
+from dpsur.methods.base import (
+    LINEAR_HEAD,
+    USUAL_RATE,
+    OptimizerMethod,
+    check_batch_size,
+    power_of_two_near,
+)
 from dpsur.methods.block_plans import (
     block_procedure,
     check_block_gate,
@@ -44,8 +50,8 @@ from dpsur.privacy.events import (
     Test,
     Trial,
 )
-from dpsur.privacy.plans import BlockPlan, Plan, PrivacyPlan
-from dpsur.privacy.plans.fixed import Request, make_plan
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import Request, make_plan
 from dpsur.privacy.search import largest_ratio, least_noise
 
 DEFAULT_EPOCHS = 20
@@ -98,10 +104,9 @@ class GradientMethod(OptimizerMethod):
     with a gate, a test that accepts with a probability in a known interval. What a run of them
     costs is for the accounting to say.
 
-    A `learning_rate` of None follows from the noise by the rule `linear_head_rate`.
+    The `learning_rate` "linear-head" follows from the noise by the rule `linear_head_rate`. One
+    that is left open is 4, and with the gate block what its tests find.
     """
-
-    rate_by_rule = True
 
     batch_size: int | None = option(
         None, "expected size of a Poisson training batch (default: about 8 sqrt(N), a power of two)"
@@ -227,19 +232,18 @@ class GradientMethod(OptimizerMethod):
         budget: Budget,
         accounting: str,
         setup: tuple[Event, ...] = (),
-    ) -> tuple[Self, PrivacyPlan]:
+    ) -> tuple[Self, Plan]:
         """Choose what was left open, then noise and length against the budget."""
         if self._implied_gate() == BLOCK_GATE:
             return replace(self, gate=BLOCK_GATE)._settle_blocks(
                 dataset_size, budget, accounting, setup
             )
         if self.metrics_budget is not None:
-            return self._with_rate_by_rule(
-                *settle_measured(self, dataset_size, budget, accounting, setup)
-            )
+            settled, plan = settle_measured(self, dataset_size, budget, accounting, setup)
+            return settled._with_rate(plan.length), plan
         return self._settle_repeated(dataset_size, budget, accounting, setup)
 
-    def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
+    def bind(self, problem: Problem, plan: Plan) -> Procedure:
         """A gradient proposer behind the gate that was settled."""
         proposer = GradientProposer(
             problem,
@@ -248,7 +252,7 @@ class GradientMethod(OptimizerMethod):
             self.make_schedule(plan.length),
             self.make_average(),
         )
-        if isinstance(plan, BlockPlan):
+        if plan.tests:
             return block_procedure(self, plan, proposer)
         gate = self.make_gate(problem, plan)
         if gate.rejects and gate.test is None and plan.updates is not None:
@@ -259,13 +263,13 @@ class GradientMethod(OptimizerMethod):
             )
         return Selective(proposer, gate, plan.setup)
 
-    def gradient_source(self, problem: Problem, plan: PrivacyPlan) -> GradientSource:
+    def gradient_source(self, problem: Problem, plan: Plan) -> GradientSource:
         """Where gradients come from: noisy sums of clipped gradients."""
         update = plan.typical.update
         assert isinstance(update, SampledGaussian)
         return DpGradient(Sampler(problem), update, self.max_grad_norm)
 
-    def make_gate(self, problem: Problem, plan: PrivacyPlan) -> Gate:
+    def make_gate(self, problem: Problem, plan: Plan) -> Gate:
         """The gate that was settled."""
         if self.gate == NO_GATE:
             return AlwaysAccept()
@@ -330,18 +334,20 @@ class GradientMethod(OptimizerMethod):
         setup: tuple[Event, ...],
         menu: Menu | None = None,
         steering: SampledGaussian | None = None,
-    ) -> tuple[Self, BlockPlan]:
+    ) -> tuple[Self, Plan]:
         """Fix blocks, tests and noise: everything but what released values may decide."""
         return settle_blocks(self, dataset_size, budget, accounting, setup, menu, steering)
 
-    def _with_rate_by_rule(self, settled: Self, plan: BlockPlan) -> tuple[Self, BlockPlan]:
-        """The settled method with the learning rate that follows from its noise, if it is open."""
-        if self.learning_rate is not None:
-            return settled, plan
-        assert settled.batch_size is not None
-        noise = plan.update.noise_multiplier
-        rate = linear_head_rate(settled.batch_size, noise, self.max_grad_norm, plan.updates)
-        return replace(settled, learning_rate=rate), plan
+    def _with_rate(self, updates: int) -> Self:
+        """The learning rate as a number: the usual one if it is open, or by the rule named."""
+        if self.learning_rate is None:
+            return replace(self, learning_rate=USUAL_RATE)
+        if self.learning_rate != LINEAR_HEAD:
+            return self
+        assert self.batch_size is not None
+        assert self.noise_multiplier is not None
+        rate = linear_head_rate(self.batch_size, self.noise_multiplier, self.max_grad_norm, updates)
+        return replace(self, learning_rate=rate)
 
     def _with_gate(self, dataset_size: int, budget: Budget, accounting: Accounting) -> Self:
         gate = self._implied_gate() or "loss"
@@ -444,15 +450,9 @@ class GradientMethod(OptimizerMethod):
 
     def _with_plan(self, plan: Plan) -> Self:
         """The method with the noise and the counts of its plan."""
-        assert isinstance(plan.trial.update, SampledGaussian)
-        settled = replace(self, noise_multiplier=plan.trial.update.noise_multiplier)
-        if settled.learning_rate is None:
-            assert settled.batch_size is not None
-            assert settled.noise_multiplier is not None
-            rate = linear_head_rate(
-                settled.batch_size, settled.noise_multiplier, self.max_grad_norm, plan.length
-            )
-            settled = replace(settled, learning_rate=rate)
+        assert isinstance(plan.typical.update, SampledGaussian)
+        settled = replace(self, noise_multiplier=plan.typical.update.noise_multiplier)
+        settled = settled._with_rate(plan.length)
         if self.gate == NO_GATE:
             return replace(settled, updates=plan.length)
         if plan.updates is None:

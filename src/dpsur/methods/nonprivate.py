@@ -22,7 +22,8 @@ from dpsur.methods.base import OptimizerMethod, check_batch_size
 from dpsur.options import option
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NonPrivate, Step, Trial
-from dpsur.privacy.plans import Plan, PrivacyPlan
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import repeated_plan
 
 DEFAULT_EPOCHS = 20
 DEFAULT_BATCH = 128
@@ -40,6 +41,7 @@ class Nonprivate(OptimizerMethod):
     updates: int | None = option(None, f"updates to make (default: {DEFAULT_EPOCHS} epochs)")
 
     def __post_init__(self) -> None:
+        checks.positive("learning_rate", self.learning_rate)
         super().__post_init__()
         checks.at_least_one_each(self, "batch_size", "updates")
 
@@ -49,16 +51,16 @@ class Nonprivate(OptimizerMethod):
         budget: Budget,
         accounting: str,
         setup: tuple[Event, ...] = (),
-    ) -> tuple[Self, PrivacyPlan]:
+    ) -> tuple[Self, Plan]:
         """Fix batch and length. The plan states an infinite budget, whatever was asked for."""
         size = min(DEFAULT_BATCH, dataset_size) if self.batch_size is None else self.batch_size
         check_batch_size("batch_size", size, dataset_size)
         updates = self.updates or max(1, round(DEFAULT_EPOCHS * dataset_size / size))
         unlimited = Budget(math.inf, budget.delta)
-        plan = Plan(unlimited, accounting, Trial(NonPrivate()), updates, updates, setup)
+        plan = repeated_plan(unlimited, accounting, Trial(NonPrivate()), updates, updates, setup)
         return replace(self, batch_size=size, updates=updates), plan
 
-    def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
+    def bind(self, problem: Problem, plan: Plan) -> Procedure:
         """Steps along the plain gradient, every one of them kept."""
         assert self.batch_size is not None
         source = PlainGradient(Sampler(problem), self.batch_size / len(problem.train))

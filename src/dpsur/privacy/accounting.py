@@ -18,7 +18,6 @@ from dpsur.errors import InvalidInputError
 from dpsur.privacy.accountants import pld, proven, rdp
 from dpsur.privacy.accountants.noise_tail import noise_tail
 from dpsur.privacy.events import CoinTest, Event, Test, Trial
-from dpsur.privacy.ledger import Ledger
 
 Charges = Sequence[tuple[Event, int]]
 
@@ -87,14 +86,6 @@ class Accounting(ABC):
     def planned(self, setup: tuple[Event, ...], trial: Trial, count: int, delta: float) -> float:
         """Epsilon of a run of `count` charged trials after its setup."""
         return self.epsilon(planned_charges(setup, trial, count), delta)
-
-    def spent(self, ledger: Ledger, delta: float) -> float:
-        """Epsilon of what a ledger holds."""
-        counts = [
-            (entry.step, entry.trials if self.charges == "trials" else entry.updates)
-            for entry in ledger.entries
-        ]
-        return self.epsilon([*((event, 1) for event in ledger.setup), *counts], delta)
 
 
 class Proven(Accounting):

@@ -11,8 +11,8 @@ from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Event, LossTest, SampledGaussian, Test, Trial
-from dpsur.privacy.plans import Plan
-from dpsur.privacy.plans.fixed import Request, make_plan
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import Request, make_plan
 from dpsur.privacy.search import largest_ratio, least_noise
 
 MOST_RATIO = 100.0
@@ -42,7 +42,7 @@ def selective_epsilon(
     removing one record, provided that `updates` is fixed before the first trial, that everything a
     rejected trial touched is restored, that the number of rejected trials stays private, and that
     a run which gives up does so no earlier than after `least_cap` trials
-    (`dpsur.privacy.plans.rejections`) and then releases nothing. The epsilon is an upper bound,
+    (`dpsur.privacy.rejections`) and then releases nothing. The epsilon is an upper bound,
     infinite where none is known.
     """
     trial = _trial(sample_rate, noise_multiplier, test, acceptance, val_sample_rate)
@@ -81,7 +81,7 @@ def calibrate(
         default_count=updates,
         setup=setup,
     )
-    update = make_plan(request, Budget(epsilon, delta), accounting).trial.update
+    update = make_plan(request, Budget(epsilon, delta), accounting).typical.update
     assert isinstance(update, SampledGaussian)
     return update.noise_multiplier
 
@@ -147,7 +147,7 @@ def design_gate(
     training = make_plan(
         untested, Budget((1 - share) * budget.epsilon, budget.delta), "every-trial"
     )
-    update = training.trial.update
+    update = training.typical.update
 
     def epsilon_of(test: Test) -> float:
         return accounting.planned(setup, Trial(update, test), count, budget.delta)

@@ -13,20 +13,18 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import KEEP_MOMENTUM, RESTORE, accounting_named
 from dpsur.privacy.events import CoinTest, LossTest, NoisyChoice, SampledGaussian
-from dpsur.privacy.plans.rejections import CONSTANT, DELAY, NOT_HIDDEN
+from dpsur.privacy.rejections import CONSTANT, DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import (
-    ADJACENCY,
     ARITHMETICS,
     AVERAGE,
     DEFINITION,
     LAST,
     NO_GUARANTEE,
-    NOT_COVERED,
-    SAMPLER,
+    RECORDS_PER_PERSON,
     TUNING,
-    UNIT,
     side_channels,
     stated_warnings,
+    unit_of,
 )
 
 # Settings that repeat a value of the event they belong to.
@@ -92,20 +90,21 @@ def _text_faults(statement: Mapping[str, Any]) -> Iterator[str]:
     promise: tuple[str | None, ...] = (DEFINITION, accounting.theorem, accounting.assumes)
     if guarantee["epsilon"] is None:
         promise = (NO_GUARANTEE, None, None)
+    unit = unit_of(statement)
     averaged = statement["settings"].get("average_decay") is not None
     texts = {
         **{
             f"guarantee.{name}": (guarantee[name], (text,))
             for name, text in zip(("definition", "theorem", "assumes"), promise, strict=True)
         },
-        "unit": (statement["unit"], (UNIT,)),
-        "adjacency": (statement["adjacency"], (ADJACENCY,)),
-        "sampler": (statement["sampler"], (SAMPLER,)),
+        "unit": (statement["unit"], (unit.unit,)),
+        "adjacency": (statement["adjacency"], (unit.adjacency,)),
+        "sampler": (statement["sampler"], (unit.sampler,)),
         "tuning": (statement["tuning"], (TUNING,)),
         "arithmetic": (statement["arithmetic"], ARITHMETICS),
         "released": (statement["released"], ([AVERAGE if averaged else LAST],)),
         "side_channels": (statement["side_channels"], _watched(statement)),
-        "not_covered": (statement["not_covered"], (list(NOT_COVERED),)),
+        "not_covered": (statement["not_covered"], (list(unit.not_covered),)),
     }
     for name, (stated, allowed) in texts.items():
         if stated not in allowed:
@@ -117,8 +116,12 @@ _SCHEMA = ("columns", "target")
 
 def _public_faults(public: Mapping[str, Any]) -> Iterator[str]:
     """Only what can be declared, in the form in which a run takes it."""
-    for name in sorted(public.keys() - {"classes", "keep_fraction", "schema", "labels", "inputs"}):
+    known = {"classes", "keep_fraction", "schema", "labels", "inputs", RECORDS_PER_PERSON}
+    for name in sorted(public.keys() - known):
         yield f"public.{name} is nothing that a user declares"
+    each = public.get(RECORDS_PER_PERSON, 1)
+    if not isinstance(each, int) or isinstance(each, bool) or each < 1:
+        yield f"public.{RECORDS_PER_PERSON} is {each!r}, which is no number of records"
     classes, fraction = public.get("classes", 2), public.get("keep_fraction", 1.0)
     if not isinstance(classes, int) or isinstance(classes, bool) or classes < 2:
         yield f"public.classes is {classes!r}, which is no number of classes"

@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpsur.privacy.events import CoinTest, LossTest, NoisyChoice, SampledGaussian
-from dpsur.privacy.statement import NO_GUARANTEE, format_epsilon, used_settings
+from dpsur.privacy.statement import (
+    NO_GUARANTEE,
+    RECORDS_PER_PERSON,
+    format_epsilon,
+    unit_of,
+    used_settings,
+)
 
 
 def render_markdown(statement: Mapping[str, Any]) -> str:
@@ -168,14 +174,14 @@ def _guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not _is_private(guarantee):
         return [
             ("Privacy", NO_GUARANTEE),
-            ("Records N (public)", str(statement["dataset_size"])),
+            (f"{unit_of(statement).plural} N (public)", str(statement["dataset_size"])),
             ("Released", ", ".join(statement["released"])),
         ]
     return [
         ("Definition", guarantee["definition"]),
         ("Unit of privacy", statement["unit"]),
         ("Neighbouring data sets", statement["adjacency"]),
-        ("Records N (public)", str(statement["dataset_size"])),
+        (f"{unit_of(statement).plural} N (public)", str(statement["dataset_size"])),
         *_public_rows(statement["public"]),
         (
             "Accounting",
@@ -207,6 +213,14 @@ def _public_rows(public: Mapping[str, Any]) -> list[tuple[str, str]]:
         shape = public["inputs"].get("shape", [public["inputs"].get("dimension")])
         sizes = " x ".join(map(str, shape))
         rows.append(("Inputs (public)", f"{public['inputs']['kind']}, {sizes} numbers each"))
+    if RECORDS_PER_PERSON in public:
+        rows.append(
+            (
+                "Records per person (public, given by the user)",
+                f"at most {public[RECORDS_PER_PERSON]}; which of a person's records are used "
+                "follows from that person's records alone, and how many are left out is private",
+            )
+        )
     if "keep_fraction" in public:
         rows.append(
             (

@@ -14,6 +14,7 @@ MOST_REPETITIONS = 10_000_000
 LEAST_NOISE, MOST_NOISE = 0.05, 1e5
 NOISE_TOLERANCE = 1e-4
 RATIO_TOLERANCE = 1e-3
+SECANTS = 10
 
 
 def most_repetitions(epsilon_of: Callable[[int], float], target: float) -> int:
@@ -72,14 +73,49 @@ def noise_at_least(
 
 
 def noise_at_most(epsilon_of: Callable[[float], float], target: float, start: float) -> float:
-    """The same from a start on that is enough, and not by much."""
+    """The same from a start on that is enough, and not by much, for figures that take long.
+
+    Log epsilon over log noise is nearly a straight line, so secants find its root. The point after
+    one that lies within a tolerance of the root is on the other side of it, and ends the search.
+    """
     epsilon_of = cache(epsilon_of)
-    enough, too_little = start, 0.94 * start
-    while epsilon_of(too_little) <= target:
-        enough, too_little = too_little, 0.94 * too_little
-        if too_little < LEAST_NOISE:
+    enough, too_little = start, 0.0
+    noise, slope, before = start, -1.0, None
+    near = 1 + 0.9 * NOISE_TOLERANCE
+    for _ in range(SECANTS):
+        level = _height(epsilon_of(noise), target)
+        if level <= 0:
+            enough = min(enough, noise)
+        else:
+            too_little = max(too_little, noise)
+        if enough <= too_little * (1 + NOISE_TOLERANCE):
             return enough
+        if before is not None:
+            slope = (level - before[1]) / math.log(noise / before[0])
+        if not slope < 0:
+            break
+        before = noise, level
+        root = noise * math.exp(max(-level / slope, -1.0))
+        if root < LEAST_NOISE:
+            break
+        if root >= enough / near:
+            noise = enough / near
+        elif root <= too_little * near:
+            noise = too_little * near
+        else:
+            noise = root * (1 + 0.3 * NOISE_TOLERANCE)
+    if not too_little:
+        too_little = 0.94 * enough
+        while epsilon_of(too_little) <= target:
+            enough, too_little = too_little, 0.94 * too_little
+            if too_little < LEAST_NOISE:
+                return enough
     return _smallest_enough(epsilon_of, target, too_little, enough)
+
+
+def _height(epsilon: float, target: float) -> float:
+    """Log epsilon above the target, kept finite."""
+    return math.log(min(max(epsilon, 1e-300), 1e300) / target)
 
 
 def _smallest_enough(
@@ -90,10 +126,7 @@ def _smallest_enough(
     Every other step halves the bracket, so that an odd function cannot stall the search.
     """
 
-    def height(noise: float) -> float:
-        return math.log(min(max(epsilon_of(noise), 1e-300), 1e300) / target)
-
-    high, low = height(too_little), height(enough)
+    high, low = (_height(epsilon_of(noise), target) for noise in (too_little, enough))
     for step in range(200):
         if enough / too_little - 1 <= NOISE_TOLERANCE:
             break
@@ -103,7 +136,7 @@ def _smallest_enough(
             share = min(max(high / (high - low), 0.01), 0.99)
             share += 0.25 * NOISE_TOLERANCE / math.log(enough / too_little)
         middle = too_little * (enough / too_little) ** min(share, 0.999)
-        level = height(middle)
+        level = _height(epsilon_of(middle), target)
         if level <= 0:
             enough, low = middle, level
         else:

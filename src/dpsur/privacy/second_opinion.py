@@ -20,7 +20,7 @@ import numpy as np
 
 from dpsur.environment import ABSENT, package_version
 from dpsur.privacy.accountants import pld
-from dpsur.privacy.accounting import Accounting, Charges, accounting_named, planned_charges
+from dpsur.privacy.accounting import Accounting, Charges, accounting_named
 from dpsur.privacy.events import (
     Event,
     Gaussian,
@@ -32,7 +32,7 @@ from dpsur.privacy.events import (
     Trial,
     event_from_json,
 )
-from dpsur.privacy.plans import BlockPlan, FilteredPlan, MenuPlan, Plan, PrivacyPlan
+from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import format_epsilon
 
 # How far a figure may lie below that of dp-accounting, relative to it and beside 0. On the same
@@ -94,7 +94,7 @@ class Opinion:
 
 
 def statement_opinions(
-    plan: PrivacyPlan, mechanism: Mapping[str, Any], stated: Mapping[str, float | None]
+    plan: Plan, mechanism: Mapping[str, Any], stated: Mapping[str, float | None]
 ) -> list[Opinion]:
     """Opinions on the stated figures of a plan."""
     return opinions(
@@ -104,7 +104,7 @@ def statement_opinions(
             if epsilon is not None and (charges := _charges(plan, mechanism, key)) is not None
         },
         plan.budget.delta,
-        filtered=isinstance(plan, FilteredPlan),
+        filtered=plan.filter is not None,
     )
 
 
@@ -140,18 +140,15 @@ def _guarantee(name: str) -> Accounting | None:
     return accounting if accounting.proved else None
 
 
-def _charges(plan: PrivacyPlan, mechanism: Mapping[str, Any], key: str) -> Charges | None:
+def _charges(plan: Plan, mechanism: Mapping[str, Any], key: str) -> Charges | None:
     """What a stated figure is for; None where a figure does not belong to the plan."""
-    match plan:
-        case Plan():
-            return planned_charges(plan.setup, plan.trial, plan.length)
-        case MenuPlan() | BlockPlan():
-            return plan.charges()
-        case FilteredPlan() if key == plan.accounting.replace("-", "_"):
-            steps = mechanism["filter"]["steps"]
-            made = [(event_from_json(row["step"]), row["charged"]) for row in steps]
-            return [*((event, 1) for event in plan.setup), *made]
-    return None
+    if plan.filter is None:
+        return plan.charges()
+    if key != plan.accounting.replace("-", "_"):
+        return None
+    steps = mechanism["filter"]["steps"]
+    made = [(event_from_json(row["step"]), row["charged"]) for row in steps]
+    return [*((event, 1) for event in plan.setup), *made]
 
 
 def _opinion(

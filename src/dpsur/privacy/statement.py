@@ -7,16 +7,17 @@ random numbers, arithmetic, tuning and side channels.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dpsur.display import html_table
+from dpsur.privacy.account import replays
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import Gaussian
+from dpsur.privacy.events import Gaussian, NoisyChoice, event_to_json
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import PrivacyPlan
-from dpsur.privacy.plans.rejections import CONSTANT, DELAY, NOT_HIDDEN
+from dpsur.privacy.plan import ACCEPTED, TRIALS, Plan
+from dpsur.privacy.rejections import CONSTANT, DELAY, NOT_HIDDEN
 
 FORMAT = "dpsur-privacy/6"
 
@@ -24,12 +25,6 @@ FORMAT = "dpsur-privacy/6"
 DEFINITION = "(epsilon, delta)-differential privacy in the central model"
 # what a release without privacy has in its place
 NO_GUARANTEE = "none: the training was not private, and there is no guarantee of any kind"
-UNIT = "one record of the training set"
-ADJACENCY = "add or remove one record; the number of records N is public"
-SAMPLER = (
-    "Poisson: every record joins a batch independently, with fresh draws for every training batch "
-    "and every test; accounting and implementation use the same rate"
-)
 ARITHMETIC = (
     "Gradients are clipped and summed in floating point, and noise is drawn and added in float64; "
     "the proofs are over the real numbers. Random numbers come from Philox4x64-10 under a secret "
@@ -89,10 +84,54 @@ HOLDOUT_COMPOSITION = (
     "own values alone, so that the weights and these figures together have the larger of their "
     "two epsilons (parallel composition)."
 )
-NOT_COVERED = (
-    "Preprocessing done before the records reached this library, and the public test set.",
-    "Records that appear more than once, or people with several records.",
+_BEFORE = "Preprocessing done before the records reached this library, and the public test set."
+_SAMPLER = (
+    "Poisson: every {} joins a batch independently, with fresh draws for every training batch "
+    "and every test; accounting and implementation use the same rate"
 )
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one neighbouring data set has and the other has not, in words, and what follows."""
+
+    name: str
+    plural: str
+    unit: str
+    adjacency: str
+    sampler: str
+    not_covered: tuple[str, ...]
+
+
+RECORD = Unit(
+    "record",
+    "Records",
+    "one record of the training set",
+    "add or remove one record; the number of records N is public",
+    _SAMPLER.format("record"),
+    (_BEFORE, "Records that appear more than once, or people with several records."),
+)
+PERSON = Unit(
+    "person",
+    "Persons",
+    "one person (all of their records)",
+    "add or remove one person with all of their records; the number of persons N is public",
+    _SAMPLER.format("person")
+    + "; a person adds one gradient, the mean over at most a public number of their records, "
+    "clipped once",
+    (
+        _BEFORE,
+        "People who appear under several names in the column of persons, and what the records of "
+        "others say about a person.",
+    ),
+)
+# The declared number of records of a person that a run may use: with it the unit is a person.
+RECORDS_PER_PERSON = "records_per_person"
+
+
+def unit_of(statement: Mapping[str, Any]) -> Unit:
+    """The unit that a statement speaks of."""
+    return PERSON if RECORDS_PER_PERSON in statement["public"] else RECORD
 
 
 @dataclass(frozen=True)
@@ -119,7 +158,7 @@ class Statement(dict[str, Any]):
     """A privacy statement: plain values, as `privacy.json` holds them, printed in one line.
 
     `statement["guarantee"]` is what is promised: (epsilon, delta)-DP under adding or removing one
-    record of the training set, the accounting behind it and whether that is proved.
+    record of the training set, or one person, the accounting behind it and whether that is proved.
     """
 
     def __repr__(self) -> str:
@@ -137,22 +176,22 @@ class Statement(dict[str, Any]):
 def guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What is promised, in a few lines."""
     promised = statement["guarantee"]
-    epsilon = promised["epsilon"]
+    epsilon, units = promised["epsilon"], unit_of(statement).plural.lower()
     if epsilon is None or math.isinf(epsilon):
-        return [("privacy", NO_GUARANTEE), ("records", f"{statement['dataset_size']:,}")]
+        return [("privacy", NO_GUARANTEE), (units, f"{statement['dataset_size']:,}")]
     return [
         ("epsilon", f"{format_epsilon(epsilon)} at delta {promised['delta']:g}"),
         ("accounting", f"{promised['accounting']}, {'' if promised['proved'] else 'not '}proved"),
         ("unit", statement["unit"]),
-        ("records", f"{statement['dataset_size']:,}"),
+        (units, f"{statement['dataset_size']:,}"),
         ("updates", str(statement["accepted_updates"])),
         *(("warning", text) for text in statement["warnings"]),
     ]
 
 
-def privacy_statement(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Statement:
+def privacy_statement(plan: Plan, ledger: Ledger, facts: RunFacts) -> Statement:
     """Everything a reviewer asks, as plain values, with nothing private among them."""
-    accounting = accounting_named(plan.accounting)
+    accounting, unit = accounting_named(plan.accounting), unit_of({"public": facts.public})
     metrics = {} if facts.metrics is None else {"metrics": [dict(row) for row in facts.metrics]}
     test = {} if facts.test is None else {"test": dict(facts.test)}
     holdout = {} if facts.holdout is None else {"holdout": dict(facts.holdout)}
@@ -170,16 +209,16 @@ def privacy_statement(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Sta
             },
             "budget": {"epsilon": plan.budget.epsilon, "delta": plan.budget.delta},
             "epsilon": plan.figures(),
-            "unit": UNIT,
-            "adjacency": ADJACENCY,
+            "unit": unit.unit,
+            "adjacency": unit.adjacency,
             "dataset_size": facts.dataset_size,
             "public": dict(facts.public),
-            "sampler": SAMPLER,
+            "sampler": unit.sampler,
             "independence": {
                 "how": facts.independence,
                 "meaning": INDEPENDENCE[facts.independence],
             },
-            "mechanism": plan.to_statement(ledger),
+            "mechanism": stated_mechanism(plan, ledger),
             "accepted_updates": ledger.updates if plan.verdicts_are_public else plan.kept,
             "method": facts.method,
             "settings": _settings(plan, facts.settings),
@@ -188,7 +227,7 @@ def privacy_statement(plan: PrivacyPlan, ledger: Ledger, facts: RunFacts) -> Sta
             "arithmetic": _arithmetic(facts),
             "tuning": TUNING,
             "side_channels": side_channels(facts.hide_rejections),
-            "not_covered": list(NOT_COVERED),
+            "not_covered": list(unit.not_covered),
             "warnings": warnings_for(plan, facts.dataset_size, seeded=facts.seeded),
             "versions": dict(facts.versions),
             **metrics,
@@ -202,10 +241,125 @@ def _arithmetic(facts: RunFacts) -> str:
     return ARITHMETICS[2 * facts.bf16 + facts.tf32]
 
 
-def _settings(plan: PrivacyPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, with the counts of the plan, which may have been cut short."""
     kept = {name: n for name, n in plan.fixed_counts.items() if settings.get(name) is not None}
     return {**settings, **kept}
+
+
+def stated_mechanism(plan: Plan, ledger: Ledger) -> dict[str, Any]:
+    """The mechanism in a statement: what was planned and done, nothing private.
+
+    Where steps follow from released values, they are listed, each with how often it was charged.
+    How many trials were rejected may be published only where they were charged.
+    """
+    phase, counted = plan.phases[0], plan.updates is not None
+    found: dict[str, Any] = {
+        "trial": event_to_json(plan.typical),
+        "filter": None,
+        "setup": [event_to_json(event) for event in plan.setup],
+        "on_reject": plan.on_reject,
+        "updates": plan.updates,
+        "trials": None if counted else plan.trials,
+        "trial_cap": plan.trials if counted else None,
+        "to_the_cap": plan.to_the_cap,
+    }
+    steered: dict[str, Any] = {}
+    if phase.steering is not None:
+        steered = {
+            "offer": event_to_json(phase.step),
+            "steering": event_to_json(phase.steering),
+        }
+    if plan.tests:
+        steered |= {
+            "updates": list(plan.blocks),
+            "searches": plan.searches,
+            "may_stop": plan.may_stop,
+            "test": event_to_json(plan.test),
+        }
+    if plan.filter is not None:
+        steered = {"order": plan.filter.order, "allowance": plan.filter.allowance}
+    if plan.steered:
+        steered["steps"] = [
+            {
+                "step": event_to_json(entry.step),
+                "charged": entry.trials if plan.verdicts_are_public else entry.updates,
+            }
+            for entry in ledger.entries
+        ]
+        found["filter" if plan.filter else "blocks" if plan.tests else "menu"] = steered
+    return found
+
+
+def plan_from_statement(statement: Mapping[str, Any]) -> Plan:
+    """The plan that a privacy statement describes, made anew from its mechanism and budget."""
+    mechanism, budget = statement["mechanism"], statement["budget"]
+    found = mechanism.get("menu", mechanism.get("blocks", {}))
+    allowed = mechanism["filter"]
+    updates = mechanism["updates"]
+    step = found.get("offer", mechanism["trial"])
+    counts = ACCEPTED
+    cap = mechanism["trial_cap"]
+    if updates is None:
+        counts, cap = TRIALS, mechanism["trials"]
+    if allowed is None and (updates is None or event_gate(mechanism["trial"]) is None):
+        updates, cap = (cap if updates is None else updates), None
+    sizes = found.get("updates", [updates])
+    values = {
+        **budget,
+        "accounting": statement["guarantee"]["accounting"],
+        "phases": [
+            {
+                "step": step,
+                "count": size,
+                "counts": counts,
+                "cap": cap,
+                "test": found.get("test"),
+                "steering": found.get("steering"),
+            }
+            for size in sizes
+        ],
+        "filter": None
+        if allowed is None
+        else {"order": allowed["order"], "allowance": allowed["allowance"], "stop_after": None},
+        "setup": mechanism["setup"],
+        "on_reject": mechanism["on_reject"],
+        "to_the_cap": mechanism["to_the_cap"],
+        "searches": found.get("searches", False),
+        "may_stop": found.get("may_stop", False),
+    }
+    return Plan.from_json(values)
+
+
+def event_gate(trial: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The test that can reject a candidate; a choice among step lengths cannot."""
+    test: Mapping[str, Any] | None = trial["test"]
+    return None if test is None or test["kind"] == NoisyChoice.__name__ else test
+
+
+def stated_ledger(statement: Mapping[str, Any]) -> Ledger:
+    """The steps that a statement lists."""
+    mechanism = statement["mechanism"]
+    steered = mechanism.get("menu", mechanism.get("blocks", mechanism["filter"]))
+    rows = [
+        {"step": row["step"], "trials": row["charged"], "updates": row["charged"]}
+        for row in ([] if steered is None else steered["steps"])
+    ]
+    return Ledger.from_json({"setup": mechanism["setup"], "entries": rows})
+
+
+def step_faults(statement: Mapping[str, Any], tolerance: float) -> list[str]:
+    """Why the steps that a statement lists are not those of a run under its plan."""
+    plan, made = plan_from_statement(statement), stated_ledger(statement)
+    if plan.steered and plan.filter is not None:
+        larger = replace(plan.filter, allowance=plan.filter.allowance * (1 + tolerance))
+        plan = replace(plan, filter=larger)
+    faults = []
+    if plan.steered and not replays(plan, made):
+        faults.append("the steps are not those of a run by the stated plan")
+    if plan.filter is None and statement["mechanism"] != stated_mechanism(plan, made):
+        faults.append("the mechanism says more or something else than its plan")
+    return faults
 
 
 def holdout_cost(noise_multiplier: float, delta: float) -> float:
@@ -242,7 +396,7 @@ def used_settings(statement: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def warnings_for(plan: PrivacyPlan, dataset_size: int, *, seeded: bool) -> list[str]:
+def warnings_for(plan: Plan, dataset_size: int, *, seeded: bool) -> list[str]:
     """What the user, and whoever reads the statement, must know."""
     unproved = not accounting_named(plan.accounting).proved
     figures = (plan.epsilon(), plan.figures()["proven"]) if unproved else (math.nan, None)

@@ -1,0 +1,741 @@
+"""Plans: everything that decides a run's privacy, fixed before it starts.
+
+A plan is a sequence of phases. A phase repeats one kind of step: a trial, or a choice from a menu
+that is made by what was released before. It says how many there are, whether all of them count or
+only those that are accepted, after how many trials a run gives up, and which noisy test follows.
+DP-SGD and DPSUR are one phase of equal trials, DPIS is one phase of choices from a menu, and a
+search for a learning rate has one phase for each of its blocks. Where steps are free to depend on
+what was released, the plan has a filter: an allowance that they must fit.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from dpsur import checks
+from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.privacy.accountants.noise_tail import noise_tail
+from dpsur.privacy.accountants.proven import event_divergence
+from dpsur.privacy.accountants.rdp import RenyiFilter, epsilon_at
+from dpsur.privacy.accounting import (
+    CAP_SHARE,
+    KEEP_MOMENTUM,
+    RESTORE,
+    Accounting,
+    accounting_named,
+    check_covers_steering,
+    figures,
+    only_figure,
+)
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.events import (
+    Event,
+    Gaussian,
+    Menu,
+    NoisyChoice,
+    SampledGaussian,
+    Step,
+    Test,
+    Trial,
+    event_from_json,
+    event_to_json,
+)
+from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.rejections import (
+    DELAY,
+    NOT_HIDDEN,
+    WAYS_TO_HIDE,
+    early_end,
+    least_cap,
+    trial_cap,
+)
+from dpsur.privacy.search import least_noise
+
+BlockTest = Gaussian | SampledGaussian
+Charges = list[tuple[Event, int]]
+TRIALS: Final = "trials"
+ACCEPTED: Final = "accepted"
+# Trials after which a run of an adaptive method ends even if its filter would afford more.
+MOST_TRIALS = 1_000_000
+# The share of delta that is set aside for the missing tail of the noise behind a filter, since
+# noise that is chosen on the way is not known before.
+TAIL_SHARE = 1e-3
+# An open-ended run measures its progress in thousandths of its allowance.
+ALLOWANCE_PARTS = 1000
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps of one kind, and the test after them.
+
+    `count` of them are made, or as many as the filter affords where it is None. `counts` says what
+    is counted: all trials, or those that are accepted. `cap` ends the phase after so many trials;
+    where accepted ones are counted, a run that reaches it releases nothing. Before every
+    `step.repeats` choices from a menu comes a release of `steering`, which they are chosen by. A
+    `test` comes after the last step; with a count of 0 it comes at once.
+    """
+
+    step: Trial | Menu
+    count: int | None
+    counts: Literal["trials", "accepted"] = ACCEPTED
+    cap: int | None = None
+    test: BlockTest | None = None
+    steering: SampledGaussian | None = None
+
+    def __post_init__(self) -> None:
+        checks.one_of("counts", self.counts, (TRIALS, ACCEPTED))
+        for name, least in (("count", 0 if self.test else 1), ("cap", 0)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise InvalidInputError(
+                    f"blocks must be whole numbers of updates: the {name} of a phase must be at "
+                    f"least {least}, got {value!r}"
+                )
+        if self.count is None and self.cap is None:
+            raise InvalidInputError("a phase needs a count, or a cap on its trials")
+        if not isinstance(self.step, Trial | Menu):
+            raise InvalidInputError(f"a phase repeats a Trial or a Menu, got {self.step!r}")
+        if not isinstance(self.test, BlockTest | None):
+            raise InvalidInputError(f"a test of a block is a Gaussian, got {self.test!r}")
+        if isinstance(self.step, Menu) != isinstance(self.steering, SampledGaussian):
+            raise InvalidInputError(
+                "a menu and the SampledGaussian that it is chosen by come together, got "
+                f"{self.step!r} and {self.steering!r}"
+            )
+        if self.test is not None and self.steering == self.test:
+            raise InvalidInputError(
+                f"tests of blocks and releases of norms are both {self.test}, so that a ledger "
+                "cannot tell them apart; change val_noise_multiplier or norm_noise_multiplier"
+            )
+
+    @property
+    def trials(self) -> int:
+        """The most trials."""
+        most = self.count if self.cap is None else self.cap
+        assert most is not None
+        return most
+
+    @property
+    def choices(self) -> tuple[Trial, ...]:
+        """What a trial may be."""
+        if isinstance(self.step, Menu):
+            return tuple(Trial(choice) for choice in self.step.choices)
+        return (self.step,)
+
+    def charges(self, count: int) -> Charges:
+        """What so many of its steps are charged, as if in one phase; what has begun is whole."""
+        if not isinstance(self.step, Menu):
+            return [(self.step, count)]
+        assert self.steering is not None
+        whole, rest = divmod(count, self.step.repeats)
+        shorter = [(replace(self.step, repeats=rest), 1)] if rest else []
+        return [(self.steering, whole + len(shorter)), (self.step, whole), *shorter]
+
+
+@dataclass(frozen=True)
+class Filter:
+    """An allowance of Rényi divergence at one order, both fixed before the run.
+
+    A composition theorem with parameters fixed in advance does not cover a sampling rate that is
+    read off a noisy norm, or a noise level raised because progress stalled. A filter does: the run
+    ends before the divergences of its steps add up to more than the allowance (Feldman and Zrnic
+    2021, arXiv:2008.11193; Lécuyer 2021, arXiv:2103.01379). It may end earlier, after `stop_after`
+    updates.
+    """
+
+    order: float
+    allowance: float
+    stop_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Phases in their order, the budget, and what an accounting needs to know of them.
+
+    With `searches`, phases before the last one search for a learning rate and come on top of the
+    updates that were asked for; otherwise each continues the one before, and tests only measure.
+    With `may_stop` a run may end after any test, as released values decide. `to_the_cap`: after the
+    last update trials continue to the cap and are dropped, so that their number is the same for all
+    records.
+
+    Formal guarantee: if every step of a run was asked for with `affords` before it was taken and
+    recorded in the ledger, and the result is released only where the run is `completed`, then the
+    release satisfies (`epsilon()`, `budget.delta`)-DP under adding or removing one record, as far
+    as the accounting is proved. Where accepted trials are counted, what a rejected one touched must
+    be restored and the number of rejections stay private. All other steps are charged whatever a
+    test says, so that what tests decide is post-processing, and a run that stops early satisfies
+    the figure of the whole plan. Choices from a menu and steps behind a filter may depend on
+    everything released before, and on nothing else.
+    """
+
+    budget: Budget
+    accounting: str
+    phases: tuple[Phase, ...]
+    setup: tuple[Event, ...] = ()
+    on_reject: str = RESTORE
+    to_the_cap: bool = False
+    filter: Filter | None = None
+    searches: bool = False
+    may_stop: bool = False
+
+    def __post_init__(self) -> None:
+        # However a plan is made, it cannot state a guarantee that its accounting does not cover.
+        if not self.phases:
+            raise InvalidInputError("a plan needs a phase")
+        for name in ("to_the_cap", "searches", "may_stop"):
+            if type(getattr(self, name)) is not bool:
+                raise InvalidInputError(
+                    f"{name} must be true or false, got {getattr(self, name)!r}"
+                )
+        for phase in self.phases:
+            for trial in phase.choices[:1]:
+                self._accounting.check(trial, self.on_reject)
+        if self.steered:
+            check_covers_steering(self.accounting)
+        if self.searches and self.may_stop:
+            raise InvalidInputError("a run that searches for a learning rate does not stop early")
+        if len(self.phases) > 1 and any(phase.test is None for phase in self.phases):
+            raise InvalidInputError("between two phases there must be a test")
+        if self.tests and (self.typical.test is not None or self.filter is not None):
+            raise InvalidInputError("a phase with a test has updates that are always kept")
+        if self.filter is not None:
+            self._check_filter()
+        elif any(phase.count is None for phase in self.phases):
+            raise InvalidInputError("without a filter the number of updates must be fixed")
+        else:
+            checks.at_least_one("the number of updates", self.length)
+
+    def _check_filter(self) -> None:
+        if len(self.phases) > 1 or isinstance(self.phases[0].step, Menu):
+            raise InvalidInputError("behind a filter there is one phase of trials")
+        if self.charges_accepted and self.updates is None:
+            raise InvalidInputError("behind a gate the number of updates must be fixed in advance")
+        if not self.left_after_setup() >= 0:
+            raise BudgetError(
+                f"what happens before the first step spends more than epsilon "
+                f"{self.budget.epsilon:g}; raise epsilon, or the noise of the setup"
+            )
+
+    @property
+    def _accounting(self) -> Accounting:
+        return accounting_named(self.accounting)
+
+    # What the plan consists of
+
+    @property
+    def typical(self) -> Trial:
+        """The trial that is repeated, or a typical one where trials differ."""
+        return self.phases[0].choices[0]
+
+    @property
+    def update(self) -> SampledGaussian:
+        """The update of that trial."""
+        assert isinstance(self.typical.update, SampledGaussian)
+        return self.typical.update
+
+    @property
+    def menu(self) -> Menu | None:
+        """What updates are chosen from, where they are."""
+        step = self.phases[0].step
+        return step if isinstance(step, Menu) else None
+
+    @property
+    def test(self) -> BlockTest:
+        """The test after each phase."""
+        assert self.phases[0].test is not None
+        return self.phases[0].test
+
+    @property
+    def tests(self) -> int:
+        """How many tests there are."""
+        return sum(phase.test is not None for phase in self.phases)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The numbers of updates before each test."""
+        return tuple(phase.count or 0 for phase in self.phases)
+
+    @property
+    def steered(self) -> bool:
+        """Whether what comes next may depend on what was released; then runs list their steps."""
+        return self.filter is not None or self.menu is not None or self.tests > 0
+
+    @property
+    def same_steps(self) -> bool:
+        """Whether all steps are the same, so that many can be made before the ledger is read."""
+        return not self.steered
+
+    @property
+    def charges_accepted(self) -> bool:
+        """Whether rejected trials are not charged, and so must stay private."""
+        return self._accounting.charges == "updates" and self.typical.gate is not None
+
+    @property
+    def verdicts_are_public(self) -> bool:
+        """Whether the accounting pays for publishing which trials were rejected."""
+        return not self.charges_accepted
+
+    # Counts
+
+    @property
+    def updates(self) -> int | None:
+        """How many updates are kept; None where trials are counted."""
+        counts = [phase.count for phase in self.phases if phase.counts == ACCEPTED]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(self.phases) else None
+
+    @property
+    def trials(self) -> int:
+        """How many trials are made, or the cap on them where updates are counted."""
+        return sum(phase.trials for phase in self.phases)
+
+    @property
+    def length(self) -> int:
+        """What a schedule counts to: updates, trials, or parts of an allowance."""
+        if self.filter is not None and self.updates is None:
+            return ALLOWANCE_PARTS
+        return self.trials if self.updates is None else self.updates
+
+    @property
+    def unit(self) -> str:
+        """What `length` and `position` count."""
+        if self.updates is not None:
+            return "updates"
+        return "trials" if self.filter is None else "thousandths of the allowance"
+
+    @property
+    def position_follows_counts(self) -> bool:
+        """Whether `position` is the number of updates, or of trials where `updates` is None."""
+        return self.filter is None or self.updates is not None
+
+    @property
+    def kept(self) -> int | None:
+        """Updates of a completed run, where they are fixed in advance."""
+        if self.filter is not None:
+            counts = [n for n in (self.updates, self.filter.stop_after) if n is not None]
+            return min(counts, default=None)
+        if self.may_stop:
+            return None
+        return self.trials if self.typical.gate is None else self.updates
+
+    @property
+    def fixed_counts(self) -> Mapping[str, int]:
+        """Counts that the plan fixes, by the name of the setting that they belong to."""
+        if self.filter is not None:
+            return {}
+        if self.searches:  # which comes on top
+            return {"updates": self.blocks[-1]}
+        return {"updates": self.length, "trials": self.trials}
+
+    # What comes next
+
+    def _tests_made(self, ledger: Ledger) -> int:
+        if not self.tests:
+            return 0
+        return sum(entry.trials for entry in ledger.entries if entry.step == self.test)
+
+    def _phase(self, ledger: Ledger) -> tuple[Phase, int, int] | None:
+        """The phase that a run is in, with the trials and updates made in it; None at the end."""
+        number = self._tests_made(ledger)
+        if number >= len(self.phases):
+            return None
+        before = self.phases[:number]
+        trials = ledger.trials - sum(phase.trials for phase in before)
+        return self.phases[number], trials, ledger.updates - sum(p.count or 0 for p in before)
+
+    def _ended(self, phase: Phase, trials: int, updates: int) -> bool:
+        """Whether all steps of a phase were made, or its cap was reached."""
+        if phase.counts == ACCEPTED and phase.count is not None and updates >= phase.count:
+            return True
+        return trials >= phase.trials
+
+    def due(self, ledger: Ledger) -> tuple[Step, ...]:
+        """What may come next, nothing at the end; behind a filter anything may that fits it."""
+        place = self._phase(ledger)
+        if place is None:
+            return ()
+        phase, trials, updates = place
+        if self._ended(phase, trials, updates):
+            return () if phase.test is None else (phase.test,)
+        if not isinstance(phase.step, Menu):
+            return phase.choices
+        assert phase.steering is not None
+        last = ledger.entries[-1].step if ledger.entries else None
+        if last == phase.steering:
+            return phase.choices
+        if not isinstance(last, Trial) or updates % phase.step.repeats == 0:
+            return (phase.steering,)
+        return (last,)
+
+    def affords(self, ledger: Ledger, step: Step) -> bool:
+        """Whether one more step fits. Asked before the step, never after."""
+        if self.filter is not None:
+            return self._filter_affords(ledger, step, self.filter)
+        due = self.due(ledger)
+        if due and step not in due:
+            planned = due[0] if len(due) == 1 else f"a choice of the menu of {len(due)}"
+            raise BudgetError(f"{step} was not planned: after {ledger.steps} steps comes {planned}")
+        return bool(due)
+
+    def alike(self, ledger: Ledger) -> int:
+        """How many trials can be made, all like the next one, before the ledger is read again.
+
+        0 where a test comes next.
+        """
+        place = self._phase(ledger)
+        if place is None:
+            return 0
+        phase, trials, _ = place
+        left = phase.trials - trials
+        return min(left, 1) if self.filter is not None or self.menu is not None else left
+
+    def drops(self, ledger: Ledger) -> bool:
+        """Whether one more trial is to be made, whose outcome is dropped."""
+        return self.to_the_cap and self.completed(ledger) and ledger.trials < self.trials
+
+    def completed(self, ledger: Ledger) -> bool:
+        """Whether the run did what was planned, so that its result may be released."""
+        if self.filter is not None:
+            whole = ledger.trials < self.trials or ledger.updates == self.updates
+            return whole or not self.charges_accepted
+        if self.tests:
+            if self._tests_made(ledger) >= len(self.phases):
+                return True
+            return self.may_stop and bool(ledger.entries) and ledger.entries[-1].step == self.test
+        if self.updates is None:
+            return ledger.trials == self.trials
+        return ledger.updates == self.updates
+
+    def position(self, ledger: Ledger) -> int:
+        """How far a run has come, from 0 to `length`."""
+        if self.filter is not None and self.updates is None:
+            return int(ALLOWANCE_PARTS * self.divergence(ledger) / self.filter.allowance)
+        return ledger.trials if self.updates is None else ledger.updates
+
+    @property
+    def duration(self) -> int:
+        """How long a run is for whoever watches it: in trials where their number is a constant.
+
+        Evaluations and progress reports follow this scale, so that they reveal no rejections then.
+        """
+        return self.trials if self.to_the_cap else self.length
+
+    def elapsed(self, ledger: Ledger) -> int:
+        """How far a run has come on that scale."""
+        return ledger.trials if self.to_the_cap else self.position(ledger)
+
+    # What it costs
+
+    def charges(self) -> Charges:
+        """All events of a completed run, and how often each happens, kept or not."""
+        counts = (phase.trials if phase.count is None else phase.count for phase in self.phases)
+        return self._charges(tuple(counts), self.tests)
+
+    def _charges(self, counts: tuple[int, ...], tests: int) -> Charges:
+        """What phases with so many steps made, and so many tests, are charged."""
+        made: Counter[Event] = Counter()
+        for phase, count in zip(self.phases, counts, strict=False):
+            for event, times in phase.charges(count):
+                made[event] += times
+        found = [*((event, 1) for event in self.setup), *made.items()]
+        if tests:
+            found.append((self.test, tests))
+        return [(event, count) for event, count in found if count]
+
+    def covers(self, delta: float) -> bool:
+        """Whether there is an epsilon at this delta: a cap, or a filter, is for the budget's."""
+        if self.filter is not None:
+            return delta == self.budget.delta
+        return not (self.updates is not None and self.typical.gate) or delta >= self.budget.delta
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """Epsilon of the completed run at the budget's delta, or at another one.
+
+        A filter's guarantee is its whole allowance, however the run goes.
+        """
+        delta = self.budget.delta if delta is None else delta
+        if not self.covers(delta):
+            kind = "privacy filter" if self.filter else "cap on trials"
+            raise InvalidInputError(
+                f"the {kind} of this run was made for delta {self.budget.delta:g}; plan the run "
+                f"with delta {delta:g}"
+            )
+        if self.filter is not None:
+            return epsilon_at(self.filter.order, self.filter.allowance, self._kept_of(delta))
+        return self._accounting.epsilon(self.charges(), delta)
+
+    def epsilon_without_tests(self) -> float:
+        """Epsilon of the updates alone."""
+        return self._accounting.epsilon(self._charges(self.blocks, 0), self.budget.delta)
+
+    def spent(self, ledger: Ledger, delta: float | None = None) -> float:
+        """Epsilon so far, as a progress figure: the guarantee is `epsilon()`."""
+        delta = self.budget.delta if delta is None else delta
+        if self.filter is not None:
+            if not ledger.entries and not ledger.setup:
+                return 0.0
+            return epsilon_at(self.filter.order, self.divergence(ledger), delta)
+        tests = self._tests_made(ledger)
+        begun = ledger.updates if self.charges_accepted else ledger.trials
+        last = ledger.entries[-1].step if ledger.entries else None
+        begun += self.menu is not None and last == self.phases[0].steering
+        counts = (*self.blocks[:tests], begun - sum(self.blocks[:tests]))
+        if self.menu is not None and counts[-1]:  # what has begun counts as a whole
+            repeats = self.menu.repeats
+            whole = -(-counts[-1] // repeats) * repeats
+            counts = (*counts[:-1], min(self.blocks[tests], whole))
+        return self._accounting.epsilon(self._charges(counts, tests), delta)
+
+    def figures(self) -> dict[str, float | None]:
+        """Epsilon of a completed run under each accounting; None where one does not apply.
+
+        Where steps are chosen on the way there is a guarantee under its own accounting only.
+        """
+        if self.steered:
+            return only_figure(self.accounting, self.epsilon())
+        updates, trials = self.updates, self.trials if self.updates is None else None
+        if self.typical.test is None:  # every trial is an update, so both counts are fixed
+            updates = trials = self.length
+        ended = 0.0
+        if self.typical.gate is not None and updates is not None:
+            ended = early_end(self.typical.gate, updates, self.trials)
+        return figures(
+            self.setup,
+            self.typical,
+            self.budget.delta,
+            updates=updates,
+            trials=trials,
+            on_reject=self.on_reject,
+            early_end=ended,
+            requested=self.accounting,
+        )
+
+    # The filter
+
+    def _filter_affords(self, ledger: Ledger, step: Step, allowed: Filter) -> bool:
+        counts = [n for n in (self.updates, allowed.stop_after) if n is not None]
+        if any(ledger.updates >= count for count in counts) or ledger.trials >= self.trials:
+            return False
+        if self.tail(ledger.record(step, updates=1)) > self.tail_allowance:
+            return False
+        spent = RenyiFilter(allowed.order, allowed.allowance, self.divergence(ledger))
+        return spent.affords(self.cost(step))
+
+    def _paid(self, ledger: Ledger) -> list[tuple[Step, int]]:
+        """How often each step of a ledger is charged."""
+        return [
+            (entry.step, entry.updates if self.charges_accepted else entry.trials)
+            for entry in ledger.entries
+        ]
+
+    def cost(self, step: Event | Step) -> float:
+        """What a step takes of the allowance.
+
+        A trial behind a gate whose rejections are free is charged as an update that was accepted.
+        Otherwise its verdict is an output too: then it is two mechanisms, one after the other.
+        """
+        assert self.filter is not None
+        order = self.filter.order
+        return step_divergence(step, order, selected=self.charges_accepted)
+
+    def divergence(self, ledger: Ledger) -> float:
+        """What is spent of the allowance."""
+        assert self.filter is not None
+        setup = sum(event_divergence(event, self.filter.order) for event in ledger.setup)
+        return setup + sum(count * self.cost(step) for step, count in self._paid(ledger))
+
+    def tail(self, ledger: Ledger) -> float:
+        """What the missing tail of the noise has taken of delta."""
+        charges = [*((event, 1) for event in ledger.setup), *self._paid(ledger)]
+        return noise_tail(charges, verdicts_charged=not self.charges_accepted)
+
+    @property
+    def tail_allowance(self) -> float:
+        """What it may take behind a filter."""
+        return TAIL_SHARE * self.budget.delta
+
+    def _kept_of(self, delta: float) -> float:
+        return kept_delta(delta, capped=self.charges_accepted)
+
+    @property
+    def kept_budget(self) -> Budget:
+        """The budget without what is set aside: what an allowance is made for."""
+        return Budget(self.budget.epsilon, self._kept_of(self.budget.delta))
+
+    def left_after_setup(self) -> float:
+        """The allowance without what happens before the first step."""
+        assert self.filter is not None
+        setup = sum(event_divergence(event, self.filter.order) for event in self.setup)
+        return self.filter.allowance - setup
+
+    def noise_for(
+        self, sample_rate: float, price: float, test: Test | NoisyChoice | None = None
+    ) -> float:
+        """The least noise at which an update of this rate costs at most `price` of the allowance.
+
+        The rate may come from released values only. So the noise does too.
+        """
+
+        def cost(noise: float) -> float:
+            return self.cost(Trial(SampledGaussian(sample_rate, noise), test))
+
+        noise = least_noise(cost, price)
+        if noise is None:
+            raise BudgetError(
+                f"an update at rate {sample_rate:g} costs more than its share of the budget, "
+                "whatever the noise; raise epsilon, make fewer updates or weaken the test"
+            )
+        return noise
+
+    # Other plans
+
+    def limited(self, most: int) -> "Plan":
+        """The same plan, ended after fewer updates (or trials, where those are counted).
+
+        A search and its tests stay. Where tests only measure, those that are not reached are left
+        out. A filter promises the same, wherever the run ends.
+        """
+        if self.filter is not None:
+            return replace(self, filter=replace(self.filter, stop_after=most))
+        if most >= self.length:
+            return self
+        searched = sum(self.blocks[:-1]) if self.searches else 0
+        if self.searches and most <= searched:
+            raise InvalidInputError(
+                f"max_updates {most} ends the run before its last block: the blocks that search "
+                f"for a learning rate make {searched} updates; raise it, or lower blocks or "
+                "block_updates"
+            )
+        shortened = []
+        for number, phase in enumerate(self.phases):
+            left = most - sum(self.blocks[:number])
+            gate, cap = self.typical.gate, phase.cap
+            if left > 0 or self.searches:
+                count = min(phase.count or 0, left)
+                if cap is not None:
+                    cap = count if gate is None else trial_cap(gate, count, self.budget)
+                shortened.append(replace(phase, count=count, cap=cap))
+        return replace(self, phases=tuple(shortened))
+
+    def hide_rejections(self, way: str) -> "Plan":
+        """The plan of a run that hides its rejections; refuses where there are none to hide.
+
+        Formal guarantee of `constant`: the release together with the number of trials satisfies the
+        plan's (epsilon, delta). The number is the same whatever the records are, also in a run that
+        hits its cap, and hitting this cap is covered by the share of delta that is set aside for
+        it. `delay` has no guarantee beyond that of the release alone.
+        """
+        checks.one_of("hide_rejections", way, WAYS_TO_HIDE)
+        if way == NOT_HIDDEN:
+            return self
+        if self.steered:
+            raise InvalidInputError(
+                f"hide_rejections {way} needs trials that all take the same work, and a method "
+                "that steers itself makes different ones; leave it out, or use the method dpsur"
+            )
+        (phase,), gate = self.phases, self.typical.gate
+        if gate is None or self.updates is None:
+            reason = "no candidate is rejected" if gate is None else "verdicts are public"
+            raise InvalidInputError(
+                f"hide_rejections {way} has nothing to hide in this run, where {reason}; leave it "
+                "out"
+            )
+        if way == DELAY:
+            return self
+        constant = replace(phase, cap=least_cap(gate, self.updates, self.budget))
+        return replace(self, phases=(constant,), to_the_cap=True)
+
+    # Words and plain values
+
+    def describe(self) -> str:
+        """One line for whoever starts the run."""
+        if self.filter is not None:
+            length = "as many trials as fit" if self.updates is None else f"{self.updates} updates"
+            what = f"{length} under a privacy filter of order {self.filter.order:.3g}"
+        elif self.menu is not None and not self.tests:
+            first, last = (self.menu.choices[n].noise_multiplier for n in (0, -1))
+            what = f"{self.updates} updates at noise multipliers from {first:.3f} to {last:.3f}"
+        else:
+            noise = getattr(self.typical.update, "noise_multiplier", 0.0)
+            dropped = f" in {self.trials} trials, whatever is rejected," if self.to_the_cap else ""
+            what = f"{self.length} {self.unit}{dropped} at noise multiplier {noise:.3f}"
+        if self.tests:
+            what += f" and {self.tests} tests of blocks at {self.test.noise_multiplier:.3g}"
+        return f"{what}, {self.accounting}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the plan as plain values."""
+        epsilon = self.budget.epsilon
+        return {
+            "epsilon": None if math.isinf(epsilon) else epsilon,  # which JSON can write
+            "delta": self.budget.delta,
+            "accounting": self.accounting,
+            **self.mechanism(),
+        }
+
+    def mechanism(self) -> dict[str, Any]:
+        """The same without budget and accounting."""
+        allowed = self.filter
+        return {
+            "phases": [
+                {
+                    "step": event_to_json(phase.step),
+                    "count": phase.count,
+                    "counts": phase.counts,
+                    "cap": phase.cap,
+                    "test": None if phase.test is None else event_to_json(phase.test),
+                    "steering": None if phase.steering is None else event_to_json(phase.steering),
+                }
+                for phase in self.phases
+            ],
+            "filter": None
+            if allowed is None
+            else {
+                "order": allowed.order,
+                "allowance": allowed.allowance,
+                "stop_after": allowed.stop_after,
+            },
+            "setup": [event_to_json(event) for event in self.setup],
+            "on_reject": self.on_reject,
+            "to_the_cap": self.to_the_cap,
+            "searches": self.searches,
+            "may_stop": self.may_stop,
+        }
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Plan":
+        """Read what `to_json` wrote."""
+        epsilon = values["epsilon"]
+        checks.one_of("on_reject", values["on_reject"], (RESTORE, KEEP_MOMENTUM))
+        return Plan(
+            budget=Budget(math.inf if epsilon is None else epsilon, values["delta"]),
+            accounting=values["accounting"],
+            phases=tuple(_phase_from_json(phase) for phase in values["phases"]),
+            setup=tuple(event_from_json(event) for event in values["setup"]),
+            on_reject=values["on_reject"],
+            to_the_cap=values["to_the_cap"],
+            filter=None if values["filter"] is None else Filter(**values["filter"]),
+            searches=values["searches"],
+            may_stop=values["may_stop"],
+        )
+
+
+def _phase_from_json(values: Mapping[str, Any]) -> Phase:
+    fields = dict(values)
+    for name in ("step", "test", "steering"):
+        fields[name] = None if values[name] is None else event_from_json(values[name])
+    return Phase(**fields)
+
+
+def kept_delta(delta: float, *, capped: bool) -> float:
+    """What a filter has of delta, without what is set aside for noise tails and a cap on trials."""
+    return delta * (1 - TAIL_SHARE - (CAP_SHARE if capped else 0.0))
+
+
+def step_divergence(step: Event | Step, order: float, *, selected: bool) -> float:
+    """What one step is charged at an order; `selected` as an update that was accepted."""
+    if selected or not isinstance(step, Trial) or step.gate is None:
+        return event_divergence(step, order)
+    return event_divergence(step.update, order) + event_divergence(step.gate, order)
