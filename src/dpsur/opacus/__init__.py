@@ -5,14 +5,20 @@
     from dpsur.opacus.validators import ModuleValidator
     from dpsur.opacus.layers import DPLSTM
 
-Modules lie at the paths that they have there. What is different is in docs/from_opacus.md.
+Every path of Opacus 1.6 can be imported (`names.py`). What is different is in docs/from_opacus.md.
 """
 
-from dpsur.opacus.grad_sample import GradSampleModule
-from dpsur.opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
+from dpsur.opacus import names
+from dpsur.opacus.memory import BatchMemoryManager
+from dpsur.opacus.modules import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from dpsur.opacus.privacy_engine import PrivacyEngine
-from dpsur.opacus.utils.batch_memory_manager import BatchMemoryManager
-from dpsur.opacus.validators import ModuleValidator
+from dpsur.opacus.validation import ModuleValidator
+
+names.install()
+GradSampleModule = names.find("grad_sample", "GradSampleModule")
+GradSampleModuleFastGradientClipping = names.find(
+    "grad_sample", "GradSampleModuleFastGradientClipping"
+)
 
 __all__ = [
     "DPGRU",
@@ -21,6 +27,7 @@ __all__ = [
     "BatchMemoryManager",
     "DPMultiheadAttention",
     "GradSampleModule",
+    "GradSampleModuleFastGradientClipping",
     "ModuleValidator",
     "PrivacyEngine",
 ]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from dpsur import checks
 from dpsur.errors import CheckpointError, InvalidInputError
+from dpsur.privacy.account import Account
 from dpsur.privacy.events import SampledGaussian, Trial
-from dpsur.privacy.plans import PrivacyLedger
 
 _PREFIX = "_module."
 _CELL = re.compile(r"(?<=\.)l(\d+(?:_reverse)?)\.(ih|hh)\.(weight|bias)$")
@@ -33,7 +33,7 @@ class ClaimedHistory:
 
     def epsilon(self, delta: float) -> float:
         """Epsilon of the claimed steps, by privacy loss distributions: as good as the claim."""
-        ledger = PrivacyLedger.without_limit(delta)
+        ledger = Account.without_limit(delta)
         for noise, rate, count in self.steps:
             for _ in range(count):
                 ledger.charge(Trial(SampledGaussian(rate, noise)))

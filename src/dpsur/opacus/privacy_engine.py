@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dpsur.engine.privacy_engine import PrivacyEngine as Engine
 from dpsur.errors import CheckpointError, InvalidInputError
-from dpsur.opacus.validators import ModuleValidator
+from dpsur.opacus.validation import ModuleValidator
 
 _log = logging.getLogger("dpsur.opacus")
 _FUSED = ("ghost", "ghost_fsdp")
@@ -39,6 +39,7 @@ class PrivacyEngine(Engine):
         """Three values, and the loss as a fourth, before the loader, in a ghost clipping mode."""
         options, criterion = _translate(options)
         model, optimizer, loader = super().make_private(**options)
+        vars(model)["_module"] = model  # programs save `model._module.state_dict()`
         return (
             (model, optimizer, self.criterion, loader) if criterion else (model, optimizer, loader)
         )
@@ -47,6 +48,11 @@ class PrivacyEngine(Engine):
         """Like `make_private`, with the least noise for which the training fits a budget."""
         # the method of the base class calls `make_private` above
         return super().make_private_with_epsilon(**options)
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """A repaired copy of a model, which is refused if something is left."""
+        return ModuleValidator.fix_and_validate(module)
 
     def is_compatible(self, *, module: nn.Module, **_: Any) -> bool:
         """Whether nothing is wrong with a model."""

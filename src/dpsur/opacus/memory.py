@@ -1,4 +1,4 @@
-"""`BatchMemoryManager` where programs for Opacus import it from."""
+"""`BatchMemoryManager`."""
 
 from dpsur.engine.microbatches import BatchMemoryManager
 

@@ -1,0 +1,145 @@
+"""Accountants with the interface of Opacus: figures come from privacy loss distributions."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dpsur.errors import InvalidInputError
+from dpsur.privacy.account import ACCOUNTING, Account
+from dpsur.privacy.calibrate import calibrate
+from dpsur.privacy.events import SampledGaussian, Trial
+
+History = list[tuple[float, float, int]]
+
+
+class IAccountant:
+    """A history of (noise multiplier, sample rate, number of steps), and what it spends."""
+
+    DEFAULT_ALPHAS = (*(1 + x / 10.0 for x in range(1, 100)), *range(12, 64))
+
+    def __init__(self) -> None:
+        """Begin with an empty history."""
+        self.history: History = []
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Add one step to the history."""
+        kind = (noise_multiplier, sample_rate)
+        if self.history and self.history[-1][:2] == kind:
+            self.history[-1] = (*kind, self.history[-1][2] + 1)
+        else:
+            self.history.append((*kind, 1))
+
+    def get_epsilon(self, delta: float, **_: Any) -> float:
+        """Epsilon of the history; further arguments of Opacus, such as alphas, have no effect."""
+        return spent(self.history, delta)
+
+    def get_privacy_spent(self, *, delta: float, alphas: Any = None) -> tuple[float, float]:
+        """Epsilon, and the first of `alphas`: no Rényi order is chosen here."""
+        return self.get_epsilon(delta), (alphas or self.DEFAULT_ALPHAS)[0]
+
+    def __len__(self) -> int:
+        return sum(count for *_, count in self.history)
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """The name in a registry and in a state."""
+        return "prv"
+
+    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[..., None]:
+        """Refused: steps are charged by the engine, before they are made."""
+        raise InvalidInputError(
+            f"steps at sample rate {sample_rate:g} are charged by PrivacyEngine.make_private, "
+            "before they are made; leave the hook out"
+        )
+
+    def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
+        """History and mechanism, as Opacus saves them."""
+        found = {} if destination is None else destination
+        return found | {"history": list(self.history), "mechanism": self.mechanism()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the history of a state."""
+        if not state_dict or "history" not in state_dict or "mechanism" not in state_dict:
+            raise InvalidInputError(
+                "the state of an accountant has the keys 'history' and 'mechanism'; use state_dict"
+            )
+        if state_dict["mechanism"] != self.mechanism():
+            raise InvalidInputError(
+                f"the state is that of mechanism {state_dict['mechanism']!r}, this accountant's is "
+                f"{self.mechanism()!r}; create one of the same kind"
+            )
+        self.history = [(float(noise), float(q), int(n)) for noise, q, n in state_dict["history"]]
+
+
+class PRVAccountant(IAccountant):
+    """Privacy loss distributions, rounded up."""
+
+
+class RDPAccountant(IAccountant):
+    """The same figures under the name of the Rényi accountant, which are below its own."""
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """The name in a registry and in a state."""
+        return "rdp"
+
+
+def spent(history: History, delta: float) -> float:
+    """Epsilon of a history of steps; infinite where one has no noise."""
+    if any(not noise for noise, _, count in history if count):
+        return float("inf")
+    ledger = Account.without_limit(delta)
+    for noise, rate, count in history:
+        for _ in range(count):
+            ledger.charge(Trial(SampledGaussian(rate, noise)))
+    return ledger.get_epsilon(delta) if history else 0.0
+
+
+_KINDS: dict[str, type[IAccountant]] = {"prv": PRVAccountant, "rdp": RDPAccountant}
+
+
+def create_accountant(mechanism: str) -> IAccountant:
+    """An accountant by the name of its mechanism."""
+    if mechanism not in _KINDS:
+        raise InvalidInputError(
+            f"there is no accountant {mechanism!r}; known are {', '.join(sorted(_KINDS))}"
+        )
+    return _KINDS[mechanism]()
+
+
+def register_accountant(
+    mechanism: str, accountant: type[IAccountant], *, force: bool = False
+) -> None:
+    """Make a class known to `create_accountant`. Engines charge to their own ledger."""
+    if mechanism in _KINDS and not force:
+        raise InvalidInputError(f"accountant {mechanism!r} exists; pass force=True to replace it")
+    _KINDS[mechanism] = accountant
+
+
+def get_noise_multiplier(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    epochs: int | None = None,
+    steps: int | None = None,
+    accountant: str = "prv",
+    **_: Any,
+) -> float:
+    """The least noise multiplier for a budget, by privacy loss distributions.
+
+    `epsilon_tolerance` and `alphas` of Opacus have no effect.
+    """
+    if accountant == "gdp":
+        raise InvalidInputError(
+            "accountant 'gdp' can report too low an epsilon; leave it out or use 'prv'"
+        )
+    if (epochs is None) == (steps is None):
+        raise InvalidInputError("give epochs or steps, and not both")
+    updates = steps if steps is not None else int((epochs or 0) / sample_rate)
+    return calibrate(
+        epsilon=target_epsilon,
+        delta=target_delta,
+        sample_rate=sample_rate,
+        updates=updates,
+        accounting=ACCOUNTING,
+    )

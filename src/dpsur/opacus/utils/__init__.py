@@ -1,1 +1,0 @@
-"""Modules that Opacus keeps in `opacus.utils`."""
