@@ -27,13 +27,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dpsur.errors import InvalidInputError
-from dpsur.features import Encoder, procedural
+from dpsur.features import Encoder
 from dpsur.features.encoder import SIZE, pooled_maps
-from dpsur.features.procedural import families
-from dpsur.features.procedural.drawing import Random
 from dpsur.features.whitening import Whitening
 from dpsur.runs.build_session import choose_device
+from reproduction import procedural
 from reproduction.encoder_network import WideResNet, frozen
+from reproduction.procedural import families
+from reproduction.procedural.drawing import Random
 
 # Cells per side that the three maps are averaged over.
 GRIDS = (4, 4, 2)

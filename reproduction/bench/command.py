@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from dpsur import checks
-from dpsur.bench.arms import ARMS, arm_named
-from dpsur.bench.own_steps import VAL_BATCH_SIZE
+from dpsur.bench.arms import arm_named
 from dpsur.bench.run import line, rows
 from dpsur.bench.settings import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_MULTIPLIER, Settings
 from dpsur.errors import InvalidInputError
+from reproduction.bench.arms import ARMS
 from reproduction.bench.networks import NETWORKS, network_named
 from reproduction.bench.report import markdown
+from reproduction.bench.training_steps import VAL_BATCH_SIZE
 from reproduction.rows import provenance, read_rows, write_rows
 
 EXPERIMENT = "bench"

@@ -9,12 +9,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset
 
 from dpsur.bench.measurement import OK, outcome_of, release, synchronize
-from dpsur.bench.own_steps import RECORDS_PER_BATCH, dpsgd_training
 from dpsur.bench.settings import Cell
 from dpsur.functional.records import Examples, HostExamples, StreamedExamples
 from dpsur.runs.data import as_examples
 from reproduction.bench.network_grid import OURS, timed
 from reproduction.bench.networks import Network
+from reproduction.bench.training_steps import RECORDS_PER_BATCH, dpsgd_training
 
 WORKERS = 4  # that read records
 SERIES = "data"

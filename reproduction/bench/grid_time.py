@@ -23,7 +23,7 @@ from typing import Any
 from dpsur.config import Pace
 from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.state import Verdict
-from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.plan import Plan
 from dpsur.runs.fit import execute
 from dpsur.runs.tasks import build_task_session
 from reproduction.rows import provenance, read_rows
@@ -52,7 +52,7 @@ class Clock:
         self.seconds_to_start = self.seconds = 0.0
         self._since = time.perf_counter()
 
-    def started(self, plan: PrivacyPlan, progress: Progress) -> None:
+    def started(self, plan: Plan, progress: Progress) -> None:
         """Nothing was made yet."""
 
     def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:  # noqa: ARG002

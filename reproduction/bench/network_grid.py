@@ -22,9 +22,8 @@ import torch
 
 from dpsur import checks
 from dpsur.bench.measurement import OK, outcome_of, release, synchronize
-from dpsur.bench.own_steps import dpsgd_training, dpsur_training
-from dpsur.bench.peer_steps import PlainStep, ghost_step, hooks_step
 from dpsur.bench.settings import Cell, CpuContention, Settings, machine
+from dpsur.bench.steps import PlainStep
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.streams import NOISE
 from reproduction.bench import families
@@ -37,6 +36,8 @@ from reproduction.bench.networks import (
     next_word_loss,
     perceptron,
 )
+from reproduction.bench.peer_steps import ghost_step, hooks_step
+from reproduction.bench.training_steps import dpsgd_training, dpsur_training
 from reproduction.rows import read_rows, write_rows
 
 EXPERIMENT = "bench-networks"

@@ -24,6 +24,7 @@ from dpsur.networks import (
 )
 from dpsur.tasks.imdb import LENGTH as IMDB_LENGTH
 from dpsur.tasks.imdb import VOCABULARY as IMDB_WORDS
+from reproduction.bench.arms import ARMS as ARMS  # registers them wherever networks are found
 
 ENCODER_WORDS, ENCODER_LENGTH, ENCODER_WIDTH = 5_000, 64, 64
 GPT_WORDS, GPT_LENGTH = 50_257, 256

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpsur.bench.arms import ARMS
 from dpsur.bench.measurement import OK, OUT_OF_MEMORY
 from dpsur.errors import InvalidInputError
 from dpsur.figure_style import write_png
+from reproduction.bench.arms import ARMS
 from reproduction.bench.networks import NETWORKS
 
 OURS = ("dpsgd", "dpsur", "dpsgd-captured", "dpsur-captured")

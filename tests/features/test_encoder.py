@@ -19,12 +19,12 @@ from dpsur.features import (
     compute,
     encoder,
     features_named,
-    procedural,
 )
 from dpsur.features.whitening import Whitening, haar
 from dpsur.networks import linear_head
 from dpsur.runs.verification import verify
 from dpsur.tasks.base import linear_heads
+from reproduction import procedural
 from tests.conftest import StopAt
 
 DIMENSION = 8192
@@ -283,7 +283,9 @@ def fit(**changes):
         "model": linear_head(DIMENSION, 2),
         "train_set": striped(),
         "budget": BUDGET,
-        "method": dpsur.Dpsgd(batch_size=40, updates=12, learning_rate=None, max_grad_norm=0.2),
+        "method": dpsur.Dpsgd(
+            batch_size=40, updates=12, learning_rate="linear-head", max_grad_norm=0.2
+        ),
         "features": "encoder",
         "normalisation": "mean",
         "seed": 1,

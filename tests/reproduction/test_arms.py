@@ -21,7 +21,7 @@ from dpsur.privacy.accountants.rdp import composed_epsilon
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import Plan
+from dpsur.privacy.planning import repeated_plan
 from reproduction.arms import ARMS, HF_PUBLISHED, METHOD_ARMS
 from reproduction.released_code import (
     NO_LOSS,
@@ -49,7 +49,7 @@ OWN = (ReleasedCode, RandomAcceptance, RandomAcceptanceKept, KeptMomentum, *FAUL
 
 def plan_for(threshold, trials=30, updates=6, noise=1.5):
     trial = Trial(SampledGaussian(0.3, noise), LossTest(0.2, 1.0, threshold))
-    return Plan(BUDGET, "published", trial, trials, updates)
+    return repeated_plan(BUDGET, "published", trial, trials, updates)
 
 
 def bound(method, plan, problem=None):
@@ -135,7 +135,9 @@ def test_sums_are_divided_by_the_size_of_another_draw(faulty_kind):
     """Each step is a whole number of records over another such number."""
     data = Examples(torch.ones(100, 1), torch.zeros(100))
     problem = Problem(Ones(), lambda out, _: -out.sum(), data)
-    plan = Plan(BUDGET, "published", Trial(SampledGaussian(0.1, 1e-9), LossTest(0.1, 1.0, 0.0)), 99)
+    plan = repeated_plan(
+        BUDGET, "published", Trial(SampledGaussian(0.1, 1e-9), LossTest(0.1, 1.0, 0.0)), 99
+    )
     ratios = {}
     for method in (faulty_kind, Dpsur):
         options = {"learning_rate": 1.0, "momentum": 0.0, "schedule": "constant"}
@@ -159,7 +161,7 @@ def test_one_update_more_is_made_than_is_paid_for():
     method, plan = ReleasedCode(**OPTIONS).settle(SIZE, BUDGET, "published")
     assert plan.updates == claimed.updates + 1
     assert claimed.epsilon() <= BUDGET.epsilon < plan.epsilon()
-    short = replace(plan, updates=4, trials=500)
+    short = replace(plan, phases=(replace(plan.phases[0], count=4, cap=500),))
     procedure = bound(method, short)
     assert train(procedure, short, Streams(0, CPU)).ledger.updates == 4
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from dpsur.bench import memory, run
-from dpsur.bench.arms import ARMS, Arm, arm_named
+from dpsur.bench.arms import Arm, arm_named
 from dpsur.bench.settings import Cell, Settings, machine
 from dpsur.errors import InvalidInputError
 from reproduction.bench import network_grid
+from reproduction.bench.arms import ARMS
 from reproduction.bench.command import NETWORKS_FROM, measured_rows
 from reproduction.bench.families import FAMILIES
 from reproduction.bench.networks import COMMON, NETWORKS, Gpt, network_named, perceptron

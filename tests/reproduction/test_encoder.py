@@ -2,8 +2,8 @@
 
 import torch
 
-from dpsur.features import Encoder, procedural
-from reproduction import encoder, features_page
+from dpsur.features import Encoder
+from reproduction import encoder, features_page, procedural
 from reproduction.command import main
 from reproduction.encoder_network import WideResNet, frozen
 from reproduction.rows import read_rows

@@ -10,12 +10,16 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
 from torch.func import functional_call, grad
 
 from dpsur.functional.problem import Objective
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import map_tensors
-from dpsur.per_example import clipped_sum
+from dpsur.per_example import GradientBudget, clipped_sum
+from dpsur.per_example.engine_choice import plan_for
 from reproduction.bench.families import FAMILIES
 from reproduction.bench.networks import COMMON, Gpt, gpt_lora, network_named
 
@@ -48,7 +52,7 @@ def setting(request, device):
     return Objective(model, network.loss), params, batch, expected
 
 
-def one_by_one(model, loss, params, batch):
+def one_by_one(model, loss, params, batch, before=lambda row: None):
     """The definition, in double precision on a CPU."""
 
     def own_loss(weights, inputs, targets):
@@ -56,6 +60,7 @@ def one_by_one(model, loss, params, batch):
 
     total = {name: torch.zeros_like(value) for name, value in params.items()}
     for row in range(ROWS):
+        before(row)
         found = grad(own_loss)(params, batch.inputs[row : row + 1], batch.targets[row : row + 1])
         size = norm(found)
         assert size > BOUND  # so that clipping matters
@@ -89,7 +94,55 @@ def test_float64(setting):
         pytest.skip("kernels of a GPU are for float32")
     objective = Objective(deepcopy(objective.model).double(), objective.loss)
     found = clipped_sum(objective, _double(params), _double(batch), BOUND).params
-    assert gap(found, expected) < 1e-7
+    assert gap(found, expected) < 1e-9
+
+
+class Masks:
+    """`F.dropout` that notes what it draws for each record, or repeats it for one of them."""
+
+    def __init__(self):
+        self.drawn, self.record, self.next = [], None, 0
+
+    def __call__(self, input, p=0.5, training=True, inplace=False):
+        if not training or not p:
+            return input
+        if self.record is not None:
+            mask = self.drawn[self.next][self.record]
+            self.next += 1
+            return input * mask.reshape(input.shape)
+        mask = torch.dropout(torch.ones_like(input), p, True)
+        place = maybe_get_bdim(mask) if is_batchedtensor(mask) else 0
+        plain = get_unwrapped(mask) if is_batchedtensor(mask) else mask
+        self.drawn.append(plain.movedim(place, 0))
+        return input * mask
+
+
+def test_float64_with_dropout(setting, monkeypatch):
+    """With dropout after every layer, and the draws of the private sum for each record alone."""
+    objective, params, batch, _ = setting
+    if batch.targets.device.type != "cpu":
+        pytest.skip("kernels of a GPU are for float32")
+    model, masks = deepcopy(objective.model).double().train(), Masks()
+    monkeypatch.setattr(F, "dropout", masks)
+    for module in model.modules():
+        if isinstance(module, (nn.Dropout, nn.Linear, nn.GroupNorm, nn.LayerNorm)):
+            module.register_forward_hook(lambda _, args, found: F.dropout(found, 0.2))
+    params, batch = _double(params), _double(batch)
+    objective = Objective(model, objective.loss)
+    at_once = GradientBudget(2**34)
+    plan_for(objective, params, batch.inputs, at_once)  # tries the model out
+    masks.drawn.clear()
+    found = clipped_sum(objective, params, batch, BOUND, budget=at_once).params
+    assert masks.drawn
+
+    def one_record(row):
+        masks.record, masks.next = row, 0
+
+    expected = one_by_one(model, objective.loss, params, batch, one_record)
+    assert masks.next == len(masks.drawn)
+    assert gap(found, expected) < 1e-9
+    masks.drawn[0] = masks.drawn[0].flip(0)  # the draws matter
+    assert gap(found, one_by_one(model, objective.loss, params, batch, one_record)) > 1e-3
 
 
 def test_float32(setting):

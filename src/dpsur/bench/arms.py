@@ -1,19 +1,11 @@
-"""The arms, by name. An arm is registered by being listed here."""
+"""The arms, by name: plain and private. The benchmarks of the repository add their peers."""
 
 from dataclasses import dataclass
 
 import torch
 
-from dpsur.bench.own_steps import dpsgd_captured, dpsgd_step, dpsur_captured, dpsur_trial
-from dpsur.bench.peer_steps import (
-    CapturedPlainStep,
-    LoopStep,
-    PlainStep,
-    VmapStep,
-    ghost_step,
-    hooks_step,
-)
 from dpsur.bench.settings import MakeArm
+from dpsur.bench.steps import CapturedPlainStep, PlainStep, dpsgd_captured, dpsgd_step
 from dpsur.errors import InvalidInputError
 
 
@@ -51,26 +43,14 @@ ARMS: dict[str, Arm] = {
             CapturedPlainStep,
             needs_cuda=True,
         ),
-        Arm("dpsgd", "ours: DP-SGD step", dpsgd_step, gathers=True),
-        Arm("dpsur", "ours: full DPSUR trial", dpsur_trial, gathers=True),
+        Arm("dpsgd", "DP-SGD step", dpsgd_step, gathers=True),
         Arm(
             "dpsgd-captured",
-            "ours: DP-SGD step, as a CUDA graph",
+            "DP-SGD step, as a CUDA graph",
             dpsgd_captured,
             needs_cuda=True,
             gathers=True,
         ),
-        Arm(
-            "dpsur-captured",
-            "ours: DPSUR trial, as a CUDA graph",
-            dpsur_captured,
-            needs_cuda=True,
-            gathers=True,
-        ),
-        Arm(OPACUS, "Opacus, per-example gradients", hooks_step),
-        Arm("opacus-ghost", "Opacus, ghost clipping", ghost_step),
-        Arm("vmap", "torch.func vmap", VmapStep),
-        Arm("loop", "one example at a time", LoopStep, largest_batch=256),
     )
 }
 

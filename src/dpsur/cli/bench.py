@@ -1,4 +1,4 @@
-"""`dpsur bench`: time and memory of a training step of your model, beside its peers."""
+"""`dpsur bench`: time and memory of a training step of your model, private and plain."""
 
 import argparse
 import json
@@ -19,8 +19,6 @@ from dpsur.runs.build_session import choose_device
 REPETITIONS = 20
 LARGEST_LIMIT = 1e9  # gigabytes
 TOLERATED_CONTENTION = 0.1  # cores that other processes may use
-# What a user of these would not train with is measured where it is named.
-ON_REQUEST = ("vmap", "loop")
 DESCRIPTION = f"""\
 Measure one training step of your model: time, peak memory, samples per second. All arms get the
 same batch, thread count and precision, and take turns; compare the ratios of one run, not times
@@ -28,7 +26,7 @@ across runs. The model comes from {FORM}.
 The loss is cross-entropy.
 
   dpsur bench --model mymodule:make --batch-size 256
-  dpsur bench --model mymodule:make --batch-size 256 1024 --arms plain dpsgd opacus-ghost
+  dpsur bench --model mymodule:make --batch-size 256 1024
 
 arms:
 """ + "\n".join(f"  {name:<17}{arm.summary}" for name, arm in ARMS.items())
@@ -50,7 +48,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         "--arms",
         nargs="+",
         metavar="ARM",
-        help=f"default: all that the device can run but {' and '.join(ON_REQUEST)}",
+        help="default: all that the device can run",
     )
     parser.add_argument(
         "--repetitions",
@@ -105,11 +103,7 @@ def settings_from(options: argparse.Namespace) -> Settings:
     device = choose_device(options.device)
     for arm in options.arms or ():
         arm_named(arm)
-    usual = [
-        name
-        for name, arm in ARMS.items()
-        if name not in ON_REQUEST and (device.type == "cuda" or not arm.needs_cuda)
-    ]
+    usual = [name for name, arm in ARMS.items() if device.type == "cuda" or not arm.needs_cuda]
     model_named(options.model).batch(1, torch.device("cpu"))
     return Settings(
         networks=NETWORKS,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpsur.errors import InvalidInputError
-from dpsur.features import cache, procedural
+from dpsur.features import cache
 from dpsur.features.encoder import (
     ENCODER_DIGEST,
     SCATTERING_DIGEST,
@@ -238,6 +238,5 @@ __all__ = [
     "compute",
     "features_named",
     "group_norm",
-    "procedural",
     "words",
 ]

@@ -1,4 +1,4 @@
-"""The steps that ours are compared with: plain PyTorch, two simple ways to DP-SGD, and Opacus.
+"""The steps that ours are compared with: two simple ways to DP-SGD, and Opacus.
 
 Opacus is used by its public interface, and imported only when one of its arms is asked for.
 """
@@ -14,39 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpsur.bench.settings import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, NotInstalledError, sgd
 from dpsur.functional.parameters import Params
-from dpsur.mechanism.cuda_graphs import capture_graph
 
 HOOKS, GHOST = "hooks", "ghost"
-
-
-class PlainStep:
-    """Ordinary PyTorch, without privacy: forward, backward of the mean loss, momentum step."""
-
-    def __init__(self, cell: Cell) -> None:
-        self._cell, self._batch = cell, cell.batch
-        self._model = cell.model()
-        self._optimizer = sgd(self._model)
-
-    def __call__(self) -> None:
-        """Make the step."""
-        self._optimizer.zero_grad(set_to_none=True)
-        with self._cell.precision():
-            outputs = self._model(self._batch.inputs)
-        torch.autograd.backward(self._cell.loss(outputs.float(), self._batch.targets))
-        self._optimizer.step()
-
-
-class CapturedPlainStep:
-    """The same as one CUDA graph, replayed: plain PyTorch without the cost of launching kernels."""
-
-    def __init__(self, cell: Cell) -> None:
-        step = PlainStep(cell)
-        self._step = step  # keeps alive the tensors whose addresses the graph replays
-        self._replay = capture_graph(step, cell.device)
-
-    def __call__(self) -> None:
-        """Replay the step."""
-        self._replay()
 
 
 class PerExampleStep:

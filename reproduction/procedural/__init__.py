@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from dpsur.errors import InvalidInputError
-from dpsur.features.procedural.drawing import Random, to_channels
-from dpsur.features.procedural.families import (
+from reproduction.procedural.drawing import Random, to_channels
+from reproduction.procedural.families import (
     glyphs,
     leaves,
     networks,

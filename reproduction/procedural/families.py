@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpsur.features.procedural.drawing import (
+from reproduction.procedural.drawing import (
     Frame,
     Random,
     blur,

@@ -1,0 +1,112 @@
+"""Steps of ours that only the benchmarks need: DPSUR's trial, and training on Poisson batches."""
+
+import time
+
+import torch
+
+from dpsur.bench.settings import NOISE_MULTIPLIER, Cell
+from dpsur.bench.steps import CapturedOwnStep, OwnStep, bench_method, bound_problem
+from dpsur.functional.records import Examples
+from dpsur.functional.tree import tensors_of
+from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
+from dpsur.mechanism.host_batches import capture_obstacle
+from dpsur.mechanism.loop import EagerLoop, Loop
+from dpsur.methods.dpsgd import Dpsgd
+from dpsur.methods.dpsur import Dpsur
+from dpsur.methods.gradient_method import GradientMethod
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.events import LossTest, SampledGaussian, Trial
+from dpsur.privacy.planning import repeated_plan
+
+VAL_BATCH_SIZE = 256
+# The paper's gate; what a test costs in time does not depend on these.
+VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD = 1.3, -1.0
+ENDLESS = 10**9
+# Where batches are drawn from a data set: how many times as large it is, and how long a block is.
+RECORDS_PER_BATCH, BLOCK_SECONDS, LONGEST_BLOCK = 8, 0.5, 100
+
+
+class TrainingSteps:
+    """Trials as `fit` makes them: Poisson batches of a data set, in the loop that the device has.
+
+    The data set is made up, unless it is given, and has eight times the size of the batch. A call
+    makes a block of `steps` trials. Records that are not on the device are copied there, batch by
+    batch.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        method: GradientMethod,
+        *,
+        tested: bool,
+        records: Examples | None = None,
+    ) -> None:
+        if records is None:
+            count = RECORDS_PER_BATCH * len(cell.batch)
+            records = cell.network.batch(count, cell.device, cell.seed)
+        size = len(records)
+        # what the data set takes beside the batch that every arm is charged for
+        self.data_bytes = sum(
+            value.numel() * value.element_size()
+            for value in tensors_of((records.inputs, records.targets))
+        )
+        rate = min(VAL_BATCH_SIZE, len(cell.batch)) / size
+        test = LossTest(rate, VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD) if tested else None
+        update = SampledGaussian(len(cell.batch) / size, NOISE_MULTIPLIER)
+        plan = repeated_plan(Budget(1.0, 1e-5), "every-trial", Trial(update, test), trials=ENDLESS)
+        self.problem, procedure, progress = bound_problem(cell, records, method, plan)
+        streams = cell.streams()
+        rates = [update.sample_rate, rate] if tested else [update.sample_rate]
+        captured = cell.device.type == "cuda" and capture_obstacle(records, rates) is None
+        padded = procedure.padded() if captured else None
+        self.steps = 1
+        self._loop: Loop = EagerLoop(procedure, plan, streams, progress, owned=True)
+        del progress  # now the loop's, which may replace its tensors
+        if padded is not None:
+            self.steps = self._block(cell.device)
+            loop = CudaGraphLoop(
+                procedure, padded, plan, streams, self._loop.progress, self.steps, owned=True
+            )
+            loop.prepare()
+            self._loop = loop
+
+    def _block(self, device: torch.device) -> int:
+        """As many trials as take about BLOCK_SECONDS, by one that is not captured."""
+        seconds = 0.0
+        for _ in range(2):  # the first one plans
+            torch.cuda.synchronize(device)
+            begin = time.perf_counter()
+            self()
+            torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - begin
+        return max(2, min(LONGEST_BLOCK, round(BLOCK_SECONDS / seconds)))
+
+    def __call__(self) -> None:
+        """Make a block of trials and read what became of them."""
+        self._loop.launch()
+        self._loop.collect()
+
+
+def dpsgd_training(cell: Cell, records: Examples | None = None) -> TrainingSteps:
+    """DP-SGD on Poisson batches."""
+    return TrainingSteps(cell, bench_method(Dpsgd, cell), tested=False, records=records)
+
+
+def dpsur_training(cell: Cell) -> TrainingSteps:
+    """DPSUR on Poisson batches, every trial with its test."""
+    return TrainingSteps(cell, bench_method(Dpsur, cell), tested=True)
+
+
+def dpsur_captured(cell: Cell) -> CapturedOwnStep:
+    """A captured trial of DPSUR."""
+    return CapturedOwnStep(dpsur_trial(cell))
+
+
+def dpsur_trial(cell: Cell) -> OwnStep:
+    """A whole trial of DPSUR: the candidate, the test on its own batch, and the choice."""
+    size = len(cell.batch)
+    rate = min(VAL_BATCH_SIZE, size) / size
+    return OwnStep(
+        cell, bench_method(Dpsur, cell), LossTest(rate, VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD)
+    )
