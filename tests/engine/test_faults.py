@@ -10,7 +10,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -52,45 +51,6 @@ def test_a_batch_that_is_used_twice():
     for _ in range(2):
         F.cross_entropy(model(x.clone()), y).backward()
     with pytest.raises(StepError, match="exactly once"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("way", ["slices", "by position", "transposed", "overlapping"])
-def test_a_half_of_a_batch_that_is_used_twice(way):
-    """As many records as the batch has, and half of them twice."""
-    _, model, _, loader = set_up()
-    x, y = batch_of(loader)
-    half = len(x) // 2
-    one, two = x[:half], x[:half]
-    if way == "by position":
-        one = x.narrow(0, 0, half)
-    if way == "transposed":
-        one, two = (x.T.contiguous().T[:half] for _ in range(2))
-        two = one[:half]
-    if way == "overlapping":
-        two = x[1 : half + 1]
-    F.cross_entropy(model(one), y[:half]).backward()
-    with pytest.raises(StepError, match="same rows of a batch twice"):
-        F.cross_entropy(model(two), y[: len(two)]).backward()
-
-
-@pytest.mark.parametrize("way", ["drawn again", "one for all"])
-def test_a_record_that_takes_the_place_of_others(way):
-    """As many rows as the batch has; copies, which have other places in memory."""
-    _, model, _, loader = set_up()
-    x, y = batch_of(loader)
-    rows = torch.arange(len(x)) // 2 if way == "drawn again" else torch.zeros(len(x), dtype=int)
-    with pytest.raises(StepError, match="a row of the batch repeated"):
-        F.cross_entropy(model(x[rows]), y[rows]).backward()
-
-
-def test_equal_records_and_inputs_that_become_equal():
-    x, y = records().tensors
-    data = TensorDataset(x[torch.arange(60) // 5], y)
-    for change in (torch.clone, torch.zeros_like):
-        _, model, optimizer, loader = set_up(data=data)
-        x, y = batch_of(loader)
-        F.cross_entropy(model(change(x)), y).backward()
         optimizer.step()
 
 

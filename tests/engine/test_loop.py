@@ -65,7 +65,7 @@ def test_training_learns_and_spends_what_was_planned():
         train(engine, model, optimizer, loader)
     assert engine.accountant.steps == 8 * len(loader) == 40
     assert engine.get_epsilon(1e-5) == pytest.approx(engine.guarantee(1e-5))
-    ledger = dpsur.PrivacyLedger.for_steps(dpsur.SampledGaussian(1 / 5, 0.3), 40, delta=1e-5)
+    ledger = dpsur.Account.for_steps(dpsur.SampledGaussian(1 / 5, 0.3), 40, delta=1e-5)
     assert engine.guarantee(1e-5) == ledger.guarantee()
 
 
@@ -203,7 +203,7 @@ def test_the_first_rejected_step_leaves_an_empty_optimizer():
 def test_every_trial_is_charged_with_its_test():
     engine, _, _, _ = private(gate=gate_for([]), steps=20, noise_multiplier=1.0)
     test = dpsur.LossTest(0.5, 1e-3, 0.0)
-    ledger = dpsur.PrivacyLedger.for_steps(
+    ledger = dpsur.Account.for_steps(
         dpsur.Trial(dpsur.SampledGaussian(0.2, 1.0), test), 20, delta=1e-5
     )
     assert engine.guarantee(1e-5) == ledger.guarantee()

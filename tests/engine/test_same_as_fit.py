@@ -4,7 +4,6 @@ The three are built from separate code above the clipped sum. As long as that is
 keeps them one algorithm.
 """
 
-import copy
 import warnings
 
 import pytest
@@ -38,19 +37,33 @@ def records():
     return x, (x[:, 0] > 0).long() + (x[:, 1] > 1).long()
 
 
-def fitted(gate, settings, updates):
-    options = dict(LOSS_GATE, accept_threshold=0.0) if gate else {}
+BLOCKS = {"blocks": 2, "block_updates": 3, "val_noise_multiplier": 4.0}
+# Of each gate: the options of `fit`, and the gate of an engine.
+GATES = {
+    "no gate": ({"gate": "none", "updates": 9}, lambda: None),
+    "loss gate": (
+        {"gate": "loss", "trials": 9, "accept_threshold": 0.0, **LOSS_GATE},
+        lambda: dpsur.LossGate(mean_loss, **LOSS_GATE),
+    ),
+    "block gate": (
+        {"gate": "block", "updates": 5, "clip_norm": "given", **BLOCKS},
+        lambda: dpsur.BlockGate(learning_rate=0.3, schedule="constant", **BLOCKS),
+    ),
+    "block gate, norm measured": (
+        {"gate": "block", "updates": 5, **BLOCKS, "learning_rate": None},
+        lambda: dpsur.BlockGate(schedule="constant", **BLOCKS),
+    ),
+}
+
+
+def fitted(gate, settings):
+    options = {"learning_rate": 0.3, **GATES[gate][0], **settings}
     method = dpsur.Dpsgd(
-        gate="loss" if gate else "none",
         batch_size=BATCH,
-        updates=None if gate else updates,
-        trials=updates if gate else None,
         noise_multiplier=1.0,
         max_grad_norm=1.0,
-        learning_rate=0.3,
-        **options,
         schedule="constant",
-        **settings,
+        **options,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dpsur.PrivacyWarning)
@@ -72,21 +85,23 @@ def mean_loss(model, batch):
     return F.cross_entropy(model(x), y)
 
 
-def trained(form, gate, optimizer, updates):
+def trained(form, gate, optimizer, seed=3):
     model, engine = network(), dpsur.PrivacyEngine()
+    options, build = GATES[gate]
     model, optimizer, loader = engine.make_private(
         module=model,
         optimizer=optimizer(model.parameters()),
         data_loader=DataLoader(TensorDataset(*records()), batch_size=BATCH),
         noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        steps=updates,
-        gate=dpsur.LossGate(mean_loss, **LOSS_GATE) if gate else None,
-        seed=3,
+        max_grad_norm=None if gate.endswith("measured") else 1.0,
+        criterion=nn.CrossEntropyLoss(),
+        steps=options.get("updates", options.get("trials")),
+        gate=build(),
+        seed=seed,
     )
     if form == "private_step":
         step = engine.private_step(mean_loss)
-    while engine.accountant.steps < updates:
+    while not engine.finished():
         for batch in loader:
             if form == "private_step":
                 step(batch)
@@ -98,21 +113,21 @@ def trained(form, gate, optimizer, updates):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("gate", [False, True], ids=["no gate", "loss gate"])
+@pytest.mark.parametrize("gate", GATES)
 def test_one_seed_gives_one_run(optimizer, gate):
     settings, build = OPTIMIZERS[optimizer]
-    updates = 9
-    expected = fitted(gate, settings, updates)
+    expected = fitted(gate, settings)
     start = network().state_dict()
     for form in ("private_step", "opacus"):
-        found = trained(form, gate, build, updates)
+        found = trained(form, gate, build)
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13)
             assert not torch.equal(found[name], start[name])
 
 
-def test_another_seed_gives_another_run():
+@pytest.mark.parametrize("gate", GATES)
+def test_another_seed_gives_another_run(gate):
     """The comparison can fail."""
-    one = trained("private_step", False, OPTIMIZERS["sgd"][1], 2)
-    other = copy.deepcopy(fitted(False, {"momentum": 0.0}, 3))
+    settings, build = OPTIMIZERS["sgd"]
+    one, other = trained("private_step", gate, build, seed=4), fitted(gate, settings)
     assert any(not torch.allclose(one[name], other[name]) for name in one)

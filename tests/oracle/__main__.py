@@ -5,12 +5,14 @@
   python -m tests.oracle --only siamese mixup   programs with these words in family or name
   python -m tests.oracle --each                 a line for each program
   python -m tests.oracle --short                one extreme record, added and replaced
+  python -m tests.oracle --write-limits         measure the examples of limits anew (limits.json)
 
 The exit status is 1 where a program came to something else than it states.
 """
 
 import argparse
 import gc
+import json
 import sys
 import time
 import warnings
@@ -21,6 +23,7 @@ import torch
 
 from tests.oracle.harness import (
     FORMS,
+    LIMITS_FILE,
     SHORT_EXTREME,
     SHORT_PAIRS,
     Verdict,
@@ -76,6 +79,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""])
     parser.add_argument("--each", action="store_true")
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--write-limits", action="store_true")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -93,6 +97,8 @@ def main() -> int:
         for form in options.form or FORMS:
             if form not in program.expected:
                 continue
+            if options.write_limits and program.expected[form].outcome != "limit":
+                continue
             start = time.perf_counter()
             verdict = judge(program, form, device=options.device, **worlds)
             verdicts.append(verdict)
@@ -105,6 +111,10 @@ def main() -> int:
                 took = time.perf_counter() - start
                 name = f"{form} | {program.family} | {program.name}"
                 print(f"{problem}{name}: {verdict} [{took:.1f} s]", flush=True)
+    if options.write_limits:
+        found = {each.key: [each.outcome, round(each.worst, 3)] for each in verdicts}
+        LIMITS_FILE.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        return 0
     print(table(verdicts))
     for name, found in limits(verdicts).items():
         print(f"{name}: " + ", ".join(f"{v.program.name} ({v.worst:.3g} C)" for v in found))

@@ -7,11 +7,13 @@ extreme record, and the gradients of the others. `make test-all` runs all worlds
 import pytest
 import torch
 
-from dpsur.engine import watch
+from dpsur.engine.blocks import BlockRun
+from dpsur.per_example import clipping
 from tests.oracle.harness import (
     ADD,
     ALONE,
     FORMS,
+    LIMITS,
     REPLACE,
     SHORT_EXTREME,
     SHORT_PAIRS,
@@ -63,7 +65,10 @@ def test_each_record_has_its_right_gradient(name):
 def test_all_worlds(name, form):
     if form not in NAMED[name].expected:
         pytest.skip("has no such form")
-    check(judge(NAMED[name], form))
+    verdict = judge(NAMED[name], form)
+    check(verdict)
+    if NAMED[name].expected[form].outcome == "limit":
+        assert verdict.outcome == LIMITS[verdict.key][0], "measure it anew: --write-limits"
 
 
 @pytest.mark.gpu
@@ -80,8 +85,8 @@ def test_private_steps_on_cuda(name):
 
 
 def shorten_norms(monkeypatch, factor):
-    own = watch.clip_factors
-    monkeypatch.setattr(watch, "clip_factors", lambda norms, *rest: own(norms * factor, *rest))
+    own = clipping.clip_factors
+    monkeypatch.setattr(clipping, "clip_factors", lambda norms, *rest: own(norms * factor, *rest))
 
 
 def test_what_is_not_clipped_is_found(monkeypatch):
@@ -105,6 +110,38 @@ def test_a_loop_that_passes_records_on_is_found():
     name = "loops-figures passed on as an argument"
     found = judge(NAMED[name], "private_step", pairs=(ADD,), extreme=("huge",))
     assert found.outcome == "leak"
+
+
+def test_a_gates_values_that_are_not_bounded_are_found(monkeypatch):
+    own = BlockRun._values
+    monkeypatch.setattr(BlockRun, "_values", lambda *given: 3 * own(*given))
+    name = "loops-block gate as it is, norm given"
+    found = judge(NAMED[name], "private_step", pairs=(REPLACE,), extreme=("NaN",))
+    assert found.outcome == "above"
+    assert "test" in found.worst_at
+
+
+def test_a_limit_that_grows_is_found(monkeypatch):
+    found = judge(
+        NAMED["losses-target centred by batch"], "opacus", pairs=SHORT_PAIRS, extreme=SHORT_EXTREME
+    )
+    assert found.as_expected
+    monkeypatch.setitem(LIMITS, found.key, ["above", found.worst / 1.1])
+    assert not found.as_expected
+    monkeypatch.setitem(LIMITS, found.key, ["leak", found.worst])
+    assert not found.as_expected
+    monkeypatch.delitem(LIMITS, found.key)
+    assert not found.as_expected
+
+
+def test_every_limit_is_measured_and_none_besides():
+    named = {
+        f"{form}: {program.family}: {program.name}"
+        for program in PROGRAMS
+        for form, expected in program.expected.items()
+        if expected.outcome == "limit"
+    }
+    assert set(LIMITS) == named
 
 
 def test_a_record_that_counts_twice_is_found(monkeypatch):

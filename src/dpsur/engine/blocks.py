@@ -1,6 +1,6 @@
 """Rate search in a custom loop: blocks of updates, and rare, precise tests that decide about them.
 
-The order of updates and tests is fixed before the run (`BlockPlan`), and all of them are charged.
+The order of updates and tests is fixed before the run (`Plan`), and all of them are charged.
 The loop makes the updates. After the last update of a block, `optimizer.step()` makes the test that
 is due, on all records, and does what the rule says (`RateSearch`): it sets the learning rate and
 perhaps the clipping norm, and continues, or goes back to a saved state.
@@ -50,8 +50,8 @@ from dpsur.mechanism.rate_search import (
 )
 from dpsur.mechanism.streams import VAL_NOISE, Draws, Streams
 from dpsur.per_example.clipping import ClippedSum
-from dpsur.privacy.plans.blocks import BlockPlan
-from dpsur.privacy.plans.open_ended import BlockLedger
+from dpsur.privacy.account import Account
+from dpsur.privacy.plan import Plan
 
 FIRST_CLIP_NORM = 1.0  # stays in force where a histogram of gradient norms shows nothing
 
@@ -62,7 +62,7 @@ class BlockRun:
     def __init__(
         self,
         gate: BlockGate,
-        ledger: BlockLedger,
+        ledger: Account,
         watcher: Watcher,
         optimizer: Optimizer,
         criterion: Criterion | None,
@@ -104,10 +104,10 @@ class BlockRun:
         return Snapshot(self._module, self._optimizer, self._gate.averages, self._saved[START])
 
     @property
-    def plan(self) -> BlockPlan:
+    def plan(self) -> Plan:
         """Updates and tests, fixed before the run."""
         plan = self.ledger.plan
-        assert isinstance(plan, BlockPlan)
+        assert plan is not None
         return plan
 
     @cached_property
@@ -363,7 +363,7 @@ class BlockRun:
             "saved": {name: saved.state_dict() for name, saved in self._saved.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], ledger: BlockLedger) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], ledger: Account) -> None:
         """Continue where a checkpoint was made."""
         self.ledger = ledger
         self._memory = None if state["memory"] is None else dict(state["memory"])

@@ -24,12 +24,13 @@ from dpsur.mechanism.gate import LossRule
 from dpsur.mechanism.optim import SHAPES
 from dpsur.mechanism.rate_search import search_blocks
 from dpsur.mechanism.streams import Stream
+from dpsur.privacy.account import ACCOUNTING as EVERY_TRIAL
+from dpsur.privacy.account import PROVEN
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
-from dpsur.privacy.plans.blocks import TESTS_COST, BlockPlan, plan_blocks
-from dpsur.privacy.plans.open_ended import ACCOUNTING as EVERY_TRIAL
-from dpsur.privacy.plans.open_ended import PROVEN
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import TESTS_COST, plan_blocks
 
 # Of the loss function of a gate: the model and a batch of the loader, to a number.
 BatchLoss = Callable[[nn.Module, Any], Tensor]
@@ -142,10 +143,10 @@ class BlockGate:
         averages: modules that follow the weights, such as a `torch.optim.swa_utils.AveragedModel`.
             They are saved and restored with the model.
 
-    Formal guarantee: that of a `BlockPlan`. Every update is a sampled Gaussian, every test a
-    (sampled) Gaussian on a sum of per-record values of L2 norm at most 1, all charged, whatever
-    they decide. Every record's value depends on that record alone: `outputs` and `losses` must not
-    mix records, which is tried with the first records of each test.
+    Formal guarantee: that of a `Plan` with a phase for each block. Every update is a sampled
+    Gaussian, every test a (sampled) Gaussian on a sum of per-record values of L2 norm at most 1,
+    all charged, whatever they decide. Every record's value depends on that record alone: `outputs`
+    and `losses` must not mix records, which is tried with the first records of each test.
     """
 
     outputs: Outputs | None = None
@@ -185,7 +186,7 @@ class BlockGate:
         noise_multiplier: float | None,
         epsilon: float | None,
         delta: float,
-    ) -> BlockPlan:
+    ) -> Plan:
         """Updates, tests and noise, fixed before the run; `updates` are those of the last block."""
         if updates is None:
             raise InvalidInputError(

@@ -78,6 +78,11 @@ def check_loader(loader: Any) -> None:
             "data_loader reads an IterableDataset, from which no Poisson sample can be drawn; use "
             "a map-style data set with __getitem__ and __len__"
         )
+    if isinstance(loader, PrivateLoader):
+        raise InvalidInputError(
+            "this data_loader is private already, and its batches belong to another make_private; "
+            "pass the loader that it was made from"
+        )
     if not isinstance(loader.batch_sampler, BatchSampler) or loader.batch_size is None:
         raise InvalidInputError(
             "data_loader has a custom batch_sampler or no batch_size; Poisson sampling takes "

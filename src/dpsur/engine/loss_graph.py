@@ -20,11 +20,10 @@ from torch import Tensor
 from dpsur.engine.criterion import PerRecord
 from dpsur.errors import CouplingError
 
-REMEDY = (
-    "write the loss as `@engine.private_step def step(model, batch): ...` and call step(batch) in "
-    "the loop, where it may be any function; or give it as make_private(..., criterion=loss) and "
-    "call engine.criterion(outputs, targets), which computes each record's loss alone"
-)
+REMEDY = """write it as a private step, which takes any function, and call step(batch) in the loop:
+    @engine.private_step
+    def step(model, batch):
+        return loss(model(batch[0]), batch[1])"""
 
 
 _BY_A_TENSOR = (
@@ -61,7 +60,6 @@ class Total:
 
 State = Rows | Total
 Cut = dict[tuple[Any, int], int]  # (node, number of its output): length of the first dimension
-Values = dict[tuple[Any, int], Tensor]
 
 # Applied to each number alone. Arguments that are tensors are refused, since they may come from the
 # whole batch (a mask, a bound); plain numbers have to be the same in every batch.
@@ -96,27 +94,20 @@ _NONE, _MEAN = 0, 1
 
 @dataclass(frozen=True)
 class LossReport:
-    """What to multiply each record's gradient by, whether the batch was averaged, and factors.
-
-    `targets` are constants that outputs were compared with, with a row per record.
-    """
+    """What to multiply each record's gradient by, whether the batch was averaged, and factors."""
 
     scale: float | Tensor
     mean: bool
     factors: tuple[float, ...]
-    targets: tuple[Tensor, ...] = ()
     divisor: Tensor | None = None
 
 
-def check_loss_graph(
-    loss: Tensor, cut: Cut, records: int, names: dict[int, str], outputs: Values
-) -> LossReport:
+def check_loss_graph(loss: Tensor, cut: Cut, records: int, names: dict[int, str]) -> LossReport:
     """Follow a loss down to the outputs in `cut`; refuse it where records may be coupled.
 
-    `names` are those of parameters by identity, for messages; `outputs` are the values of those in
-    `cut`.
+    `names` are those of parameters by identity, for messages.
     """
-    walk = _Walk(cut, records, names, outputs)
+    walk = _Walk(cut, records, names)
     if (
         records == 1
     ):  # a mean is a sum, and there is nothing to couple but by numbers from elsewhere
@@ -127,45 +118,20 @@ def check_loss_graph(
             CouplingError
         ):  # rows and totals look alike here; how many records there are is private
             walk.check_numbers(loss.grad_fn)
-        return LossReport(1.0, True, tuple(walk.factors), walk.targets)
+        return LossReport(1.0, True, tuple(walk.factors))
     state = walk.state(loss.grad_fn, 0)
     if not isinstance(state, Total):
         if math.prod(state.shape) != 1:
             raise CouplingError("the loss must be one number; reduce it with .mean() or .sum()")
         state = Total(1.0, False)
-    return LossReport(state.scale, state.mean, tuple(walk.factors), walk.targets, state.divisor)
+    return LossReport(state.scale, state.mean, tuple(walk.factors), state.divisor)
 
 
 class _Walk:
-    def __init__(self, cut: Cut, records: int, names: dict[int, str], outputs: Values) -> None:
-        self.cut, self.records, self.names, self.outputs = cut, records, names, outputs
-        self._targets: list[Tensor] = []
+    def __init__(self, cut: Cut, records: int, names: dict[int, str]) -> None:
+        self.cut, self.records, self.names = cut, records, names
         self.factors: list[float] = []
         self._known: dict[tuple[Any, int], State] = {}
-
-    @property
-    def targets(self) -> tuple[Tensor, ...]:
-        """Constants with a row per record."""
-        parts = [value for value in self._targets if value.dim() and value.numel()]
-        return tuple(
-            value.detach().reshape(self.records, -1)
-            for value in parts
-            if len(value) % self.records == 0
-        )
-
-    def _note_difference(self, node: Any) -> None:
-        """What an output was subtracted from, or what from it, where the difference is saved."""
-        below = node.next_functions[0][0]
-        saved = getattr(node, "_saved_self", None)
-        if below is None or not below.name().startswith("Sub") or not isinstance(saved, Tensor):
-            return
-        (one, first), (two, second) = below.next_functions
-        if two is None and (one, first) in self.outputs:
-            output = self.outputs[one, first]
-            self._targets += [output - saved] if output.shape == saved.shape else []
-        elif one is None and (two, second) in self.outputs:
-            output = self.outputs[two, second]
-            self._targets += [saved + output] if output.shape == saved.shape else []
 
     def state(self, node: Any, output: int) -> State:
         """What a node's output is; nodes are visited once, without deep recursion in Python."""
@@ -292,8 +258,6 @@ class _Walk:
             pair = kind in ("Add", "Sub", "Mul", "Div") and len(rows) == 2
             if not pair or all(one.stretched for one in rows):
                 raise self._unknown(node, "do outputs and targets have different shapes?")
-        if kind in ("Pow", "Abs", "Mul"):
-            self._note_difference(node)
         if getattr(node, "_forward_cls", None) is PerRecord:
             if any(one.shape[0] != node.records for one in rows) or node.records % self.records:
                 raise self._unknown(node, "it was given parts of records")
@@ -365,11 +329,8 @@ class _Walk:
         raise self._unknown(node)
 
     def _is_target(self, value: Any) -> bool:
-        """Whether a constant has a row per record; it is then compared between batches."""
-        if not isinstance(value, Tensor) or not value.dim() or len(value) % self.records:
-            return False
-        self._targets.append(value)
-        return True
+        """Whether a constant has a row per record."""
+        return isinstance(value, Tensor) and value.dim() > 0 and len(value) % self.records == 0
 
     def _within_records(
         self, node: Any, kind: str, rows: list[Rows], shape: tuple[int, ...]
@@ -421,10 +382,8 @@ class _Walk:
             if value is not None and plain and rows[0].shape == shape:
                 self.factors.append(value)
                 return Rows(shape)
-            # a target, or a weight of each record: compared between batches like other targets
-            other = _saved(node)
+            other = _saved(node)  # a target, or a weight of each record
             if other is not None and rows[0].shape == shape and tuple(other.shape) == shape:
-                self._targets.append(other)
                 return Rows(shape)
         raise self._unknown(node, "rows times a tensor, which may hold weights of the whole batch")
 
@@ -445,8 +404,6 @@ class _Walk:
         whole = kind == "Slice" and shape == first.shape
         if (0 in moved and not whole) or not shape or shape[0] != first.shape[0]:
             raise self._unknown(node, "over the records of the batch")
-        if kind == "Gather":
-            self._targets.append(node._saved_index)
         if kind == "Select":  # where the longest record of a batch ends, perhaps
             self.factors.append(float(_signed(node._saved_index)))
         if kind == "Slice":
@@ -482,7 +439,6 @@ class _Walk:
         for name in ("delta", "beta"):
             self.factors += [float(v) for v in [getattr(node, f"_saved_{name}", None)] if v]
         target = getattr(node, "_saved_target", None)
-        self._targets += [] if target is None else [target]
         if kind.startswith("Nll"):
             self.factors.append(float(_signed(node._saved_ignore_index)))
             self._check_classes(node, target, first)

@@ -32,6 +32,21 @@ class Steps(Protocol):
         """Whether schedulers are refused."""
         ...
 
+    @property
+    def noise_multiplier(self) -> float:
+        """Of each step."""
+        ...
+
+    @property
+    def max_grad_norm(self) -> float:
+        """Of each record."""
+        ...
+
+    @property
+    def expected_batch_size(self) -> float:
+        """Sample rate times number of records."""
+        ...
+
     def begin_step(self) -> bool:
         """Put the private gradient in place; False: this microbatch is not the last."""
         ...
@@ -49,6 +64,26 @@ class PrivateOptimizer(Optimizer):
     """What is mixed into the class of an optimizer by `make_private_optimizer`."""
 
     engine: Steps
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise over `max_grad_norm`."""
+        return self.engine.noise_multiplier
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The norm that each record's gradient is clipped to."""
+        return self.engine.max_grad_norm
+
+    @property
+    def expected_batch_size(self) -> float:
+        """What the sum of clipped gradients is divided by."""
+        return self.engine.expected_batch_size
+
+    @property
+    def original_optimizer(self) -> Optimizer:
+        """The optimizer itself, which is not wrapped."""
+        return self
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip, add noise, charge, and step; nothing for a microbatch that is not the last."""

@@ -33,11 +33,10 @@ from dpsur.environment import versions
 from dpsur.errors import CheckpointError, InvalidInputError, NothingReleasedError, StepError
 from dpsur.mechanism.streams import Streams
 from dpsur.per_example.augmentation import Augment
+from dpsur.privacy.account import ACCOUNTING, PROVEN, Account
 from dpsur.privacy.calibrate import calibrate
 from dpsur.privacy.events import SampledGaussian, Step, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import BlockPlan, FilteredPlan, PrivacyLedger
-from dpsur.privacy.plans.open_ended import ACCOUNTING, PROVEN, BlockLedger, SelectiveLedger
 from dpsur.privacy.statement import (
     BY_CONSTRUCTION,
     WAS_CHECKED,
@@ -179,7 +178,7 @@ class PrivacyEngine(PrivateLoop):
         delta = min(1e-5, 0.1 / size) if target_delta is None else target_delta
         planned = planned_steps(epochs, steps, data_loader)
         if isinstance(gate, BlockGate):
-            self._ledger = BlockLedger.from_plan(
+            self._ledger = Account.from_plan(
                 gate.plan(
                     planned,
                     size,
@@ -196,19 +195,15 @@ class PrivacyEngine(PrivateLoop):
                     "the accounting 'proven' needs steps=..., the number of accepted updates, "
                     "fixed in advance"
                 )
-            self._ledger = SelectiveLedger.for_updates(
-                step, planned, delta=delta, epsilon=target_epsilon
-            )
+            self._ledger = Account.for_updates(step, planned, delta=delta, epsilon=target_epsilon)
         elif target_epsilon is not None and planned is None:
-            self._ledger = PrivacyLedger.for_budget(target_epsilon, delta, step)
+            self._ledger = Account.for_budget(target_epsilon, delta, step)
         elif planned is not None:
             if target_epsilon is None:  # what is planned is the budget
-                target_epsilon = PrivacyLedger.for_steps(step, planned, delta=delta).guarantee()
-            self._ledger = PrivacyLedger.for_steps(
-                step, planned, delta=delta, epsilon=target_epsilon
-            )
+                target_epsilon = Account.for_steps(step, planned, delta=delta).guarantee()
+            self._ledger = Account.for_steps(step, planned, delta=delta, epsilon=target_epsilon)
         else:
-            self._ledger = PrivacyLedger.without_limit(delta)
+            self._ledger = Account.without_limit(delta)
         self._event: Step = step
         self._size, self._rate, self._noise = size, rate, noise_multiplier
         device = next(iter(trained.values())).device
@@ -230,7 +225,7 @@ class PrivacyEngine(PrivateLoop):
         self._max_grad_norm = max_grad_norm
         self._module, self._optimizer, self._dataset = module, optimizer, data_loader.dataset
         self._gate, self._saved = gate if isinstance(gate, LossGate) else None, None
-        if isinstance(self._ledger, SelectiveLedger):
+        if self._ledger.charges_accepted:
             self._first = Snapshot(module, optimizer)
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
         clip_norm = FIRST_CLIP_NORM if max_grad_norm is None else max_grad_norm
@@ -246,7 +241,6 @@ class PrivacyEngine(PrivateLoop):
         if self._private_steps:
             self._loader.collate_alone()
         if isinstance(gate, BlockGate):
-            assert isinstance(self._ledger, BlockLedger)
             self._blocks = BlockRun(
                 gate,
                 self._ledger,
@@ -257,7 +251,7 @@ class PrivacyEngine(PrivateLoop):
                 RecordReader(self._loader, self._batch_streams),
                 lambda: self._streams,
             )
-            self._loader.length = self._ledger.updates
+            self._loader.length = self._blocks.plan.length
         return module, make_private_optimizer(optimizer, self), self._loader
 
     def make_private_with_epsilon(
@@ -370,7 +364,7 @@ class PrivacyEngine(PrivateLoop):
                 "target_epsilon"
             )
         gate = self._gate
-        if isinstance(self.accountant, SelectiveLedger) and not self.accountant.completed:
+        if self.accountant.charges_accepted and not self.accountant.completed:
             raise NothingReleasedError(
                 "the accounting 'proven' covers a training that made all of its updates; continue "
                 "until the loader ends, or release nothing"
@@ -380,10 +374,10 @@ class PrivacyEngine(PrivateLoop):
                 "the plan of the BlockGate is not done, and the weights at hand may be those of a "
                 "learning rate on trial; continue until the loader ends, then state and save"
             )
-        steps = None if isinstance(plan, FilteredPlan) else plan.length
+        steps = None if plan.filter is not None else plan.length
         val_batch_size = None if gate is None else gate.val_batch_size
         val_noise = None if gate is None else gate.val_noise_multiplier
-        if isinstance(plan, BlockPlan):  # the search is not counted, as in `make_private`
+        if plan.tests:  # the search is not counted, as in `make_private`
             steps, val_noise = plan.blocks[-1], plan.test.noise_multiplier
             if isinstance(plan.test, SampledGaussian):
                 val_batch_size = round(plan.test.sample_rate * self._size)
@@ -476,14 +470,13 @@ class PrivacyEngine(PrivateLoop):
                     f"the checkpoint was made with {name} {state[name]}, this engine has "
                     f"{own[name]}; call make_private with the settings of the checkpoint"
                 )
-        ledger = PrivacyLedger.from_json(state["ledger"])
+        ledger = Account.from_json(state["ledger"])
         if ledger.describe() != self.accountant.describe():
             raise CheckpointError(
                 f"the checkpoint planned {ledger.describe()}, this engine "
                 f"{self.accountant.describe()}; plan the same in make_private"
             )
         if self._blocks is not None:
-            assert isinstance(ledger, BlockLedger)
             self._blocks.load_state_dict(state["blocks"], ledger)
         self._ledger, self._due, self._accepted = ledger, None, int(state["accepted"])
         self._checked = self._checked or state.get("independence") != BY_CONSTRUCTION

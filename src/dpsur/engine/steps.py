@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpsur.distributed import Reduction
-from dpsur.engine.batch_checks import Yielded
 from dpsur.engine.blocks import BlockRun
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.gate import LossGate, Snapshot
@@ -41,9 +40,8 @@ from dpsur.mechanism.sampling import poisson_sample
 from dpsur.mechanism.streams import LAYERS, NOISE, VAL_BATCH, VAL_NOISE, Streams
 from dpsur.per_example.clipping import ClippedSum
 from dpsur.per_example.record_function import RecordFunction
+from dpsur.privacy.account import Account
 from dpsur.privacy.events import Step
-from dpsur.privacy.plans import PrivacyLedger
-from dpsur.privacy.plans.open_ended import SelectiveLedger
 
 COMPARED_EVERY = 50  # steps after which the weights of all ranks are compared
 
@@ -72,7 +70,7 @@ class PrivateLoop:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._ledger: PrivacyLedger | None = None
+        self._ledger: Account | None = None
         self._due: Microbatch | None = None
         self._criterion: Criterion | None = None
         self._gate: LossGate | None = None
@@ -93,7 +91,7 @@ class PrivateLoop:
         self._accepted = 0
 
     @property
-    def accountant(self) -> PrivacyLedger:
+    def accountant(self) -> Account:
         """The ledger that every step is charged to."""
         if self._ledger is None:
             raise InvalidInputError("call make_private first")
@@ -103,6 +101,21 @@ class PrivateLoop:
     def sets_learning_rate(self) -> bool:
         """Whether the engine sets the learning rate, so that schedulers are refused."""
         return self._blocks is not None
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise over `max_grad_norm`."""
+        return self._noise
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The norm that each record's gradient is clipped to."""
+        return self._watcher.max_grad_norm
+
+    @property
+    def expected_batch_size(self) -> float:
+        """What the sum of clipped gradients is divided by."""
+        return self._rate * self._size
 
     def _batch_streams(self) -> Streams:
         """Batches are drawn on the host."""
@@ -125,7 +138,7 @@ class PrivateLoop:
             return self._blocks.ledger.update_steps()
         if not self.accountant.affords(self._event):
             raise self._spent()
-        if isinstance(self.accountant, SelectiveLedger):  # ends after the last update
+        if self.accountant.charges_accepted:  # ends after the last update
             assert self.accountant.plan is not None
             length = self.accountant.plan.trials
         return range(first, first + length)
@@ -190,8 +203,6 @@ class PrivateLoop:
             self._calls = 0
         self._due, self._content = batch, content
         self._yields_open = self._yields_open or not isinstance(content, PrivateBatch)
-        self._watcher.sums.inputs.clear()  # held to their number above, and they take memory
-        self._watcher.yielded = Yielded(batch.records, content, batch.before)
 
     def expect(self, rows: int) -> Tensor | None:
         """Called before each watched forward pass: a private batch has to be there."""
@@ -266,6 +277,12 @@ class PrivateLoop:
         self, step: PrivateStep, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Tensor]:
         """Add up the clipped gradients of the records of the batch at hand, for `update`."""
+        if self._watcher.sharding is not None:
+            # its sums would stay those of this rank, while the update takes them as everybody's
+            raise UnsupportedModelError(
+                "private_step does not take a model that fully_shard has sharded; write "
+                "loss.backward() and optimizer.step() in the loop, or train on one device"
+            )
         due = self._due
         if due is None:
             raise StepError(
@@ -295,7 +312,7 @@ class PrivateLoop:
         ):
             for sums, losses, figures in self._gradients(step, found, args, kwargs):
                 parts.append((losses, figures))
-                watcher.sums.add(len(losses), sums, [])
+                watcher.sums.add(len(losses), sums)
             if rates != [float(group["lr"]) for group in self._optimizer.param_groups]:
                 raise CouplingError(
                     "the function of a private step changes the learning rate, by which a record "
@@ -303,7 +320,7 @@ class PrivateLoop:
                     "values"
                 )
         if not found.groups:
-            watcher.sums.add(1, {}, [])
+            watcher.sums.add(1, {})
         watcher.gradients.mark(None)
         self._from_function = True
         return means(parts)
@@ -433,7 +450,7 @@ class PrivateLoop:
             self._saved.restore()
             self.scheduler_due = False
         self._saved, self._test_batch = None, []
-        if isinstance(self.accountant, SelectiveLedger):
+        if self.accountant.charges_accepted:
             self._count(accepted, self.accountant)
         if self._gate.show_verdicts:
             self.verdicts.append(accepted)
@@ -446,7 +463,7 @@ class PrivateLoop:
             self._watcher.sharding.reshard()  # or the next step would not reach gathered weights
         return found
 
-    def _count(self, accepted: bool, ledger: SelectiveLedger) -> None:
+    def _count(self, accepted: bool, ledger: Account) -> None:
         """Charge an accepted update; give up where the cap on trials is reached."""
         if accepted:
             ledger.accept()

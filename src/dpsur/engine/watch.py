@@ -11,34 +11,25 @@ frees what it has saved.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dpsur.engine.backward import leave_backward, watch_backward
-from dpsur.engine.batch_checks import (
-    ArgumentCheck,
-    Place,
-    TargetCheck,
-    Yielded,
-    check_not_used,
-    places_of,
-    row_count_of,
-    rows_with_nan,
-)
 from dpsur.engine.gradients import Gradients
-from dpsur.engine.loss_graph import Cut, Values, check_loss_graph
+from dpsur.engine.loss_graph import Cut, check_loss_graph
 from dpsur.engine.sharding import Sharding
 from dpsur.errors import CouplingError, StepError, UnsupportedModelError
 from dpsur.functional.call import Arguments, arguments
 from dpsur.functional.parameters import Params
 from dpsur.functional.process_settings import precision
-from dpsur.functional.tree import map_tensors
+from dpsur.functional.tree import describe_rows, map_tensors, tensors_of
 from dpsur.per_example.augmentation import Augment, augmented
-from dpsur.per_example.contributions import Factors, clip_factors
+from dpsur.per_example.clipping import clip_tape
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.tape import Tape
 
@@ -49,9 +40,7 @@ class Call:
 
     tape: Tape
     rows: int
-    inputs: list[Place]
-    given: Arguments
-    outputs: Values = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
     # the outputs themselves, and how many hooks they had when the model returned them
     returned: list[tuple[Tensor, int]] = field(default_factory=list)
     cut: Cut = field(default_factory=dict)
@@ -64,12 +53,10 @@ class Sums:
 
     rows: int = 0
     params: Params = field(default_factory=dict)
-    inputs: list[list[Place]] = field(default_factory=list)
 
-    def add(self, rows: int, params: Params, inputs: list[Place]) -> None:
+    def add(self, rows: int, params: Params) -> None:
         """Add the clipped gradients of some more records."""
         self.rows += rows
-        self.inputs.append(inputs)
         for name, value in params.items():
             self.params[name] = self.params[name] + value if name in self.params else value
 
@@ -124,9 +111,7 @@ class Watcher:
         # of one record and of several, whose losses are not written alike
         self._factors: dict[bool, tuple[float, ...]] = {}
         self._calls: list[Call] = []
-        self._argument_check = ArgumentCheck()
-        self.yielded: Yielded | None = None
-        self._target_check = TargetCheck()
+        self._constants: str | None = None  # what is no tensor in the first call
         self._busy = False
         self._sharded = ExitStack()
         self.gradients = Gradients(trained)
@@ -198,14 +183,14 @@ class Watcher:
     def _call(self, args: Any, kwargs: Any) -> Any:
         """Run the module in the record level, in the place of its own forward pass."""
         given = Arguments(args, kwargs)
-        rows, views = row_count_of(given), self.views
+        rows, views = _row_count(given), self.views
         if rows % views:
             raise StepError(
                 f"the model was called with {rows} rows, expected a multiple of views={views}; "
                 "keep the views of a record together"
             )
         self._expects(rows // views)
-        self._argument_check.look(given)
+        self._check_constants(given)
         self._note_precision()
 
         def call(one: Any) -> Any:
@@ -218,7 +203,20 @@ class Watcher:
         with self._sharded, self._plain_forward() as forward, self.paused():
             tape, found = self.records.run(call, alone, rows // views, randomness=self.randomness)
         tape.recording = False  # until a loss was inspected
-        return self._outputs(tape, found, given)
+        return self._outputs(tape, found)
+
+    def _check_constants(self, given: Arguments) -> None:
+        """Refuse another number or text than in the first call: the batch may have decided it."""
+        found: list[Any] = []
+        map_tensors(lambda _: None, (given.args, given.kwargs), otherwise=found.append)
+        plain = repr([one for one in found if isinstance(one, (Real, str, bytes))])
+        self._constants = plain if self._constants is None else self._constants
+        if plain != self._constants:
+            raise CouplingError(
+                "the model was called with another number or text than in its first call; one that "
+                "depends on the batch couples its records: make it constant, or write the loss "
+                "as engine.private_step, whose further arguments may change"
+            )
 
     def _note_precision(self) -> None:
         kind = next(iter(self.trained.values())).device.type
@@ -241,14 +239,14 @@ class Watcher:
             )
         return arguments(augmented(self.augment, kwargs or (args[0] if len(args) == 1 else args)))
 
-    def _outputs(self, tape: Tape, found: Any, given: Arguments) -> Any:
+    def _outputs(self, tape: Tape, found: Any) -> Any:
         """What the module returns for the whole batch; notes where its graph ends."""
-        call = Call(tape, tape.examples, places_of(given), given)
+        call = Call(tape, tape.examples)
 
         def note(value: Tensor) -> Tensor:
             if value.grad_fn is not None:
                 call.cut[value.grad_fn, value.output_nr] = len(value)
-                call.outputs[value.grad_fn, value.output_nr] = value.detach()
+                call.outputs.append(value.detach())
                 call.returned.append((value, _hooks(value)))
             return value
 
@@ -336,14 +334,13 @@ class Watcher:
                 "a second backward pass through one forward pass would count its records twice; "
                 "add the losses up and call backward() once"
             )
-        check_not_used(call.inputs, self.sums.inputs)
         hooked = any(_hooks(output) != before for output, before in call.returned)
         if hooked and self.sharding is None:  # FSDP has one on what the module returns
             raise CouplingError(
                 "an output of the model has a hook, by which a record's gradient may depend on "
                 "others; remove register_hook, or change gradients inside of the model"
             )
-        report = check_loss_graph(loss, call.cut, call.rows, self._names, call.outputs)
+        report = check_loss_graph(loss, call.cut, call.rows, self._names)
         views = 1 if self.loss_reduction == "mean" else self.views  # a sum is not divided by them
         if call.rows > 1 and report.mean != (self.loss_reduction == "mean"):
             has = "a mean" if report.mean else "a sum"
@@ -358,11 +355,6 @@ class Watcher:
                 "number that depends on the batch couples its records: make it constant, or "
                 "compute it from each record alone in make_private(criterion=...)"
             )
-        if self.yielded is not None and self.views == 1:
-            used = self.sums.rows - self.yielded.before
-            self._target_check.look(
-                replace(self.yielded, before=used), call.given, report.targets, call.rows
-            )
         call.tape.recording = True
         start = report.scale if report.divisor is None else report.divisor
         return start, report.scale / start / views
@@ -373,7 +365,7 @@ class Watcher:
         tape.recording = False
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
-            tape.spoiled = rows_with_nan(call.outputs.values(), call.rows)
+            tape.spoiled = _rows_with_nan(call.outputs, call.rows)
         keep = self._expects(call.rows)
         if keep is None:
             missing = next((n for n in tape.params if not tape.contributions.get(n)), None)
@@ -382,19 +374,13 @@ class Watcher:
                     f"parameter {missing} took no part in the loss, so noise alone would train it; "
                     "freeze it with requires_grad_(False) before make_private"
                 )
-        with torch.no_grad(), precision(tf32=False):
-            norms = tape.norms()
-            scale = torch.as_tensor(scale, device=norms.device).to(norms.dtype)
-            factors = clip_factors(norms * scale, self.max_grad_norm, keep)
-            factors = Factors(factors.values * scale, factors.keep)
-            if factors.keep is not None:
-                factors.values.masked_fill_(~factors.keep, 0.0)
-            sums: Params = {}
-            for name in reversed(tape.params):
-                total = tape.weighted_sum(name, factors, last=True)
-                # of a sharded parameter only this rank's part is kept, of the sum of all ranks
+        sums: Params = {}
+        for name, total in clip_tape(
+            tape, tape.params, self.max_grad_norm, keep=keep, scale=scale
+        ):  # of a sharded parameter only this rank's part is kept, of the sum of all ranks
+            with torch.no_grad():
                 sums[name] = total if self.sharding is None else self.sharding.reduce(name, total)
-        self.sums.add(call.rows, sums, call.inputs)
+        self.sums.add(call.rows, sums)
         tape.leaves.clear()
         self.gradients.mark(self.unwatched)
 
@@ -417,11 +403,7 @@ class Watcher:
                 f"parameter {missing} took no part in the loss, so noise alone would train it; "
                 "freeze it with requires_grad_(False) before make_private"
             )
-        with torch.no_grad(), precision(tf32=False):
-            factors = clip_factors(tape.norms(), self.max_grad_norm, None)
-            return {
-                name: tape.weighted_sum(name, factors, last=True) for name in reversed(tape.params)
-            }
+        return dict(clip_tape(tape, tape.params, self.max_grad_norm))
 
     def take(self) -> Params:
         """The clipped sums of the batch, which are forgotten here."""
@@ -435,7 +417,7 @@ class Watcher:
 
     def forget(self) -> None:
         """Drop what calls and backward passes have left."""
-        self.sums, self._calls, self.yielded = Sums(), [], None
+        self.sums, self._calls = Sums(), []
 
 
 class WatchedForward:
@@ -473,3 +455,34 @@ def _inactive() -> Watcher:
 def _close(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(abs(a - b) <= 1e-9 * abs(a) for a, b in pairs)
+
+
+def _row_count(inputs: Arguments) -> int:
+    """How many rows a call is for; refuses arguments that do not agree."""
+    found = tensors_of(inputs)
+    if not found:
+        raise UnsupportedModelError("the model was called without a tensor; pass it the records")
+    if any(value.layout is not torch.strided or value.is_nested for value in found):
+        raise UnsupportedModelError(
+            "the model was called with a sparse or nested tensor, whose records cannot be told "
+            "apart; pass dense tensors, with records padded to one length"
+        )
+    rows = len(found[0]) if found[0].dim() else 0
+    for value in found:
+        if not value.dim() or len(value) != rows:
+            raise UnsupportedModelError(
+                f"the model was called with tensors of {describe_rows(inputs)}, of which one has "
+                f"the shape {tuple(value.shape)} and another {rows} rows; every tensor must have a "
+                "row per record in its first dimension (batch_first=True)"
+            )
+    return rows
+
+
+def _rows_with_nan(outputs: list[Tensor], records: int) -> Tensor | None:
+    """Records with NaN among their outputs, from which a loss is NaN; None without an output."""
+    found = [
+        value.reshape(records, -1).amax(1).isnan()
+        for value in outputs
+        if value.numel() and value.is_floating_point()
+    ]
+    return torch.stack(found).any(0) if found else None

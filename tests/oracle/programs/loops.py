@@ -398,6 +398,101 @@ def loss_gate():
     return looped(loop, gate=gate)
 
 
+# --- tests of a block gate ------------------------------------------------------------------------
+
+
+def each(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def guarded(model, batch):
+    x, y = batch
+    return each(model, torch.zeros_like(x) if torch.isnan(x).any() else x, y)
+
+
+def filled_in(model, batch):
+    x, y = batch
+    return each(model, torch.where(torch.isnan(x), torch.nanmean(x, 0), x), y)
+
+
+def normalised(model, batch):
+    x, y = batch
+    return each(model, (x - x.mean(0)) / (x.std(0, unbiased=False) + 1e-5), y)
+
+
+def centred(model, batch):
+    found = each(model, *batch)
+    return found - found.mean()
+
+
+def largest(model, batch):
+    found = each(model, *batch)
+    return found / found.detach().max()
+
+
+def weighted_by_class(model, batch):
+    x, y = batch
+    return each(model, x, y) / torch.bincount(y, minlength=CLASSES)[y]
+
+
+def ranked(model, batch):
+    return each(model, *batch).sort().values
+
+
+class Remembering:
+    """Compares with the losses of the batch before."""
+
+    def __init__(self):
+        self.before = 0.0
+
+    def __call__(self, model, batch):
+        found = each(model, *batch)
+        self.before, before = found.detach().mean(), self.before
+        return found - before
+
+
+class Counting(Remembering):
+    def __call__(self, model, batch):
+        found = each(model, *batch)
+        self.before, before = float(found.detach().nan_to_num(0, 0, 0).mean()), self.before
+        return found - before
+
+
+def block_gated(losses, norm):
+    def loop(given):
+        step = given.engine.private_step(cross_entropy)
+        for batch in given.loader:
+            step(batch)
+
+    gate = dpsur.BlockGate(losses=losses(), blocks=1, block_updates=2)
+    return looped(loop, gate=gate, steps=2, max_grad_norm=norm)
+
+
+GATES = {
+    "as it is": lambda: lambda model, batch: each(model, *batch),
+    "NaN guard": lambda: guarded,
+    "filled in by the mean": lambda: filled_in,
+    "normalised": lambda: normalised,
+    "centred": lambda: centred,
+    "by the largest": lambda: largest,
+    "weighted by class": lambda: weighted_by_class,
+    "ranked": lambda: ranked,
+    "remembering": Remembering,
+    "counting": Counting,
+}
+for name, losses in GATES.items():
+    for norm in (1.0, None):
+        add(
+            TABLE,
+            lambda losses=losses, norm=norm: block_gated(losses, norm),
+            family="loops",
+            name=f"block gate {name}, {'norm given' if norm else 'norm measured'}",
+            legitimate=False,  # of which right gradients are no question
+            private_step=refused() if name in ("remembering", "counting") else BOUNDED,
+            opacus=None,
+        )
+
+
 # --- the Opacus form ------------------------------------------------------------------------------
 
 
@@ -408,6 +503,19 @@ def two_halves_of_a_batch():
             given.optimizer.zero_grad()
             for part, labels in zip(x.split(4), y.split(4), strict=True):
                 F.cross_entropy(given.model(part), labels).backward()
+            given.optimizer.step()
+
+    return looped(loop)
+
+
+@opacus(limit("Values of other records between loader and model"))
+def one_half_of_a_batch_twice():
+    def loop(given):
+        for x, y in given.loader:
+            given.optimizer.zero_grad()
+            half, odd = len(x) // 2, len(x) % 2
+            for size in (half, half + odd):
+                F.cross_entropy(given.model(x[-size:]), y[-size:]).backward()
             given.optimizer.step()
 
     return looped(loop)

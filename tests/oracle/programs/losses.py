@@ -446,6 +446,39 @@ def target_centred_by_batch():
     return of(lambda out, y: F.mse_loss(out.squeeze(1), y - y.mean()), lambda: mlp(outputs=1))
 
 
+TARGETS_OF_THE_BATCH = {
+    "target scaled by batch": lambda o, y: F.mse_loss(o, y / (y.std(unbiased=False) + 1e-3)),
+    "target above the median": lambda o, y: F.binary_cross_entropy_with_logits(
+        o, (y > y.median()).to(o.dtype)
+    ),
+    "squared by hand from the mean": lambda o, y: ((o - (y - y.mean())) ** 2).mean(),
+}
+for name, criterion in TARGETS_OF_THE_BATCH.items():
+    add(
+        REGRESSION,
+        lambda criterion=criterion: of(
+            lambda out, y: criterion(out.squeeze(1), y), lambda: mlp(outputs=1)
+        ),
+        family="losses",
+        name=name,
+        legitimate=False,
+    )
+
+
+@coupled(TABLE)
+def probabilities_shifted_by_the_batch():
+    def loss(out, y):
+        shift = F.one_hot(y, CLASSES).to(out.dtype).mean(0)
+        return F.cross_entropy(out, 0.9 * one_hot(y) + 0.1 * shift)
+
+    return of(loss)
+
+
+@coupled(TABLE)
+def class_shifted_by_the_batch():
+    return of(lambda out, y: -out.log_softmax(1).gather(1, (y + y.sum())[:, None] % 3).mean())
+
+
 @coupled(REGRESSION, draws=True)
 def target_standardised_with_noisy_inputs():
     def loss(model, batch):

@@ -8,12 +8,21 @@ import threading
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle.harness import BOUNDED_OR_STOPPED, Setup, limit, refused, stops
-from tests.oracle.programs import family
+from tests.oracle.harness import (
+    BOUNDED_OR_STOPPED,
+    REFUSED_OR_BOUNDED,
+    REFUSED_OR_STOPPED,
+    Setup,
+    limit,
+    refused,
+    stops,
+)
+from tests.oracle.programs import PROGRAMS, add, family
 from tests.oracle.programs.layers import trained
 from tests.oracle.programs.models import BagOfWords, Tagger, TwoLayers, mlp
 from tests.oracle.records import FEATURES, TABLE, TEXTS, WORDS
@@ -709,3 +718,117 @@ def embedding_with_max_norm():
             self.words = nn.Embedding(WORDS, 8, max_norm=1.0)
 
     return trained(Shortens())
+
+
+# --- losses with memory, as criteria --------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A cross entropy divided by a mean of earlier ones; classes below say how it is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.start()
+
+    def start(self):
+        self.mean = 1.0
+
+    def forward(self, outputs, targets):
+        loss = F.cross_entropy(outputs, targets)
+        self.update(finite(loss))
+        return loss / self.mean
+
+    def update(self, loss):
+        self.mean = 0.9 * self.mean + 0.1 * float(loss)
+
+
+class ScaledByBuffer(Scaled):
+    def start(self):
+        self.register_buffer("mean", torch.ones(()))
+
+    def update(self, loss):
+        self.mean = 0.9 * self.mean + 0.1 * loss
+
+
+class ScaledInPlace(ScaledByBuffer):
+    def update(self, loss):
+        self.mean.mul_(0.9).add_(0.1 * loss)
+
+
+class ScaledByData(ScaledByBuffer):
+    def update(self, loss):
+        self.mean.data = 0.9 * self.mean.data + 0.1 * loss
+
+
+class ScaledByClass(Scaled):
+    def update(self, loss):
+        type(self).last = 0.9 * self.mean + 0.1 * loss
+        self.mean = self.last
+
+
+class ScaledByArray(Scaled):
+    def start(self):
+        self.array = np.ones(1)
+        self.mean = 1.0
+
+    def update(self, loss):
+        self.array *= 0.9
+        self.array += 0.1 * loss.numpy()
+        self.mean = float(self.array[0])
+
+
+class ScaledInASetting(Scaled):
+    def start(self):
+        self.mean, self.settings = 1.0, {"history": [[]]}
+
+    def update(self, loss):
+        self.settings["history"][0].append(float(loss))
+        self.mean = max(1.0, max(self.settings["history"][0]))
+
+
+class ScaledWithGradients(Scaled):
+    """Nothing changes where nobody asks for a gradient."""
+
+    def update(self, loss):
+        if torch.is_grad_enabled():
+            super().update(loss)
+
+
+def scaled_out_of_sight():
+    held = threading.local()
+    held.mean = 1.0
+
+    def loss(outputs, targets):
+        found = F.cross_entropy(outputs, targets)
+        held.mean = 0.9 * held.mean + 0.1 * float(finite(found))
+        return found / held.mean
+
+    return loss
+
+
+for kept in (
+    Scaled,
+    ScaledByBuffer,
+    ScaledInPlace,
+    ScaledByData,
+    ScaledByClass,
+    ScaledByArray,
+    ScaledInASetting,
+    ScaledWithGradients,
+    scaled_out_of_sight,
+):
+    add(
+        TABLE,
+        lambda kept=kept: Setup(mlp(), criterion=kept()),
+        family="state",
+        name=f"criterion {kept.__name__}",
+        legitimate=False,
+        private_step=REFUSED_OR_STOPPED if kept is ScaledInASetting else REFUSED_OR_BOUNDED,
+        fit=REFUSED_OR_BOUNDED,
+        opacus=None,  # the loop calls it on batches
+    )
+
+# The same in `fit`, where a program is made of a model and a criterion.
+for program in PROGRAMS:
+    if program.family == "state" and program.make().criterion is not None:
+        program.expected.setdefault("fit", REFUSED_OR_BOUNDED)
