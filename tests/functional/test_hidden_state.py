@@ -1,4 +1,4 @@
-"""A model or a loss that changes something while it is called is refused, and what is named."""
+"""A model that keeps something of its records, or a loss that remembers others, is refused."""
 
 import threading
 
@@ -198,28 +198,25 @@ def out_of_sight():
     return loss
 
 
-LOSSES = {
-    Scaled: "mean",
-    ScaledByBuffer: "mean",
-    ScaledInPlace: "mean",
-    ScaledByTensor: "mean",
-    ScaledByData: "mean",
-    ScaledByArray: "mean",
-    Counted: "calls",
-    InASetting: r"settings\['history'\]\[0\]",
-    OnlyWithGradients: "mean",
-    OfTheClass: "seen",
-    PlainObject: "total",
-    Slotted: "total",
-    closure: "total",
-    container_in_a_closure: "history",
-    default: "history",
-    attribute_of_a_function: "calls",
-    of_the_file: "CALLS",
-    bound_method: "total",
-    in_a_lambda: "inner.mean",
-    out_of_sight: "another value",
-}
+LOSSES = (
+    Scaled,
+    ScaledByBuffer,
+    ScaledInPlace,
+    ScaledByTensor,
+    ScaledByData,
+    ScaledByArray,
+    OnlyWithGradients,
+    PlainObject,
+    Slotted,
+    closure,
+    container_in_a_closure,
+    default,
+    attribute_of_a_function,
+    of_the_file,
+    bound_method,
+    in_a_lambda,
+    out_of_sight,
+)
 
 
 @pytest.mark.parametrize("build", LOSSES)
@@ -227,9 +224,18 @@ def test_a_loss_with_memory_is_refused_before_training(build, monkeypatch):
     monkeypatch.setattr(
         "dpsur.runs.session.Session.run", lambda *_, **__: pytest.fail("a trial was made")
     )
-    with pytest.raises(InvalidInputError, match=f"loss.*{LOSSES[build]}") as caught:
+    with pytest.raises(InvalidInputError, match="loss keeps state") as caught:
         dpsur.fit(small_model(), (X, Y), loss=build(), budget=BUDGET, method=dpsur.Dpsgd(updates=2))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("build", [Counted, InASetting, OfTheClass])
+def test_a_loss_may_count_its_calls(build):
+    """They follow no record."""
+    run = dpsur.fit(
+        small_model(), (X, Y), loss=build(), budget=BUDGET, method=dpsur.Dpsgd(updates=2)
+    )
+    assert run.model is not None
 
 
 def weighted():
@@ -363,20 +369,11 @@ def test_what_a_model_keeps_first_is_nothing_of_a_record(monkeypatch):
         dpsur.clipped_sum(FirstBatch(), F.cross_entropy, X, Y, 1.0)
 
 
-COUNTED = {
-    Calls: "calls",
-    InAList: r"held\[0\]",
-    WithGradients: "held",
-    Inside: r"body\.1\.calls",
-    hooked: "seen",
-}
-
-
-@pytest.mark.parametrize("build", COUNTED)
-def test_a_model_that_changes_its_attributes_is_refused(build):
-    with pytest.raises(UnsupportedModelError, match=f"{COUNTED[build]} .*changes") as caught:
-        dpsur.fit(build(), (X, Y), budget=BUDGET, method=dpsur.Dpsgd(updates=2))
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("build", [Calls, InAList, WithGradients, Inside, hooked])
+def test_a_model_may_count_its_calls(build):
+    """They follow no record, and the released model is made of weights and buffers alone."""
+    run = dpsur.fit(build(), (X, Y), budget=BUDGET, method=dpsur.Dpsgd(updates=2))
+    assert run.model is not None
 
 
 @pytest.mark.parametrize(("build", "name"), [(BatchSize, "size"), (Largest, "most")])
@@ -406,52 +403,3 @@ def test_a_model_that_remembers_nothing_of_records_is_accepted(build):
     check_model(build(), Examples(X, Y))
     run = dpsur.fit(build(), (X, Y), budget=BUDGET, method=dpsur.Dpsgd(updates=2))
     assert run.model is not None
-
-
-class RareLoss(Scaled):
-    """Remembers only what made-up records never have."""
-
-    def forward(self, outputs, targets):
-        loss = F.cross_entropy(outputs, targets)
-        if outputs.shape[0] == 1 and RARE.armed:
-            self.mean = 2.0
-        return loss
-
-
-class Rare(Model):
-    def remember(self, x):
-        if RARE.armed:
-            self.last = 1.0
-
-
-RARE = threading.local()
-RARE.armed = False
-
-
-@pytest.mark.parametrize("what", ["loss", "model"])
-def test_what_changes_only_while_training_is_found_before_anything_is_released(
-    what, monkeypatch, tmp_path
-):
-    class Arm:
-        def started(self, plan, progress):
-            RARE.armed = True
-
-        def trials(self, progress, verdicts):
-            pass
-
-        def evaluated(self, progress, scores, epsilon):
-            pass
-
-    monkeypatch.setattr(RARE, "armed", False)
-    model, loss = (Rare(), F.cross_entropy) if what == "model" else (small_model(), RareLoss())
-    with pytest.raises(InvalidInputError, match="changes when"):
-        dpsur.fit(
-            model,
-            (X, Y),
-            loss=loss,
-            budget=BUDGET,
-            method=dpsur.Dpsgd(updates=2),
-            out=tmp_path / "run",
-            observers=[Arm()],
-        )
-    assert not (tmp_path / "run" / "release").exists()

@@ -154,7 +154,7 @@ def test_per_example_gradients_are_those_of_opacus(name):
 )
 def test_epsilon_is_at_most_that_of_opacus_and_one_percent(rate, noise, steps):
     """PRV accounting of the same steps: both are nearly exact, ours is an upper bound."""
-    ledger = dpsur.PrivacyLedger.without_limit(delta=1e-5)
+    ledger = dpsur.Account.without_limit(delta=1e-5)
     for _ in range(steps):
         ledger.charge(dpsur.SampledGaussian(rate, noise))
     peer = PRVAccountant()

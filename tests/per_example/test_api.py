@@ -140,6 +140,7 @@ def test_the_report_names_every_module_and_its_method():
 def test_the_report_says_what_caused_a_slow_engine():
     report = explain(nn.Sequential(nn.Linear(5, 4), ReadsValues(), nn.Linear(4, 3)), X)
     assert report.name == "one-by-one"
+    assert report.reason.startswith("module 1 (ReadsValues): ")
     assert "data-dependent control flow" in report.reason
     assert "many times slower" in str(report)
     assert {one.method for one in report.modules} == {"one-by-one"}

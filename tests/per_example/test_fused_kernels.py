@@ -181,10 +181,10 @@ def test_sums_of_normalisations(device):
     torch.testing.assert_close(shift, slopes.sum(1), rtol=1e-4, atol=1e-5)
 
 
-# The function, gates per state, and the shapes of its other arguments.
+# The kind, gates per state, and the shapes of weight, bias, first state and cell.
 RECURRENCES = {
-    "lstm": (recurrent._Lstm, 4, [(28, 7), (3, 7), (3, 7)]),
-    "gru": (recurrent._Gru, 3, [(21, 7), (1, 21), (3, 7)]),
+    "lstm": (recurrent.Lstm, 4, [(28, 7), (1, 28), (3, 7), (3, 7)]),
+    "gru": (recurrent.Gru, 3, [(21, 7), (1, 21), (3, 7)]),
 }
 
 
@@ -192,7 +192,7 @@ RECURRENCES = {
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_cells_are_those_of_pytorch(name, directions, device, monkeypatch):
     torch.manual_seed(0)
-    function, gates, shapes = RECURRENCES[name]
+    cells, gates, shapes = RECURRENCES[name]
     shapes = [(6, 3, gates * 7), *shapes]
     given = [torch.randn(directions, *shape, device=device) for shape in shapes]
     upstream = torch.randn(directions, 6, 3, 7, device=device)
@@ -200,8 +200,9 @@ def test_cells_are_those_of_pytorch(name, directions, device, monkeypatch):
     for kind in (device.type, "nowhere"):
         monkeypatch.setattr(fused, "DEVICE", kind)
         leaves = [value.clone().requires_grad_() for value in given]
-        outputs = function.apply(*leaves, recurrent.Trace())
-        states, *others = outputs if isinstance(outputs, tuple) else (outputs,)
+        cell = [None] * (5 - len(leaves))
+        states, last = recurrent.Recurrence.apply(cells, *leaves, *cell, recurrent.Trace())
+        others = [] if last is None else [last]
         ((states * upstream).sum() + sum(other.square().sum() for other in others)).backward()
         found.append([states, *others, *(leaf.grad for leaf in leaves)])
     tolerance = 5e-3 if device.type == "cuda" else 1e-5  # the recurrence may be rounded to TF32

@@ -14,7 +14,7 @@ from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.process_settings import precision
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, device_of, map_tensors
-from dpsur.per_example.contributions import clip_factors
+from dpsur.per_example.contributions import Factors, clip_factors
 from dpsur.per_example.engine_choice import (
     Microbatch,
     Plan,
@@ -24,6 +24,7 @@ from dpsur.per_example.engine_choice import (
 )
 from dpsur.per_example.input_cache import KnownInputs, gather
 from dpsur.per_example.memory_budget import GradientBudget
+from dpsur.per_example.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -202,13 +203,49 @@ def _microbatch_sums(
     norm is not finite, the loss is NaN or the row is not kept. Nothing here waits for the device.
     """
     tape = make_tape(objective, params, microbatch, plan)
-    with torch.no_grad(), precision(tf32=False):
-        factors = clip_factors(tape.norms(), max_grad_norm, microbatch.keep, microbatch.coins)
     places = total or empty_like(params)
+    yield from clip_tape(
+        tape,
+        params,
+        max_grad_norm,
+        keep=microbatch.keep,
+        coins=microbatch.coins,
+        places=places,
+        add=bool(total),
+    )
+
+
+def clip_tape(
+    tape: Tape,
+    params: Params,
+    max_grad_norm: float | Tensor,
+    *,
+    keep: Tensor | None = None,
+    coins: Tensor | None = None,
+    scale: float | Tensor | None = None,
+    places: Params | None = None,
+    add: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Norms, factors and weighted sums of a tape's records: the one place where gradients are cut.
+
+    `scale` is what each gradient on the tape has to be multiplied by. Sums are put into `places`,
+    or added to what is there.
+    """
+    with torch.no_grad(), precision(tf32=False):
+        norms = tape.norms()
+        if scale is None:
+            factors = clip_factors(norms, max_grad_norm, keep, coins)
+        else:
+            scale = torch.as_tensor(scale, device=norms.device).to(norms.dtype)
+            factors = clip_factors(norms * scale, max_grad_norm, keep, coins)
+            factors = Factors(factors.values * scale, factors.keep)
+            if factors.keep is not None:
+                factors.values.masked_fill_(~factors.keep, 0.0)
     # The last layer first: what it kept is given back before larger things are worked on.
     for name in reversed(params):
+        out = None if places is None else places[name]
         with torch.no_grad(), precision(tf32=False):
-            found = tape.weighted_sum(name, factors, last=True, out=places[name], add=bool(total))
+            found = tape.weighted_sum(name, factors, last=True, out=out, add=add)
         yield name, found
 
 

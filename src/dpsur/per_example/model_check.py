@@ -14,6 +14,7 @@ from dpsur.errors import ModelInputError, UnsupportedModelError, from_custom_cod
 from dpsur.functional.call import call
 from dpsur.functional.problem import forbid_side_effects, mode, output_rows
 from dpsur.functional.records import Examples
+from dpsur.functional.side_effects import same_bits
 from dpsur.functional.tree import TensorTree, describe_rows, map_tensors, tensors_of
 
 # Layers that shorten the rows of their table in place, if they are given a max_norm.
@@ -75,12 +76,6 @@ def synthetic(like: Tensor, rows: int = 2) -> Tensor:
     else:
         drawn = torch.randint(0, 2, shape, generator=generator)
     return drawn.to(device=like.device, dtype=like.dtype)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same, NaN included."""
-    flat = one.reshape(-1), other.reshape(-1)
-    return one.dtype == other.dtype and torch.equal(*(each.view(torch.uint8) for each in flat))
 
 
 def generator_state(device: torch.device) -> Tensor:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from traceback import walk_tb
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -166,11 +168,8 @@ class RecordFunction:
         errors: list[Exception] = []
         for way in list(Way) if known is None else [known]:
             if way is Way.ALONE and known is None:
-                self.why_alone = _reason(errors[0])
-                logging.getLogger("dpsur.engine").warning(
-                    "dpsur: this model or loss runs one record at a time, which is slow: %s",
-                    self.why_alone,
-                )
+                self.why_alone = self._reason(errors[0])
+                _warn_once(self.models, self.why_alone)
             given, bad = batch, None
             for _ in range(2):
                 try:
@@ -194,6 +193,27 @@ class RecordFunction:
         if known is not None and all_raise and records < _MOST_TO_BLAME:
             return unusable()  # it has worked for other records
         raise errors[-1]
+
+    def _reason(self, error: Exception) -> str:
+        """Why a function cannot be batched, and by which module, for a log that everyone may read.
+
+        PyTorch's words about batching, or ours, hold no values. Any other message may quote a
+        record.
+        """
+        text = (str(error).strip().splitlines() or [""])[0][:200].rstrip(".")
+        if not isinstance(error, NotSupportedError) and not ("vmap" in text or "batching" in text):
+            text = f"it raises {type(error).__name__} for all records at once"
+        names = {m: name for model in self.models for name, m in model.named_modules()}
+        inner = [
+            found
+            for frame, _ in walk_tb(error.__traceback__)
+            for held in (frame.f_locals.get("self"), frame.f_locals.get("module"))
+            if isinstance(held, nn.Module) and (found := names.get(held))
+        ]
+        if not inner:
+            return text
+        kind = next(type(m).__name__ for m, name in names.items() if name == inner[-1])
+        return f"module {inner[-1]} ({kind}): {text}"
 
     def _raising(
         self, function: Callable[[Any], Any], batch: Any, records: int, way: Way
@@ -419,15 +439,18 @@ def _none(_: Any) -> None:
     return None
 
 
-def _reason(error: Exception) -> str:
-    """Why a function cannot be batched, for a log that everyone may read.
+# Models that were warned about: each is, once.
+_warned: WeakSet[nn.Module] = WeakSet()
 
-    PyTorch's words about batching, or ours, hold no values. Any other message may quote a record.
-    """
-    text = (str(error).strip().splitlines() or [""])[0][:200].rstrip(".")
-    if isinstance(error, NotSupportedError) or "vmap" in text or "batching" in text:
-        return text
-    return f"it raises {type(error).__name__} for all records at once"
+
+def _warn_once(models: Sequence[nn.Module], why: str) -> None:
+    if not all(model in _warned for model in models):
+        logging.getLogger("dpsur.engine").warning(
+            "dpsur: this model or loss runs one record at a time, which is many times slower, with "
+            "the same results: %s",
+            why,
+        )
+    _warned.update(models)
 
 
 def _generators(batch: Any) -> list[tuple[torch.device, Tensor]]:

@@ -844,7 +844,15 @@ def _repr(_: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def _roll(_: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A number stays where it is: PyTorch would roll the numbers of all records."""
+    given = args[0] if args else kwargs["input"]
+    return func(*args, **kwargs) if given.dim() else given.clone()
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.roll: _roll,
+    Tensor.roll: _roll,
     Tensor.__repr__: _repr,
     Tensor.__str__: _repr,
     Tensor.__format__: _repr,

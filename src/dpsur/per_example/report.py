@@ -99,14 +99,8 @@ def engine_report(problem: Problem) -> EngineReport:
 
 
 def log_engine(report: EngineReport) -> None:
-    """Say which engine runs; as a warning where a faster one had to be given up."""
-    slow = report.name == Engine.ONE_BY_ONE.value
-    _log.log(
-        logging.WARNING if slow else logging.INFO,
-        "dpsur: gradients per example: engine %s%s",
-        report.summary,
-        f"; {_ALONE_COST}" if slow else "",
-    )
+    """Say which engine runs; where it is the slow one, a warning has been given with the reason."""
+    _log.info("dpsur: gradients per example: engine %s", report.summary)
     if report.not_captured is not None:
         _log.info("dpsur: trials are not captured as CUDA graphs: %s", report.not_captured)
 

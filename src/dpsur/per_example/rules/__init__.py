@@ -3,12 +3,12 @@
 A rule is a function `rule(module, tape, *args, **kwargs)` that stands in for `module.forward`. It
 returns what the layer returns and has the tape watch an output, with a record that turns the
 output's gradient into contributions to the gradients of the layer's parameters
-(`per_example/contributions.py`). A call that it does not cover raises `NotSupportedError`, and a
-more general engine takes over.
+(`per_example/contributions.py`). A call that it does not cover raises `NotSupportedError`, and the
+layer is followed through its operations.
 
 To add one: write it in a file here, list it in `RULES` below and give it configurations in
 `tests/per_example/test_gradient_rules.py`, where all rules pass the same test. A layer without a
-rule works as well: it is differentiated per example by `torch.func`, only not as fast.
+rule works as well: it is followed through the operations that use its weights.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,7 @@ from dpsur.per_example.rules.normalization import (
     rms_norm,
 )
 from dpsur.per_example.rules.pooling import max_pool
-from dpsur.per_example.rules.recurrent import gru, lstm, rnn
-from dpsur.per_example.rules.recurrent_steps import gru_cell, lstm_cell, rnn_cell
+from dpsur.per_example.rules.recurrent import recurrent_cell, recurrent_layer
 from dpsur.per_example.rules.transposed_convolution import transposed_convolution
 
 Rule = Callable[..., Any]
@@ -51,12 +50,12 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.InstanceNorm2d: instance_norm,
     nn.InstanceNorm3d: instance_norm,
     nn.RMSNorm: rms_norm,
-    nn.LSTM: lstm,
-    nn.GRU: gru,
-    nn.RNN: rnn,
-    nn.LSTMCell: lstm_cell,
-    nn.GRUCell: gru_cell,
-    nn.RNNCell: rnn_cell,
+    nn.LSTM: recurrent_layer,
+    nn.GRU: recurrent_layer,
+    nn.RNN: recurrent_layer,
+    nn.LSTMCell: recurrent_cell,
+    nn.GRUCell: recurrent_cell,
+    nn.RNNCell: recurrent_cell,
     nn.MultiheadAttention: attention,
 }
 

@@ -1,4 +1,4 @@
-"""LSTM, GRU and plain RNN: layers, directions and where their parameters' gradients are.
+"""LSTM, GRU and plain RNN, layers and cells: one recurrence, with a kind for each of them.
 
 The recurrence runs for all examples and both directions at once and loops over time only. Its
 backward pass leaves the gradients of all gates before their activation, for all times, and with
@@ -6,8 +6,7 @@ them every weight is used as by a linear layer on a sequence.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +16,12 @@ from torch import Tensor, nn
 from dpsur.functional.process_settings import widen
 from dpsur.per_example.contributions import Contribution, Products, Rows
 from dpsur.per_example.kernels.recurrent_cells import gru_cells, lstm_cells, rounding_of_layers
-from dpsur.per_example.rules.recurrent_steps import State, projected_lstm
+from dpsur.per_example.rules.linear import linear_map
 from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
+
+State = tuple[Tensor, Tensor]
+# Of the gates' hidden and input part, of the first state (if it is known) and of the first cell.
+Slopes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass
@@ -35,74 +38,75 @@ class Trace:
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters of one layer, one entry per direction."""
+    """Parameters of one layer, one entry per direction; those that it has not are empty lists."""
 
     inputs: list[Tensor]
     hidden: list[Tensor]
     input_bias: list[Tensor]
     hidden_bias: list[Tensor]
+    project: list[Tensor]
 
     @staticmethod
-    def of(module: nn.RNNBase, layer: int) -> "Weights":
-        """Read the parameters of a layer by the names that torch gives them."""
-        ends = ["", "_reverse"] if module.bidirectional else [""]
-
-        def named(kind: str) -> list[Tensor]:
-            return [getattr(module, f"{kind}_l{layer}{end}") for end in ends]
-
-        biases = (named("bias_ih"), named("bias_hh")) if module.bias else ([], [])
-        return Weights(named("weight_ih"), named("weight_hh"), *biases)
-
-
-# (input part of the gates, weights, initial states of the layer, trace) -> outputs and final states
-Recurrence = Callable[[Tensor, Weights, list[Tensor], Trace], tuple[Tensor, list[Tensor]]]
+    def of(module: nn.RNNBase | nn.RNNCellBase, layer: int | None = None) -> "Weights":
+        """Read the parameters of a layer, or of a cell, by the names that torch gives them."""
+        ends = [""] if layer is None else [f"_l{layer}"]
+        if isinstance(module, nn.RNNBase) and module.bidirectional:
+            ends = [*ends, f"_l{layer}_reverse"]
+        kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+        named = [[getattr(module, f"{kind}{end}", None) for end in ends] for kind in kinds]
+        return Weights(*([one for one in several if one is not None] for several in named))
 
 
-@dataclass
-class Outcome:
-    """Output of the last layer and the final states of all layers."""
-
-    output: Tensor
-    final: list[list[Tensor]] = field(default_factory=list)
-
-
-def run(
-    module: nn.RNNBase,
-    tape: Tape,
-    input: Tensor,
-    initial: list[Tensor],
-    recurrence: Recurrence,
-) -> Outcome:
-    """Run all layers of a recurrent module; `initial` holds its initial states or nothing."""
+def recurrent_layer(
+    module: nn.RNNBase, tape: Tape, input: Tensor, hx: Any = None
+) -> tuple[Tensor, Tensor | State]:
+    """Same result as `nn.LSTM`, `nn.GRU` and `nn.RNN`, with the recurrence written out."""
     if not isinstance(input, Tensor) or input.dim() != 3:
         raise NotSupportedError("packed or unbatched sequences")
     layout = tape.examples_in(input, axis=0 if module.batch_first else 1)
-    # Rounding would add up over the times of a sequence: a recurrence keeps its precision.
-    with torch.autocast(input.device.type, enabled=False):
-        return _layers(
-            module, tape, layout, widen(input), [widen(one) for one in initial], recurrence
-        )
-
-
-def _layers(
-    module: nn.RNNBase,
-    tape: Tape,
-    layout: Layout,
-    input: Tensor,
-    initial: list[Tensor],
-    recurrence: Recurrence,
-) -> Outcome:
-    output = input.transpose(0, 1) if module.batch_first else input
     directions = 2 if module.bidirectional else 1
     final: list[list[Tensor]] = []
-    for layer in range(module.num_layers):
-        weights = Weights.of(module, layer)
-        start = [state[layer * directions :][:directions] for state in initial]
-        output, last = _layer(tape, layout.fold, output, weights, start, recurrence)
-        final.append(last)
-        if layer + 1 < module.num_layers and module.dropout:
-            output = F.dropout(output, module.dropout, module.training)
-    return Outcome(output.transpose(0, 1) if module.batch_first else output, final)
+    # Rounding would add up over the times of a sequence: a recurrence keeps its precision.
+    with torch.autocast(input.device.type, enabled=False):
+        initial = [widen(state) for state in _states(hx)]
+        output = widen(input.transpose(0, 1) if module.batch_first else input)
+        for layer in range(module.num_layers):
+            start = [state[layer * directions :][:directions] for state in initial]
+            weights, kind = Weights.of(module, layer), _kind_of(module)
+            output, last = _layer(tape, layout.fold, output, weights, start, kind)
+            final.append(last)
+            if layer + 1 < module.num_layers and module.dropout:
+                output = F.dropout(output, module.dropout, module.training)
+    output = output.transpose(0, 1) if module.batch_first else output
+    states = [torch.cat(layers) for layers in zip(*final, strict=True)]
+    return output, (states[0], states[1]) if len(states) > 1 else states[0]
+
+
+def recurrent_cell(
+    module: nn.RNNCellBase, tape: Tape, input: Tensor, hx: Any = None
+) -> Tensor | State:
+    """Same result as `nn.LSTMCell`, `nn.GRUCell` and `nn.RNNCell`: a sequence of one time."""
+    if input.dim() != 2:
+        raise NotSupportedError("a cell without a batch")
+    fold = tape.examples_in(input, axis=0).fold
+    with torch.autocast(input.device.type, enabled=False):
+        start = [widen(state).unsqueeze(0) for state in _states(hx)]
+        sequence, kind = widen(input).unsqueeze(0), _kind_of(module)
+        _, final = _layer(tape, fold, sequence, Weights.of(module), start, kind)
+    states = [state[0] for state in final]
+    return (states[0], states[1]) if len(states) > 1 else states[0]
+
+
+def _states(hx: Any) -> list[Tensor]:
+    return [] if hx is None else [hx] if isinstance(hx, Tensor) else list(hx)
+
+
+def _kind_of(module: nn.RNNBase | nn.RNNCellBase) -> "type[Kind]":
+    if isinstance(module, (nn.LSTM, nn.LSTMCell)):
+        return Lstm
+    if isinstance(module, (nn.GRU, nn.GRUCell)):
+        return Gru
+    return ReluRnn if module.nonlinearity == "relu" else Rnn
 
 
 def _layer(
@@ -111,25 +115,33 @@ def _layer(
     sequence: Tensor,
     weights: Weights,
     initial: list[Tensor],
-    recurrence: Recurrence,
+    kind: "type[Kind]",
 ) -> tuple[Tensor, list[Tensor]]:
-    rows = sequence.shape[1]
+    """A layer's outputs for all times, and its last states (directions, rows, width)."""
     seen = [sequence, sequence.flip(0)][: len(weights.inputs)]
-    trace = Trace()
-    parts = [
-        F.linear(one, weight, *bias)
-        for one, weight, *bias in zip(
-            seen, weights.inputs, *([weights.input_bias] if weights.input_bias else []), strict=True
+    if weights.project:
+        found = [
+            _projected(tape, fold, one, weights, [state[way] for state in initial], way)
+            for way, one in enumerate(seen)
+        ]
+        states = torch.stack([one[0] for one in found])
+        final = [torch.stack(last) for last in zip(*(one[1] for one in found), strict=True)]
+    else:
+        trace, of_inputs = (
+            Trace(),
+            [weights.inputs, *([weights.input_bias] * bool(weights.input_bias))],
         )
-    ]
-    gates = torch.stack(parts) if len(parts) > 1 else parts[0].unsqueeze(0)
-    record = _record(tape, fold, [one.detach() for one in seen], weights, trace)
-    gates = tape.watch(gates, record)
-    if not initial:
-        hidden = weights.hidden[0].shape[1]
-        initial = [gates.new_zeros(len(parts), rows, hidden)] * 2
-    states, final = recurrence(gates, weights, initial, trace)
-    if len(parts) == 1:
+        gates = torch.stack([F.linear(*one) for one in zip(seen, *of_inputs, strict=True)])
+        record = _record(tape, fold, [one.detach() for one in seen], weights, trace)
+        gates = tape.watch(gates, record)
+        hidden = torch.stack(weights.hidden)
+        shift = torch.stack(weights.hidden_bias).unsqueeze(1) if weights.hidden_bias else None
+        if not initial:
+            initial = [gates.new_zeros(*gates.shape[::2], hidden.shape[2])] * 2
+        cell = initial[1] if kind is Lstm else None
+        states, last = Recurrence.apply(kind, gates, hidden, shift, initial[0], cell, trace)  # type: ignore[no-untyped-call]
+        final = [states[:, -1]] if last is None else [states[:, -1], last]
+    if len(seen) == 1:
         return states[0], final
     return torch.cat([states[0], states[1].flip(0)], -1), final
 
@@ -172,54 +184,121 @@ def _record(
     return record
 
 
-def hidden_weight_gradient(trace: Trace) -> Tensor:
-    """Gradient of the hidden weights for all rows together, as autograd wants it."""
-    assert trace.states is not None
-    assert trace.hidden_gates is not None
-    return torch.einsum("dtng,dtnh->dgh", trace.hidden_gates, trace.states[:, :-1])
-
-
-def lstm(
-    module: nn.LSTM, tape: Tape, input: Tensor, hx: State | None = None
+def _projected(
+    tape: Tape, fold: int, sequence: Tensor, weights: Weights, start: list[Tensor], way: int
 ) -> tuple[Tensor, State]:
-    """Same result as `nn.LSTM`, with the recurrence written out."""
-    if module.proj_size:
-        return projected_lstm(module, tape, input, hx)
-    outcome = run(module, tape, input, [] if hx is None else list(hx), _lstm_recurrence)
-    hidden, cells = (torch.cat([last[kind] for last in outcome.final]) for kind in (0, 1))
-    return outcome.output, (hidden, cells)
+    """One direction of an LSTM whose outputs are projected, one linear map after the other."""
+    bias = [
+        several[way] if several else None for several in (weights.input_bias, weights.hidden_bias)
+    ]
+    project = weights.project[way]
+    with tape.placed(Layout(1, fold)):
+        gates = linear_map(tape, sequence, weights.inputs[way], bias[0])
+    hidden, cell = start or (
+        gates.new_zeros(sequence.shape[1], project.shape[0]),
+        gates.new_zeros(sequence.shape[1], project.shape[1]),
+    )
+    states = []
+    with tape.placed(Layout(0, fold)):
+        for now in gates:
+            own = linear_map(tape, hidden, weights.hidden[way], bias[1])
+            enter, keep, fresh, leave = (now + own).chunk(4, -1)
+            cell = keep.sigmoid() * cell + enter.sigmoid() * fresh.tanh()
+            hidden = linear_map(tape, leave.sigmoid() * cell.tanh(), project, None)
+            states.append(hidden)
+    return torch.stack(states), (hidden, cell)
 
 
-def _lstm_recurrence(
-    gates: Tensor, weights: Weights, initial: list[Tensor], trace: Trace
-) -> tuple[Tensor, list[Tensor]]:
-    if weights.hidden_bias:
-        gates = gates + torch.stack(weights.hidden_bias)[:, None, None]
-    hidden = torch.stack(weights.hidden)
-    states, cells = _Lstm.apply(gates, hidden, *initial, trace)  # type: ignore[no-untyped-call]
-    return states, [states[:, -1], cells]
-
-
-class _Lstm(torch.autograd.Function):
-    """Tensors have the shape (directions, times, rows, ...), gates in torch's order i, f, g, o."""
+class Recurrence(torch.autograd.Function):
+    """All times of a layer; tensors have the shape (directions, times, rows, ...)."""
 
     @staticmethod
     def forward(
-        ctx: Any, gates: Tensor, weight: Tensor, hidden: Tensor, cell: Tensor, trace: Trace
+        ctx: Any,
+        kind: "type[Kind]",
+        gates: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        hidden: Tensor,
+        cell: Tensor | None,
+        trace: Trace,
     ) -> Any:
+        """The states of all times, and the last cell of an LSTM."""
         directions, times, rows, width = *gates.shape[:3], weight.shape[2]
         states = gates.new_empty(directions, times + 1, rows, width)
-        cells, squashed = torch.empty_like(states), gates.new_empty(directions, times, rows, width)
-        states[:, 0], cells[:, 0] = hidden, cell
-        active, transposed = torch.empty_like(gates), weight.mT
+        states[:, 0] = hidden
+        with rounding_of_layers():
+            kept, last = kind.forward(gates, weight.mT, bias, states, cell)
+        ctx.save_for_backward(weight, *kept)
+        ctx.kind, ctx.trace, trace.states = kind, trace, states
+        return states[:, 1:], last
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Gradients of all arguments; those of the gates stay in the trace."""
+        weight, *kept = ctx.saved_tensors
+        trace, needs = ctx.trace, ctx.needs_input_grad
+        with rounding_of_layers():
+            gates, inputs, first, cell = ctx.kind.backward(*gradients, trace.states, weight, *kept)
+            if first is None and needs[4]:
+                first = torch.bmm(gates[:, 0], weight)
+        trace.hidden_gates = gates
+        to_weight = (
+            torch.einsum("dtng,dtnh->dgh", gates, trace.states[:, :-1]) if needs[2] else None
+        )
+        to_bias = gates.sum((1, 2)).unsqueeze(1) if needs[3] else None
+        return None, inputs, to_weight, to_bias, first, cell, None
+
+
+class Kind:
+    """What one kind of recurrence does at each time, forward and backward."""
+
+    @classmethod
+    def forward(
+        cls, gates: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, cell: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Fill in the states; what the backward pass needs, and the last cell if there is one.
+
+        `gates` are their input part, `weight` is transposed.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def backward(
+        cls, outputs: Tensor, last: Tensor | None, states: Tensor, weight: Tensor, *kept: Tensor
+    ) -> Slopes:
+        """Gradients from those of all outputs and of the last cell."""
+        raise NotImplementedError
+
+
+def _fused_backward(
+    fused: Any, outputs: Tensor, slope: Tensor, weight: Tensor, *into: Tensor
+) -> None:
+    """One kernel per time, which writes the gradients of the gates and overwrites `slope`."""
+    gates, times = into[0], outputs.shape[1]
+    for time in reversed(range(times)):
+        recurrent = torch.bmm(gates[:, time + 1], weight) if time + 1 < times else None
+        fused.backward(time, outputs, recurrent, slope, *into)
+
+
+class Lstm(Kind):
+    """Gates in torch's order i, f, g, o."""
+
+    @classmethod
+    def forward(
+        cls, gates: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, cell: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Gates after activation, cells, and cells after theirs."""
+        gates = gates if bias is None else gates + bias.unsqueeze(1)
+        width, cells = states.shape[-1], torch.empty_like(states)
+        active, squashed = torch.empty_like(gates), torch.empty_like(states[:, 1:])
+        cells[:, 0] = states[:, 0] if cell is None else cell
         fused = lstm_cells(active, cells, squashed) if gates.is_contiguous() else None
-        for time in range(times):
+        for time in range(gates.shape[1]):
             if fused is not None:
-                with rounding_of_layers():
-                    recurrent = torch.bmm(states[:, time], transposed)
-                fused.forward(time, gates, recurrent, states)
+                fused.forward(time, gates, torch.bmm(states[:, time], weight), states)
                 continue
-            before = torch.baddbmm(gates[:, time], states[:, time], transposed)
+            before = torch.baddbmm(gates[:, time], states[:, time], weight)
             now = active[:, time]
             torch.sigmoid(before[..., : 2 * width], out=now[..., : 2 * width])
             torch.tanh(before[..., 2 * width : 3 * width], out=now[..., 2 * width : 3 * width])
@@ -229,19 +308,21 @@ class _Lstm(torch.autograd.Function):
             cells[:, time + 1].addcmul_(enter, fresh)
             torch.tanh(cells[:, time + 1], out=squashed[:, time])
             torch.mul(leave, squashed[:, time], out=states[:, time + 1])
-        ctx.save_for_backward(active, cells, squashed, weight)
-        ctx.trace = trace
-        trace.states = states
-        return states[:, 1:], cells[:, -1].clone()
+        return (active, cells, squashed), cells[:, -1].clone()
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        outputs, last_cell = gradients
-        active, cells, squashed, weight = ctx.saved_tensors
-        times, width = active.shape[1], weight.shape[2]
-        found = _fused_backward(outputs, last_cell, active, cells, squashed, weight)
-        if found is not None:
-            return _Lstm._gradients(ctx, weight, *found)
+    @classmethod
+    def backward(
+        cls, outputs: Tensor, last: Tensor | None, states: Tensor, weight: Tensor, *kept: Tensor
+    ) -> Slopes:
+        """The gates' gradients are multiples of the cells' and of the states'."""
+        active, cells, squashed = kept
+        assert last is not None
+        times, width = active.shape[1], states.shape[-1]
+        fused = lstm_cells(active, cells, squashed)
+        if fused is not None:
+            gates, slope = torch.empty_like(active), last.contiguous().clone()
+            _fused_backward(fused, outputs.contiguous(), slope, weight, gates)
+            return gates, gates, None, slope
         enter, keep, fresh, leave = active.chunk(4, -1)
         to_cell = leave * (1 - squashed.square())
         # What every gate's gradient is a multiple of, for all times; the loop only multiplies it.
@@ -253,8 +334,7 @@ class _Lstm(torch.autograd.Function):
         )
         gates = torch.cat(parts, -1)
         by_gate = gates.view(*gates.shape[:-1], 4, width)
-        cell = last_cell
-        hidden = outputs[:, times - 1]
+        cell, hidden = last, outputs[:, times - 1]
         for time in reversed(range(times)):
             if time + 1 < times:
                 hidden = torch.baddbmm(outputs[:, time], gates[:, time + 1], weight)
@@ -262,80 +342,26 @@ class _Lstm(torch.autograd.Function):
             by_gate[:, time, :, :3].mul_(cell.unsqueeze(-2))
             by_gate[:, time, :, 3].mul_(hidden)
             cell = cell * keep[:, time]
-        return _Lstm._gradients(ctx, weight, gates, cell)
-
-    @staticmethod
-    def _gradients(ctx: Any, weight: Tensor, gates: Tensor, cell: Tensor) -> Any:
-        ctx.trace.hidden_gates = gates
-        weight_gradient = hidden_weight_gradient(ctx.trace) if ctx.needs_input_grad[1] else None
-        first = torch.bmm(gates[:, 0], weight) if ctx.needs_input_grad[2] else None
-        return gates, weight_gradient, first, cell, None
+        return gates, gates, None, cell
 
 
-def _fused_backward(
-    outputs: Tensor,
-    last_cell: Tensor,
-    active: Tensor,
-    cells: Tensor,
-    squashed: Tensor,
-    weight: Tensor,
-) -> tuple[Tensor, Tensor] | None:
-    """Gradients of all gates and of the first cell by one kernel per time, where there is one."""
-    fused = lstm_cells(active, cells, squashed)
-    if fused is None:
-        return None
-    outputs, slope = outputs.contiguous(), last_cell.contiguous().clone()
-    gates, times = torch.empty_like(active), active.shape[1]
-    for time in reversed(range(times)):
-        recurrent = None
-        if time + 1 < times:
-            with rounding_of_layers():
-                recurrent = torch.bmm(gates[:, time + 1], weight)
-        fused.backward(time, outputs, recurrent, slope, gates)
-    return gates, slope
+class Gru(Kind):
+    """Gates in torch's order r, z, n."""
 
-
-def gru(
-    module: nn.GRU, tape: Tape, input: Tensor, hx: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Same result as `nn.GRU`, with the recurrence written out."""
-    outcome = run(module, tape, input, [] if hx is None else [hx], _gru_recurrence)
-    return outcome.output, torch.cat([last[0] for last in outcome.final])
-
-
-def _gru_recurrence(
-    gates: Tensor, weights: Weights, initial: list[Tensor], trace: Trace
-) -> tuple[Tensor, list[Tensor]]:
-    hidden = torch.stack(weights.hidden)
-    if weights.hidden_bias:
-        bias = torch.stack(weights.hidden_bias).unsqueeze(1)
-    else:
-        bias = hidden.new_zeros(len(hidden), 1, hidden.shape[1])
-    states = _Gru.apply(gates, hidden, bias, initial[0], trace)  # type: ignore[no-untyped-call]
-    return states, [states[:, -1]]
-
-
-class _Gru(torch.autograd.Function):
-    """Tensors have the shape (directions, times, rows, ...), gates in torch's order r, z, n."""
-
-    @staticmethod
+    @classmethod
     def forward(
-        ctx: Any, gates: Tensor, weight: Tensor, bias: Tensor, hidden: Tensor, trace: Trace
-    ) -> Any:
-        directions, times, rows, width = *gates.shape[:3], weight.shape[2]
-        states = gates.new_empty(directions, times + 1, rows, width)
-        states[:, 0] = hidden
-        active = torch.empty_like(gates)
-        recalled = gates.new_empty(directions, times, rows, width)
-        transposed = weight.mT
+        cls, gates: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, _: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Gates after activation, and what is recalled of the state before."""
+        bias = gates.new_zeros(len(gates), 1, gates.shape[-1]) if bias is None else bias
+        width, active = states.shape[-1], torch.empty_like(gates)
+        recalled = torch.empty_like(states[:, 1:])
         fused = gru_cells(active, states, recalled) if gates.is_contiguous() else None
-        for time in range(times):
+        for time in range(gates.shape[1]):
             if fused is not None:
-                with rounding_of_layers():
-                    recurrent = torch.bmm(states[:, time], transposed)
-                fused.forward(time, gates, recurrent, bias)
+                fused.forward(time, gates, torch.bmm(states[:, time], weight), bias)
                 continue
-            own = torch.baddbmm(bias, states[:, time], transposed)
+            own = torch.baddbmm(bias, states[:, time], weight)
             now, before = active[:, time], gates[:, time]
             torch.add(before[..., : 2 * width], own[..., : 2 * width], out=now[..., : 2 * width])
             now[..., : 2 * width].sigmoid_()
@@ -344,25 +370,28 @@ class _Gru(torch.autograd.Function):
             torch.addcmul(before[..., 2 * width :], reset, recalled[:, time], out=fresh)
             fresh.tanh_()
             torch.lerp(fresh, states[:, time], update, out=states[:, time + 1])
-        ctx.save_for_backward(active, recalled, weight)
-        ctx.trace = trace
-        trace.states = states
-        return states[:, 1:]
+        return (active, recalled), None
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (outputs,) = gradients
-        active, recalled, weight = ctx.saved_tensors
-        times, width = active.shape[1], weight.shape[2]
-        found = _fused_gru_backward(outputs, active, recalled, ctx.trace.states, weight)
-        if found is not None:
-            return _Gru._gradients(ctx, *found)
+    @classmethod
+    def backward(
+        cls, outputs: Tensor, _: Tensor | None, states: Tensor, weight: Tensor, *kept: Tensor
+    ) -> Slopes:
+        """The gates' input part and their hidden part have different gradients."""
+        active, recalled = kept
+        times, width = active.shape[1], states.shape[-1]
+        fused = gru_cells(active, states, recalled)
+        if fused is not None:
+            gates, inputs = torch.empty_like(active), torch.empty_like(active)
+            outputs = outputs.contiguous()
+            slope = torch.empty_like(outputs[:, 0])
+            _fused_backward(fused, outputs, slope, weight, gates, inputs)
+            return gates, inputs, slope.baddbmm_(gates[:, 0], weight), None
         reset, update, fresh = active.chunk(3, -1)
         # What every gate's gradient is a multiple of, for all times; the loop only multiplies it.
         to_fresh = (1 - update) * (1 - fresh.square())
         parts = (
             to_fresh * recalled * reset * (1 - reset),
-            (ctx.trace.states[:, :-1] - fresh) * update * (1 - update),
+            (states[:, :-1] - fresh) * update * (1 - update),
             to_fresh * reset,
         )
         gates = torch.cat(parts, -1)
@@ -374,88 +403,42 @@ class _Gru(torch.autograd.Function):
             through = torch.mul(hidden, update[:, time])
             through.baddbmm_(gates[:, time], weight)
             hidden = through + outputs[:, time - 1] if time else through
-        inputs = torch.cat([gates[..., : 2 * width], to_fresh], -1)
-        return _Gru._gradients(ctx, gates, inputs, hidden)
-
-    @staticmethod
-    def _gradients(ctx: Any, gates: Tensor, inputs: Tensor, hidden: Tensor) -> Any:
-        ctx.trace.hidden_gates = gates
-        weight_gradient = hidden_weight_gradient(ctx.trace) if ctx.needs_input_grad[1] else None
-        bias_gradient = gates.sum((1, 2)).unsqueeze(1) if ctx.needs_input_grad[2] else None
-        return inputs, weight_gradient, bias_gradient, hidden, None
+        return gates, torch.cat([gates[..., : 2 * width], to_fresh], -1), hidden, None
 
 
-def _fused_gru_backward(
-    outputs: Tensor, active: Tensor, recalled: Tensor, states: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Gradients of both parts of the gates and of the first state by one kernel per time."""
-    fused = gru_cells(active, states, recalled)
-    if fused is None:
-        return None
-    outputs, slope = outputs.contiguous(), torch.empty_like(outputs[:, 0])
-    gates, inputs, times = torch.empty_like(active), torch.empty_like(active), active.shape[1]
-    for time in reversed(range(times)):
-        recurrent = None
-        if time + 1 < times:
-            with rounding_of_layers():
-                recurrent = torch.bmm(gates[:, time + 1], weight)
-        fused.backward(time, outputs, recurrent, slope, gates, inputs)
-    return gates, inputs, slope.baddbmm_(gates[:, 0], weight)
+class Rnn(Kind):
+    """One gate with a hyperbolic tangent."""
 
+    relu = False
 
-def rnn(
-    module: nn.RNN, tape: Tape, input: Tensor, hx: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Same result as `nn.RNN`, with the recurrence written out."""
-    recurrence = partial(_rnn_recurrence, module.nonlinearity == "relu")
-    outcome = run(module, tape, input, [] if hx is None else [hx], recurrence)
-    return outcome.output, torch.cat([last[0] for last in outcome.final])
-
-
-def _rnn_recurrence(
-    relu: bool, gates: Tensor, weights: Weights, initial: list[Tensor], trace: Trace
-) -> tuple[Tensor, list[Tensor]]:
-    if weights.hidden_bias:
-        gates = gates + torch.stack(weights.hidden_bias)[:, None, None]
-    hidden = torch.stack(weights.hidden)
-    states = _Rnn.apply(gates, hidden, initial[0], trace, relu)  # type: ignore[no-untyped-call]
-    return states, [states[:, -1]]
-
-
-class _Rnn(torch.autograd.Function):
-    """Tensors have the shape (directions, times, rows, width)."""
-
-    @staticmethod
+    @classmethod
     def forward(
-        ctx: Any, gates: Tensor, weight: Tensor, hidden: Tensor, trace: Trace, relu: bool
-    ) -> Any:
-        directions, times, rows, width = *gates.shape[:3], weight.shape[2]
-        states = gates.new_empty(directions, times + 1, rows, width)
-        states[:, 0] = hidden
-        transposed = weight.mT
-        for time in range(times):
-            with rounding_of_layers():
-                before = torch.baddbmm(gates[:, time], states[:, time], transposed)
-            states[:, time + 1] = before.relu_() if relu else before.tanh_()
-        ctx.save_for_backward(weight)
-        ctx.trace, ctx.relu = trace, relu
-        trace.states = states
-        return states[:, 1:]
+        cls, gates: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, _: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """States are all that is needed."""
+        gates = gates if bias is None else gates + bias.unsqueeze(1)
+        for time in range(gates.shape[1]):
+            before = torch.baddbmm(gates[:, time], states[:, time], weight)
+            states[:, time + 1] = before.relu_() if cls.relu else before.tanh_()
+        return (), None
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (outputs,) = gradients
-        (weight,) = ctx.saved_tensors
-        after = ctx.trace.states[:, 1:]
-        gates = (after > 0).to(after.dtype) if ctx.relu else 1 - after.square()
+    @classmethod
+    def backward(
+        cls, outputs: Tensor, _: Tensor | None, states: Tensor, weight: Tensor, *__: Tensor
+    ) -> Slopes:
+        """From the last time to the first."""
+        after = states[:, 1:]
+        gates = (after > 0).to(after.dtype) if cls.relu else 1 - after.square()
         times = gates.shape[1]
         hidden = outputs[:, times - 1]
         for time in reversed(range(times)):
             gates[:, time].mul_(hidden)
             if time:
-                with rounding_of_layers():
-                    hidden = torch.baddbmm(outputs[:, time - 1], gates[:, time], weight)
-        ctx.trace.hidden_gates = gates
-        weight_gradient = hidden_weight_gradient(ctx.trace) if ctx.needs_input_grad[1] else None
-        first = torch.bmm(gates[:, 0], weight) if ctx.needs_input_grad[2] else None
-        return gates, weight_gradient, first, None, None
+                hidden = torch.baddbmm(outputs[:, time - 1], gates[:, time], weight)
+        return gates, gates, None, None
+
+
+class ReluRnn(Rnn):
+    """The same with a rectifier."""
+
+    relu = True
