@@ -77,11 +77,18 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         found: Self = super().__sklearn_clone__()
         return found
 
-    def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
+    def fit(
+        self,
+        X: Any,  # noqa: N803
+        y: Any,
+        groups: Any = None,
+        records_per_person: int | None = None,
+    ) -> Self:
         """Train on private records within the budget.
 
         Numbers beyond the declared bounds are clipped to them. Records with a target that was not
-        declared are left out.
+        declared are left out. `groups` name the person of every record, as for `dpsur.fit`, and
+        make one person with all of their records the unit of privacy.
         """
         _warn_of_fitted_steps(self)
         if self.schema is None:
@@ -107,6 +114,8 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
                 method=self.method,
                 accounting=self.accounting,
                 max_updates=self.max_updates,
+                groups=groups,
+                records_per_person=records_per_person,
                 seed=seed,
                 device=self.device,
                 progress=False,

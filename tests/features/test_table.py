@@ -82,7 +82,7 @@ def charged_nothing(patch):
     patch.setattr(
         input_features,
         "private_levels",
-        lambda values, noise, drawn: (private_levels(values, noise, drawn)[0], Gaussian(1e9)),
+        lambda *given: (private_levels(*given)[0], Gaussian(1e9)),
     )
 
 

@@ -4,10 +4,21 @@ import numpy as np
 import pytest
 import torch
 
+from dpsur.errors import InvalidInputError
+from dpsur.features.words import words
 from dpsur.tasks import TASKS, task_named
 from dpsur.tasks.datasets import DATA_SETS, load_arrays
 from dpsur.tasks.datasets.load import MISSING, status_of
-from dpsur.tasks.imdb import FIRST_RANK, LAST_RANK, WORDS, token_ids, word_vectors
+from dpsur.tasks.imdb import (
+    FIRST_RANK,
+    LAST_RANK,
+    WORD_LIST,
+    WORDS,
+    spelled,
+    token_ids,
+    word_list,
+    word_vectors,
+)
 
 # name -> training and test records, shape of one, classes
 PROMISED = {
@@ -17,19 +28,26 @@ PROMISED = {
     "cifar10": (50_000, 10_000, (3, 32, 32), 10),
     "imdb": (25_000, 25_000, (80,), 2),
     "imdb-words": (25_000, 25_000, (4951,), 2),
+    "imdb-hashed": (25_000, 25_000, (8192,), 2),
 }
 # Tasks that make other records of the data of another.
-DATA_OF = {name: name for name in DATA_SETS} | {"imdb-words": "imdb"}
+DATA_OF = {name: name for name in DATA_SETS} | {"imdb-words": "imdb", "imdb-hashed": "imdb"}
 
 
 def with_its_data(name):
     marks = [pytest.mark.data] if name in DATA_OF else []
+    marks += [pytest.mark.slow] if name == "imdb-hashed" else []
     return pytest.param(name, marks=marks, id=name)
 
 
 def skip_if_absent(name):
     if name in DATA_OF and status_of(DATA_SETS[DATA_OF[name]], None).state == MISSING:
         pytest.skip(f"the data of {name} are not in DPSUR_DATA")
+    if name == "imdb-hashed":
+        try:
+            word_list()
+        except InvalidInputError:
+            pytest.skip("the list of words is not in DPSUR_DATA")
 
 
 every_task = pytest.mark.parametrize("name", [with_its_data(name) for name in TASKS])
@@ -63,9 +81,9 @@ def test_records_are_as_promised(name):
             assert low == 0
             assert 19_900 < high < 20_000
             assert (part.inputs[:, 0] == 1).all()
-        elif name == "imdb-words":
+        elif name in ("imdb-words", "imdb-hashed"):
             torch.testing.assert_close(part.inputs.norm(dim=1), torch.ones(records))
-            assert low == 0
+            assert low == 0 or name == "imdb-hashed"  # whose words have signs
         else:
             assert part.inputs.dtype == torch.float32
             black, white = (0.0, 1.0) if name != "cifar10" else (-0.485 / 0.229, 0.594 / 0.225)
@@ -139,3 +157,35 @@ def test_reviews_become_counts_of_words():
     vectors = word_vectors(tokens, np.concatenate(([0], lengths.cumsum())))
     torch.testing.assert_close(vectors, torch.stack([counted(review) for review in reviews]))
     assert [int((vector > 0).sum()) for vector in vectors] == [2, 2, 0, 0, 2]
+
+
+def test_the_row_of_a_review_depends_on_its_words_and_not_on_their_ranks():
+    """Numbering the words in another order gives the same rows, as another count of ranks would."""
+    spelling = ["", *(f"word{number}" for number in range(1, 40))]
+    generator = np.random.default_rng(0)
+    offsets = np.array([0, 30, 30, 100])
+    tokens = generator.integers(1, 40, 100).astype(np.int32)
+    order = generator.permutation(39) + 1
+    renamed = [""] * 40
+    for rank, new in enumerate(order, start=1):
+        renamed[new] = spelling[rank]
+    first, second = (
+        words(spelled(some, offsets, names), 256)
+        for some, names in ((tokens, spelling), (order[tokens - 1], renamed))
+    )
+    assert torch.equal(first, second)
+    assert (first[1] == 0).all()
+    counted_by_rank = [
+        word_vectors((some + FIRST_RANK).astype(np.int32), offsets)
+        for some in (tokens, order[tokens - 1])
+    ]
+    assert not torch.equal(*counted_by_rank)
+
+
+def test_a_list_of_words_is_needed_and_checked(tmp_path):
+    (tmp_path / "imdb").mkdir()
+    with pytest.raises(InvalidInputError, match=f"needs the list of words: put https.*{WORD_LIST}"):
+        word_list(tmp_path)
+    (tmp_path / "imdb" / WORD_LIST).write_text('{"the": 1}')
+    with pytest.raises(InvalidInputError, match="not the published list of words"):
+        word_list(tmp_path)

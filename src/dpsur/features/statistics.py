@@ -122,19 +122,26 @@ def private_mean(features: Tensor, noise_multiplier: float, stream: Stream) -> t
     return noisy["sum"] / len(features), Gaussian(noise_multiplier)
 
 
-def private_levels(values: Tensor, noise_multiplier: float, stream: Stream) -> tuple[Tensor, Event]:
+def private_levels(
+    values: Tensor, noise_multiplier: float, stream: Stream, weights: Tensor | None = None
+) -> tuple[Tensor, Event]:
     """Noisy quantiles of columns of numbers in [-1, 1] at the edges of a public grid.
 
     Formal guarantee: one Gaussian mechanism of the given noise multiplier, which is the event of
     the result. A record is in one bin of each column, so that the counts of all m columns together
-    have sensitivity sqrt(m), and the noise is in proportion to that.
+    have sensitivity sqrt(m), and the noise is in proportion to that. With `weights`,
+    which add up to 1 for each person, the same holds for a person.
     """
     checks.positive("noise_multiplier", noise_multiplier)
     edges, columns = grid().to(stream.device), values.shape[1]
     bins = len(edges) - 1
     places = torch.searchsorted(edges, values.to(stream.device).double().contiguous())
     places = (places - 1).clamp(0, bins - 1) + bins * torch.arange(columns, device=stream.device)
-    counts = torch.bincount(places.flatten(), minlength=bins * columns).double()
+    if weights is None:
+        counts = torch.bincount(places.flatten(), minlength=bins * columns).double()
+    else:
+        each = weights.to(stream.device).double()[:, None].expand(places.shape)
+        counts = torch.bincount(places.flatten(), each.flatten(), minlength=bins * columns)
     sensitivity = math.sqrt(columns)
     noisy = add_gaussian(ClippedSum({"counts": counts}, sensitivity), noise_multiplier, stream)
     found = noisy["counts"].reshape(columns, bins)

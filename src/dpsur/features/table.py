@@ -121,7 +121,11 @@ class TableRows(nn.Module):
     def _quantiles(self, values: Tensor) -> Tensor:
         edges, levels = self.get_buffer("edges"), self.get_buffer("levels")
         values = values.clamp(-1, 1)
-        after = torch.searchsorted(edges, values.contiguous()).clamp(1, len(edges) - 1)
+        if torch.compiler.is_exporting():  # ONNX has no search, and a sum is the same
+            after = (values.unsqueeze(2) > edges).sum(2)
+        else:
+            after = torch.searchsorted(edges, values.contiguous())
+        after = after.clamp(1, len(edges) - 1)
         low, high = edges[after - 1], edges[after]
         at = levels.t().gather(0, after), levels.t().gather(0, after - 1)
         return at[1] + (values - low) / (high - low) * (at[0] - at[1])

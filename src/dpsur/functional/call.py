@@ -7,7 +7,7 @@ places and whose weight another module shares.
 
 How inputs reach the model: a tuple as positional arguments, a dict as keyword arguments, anything
 else (a tensor, a list, a named tuple, a dataclass) as the only argument. `Arguments` holds those of
-a call that someone else makes.
+a call that someone else makes, `PersonRows` several records in a row.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.utils import _pytree
 
 from dpsur.functional.parameters import Params
-from dpsur.functional.tree import TensorTree, map_tensors
+from dpsur.functional.tree import PersonRows, TensorTree, map_tensors, row_count
 
 # Only functional_call knows what to say to these.
 _OTHERS = (torch.jit.ScriptModule, nn.DataParallel)
@@ -47,11 +47,6 @@ class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
 
-    @property
-    def constants(self) -> str:
-        """What is no tensor, in words."""
-        return repr(map_tensors(lambda _: None, (self.args, self.kwargs), otherwise=repr))
-
 
 def _tensors_of(given: Arguments) -> tuple[list[Tensor], Arguments]:
     found: list[Tensor] = []
@@ -72,8 +67,6 @@ _pytree.register_pytree_node(Arguments, _tensors_of, _with_tensors)
 
 def arguments(inputs: TensorTree) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments that a model gets for its inputs."""
-    if type(inputs) is Arguments:
-        return inputs.args, inputs.kwargs
     if type(inputs) is tuple:
         return inputs, {}
     if type(inputs) is dict:
@@ -84,19 +77,16 @@ def arguments(inputs: TensorTree) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def call(model: Callable[..., Any], inputs: TensorTree) -> TensorTree:
     """Outputs of a model with its own weights.
 
-    Of a call that someone else makes, only those with rows: a loss that the model computes itself
-    is judged when it is differentiated.
+    Of persons, the model is called on their records, and outputs have the shape (persons, k, ...).
     """
+    if type(inputs) is PersonRows:
+        shape = row_count(inputs), inputs.records_each
+        outputs = call(model, map_tensors(lambda value: value.flatten(0, 1), inputs.rows))
+        return map_tensors(
+            lambda value: value.unflatten(0, shape), outputs, otherwise=lambda value: value
+        )
     positional, named = arguments(inputs)
-    outputs = model(*positional, **named)
-    return without_scalars(outputs) if type(inputs) is Arguments else outputs
-
-
-def without_scalars(outputs: Any) -> TensorTree:
-    """The tensors with rows among outputs; everything else becomes None."""
-    return map_tensors(
-        lambda value: value if value.dim() else None, outputs, otherwise=lambda _: None
-    )
+    return model(*positional, **named)
 
 
 def call_on(model: nn.Module, params: Params, inputs: TensorTree) -> TensorTree:

@@ -216,7 +216,7 @@ def forbid_side_effects(model: nn.Module, params: Params) -> Iterator[None]:
 
     Such a change would carry private records into the release without noise. Versions of tensors
     are counted on the host, so nothing waits for the device; what goes through `.data` is not
-    counted, and is looked for before training (`check_model`).
+    counted, and is found before anything is saved (`check_fixed_parts`).
     """
     given = {f"parameter {name}": value for name, value in params.items()}
     watched = {**given, **_own_tensors(model)}

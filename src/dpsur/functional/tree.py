@@ -7,7 +7,7 @@ restored on rejection and saved in checkpoints without anyone having to remember
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -19,6 +19,18 @@ from dpsur.errors import CheckpointError, InvalidInputError
 Tree = TypeVar("Tree")
 # A tree of tensors with one row per record in each; often a single tensor.
 TensorTree: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class PersonRows:
+    """Inputs of persons: a tree of tensors (persons, k, ...), with k records in a row."""
+
+    rows: TensorTree
+
+    @property
+    def records_each(self) -> int:
+        """How many records a row has room for."""
+        return int(tensors_of(self.rows)[0].shape[1])
 
 
 def map_tensors(

@@ -11,8 +11,9 @@ from dpsur.config import RunConfig, Speed
 from dpsur.distributed import connect
 from dpsur.distributed.ranks import local_device, unwrap
 from dpsur.errors import InvalidInputError
-from dpsur.features import PixelScale, TableLayout
+from dpsur.features import PRIVATE, PixelScale, TableLayout
 from dpsur.functional.model_loss import is_transformers_model, model_loss
+from dpsur.functional.persons import Groups, PersonLoss, choose_records
 from dpsur.functional.problem import LossFunction, Problem, drop_weights
 from dpsur.functional.records import Examples, StreamedExamples, place
 from dpsur.mechanism.philox import prepare_kernels
@@ -21,8 +22,7 @@ from dpsur.methods import Method
 from dpsur.per_example import check_model
 from dpsur.per_example.augmentation import Augment, check_augmentation
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
-from dpsur.privacy.plans import PrivacyPlan
-from dpsur.privacy.plans.rejections import hiding_plan
+from dpsur.privacy.plan import Plan
 from dpsur.runs.checkpoint import Statistics
 from dpsur.runs.data import (
     as_examples,
@@ -72,13 +72,15 @@ def build_session(
     holdout: Examples | None = None,
     augment: Augment | None = None,
     views: int = 1,
+    groups: Groups | None = None,
 ) -> Session:
     """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
 
     `released` are the statistics of a run that is resumed (see `load_statistics`), so that they are
     drawn once for one run. `pixel_scale` is what images were standardised with, `table` where the
-    numbers of a table are. `holdout` are private records that are not trained on. Under `torchrun`
-    every process builds the same session, from the weights of rank 0.
+    numbers of a table are. `holdout` are private records that are not trained on. `groups` say to
+    whom each record belongs: then persons are sampled, clipped and counted in place of records.
+    Under `torchrun` every process builds the same session, from the weights of rank 0.
     """
     check_is_loss(loss)
     check_module(model)
@@ -99,6 +101,8 @@ def build_session(
         asked, config.normalisation, config.budget, scale=pixel_scale, table=table
     )
     features.check_held(train, test)
+    if groups is not None:
+        _check_groups(config, features, augment)
     original = copy.deepcopy(config.method.adapt(model))
     ranks.broadcast_module(original)
     model = copy.deepcopy(original).to(device)
@@ -127,11 +131,17 @@ def build_session(
                 check_targets(applied, outputs, part.targets, name)
     loss = applied
     _check_size(model)
-    method, plan = _settle(config, len(train), features)
+    persons = None
+    if groups is not None:
+        train, persons = choose_records(train, groups)
+    method, plan = _settle(config, len(train if persons is None else persons), features)
     streams = Streams(config.seed, device, ranks)
-    inputs = compute_inputs(features, train, test, streams, released)
+    inputs = compute_inputs(features, train, test, streams, released, persons)
     test = None if inputs.test is None else inputs.test.to(device)
-    records = place(inputs.train, device, config.speed.data_bytes)
+    units = inputs.train
+    if persons is not None:
+        units, loss = persons.gather(units), PersonLoss(loss)
+    records = place(units, device, config.speed.data_bytes)
     problem = Problem(
         model,
         loss,
@@ -156,10 +166,27 @@ def build_session(
         layer_descriptions=inputs.descriptions,
         statistics=inputs.statistics,
         holdout=holdout,
+        records_per_person=None if groups is None else groups.records_each,
     )
 
 
-def _settle(config: RunConfig, size: int, features: InputFeatures) -> tuple[Method, PrivacyPlan]:
+def _check_groups(config: RunConfig, features: InputFeatures, augment: Augment | None) -> None:
+    """Refuse by name what is bounded for a record and not for a person."""
+    refused = {
+        "augment": augment is not None,
+        "holdout": config.holdout is not None,
+        "keep_fraction": config.keep_fraction not in (None, 1),
+        f"normalisation {PRIVATE}": features.kind == PRIVATE,
+    }
+    for name, given in refused.items():
+        if given:
+            raise InvalidInputError(
+                f"{name} works on records, not on persons, and cannot be used with groups; leave "
+                "it out"
+            )
+
+
+def _settle(config: RunConfig, size: int, features: InputFeatures) -> tuple[Method, Plan]:
     """The method with what it left open filled in, and the plan of its privacy.
 
     `max_updates` ends the planned run early. What it then spends is less than the budget, except
@@ -170,7 +197,7 @@ def _settle(config: RunConfig, size: int, features: InputFeatures) -> tuple[Meth
         method, plan = config.method.settle(size, budget, config.accounting, features.setup)
     if config.max_updates is not None:
         plan = plan.limited(config.max_updates)
-    return method, hiding_plan(plan, config.hide_rejections)
+    return method, plan.hide_rejections(config.hide_rejections)
 
 
 def _first(examples: Examples) -> Examples:

@@ -19,6 +19,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.model_loss import split_labels
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples, StreamedExamples, stream
+from dpsur.functional.side_effects import same_bits
 from dpsur.functional.tree import (
     TensorTree,
     describe_rows,
@@ -26,7 +27,6 @@ from dpsur.functional.tree import (
     map_tensors,
     tensors_of,
 )
-from dpsur.per_example.model_check import same_bits
 from dpsur.runs.streaming import (
     HELD_BYTES,
     ArrayReader,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dpsur.errors import InvalidInputError
 from dpsur.functional.call import call
 from dpsur.functional.parameters import Params
+from dpsur.functional.persons import record_loss
 from dpsur.functional.problem import (
     EVALUATION_ROWS,
     LossFunction,
@@ -87,13 +88,14 @@ def evaluate(problem: Problem, params: Params, examples: Examples) -> dict[str, 
     the same for one label, micro-averaged F1 and the share of records with every label right for
     several. Numbers: R2 and the mean absolute error.
     """
+    loss = record_loss(problem.loss)
     outputs, targets, losses = [], [], []
     for part in examples.parts(EVALUATION_ROWS):
         outputs.append(problem.outputs(params, part.inputs))
         targets.append(part.targets)
-        losses.append(example_losses(problem.loss, outputs[-1], part.targets).double())
+        losses.append(example_losses(loss, outputs[-1], part.targets).double())
     scores = {"loss": float(torch.cat(losses).mean())}
-    return scores | score(concatenate_rows(outputs), concatenate_rows(targets), problem.loss)
+    return scores | score(concatenate_rows(outputs), concatenate_rows(targets), loss)
 
 
 def score(outputs: Any, targets: Any, loss: LossFunction) -> dict[str, float]:

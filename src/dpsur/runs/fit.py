@@ -24,6 +24,13 @@ from dpsur.config import (
 from dpsur.distributed import connect, restarted
 from dpsur.environment import versions
 from dpsur.errors import InvalidInputError, PrivacyWarning
+from dpsur.functional.persons import (
+    DEFAULT_RECORDS,
+    Groups,
+    number_persons,
+    record_loss,
+    record_rows,
+)
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.mechanism.block_gate import released_metrics
@@ -33,8 +40,13 @@ from dpsur.methods import METHODS, Method
 from dpsur.networks import build_network
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.plans.rejections import DELAY, NOT_HIDDEN
-from dpsur.privacy.statement import RunFacts, privacy_statement, warnings_for
+from dpsur.privacy.rejections import DELAY, NOT_HIDDEN
+from dpsur.privacy.statement import (
+    RECORDS_PER_PERSON,
+    RunFacts,
+    privacy_statement,
+    warnings_for,
+)
 from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.data import is_classification
@@ -70,6 +82,7 @@ from dpsur.runs.session import Observer, Session
 from dpsur.runs.tasks import note_privately, origin_of
 from dpsur.runs.validation import check_observers
 from dpsur.status import notes, silenced
+from dpsur.tasks import Task
 from dpsur.tasks.schema import AUTO, Schema
 
 # Arguments that `fit` does not have, and where they belong.
@@ -107,6 +120,8 @@ def fit(
     speed: Speed | None = None,
     augment: Callable[[Any], Any] | None = None,
     views: int = 1,
+    groups: Any = None,
+    records_per_person: int | None = None,
     observers: Sequence[Observer] = (),
     progress: bool = True,
 ) -> Run:
@@ -160,23 +175,31 @@ def fit(
             it in training: flips, shifts, noise. Shapes stay as they are.
         views: so many augmented views of a record are averaged inside its one clipped gradient, at
             no cost in privacy and so many times the computation.
+        groups: whom each record belongs to: an array with a name or number per record, a column of
+            the table, or a function of a record's input and target. The unit of privacy is then
+            one person with all of their records. Persons are drawn in place of records, and a
+            person adds one gradient, the mean over their records, clipped once.
+        records_per_person: how many records of a person are used at most (default: 16); a public
+            number. Which they are follows from that person's records alone.
         observers: are called after every trial. What they see is private.
         progress: show a bar on a terminal and in a notebook, with public figures only.
 
     Formal guarantee: `Run.model` is (epsilon, delta)-differentially private for adding or removing
-    one record of `train_set`, as `Run.statement` says, if the accounting is a proved one.
+    one record of `train_set`, with `groups` one person and all of their records, as `Run.statement`
+    says, if the accounting is a proved one.
     """
     check_observers(observers)
     check_budget(budget)
     if train_set is None and isinstance(model, (str, os.PathLike)):
         model, train_set = AUTO, model
-    task = own_task(model, train_set, test_set, Given(schema, classes, image_size))
+    task = own_task(model, train_set, test_set, Given(schema, classes, image_size, groups))
     if task is not None:
         train_set, test_set = task.load(None)
         loss = task.loss if loss is None else loss
         for text in task.warnings:
             warnings.warn(text, UserWarning, stacklevel=_caller())
     loss = F.cross_entropy if loss is None else loss
+    grouped = _groups(groups, records_per_person, train_set, task)
     held = None
     if holdout is not None:
         check_target(loss)
@@ -188,7 +211,7 @@ def fit(
         network = task_network(task, model, asked or task.auto_features)
         if model == AUTO and method is None:
             facts = {"device": str(device), "max_updates": max_updates}
-            task = replace(task, records=_count(train_set))
+            task = replace(task, records=_units(train_set, grouped))
             chosen = choose_for_task(task, features, normalisation, accounting, budget, facts)
             method, features, normalisation, network, reasons = chosen
         elif model == AUTO:
@@ -202,7 +225,7 @@ def fit(
     assert not isinstance(model, str)
     if method is None:
         method, normalisation, reasons = choose_for_model(
-            records=_count(train_set),
+            records=_units(train_set, grouped),
             features=features,
             normalisation=normalisation,
             accounting=accounting,
@@ -248,6 +271,7 @@ def fit(
             holdout=held,
             released=load_statistics(folder.checkpoint, ranks) if folder and resume else None,
             pixel_scale=None if task is None else task.pixel_scale,
+            groups=grouped,
         )
         notes(reasons)  # after all checks, which end in one line
         bar = default_progress(observers) if progress and ranks.is_main else None
@@ -282,6 +306,34 @@ def resumes(folder: RunFolder, *, asked: bool) -> bool:
     return False
 
 
+def _groups(groups: Any, most: int | None, train_set: Any, task: Task | None) -> Groups | None:
+    """To whom each record belongs, if that was said."""
+    if most is not None:
+        checks.at_least_one("records_per_person", most)
+    if groups is None:
+        if most is not None:
+            raise InvalidInputError(
+                f"records_per_person {most} needs groups=..., which name the person of each record"
+            )
+        return None
+    records = _count(train_set)
+    if task is not None and task.persons is not None:
+        person = task.persons
+    elif records is None:
+        raise InvalidInputError("groups need records in memory; pass train_set as tensors")
+    elif callable(groups):
+        pairs = _pair_of_tensors(train_set, "groups as a function")
+        person = number_persons(map(groups, pairs.inputs, pairs.targets), records)
+    else:
+        person = number_persons(groups, records)
+    return Groups(person, DEFAULT_RECORDS if most is None else most)
+
+
+def _units(train_set: Any, groups: Groups | None) -> int | None:
+    """The number of records, or of persons."""
+    return _count(train_set) if groups is None else groups.count
+
+
 def _count(train_set: Any) -> int | None:
     """The number of records, if it is known before they are read."""
     if isinstance(train_set, (tuple, list)) and len(train_set) == 2:
@@ -294,7 +346,7 @@ def _count(train_set: Any) -> int | None:
         return None
 
 
-def _pair_of_tensors(train_set: Any) -> Examples:
+def _pair_of_tensors(train_set: Any, name: str = "holdout") -> Examples:
     """Records that can be split by their values."""
     if isinstance(train_set, Examples):
         return train_set
@@ -304,7 +356,7 @@ def _pair_of_tensors(train_set: Any) -> Examples:
         except (TypeError, ValueError, RuntimeError):
             pass
     raise InvalidInputError(
-        "holdout needs a table with a schema, or train_set as a pair of tensors; leave it out"
+        f"{name} needs a table with a schema, or train_set as a pair of tensors; leave it out"
     )
 
 
@@ -332,7 +384,7 @@ def execute(
     private folder, so that the command line can resume it. Of several ranks only the first writes.
     """
     ranks = session.ranks
-    origin = replace(origin, predicts=what_is_predicted(session))
+    origin = with_persons(replace(origin, predicts=what_is_predicted(session)), session)
     if ranks.is_main:
         for text in objections(session):
             warnings.warn(text, PrivacyWarning, stacklevel=_caller())
@@ -388,7 +440,8 @@ def _caller() -> int:
 
 def what_is_predicted(session: Session) -> str | None:
     """What the outputs of the model mean, from its loss and the type of its targets."""
-    targets, loss = session.problem.train.part(slice(1)).targets, session.problem.loss
+    targets = record_rows(session.problem.train.part(slice(1)).targets)
+    loss = record_loss(session.problem.loss)
     if not isinstance(targets, torch.Tensor):
         return None
     if is_one_of(loss, LABEL_LOSSES, LABEL_LOSS_MODULES):
@@ -398,6 +451,14 @@ def what_is_predicted(session: Session) -> str | None:
     if targets.dim() == 1 and not targets.dtype.is_floating_point:
         return CLASSES
     return CLASSES if is_classification(loss) else None
+
+
+def with_persons(origin: Origin, session: Session) -> Origin:
+    """The origin with the number of records per person, which the user declared, if any."""
+    if session.records_per_person is None:
+        return origin
+    declared = {RECORDS_PER_PERSON: session.records_per_person}
+    return replace(origin, public={**origin.public, **declared})
 
 
 def _delays(session: Session) -> list[Observer]:
@@ -432,7 +493,7 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
         bf16=session.config.speed.bf16,
         hide_rejections=session.config.hide_rejections,
         versions=versions(),
-        public=origin.public,
+        public=with_persons(origin, session).public,
         independence=session.independence,
         metrics=released_metrics(session.procedure, progress.state),
         test=None if session.test is None else {"records": len(session.test), "scores": scores},

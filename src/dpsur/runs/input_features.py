@@ -34,6 +34,7 @@ from dpsur.features.statistics import (
     private_mean,
     private_quantile,
 )
+from dpsur.functional.persons import Persons
 from dpsur.functional.records import Examples, StreamedExamples
 from dpsur.mechanism.streams import FEATURES, SETUP, Stream, Streams
 from dpsur.privacy import events
@@ -222,12 +223,14 @@ def compute_inputs(
     test: Examples | None,
     streams: Streams,
     released: Statistics | None = None,
+    persons: Persons | None = None,
 ) -> Inputs:
     """Compute features of all records, and normalise them.
 
     `released` are the statistics of a run that is resumed: they were drawn, and paid for, when it
-    was started. Formal guarantee: the Gaussian mechanisms in `asked.setup`, nothing else, and
-    nothing at all where statistics are given.
+    was started. With `persons` every statistic is of the means over each person's records, which
+    have the bounds of a record. Formal guarantee: the Gaussian mechanisms in `asked.setup`, nothing
+    else, and nothing at all where statistics are given.
     """
     descriptions: list[Mapping[str, Any]] = []
     device = streams.device
@@ -244,7 +247,8 @@ def compute_inputs(
     if asked.setup:
         if released is None:
             draw = {MEAN: _private_mean, PRIVATE: _private_statistics, QUANTILES: _private_levels}
-            statistics = draw[asked.kind](asked, train.inputs, streams.at(SETUP)[FEATURES])
+            stream = streams.at(SETUP)[FEATURES]
+            statistics = draw[asked.kind](asked, train.inputs, stream, persons)
         else:
             statistics = _checked(released, asked)
     norm = _normalisation(asked, next(iter(train.record_shape), 0), statistics)
@@ -289,7 +293,10 @@ def _normalisation(
     return layer, {"name": "channel-norm", "channels": channels}
 
 
-def _private_statistics(asked: InputFeatures, inputs: Tensor, stream: Stream) -> Statistics:
+def _private_statistics(
+    asked: InputFeatures, inputs: Tensor, stream: Stream, persons: Persons | None
+) -> Statistics:
+    assert persons is None  # refused before
     (mean_bound, mean_event), (square_bound, square_event) = (
         private_quantile(
             rows.norm(dim=1),
@@ -314,15 +321,22 @@ def _private_statistics(asked: InputFeatures, inputs: Tensor, stream: Stream) ->
     return {CHANNEL_MEAN: found.mean.cpu(), DEVIATION: found.deviation.cpu()}
 
 
-def _private_mean(asked: InputFeatures, inputs: Tensor, stream: Stream) -> Statistics:
-    mean, event = private_mean(inputs, asked.mean_noise, stream)
+def _private_mean(
+    asked: InputFeatures, inputs: Tensor, stream: Stream, persons: Persons | None
+) -> Statistics:
+    rows = inputs if persons is None else persons.means(inputs)
+    mean, event = private_mean(rows, asked.mean_noise, stream)
     assert (event,) == asked.setup  # what was drawn must be what the plan was charged for
     return {CENTRE: mean.cpu()}
 
 
-def _private_levels(asked: InputFeatures, inputs: Tensor, stream: Stream) -> Statistics:
+def _private_levels(
+    asked: InputFeatures, inputs: Tensor, stream: Stream, persons: Persons | None
+) -> Statistics:
     assert asked.binned is not None
     numbers = inputs[:, list(asked.binned.numbers)]
-    levels, event = private_levels(numbers, asked.histograms_noise, stream)
+    levels, event = private_levels(
+        numbers, asked.histograms_noise, stream, None if persons is None else persons.weights
+    )
     assert (event,) == asked.setup  # what was drawn must be what the plan was charged for
     return {LEVELS: levels.cpu()}

@@ -14,7 +14,7 @@ from typing import Any
 from dpsur.errors import DiagnosticsWarning, describe_os_error
 from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.state import Verdict
-from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.plan import Plan
 from dpsur.runs.files import METRICS, finite, write_atomically
 
 
@@ -29,7 +29,7 @@ class Recorder:
         self._path = None if folder is None else folder / METRICS
         self._clock = time.perf_counter()
 
-    def started(self, plan: PrivacyPlan, progress: Progress) -> None:  # noqa: ARG002
+    def started(self, plan: Plan, progress: Progress) -> None:  # noqa: ARG002
         """Forget rows of trials after the checkpoint: those trials are repeated."""
         if self._path is None:
             return
@@ -191,7 +191,7 @@ class RandomDelays:
         self._worked, self._made = 0.0, 0
         self._since = clock()
 
-    def started(self, plan: PrivacyPlan, progress: Progress) -> None:  # noqa: ARG002
+    def started(self, plan: Plan, progress: Progress) -> None:  # noqa: ARG002
         """Note how rarely a candidate may be accepted."""
         assert plan.typical.gate is not None
         self._accept = plan.typical.gate.accept_min

@@ -35,6 +35,7 @@ class Given:
     schema: Any = None
     classes: Any = None
     image_size: Any = None
+    groups: Any = None
 
     @property
     def count(self) -> int | None:
@@ -68,7 +69,7 @@ def own_task(model: Any, train_set: Any, test_set: Any, given: Given) -> Task | 
     if isinstance(train_set, (str, os.PathLike)):
         return _named(str(train_set), test_set, given)
     if given.schema is not None:
-        return memory_task(_schema(given.schema), train_set, test_set)
+        return memory_task(_schema(given.schema), train_set, test_set, given.groups)
     raw = _raw(train_set)
     if raw is not None:
         return _featured(raw, None if test_set is None else _raw(test_set), given)
@@ -119,12 +120,17 @@ def _named(name: str, test_set: Any, given: Given) -> Task:
         )
     if not name.startswith(OWN) and name not in TASKS:
         task_named(name)  # says what to write instead
+    if given.groups is not None and not isinstance(given.groups, str):
+        raise InvalidInputError(
+            f"groups of {name} must be the name of a column, got {type(given.groups).__name__}"
+        )
     values = {
         "schema": given.schema,
         "classes": given.count,
         "labels": given.names or None,
         "image_size": given.size,
         "test": test_set,
+        "group_by": given.groups,
     }
     return task_named(
         name, declared=Declared(**{key: v for key, v in values.items() if v is not None})

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dpsur import checks, figure_style
 from dpsur.errors import CheckpointError, DpsurError, InvalidInputError
-from dpsur.privacy.plans import PrivacyPlan, plan_from_statement
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.statement import plan_from_statement
 from dpsur.runs.files import METRICS, PRIVATE, STATEMENT, from_json, release_folder
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Plotted:
     """What is needed of a run to plot it. `rows` are private."""
 
     name: str
-    plan: PrivacyPlan
+    plan: Plan
     rows: Sequence[Mapping[str, Any]]
 
     @staticmethod
@@ -116,7 +117,7 @@ def _draw(axes: "Axes", run: Plotted, kind: str, *, alone: bool) -> bool:
     return bool(curves)
 
 
-def epsilons_by_update(plan: PrivacyPlan) -> list[Curve]:
+def epsilons_by_update(plan: Plan) -> list[Curve]:
     """Epsilon by update under every accounting that applies to the plan."""
     points: dict[str, list[tuple[int, float]]] = {}
     for count in _counts(plan.length):
@@ -139,7 +140,7 @@ def _counts(total: int) -> list[int]:
     return sorted({max(1, round(total * (i + 1) / POINTS)) for i in range(POINTS)})
 
 
-def epsilon_by_update(plan: PrivacyPlan) -> Curve | None:
+def epsilon_by_update(plan: Plan) -> Curve | None:
     """What a run of fewer updates by the same plan would cost. Nothing where there is no price."""
     points = []
     for count in _counts(plan.length):
@@ -154,7 +155,7 @@ def epsilon_by_update(plan: PrivacyPlan) -> Curve | None:
     return Curve("epsilon", [x for x, _ in points], [y for _, y in points])
 
 
-def tradeoff(plan: PrivacyPlan) -> Curve | None:
+def tradeoff(plan: Plan) -> Curve | None:
     """The most powerful attack that the guarantee allows, at each false positive rate.
 
     Every pair (epsilon, delta) that holds bounds the true positive rate of a test for membership;

@@ -12,8 +12,7 @@ from typing import Any, Self
 from dpsur.display import NotebookLine, in_notebook
 from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.state import Verdict
-from dpsur.privacy.plans import PrivacyPlan
-from dpsur.privacy.plans.rejections import duration, elapsed
+from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import format_epsilon, metric_text
 from dpsur.runs.evaluation import shown_scores
 from dpsur.status import is_silenced
@@ -37,7 +36,7 @@ class ProgressBar:
     def __init__(self, quiet: bool = False, show_private: bool = False) -> None:
         self._quiet = quiet
         self._show_private = show_private and not quiet
-        self._plan: PrivacyPlan | None = None
+        self._plan: Plan | None = None
         self._bar: Any = None
         self._task: Any = None
         self._clock = time.perf_counter()
@@ -52,7 +51,7 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.stop()
 
-    def started(self, plan: PrivacyPlan, progress: Progress) -> None:
+    def started(self, plan: Plan, progress: Progress) -> None:
         """Show the plan and start the bar."""
         self._plan = plan
         if self._quiet:
@@ -62,7 +61,7 @@ class ProgressBar:
             self._say(f"warning: {PRIVATE_WARNING}")
         if in_notebook():
             self._bar = _NotebookBar(plan)
-            self._begun, self._first = time.perf_counter(), elapsed(plan, progress.ledger)
+            self._begun, self._first = time.perf_counter(), plan.elapsed(progress.ledger)
         elif sys.stderr.isatty():
             self._start_bar(plan, progress)
 
@@ -75,7 +74,7 @@ class ProgressBar:
         if self._bar is None:
             return
         now, plan = time.perf_counter(), self._plan
-        passed = elapsed(plan, progress.ledger)
+        passed = plan.elapsed(progress.ledger)
         if now >= self._due and not plan.to_the_cap and progress.ledger.updates:
             spent = format_epsilon(plan.spent(progress.ledger))
             self._spent = f"epsilon {spent} of {plan.budget.epsilon:g}"
@@ -83,7 +82,7 @@ class ProgressBar:
         rate = (passed - self._first) / max(now - self._begun, 1e-9)
         status = ", ".join(text for text in (self._spent, self._score) if text)
         self._bar.update(self._task, completed=passed, status=status, rate=f"{rate:.1f}/s")
-        if passed >= duration(plan):
+        if passed >= plan.duration:
             self._bar.stop()
 
     def _show(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
@@ -101,7 +100,7 @@ class ProgressBar:
         """Show the budget spent and the accuracy on public records."""
         if self._quiet or self._plan is None:
             return
-        passed = f"{elapsed(self._plan, progress.ledger)}/{duration(self._plan)}"
+        passed = f"{self._plan.elapsed(progress.ledger)}/{self._plan.duration}"
         if self._plan.to_the_cap:  # accuracy at a given trial reveals rejections
             if self._bar is None:
                 self._say(f"{passed} trials")
@@ -120,14 +119,14 @@ class ProgressBar:
         """Show noisy values of the training records, which are paid for."""
         if self._quiet or self._plan is None:
             return
-        passed = f"{elapsed(self._plan, progress.ledger)}/{duration(self._plan)}"
+        passed = f"{self._plan.elapsed(progress.ledger)}/{self._plan.duration}"
         shown = ", ".join(metric_text(row) for row in rows)
         if self._bar is not None:
             self._bar.update(self._task, status=shown)
         else:
             self._say(f"{passed}: {shown} (noisy, paid)")
 
-    def _start_bar(self, plan: PrivacyPlan, progress: Progress) -> None:
+    def _start_bar(self, plan: Plan, progress: Progress) -> None:
         try:
             from rich.console import Console
             from rich.progress import (
@@ -149,9 +148,9 @@ class ProgressBar:
             TextColumn("{task.fields[status]}"),
             console=Console(stderr=True),
         )
-        self._begun, self._first = time.perf_counter(), elapsed(plan, progress.ledger)
+        self._begun, self._first = time.perf_counter(), plan.elapsed(progress.ledger)
         self._task = self._bar.add_task(
-            "training", total=duration(plan), completed=self._first, status="", rate=""
+            "training", total=plan.duration, completed=self._first, status="", rate=""
         )
         self._bar.start()
 
@@ -165,8 +164,8 @@ class ProgressBar:
 class _NotebookBar:
     """What is used of rich's progress bar, as one line of a notebook."""
 
-    def __init__(self, plan: PrivacyPlan) -> None:
-        self._total, self._done = duration(plan), 0
+    def __init__(self, plan: Plan) -> None:
+        self._total, self._done = plan.duration, 0
         self._unit = "trials" if plan.to_the_cap else plan.unit
         self._status = self._rate = ""
         self._line, self._due = NotebookLine(), 0.0

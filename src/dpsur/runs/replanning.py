@@ -10,8 +10,9 @@ from dpsur.privacy.accountants.rdp import RenyiFilter
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import event_from_json
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import FilteredPlan, PrivacyPlan
-from dpsur.privacy.plans.rejections import CONSTANT, hiding_plan
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.rejections import CONSTANT
+from dpsur.privacy.statement import stated_mechanism
 from dpsur.runs.files import finite
 
 if TYPE_CHECKING:
@@ -62,12 +63,12 @@ def plan_faults(statement: dict[str, Any]) -> list[str]:
         for key, value in finite(asdict(settled)).items()
         if not _near(settings[key], value)
     ]
-    expected = finite(plan.to_statement(Ledger()))
+    expected = finite(stated_mechanism(plan, Ledger()))
     if "menu" in expected:
         return [*faults, *_offer_faults(mechanism, expected)]
     if "blocks" in expected and "blocks" in mechanism:  # whose steps are checked by themselves
         expected["blocks"]["steps"] = mechanism["blocks"]["steps"]
-    if isinstance(plan, FilteredPlan) and mechanism["filter"] is not None:
+    if plan.filter is not None and mechanism["filter"] is not None:
         stated = mechanism["filter"]
         expected["filter"]["steps"] = stated["steps"]
         if settings.get("noise_multiplier", 0.0) is None:
@@ -121,7 +122,7 @@ def _is_of(value: Any, kind: Any) -> bool:
     return type(value) in kinds or (type(value) is int and float in kinds)
 
 
-def _planned(method: "Method", statement: dict[str, Any]) -> "tuple[Method, PrivacyPlan]":
+def _planned(method: "Method", statement: dict[str, Any]) -> "tuple[Method, Plan]":
     """What a run with the stated settings would be settled to."""
     budget, mechanism = statement["budget"], statement["mechanism"]
     settled, plan = method.settle(
@@ -130,7 +131,7 @@ def _planned(method: "Method", statement: dict[str, Any]) -> "tuple[Method, Priv
         statement["guarantee"]["accounting"],
         tuple(event_from_json(event) for event in mechanism["setup"]),
     )
-    return settled, hiding_plan(plan, CONSTANT) if mechanism["to_the_cap"] else plan
+    return settled, plan.hide_rejections(CONSTANT) if mechanism["to_the_cap"] else plan
 
 
 def _near(one: Any, other: Any) -> bool:

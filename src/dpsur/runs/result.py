@@ -15,7 +15,7 @@ from dpsur.display import html_table
 from dpsur.methods import Method
 from dpsur.per_example import EngineReport
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import format_epsilon, guarantee_rows
 from dpsur.runs.evaluation import shown_scores
 from dpsur.runs.files import RunFolder
@@ -56,7 +56,7 @@ class Run:
     statement: Mapping[str, Any]
     scores: Mapping[str, float] | None
     method: Method
-    plan: PrivacyPlan
+    plan: Plan
     private: PrivateDiagnostics
     origin: Origin = NO_ORIGIN
     engine: EngineReport | None = None

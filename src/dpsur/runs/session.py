@@ -15,7 +15,7 @@ from dpsur.errors import InterruptedRunError
 from dpsur.functional.problem import Problem
 from dpsur.functional.process_settings import precision, repeatable
 from dpsur.functional.records import Examples, HostExamples
-from dpsur.functional.side_effects import Unchanged, check_fixed_parts, fixed_parts
+from dpsur.functional.side_effects import check_fixed_parts, fixed_parts
 from dpsur.functional.tree import flatten
 from dpsur.mechanism.block_gate import released_metrics
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
@@ -27,8 +27,7 @@ from dpsur.methods import Method, Nonprivate
 from dpsur.per_example import EngineReport, engine_report, log_engine
 from dpsur.per_example.engine_choice import Engine
 from dpsur.privacy.events import NonPrivate, Trial
-from dpsur.privacy.plans import PrivacyPlan
-from dpsur.privacy.plans.rejections import duration, elapsed
+from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import BY_CONSTRUCTION, WAS_CHECKED
 from dpsur.runs.checkpoint import (
     FIXED_PARTS,
@@ -56,7 +55,7 @@ class Observer(Protocol):
     Later trials may overwrite the tensors of a `progress`: copy what is to be kept.
     """
 
-    def started(self, plan: PrivacyPlan, progress: Progress) -> None:
+    def started(self, plan: Plan, progress: Progress) -> None:
         """The run begins, or resumes from a checkpoint."""
         ...
 
@@ -82,12 +81,13 @@ class Session:
 
     `config` is what was asked for; `method` has what it left open filled in. `original` is the
     model as it was before any record reached it. It is never called. `holdout` are private records
-    that noisy figures are released of.
+    that noisy figures are released of. With `records_per_person` the
+    rows of the problem are persons.
     """
 
     config: RunConfig
     method: Method
-    plan: PrivacyPlan
+    plan: Plan
     problem: Problem
     original: nn.Module
     test: Examples | None
@@ -97,6 +97,7 @@ class Session:
     layer_descriptions: tuple[Mapping[str, Any], ...] = ()
     statistics: Statistics = field(default_factory=dict)
     holdout: Examples | None = None
+    records_per_person: int | None = None
 
     def __repr__(self) -> str:
         return f"Session({self.method!r}, {len(self.problem.train)} records)"
@@ -267,9 +268,8 @@ class ActiveRun:
             content = ranks.from_main(lambda: read_checkpoint(path))  # one file for all ranks
             saved = load_checkpoint(path, self._fingerprint, content)
             progress = restore(saved, progress, session.streams)
-        self._unchanged = Unchanged(session.problem.model, session.problem.loss)
         self._saved_at = progress.ledger.trials
-        self._evaluated_at = elapsed(session.plan, progress.ledger)
+        self._evaluated_at = session.plan.elapsed(progress.ledger)
         self._save(progress)
         for observer in observers:
             observer.started(session.plan, progress)
@@ -294,7 +294,7 @@ class ActiveRun:
             observer.trials(progress, verdicts)
         if not is_trial:
             self._report_metrics(progress)
-        position = elapsed(self._session.plan, progress.ledger)
+        position = self._session.plan.elapsed(progress.ledger)
         if self._evaluation_is_due(self._evaluated_at, position):
             self._evaluated_at = position
             self._evaluate(progress)
@@ -329,7 +329,6 @@ class ActiveRun:
     def _save(self, progress: Progress) -> None:
         session = self._session
         check_fixed_parts(session.problem.model, session.original)
-        self._unchanged.check()
         ledger = progress.ledger
         session.ranks.check_state(flatten(progress.state), f"after trial {ledger.trials}")
         if self._folder is not None and session.ranks.is_main:
@@ -340,7 +339,7 @@ class ActiveRun:
         session = self._session
         if session.test is None or position == last:
             return False
-        length = duration(session.plan)
+        length = session.plan.duration
         every = session.config.pace.evaluate_every or max(1, length // EVALUATIONS_PER_RUN)
         return position // every > last // every or position == length
 

@@ -16,6 +16,7 @@ from dpsur import checks
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError, ModelInputError
 from dpsur.features import compute, features_named
+from dpsur.functional.persons import DEFAULT_RECORDS, Groups
 from dpsur.functional.problem import Problem
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.records import Examples
@@ -44,23 +45,31 @@ SAMPLE = 3
 class Records:
     """Training and test records; `featured` says that their features were computed already.
 
-    `holdout` are private records that noisy figures are released of.
+    `holdout` are private records that noisy figures are released of, `groups` whom the training
+    records belong to.
     """
 
     train: Examples
     test: Examples | None
     featured: bool = False
     holdout: Examples | None = None
+    groups: Groups | None = None
 
 
 def load_records(config: RunConfig) -> Records:
     """The records of a run, as the task has them."""
-    train, test = task_of(config).load(config.data_dir)
+    task = task_of(config)
+    train, test = task.load(config.data_dir)
+    if task.persons is not None:
+        if config.hold_out:
+            raise InvalidInputError("hold_out parts the records of a person; leave it out")
+        most = config.records_per_person or DEFAULT_RECORDS
+        return Records(train, test, groups=Groups(task.persons, most))
     if config.hold_out:
         train, test = held_out(train, config.hold_out)
     train, holdout = subset(train, config.keep_fraction), None
     if config.holdout is not None:
-        check_target(task_of(config).loss)
+        check_target(task.loss)
         train, holdout = split_off(train, config.holdout)
     return Records(train, test, holdout=holdout)
 
@@ -82,7 +91,12 @@ def with_features(config: RunConfig, records: Records, device: torch.device) -> 
         for part in (records.train, records.test)
     )
     assert train is not None
-    return Records(train.to(device), None if test is None else test.to(device), featured=True)
+    return replace(
+        records,
+        train=train.to(device),
+        test=None if test is None else test.to(device),
+        featured=True,
+    )
 
 
 def features_of(config: RunConfig) -> str:
@@ -125,6 +139,7 @@ def build_task_session(
             pixel_scale=task.pixel_scale,
             table=task.table,
             holdout=records.holdout,
+            groups=records.groups,
         )
     return session, origin_of(task, description, session, config.keep_fraction)
 

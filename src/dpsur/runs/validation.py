@@ -3,6 +3,8 @@
 import copy
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +16,6 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError, UnsupportedModelError, from_custom_code
 from dpsur.functional.problem import LossFunction, losses_one_by_one, weight_by_record
 from dpsur.functional.process_settings import seeded_globally
-from dpsur.functional.side_effects import refuse_memory
 from dpsur.functional.tree import (
     TensorTree,
     describe_rows,
@@ -92,8 +93,6 @@ def check_module(model: Any) -> None:
 _FRACTIONS = (0.5, 1.0, 0.0)
 _COUNTS = (0, 1)
 ROWS_AT_ONCE = 4096
-# Sizes of synthetic batches on which a loss is called to see whether it keeps state.
-_ROWS = (2, 1, 3)
 
 
 def loss_on(loss: LossFunction, device: torch.device) -> LossFunction:
@@ -114,7 +113,9 @@ def check_loss(loss: LossFunction, outputs: TensorTree, targets: TensorTree) -> 
         target = map_tensors(partial(_filled_with, values, device_of(outputs)), targets)
         fault = _fault(loss, slice_rows(outputs, slice(1)), target)
         if fault is None:
-            _check_memory(loss, map_tensors(Tensor.detach, outputs), target)
+            one = map_tensors(Tensor.detach, slice_rows(outputs, slice(1)))
+            with without_memory(loss, one, target):  # of itself, with a gradient
+                _fault(loss, map_tensors(_longer, one), target)
             return
         faults.append(fault)
     if isinstance(faults[0], Exception):
@@ -139,44 +140,25 @@ def _computed(values: Tensor) -> Tensor:
     return values * 1 if values.is_floating_point() else values
 
 
-def _check_memory(loss: LossFunction, outputs: TensorTree, target: TensorTree) -> None:
-    """Refuse a loss that remembers records: by what it holds, and by the values that it gives."""
-    device = device_of(outputs)
-
-    def call(loss: LossFunction, number: int) -> None:
-        """As training does, with and without gradients."""
-        count = _ROWS[number]
-        chosen = (torch.arange(count, device=device) + number) % row_count(outputs)
-
-        def scaled(values: Tensor) -> Tensor:
-            rows = values[chosen]
-            return _leaf(rows * (1 - 0.1 * number) if rows.is_floating_point() else rows)
-
-        leaf = map_tensors(scaled, outputs)
-        leaves = [value for value in tensors_of(leaf) if value.requires_grad]
-        targets = map_tensors(lambda value: value.expand(count, *value.shape[1:]), target)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with torch.enable_grad():
-                total = losses_one_by_one(loss, map_tensors(_computed, leaf), targets).sum()
-                torch.autograd.grad(total, leaves, allow_unused=True)
-                loss(map_tensors(_computed, slice_rows(leaf, slice(1))), target)
-            with torch.no_grad():
-                losses_one_by_one(loss, map_tensors(Tensor.detach, leaf), targets)
+@contextmanager
+def without_memory(loss: LossFunction, output: TensorTree, target: TensorTree) -> Iterator[None]:
+    """Refuse a loss that gives a record another value after it was applied to others."""
 
     def value() -> Tensor:
-        with torch.no_grad(), seeded_globally(0, device):
-            one = map_tensors(_computed, slice_rows(outputs, slice(1)))
-            return loss(one, target).detach().clone()
+        with torch.no_grad(), seeded_globally(0, device_of(output)):
+            return loss(map_tensors(_computed, output), target).detach().clone().nan_to_num()
 
     before = value()
-    with seeded_globally(0, device):
-        refuse_memory("loss", loss, call, InvalidInputError)
-    if not torch.equal(value().nan_to_num(), before.nan_to_num()):
+    yield
+    if not torch.equal(value(), before):
         raise InvalidInputError(
-            "the loss gives the same record another value after it was applied to others: it keeps "
-            "state; compute it from the arguments of the call and keep nothing"
+            "the loss keeps state: it gives a record another value after it was applied to others; "
+            "compute it from the arguments of the call and keep nothing"
         )
+
+
+def _longer(values: Tensor) -> Tensor:
+    return 3 * values + 1 if values.is_floating_point() else values
 
 
 def check_targets(loss: LossFunction, outputs: TensorTree, targets: TensorTree, name: str) -> None:
@@ -187,13 +169,14 @@ def check_targets(loss: LossFunction, outputs: TensorTree, targets: TensorTree, 
     if not tensors_of(targets):
         return
     device = device_of(outputs)
+    one = map_tensors(partial(_repeated, 1), outputs)
     for part in split_rows(targets, ROWS_AT_ONCE):
-        count = row_count(part)
-        guesses = map_tensors(partial(_repeated, count), outputs)
+        part = map_tensors(lambda value: value.to(device), part)
+        guesses = map_tensors(partial(_repeated, row_count(part)), outputs)
         try:
-            with torch.no_grad():
-                losses_one_by_one(loss, guesses, map_tensors(lambda value: value.to(device), part))
-        except torch.OutOfMemoryError:
+            with torch.no_grad(), without_memory(loss, one, slice_rows(part, slice(1))):
+                losses_one_by_one(loss, guesses, part)
+        except (torch.OutOfMemoryError, InvalidInputError):
             raise  # says nothing of the targets
         except Exception as error:  # a custom loss may raise anything
             raise InvalidInputError(

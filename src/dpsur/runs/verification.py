@@ -26,10 +26,16 @@ from dpsur.privacy.events import (
     feature_statistics,
 )
 from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.privacy.plans import plan_from_statement
-from dpsur.privacy.plans.rejections import least_cap
+from dpsur.privacy.rejections import least_cap
 from dpsur.privacy.second_opinion import Opinion, statement_opinions
-from dpsur.privacy.statement import FORMAT, HOLDOUT_COMPOSITION, INDEPENDENCE, holdout_cost
+from dpsur.privacy.statement import (
+    FORMAT,
+    HOLDOUT_COMPOSITION,
+    INDEPENDENCE,
+    holdout_cost,
+    plan_from_statement,
+    step_faults,
+)
 from dpsur.runs.files import (
     CARD,
     PAGE,
@@ -249,7 +255,7 @@ def _figure_faults(statement: dict[str, Any], figures: dict[str, float | None]) 
         faults.append(f"delta {guarantee['delta']} is not the budget's {budget['delta']}")
     if figure is not None and figure > budget["epsilon"] * (1 + TOLERANCE):
         faults.append(f"epsilon {figure} is above the budget of {budget['epsilon']}")
-    steps = plan_from_statement(statement).step_faults(statement["mechanism"], TOLERANCE)
+    steps = step_faults(statement, TOLERANCE)
     return [*faults, *_cap_faults(statement), *steps]
 
 

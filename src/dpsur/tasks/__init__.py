@@ -15,7 +15,7 @@ from dpsur.tasks.cifar10 import CIFAR10_TASK
 from dpsur.tasks.declared import NOTHING, Declared
 from dpsur.tasks.images import PREFIX as IMAGES
 from dpsur.tasks.images import images_task, images_to_test
-from dpsur.tasks.imdb import IMDB_TASK, IMDB_WORDS_TASK
+from dpsur.tasks.imdb import IMDB_HASHED_TASK, IMDB_TASK, IMDB_WORDS_TASK
 from dpsur.tasks.mnist import FMNIST_TASK, MNIST_TASK
 from dpsur.tasks.mnist_5k import MNIST_5K
 from dpsur.tasks.npz import PREFIX as NPZ
@@ -38,6 +38,7 @@ TASKS: dict[str, Task] = {
         CIFAR10_TASK,
         IMDB_TASK,
         IMDB_WORDS_TASK,
+        IMDB_HASHED_TASK,
     )
 }
 DEFAULT_TASK = MNIST_5K.name

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor
 
 from dpsur.features import TABLE, PixelScale, TableLayout
 from dpsur.features.encoder import DIMENSION, SCATTERING_DIMENSION
@@ -57,7 +58,8 @@ class Task:
     on the same records whose model is more accurate. Of a table, `target` is what is predicted
     (`classes`, `labels` or `number`) and by how many outputs, and `table` where its numbers are.
     `private` are counts of the training records for the private folder, `warnings` what the public
-    test records show.
+    test records show. `persons` are numbers of the persons whom the training records belong to,
+    where a column names them; `records` then counts persons.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Task:
     table: TableLayout | None = None
     private: Mapping[str, Any] = field(default_factory=dict)
     warnings: Sequence[str] = ()
+    persons: Tensor | None = None
 
     @property
     def default_features(self) -> str:

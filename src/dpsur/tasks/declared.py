@@ -71,6 +71,7 @@ class Declared:
     A number of `classes` is for arrays, a `schema` (or its file) for tables. `labels` names the
     classes, `columns` the column of texts and the column of classes. `image_size` is what images
     are scaled to: by default what the encoder sees. `test` are public records of the same form.
+    `group_by` is the column of a table that names persons.
     """
 
     classes: int | None = option(
@@ -118,6 +119,14 @@ class Declared:
         group=WHAT,
     )
 
+    group_by: str | None = option(
+        None,
+        "column of csv:FILE, parquet:FILE or jsonl:FILE that names the person whom a record "
+        "belongs to: the unit of privacy becomes one person with all of their records",
+        metavar="COLUMN",
+        group=WHAT,
+    )
+
     def __post_init__(self) -> None:
         check_options(self)
 
@@ -148,6 +157,7 @@ FOR = {
     "labels": ("images:DIR", "texts in jsonl:FILE, csv:FILE or parquet:FILE"),
     "columns": ("texts in jsonl:FILE, csv:FILE or parquet:FILE",),
     "image_size": ("images:DIR",),
+    "group_by": ("csv:FILE", "parquet:FILE", "jsonl:FILE"),
     "test": ("images:DIR", "csv:FILE", "parquet:FILE", "jsonl:FILE"),
 }
 NOTHING = Declared()

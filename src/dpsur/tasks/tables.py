@@ -23,9 +23,10 @@ import torch
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import TABLE
+from dpsur.functional.persons import number_persons, numbered
 from dpsur.functional.records import Examples
 from dpsur.tasks.base import VECTORS, WORD_ROWS, Task
-from dpsur.tasks.columns import Category, Table, Text, Values, numbers_of
+from dpsur.tasks.columns import Category, Table, Text, Values, column_names, numbers_of
 from dpsur.tasks.declared import Declared
 from dpsur.tasks.schema import AUTO, LINEAR, MLP, Schema
 from dpsur.tasks.undeclared import Undeclared
@@ -50,29 +51,41 @@ class _Parts(NamedTuple):
     test: Examples | None
     seen: Undeclared
     tested: Undeclared | None
+    persons: torch.Tensor | None = None
 
 
 def table_task(name: str, declared: Declared) -> Task:
     """The task of a name `csv:FILE`, `parquet:FILE` or `jsonl:FILE`."""
-    declared.refuse(name, "schema", "labels", "columns", "test")
+    declared.refuse(name, "schema", "labels", "columns", "test", "group_by")
     path, schema = table_path(name), declared_schema(name, declared)
     return _task(name, schema, _records(path, declared, schema))
 
 
-def memory_task(schema: Schema, train: Any, test: Any = None) -> Task:
-    """The task of a data frame, or of columns by name."""
+def memory_task(schema: Schema, train: Any, test: Any = None, groups: Any = None) -> Task:
+    """The task of a data frame, or of columns by name.
+
+    `groups` name the person of every record of it: a column of the table, or as many names.
+    """
+    persons = None
+    if groups is not None:
+        usable = schema.targets(train)[1]
+        if isinstance(groups, str):
+            _check_group_by(groups, schema, column_names(train))
+            groups = train[groups]
+        persons = numbered(number_persons(groups, len(usable))[usable])
     public = None if test is None else schema.records(test)
     parts = _Parts(
         schema.records(train),
         public,
         Undeclared.of(schema, train),
         None if test is None else Undeclared.of(schema, test),
+        persons,
     )
     return _task("", schema, parts)
 
 
 def _task(name: str, schema: Schema, parts: _Parts) -> Task:
-    train, test, seen, tested = parts
+    train, test, seen, tested, persons = parts
     # weighted words are rows of norm 1 already; other tables get rows of soft bins
     networks = {VECTORS: schema.network()}
     if not schema.is_text:
@@ -85,7 +98,7 @@ def _task(name: str, schema: Schema, parts: _Parts) -> Task:
         load=lambda _: (train, test),
         loss=schema.loss,
         public={"schema": schema.to_public()},
-        records=len(train),
+        records=len(train) if persons is None else int(persons.max()) + 1,
         shape=(schema.width,),
         classes=schema.outputs if schema.kind == "classes" else None,
         kind=words if schema.is_text else TABLE,
@@ -94,6 +107,7 @@ def _task(name: str, schema: Schema, parts: _Parts) -> Task:
         table=None if schema.is_text else schema.layout,
         private={"schema": seen.to_json()},
         warnings=() if tested is None else tuple(tested.warnings()),
+        persons=persons,
     )
 
 
@@ -157,7 +171,8 @@ def _records(path: Path, declared: Declared, schema: Schema) -> _Parts:
             )
     stats = [file.stat() for file in files]
     changes = tuple((found.st_size, found.st_mtime_ns) for found in stats)
-    return _read_records(tuple(files), changes, json.dumps(schema.to_json()))
+    stored = json.dumps(schema.to_json())
+    return _read_records(tuple(files), changes, stored, declared.group_by)
 
 
 def existing(test: str | PathLike[str]) -> Path:
@@ -171,21 +186,47 @@ def existing(test: str | PathLike[str]) -> Path:
 # Size and time of change are part of the key: a file that changes is read again.
 @lru_cache(maxsize=1)
 def _read_records(
-    files: tuple[Path, ...], changes: tuple[tuple[int, int], ...], stored: str
+    files: tuple[Path, ...],
+    changes: tuple[tuple[int, int], ...],
+    stored: str,
+    group_by: str | None = None,
 ) -> _Parts:
     del changes
     path, *others = files
     schema = Schema.from_json(json.loads(stored))
+    if group_by is not None:
+        _check_group_by(group_by, schema)
     records, usable, seen = _read(path, schema)
-    train = _selected(records, usable)
+    train, persons = _selected(records, usable), None
+    if group_by is not None:
+        names = read_values(path, group_by)
+        persons = numbered(number_persons(names, len(records))[usable])
     if others:
         test, usable, tested = _read(others[0], schema)
-        return _Parts(train, _selected(test, usable), seen, tested)
+        return _Parts(train, _selected(test, usable), seen, tested, persons)
     if schema.test is None or schema.test.share is None:
-        return _Parts(train, None, seen, None)
+        return _Parts(train, None, seen, None, persons)
+    if group_by is not None:
+        raise InvalidInputError(
+            f"the schema tests on a share of {schema.test.share:g} of the records, which would "
+            f"part the records of a person; with --group-by {group_by} name a test file, or none"
+        )
     train, test = split_by_draw(train, schema.test.share)
     drawn = _is_tested(records, schema.test.share).numpy()
     return _Parts(train, test, seen.select(~drawn), seen.select(drawn))
+
+
+def _check_group_by(name: str, schema: Schema, names: Sequence[str] | None = None) -> None:
+    """Refuse a column of persons that the model would see, or that is not there."""
+    if name in (*schema.columns, *schema.target):
+        raise InvalidInputError(
+            f"column {name!r} names persons and is an input or a target of the schema; leave it "
+            "out of the schema, so that no model learns names"
+        )
+    if names is not None and name not in names:
+        raise InvalidInputError(
+            f"the table has no column {name!r} to name persons; it has {', '.join(names[:20])}"
+        )
 
 
 def read_table(path: Path, schema: Schema) -> Examples:
@@ -297,8 +338,10 @@ def _tables(path: Path, wanted: list[str]) -> Iterator[Table]:
     for name in wanted:
         if name not in names:
             shown = ", ".join(names[:20])
+            other = len(names) == 1 and any(mark in shown for mark in ";\t|")
+            remedy = "; values must be separated by commas" if other else ""
             raise InvalidInputError(
-                f"{path} has no column {name!r}, which the schema declares; it has {shown}"
+                f"{path} has no column {name!r}, which the schema declares; it has {shown}{remedy}"
             )
     if _is_parquet(path):
         yield from _parquet_tables(path, wanted)

@@ -1,0 +1,205 @@
+"""Several records of a person as one unit: their inputs, their targets and the mean of their loss.
+
+A person takes the place of a record in everything that samples, clips, tests and charges: the rows
+of `Examples` are persons, each with room for the same number k of records. What is bounded for a
+row is then bounded for a person, whatever computes it.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpsur import checks
+from dpsur.errors import InvalidInputError
+from dpsur.functional.problem import LossFunction, losses_one_by_one
+from dpsur.functional.records import Examples, StreamedExamples
+from dpsur.functional.tree import PersonRows, TensorTree, map_tensors, tensors_of
+
+# The key of the draws of a person's records: they are the same on every machine.
+KEY = b"dpsur-person/1"
+# Records of a person that are used, unless another number is given.
+DEFAULT_RECORDS = 16
+
+
+@dataclass(frozen=True)
+class PersonTargets:
+    """Targets of shape (persons, k, ...), and which of the k places hold a record."""
+
+    rows: TensorTree
+    present: Tensor
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean of values (persons, k, ...) over the records that each person has."""
+        shape = (*self.present.shape, *[1] * (values.dim() - 2))
+        total = values.masked_fill(~self.present.view(shape), 0.0).sum(1)
+        return total / self.present.sum(1).clamp(min=1).view(-1, *[1] * (total.dim() - 1))
+
+
+def record_rows(rows: TensorTree) -> TensorTree:
+    """Inputs or targets with one row per record, of persons or of records."""
+    if isinstance(rows, (PersonRows, PersonTargets)):
+        return map_tensors(lambda value: value.flatten(0, 1), rows.rows)
+    return rows
+
+
+class PersonLoss(nn.Module):
+    """The mean of a loss over the records of a person."""
+
+    def __init__(self, of_record: LossFunction) -> None:
+        super().__init__()
+        self.of_record = of_record
+
+    def forward(self, outputs: TensorTree, targets: PersonTargets) -> Tensor:
+        """The mean over one person, or over the means of several."""
+        flat = map_tensors(lambda value: value.flatten(0, 1), outputs)
+        losses = losses_one_by_one(self.of_record, flat, record_rows(targets))
+        return targets.mean(losses.view(targets.present.shape)).mean()
+
+
+def record_loss(loss: LossFunction) -> LossFunction:
+    """The loss of a single record."""
+    return loss.of_record if isinstance(loss, PersonLoss) else loss
+
+
+@dataclass(frozen=True, repr=False)
+class Groups:
+    """To whom each record belongs: a number for every record, and how many of a person are used."""
+
+    person: Tensor
+    records_each: int = DEFAULT_RECORDS
+
+    def __repr__(self) -> str:
+        return f"Groups({self.count} persons, at most {self.records_each} records each)"
+
+    @property
+    def count(self) -> int:
+        """How many persons there are."""
+        return int(self.person.max()) + 1
+
+
+def number_persons(names: Iterable[Any], records: int) -> Tensor:
+    """A number for every record, the same for those of one person."""
+    if isinstance(names, (str, bytes)) or not hasattr(names, "__iter__"):
+        raise InvalidInputError(
+            f"groups must name the person of every record, got {checks.shown(names)}; pass an "
+            "array with one name or number per record"
+        )
+    listed = names.tolist() if hasattr(names, "tolist") else list(names)
+    if len(listed) != records:
+        raise InvalidInputError(
+            f"groups name the persons of {len(listed)} records, but there are {records}; pass one "
+            "name per record"
+        )
+    missing = sum(name is None or name != name or name == "" for name in listed)
+    if missing:
+        raise InvalidInputError(
+            "some records belong to nobody; name a person for every record, or leave them out",
+            private=f"{missing} records have no name of a person",
+        )
+    known: dict[Any, int] = {}
+    try:
+        return torch.tensor([known.setdefault(name, len(known)) for name in listed])
+    except TypeError:
+        raise InvalidInputError(
+            "groups must hold one name or number per record, not lists of them"
+        ) from None
+
+
+def numbered(person: Tensor) -> Tensor:
+    """The same persons with numbers from 0 on, after some records were left out."""
+    return torch.from_numpy(np.unique(person.numpy(), return_inverse=True)[1].reshape(-1))
+
+
+@dataclass(frozen=True, repr=False)
+class Persons:
+    """Which records each person adds: their rows (persons, k), and which of these places count.
+
+    Places that do not count repeat a record of the same person.
+    """
+
+    rows: Tensor
+    present: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def weights(self) -> Tensor:
+        """Of every record that is used, one over how many its person has."""
+        counts = self.present.sum(1)
+        return (1.0 / counts.double()).repeat_interleave(counts)
+
+    def means(self, values: Tensor) -> Tensor:
+        """The mean row of every person, from rows with one per record."""
+        device = values.device
+        found = PersonTargets(None, self.present.to(device))
+        return found.mean(values[self.rows.to(device)])
+
+    def gather(self, examples: Examples) -> Examples:
+        """The records as persons."""
+
+        def each(values: Tensor) -> Tensor:
+            rows = self.rows.to(values.device)
+            return values.index_select(0, rows.flatten()).view(*rows.shape, *values.shape[1:])
+
+        inputs = map_tensors(each, examples.inputs)
+        present = self.present.to(tensors_of(examples.inputs)[0].device)
+        return Examples(
+            PersonRows(inputs), PersonTargets(map_tensors(each, examples.targets), present)
+        )
+
+
+def choose_records(examples: Examples, groups: Groups) -> tuple[Examples, Persons]:
+    """At most k records of every person, and where they are among those that are left.
+
+    Guarantee: which records of a person are used follows from that person's records alone, by a
+    keyed hash of their values. Adding or removing a person changes nothing for another one.
+    """
+    checks.at_least_one("records_per_person", groups.records_each)
+    if isinstance(examples, StreamedExamples):
+        raise InvalidInputError(
+            "groups need records in memory, but train_set is streamed; pass it as tensors"
+        )
+    if len(groups.person) != len(examples):
+        raise InvalidInputError(
+            f"groups name the persons of {len(groups.person)} records, but there are "
+            f"{len(examples)}"
+        )
+    order = torch.argsort(groups.person, stable=True)
+    counts = torch.bincount(groups.person, minlength=groups.count)
+    most = groups.records_each
+    draws = _Draws(examples)
+    kept, start = [], 0
+    for count in counts.tolist():
+        own = order[start : start + count].tolist()
+        start += count
+        kept.append(own if count <= most else sorted(sorted(own, key=draws.of)[:most]))
+    width = min(most, max(map(len, kept)))
+    flat = torch.tensor([row for own in kept for row in own])
+    sizes = torch.tensor([len(own) for own in kept])
+    places = torch.arange(width)
+    present = places < sizes[:, None]
+    rows = (sizes.cumsum(0) - sizes)[:, None] + torch.where(present, places, 0)
+    return examples.select(flat), Persons(rows, present)
+
+
+class _Draws:
+    """A number for a record, from its values alone."""
+
+    def __init__(self, examples: Examples) -> None:
+        parts: Sequence[Tensor] = tensors_of((examples.inputs, examples.targets))
+        self._parts = [
+            np.ascontiguousarray(part.detach().cpu().numpy()).reshape(len(part), -1)
+            for part in parts
+        ]
+
+    def of(self, record: int) -> bytes:
+        digest = hashlib.blake2b(digest_size=16, key=KEY)
+        for part in self._parts:
+            digest.update(part[record].data)
+        return digest.digest()
