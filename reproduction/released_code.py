@@ -26,7 +26,7 @@ from dpsur.methods.dpsur import Dpsur
 from dpsur.presets.settings import STATISTICS_NOISE
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Gaussian, LossTest, Step, Test
-from dpsur.privacy.plans import Plan, PrivacyPlan
+from dpsur.privacy.plan import Plan
 
 # The stored loss before there is one.
 NO_LOSS = 1e5
@@ -201,7 +201,7 @@ def with_stale_loss(procedure: Selective) -> Selective:
 class _Altered(Dpsur):
     """Algorithm 1 with parts replaced."""
 
-    def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
+    def bind(self, problem: Problem, plan: Plan) -> Procedure:
         """Compose Algorithm 1 and replace parts of it."""
         procedure = super().bind(problem, plan)
         assert isinstance(procedure, Selective)
@@ -230,13 +230,12 @@ class ReleasedCode(_Altered):
         budget: Budget,
         accounting: str,
         setup: tuple[Event, ...] = (),
-    ) -> tuple[Self, PrivacyPlan]:
+    ) -> tuple[Self, Plan]:
         """The paper's plan, and one update more. Clip bounds of statistics are not charged."""
         claimed = (Gaussian(STATISTICS_NOISE),) * 2 if setup else ()
         settled, plan = super().settle(dataset_size, budget, accounting, claimed)
-        assert isinstance(plan, Plan)
         assert plan.updates is not None
-        return settled, replace(plan, updates=plan.updates + 1)
+        return settled, replace(plan, phases=(replace(plan.phases[0], count=plan.updates + 1),))
 
     def _altered(self, procedure: Selective) -> Selective:
         stale = with_stale_loss(with_other_divisor(procedure))

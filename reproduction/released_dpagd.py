@@ -31,7 +31,7 @@ from dpsur.privacy.accounting import only_figure
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, LossTest, SampledGaussian, Step, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import FilteredPlan, PrivacyPlan
+from dpsur.privacy.plan import MOST_TRIALS, TRIALS, Filter, Phase, Plan
 
 # Candidate step lengths, and the factor of the noise after an iteration with a retry.
 LARGEST, COUNT, DECAY = 5.0, 21, 0.99
@@ -69,22 +69,24 @@ class ReleasedDpagd(Method):
         budget: Budget,
         accounting: str,
         setup: tuple[Event, ...] = (),
-    ) -> tuple[Self, PrivacyPlan]:
+    ) -> tuple[Self, Plan]:
         """The plan that adds up what the code adds up."""
         rate = self.batch_size / dataset_size
         typical = Trial(
             SampledGaussian(rate, self.noise_multiplier),
             LossTest(rate, self.val_noise_multiplier, 0.0),
         )
-        return self, ClaimedPlan(budget, accounting, 2.0, 0.0, typical, None, setup=setup)
+        phases = (Phase(typical, None, TRIALS, MOST_TRIALS),)
+        free = Filter(2.0, 0.0)
+        return self, ClaimedPlan(budget, accounting, phases, setup, filter=free)
 
-    def bind(self, problem: Problem, plan: PrivacyPlan) -> Procedure:
+    def bind(self, problem: Problem, plan: Plan) -> Procedure:
         """Tie the method to its data."""
         return ReleasedSteps(self, Sampler(problem), plan.typical)
 
 
 @dataclass(frozen=True)
-class ClaimedPlan(FilteredPlan):
+class ClaimedPlan(Plan):
     """Ends a run where the released code does, by its own sum. Formal guarantee: none."""
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from dpsur.privacy.accountants.selective.upper import envelope
 from dpsur.privacy.accounting import figures
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, SampledGaussian
-from dpsur.privacy.plans.fixed import Request, make_plan
+from dpsur.privacy.planning import Request, make_plan
 from reproduction.artifacts import Artifact, Page
 from reproduction.base import Cell, OneByOne, Options, Row
 

@@ -54,16 +54,17 @@ Accuracy in percent on the public test set of the last iterate (of DPIS on CIFAR
 of weights that it releases), mean and standard deviation over seeds, beside the paper's figure.
 DPSUR is shown in several arms: Algorithm 1 as the paper states it, by the published accounting and
 by the proven one; the code that was released, whose epsilon is a claim; controls; and the faults of
-that code one at a time. All other private methods are charged by proven accountings, but for one
-line of DPSGD-HF. *Proven epsilon* is blank where every trial is charged, since *epsilon* is proved
-there, and for the released code, controls and single faults, for which none is known. Settings are
-those of the preset `paper`; where the paper gives none they were chosen on held-out training
-records. In the figure, bars are one standard deviation, grey ticks the paper's figures, and an open
-marker says that the epsilon is a claim. [The main cells in short](accuracy_short.md); [DPSUR's
-sixteen cells with intervals](accuracy_sixteen.md) and [the test against a coin](accuracy_coin.md);
-[the released code against the paper](accuracy_agreement.md); [ours minus the paper's in every
-cell](accuracy_differences.md); [what the authors committed](accuracy_committed.md), [and the losses
-of their runs](accuracy_losses.md).
+that code one at a time. On IMDb every arm takes the ranks of words as public, as the paper does,
+although they were counted on these reviews. All other private methods are charged by proven
+accountings, but for one line of DPSGD-HF. *Proven epsilon* is blank where every trial is charged,
+since *epsilon* is proved there, and for the released code, controls and single faults, for which
+none is known. Settings are those of the preset `paper`; where the paper gives none they were chosen
+on held-out training records. In the figure, bars are one standard deviation, grey ticks the paper's
+figures, and an open marker says that the epsilon is a claim. [The main cells in
+short](accuracy_short.md); [DPSUR's sixteen cells with intervals](accuracy_sixteen.md) and [the test
+against a coin](accuracy_coin.md); [the released code against the paper](accuracy_agreement.md);
+[ours minus the paper's in every cell](accuracy_differences.md); [what the authors
+committed](accuracy_committed.md), [and the losses of their runs](accuracy_losses.md).
 """
 COLUMNS = (
     Column("data set", "task"),

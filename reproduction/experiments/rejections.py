@@ -10,7 +10,7 @@ from dpsur.audits.rejection_leak import count_leak
 from dpsur.presets.settings import DELTA
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest
-from dpsur.privacy.plans.rejections import CONSTANT, DELAY, NOT_HIDDEN, least_cap
+from dpsur.privacy.rejections import CONSTANT, DELAY, NOT_HIDDEN, least_cap
 from reproduction.artifacts import Artifact, Column, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row
 from reproduction.experiments.accounting import costs, setting_cells, setting_of

@@ -58,8 +58,7 @@ class against the rest, mean) and log loss on a fifth of the records, median ove
 *Constant* is the log loss of the shares of the classes. *Linear* is a private logistic regression
 in twenty lines on the scaled columns (full batches, 100 updates, clip norm 1), *DP-EBM* is
 `DPExplainableBoostingClassifier` of `interpret` (two classes only), *Opacus* an MLP of 64 with 20
-epochs, batches of 256, clip norm 1, learning rate 0.5 (one to three seeds, and not on the largest
-tables). All are at delta 1e-5 and see the same
+epochs, batches of 256, clip norm 1, learning rate 0.5. All are at delta 1e-5 and see the same
 declared columns: ranges are rounded quantiles and values those that occur 20 times, taken as public
 knowledge. The last two columns have no privacy.
 

@@ -20,7 +20,7 @@ from dpsur.mechanism.streams import Streams
 from dpsur.methods import Dpsgd, Dpsur, Method
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import SampledGaussian
-from dpsur.privacy.plans import Plan
+from dpsur.privacy.plan import Plan
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row
 
@@ -133,8 +133,8 @@ def _run(config: dict[str, Any]) -> Row:
 
 
 def _noise(plan: Plan) -> float:
-    assert isinstance(plan.trial.update, SampledGaussian)
-    return plan.trial.update.noise_multiplier
+    assert isinstance(plan.typical.update, SampledGaussian)
+    return plan.typical.update.noise_multiplier
 
 
 def make_records(count: int, seed: int) -> Examples:
@@ -183,7 +183,6 @@ def _settled(config: dict[str, Any]) -> tuple[Method, Plan]:
 @cache
 def _settle(method: Method, size: int, budget: Budget) -> tuple[Method, Plan]:
     settled, plan = method.settle(size, budget, "proven")
-    assert isinstance(plan, Plan)
     return settled, plan
 
 

@@ -8,7 +8,7 @@ from dpsur.methods import METHODS
 from dpsur.presets import preset_named
 from dpsur.presets.settings import DATASET_SIZES, paper_setting, tuned_setting, tuned_settings
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.plans import FilteredPlan
+from dpsur.privacy.planning import filtered_plan
 from dpsur.runs.input_features import InputFeatures
 from reproduction.arms import CHOICE_NOISE
 from reproduction.experiments.accuracy import paper_accuracy
@@ -49,10 +49,10 @@ def noise_of_dpis() -> tuple[float, float]:
     settled: Any
     typical: Any
     settled, typical = plain.settle(size, budget, "proven", setup)
-    kept = FilteredPlan.for_budget(budget, "proven", typical.trial, updates=updates, setup=setup)
+    kept: Any = filtered_plan(budget, "proven", typical.typical, updates=updates, setup=setup)
     # Releases of the norms take 2% of the allowance.
-    price = (kept.left_after_setup() - 0.02 * kept.allowance) / updates
-    menu = plan.nearest(batch / size).noise_multiplier
+    price = (kept.left_after_setup() - 0.02 * kept.filter.allowance) / updates
+    menu = plan.menu.nearest(batch / size).noise_multiplier
     filtered = kept.noise_for(batch / size, price)
     return menu / settled.noise_multiplier, filtered / settled.noise_multiplier
 
