@@ -206,7 +206,7 @@ def test_the_method_steps_by_signs_at_the_price_of_dpsgd(page):
     for before, after in zip(model.parameters(), run.model.parameters(), strict=True):
         assert torch.allclose((after - before).abs(), torch.tensor(0.25))
     other = fit(model, (train.inputs, train.targets), budget=BUDGET, method=Dpsgd(**settings))
-    assert run.plan.trial == other.plan.trial
+    assert run.plan.typical == other.plan.typical
 
 
 def test_the_gate_keeps_every_other_candidate_and_all_are_charged(page):

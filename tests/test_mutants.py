@@ -7,6 +7,7 @@ released for the paper.
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,15 +33,16 @@ from dpsur.mechanism.streams import BATCH, Stream, Streams
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import clipped_sum, record_function
 from dpsur.privacy.accountants import pld
-from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
-from dpsur.privacy.plans import Plan
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import repeated_plan
 from dpsur.runs import build_session as building
 from dpsur.runs import input_features
 from dpsur.runs import validation as losses
 from dpsur.runs.input_features import InputFeatures, compute_inputs
 from tests.conftest import blobs, small_model, stream
+from tests.plans import spent
 from tests.statistics import assert_frequency, assert_standard_deviation
 
 CPU = torch.device("cpu")
@@ -53,7 +55,7 @@ BUDGET = Budget(3.0, 1e-5)
 def rejection_restores_everything():
     """After rejections alone, every tensor of the state is the initial one."""
     tried = Trial(SampledGaussian(0.2, 1.0), LossTest(0.2, 1.0, -math.inf))
-    plan = Plan(BUDGET, "every-trial", tried, 6)
+    plan = repeated_plan(BUDGET, "every-trial", tried, 6)
     method = Dpsur(average_decay=0.9)
     procedure = method.bind(Problem(small_model(), F.cross_entropy, blobs()), plan)
     end = flatten(train(procedure, plan, Streams(0, CPU)).state)
@@ -64,7 +66,7 @@ def rejection_restores_everything():
 def both_losses_come_from_one_batch():
     """A candidate equal to the current model has a loss difference of exactly zero."""
     tried = Trial(SampledGaussian(0.2, 1.0), LossTest(0.05, 1.0, 0.0))
-    plan = Plan(BUDGET, "every-trial", tried, 10)
+    plan = repeated_plan(BUDGET, "every-trial", tried, 10)
     method = Dpsur(learning_rate=1e-30)
     procedure = method.bind(Problem(small_model(), F.cross_entropy, blobs()), plan)
     differences = []
@@ -93,7 +95,7 @@ def steps_in_records(rate=0.1, count=40, size=100, multiplier=1e-6):
     problem = Problem(
         Ones(), lambda out, _: -out.sum(), Examples(torch.ones(size, 1), torch.zeros(size))
     )
-    plan = Plan(BUDGET, "every-trial", Trial(SampledGaussian(rate, multiplier)), count)
+    plan = repeated_plan(BUDGET, "every-trial", Trial(SampledGaussian(rate, multiplier)), count)
     method = Dpsgd(learning_rate=1.0, momentum=0.0, schedule="constant", max_grad_norm=1.0)
     procedure = method.bind(problem, plan)
     weights = [0.0]
@@ -129,7 +131,7 @@ def the_budget_stops_training_before_it_is_overspent():
     problem = Problem(small_model(), F.cross_entropy, blobs())
     procedure = settled.bind(problem, plan)
     end = train(procedure, plan, Streams(0, CPU))
-    assert accounting_named("every-trial").spent(end.ledger, 1e-4) <= 2.0
+    assert spent("every-trial", end.ledger, 1e-4) <= 2.0
 
 
 def a_nan_difference_is_accepted_as_often_as_the_worst():
@@ -176,7 +178,7 @@ def training_and_test_batches_are_independent():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "poisson_sample", spy)
         tried = Trial(SampledGaussian(0.5, 1.0), LossTest(0.5, 1.0, 0.0))
-        plan = Plan(BUDGET, "every-trial", tried, 200)
+        plan = repeated_plan(BUDGET, "every-trial", tried, 200)
         problem = Problem(small_model(), F.cross_entropy, blobs())
         procedure = Dpsur(learning_rate=1e-3).bind(problem, plan)
         train(procedure, plan, Streams(0, CPU))
@@ -193,7 +195,7 @@ def every_part_of_every_trial_is_charged():
 
 def host_batches_are_the_drawn_ones():
     """Captured trials whose batches come from the host, some of them larger than the padding."""
-    plan = Plan(BUDGET, "every-trial", Trial(SampledGaussian(0.1, 1.0), None), 24)
+    plan = repeated_plan(BUDGET, "every-trial", Trial(SampledGaussian(0.1, 1.0), None), 24)
     ends = []
     for records in (blobs(), place(blobs(), CPU, limit=1)):
         procedure = Dpsgd().bind(Problem(small_model(), F.cross_entropy, records), plan)
@@ -462,7 +464,7 @@ def padding_of_host_batches_counts(patch):
 
 
 def losses_may_remember(patch):
-    patch.setattr(losses, "_check_memory", lambda *_: None)
+    patch.setattr(losses, "without_memory", lambda *_: nullcontext())
     patch.setattr(record_function, "check_again", lambda *_: None)
 
 

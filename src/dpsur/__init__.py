@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from dpsur.per_example import EngineReport, explain
     from dpsur.per_example.api import clipped_sum, per_example_gradients
     from dpsur.per_example.check_and_fix import check, fix
+    from dpsur.privacy.account import Account
     from dpsur.privacy.budget import Budget
     from dpsur.privacy.calibrate import calibrate, selective_epsilon
     from dpsur.privacy.events import CoinTest, Gaussian, LossTest, SampledGaussian, Trial
-    from dpsur.privacy.plans import PrivacyLedger
     from dpsur.privacy.statement import Statement
     from dpsur.runs.fit import fit
     from dpsur.runs.predictor import Predictor, load
@@ -88,7 +88,7 @@ _HOMES = {
     "poisson_batches": "dpsur.mechanism.api",
     "Predictor": "dpsur.runs.predictor",
     "PrivacyEngine": "dpsur.engine.privacy_engine",
-    "PrivacyLedger": "dpsur.privacy.plans",
+    "Account": "dpsur.privacy.account",
     "ProgressBar": "dpsur.runs.progress",
     "Run": "dpsur.runs.result",
     "SampledGaussian": "dpsur.privacy.events",
@@ -109,6 +109,7 @@ _PACKAGES = (
 )
 
 __all__ = [
+    "Account",
     "BatchMemoryManager",
     "BlockGate",
     "Budget",
@@ -139,7 +140,6 @@ __all__ = [
     "Pace",
     "Predictor",
     "PrivacyEngine",
-    "PrivacyLedger",
     "PrivacyWarning",
     "ProgressBar",
     "Run",

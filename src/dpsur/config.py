@@ -22,7 +22,7 @@ from dpsur.options import build, check_options, flag, from_plain, option, shorte
 from dpsur.presets import AUTO, ENCODER, PRESETS, DataFacts, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.plans.rejections import NOT_HIDDEN, WAYS_TO_HIDE
+from dpsur.privacy.rejections import NOT_HIDDEN, WAYS_TO_HIDE
 from dpsur.tasks import DEFAULT_TASK, TASKS, Declared, Task, task_named
 from dpsur.tasks.declared import NOTHING, WHAT
 
@@ -249,6 +249,13 @@ class RunConfig(checks.NamedArguments):
         metavar="F",
         group=WHAT,
     )
+    records_per_person: int | None = option(
+        None,
+        "with --group-by, at most so many records of a person are used; public (default: 16)",
+        check=checks.at_least_one,
+        metavar="K",
+        group=PRIVACY,
+    )
     holdout: float | None = option(
         None,
         "hold out about this fraction of the private records, each by its own values, and release "
@@ -299,6 +306,7 @@ class RunConfig(checks.NamedArguments):
         check_kind("pace", self.pace, Pace)
         check_kind("speed", self.speed, Speed)
         check_options(self)
+        self._check_groups()
         if self.holdout is not None and isinstance(self.method, Nonprivate):
             raise InvalidInputError(
                 f"holdout {self.holdout:g} is for private runs; method {self.method.name} is none: "
@@ -309,6 +317,19 @@ class RunConfig(checks.NamedArguments):
                 f"epsilon {self.budget.epsilon} is no budget that method {self.method.name} could "
                 f"be fitted to; give a finite one, or choose the method {Nonprivate.name}"
             )
+
+    def _check_groups(self) -> None:
+        """Refuse by name what parts the records of a person, or needs a column of persons."""
+        column, most = self.declared.group_by, self.records_per_person
+        if self.task is not None and column is None and most is not None:
+            raise InvalidInputError(f"records_per_person {most} needs --group-by COLUMN")
+        parting = {"holdout": self.holdout, "keep_fraction": self.keep_fraction}
+        for name, value in parting.items():
+            if column is not None and value is not None:
+                raise InvalidInputError(
+                    f"{name} {value:g} parts the records of a person; leave it out with --group-by "
+                    f"{column}"
+                )
 
     @classmethod
     def from_names(

@@ -381,6 +381,6 @@ def test_module_entry_point():
 
 def test_the_help_says_which_defaults_are_the_tasks(capsys):
     shown = " ".join(dpsur("train", "--help", capsys=capsys)[1].split())
-    assert "learning rate at the start (default: the task's, else 4.0" in shown
+    assert "learning rate at the start; unset, it is 4, or what the gate block finds" in shown
     assert "momentum (sgd) (default: 0.9)" in shown  # of which no task has one of its own
-    assert "(default: the task's, else 4.0)" in dpsur("methods", capsys=capsys)[1]
+    assert "(default: the task's, else linear)" in dpsur("methods", capsys=capsys)[1]

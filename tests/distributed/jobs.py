@@ -390,3 +390,21 @@ def tensor_parallel():
 
 def fit_sharded():
     dpsur.fit(fully_shard(network()), records(20), budget=BUDGET, method=dpsur.Dpsgd(updates=1))
+
+
+def sharded_private_step() -> None:
+    """A private step of a model that FSDP2 has sharded."""
+    module = fully_shard(network())
+    optim = torch.optim.SGD(module.parameters(), lr=0.1)
+    privacy = dpsur.PrivacyEngine()
+    module, optim, loader = privacy.make_private(
+        module=module,
+        optimizer=optim,
+        data_loader=DataLoader(torch.utils.data.TensorDataset(*records(20)), batch_size=10),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        seed=7,
+    )
+    step = privacy.private_step(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+    for batch in loader:
+        step(batch)

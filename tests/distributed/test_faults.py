@@ -177,3 +177,8 @@ def test_the_example_resumes_a_sharded_run_on_one_process(tmp_path):
         for code, said, errors in launch.outcomes(launch.start(size, [*command, *more])):
             assert code == 0, errors
             assert not said or "4 steps, epsilon 4.2" in said
+
+
+def test_a_private_step_of_a_sharded_model_is_refused_by_name(processes):
+    for error in processes.run(2, jobs.sharded_private_step):
+        assert "private_step does not take a model that fully_shard has sharded" in str(error)

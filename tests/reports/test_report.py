@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from dpsur.cli import main
-from dpsur.privacy.plans import plan_from_statement
+from dpsur.privacy.statement import plan_from_statement
 from dpsur.reports import html
 from dpsur.runs.plots import Curve, guess_bound, tradeoff
 
@@ -176,7 +176,7 @@ def test_doctor_lists_versions_and_optional_packages(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["torch"]
     assert "cpu" in found["devices"]
-    assert "opacus" in found["optional"]
+    assert "transformers" in found["optional"]
     assert main(["doctor"]) == 0
     assert "problems: none" in capsys.readouterr().out
 

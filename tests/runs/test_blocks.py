@@ -12,8 +12,9 @@ import dpsur
 from dpsur.cli import main
 from dpsur.config import Pace
 from dpsur.errors import InterruptedRunError, InvalidInputError
+from dpsur.privacy.account import replays
 from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.privacy.plans import BlockPlan, plan_from_statement
+from dpsur.privacy.statement import plan_from_statement
 from dpsur.runs.checkpoint import FILE_NAME
 from dpsur.runs.fit import execute
 from dpsur.runs.verification import verify
@@ -48,7 +49,7 @@ def finished(tmp_path_factory):
 
 def test_the_statement_lists_tests_and_what_they_released(finished):
     run, folder = finished
-    assert isinstance(run.plan, BlockPlan)
+    assert run.plan.tests
     assert run.plan.blocks == (0, 0, 3, 3, 3, 3, 4)
     assert run.statement["accepted_updates"] == 16
     assert run.statement["settings"]["updates"] == 4
@@ -206,10 +207,10 @@ def test_a_run_that_stops_early_keeps_the_whole_epsilon(tmp_path):
     assert verify(tmp_path / "run")[0] == []
     assert len(run.statement["metrics"]) == 6
     # a part of a run is released only right after a test, and only if the plan says that it may be
-    assert run.plan.allows(run.private.ledger)
-    assert not replace(run.plan, may_stop=False).allows(run.private.ledger)
+    assert replays(run.plan, run.private.ledger)
+    assert not replays(replace(run.plan, may_stop=False), run.private.ledger)
     one_more = run.private.ledger.record(run.plan.typical, updates=1)
-    assert not run.plan.allows(one_more)
+    assert not replays(run.plan, one_more)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ STEERED = {"noise_multiplier": None, "refresh_every": 2, "norm_noise_multiplier"
 def test_importance_sampling_in_blocks(tmp_path):
     options = {**STEERED, "optimizer": "adam"}
     run = fit("dpis", out=tmp_path / "run", options=options)
-    assert isinstance(run.plan, BlockPlan)
+    assert run.plan.tests
     assert run.plan.blocks == (0, 0, 3, 3, 4)
     assert verify(tmp_path / "run")[0] == []
     assert "None" not in (tmp_path / "run" / "release" / "PRIVACY.md").read_text()

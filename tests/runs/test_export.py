@@ -12,6 +12,7 @@ from torch import nn
 import dpsur
 from dpsur.cli import main
 from dpsur.errors import DpsurError
+from dpsur.features.hashing import hashed_counts
 from dpsur.runs import export as exporting
 from tests.runs.test_predictor import SHARED, made, people, points
 
@@ -141,17 +142,38 @@ def test_what_cannot_be_exported_is_refused_in_one_line(made, tmp_path, monkeypa
     run.predictor.export(tmp_path / "out", example=points()[0])
 
 
+def run_onnx(folder, rows):
+    """In a process without dpsur and without torch."""
+    code = (
+        "import sys; sys.modules['dpsur'] = sys.modules['torch'] = None\n"
+        "import json, numpy as np, onnxruntime\n"
+        "session = onnxruntime.InferenceSession(sys.argv[1])\n"
+        "(name,) = (one.name for one in session.get_inputs())\n"
+        "print(json.dumps(session.run(None, {name: np.load(sys.argv[2])})[0].tolist()))\n"
+    )
+    file = folder.parent / f"{folder.name}.npy"
+    np.save(file, rows)
+    command = [sys.executable, "-c", code, str(folder / "model.onnx"), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return np.array(json.loads(done.stdout))
+
+
 @pytest.mark.slow
-def test_onnx(made, tmp_path):
-    pytest.importorskip("onnxscript", reason="needs onnx and onnxscript")
-    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
-    _, found = made
-    run, _ = found["table"]
-    folder = run.predictor.export(tmp_path / "out", onnx=True)
-    session = runtime.InferenceSession(str(folder / "model.onnx"))
-    frame = people()
-    places = [["clerk", "pilot"].index(job) for job in frame["job"]]
-    rows = np.stack([frame["age"], places], 1).astype(np.float64)
-    (name,) = (one.name for one in session.get_inputs())
-    shares = session.run(None, {name: rows})[0]
-    np.testing.assert_allclose(shares, run.predict_proba(frame), atol=1e-6)
+@pytest.mark.parametrize("kind", ["table", "texts", "images"])
+def test_onnx(made, tmp_path, kind):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason=f"needs {package}: pip install 'dpsur[onnx]'")
+    run, given = made[1][kind]
+    folder = run.predictor.export(tmp_path / kind, onnx=True)
+    if kind == "table":
+        given = people()
+        given["age"] = given["age"].astype(float)
+        given.loc[1, "age"], given.loc[2, "age"] = np.nan, 1000.0
+        places = [["clerk", "pilot"].index(job) for job in given["job"]]
+        rows = np.stack([given["age"], places], 1).astype(np.float64)
+    elif kind == "texts":
+        given = [json.loads(line)["text"] for line in given.read_text().splitlines()]
+        rows = hashed_counts(given, signature(folder)["takes"]["shape"][1])
+    else:
+        rows = run.predictor.inputs.read(given).rows.numpy()
+    np.testing.assert_allclose(run_onnx(folder, rows), run.predict_proba(given), atol=1e-5)

@@ -57,7 +57,9 @@ def test_learns_under_its_budget():
     assert run.statement["guarantee"]["accounting"] == "proven"
     assert run.get_epsilon(1e-4) == pytest.approx(run.epsilon["proven"])
     assert run.get_epsilon(1e-3) < run.epsilon["proven"]
-    with pytest.raises(dpsur.InvalidInputError, match="cap on trials was chosen for delta 0.0001"):
+    with pytest.raises(
+        dpsur.InvalidInputError, match="cap on trials of this run was made for delta 0.0001"
+    ):
         run.get_epsilon(1e-7)
 
 

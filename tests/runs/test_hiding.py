@@ -18,7 +18,7 @@ from dpsur.mechanism.streams import Streams
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans import Plan
+from dpsur.privacy.planning import repeated_plan
 from dpsur.runs.observers import RandomDelays
 from dpsur.runs.session import Session
 from dpsur.runs.verification import verify
@@ -91,7 +91,7 @@ def test_whatever_the_gate_does(threshold):
     """An open gate is done after 5 trials, others later: all go on to the same number."""
     test = LossTest(0.2, 1.0, threshold)
     trial = Trial(SampledGaussian(0.2, 1.5), test)
-    plan = Plan(Budget(3.0, 1e-5), "published", trial, 60, 5, to_the_cap=True)
+    plan = repeated_plan(Budget(3.0, 1e-5), "published", trial, 60, 5, to_the_cap=True)
     accepted, states = [], []
 
     def note(progress, verdicts):
@@ -109,7 +109,7 @@ def test_whatever_the_gate_does(threshold):
 
 def test_a_run_that_hits_its_cap_makes_as_many_trials():
     trial = Trial(SampledGaussian(0.2, 1.5), LossTest(0.2, 1.0, -math.inf))
-    plan = Plan(Budget(3.0, 1e-5), "published", trial, 60, 5, to_the_cap=True)
+    plan = repeated_plan(Budget(3.0, 1e-5), "published", trial, 60, 5, to_the_cap=True)
     made = []
     problem = Problem(small_model(), F.cross_entropy, blobs())
     procedure = dpsur.Dpsur().bind(problem, plan)
@@ -206,7 +206,7 @@ def test_an_unknown_way_is_refused_before_the_records_are_read():
 
 def waits(accept_ratio, accepted, count=20_000):
     """Delays of a run whose trials take half a second, and whose waits take none."""
-    plan = Plan(
+    plan = repeated_plan(
         Budget(1.0, 1e-5), "proven", Trial(SampledGaussian(0.1, 1.0), CoinTest(0.1, accept_ratio)),
         2 * count, count,
     )  # fmt: skip

@@ -125,8 +125,8 @@ def test_an_adaptive_method_pays_from_its_allowance():
     method = dpsur.Dpagd(batch_size=20, updates=3)
     run = fit(normalisation="private", method=method)
     assert run.plan.setup == CHARGED
-    assert run.plan.left_after_setup() < run.plan.allowance
-    assert run.plan.divergence(run.private.ledger) <= run.plan.allowance
+    assert run.plan.left_after_setup() < run.plan.filter.allowance
+    assert run.plan.divergence(run.private.ledger) <= run.plan.filter.allowance
 
 
 @pytest.mark.parametrize("normalisation", ["group", "private", "none"])

@@ -156,7 +156,7 @@ def test_subsets_are_the_same_everywhere_and_change_the_size(points):
     assert 30 < size < 75
     assert run.statement["dataset_size"] == size
     assert run.statement["public"] == {"classes": 3, "keep_fraction": 0.6}
-    assert run.plan.trial.update.sample_rate == 20 / size
+    assert run.plan.typical.update.sample_rate == 20 / size
     for wrong in (0, -3, 1.5, float("nan")):
         with pytest.raises(InvalidInputError, match="keep_fraction must be in"):
             subset(train, wrong)

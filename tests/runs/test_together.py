@@ -92,7 +92,8 @@ def test_runs_of_different_lengths_and_methods(in_blocks):
 def test_a_run_without_a_release_does_not_end_the_others(in_blocks):
     hopeless, good = session(0), session(1)
     assert good.plan.updates == 12
-    short = replace(hopeless.plan, trials=3)
+    (phase,) = hopeless.plan.phases
+    short = replace(hopeless.plan, phases=(replace(phase, cap=3),))
     found = run_together([replace(hopeless, plan=short), good])
     assert isinstance(found[0], NothingReleasedError)
     assert_same(found[1], execute(session(1)))

@@ -24,10 +24,10 @@ from dpsur.mechanism.streams import BATCH, NOISE, VAL_NOISE, Draws
 from dpsur.mechanism.trial import Selective
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.privacy.events import Step
-from dpsur.privacy.plans import BlockPlan, PrivacyPlan
+from dpsur.privacy.plan import Plan
 from dpsur.runs.session import Session
 
-Bind = Callable[[GradientMethod, Problem, PrivacyPlan], Procedure]
+Bind = Callable[[GradientMethod, Problem, Plan], Procedure]
 NEXT_TO_NOTHING = 1e-9  # of the noise: an event with none does not exist
 
 
@@ -48,7 +48,7 @@ class Fault:
         """The session with the fault in the place of its procedure."""
         if self.bind is _sound:
             return session
-        fits = session.plan.same_steps or isinstance(session.plan, BlockPlan)
+        fits = session.plan.same_steps or session.plan.tests > 0
         if not isinstance(session.method, GradientMethod) or not fits:
             raise InvalidInputError(f"the faults are not made for the method {session.method.name}")
         if self.needs_test and session.plan.typical.gate is None:
@@ -63,7 +63,7 @@ class Fault:
 def with_source(change: Callable[[DpGradient], GradientSource]) -> Bind:
     """The method with another source of gradients."""
 
-    def bind(method: GradientMethod, problem: Problem, plan: PrivacyPlan) -> Procedure:
+    def bind(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
         procedure = method.bind(problem, plan)
         assert isinstance(procedure, Selective | BlockGate)
         proposer = procedure.updates if isinstance(procedure, BlockGate) else procedure.proposer
@@ -81,7 +81,7 @@ def with_source(change: Callable[[DpGradient], GradientSource]) -> Bind:
 def with_gate(change: Callable[[LossTestGate], LossTestGate]) -> Bind:
     """The method with another gate."""
 
-    def bind(method: GradientMethod, problem: Problem, plan: PrivacyPlan) -> Procedure:
+    def bind(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
         procedure = method.bind(problem, plan)
         assert isinstance(procedure, Selective)
         assert isinstance(procedure.gate, LossTestGate)
@@ -190,7 +190,7 @@ class _NotReplayed(Selective):
         return
 
 
-def _stale_loss(method: GradientMethod, problem: Problem, plan: PrivacyPlan) -> Procedure:
+def _stale_loss(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
     procedure = with_gate(_as(StaleLoss))(method, problem, plan)
     assert isinstance(procedure, Selective)
     return _NotReplayed(procedure.proposer, procedure.gate, procedure.setup)
@@ -208,7 +208,7 @@ def _as(kind: type[LossTestGate]) -> Callable[[LossTestGate], LossTestGate]:
     return lambda gate: kind(gate.problem, gate.test, gate.rule, gate.keep_momentum)
 
 
-def _sound(method: GradientMethod, problem: Problem, plan: PrivacyPlan) -> Procedure:
+def _sound(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
     return method.bind(problem, plan)
 
 

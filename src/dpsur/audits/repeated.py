@@ -23,8 +23,9 @@ from dpsur.methods.gradient_method import GradientMethod
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
-from dpsur.privacy.plans import Plan
-from dpsur.privacy.plans.rejections import trial_cap
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import repeated_plan
+from dpsur.privacy.rejections import trial_cap
 
 DELTA = 0.01
 BINS = 16
@@ -55,9 +56,9 @@ class Tiny:
         budget = Budget(1.0, DELTA)
         test = self.trial.gate
         if test is None:
-            return Plan(budget, self.accounting, self.trial, self.updates)
+            return repeated_plan(budget, self.accounting, self.trial, self.updates)
         cap = trial_cap(test, self.updates, budget)
-        return Plan(budget, self.accounting, self.trial, cap, self.updates)
+        return repeated_plan(budget, self.accounting, self.trial, cap, self.updates)
 
     def claimed(self) -> float:
         """Epsilon as the accounting has it."""

@@ -21,8 +21,8 @@ from dpsur.methods import Dpsur
 from dpsur.per_example import ClippedSum
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Step
-from dpsur.privacy.plans import Plan
-from dpsur.privacy.plans.rejections import trial_cap
+from dpsur.privacy.planning import repeated_plan
+from dpsur.privacy.rejections import trial_cap
 
 BLOCK = 200_000
 _CLIP = 1.0
@@ -131,7 +131,7 @@ def in_the_loop(unit: Unit, repetitions: int, seed: int, *, present: bool) -> Te
     problem = unit.problem(present=present)
     budget = Budget(epsilon=1.0, delta=setting.delta)
     cap = trial_cap(setting.test, setting.updates, budget)
-    plan = Plan(budget, "proven", setting.trial, cap, setting.updates)
+    plan = repeated_plan(budget, "proven", setting.trial, cap, setting.updates)
     method = Dpsur(
         # the weight moves by the noisy sum in units of the clip
         learning_rate=setting.update.sample_rate * len(problem.train),

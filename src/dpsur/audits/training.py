@@ -22,7 +22,7 @@ from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.methods import Method
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.plan import Plan
 from dpsur.runs.build_session import build_session
 
 # Guesses on a tenth of the canaries say most about a training of moderate epsilon, guesses on more
@@ -87,7 +87,7 @@ def judge_guesses(
     )
 
 
-def claimed_points(plan: PrivacyPlan) -> list[tuple[float, float]]:
+def claimed_points(plan: Plan) -> list[tuple[float, float]]:
     """What is claimed at the budget's delta, and at larger ones that the plan covers."""
     larger = (delta for delta in CURVE_DELTAS if delta > plan.budget.delta)
     deltas = (plan.budget.delta, *filter(plan.covers, larger))

@@ -30,7 +30,7 @@ from dpsur.privacy.events import (
     feature_mean,
     feature_statistics,
 )
-from dpsur.privacy.plans import BlockPlan
+from dpsur.privacy.planning import block_plan
 from dpsur.privacy.second_opinion import Opinion, opinions
 from dpsur.privacy.statement import format_epsilon
 from dpsur.status import status
@@ -258,7 +258,7 @@ def _block_figures(
     with status("computing epsilon of blocks and tests"):
         for name in ("proven", "every-trial"):
             # the budget is not part of the figure
-            plan = BlockPlan(
+            plan = block_plan(
                 Budget(1.0, options.delta), name, update, test, sizes, setup_events(options)
             )
             found[name.replace("-", "_")] = plan.epsilon()

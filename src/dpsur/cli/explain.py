@@ -14,9 +14,9 @@ Print how per-example gradients of a model are computed, and why no faster engin
   dpsur explain --task npz:data.npz --model mymodule:make
 
 engines, fastest first: one-pass computes norms and clipped sums from one backward pass, by rules of
-the layers; batched runs torch.func over the whole model; one-by-one calls the model once per
-example. All give the same results. The engine is chosen with synthetic inputs of the task's shape:
-no record is used.
+the layers; one-by-one calls the model once per example, and names the module that is the cause.
+Both give the same results. The engine is chosen with synthetic inputs of the task's shape: no
+record is used.
 """
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # this module is there before torch is
 
     from dpsur.mechanism.loop import Progress
     from dpsur.mechanism.state import Verdict
-    from dpsur.privacy.plans import PrivacyPlan
+    from dpsur.privacy.plan import Plan
 
 
 @contextmanager
@@ -56,7 +56,7 @@ class Stop:
         self.asked = False
         self._training = False
 
-    def started(self, plan: "PrivacyPlan", progress: "Progress") -> None:
+    def started(self, plan: "Plan", progress: "Progress") -> None:
         """There is a checkpoint now, and a trial to be finished."""
         del plan, progress
         self._training = True

@@ -23,7 +23,7 @@ from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, desc
 from dpsur.presets import AUTO, explain_auto
 from dpsur.privacy.events import LossTest
 from dpsur.privacy.ledger import Ledger
-from dpsur.privacy.plans.rejections import NOT_HIDDEN
+from dpsur.privacy.rejections import NOT_HIDDEN
 from dpsur.privacy.statement import format_epsilon, metric_text
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.evaluation import objection, shown_scores

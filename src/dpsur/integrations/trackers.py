@@ -14,7 +14,7 @@ from typing import Any
 
 from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.state import Verdict
-from dpsur.privacy.plans import PrivacyPlan
+from dpsur.privacy.plan import Plan
 
 # Figures of one moment, and the number of updates that it comes after.
 Log = Callable[[Mapping[str, float], int], None]
@@ -30,7 +30,7 @@ class Tracker:
     def __init__(self, log: Log, *, private: bool = False) -> None:
         """Take a function of (figures by name, number of updates)."""
         self._log, self._private = log, private
-        self._plan: PrivacyPlan | None = None
+        self._plan: Plan | None = None
         self._clock = time.perf_counter()
 
     @classmethod
@@ -68,7 +68,7 @@ class Tracker:
 
         return cls(log, private=private)
 
-    def started(self, plan: PrivacyPlan, progress: Progress) -> None:  # noqa: ARG002
+    def started(self, plan: Plan, progress: Progress) -> None:  # noqa: ARG002
         """Note the plan."""
         self._plan, self._clock = plan, time.perf_counter()
 

@@ -104,7 +104,8 @@ def _about_rows(
         + (mean if normalisation == MEAN else ""),
         f"expected batch size {options['batch_size']}, {options['updates']} updates, clip norm "
         f"{options['max_grad_norm']:g}, {options['schedule']} decay, "
-        f"learning rate {'by the rule for linear models' if rate is None else f'{rate:g}'}",
+        "learning rate "
+        + ("by the rule for linear models" if rate == "linear-head" else f"{rate:g}"),
         *_kept(options),
     ]
 

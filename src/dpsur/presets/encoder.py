@@ -68,7 +68,7 @@ def linear_options(records: int) -> dict[str, Any]:
         "batch_size": batch_size(records),
         "updates": UPDATES,
         "max_grad_norm": CLIP_NORM,
-        "learning_rate": None,
+        "learning_rate": "linear-head",
         "schedule": "cosine",
         "momentum": 0.9,
         "gate": "none",

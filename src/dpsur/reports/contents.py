@@ -18,7 +18,7 @@ from dpsur.errors import CheckpointError, DpsurError, InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.per_example import explain
-from dpsur.privacy.plans import plan_from_statement
+from dpsur.privacy.statement import plan_from_statement
 from dpsur.reports.officer import Notes
 from dpsur.runs.evaluation import check_fits, evaluate
 from dpsur.runs.files import release_folder

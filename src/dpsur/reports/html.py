@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dpsur.privacy.statement import format_epsilon, used_settings
+from dpsur.privacy.statement import PERSON, format_epsilon, unit_of, used_settings
 from dpsur.reports.contents import ReportContents, TestResult
 from dpsur.reports.officer import declared_rows, epsilon_text, officer_section
 from dpsur.runs.evaluation import objection, shown_scores
@@ -110,7 +110,7 @@ def _number(value: float) -> str:
 
 def _promise(contents: ReportContents) -> str:
     """The guarantee in words that need no mathematics, and its figures."""
-    guarantee = contents.statement["guarantee"]
+    guarantee, unit = contents.statement["guarantee"], unit_of(contents.statement)
     epsilon, delta = guarantee["epsilon"], guarantee["delta"]
     if epsilon is None or math.isinf(epsilon):
         return (
@@ -123,23 +123,26 @@ def _promise(contents: ReportContents) -> str:
             "proved" if guarantee["proved"] else "not proved",
             f"accounting {guarantee['accounting']}",
         ),
-        (f"{contents.statement['dataset_size']:,}", "training records"),
+        (f"{contents.statement['dataset_size']:,}", f"training {unit.plural.lower()}"),
     ]
     if contents.test is not None and "accuracy" in contents.test.scores:
         scores = contents.test.scores
         base = f", most frequent class {scores['base_rate']:.2%}" if "base_rate" in scores else ""
         figures.insert(0, (f"{scores['accuracy']:.2%}", f"test accuracy{base}"))
+    beyond = " A person with several records has less protection than the figure says."
+    if unit is PERSON:
+        beyond = ""
     times = math.exp(epsilon)
     words = (
-        f"Take any one record and any conclusion that someone could draw from this model. With the "
-        f"record in the training data, the conclusion is at most {times:.3g} times as likely as "
-        f"without it, up to an extra probability of {delta:g}. This holds whatever else the person "
-        "knows, and for whatever is done with the model later."
+        f"Take any one {unit.name} and any conclusion that someone could draw from this model. "
+        f"With the {unit.name} in the training data, the conclusion is at most {times:.3g} times "
+        f"as likely as without, up to an extra probability of {delta:g}. This holds whatever else "
+        "anyone knows, and for whatever is done with the model later."
     )
     if contents.tradeoff is not None:
         share = guess_bound(contents.tradeoff)
         words += (
-            f" Someone who has to guess whether a given record was used, with even odds "
+            f" Someone who has to guess whether a given {unit.name} was used, with even odds "
             f"beforehand, is right in at most {share:.0%} of the cases, however good the attack."
         )
     if not guarantee["proved"]:
@@ -157,8 +160,8 @@ def _promise(contents: ReportContents) -> str:
     return (
         f'<section class="{kind}"><h2>The guarantee</h2><p>{_text(words)}</p>{warnings}'
         f'<div class="figures">{shown}</div>'
-        '<p class="small soft">The unit of protection is one record of the training set. A person '
-        "with several records has less protection than the figure says.</p></section>"
+        f'<p class="small soft">The unit of protection is {_text(unit.unit)}.{_text(beyond)}</p>'
+        "</section>"
     )
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dpsur.privacy.statement import PERSON
+
 # Epsilons on the scale, and the ends of the scale.
 MARKS = (0.1, 0.3, 1.0, 3.0, 10.0)
 LOW, HIGH = 0.05, 20.0
@@ -49,8 +51,13 @@ def officer_section(notes: Notes, statement: Mapping[str, Any]) -> str:
         ("Date of this report", notes.date or not_said),
         (
             "Who is protected",
-            f"{statement['unit']}; of a person with k records, epsilon is k times as large, "
-            "and delta grows too",
+            statement["unit"]
+            + (
+                ""
+                if statement["unit"] == PERSON.unit
+                else "; of a person with k records, epsilon is k times as large, and delta "
+                "grows too"
+            ),
         ),
         ("Origin of the test records", notes.test_origin or not_said),
         (
