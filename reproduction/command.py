@@ -36,6 +36,7 @@ EXAMPLES = """\
   python -m reproduction accuracy ablation --jobs 4                        four at once on one GPU
   python -m reproduction bench --help                                      speed and memory
   python -m reproduction bench-networks --help                             common networks
+  python -m reproduction bench-loops --help                                your own loop
   python -m reproduction encoder --help                                    train the encoder
 """
 
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsers = {
         "bench": _bench_parser,
         "bench-networks": _network_parser,
+        "bench-loops": _loop_parser,
         "encoder": _encoder_parser,
     }
     for name, parser in parsers.items():
@@ -75,6 +77,15 @@ def _network_parser(given: Sequence[str]) -> Parser:
 
     parser = ReproductionParser(prog=f"python -m {PROGRAM} bench-networks")
     network_grid.set_up(parser)
+    return parser
+
+
+def _loop_parser(given: Sequence[str]) -> Parser:
+    del given
+    from reproduction.bench import loops
+
+    parser = ReproductionParser(prog=f"python -m {PROGRAM} bench-loops")
+    loops.set_up(parser)
     return parser
 
 

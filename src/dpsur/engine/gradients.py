@@ -1,5 +1,8 @@
 """What stands in `.grad` in a custom loop: only the private gradient may reach the optimizer."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,13 +22,7 @@ class Gradients:
     def mark(self, unwatched: str | None) -> None:
         """Put zeros into `.grad`, where other code that clips or adds gradients leaves a trace."""
         self.check(unwatched, cleared=True)
-        for name, value in self._trained.items():
-            grad = self._grads[name][0] if name in self._grads else torch.zeros_like(value)
-            if value.grad is not grad:
-                value.grad = grad.zero_()
-            elif name in self._grads:
-                grad.zero_()
-            self._grads[name] = grad, grad._version
+        self._put(torch._foreach_zero_)
 
     def check(self, unwatched: str | None, *, cleared: bool = False) -> None:
         """Refuse gradients that do not come from the clipped sum, or that were changed."""
@@ -66,9 +63,20 @@ class Gradients:
 
     def write(self, gradients: Params, sharding: Sharding | None) -> None:
         """Hand the private gradient to the optimizer."""
-        for name, value in self._trained.items():
-            grad = self._grads[name][0] if name in self._grads else torch.zeros_like(value)
-            new = gradients[name]
-            grad.copy_(new if sharding is None else sharding.distribute(name, new))
-            value.grad = grad
+        if sharding is not None:
+            gradients = {n: sharding.distribute(n, value) for n, value in gradients.items()}
+        self._put(
+            lambda grads: torch._foreach_copy_(grads, [gradients[name] for name in self._trained])
+        )
+
+    def _put(self, fill: Callable[[list[Tensor]], Any]) -> None:
+        """Fill all gradients at once, and note what they are now."""
+        grads = [
+            self._grads[name][0] if name in self._grads else torch.zeros_like(value)
+            for name, value in self._trained.items()
+        ]
+        fill(grads)
+        for (name, value), grad in zip(self._trained.items(), grads, strict=True):
+            if value.grad is not grad:
+                value.grad = grad
             self._grads[name] = grad, grad._version

@@ -263,6 +263,7 @@ class PrivateStep:
     engine: Runner = field(repr=False)
     # the most records that are worked on at once, where memory is short
     max_physical_batch_size: int | None = None
+    capture: bool = True  # as CUDA graphs, on a GPU
 
     def __post_init__(self) -> None:
         if not callable(self.function):

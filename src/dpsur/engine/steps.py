@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dpsur.distributed import Reduction
 from dpsur.engine.blocks import BlockRun
+from dpsur.engine.captured import GradientGraphs
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.gate import LossGate, Snapshot
 from dpsur.engine.loader import Collate, Microbatch, PrivateLoader
@@ -80,6 +81,7 @@ class PrivateLoop:
         self._content: Any = None  # of the batch at hand
         self._private_steps: list[PrivateStep] = []
         self._functions: dict[PrivateStep, RecordFunction] = {}
+        self._graphs: dict[PrivateStep, GradientGraphs] = {}
         self._refused = False  # for coupling
         self._yields_open = False  # whether the loader has yielded a batch that is not opaque
         self._from_function = False  # whether the sum at hand was made by a private step
@@ -244,7 +246,7 @@ class PrivateLoop:
 
     # Private steps
 
-    def private_step(self, function: Function) -> PrivateStep:
+    def private_step(self, function: Function, *, capture: bool = True) -> PrivateStep:
         """Make a function of (model, batch) one private step, as a decorator or by a call.
 
             @engine.private_step
@@ -261,8 +263,11 @@ class PrivateLoop:
         several times, use other modules, and add penalties on weights. Further arguments of the
         step are passed on to it: what changes during training belongs there. The loader then yields
         batches that only a private step can open.
+
+        On a GPU its gradients are captured as CUDA graphs, from the second batch of a shape on,
+        unless `capture` is False. Python that has effects elsewhere is then not run in every step.
         """
-        step = PrivateStep(function, self)
+        step = PrivateStep(function, self, capture=capture)
         if self._ledger is not None:
             if self._yields_open:
                 raise StepError(
@@ -338,16 +343,38 @@ class PrivateLoop:
             step, RecordFunction((self._module, *modules_of(step.function)), watcher.trained)
         )
 
-        def function(one: Any) -> Any:
+        def function(one: Any, *args: Any, **kwargs: Any) -> Any:
             return step.function(self._module, one, *args, **kwargs)
 
+        graphs = self._graphs.setdefault(
+            step,
+            GradientGraphs(
+                function,
+                step.function,
+                records,
+                watcher.clip,
+                self.layer_randomness,
+                (-(-self._size // self._streams.ranks.size), self._rate),
+            ),
+        )
+        limit = step.max_physical_batch_size or self._loader.poisson.most
         for group in batch.to(device, non_blocking=True).groups:
-            most = step.max_physical_batch_size or self._loader.poisson.most or group.records
+            most = limit or group.records
+            split = limit if len(batch.groups) == 1 else (limit or self._size)
             for start in range(0, group.records, most):
-                some = slice(start, min(start + most, group.records))
+                count = min(most, group.records - start)
+                some = slice(start, start + count)
                 part = map_tensors(lambda v: v[some], group.batch, otherwise=lambda v: v)  # noqa: B023
+                if step.capture:
+                    found = graphs.run(watcher.sums, part, count, split, args, kwargs)
+                    if found is not None:
+                        yield {}, *found
+                        continue
                 tape, losses, figures = records.tape(
-                    function, part, some.stop - start, randomness=self.layer_randomness
+                    lambda one: function(one, *args, **kwargs),
+                    part,
+                    count,
+                    randomness=self.layer_randomness,
                 )
                 yield watcher.clip(tape), losses, figures
 

@@ -53,6 +53,7 @@ class Sums:
 
     rows: int = 0
     params: Params = field(default_factory=dict)
+    captured: Params | None = None  # what CUDA graphs have added up
 
     def add(self, rows: int, params: Params) -> None:
         """Add the clipped gradients of some more records."""
@@ -393,8 +394,11 @@ class Watcher:
         finally:
             self._busy = before
 
-    def clip(self, tape: Tape) -> Params:
-        """Sums of the gradients of a tape's records, each clipped to the norm bound."""
+    def clip(self, tape: Tape, keep: Tensor | None = None, totals: Params | None = None) -> Params:
+        """Sums of the gradients of a tape's records, each clipped to the norm bound.
+
+        Only records count that `keep` names. With `totals` the sums are added to these.
+        """
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
         missing = next((name for name in tape.params if not tape.contributions.get(name)), None)
@@ -403,11 +407,22 @@ class Watcher:
                 f"parameter {missing} took no part in the loss, so noise alone would train it; "
                 "freeze it with requires_grad_(False) before make_private"
             )
-        return dict(clip_tape(tape, tape.params, self.max_grad_norm))
+        return dict(
+            clip_tape(
+                tape,
+                tape.params,
+                self.max_grad_norm,
+                keep=keep,
+                places=totals,
+                add=totals is not None,
+            )
+        )
 
     def take(self) -> Params:
         """The clipped sums of the batch, which are forgotten here."""
         sums, self.sums, self._calls = self.sums, Sums(), []
+        for name, value in (sums.captured or {}).items():
+            sums.params[name] = sums.params[name] + value if name in sums.params else value
         return {
             name: found
             if (found := sums.params.get(name)) is not None

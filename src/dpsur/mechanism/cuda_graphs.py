@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from dpsur.per_example.kernels.products import launches_are_captured
+
 # The first loads kernels and makes tables of the data, the second shows that nothing is left.
 WARM_UP_CALLS = 2
 # One stream per device for whatever is captured while the default stream is the current one.
@@ -33,14 +35,15 @@ def capture_graph(
     """
     outer, stream = torch.cuda.current_stream(device), capture_stream(device)
     stream.wait_stream(outer)
-    with torch.cuda.stream(stream):
-        for _ in range(warm_up):
+    with launches_are_captured():
+        with torch.cuda.stream(stream):
+            for _ in range(warm_up):
+                function()
+        outer.wait_stream(stream)
+        before_capture()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, pool=pool):
             function()
-    outer.wait_stream(stream)
-    before_capture()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, pool=pool):
-        function()
     return graph.replay
 
 

@@ -71,6 +71,10 @@ class RecordFunction:
         """Whether every call so far was made in the record level."""
         return Way.ALONE not in self.ways.values()
 
+    def in_level(self, batch: Any) -> bool:
+        """Whether gradients of records of this shape are known to be found in the record level."""
+        return self.ways.get(_key("gradients", batch), Way.ALONE) is not Way.ALONE
+
     def tape(
         self,
         function: Callable[[Any], Any],
@@ -163,7 +167,7 @@ class RecordFunction:
         randomness: Randomness,
         unusable: Callable[[], Found],
     ) -> Found:
-        key = (kind, *((value.shape[1:], value.dtype) for value in tensors_of(batch)))
+        key = _key(kind, batch)
         known = self.ways.get(key)
         errors: list[Exception] = []
         for way in list(Way) if known is None else [known]:
@@ -178,6 +182,8 @@ class RecordFunction:
                 except _NOT_OF_A_RECORD:
                     raise
                 except Exception as error:  # what torch cannot batch, or what a record's values do
+                    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                        raise
                     errors.append(error)
                     if bad is not None or way is Way.ALONE:
                         break
@@ -384,6 +390,11 @@ def check_again(first: Tensor, again: Tensor) -> None:
             "seen other records, so clipping would not bound what one of them can change; compute "
             "everything from the batch and the model, and keep nothing"
         )
+
+
+def _key(kind: str, batch: Any) -> object:
+    """What a way of running a function holds for."""
+    return kind, *((value.shape[1:], value.dtype) for value in tensors_of(batch))
 
 
 def _outputs(found: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -13,7 +13,8 @@ Numbers of bfloat16 are multiplied as they are and added up in float32. Where su
 scaled first, it becomes the sum of two in bfloat16, to 16 bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,9 @@ from dpsur.per_example.kernels.fused import READABLE, split_matrix
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
 # Splitting a matrix moves numbers: products must be this large in all directions for it to pay.
 _LEAST_SIZE = 200
+# Multiplications from which on it pays to make a dozen launches of one, where the host makes them
+# anew every time: about a millisecond in float32.
+_LEAST_EAGER_WORK = 3e10
 # Numbers that are added up by tensor cores alone.
 _LONGEST = 2048
 # Rows of matrices begin at multiples of so many numbers, so that tensor cores can read them.
@@ -53,6 +57,22 @@ def batched_product(one: Tensor, other: Tensor) -> Tensor:
     return torch.bmm(widen(one), widen(other))
 
 
+# Whether launches cost nothing, since they are made once, for a CUDA graph. For the whole process:
+# backward passes run in threads of their own.
+_captured = False
+
+
+@contextmanager
+def launches_are_captured() -> Iterator[None]:
+    """Work for a CUDA graph: a product may then be made of many launches."""
+    global _captured
+    before, _captured = _captured, True
+    try:
+        yield
+    finally:
+        _captured = before
+
+
 def pays(rows: int, inner: int, columns: int, *factors: Tensor) -> bool:
     """Whether a product of two matrices of these sizes is faster on tensor cores."""
     for value in factors:
@@ -61,6 +81,8 @@ def pays(rows: int, inner: int, columns: int, *factors: Tensor) -> bool:
         if value.dtype not in READABLE:
             return False
     if not min(rows, inner, columns) or 1 / rows + 1 / inner + 1 / columns > 1 / _LEAST_SIZE:
+        return False
+    if not _captured and rows * inner * columns < _LEAST_EAGER_WORK:
         return False
     if torch.version.hip or tf32_is_forbidden() or torch.backends.cuda.matmul.allow_tf32:
         return False

@@ -1,0 +1,430 @@
+"""The gradients of a private step as CUDA graphs.
+
+A step of a custom loop is thousands of small launches, which take a GPU several times as long to
+receive as to do. The gradients of a batch are therefore captured once, for each shape of record and
+each of a few sizes of batch, and replayed: the launches of a whole step become one. Batches are
+padded to the next size with copies of a record that a mask leaves out of the clipped sum.
+
+A replay runs no Python. What a function reads beside its batch is therefore compared before each
+replay: numbers and tensors that it finds in its closure, in globals and in attributes of the
+modules. Where one has changed the graph is captured again, and where it goes on changing the steps
+run without a graph. Arguments of the step need no graph of their own: numbers with a fraction and
+tensors become inputs of the graph.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dpsur.engine.watch import Sums
+from dpsur.errors import DpsurError
+from dpsur.functional.parameters import Params, from_vector
+from dpsur.functional.process_settings import widen
+from dpsur.functional.tree import flatten, map_tensors, tensors_of, with_tensors
+from dpsur.mechanism.cuda_graphs import capture_graph
+from dpsur.mechanism.sampling import level_for, padded_sizes
+from dpsur.per_example.record_function import RecordFunction
+from dpsur.per_example.tape import Tape
+
+# Graphs of one function. Each holds some memory, and most texts come in few lengths.
+MOST_GRAPHS = 24
+# After so many captures for other reasons than a new shape, what changes keeps changing.
+MOST_CHANGES = 4
+# Longer lists are data, not settings.
+MOST_ITEMS = 100
+# Sizes of batches that are parts of a sample: at most a third of the rows are padding.
+SIZES = tuple(sorted({base << power for power in range(24) for base in (2, 3)}))
+
+Clip = Callable[[Tape, Tensor, Params], Params]
+Randomness = Callable[[], AbstractContextManager[Any]]
+
+
+class Found(NamedTuple):
+    """Losses and other figures of the records of a batch. Private."""
+
+    losses: Tensor
+    figures: dict[str, Tensor]
+
+
+@dataclass(eq=False)
+class _Graph:
+    """A captured pass over a batch of one size, and where its inputs and outputs lie."""
+
+    surroundings: "Surroundings"
+    batch: list[Tensor]
+    count: Tensor
+    arguments: list[Tensor]
+    replay: Callable[[], None] = lambda: None
+    losses: Tensor | None = None
+    figures: dict[str, Tensor] = field(default_factory=dict)
+
+    def load(self, batch: Sequence[Tensor], count: int, arguments: Sequence[Any]) -> None:
+        """Put a batch of `count` records into place, and copies of one where there is room left."""
+        for place, value in zip(self.batch, batch, strict=True):
+            place[:count].copy_(value, non_blocking=True)
+            if count < len(place):
+                place[count:].copy_(place[:1].expand_as(place[count:]))
+        self.count.fill_(count)
+        for place, argument in zip(self.arguments, arguments, strict=True):
+            if isinstance(argument, Tensor):
+                place.copy_(argument, non_blocking=True)
+            else:
+                place.fill_(argument)
+
+
+class GradientGraphs:
+    """Captured gradients of one function of a batch.
+
+    `function(batch, *args, **kwargs)` is what a private step calls in the record level; `owner` is
+    the user's function, whose closure is compared. `clip(tape, keep, totals)` adds the clipped
+    gradients of the records that `keep` names to `totals`, which all graphs of the function share.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        owner: Any,
+        records: RecordFunction,
+        clip: Clip,
+        randomness: Randomness,
+        sample: tuple[int, float],
+    ) -> None:
+        self._function, self._owner, self._records = function, owner, records
+        self._clip, self._randomness = clip, randomness
+        self._sizes = padded_sizes(*sample)
+        self._seen: set[object] = set()
+        self._graphs: dict[object, _Graph] = {}
+        self._changes = 0
+        self._pool: Any = None
+        self.why_not: str | None = None  # once it is known that steps cannot be captured
+        self.totals: Params = {}
+
+    def run(
+        self,
+        sums: Sums,
+        batch: Any,
+        count: int,
+        most: int | None,
+        args: tuple[Any, ...],
+        kwargs: Any,
+    ) -> Found | None:
+        """Add the clipped gradients of a batch to `sums`; None where it has to run eagerly.
+
+        `most` is the number of records in a whole microbatch, where a sample is split. The first
+        batch of a kind runs eagerly: that finds how the function can be run, and compiles kernels.
+        """
+        given, values = tensors_of(batch), _inputs((args, kwargs))
+        device = given[0].device
+        if self.why_not is not None or not _captures(device):
+            return None
+        room = self._room(count, most)
+        kind = (
+            tuple((path, value.shape[1:], value.dtype) for path, value in _named(batch)),
+            _constants((args, kwargs)),
+            torch.is_autocast_enabled(device.type),
+            torch.get_autocast_dtype(device.type),
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+        )
+        others = sums.captured is not None and sums.captured is not self.totals
+        if room is None or others or kind not in self._seen:
+            self._seen.add(kind)
+            return None
+        key = room, kind
+        graph = self._graphs.get(key)
+        if graph is not None and not graph.surroundings.same():
+            self._changes += 1
+            if self._changes >= MOST_CHANGES:
+                self._give_up(
+                    f"{graph.surroundings.changed()} changes between steps; pass it to the step as "
+                    "an argument"
+                )
+                return None
+            graph = None
+        if graph is None:
+            if len(self._graphs) >= MOST_GRAPHS or not self._records.in_level(batch):
+                return None
+            graph = self._captured(batch, count, room, args, kwargs)
+            if graph is None:
+                return None
+            self._graphs[key] = graph
+        if sums.captured is None:
+            torch._foreach_zero_(list(self.totals.values()))
+            sums.captured = self.totals
+        graph.load(given, count, values)
+        with self._randomness():
+            graph.replay()
+        assert graph.losses is not None
+        return Found(
+            graph.losses[:count].clone(),
+            {name: value[:count].clone() for name, value in graph.figures.items()},
+        )
+
+    def _empty_totals(self) -> Params:
+        trained = {name: widen(value.detach()) for name, value in self._records.trained.items()}
+        if len({value.dtype for value in trained.values()}) > 1:
+            return {name: torch.zeros_like(value) for name, value in trained.items()}
+        first = next(iter(trained.values()))
+        vector = first.new_zeros(sum(value.numel() for value in trained.values()))
+        return from_vector(vector, trained)
+
+    def _room(self, count: int, most: int | None) -> int | None:
+        """How many records a graph for this batch holds; None where none has room."""
+        if most is None:  # a whole sample
+            room = self._sizes[level_for(self._sizes, count)]
+        else:
+            room = min(most, next((size for size in SIZES if size >= count), most))
+        return room if room >= count else None
+
+    def _captured(
+        self, batch: Any, count: int, room: int, args: tuple[Any, ...], kwargs: Any
+    ) -> _Graph | None:
+        given, values = tensors_of(batch), _inputs((args, kwargs))
+        device = given[0].device
+        graph = _Graph(
+            Surroundings(self._owner, self._records.models),
+            [value.new_empty(room, *value.shape[1:]) for value in given],
+            torch.zeros((), dtype=torch.int64, device=device),
+            [
+                value.detach().to(device, copy=True)
+                if isinstance(value, Tensor)
+                else torch.full((), value, dtype=torch.float32, device=device)
+                for value in values
+            ],
+        )
+        self.totals = self.totals or self._empty_totals()
+        graph.load(given, count, values)
+        graph.count.zero_()  # so that what is computed to capture it adds zero
+        inner = with_tensors(batch, graph.batch)
+        inner_args, inner_kwargs = _with_inputs((args, kwargs), graph.arguments)
+        rows = torch.arange(room, device=device)
+
+        def gradients() -> None:
+            tape, losses, figures = self._records.tape(
+                lambda one: self._function(one, *inner_args, **inner_kwargs), inner, room
+            )
+            self._clip(tape, rows < graph.count, self.totals)
+            graph.losses, graph.figures = losses, figures
+
+        if self._pool is None and device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            with self._randomness():
+                graph.replay = capture_graph(gradients, device, pool=self._pool, warm_up=1)
+        except DpsurError:
+            raise
+        except Exception as error:  # a function that reads the device, or that has no memory left
+            self._give_up(_reason(error))
+            return None
+        return graph
+
+    def _give_up(self, why: str) -> None:
+        self.why_not = why
+        self._graphs.clear()
+        logging.getLogger("dpsur.engine").warning(
+            "dpsur: private steps are not captured as a CUDA graph, with the same results, but "
+            "slower: %s",
+            why,
+        )
+
+
+class Surroundings:
+    """What a function reads beside its arguments, as far as it can be found, to be compared.
+
+    That is what its closure and its globals name, what the object holds whose method it is, the
+    attributes of the modules, and what stands directly in lists and dictionaries among these.
+    """
+
+    def __init__(self, owner: Any, models: Sequence[nn.Module]) -> None:
+        self._numbers: list[tuple[Any, Any, Any]] = []
+        self._tensors: list[tuple[Any, Any, Tensor, int]] = []
+        for holder in _holders(owner, models):
+            self._add(holder)
+        self._values = [value for _, _, value in self._numbers]
+
+    def _add(self, holder: Mapping[Any, Any], depth: int = 1) -> None:
+        for name, value in holder.items():
+            if isinstance(value, Tensor):
+                self._tensors.append((holder, name, value, value.data_ptr()))
+                if value.device.type == "cpu" and value.numel() == 1:  # which a graph would keep
+                    self._numbers.append((_Item(value), None, value.item()))
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                self._numbers.append((holder, name, value))
+            elif depth and isinstance(value, (dict, list, tuple)) and len(value) <= MOST_ITEMS:
+                self._add(value if isinstance(value, dict) else _Items(value), depth - 1)
+
+    def same(self) -> bool:
+        """Whether all is as it was, and where it was."""
+        return [holder.get(name) for holder, name, _ in self._numbers] == self._values and all(
+            holder.get(name) is value and value.data_ptr() == place
+            for holder, name, value, place in self._tensors
+        )
+
+    def changed(self) -> str:
+        """The first that is not as it was."""
+        for holder, name, value in self._numbers:
+            if holder.get(name) != value:
+                return f"'{name}'"
+        for holder, name, value, place in self._tensors:
+            if holder.get(name) is not value or value.data_ptr() != place:
+                return f"the tensor '{name}'"
+        return "what the function reads"
+
+
+class _Items(dict[int, Any]):
+    """The items of a list, to be looked up again."""
+
+    def __init__(self, values: Any) -> None:
+        super().__init__(enumerate(values))
+        self._list = values
+
+    def get(self, place: Any, default: Any = None) -> Any:
+        return self._list[place] if place < len(self._list) else default
+
+
+class _Item:
+    """A number on the host, to be looked up again."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+    def get(self, _: None) -> Any:
+        return self._value.item()
+
+
+def _holders(owner: Any, models: Sequence[nn.Module]) -> Iterator[Mapping[Any, Any]]:
+    """Where the function and those that it calls find values by name, and what modules hold."""
+    codes: list[tuple[FunctionType, Mapping[str, Any]]] = []
+    objects: list[Any] = []
+    ahead: list[Any] = [owner]
+    while ahead:
+        value = ahead.pop()
+        method_of = getattr(value, "__self__", None)
+        plain = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else value
+        if isinstance(plain, FunctionType):
+            known = plain.__module__.partition(".")[0] in _LIBRARIES and plain is not owner
+            if known or any(plain is found for found, _ in codes):
+                continue
+            cells = dict(zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True))
+            names: Mapping[str, Any] = {
+                **_Cells(cells).now(),
+                **_Named(plain.__globals__, _names_in(plain.__code__)),
+            }
+            codes.append((plain, names))
+            yield _Cells(cells)
+            yield _Named(plain.__globals__, _names_in(plain.__code__))
+            ahead += [*names.values(), method_of]
+        elif _has_attributes(value) and not any(value is found for found in objects):
+            objects.append(value)
+    read = {name for plain, _ in codes for name in _names_in(plain.__code__)}
+    for value in objects:
+        yield _Named(vars(value), sorted(read))
+    for model in models:
+        for module in model.modules():
+            yield vars(module)
+            yield module._parameters
+            yield module._buffers
+
+
+_LIBRARIES = ("torch", "transformers", "peft", "dpsur")
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether it is an object of the user's that holds values by name."""
+    return hasattr(value, "__dict__") and not isinstance(
+        value, (Tensor, nn.Module, type, ModuleType)
+    )
+
+
+def _names_in(code: CodeType) -> list[str]:
+    """Names that a function reads from elsewhere, those of functions inside of it included."""
+    inner = [_names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return [*code.co_names, *(name for names in inner for name in names)]
+
+
+class _Cells(dict[str, Any]):
+    """The variables of a closure, by name."""
+
+    def now(self) -> dict[str, Any]:
+        """What they hold."""
+        return {name: self.get(name) for name in self}
+
+    def items(self) -> Any:
+        return self.now().items()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name].cell_contents
+        except ValueError:  # not yet assigned
+            return default
+
+
+class _Named(dict[str, Any]):
+    """Some of the values that something holds by name."""
+
+    def __init__(self, held: Mapping[str, Any], names: Sequence[str]) -> None:
+        super().__init__((name, held[name]) for name in names if name in held)
+        self._held = held
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._held.get(name, default)
+
+
+def _captures(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _named(batch: Any) -> Any:
+    try:
+        return flatten(batch).items()
+    except TypeError:  # something else is among the tensors
+        return [(str(place), value) for place, value in enumerate(tensors_of(batch))]
+
+
+def _is_input(value: Any) -> bool:
+    return isinstance(value, (Tensor, float))
+
+
+def _inputs(arguments: Any) -> list[Any]:
+    """Tensors and numbers with a fraction among the arguments of a step."""
+    found: list[Any] = []
+    map_tensors(
+        found.append,
+        arguments,
+        otherwise=lambda value: found.append(value) if _is_input(value) else None,
+    )
+    return found
+
+
+def _with_inputs(arguments: Any, values: Sequence[Tensor]) -> Any:
+    following = iter(values)
+    return map_tensors(
+        lambda _: next(following),
+        arguments,
+        otherwise=lambda value: next(following) if _is_input(value) else value,
+    )
+
+
+def _constants(arguments: Any) -> str:
+    """All other arguments, and how tensors are built: a graph holds for these alone."""
+    return repr(
+        map_tensors(
+            lambda value: (tuple(value.shape), value.dtype),
+            arguments,
+            otherwise=lambda value: "number" if _is_input(value) else value,
+        )
+    )
+
+
+def _reason(error: Exception) -> str:
+    """Why a capture failed, for a log that everyone may read: no message of a user's function."""
+    text = (str(error).strip().splitlines() or [""])[0][:200]
+    known = isinstance(error, torch.OutOfMemoryError) or "captur" in text
+    return text if known else f"it raises {type(error).__name__} while it is captured"

@@ -1,0 +1,265 @@
+"""Gradients of private steps as CUDA graphs. On a CPU a replay makes the pass anew."""
+
+import copy
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpsur
+from dpsur.engine import captured
+
+RECORDS, CLIP = 48, 0.7
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Passes that stand in for graphs, which need a GPU; the number of captures and replays."""
+    counts = SimpleNamespace(captures=0, replays=0)
+
+    def capture(function, *_, **__):
+        counts.captures += 1
+        function()
+
+        def replay():
+            counts.replays += 1
+            function()
+
+        return replay
+
+    monkeypatch.setattr(captured, "_captures", lambda device: True)
+    monkeypatch.setattr(captured, "capture_graph", capture)
+    return counts
+
+
+def records():
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(RECORDS, 6, generator=generator), torch.arange(RECORDS) % 3)
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def cross_entropy(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def train(
+    function=cross_entropy,
+    *,
+    capture=True,
+    model=None,
+    device="cpu",
+    data=None,
+    each=None,
+    **options,
+):
+    """Weights after some private steps."""
+    model = (network() if model is None else copy.deepcopy(model)).to(device)
+    engine = dpsur.PrivacyEngine()
+    _, _, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        data_loader=DataLoader(records() if data is None else data, batch_size=12),
+        noise_multiplier=1.0,
+        max_grad_norm=CLIP,
+        steps=12,
+        seed=5,
+        **options,
+    )
+    step = engine.private_step(function, capture=capture)
+    for epoch in range(3):
+        for batch in loader:
+            step(batch, **({} if each is None else each(epoch)))
+    return torch.cat([value.detach().flatten().cpu() for value in model.parameters()])
+
+
+def close(one, other, tolerance=1e-6):
+    return torch.allclose(one, other, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_physical_batch_size": 5}])
+def test_captured_steps_are_those_of_eager_ones(replays, options):
+    eager = train(capture=False, **options)
+    assert not replays.replays
+    assert close(train(**options), eager)
+    assert replays.replays > 6
+    assert replays.captures < replays.replays
+
+
+def test_rows_that_fill_a_graph_up_add_nothing(replays):
+    """Copies of a record that is not finite would spoil every sum."""
+    data = records()
+    data.tensors[0][::5] = torch.nan
+    assert close(train(data=data), train(data=data, capture=False))
+    assert replays.replays
+    assert train(data=data).isfinite().all()
+
+
+def test_numbers_with_a_fraction_are_inputs_of_the_graph(replays):
+    def weighted(model, batch, weight, epoch):
+        return weight * cross_entropy(model, batch) + 0.0 * epoch
+
+    def each(epoch):
+        return {"weight": 0.25 * 3**epoch, "epoch": 1}
+
+    constant = train(weighted, each=lambda _: each(0))
+    captures = replays.captures
+    changing = train(weighted, each=each)
+    assert replays.captures == 2 * captures
+    assert close(changing, train(weighted, each=each, capture=False))
+    assert not close(changing, constant)
+
+
+def test_whole_numbers_decide_which_graph_is_used(replays):
+    def deeper(model, batch, epoch):
+        return cross_entropy(model, batch) * (2 if epoch else 1)
+
+    def each(epoch):
+        return {"epoch": epoch}
+
+    assert close(train(deeper, each=each), train(deeper, each=each, capture=False))
+
+
+@pytest.mark.parametrize("kind", ["closure", "object", "attribute", "tensor", "item"])
+def test_what_changes_beside_the_batch_is_captured_again(replays, kind):
+    model, held = network(), SimpleNamespace(weight=1.0, scale=torch.ones(()), several=[1.0])
+    model.weight = 1.0
+    weight = 1.0
+
+    def step(model, batch):
+        factors = {
+            "closure": weight,
+            "object": held.weight,
+            "attribute": model.weight,
+            "tensor": held.scale,
+            "item": held.several[0],
+        }
+        return cross_entropy(model, batch) * factors[kind]
+
+    def run(capture):
+        nonlocal weight
+        inner = copy.deepcopy(model)
+        engine = dpsur.PrivacyEngine()
+        _, _, loader = engine.make_private(
+            module=inner,
+            optimizer=torch.optim.SGD(inner.parameters(), lr=0.5),
+            data_loader=DataLoader(records(), batch_size=RECORDS),
+            noise_multiplier=1.0,
+            max_grad_norm=100.0,
+            steps=9,
+            seed=5,
+        )
+        made = engine.private_step(step, capture=capture)
+        weight, held.weight, held.scale, held.several[0] = 1.0, 1.0, torch.ones(()), 1.0
+        for number in range(9):
+            if number and number % 3 == 0:
+                value = 1.0 + number
+                if kind == "closure":
+                    weight = value
+                elif kind == "object":
+                    held.weight = value
+                elif kind == "attribute":
+                    inner.weight = value
+                elif kind == "tensor":
+                    held.scale = torch.tensor(value)
+                else:
+                    held.several[0] = value
+            for batch in loader:
+                made(batch)
+        return torch.cat([value.detach().flatten() for value in inner.parameters()])
+
+    assert close(run(True), run(False), 1e-5)
+    assert replays.captures == 3
+
+
+def test_what_changes_in_every_step_ends_the_capture(replays, caplog):
+    model = network()
+    held = SimpleNamespace(weight=0.0)
+
+    def step(model, batch):
+        return cross_entropy(model, batch) * held.weight
+
+    def each(epoch):
+        held.weight += 1.0
+        return {}
+
+    with caplog.at_level(logging.WARNING, "dpsur.engine"):
+        once = train(step, model=model, each=each)
+    held.weight = 0.0
+    assert close(once, train(step, model=model, each=each, capture=False))
+    assert "'weight' changes between steps" in caplog.text
+
+
+def test_what_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
+    def capture(*_, **__):
+        raise RuntimeError("a secret of a record")
+
+    monkeypatch.setattr(captured, "_captures", lambda device: True)
+    monkeypatch.setattr(captured, "capture_graph", capture)
+    with caplog.at_level(logging.WARNING, "dpsur.engine"):
+        once = train()
+    assert close(once, train(capture=False))
+    assert "not captured as a CUDA graph" in caplog.text
+    assert "secret" not in caplog.text
+
+
+class Dropping(nn.Module):
+    """A network with layers that draw."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.last = nn.Linear(6, 64), nn.Linear(64, 3)
+
+    def forward(self, x):
+        return self.last(F.dropout(torch.relu(self.first(x)), 0.5, self.training))
+
+
+def convolutional():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)),
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
+
+
+def attending():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 2)),
+        nn.Linear(2, 16),
+        nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+        nn.Flatten(),
+        nn.Linear(48, 3),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", [network, convolutional, attending])
+@pytest.mark.parametrize("options", [{}, {"max_physical_batch_size": 5}])
+def test_graphs_on_a_gpu_are_those_of_eager_steps(model, options, caplog):
+    with caplog.at_level(logging.WARNING, "dpsur.engine"):
+        found = train(model=model(), device="cuda", **options)
+    assert "not captured" not in caplog.text
+    assert close(found, train(model=model(), device="cuda", capture=False, **options), 1e-4)
+
+
+@pytest.mark.gpu
+def test_every_replay_draws_anew():
+    """The same seed draws the same, and one layer's draws differ from step to step."""
+    one, other = train(model=Dropping(), device="cuda"), train(model=Dropping(), device="cuda")
+    assert close(one, other, 1e-5)
+    assert close(one, train(model=Dropping(), device="cuda", capture=False), 1e-4)
