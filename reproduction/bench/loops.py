@@ -109,6 +109,38 @@ def _llama(random: bool) -> nn.Module:
     return found
 
 
+def _large_llama(random: bool, *, checkpoints: bool = False) -> nn.Module:
+    """1.2 billion frozen weights in bfloat16, with LoRA on all linear layers in float32."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        use_cache=False,
+    )
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(usual)
+    lora = LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.05 if random else 0.0)
+    found: Any = get_peft_model(model, lora)
+    for value in found.parameters():
+        if value.requires_grad:
+            value.data = value.data.float()
+    if checkpoints:
+        found.enable_input_require_grads()
+        found.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return found  # type: ignore[no-any-return]
+
+
 class Lstm(nn.Module):
     """Mean of the states of an LSTM over words."""
 
@@ -143,6 +175,10 @@ LOOPS: Mapping[str, Loop] = {
     "bert-base": Loop(_bert, lambda count: _words(count, 128, 30_000, classes=2), 32),
     "gpt2": Loop(_gpt2, lambda count: _words(count, 256, 50_000), 16),
     "llama-lora": Loop(_llama, lambda count: _words(count, 256, 32_000), 16),
+    "llama-1b-lora": Loop(_large_llama, lambda count: _words(count, 512, 128_000), 8),
+    "llama-1b-lora-checkpoints": Loop(
+        partial(_large_llama, checkpoints=True), lambda count: _words(count, 512, 128_000), 8
+    ),
 }
 
 

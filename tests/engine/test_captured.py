@@ -2,6 +2,8 @@
 
 import copy
 import logging
+import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,18 +23,19 @@ def replays(monkeypatch):
     """Passes that stand in for graphs, which need a GPU; the number of captures and replays."""
     counts = SimpleNamespace(captures=0, replays=0)
 
-    def capture(function, *_, **__):
+    def capture(functions, *_, **__):
         counts.captures += 1
-        function()
+        for function in functions:
+            function()
 
-        def replay():
+        def replay(function):
             counts.replays += 1
             function()
 
-        return replay
+        return [partial(replay, function) for function in functions]
 
     monkeypatch.setattr(captured, "_captures", lambda device: True)
-    monkeypatch.setattr(captured, "capture_graph", capture)
+    monkeypatch.setattr(captured, "capture_graphs", capture)
     return counts
 
 
@@ -78,6 +81,32 @@ def train(
     for epoch in range(3):
         for batch in loader:
             step(batch, **({} if each is None else each(epoch)))
+    return torch.cat([value.detach().flatten().cpu() for value in model.parameters()])
+
+
+def train_as_in_opacus(
+    *, capture=True, model=None, device="cpu", data=None, loss=F.cross_entropy, **options
+):
+    """Weights after some steps of a loop that computes the loss from outputs."""
+    model = (network() if model is None else copy.deepcopy(model)).to(device)
+    engine = dpsur.PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        data_loader=DataLoader(records() if data is None else data, batch_size=12),
+        noise_multiplier=1.0,
+        max_grad_norm=CLIP,
+        steps=12,
+        seed=5,
+        **options,
+    )
+    if not capture:
+        engine._watcher.graphs = None
+    for _ in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss(model(x.to(device)), y.to(device)).backward()
+            optimizer.step()
     return torch.cat([value.detach().flatten().cpu() for value in model.parameters()])
 
 
@@ -203,7 +232,7 @@ def test_what_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
         raise RuntimeError("a secret of a record")
 
     monkeypatch.setattr(captured, "_captures", lambda device: True)
-    monkeypatch.setattr(captured, "capture_graph", capture)
+    monkeypatch.setattr(captured, "capture_graphs", capture)
     with caplog.at_level(logging.WARNING, "dpsur.engine"):
         once = train()
     assert close(once, train(capture=False))
@@ -245,6 +274,87 @@ def attending():
         nn.Flatten(),
         nn.Linear(48, 3),
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"max_physical_batch_size": 5}])
+def test_captured_calls_are_those_of_eager_ones(replays, options):
+    eager = train_as_in_opacus(capture=False, **options)
+    assert not replays.replays
+    assert close(train_as_in_opacus(**options), eager)
+    assert replays.replays > 6
+
+
+def test_what_fills_a_captured_call_up_adds_nothing(replays):
+    data = records()
+    data.tensors[0][::5] = torch.nan
+    once = train_as_in_opacus(data=data)
+    assert replays.replays
+    assert once.isfinite().all()
+    assert close(once, train_as_in_opacus(data=data, capture=False))
+
+
+def test_a_call_whose_outputs_are_still_to_be_used_is_not_replayed(replays):
+    """A second one would overwrite the activations of the first."""
+
+    def run(capture):
+        model = network()
+        engine = dpsur.PrivacyEngine()
+        model, optimizer, loader = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            data_loader=DataLoader(records(), batch_size=12),
+            noise_multiplier=1.0,
+            max_grad_norm=CLIP,
+            steps=12,
+            seed=5,
+        )
+        if not capture:
+            engine._watcher.graphs = None
+        for _ in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                scores = model(x)
+                model(x + 1.0)  # for a figure, say
+                F.cross_entropy(scores, y).backward()
+                optimizer.step()
+        return torch.cat([value.detach().flatten() for value in model.parameters()])
+
+    assert close(run(True), run(False))
+    assert replays.replays
+
+
+def test_a_loss_that_couples_records_is_refused_after_a_replay(replays):
+    def coupled(scores, y):
+        coupled.calls += 1
+        found = F.cross_entropy(scores, y)
+        return found if coupled.calls < 6 else found / scores.detach().norm()
+
+    coupled.calls = 0
+    with pytest.raises(dpsur.DpsurError, match="multiplied or divided"):
+        train_as_in_opacus(loss=coupled)
+    assert replays.replays
+
+
+def test_what_draws_on_the_host_is_not_captured(replays, caplog):
+    def noisy(model, batch):
+        x, y = batch
+        return F.cross_entropy(model(x + random.random()), y)
+
+    with caplog.at_level(logging.WARNING, "dpsur.engine"):
+        train(noisy)
+    assert not replays.replays
+    assert "draws random numbers on the host" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", [network, convolutional, attending])
+@pytest.mark.parametrize("options", [{}, {"max_physical_batch_size": 5}])
+def test_calls_on_a_gpu_are_those_of_eager_steps(model, options, caplog):
+    with caplog.at_level(logging.WARNING, "dpsur.engine"):
+        found = train_as_in_opacus(model=model(), device="cuda", **options)
+    assert "not captured" not in caplog.text
+    eager = train_as_in_opacus(model=model(), device="cuda", capture=False, **options)
+    assert close(found, eager, 1e-4)
 
 
 @pytest.mark.gpu

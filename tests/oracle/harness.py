@@ -232,7 +232,7 @@ class _Script:
         bound = float(total.sensitivity) / CLIP
         self.run.sums.append({name: v.detach().cpu() / bound for name, v in total.params.items()})
         return {
-            name: 0.3 * torch.randn(value.shape, generator=draws).to(value)
+            name: 0.3 * torch.randn(value.shape, generator=draws, device="cpu").to(value)
             for name, value in total.params.items()
         }
 
@@ -279,7 +279,8 @@ def run(
     random.seed(0)
     try:
         with script.patched(form), _quiet():
-            setup = program.make()
+            with torch.device(device):
+                setup = program.make()
             rates = (_fit if form == "fit" else _loop)(setup, form, records, script, device)
         state = [value for value in setup.model.state_dict().values() if isinstance(value, Tensor)]
         others = [torch.as_tensor(value) for value in (*rates, *setup.released())]
@@ -326,16 +327,19 @@ def _loop(
                 return
 
     if setup.loop is not None:
-        setup.loop(Loop(engine, model, optimizer, batches(), setup.batch_loss))
+        with torch.device(device):
+            setup.loop(Loop(engine, model, optimizer, batches(), setup.batch_loss))
     elif form == "private_step":
         step = engine.private_step(setup.loss or setup.batch_loss)
         for batch in batches():
-            step(batch)
+            with torch.device(device):
+                step(batch)
             setup.after_step()
     else:
         for batch in batches():
             optimizer.zero_grad()
-            found = setup.batch_loss(model, _moved(batch, device))
+            with torch.device(device):
+                found = setup.batch_loss(model, _moved(batch, device))
             (found["loss"] if isinstance(found, dict) else found).backward()
             optimizer.step()
             setup.after_step()

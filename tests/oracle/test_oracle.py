@@ -5,7 +5,6 @@ extreme record, and the gradients of the others. `make test-all` runs all worlds
 """
 
 import pytest
-import torch
 
 from dpsur.engine.blocks import BlockRun
 from dpsur.per_example import clipping
@@ -74,11 +73,9 @@ def test_all_worlds(name, form):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", of("private_step"))
 def test_private_steps_on_cuda(name):
-    with torch.device("cuda"):
-        verdict = judge(
-            NAMED[name], "private_step", pairs=SHORT_PAIRS, extreme=SHORT_EXTREME, device="cuda"
-        )
-    check(verdict)
+    check(
+        judge(NAMED[name], "private_step", pairs=SHORT_PAIRS, extreme=SHORT_EXTREME, device="cuda")
+    )
 
 
 # --- the oracle itself ----------------------------------------------------------------------------

@@ -105,6 +105,27 @@ def test_gradients_of_groups_and_along_one_dimension(
     torch.testing.assert_close(squares.double(), own, rtol=1e-6, atol=0.0)
 
 
+DEPTHWISE = [
+    (6, 6, Window((3, 3), (1, 1), (1, 1), (1, 1))),
+    (4, 12, Window((7, 7), (1, 1), (1, 1), (3, 3))),
+    (5, 5, Window((2, 3), (2, 1), (1, 2), (0, 2))),
+    (3, 6, Window((5,), (2,), (1,), (2,))),
+]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("channels", "height", "window"), DEPTHWISE)
+def test_gradients_of_kernels_that_see_one_channel(channels, height, window, kind, device):
+    inputs, outputs = factors_of(channels, height, window, channels, device, kind)
+    inputs = inputs.to(kind)
+    rows, squares = fused.depthwise_gradients(inputs, outputs, window)
+    exact = instantiate(inputs.double(), outputs.double(), window, channels)
+    assert rows.dtype == torch.float32
+    torch.testing.assert_close(rows.double(), exact, rtol=1e-5, atol=1e-4)
+    own = rows.double().flatten(1).square().sum(1)
+    torch.testing.assert_close(squares.double(), own, rtol=1e-5, atol=0.0)
+
+
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001])
 def test_rounding_keeps_what_is_not_a_number(bits, device):
     """Added to the bits of a NaN, half a unit can turn it into zero: the record would count."""

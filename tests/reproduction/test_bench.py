@@ -13,6 +13,7 @@ from dpsur.bench import memory, run
 from dpsur.bench.arms import Arm, arm_named
 from dpsur.bench.settings import Cell, Settings, machine
 from dpsur.errors import InvalidInputError
+from dpsur.mechanism.cuda_graphs import WARM_UP_CALLS
 from reproduction.bench import network_grid
 from reproduction.bench.arms import ARMS
 from reproduction.bench.command import NETWORKS_FROM, measured_rows
@@ -203,7 +204,7 @@ def test_our_captured_arms_make_trials(arm):
     step = arm_named(arm).make(Cell(network, network.batch(64, torch.device("cuda"))))
     for _ in range(5):
         step()
-    assert step._trials.read()[0] == 5
+    assert step._trial.read()[0] == 5
 
 
 @pytest.mark.gpu
@@ -212,7 +213,7 @@ def test_the_captured_step_is_the_plain_step():
     network = network_named("pixel-28")
     made = Cell(network, network.batch(8, device))
     plain, captured = arm_named("plain").make(made), arm_named("plain-captured").make(made)
-    for _ in range(3 + 2):  # three steps of its warm-up are made, the capture makes none
+    for _ in range(WARM_UP_CALLS + 2):  # steps of its warm-up are made, the capture makes none
         plain()
     captured()
     captured()

@@ -14,23 +14,25 @@ tensors become inputs of the graph.
 
 import inspect
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpsur.engine.watch import Sums
 from dpsur.errors import DpsurError
 from dpsur.functional.parameters import Params, from_vector
 from dpsur.functional.process_settings import widen
 from dpsur.functional.tree import flatten, map_tensors, tensors_of, with_tensors
-from dpsur.mechanism.cuda_graphs import capture_graph
+from dpsur.mechanism.cuda_graphs import capture_graphs
 from dpsur.mechanism.sampling import level_for, padded_sizes
 from dpsur.per_example.record_function import RecordFunction
+from dpsur.per_example.record_level import only_trusted_rules
 from dpsur.per_example.tape import Tape
 
 # Graphs of one function. Each holds some memory, and most texts come in few lengths.
@@ -42,8 +44,22 @@ MOST_ITEMS = 100
 # Sizes of batches that are parts of a sample: at most a third of the rows are padding.
 SIZES = tuple(sorted({base << power for power in range(24) for base in (2, 3)}))
 
-Clip = Callable[[Tape, Tensor, Params], Params]
 Randomness = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass
+class Sums:
+    """What the passes over one batch have added up so far. Private."""
+
+    rows: int = 0
+    params: Params = field(default_factory=dict)
+    captured: Params | None = None  # what CUDA graphs have added up
+
+    def add(self, rows: int, params: Params) -> None:
+        """Add the clipped gradients of some more records."""
+        self.rows += rows
+        for name, value in params.items():
+            self.params[name] = self.params[name] + value if name in self.params else value
 
 
 class Found(NamedTuple):
@@ -55,22 +71,25 @@ class Found(NamedTuple):
 
 @dataclass(eq=False)
 class _Graph:
-    """A captured pass over a batch of one size, and where its inputs and outputs lie."""
+    """A captured pass over a batch of one size, and where its inputs and outputs lie.
+
+    All that a replay reads and that was made before the capture is kept here, or its memory would
+    be given to others.
+    """
 
     surroundings: "Surroundings"
     batch: list[Tensor]
+    rows: Tensor  # numbers of the places
     count: Tensor
     arguments: list[Tensor]
-    replay: Callable[[], None] = lambda: None
+    replays: list[Callable[[], None]] = field(default_factory=list)
     losses: Tensor | None = None
     figures: dict[str, Tensor] = field(default_factory=dict)
 
     def load(self, batch: Sequence[Tensor], count: int, arguments: Sequence[Any]) -> None:
         """Put a batch of `count` records into place, and copies of one where there is room left."""
         for place, value in zip(self.batch, batch, strict=True):
-            place[:count].copy_(value, non_blocking=True)
-            if count < len(place):
-                place[count:].copy_(place[:1].expand_as(place[count:]))
+            fill(place, value, count)
         self.count.fill_(count)
         for place, argument in zip(self.arguments, arguments, strict=True):
             if isinstance(argument, Tensor):
@@ -78,13 +97,164 @@ class _Graph:
             else:
                 place.fill_(argument)
 
+    @property
+    def keep(self) -> Tensor:
+        """Which places hold records."""
+        return self.rows < self.count
 
-class GradientGraphs:
-    """Captured gradients of one function of a batch.
 
-    `function(batch, *args, **kwargs)` is what a private step calls in the record level; `owner` is
-    the user's function, whose closure is compared. `clip(tape, keep, totals)` adds the clipped
-    gradients of the records that `keep` names to `totals`, which all graphs of the function share.
+def fill(place: Tensor, value: Tensor, count: int) -> None:
+    """Copy some rows into place, and the first of them where there is room left."""
+    place[:count].copy_(value, non_blocking=True)
+    if count < len(place):
+        place[count:].copy_(place[:1].expand_as(place[count:]))
+
+
+class _Graphs:
+    """Captured passes of one function, for each shape of record and a few sizes of batch.
+
+    `function` is what runs in the record level; `owner` is the user's function, or None, whose
+    closure is compared. `sample` is the number of records and the rate at which they are drawn,
+    `bound` the norm that is clipped to, which a graph holds for.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        records: RecordFunction,
+        randomness: Randomness,
+        sample: tuple[int, float],
+        bound: Callable[[], float],
+    ) -> None:
+        self._owner, self._records, self._randomness = owner, records, randomness
+        self._bound = bound
+        self._sizes = padded_sizes(*sample)
+        self._seen: set[object] = set()
+        self._graphs: dict[object, Any] = {}
+        self._changes = 0
+        self._pool: Any = None
+        self.why_not: str | None = None  # once it is known that passes cannot be captured
+        self.totals: Params = {}
+
+    def _find(
+        self, sums: Sums, batch: Any, count: int, most: int | None, arguments: Any
+    ) -> tuple[int, object] | None:
+        """Room and key of a graph for a batch; None where it has to run eagerly.
+
+        `most` is the number of records in a whole microbatch, where a sample is split. The first
+        batch of a kind runs eagerly: that finds how the function can be run, and compiles kernels.
+        """
+        device = tensors_of(batch)[0].device
+        if self.why_not is not None or not _captures(device):
+            return None
+        room = self._room(count, most)
+        kind = (
+            tuple((path, value.shape[1:], value.dtype) for path, value in _named(batch)),
+            _constants(arguments),
+            self._bound(),
+            torch.is_autocast_enabled(device.type),
+            torch.get_autocast_dtype(device.type),
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+        )
+        others = sums.captured is not None and sums.captured is not self.totals
+        if room is None or others or kind not in self._seen:
+            self._seen.add(kind)
+            return None
+        return room, (room, kind)
+
+    def _up_to_date(self, key: object) -> Any:
+        """The graph of a key, if what it was captured with is as it was."""
+        graph = self._graphs.get(key)
+        if graph is None or graph.surroundings.same():
+            return graph
+        del self._graphs[key]
+        self._changes += 1
+        if self._changes >= MOST_CHANGES:
+            changed = graph.surroundings.changed()
+            self._give_up(f"{changed} changes between steps; pass it to the step as an argument")
+        return None
+
+    def _may_capture(self, kind: str, batch: Any) -> bool:
+        return (
+            self.why_not is None
+            and len(self._graphs) < MOST_GRAPHS
+            and self._records.in_level(kind, batch)
+        )
+
+    def _room(self, count: int, most: int | None) -> int | None:
+        """How many records a graph for this batch holds; None where none has room."""
+        if most is None:  # a whole sample
+            room = self._sizes[level_for(self._sizes, count)]
+        else:
+            room = min(most, next((size for size in SIZES if size >= count), most))
+        return room if room >= count else None
+
+    def _places(self, room: int, batch: Any, arguments: Sequence[Any]) -> _Graph:
+        """Memory for what a graph reads."""
+        given = tensors_of(batch)
+        device = given[0].device
+        self.totals = self.totals or self._empty_totals()
+        return _Graph(
+            Surroundings(self._owner, self._records.models),
+            [value.new_empty(room, *value.shape[1:]) for value in given],
+            torch.arange(room, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
+            [
+                value.detach().to(device, copy=True)
+                if isinstance(value, Tensor)
+                else torch.full((), value, dtype=torch.float32, device=device)
+                for value in arguments
+            ],
+        )
+
+    def _capture(self, functions: Sequence[Callable[[], None]], device: torch.device) -> Any:
+        """Replays of functions; None where they cannot be captured."""
+        if self._pool is None and device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            with self._randomness():
+                before = _host_draws()
+                replays = capture_graphs(functions, device, pool=self._pool, warm_up=1)
+                if _host_draws() != before:
+                    self._give_up("the function draws random numbers on the host")
+                    return None
+            return replays
+        except DpsurError:
+            raise
+        except Exception as error:  # a function that reads the device, or that has no memory left
+            self._give_up(_reason(error))
+            return None
+
+    def _begin(self, sums: Sums) -> None:
+        """Before the first replay of a step."""
+        if sums.captured is None:
+            torch._foreach_zero_(list(self.totals.values()))
+            sums.captured = self.totals
+
+    def _empty_totals(self) -> Params:
+        trained = {name: widen(value.detach()) for name, value in self._records.trained.items()}
+        if len({value.dtype for value in trained.values()}) > 1:
+            return {name: torch.zeros_like(value) for name, value in trained.items()}
+        first = next(iter(trained.values()))
+        vector = first.new_zeros(sum(value.numel() for value in trained.values()))
+        return from_vector(vector, trained)
+
+    def _give_up(self, why: str) -> None:
+        self.why_not = why
+        self._graphs.clear()
+        logging.getLogger("dpsur.engine").warning(
+            "dpsur: private steps are not captured as a CUDA graph, with the same results, but "
+            "slower: %s",
+            why,
+        )
+
+
+class GradientGraphs(_Graphs):
+    """Captured gradients of a private step: forward and backward pass, norms and clipped sums.
+
+    `clip(tape, keep, totals)` adds the clipped gradients of the records that `keep` names to
+    `totals`, which all graphs of the function share.
     """
 
     def __init__(
@@ -92,19 +262,13 @@ class GradientGraphs:
         function: Callable[..., Any],
         owner: Any,
         records: RecordFunction,
-        clip: Clip,
+        clip: Callable[[Tape, Tensor, Params], Params],
         randomness: Randomness,
         sample: tuple[int, float],
+        bound: Callable[[], float],
     ) -> None:
-        self._function, self._owner, self._records = function, owner, records
-        self._clip, self._randomness = clip, randomness
-        self._sizes = padded_sizes(*sample)
-        self._seen: set[object] = set()
-        self._graphs: dict[object, _Graph] = {}
-        self._changes = 0
-        self._pool: Any = None
-        self.why_not: str | None = None  # once it is known that steps cannot be captured
-        self.totals: Params = {}
+        super().__init__(owner, records, randomness, sample, bound)
+        self._function, self._clip = function, clip
 
     def run(
         self,
@@ -115,124 +279,221 @@ class GradientGraphs:
         args: tuple[Any, ...],
         kwargs: Any,
     ) -> Found | None:
-        """Add the clipped gradients of a batch to `sums`; None where it has to run eagerly.
-
-        `most` is the number of records in a whole microbatch, where a sample is split. The first
-        batch of a kind runs eagerly: that finds how the function can be run, and compiles kernels.
-        """
+        """Add the clipped gradients of a batch to `sums`; None where it has to run eagerly."""
+        found = self._find(sums, batch, count, most, (args, kwargs))
+        if found is None:
+            return None
+        room, key = found
         given, values = tensors_of(batch), _inputs((args, kwargs))
-        device = given[0].device
-        if self.why_not is not None or not _captures(device):
-            return None
-        room = self._room(count, most)
-        kind = (
-            tuple((path, value.shape[1:], value.dtype) for path, value in _named(batch)),
-            _constants((args, kwargs)),
-            torch.is_autocast_enabled(device.type),
-            torch.get_autocast_dtype(device.type),
-            torch.backends.cuda.matmul.allow_tf32,
-            torch.backends.cudnn.allow_tf32,
-        )
-        others = sums.captured is not None and sums.captured is not self.totals
-        if room is None or others or kind not in self._seen:
-            self._seen.add(kind)
-            return None
-        key = room, kind
-        graph = self._graphs.get(key)
-        if graph is not None and not graph.surroundings.same():
-            self._changes += 1
-            if self._changes >= MOST_CHANGES:
-                self._give_up(
-                    f"{graph.surroundings.changed()} changes between steps; pass it to the step as "
-                    "an argument"
-                )
-                return None
-            graph = None
+        graph = self._up_to_date(key)
+        if graph is None and self._may_capture("gradients", batch):
+            graph = self._captured(batch, room, args, kwargs)
+            if graph is not None:
+                self._graphs[key] = graph
         if graph is None:
-            if len(self._graphs) >= MOST_GRAPHS or not self._records.in_level(batch):
-                return None
-            graph = self._captured(batch, count, room, args, kwargs)
-            if graph is None:
-                return None
-            self._graphs[key] = graph
-        if sums.captured is None:
-            torch._foreach_zero_(list(self.totals.values()))
-            sums.captured = self.totals
+            return None
+        self._begin(sums)
         graph.load(given, count, values)
         with self._randomness():
-            graph.replay()
-        assert graph.losses is not None
+            graph.replays[0]()
         return Found(
             graph.losses[:count].clone(),
             {name: value[:count].clone() for name, value in graph.figures.items()},
         )
 
-    def _empty_totals(self) -> Params:
-        trained = {name: widen(value.detach()) for name, value in self._records.trained.items()}
-        if len({value.dtype for value in trained.values()}) > 1:
-            return {name: torch.zeros_like(value) for name, value in trained.items()}
-        first = next(iter(trained.values()))
-        vector = first.new_zeros(sum(value.numel() for value in trained.values()))
-        return from_vector(vector, trained)
-
-    def _room(self, count: int, most: int | None) -> int | None:
-        """How many records a graph for this batch holds; None where none has room."""
-        if most is None:  # a whole sample
-            room = self._sizes[level_for(self._sizes, count)]
-        else:
-            room = min(most, next((size for size in SIZES if size >= count), most))
-        return room if room >= count else None
-
-    def _captured(
-        self, batch: Any, count: int, room: int, args: tuple[Any, ...], kwargs: Any
-    ) -> _Graph | None:
+    def _captured(self, batch: Any, room: int, args: tuple[Any, ...], kwargs: Any) -> _Graph | None:
         given, values = tensors_of(batch), _inputs((args, kwargs))
-        device = given[0].device
-        graph = _Graph(
-            Surroundings(self._owner, self._records.models),
-            [value.new_empty(room, *value.shape[1:]) for value in given],
-            torch.zeros((), dtype=torch.int64, device=device),
-            [
-                value.detach().to(device, copy=True)
-                if isinstance(value, Tensor)
-                else torch.full((), value, dtype=torch.float32, device=device)
-                for value in values
-            ],
-        )
-        self.totals = self.totals or self._empty_totals()
-        graph.load(given, count, values)
+        graph = self._places(room, batch, values)
+        graph.load(given, len(given[0]), values)
         graph.count.zero_()  # so that what is computed to capture it adds zero
         inner = with_tensors(batch, graph.batch)
         inner_args, inner_kwargs = _with_inputs((args, kwargs), graph.arguments)
-        rows = torch.arange(room, device=device)
 
         def gradients() -> None:
             tape, losses, figures = self._records.tape(
                 lambda one: self._function(one, *inner_args, **inner_kwargs), inner, room
             )
-            self._clip(tape, rows < graph.count, self.totals)
+            self._clip(tape, graph.keep, self.totals)
             graph.losses, graph.figures = losses, figures
 
-        if self._pool is None and device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
-        try:
-            with self._randomness():
-                graph.replay = capture_graph(gradients, device, pool=self._pool, warm_up=1)
-        except DpsurError:
-            raise
-        except Exception as error:  # a function that reads the device, or that has no memory left
-            self._give_up(_reason(error))
+        replays = self._capture([gradients], given[0].device)
+        if replays is None:
             return None
+        graph.replays = replays
         return graph
 
-    def _give_up(self, why: str) -> None:
-        self.why_not = why
-        self._graphs.clear()
-        logging.getLogger("dpsur.engine").warning(
-            "dpsur: private steps are not captured as a CUDA graph, with the same results, but "
-            "slower: %s",
-            why,
+
+@dataclass(eq=False)
+class CapturedCall:
+    """A replayed call of a module: its outputs, and what clips their gradients."""
+
+    outputs: Any
+    clip: Callable[[float | Tensor, Tensor | None], None]
+
+
+@dataclass(eq=False)
+class _CallGraph:
+    """A graph of a forward pass and one of its backward pass."""
+
+    graph: _Graph
+    scale: Tensor
+    keep: Tensor  # which records count, by their place
+    outputs: Any = None
+    gradients: list[Tensor] = field(default_factory=list)
+    tape: Tape | None = None
+    busy: Sums | None = None  # of the step in which it has run forward, and not yet back
+
+    @property
+    def surroundings(self) -> "Surroundings":
+        return self.graph.surroundings
+
+
+class CallGraphs(_Graphs):
+    """Captured calls of a module, in a loop that computes the loss from its outputs itself.
+
+    One graph runs forward. Its outputs get a node in autograd's graph, which runs the second one
+    backward from whatever gradient comes from the user's loss: the backward pass of the module,
+    norms, and clipped sums. What `clip` adds them to is shared by all graphs.
+    """
+
+    def __init__(
+        self,
+        records: RecordFunction,
+        clip: Callable[..., Params],
+        randomness: Randomness,
+        sample: tuple[int, float],
+        bound: Callable[[], float],
+        most: Callable[[], int | None],
+    ) -> None:
+        super().__init__(None, records, randomness, sample, bound)
+        self._clip, self._most = clip, most
+
+    def run(
+        self, function: Callable[[Any], Any], sums: Sums, batch: Any, count: int
+    ) -> CapturedCall | None:
+        """Outputs of a call with records in front; None where it has to run eagerly."""
+        if not torch.is_grad_enabled():
+            return None
+        found = self._find(sums, batch, count, self._most(), _texts(batch))
+        if found is None:
+            return None
+        room, key = found
+        graph = self._up_to_date(key)
+        if graph is None and self._may_capture("outputs", batch):
+            graph = self._captured(function, batch, room)
+            if graph is not None:
+                self._graphs[key] = graph
+        if graph is None or graph.busy is sums:  # its activations are still to be used
+            return None
+        self._begin(sums)
+        graph.busy = sums
+        graph.graph.load(tensors_of(batch), count, ())
+        with self._randomness():
+            graph.graph.replays[0]()
+        outputs = _Replayed.apply(graph, count, *_anchors(graph))  # type: ignore[no-untyped-call]
+
+        def clip(scale: float | Tensor, keep: Tensor | None) -> None:
+            if isinstance(scale, Tensor) and scale.dim():
+                fill(graph.scale, scale.reshape(-1), count)
+            else:
+                graph.scale.fill_(scale)
+            graph.keep.fill_(True)
+            if keep is not None:
+                fill(graph.keep, keep, count)
+            graph.graph.replays[1]()
+            graph.busy = None
+
+        return CapturedCall(with_tensors(graph.outputs, outputs), clip)
+
+    def _captured(self, function: Callable[[Any], Any], batch: Any, room: int) -> _CallGraph | None:
+        given = tensors_of(batch)
+        device = given[0].device
+        places = self._places(room, batch, ())
+        places.load(given, len(given[0]), ())
+        places.count.zero_()
+        found = _CallGraph(
+            places,
+            torch.ones(room, dtype=torch.float64, device=device),
+            torch.ones(room, dtype=torch.bool, device=device),
         )
+        inner = with_tensors(batch, places.batch)
+
+        def forward() -> None:
+            found.outputs = None  # with its graph, before another is made
+            found.tape, found.outputs = self._records.run(function, inner, room)
+
+        def backward() -> None:
+            tape, outputs = found.tape, tensors_of(found.outputs)
+            assert tape is not None
+            if not found.gradients:
+                found.gradients = [torch.zeros_like(value) for value in outputs]
+            pairs = [
+                (value, gradient)
+                for value, gradient in zip(outputs, found.gradients, strict=True)
+                if value.requires_grad
+            ]
+            with only_trusted_rules():
+                torch.autograd.grad(
+                    [value for value, _ in pairs],
+                    tape.leaves,
+                    [gradient for _, gradient in pairs],
+                    allow_unused=True,
+                )
+            tape.recording = False
+            tape.spoiled = rows_with_nan(outputs, room)
+            self._clip(tape, places.keep & found.keep, self.totals, found.scale)
+            tape.leaves.clear()
+            found.tape = None
+            found.outputs = map_tensors(Tensor.detach, found.outputs, otherwise=lambda one: one)
+
+        replays = self._capture([forward, backward], device)
+        if replays is None:
+            return None
+        places.replays = replays
+        return found
+
+
+def _anchors(graph: _CallGraph) -> tuple[Tensor, ...]:
+    """What gives the outputs of a replay their node in autograd's graph."""
+    return (graph.scale.new_zeros((), requires_grad=True),)
+
+
+class _Replayed(torch.autograd.Function):
+    """Outputs of a replayed forward pass; their gradients are put where its backward pass reads."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: _CallGraph, count: int, _: Tensor) -> tuple[Tensor, ...]:
+        ctx.graph, ctx.count = graph, count
+        found = tuple(value[:count].clone() for value in tensors_of(graph.outputs))
+        ctx.mark_non_differentiable(*(one for one in found if not one.is_floating_point()))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        for place, gradient in zip(ctx.graph.gradients, gradients, strict=True):
+            if gradient is not None and place.is_floating_point():
+                fill(place, gradient, ctx.count)
+        return None, None, None
+
+
+def rows_with_nan(outputs: Sequence[Tensor], records: int) -> Tensor | None:
+    """Records with NaN among their outputs, from which a loss is NaN; None without an output."""
+    found = [
+        value.reshape(records, -1).amax(1).isnan()
+        for value in outputs
+        if value.numel() and value.is_floating_point()
+    ]
+    return torch.stack(found).any(0) if found else None
+
+
+def _texts(batch: Any) -> Any:
+    """What is no tensor among the arguments of a call."""
+    return map_tensors(lambda _: None, batch, otherwise=lambda value: value)
+
+
+def _host_draws() -> list[Any]:
+    """Where the random numbers of the host stand, which a replay would not draw."""
+    return [torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())]
 
 
 class Surroundings:
@@ -303,7 +564,7 @@ def _holders(owner: Any, models: Sequence[nn.Module]) -> Iterator[Mapping[Any, A
     """Where the function and those that it calls find values by name, and what modules hold."""
     codes: list[tuple[FunctionType, Mapping[str, Any]]] = []
     objects: list[Any] = []
-    ahead: list[Any] = [owner]
+    ahead: list[Any] = [] if owner is None else [owner]
     while ahead:
         value = ahead.pop()
         method_of = getattr(value, "__self__", None)

@@ -1,7 +1,6 @@
 """What stands in `.grad` in a custom loop: only the private gradient may reach the optimizer."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,13 +62,17 @@ class Gradients:
 
     def write(self, gradients: Params, sharding: Sharding | None) -> None:
         """Hand the private gradient to the optimizer."""
-        if sharding is not None:
-            gradients = {n: sharding.distribute(n, value) for n, value in gradients.items()}
-        self._put(
-            lambda grads: torch._foreach_copy_(grads, [gradients[name] for name in self._trained])
-        )
 
-    def _put(self, fill: Callable[[list[Tensor]], Any]) -> None:
+        def copy(grads: list[Tensor]) -> None:
+            if sharding is None:
+                torch._foreach_copy_(grads, [gradients[name] for name in self._trained])
+                return
+            for name, grad in zip(self._trained, grads, strict=True):
+                grad.copy_(sharding.distribute(name, gradients[name]))
+
+        self._put(copy)
+
+    def _put(self, fill: Callable[[list[Tensor]], None]) -> None:
         """Fill all gradients at once, and note what they are now."""
         grads = [
             self._grads[name][0] if name in self._grads else torch.zeros_like(value)

@@ -15,6 +15,7 @@ from dpsur import checks
 from dpsur.distributed import connect
 from dpsur.distributed.ranks import unwrap
 from dpsur.engine.blocks import FIRST_CLIP_NORM, BlockRun
+from dpsur.engine.captured import CallGraphs
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.gate import BlockGate, LossGate, Snapshot
 from dpsur.engine.loader import (
@@ -236,6 +237,16 @@ class PrivacyEngine(PrivateLoop):
         if max_physical_batch_size is not None:
             checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
             sampler.most = max_physical_batch_size
+        if sharding is None:
+            watcher = self._watcher
+            watcher.graphs = CallGraphs(
+                watcher.records,
+                watcher.clip,
+                self.layer_randomness,
+                self._sample,
+                lambda: watcher.max_grad_norm,
+                lambda: sampler.most,
+            )
         self._loader = PrivateLoader(data_loader, sampler, self, views)
         self._test_collate = Collate(data_loader.collate_fn, data_loader.dataset, 1)
         if self._private_steps:

@@ -119,6 +119,11 @@ class PrivateLoop:
         """What the sum of clipped gradients is divided by."""
         return self._rate * self._size
 
+    @property
+    def _sample(self) -> tuple[int, float]:
+        """The records that this rank draws from, and at which rate."""
+        return -(-self._size // self._streams.ranks.size), self._rate
+
     def _batch_streams(self) -> Streams:
         """Batches are drawn on the host."""
         if self._streams.device.type == "cpu":
@@ -354,7 +359,8 @@ class PrivateLoop:
                 records,
                 watcher.clip,
                 self.layer_randomness,
-                (-(-self._size // self._streams.ranks.size), self._rate),
+                self._sample,
+                lambda: watcher.max_grad_norm,
             ),
         )
         limit = step.max_physical_batch_size or self._loader.poisson.most
@@ -412,7 +418,8 @@ class PrivateLoop:
                 "has; use each record of the batch exactly once, and no others",
                 private=f"{seen} records; the private batch has {wanted}",
             )
-        watcher.check_parameters()
+        if not self._from_function:  # which has been looked at just now
+            watcher.check_parameters()
         watcher.gradients.check(watcher.unwatched)
         watcher.gradients.check_others(self._optimizer)
         if self._blocks is not None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.engine.backward import leave_backward, watch_backward
+from dpsur.engine.captured import CallGraphs, CapturedCall, Sums, rows_with_nan
 from dpsur.engine.gradients import Gradients
 from dpsur.engine.loss_graph import Cut, check_loss_graph
 from dpsur.engine.sharding import Sharding
@@ -38,28 +39,14 @@ from dpsur.per_example.tape import Tape
 class Call:
     """One watched call of the module, up to its backward pass."""
 
-    tape: Tape
+    tape: Tape | None
     rows: int
     outputs: list[Tensor] = field(default_factory=list)
     # the outputs themselves, and how many hooks they had when the model returned them
     returned: list[tuple[Tensor, int]] = field(default_factory=list)
     cut: Cut = field(default_factory=dict)
     differentiated: bool = False
-
-
-@dataclass
-class Sums:
-    """What the backward passes of one batch have added up so far. Private."""
-
-    rows: int = 0
-    params: Params = field(default_factory=dict)
-    captured: Params | None = None  # what CUDA graphs have added up
-
-    def add(self, rows: int, params: Params) -> None:
-        """Add the clipped gradients of some more records."""
-        self.rows += rows
-        for name, value in params.items():
-            self.params[name] = self.params[name] + value if name in self.params else value
+    replay: CapturedCall | None = None  # instead of a tape
 
 
 class Owner(Protocol):
@@ -115,6 +102,7 @@ class Watcher:
         self._constants: str | None = None  # what is no tensor in the first call
         self._busy = False
         self._sharded = ExitStack()
+        self.graphs: CallGraphs | None = None
         self.gradients = Gradients(trained)
         # before hooks of others, such as those by which FSDP gathers weights
         self._handle = module.register_forward_pre_hook(self._enter, prepend=True)
@@ -201,10 +189,14 @@ class Watcher:
         alone = map_tensors(
             lambda value: value.unflatten(0, (-1, views)), (args, kwargs), otherwise=_keep
         )
+        count = rows // views
         with self._sharded, self._plain_forward() as forward, self.paused():
-            tape, found = self.records.run(call, alone, rows // views, randomness=self.randomness)
+            replay = None if self.graphs is None else self.graphs.run(call, self.sums, alone, count)
+            if replay is not None:
+                return self._outputs(Call(None, count, replay=replay), replay.outputs)
+            tape, found = self.records.run(call, alone, count, randomness=self.randomness)
         tape.recording = False  # until a loss was inspected
-        return self._outputs(tape, found)
+        return self._outputs(Call(tape, count), found)
 
     def _check_constants(self, given: Arguments) -> None:
         """Refuse another number or text than in the first call: the batch may have decided it."""
@@ -240,9 +232,8 @@ class Watcher:
             )
         return arguments(augmented(self.augment, kwargs or (args[0] if len(args) == 1 else args)))
 
-    def _outputs(self, tape: Tape, found: Any) -> Any:
+    def _outputs(self, call: Call, found: Any) -> Any:
         """What the module returns for the whole batch; notes where its graph ends."""
-        call = Call(tape, tape.examples)
 
         def note(value: Tensor) -> Tensor:
             if value.grad_fn is not None:
@@ -356,18 +347,25 @@ class Watcher:
                 "number that depends on the batch couples its records: make it constant, or "
                 "compute it from each record alone in make_private(criterion=...)"
             )
-        call.tape.recording = True
+        if call.tape is not None:
+            call.tape.recording = True
         start = report.scale if report.divisor is None else report.divisor
         return start, report.scale / start / views
 
     def after_backward(self, call: Call, scale: float | Tensor) -> None:
         """Clip each record's gradient and add them up."""
         call.differentiated, tape = True, call.tape
+        keep = self._expects(call.rows)
+        if call.replay is not None:
+            call.replay.clip(scale, keep)
+            self.sums.add(call.rows, {})
+            self.gradients.mark(self.unwatched)
+            return
+        assert tape is not None
         tape.recording = False
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
-            tape.spoiled = _rows_with_nan(call.outputs, call.rows)
-        keep = self._expects(call.rows)
+            tape.spoiled = rows_with_nan(call.outputs, call.rows)
         if keep is None:
             missing = next((n for n in tape.params if not tape.contributions.get(n)), None)
             if missing is not None:
@@ -394,10 +392,17 @@ class Watcher:
         finally:
             self._busy = before
 
-    def clip(self, tape: Tape, keep: Tensor | None = None, totals: Params | None = None) -> Params:
+    def clip(
+        self,
+        tape: Tape,
+        keep: Tensor | None = None,
+        totals: Params | None = None,
+        scale: float | Tensor | None = None,
+    ) -> Params:
         """Sums of the gradients of a tape's records, each clipped to the norm bound.
 
-        Only records count that `keep` names. With `totals` the sums are added to these.
+        Only records count that `keep` names. With `totals` the sums are added to these. `scale` is
+        what each gradient on the tape has to be multiplied by.
         """
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
@@ -413,6 +418,7 @@ class Watcher:
                 tape.params,
                 self.max_grad_norm,
                 keep=keep,
+                scale=scale,
                 places=totals,
                 add=totals is not None,
             )
@@ -491,13 +497,3 @@ def _row_count(inputs: Arguments) -> int:
                 "row per record in its first dimension (batch_first=True)"
             )
     return rows
-
-
-def _rows_with_nan(outputs: list[Tensor], records: int) -> Tensor | None:
-    """Records with NaN among their outputs, from which a loss is NaN; None without an output."""
-    found = [
-        value.reshape(records, -1).amax(1).isnan()
-        for value in outputs
-        if value.numel() and value.is_floating_point()
-    ]
-    return torch.stack(found).any(0) if found else None

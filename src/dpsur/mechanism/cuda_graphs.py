@@ -3,7 +3,7 @@
 What two functions do beside each other becomes two branches of the graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,18 +33,33 @@ def capture_graph(
     Graphs that are never replayed at the same time can share a `pool` of memory
     (`torch.cuda.graph_pool_handle()`).
     """
+    return capture_graphs([function], device, before_capture, pool, warm_up)[0]
+
+
+def capture_graphs(
+    functions: Sequence[Callable[[], None]],
+    device: torch.device,
+    before_capture: Callable[[], None] = lambda: None,
+    pool: Any = None,
+    warm_up: int = WARM_UP_CALLS,
+) -> list[Callable[[], None]]:
+    """The same for functions that are called in turn, such as a forward and a backward pass."""
     outer, stream = torch.cuda.current_stream(device), capture_stream(device)
     stream.wait_stream(outer)
+    replays = []
     with launches_are_captured():
         with torch.cuda.stream(stream):
             for _ in range(warm_up):
-                function()
+                for function in functions:
+                    function()
         outer.wait_stream(stream)
         before_capture()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, pool=pool):
-            function()
-    return graph.replay
+        for function in functions:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, pool=pool):
+                function()
+            replays.append(graph.replay)
+    return replays
 
 
 def capture_stream(device: torch.device) -> torch.cuda.Stream:

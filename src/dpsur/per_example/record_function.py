@@ -71,9 +71,12 @@ class RecordFunction:
         """Whether every call so far was made in the record level."""
         return Way.ALONE not in self.ways.values()
 
-    def in_level(self, batch: Any) -> bool:
-        """Whether gradients of records of this shape are known to be found in the record level."""
-        return self.ways.get(_key("gradients", batch), Way.ALONE) is not Way.ALONE
+    def in_level(self, kind: str, batch: Any) -> bool:
+        """Whether it is known that records of this shape can be worked on in the record level.
+
+        `kind` is "gradients" or "outputs".
+        """
+        return self.ways.get(_key(kind, batch), Way.ALONE) is not Way.ALONE
 
     def tape(
         self,

@@ -27,6 +27,8 @@ _FLAT: Tile = (16, 64, 64, 2, 3)
 _NARROW: Tile = (64, 64, 32, 4, 3)
 _WIDE: Tile = (128, 128, 32, 8, 3)
 _MOST_PROGRAMS = 2**31 - 1
+# Of a kernel that sees one channel: its entries times the places that are worked on at once.
+_DEPTHWISE_TILE, _MOST_ENTRIES = 4096, 1024
 _FEWEST_PROGRAMS = 1024
 _PADDING_BLOCK = 1024
 
@@ -140,6 +142,49 @@ def rounded_gradients(
             num_stages=stages,
         )
     return rows, squares.view(examples, -1).sum(1)
+
+
+def depthwise_gradients(
+    inputs: Tensor, outputs: Tensor, window: "Window"
+) -> tuple[Tensor, Tensor] | None:
+    """Gradient of a kernel that sees one channel for every example, and its squared norm.
+
+    Gradients have the shape (examples, out, 1, *kernel).
+    """
+    if inputs.dim() not in (3, 4):
+        return None
+    if inputs.dim() == 3:  # along one dimension: maps of the height 1
+        flat = depthwise_gradients(inputs.unsqueeze(2), outputs.unsqueeze(2), window.with_height())
+        return None if flat is None else (flat[0].squeeze(3), flat[1])
+    inputs, outputs = inputs.contiguous(), outputs.contiguous()
+    kernels = kernels_for(inputs, outputs, types=READABLE)
+    (examples, channels, *sides), (height, *maps) = inputs.shape, outputs.shape[1:]
+    entries = max(16, 1 << (prod(window.sizes) - 1).bit_length())
+    if kernels is None or examples * height > _MOST_PROGRAMS or entries > _MOST_ENTRIES:
+        return None
+    rows = inputs.new_empty(examples, height, 1, *window.sizes, dtype=torch.float32)
+    squares = inputs.new_empty(examples, height, dtype=torch.float32)
+    places = prod(maps)
+    step = min(_DEPTHWISE_TILE // entries, max(16, 1 << (places - 1).bit_length()))
+    with on_device(inputs):
+        kernels.depthwise_rows[(examples * height,)](
+            inputs,
+            outputs,
+            rows,
+            squares,
+            height // channels,
+            *sides,
+            places,
+            maps[1],
+            *window.sizes,
+            *window.strides,
+            *window.dilations,
+            *window.margins,
+            ENTRIES=entries,
+            STEP=step,
+            num_warps=4 if entries * step >= _DEPTHWISE_TILE else 1,
+        )
+    return rows, squares.sum(1)
 
 
 def round_to_tf32(values: Tensor) -> Tensor | None:

@@ -161,6 +161,54 @@ def convolution_rows(
     tl.store(squares + program, tl.sum(total * total))
 
 
+@triton.jit
+def depthwise_rows(
+    inputs,
+    outputs,
+    rows,
+    squares,
+    MULTIPLE,
+    HIGH,
+    BROAD,
+    PLACES,
+    WIDE,
+    KERNEL_HIGH: tl.constexpr,
+    KERNEL_WIDE: tl.constexpr,
+    DOWN: tl.constexpr,
+    ALONG: tl.constexpr,
+    DILATED_DOWN: tl.constexpr,
+    DILATED_ALONG: tl.constexpr,
+    MARGIN_DOWN: tl.constexpr,
+    MARGIN_ALONG: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Gradient of a kernel that sees one channel, for every example and output channel.
+
+    Every entry of the kernel is the sum over places of an output gradient times the input that the
+    entry has met there. `MULTIPLE` output channels share an input channel. Nothing is rounded.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    inputs += program // MULTIPLE * HIGH * BROAD
+    outputs += program * PLACES
+    entry = tl.arange(0, ENTRIES)
+    count = KERNEL_HIGH * KERNEL_WIDE
+    below = (entry // KERNEL_WIDE) * DILATED_DOWN - MARGIN_DOWN
+    beside = (entry % KERNEL_WIDE) * DILATED_ALONG - MARGIN_ALONG
+    total = tl.zeros((ENTRIES,), tl.float32)
+    for first in range(0, PLACES, STEP):
+        place = first + tl.arange(0, STEP)
+        slope = tl.load(outputs + place, mask=place < PLACES, other=0.0).to(tl.float32)
+        row = below[:, None] + ((place // WIDE) * DOWN)[None, :]
+        column = beside[:, None] + ((place % WIDE) * ALONG)[None, :]
+        inside = (row >= 0) & (row < HIGH) & (column >= 0) & (column < BROAD)
+        inside = inside & (place < PLACES)[None, :] & (entry < count)[:, None]
+        seen = tl.load(inputs + row * BROAD + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(seen * slope[None, :], 1)
+    tl.store(rows + program * count + entry, total, mask=entry < count)
+    tl.store(squares + program, tl.sum(total * total))
+
+
 @triton.jit(do_not_specialize=["COUNT", "EACH"])
 def weighted_rows(
     rows, factors, out, COUNT, WIDTH, EACH, TOGETHER: tl.constexpr, BLOCK: tl.constexpr

@@ -28,6 +28,7 @@ from dpsur.per_example.kernels.convolution import (
 from dpsur.per_example.kernels.cuda_per_example import fused_gradients
 from dpsur.per_example.kernels.cuda_weight_grad import summed_gradient, summing_pays
 from dpsur.per_example.kernels.fused import (
+    depthwise_gradients,
     has_kernels,
     round_to_tf32,
     rounded_gradients,
@@ -224,6 +225,10 @@ def _each(
 
     Where layers round to TF32 or bfloat16, so may gradients: what is measured is what is added up.
     """
+    if groups > 1 and groups == inputs.shape[1]:
+        rows = depthwise_gradients(inputs, outputs, window)
+        if rows is not None:
+            return Rows(*rows) if fold == 1 else Rows(_unfolded(rows[0], fold))
     if rounds:
         rows = rounded_gradients(inputs, outputs, window, groups)
         if rows is not None:
