@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpsur
 from dpsur.engine import captured
+from dpsur.mechanism import cuda_graphs
 
 RECORDS, CLIP = 48, 0.7
 
@@ -62,6 +63,7 @@ def train(
     device="cpu",
     data=None,
     each=None,
+    batch_size=12,
     **options,
 ):
     """Weights after some private steps."""
@@ -70,7 +72,7 @@ def train(
     _, _, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        data_loader=DataLoader(records() if data is None else data, batch_size=12),
+        data_loader=DataLoader(records() if data is None else data, batch_size=batch_size),
         noise_multiplier=1.0,
         max_grad_norm=CLIP,
         steps=12,
@@ -369,7 +371,30 @@ def test_graphs_on_a_gpu_are_those_of_eager_steps(model, options, caplog):
 
 @pytest.mark.gpu
 def test_every_replay_draws_anew():
-    """The same seed draws the same, and one layer's draws differ from step to step."""
-    one, other = train(model=Dropping(), device="cuda"), train(model=Dropping(), device="cuda")
-    assert close(one, other, 1e-5)
-    assert close(one, train(model=Dropping(), device="cuda", capture=False), 1e-4)
+    """As eager steps do, where a graph has as many rows: what layers draw follows the batch."""
+    run = partial(train, model=Dropping(), device="cuda", batch_size=RECORDS)
+    assert close(run(), run(capture=False), 1e-4)
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_leaves_the_device_as_it_was(caplog):
+    """The generator and the stream, and other functions can be captured."""
+
+    def reads(model, batch):
+        loss = cross_entropy(model, batch)
+        return loss * float(torch.ones((), device="cuda") + 0.0)
+
+    stream = torch.cuda.current_stream()
+    with caplog.at_level(logging.WARNING, "dpsur.engine"):
+        found = train(reads, device="cuda")
+    assert "not captured as a CUDA graph" in caplog.text
+    assert close(found, train(reads, device="cuda", capture=False), 1e-4)
+    assert torch.cuda.current_stream() == stream
+    torch.randn(3, device="cuda")
+    with pytest.raises(RuntimeError):
+        cuda_graphs.capture_graph(lambda: float(torch.ones((), device="cuda")), stream.device)
+    torch.randn(3, device="cuda")
+    assert torch.cuda.current_stream() == stream
+    caplog.clear()
+    train(device="cuda")
+    assert "not captured" not in caplog.text

@@ -29,6 +29,7 @@ from dpsur.errors import DpsurError
 from dpsur.functional.parameters import Params, from_vector
 from dpsur.functional.process_settings import widen
 from dpsur.functional.tree import flatten, map_tensors, tensors_of, with_tensors
+from dpsur.mechanism import cuda_graphs
 from dpsur.mechanism.cuda_graphs import capture_graphs
 from dpsur.mechanism.sampling import level_for, padded_sizes
 from dpsur.per_example.record_function import RecordFunction
@@ -152,6 +153,7 @@ class _Graphs:
             tuple((path, value.shape[1:], value.dtype) for path, value in _named(batch)),
             _constants(arguments),
             self._bound(),
+            cuda_graphs.failures,
             torch.is_autocast_enabled(device.type),
             torch.get_autocast_dtype(device.type),
             torch.backends.cuda.matmul.allow_tf32,
@@ -215,7 +217,9 @@ class _Graphs:
         try:
             with self._randomness():
                 before = _host_draws()
-                replays = capture_graphs(functions, device, pool=self._pool, warm_up=1)
+                replays = capture_graphs(
+                    functions, device, pool=self._pool, warm_up=1, try_out=True
+                )
                 if _host_draws() != before:
                     self._give_up("the function draws random numbers on the host")
                     return None

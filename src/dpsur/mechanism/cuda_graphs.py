@@ -3,7 +3,8 @@
 What two functions do beside each other becomes two branches of the graph.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -42,8 +43,14 @@ def capture_graphs(
     before_capture: Callable[[], None] = lambda: None,
     pool: Any = None,
     warm_up: int = WARM_UP_CALLS,
+    *,
+    try_out: bool = False,
 ) -> list[Callable[[], None]]:
-    """The same for functions that are called in turn, such as a forward and a backward pass."""
+    """The same for functions that are called in turn, such as a forward and a backward pass.
+
+    With `try_out` they are called once more, and what would wait for the device raises: code that
+    is not ours is better refused before a capture than by one.
+    """
     outer, stream = torch.cuda.current_stream(device), capture_stream(device)
     stream.wait_stream(outer)
     replays = []
@@ -52,14 +59,51 @@ def capture_graphs(
             for _ in range(warm_up):
                 for function in functions:
                     function()
+            if try_out:
+                with waiting_raises():
+                    for function in functions:
+                        function()
         outer.wait_stream(stream)
         before_capture()
         for function in functions:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, pool=pool):
-                function()
+            try:
+                with torch.cuda.graph(graph, stream=stream, pool=pool):
+                    function()
+            except BaseException:
+                _after_failure(outer, device)
+                raise
             replays.append(graph.replay)
     return replays
+
+
+@contextmanager
+def waiting_raises() -> Iterator[None]:
+    """Let an operation raise that waits for the device, as `.item()` does."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+# Captures that have failed. Graphs from before do not draw from the generator that follows one.
+failures = 0
+
+
+def _after_failure(stream: torch.cuda.Stream, device: torch.device) -> None:
+    """Put back what PyTorch leaves behind a capture that failed: its stream, and its generator.
+
+    The generator would refuse every later draw, since it counts as being captured.
+    """
+    global failures
+    failures += 1
+    torch.cuda.set_stream(stream)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
+    generator.seed()
 
 
 def capture_stream(device: torch.device) -> torch.cuda.Stream:

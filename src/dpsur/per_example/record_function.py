@@ -185,7 +185,7 @@ class RecordFunction:
                 except _NOT_OF_A_RECORD:
                     raise
                 except Exception as error:  # what torch cannot batch, or what a record's values do
-                    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                    if _may_not_wait():
                         raise
                     errors.append(error)
                     if bad is not None or way is Way.ALONE:
@@ -393,6 +393,13 @@ def check_again(first: Tensor, again: Tensor) -> None:
             "seen other records, so clipping would not bound what one of them can change; compute "
             "everything from the batch and the model, and keep nothing"
         )
+
+
+def _may_not_wait() -> bool:
+    """Whether a CUDA graph is captured, or that is tried out: no other way is then looked for."""
+    return torch.cuda.is_available() and (
+        torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() == 2
+    )
 
 
 def _key(kind: str, batch: Any) -> object:
