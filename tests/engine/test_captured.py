@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpsur
 from dpsur.engine import captured
 from dpsur.mechanism import cuda_graphs
+from tests.mutants import Mutant, law_tests
 
 RECORDS, CLIP = 48, 0.7
 
@@ -22,6 +23,10 @@ RECORDS, CLIP = 48, 0.7
 @pytest.fixture
 def replays(monkeypatch):
     """Passes that stand in for graphs, which need a GPU; the number of captures and replays."""
+    return stand_in(monkeypatch)
+
+
+def stand_in(monkeypatch):
     counts = SimpleNamespace(captures=0, replays=0)
 
     def capture(functions, *_, **__):
@@ -240,6 +245,37 @@ def test_what_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
     assert close(once, train(capture=False))
     assert "not captured as a CUDA graph" in caplog.text
     assert "secret" not in caplog.text
+
+
+# --- mutants -------------------------------------------------------------------------------------
+
+
+def captured_and_eager_steps_are_the_same():
+    """Rows that fill a graph up add nothing, and a step's sums nothing to those of the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        counts = stand_in(patch)
+        assert close(train(), train(capture=False))
+        assert close(train_as_in_opacus(), train_as_in_opacus(capture=False))
+        assert counts.replays
+
+
+def padding_counts(monkeypatch):
+    monkeypatch.setattr(captured._Graph, "keep", property(lambda graph: graph.rows >= 0))
+
+
+def sums_of_the_step_before_stay(monkeypatch):
+    def begin(graphs, sums):
+        sums.captured = graphs.totals
+
+    monkeypatch.setattr(captured._Graphs, "_begin", begin)
+
+
+test_law, test_mutant = law_tests(
+    [
+        Mutant(captured_and_eager_steps_are_the_same, padding_counts),
+        Mutant(captured_and_eager_steps_are_the_same, sums_of_the_step_before_stay),
+    ]
+)
 
 
 class Dropping(nn.Module):

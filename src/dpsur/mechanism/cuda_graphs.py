@@ -3,6 +3,7 @@
 What two functions do beside each other becomes two branches of the graph.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -81,11 +82,17 @@ def capture_graphs(
 def waiting_raises() -> Iterator[None]:
     """Let an operation raise that waits for the device, as `.item()` does."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    _set_waiting("error")
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        _set_waiting(before)
+
+
+def _set_waiting(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says, once, that it does not find every wait
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 # Captures that have failed. Graphs from before do not draw from the generator that follows one.
