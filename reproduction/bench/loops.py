@@ -448,3 +448,43 @@ def _line(row: Mapping[str, Any]) -> str:
         return f"{name}{row['outcome']}"
     memory = f"{row['peak_gib']:8.2f} GiB" if "peak_gib" in row else ""
     return f"{name}{row['ms']:9.2f} ms{memory}   first step {row['first_step_s']:.1f} s"
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table: the loops of the first run and of the newest, each over a plain step.
+
+    A run without a plain step is put beside that of the first; a star says so.
+    """
+    found = [row for row in rows if row["outcome"] == "ok"]
+    names = [name for name in LOOPS if any(row["network"] == name for row in found)]
+    lines = [
+        "| network | batch | plain, ms | captured | private step | before | Opacus form | before "
+        "| memory | first step, s |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    first = min(row["run"] for row in found)
+    for name in names:
+        cells = {(row["run"], row["arm"]): row for row in found if row["network"] == name}
+        newest = max(run for run, arm in cells if arm == "private-step")
+        plain = cells.get((newest, "plain")) or cells[first, "plain"]
+        star = "" if (newest, "plain") in cells else "*"
+        step = cells[newest, "private-step"]
+        before = cells.get((first, "plain"))
+        shown = [
+            name,
+            f"{step['batch_size']}",
+            f"{plain['ms']:.1f}",
+            _over(cells.get((first, "plain-captured")), before),
+            _over(step, plain) + star,
+            _over(cells.get((first, "private-step")), before) if newest > first else "",
+            _over(cells.get((newest, "opacus-form")), plain) if newest > first else "",
+            _over(cells.get((first, "opacus-form")), before),
+            f"{step['peak_gib'] / plain['peak_gib']:.2f}",
+            f"{step['first_step_s']:.1f}",
+        ]
+        lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _over(row: Mapping[str, Any] | None, plain: Mapping[str, Any] | None) -> str:
+    return "" if row is None or plain is None else f"{row['ms'] / plain['ms']:.2f}"

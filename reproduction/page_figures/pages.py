@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from reproduction.bench import data_path, network_grid
+from reproduction.bench import data_path, loops, network_grid
 from reproduction.bench.report import markdown as bench_table
 from reproduction.experiments.accuracy import paper_accuracy
 from reproduction.experiments.accuracy_pages import short_table
@@ -105,6 +105,7 @@ def marked_tables() -> dict[str, str]:
     return {
         **{_rows_comment(name): bench_table(rows_of(name)) for name in ("bench_gpu", "bench_cpu")},
         **{_rows_comment(name): network_grid.markdown(rows_of(name)) for name in networks},
+        _rows_comment("bench_loops_gpu"): loops.markdown(rows_of("bench_loops_gpu")),
         "data path": data_path.markdown(rows_of("bench_networks_gpu")),
         "accuracy in short": short_table(list(FOUND.values()), paper_accuracy()).markdown(),
     }
@@ -117,7 +118,7 @@ def _rows_comment(name: str) -> str:
 def written_tables(text: str) -> str:
     """A page with the tables of the rows."""
     tables = marked_tables()
-    return _BLOCK.sub(lambda found: found[0].replace(found[2], tables[found[1]]), text)
+    return _BLOCK.sub(lambda found: f"<!-- {found[1]} -->\n{tables[found[1]]}\n<!-- end -->", text)
 
 
 # Stands between two pages that are worked on as one text.
