@@ -436,7 +436,8 @@ class CallGraphs(_Graphs):
                 for value, gradient in zip(outputs, found.gradients, strict=True)
                 if value.requires_grad
             ]
-            with only_trusted_rules():
+            # a backward pass is outside of the autocast that the call may be in
+            with only_trusted_rules(), torch.autocast(device.type, enabled=False):
                 torch.autograd.grad(
                     [value for value, _ in pairs],
                     tape.leaves,
