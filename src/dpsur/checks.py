@@ -57,6 +57,19 @@ def at_least_one(name: str, value: int) -> None:
         raise InvalidInputError(f"{name} must be a whole number of at least 1, got {value}")
 
 
+def whole(name: str, value: Any, least: int) -> int:
+    """Refuse what a file gives that is not written as a whole number, or too small."""
+    if type(value) is not int or value < least:
+        raise InvalidInputError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return value
+
+
+def flag(name: str, value: Any) -> None:
+    """Refuse anything but true and false."""
+    if type(value) is not bool:
+        raise InvalidInputError(f"{name} must be true or false, got {value!r}")
+
+
 def at_least_one_each(owner: object, *names: str) -> None:
     """Refuse such counts among attributes; None, which leaves the choice open, is fine."""
     for name in names:

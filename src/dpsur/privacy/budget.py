@@ -23,12 +23,3 @@ class Budget(checks.NamedArguments):
         if not self.epsilon > 0:
             raise InvalidInputError(f"epsilon must be above 0, got {self.epsilon}")
         checks.probability("delta", self.delta)
-
-    def warnings(self, dataset_size: int) -> list[str]:
-        """What a reviewer would object to."""
-        if self.delta <= 1 / dataset_size:
-            return []
-        return [
-            f"delta {self.delta:g} is above 1/N = {1 / dataset_size:.3g} for N = {dataset_size}: "
-            "a mechanism that publishes one whole record could satisfy it; choose a smaller delta"
-        ]

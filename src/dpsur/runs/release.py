@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,7 @@ from dpsur.functional.parameters import Params
 from dpsur.networks import build_network, parameter_count
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.privacy.statement import FORMAT as STATEMENT_FORMAT
-from dpsur.privacy.statement import NO_GUARANTEE
+from dpsur.privacy.statement import current
 from dpsur.runs.files import (
     CARD,
     PAGE,
@@ -112,8 +110,7 @@ def write_release(
     if origin.predicts is not None:
         described["predicts"] = origin.predicts
     weights = save_tensors(tensors, {"dpsur": json.dumps(described)})
-    statement = as_published(statement)
-    statement = {**statement, "weights": {"file": WEIGHTS, "sha256": sha256(weights)}}
+    statement = {**finite(statement), "weights": {"file": WEIGHTS, "sha256": sha256(weights)}}
     if holds_release(folder) and (folder / WEIGHTS).read_bytes() == weights:
         return
     partial = partial_release(folder)
@@ -131,18 +128,6 @@ def write_release(
             f"the release cannot be written to {folder} ({describe_os_error(error)}); make room "
             "for it there, or choose another folder"
         ) from error
-
-
-def as_published(statement: Mapping[str, Any]) -> dict[str, Any]:
-    """A statement as its file holds it: an infinite epsilon is null, and said to be no guarantee.
-
-    A reader of the file must not find the word "proved" beside an epsilon that is not there.
-    """
-    published: dict[str, Any] = finite(statement)
-    if math.isinf(statement["guarantee"]["epsilon"]):
-        nothing = {"definition": NO_GUARANTEE, "proved": False, "theorem": None, "assumes": None}
-        published["guarantee"] = {**published["guarantee"], **nothing}
-    return published
 
 
 def check_release(path: str | os.PathLike[str]) -> None:
@@ -169,7 +154,7 @@ def read_release(
     check_release(folder)
     try:
         content = weights.read_bytes()
-        statement = _checked_statement(from_json(statement_file.read_bytes()))
+        statement = _checked_statement(current(from_json(statement_file.read_bytes())))
         tensors = load_tensors(content)
         header = from_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
         described = from_json(header["__metadata__"]["dpsur"].encode())
@@ -201,10 +186,8 @@ def read_release(
     return model, statement, origin
 
 
-def _checked_statement(statement: Any) -> dict[str, Any]:
+def _checked_statement(statement: dict[str, Any]) -> dict[str, Any]:
     """Refuse a statement that lacks, or has in another form, what is read from it here."""
-    if not isinstance(statement, dict) or statement.get("format") != STATEMENT_FORMAT:
-        raise ValueError(f"{STATEMENT} is not a privacy statement of the format {STATEMENT_FORMAT}")
     guarantee = statement["guarantee"]
     accounting_named(guarantee["accounting"])
     figures = (guarantee["epsilon"], statement["epsilon"]["proven"])
