@@ -64,7 +64,8 @@ class Accounting(ABC):
             raise InvalidInputError(
                 f"on_reject {on_reject} is not covered by the {self.name} accounting: a rejected "
                 "gradient would reach released weights without being charged; use on_reject "
-                f"{RESTORE}, or the every-trial accounting"
+                f"{RESTORE}, or the every-trial accounting",
+                code="not-covered",
             )
         del trial
 
@@ -175,7 +176,8 @@ class EveryTrial(Accounting):
             raise InvalidInputError(
                 "the coin gate is not covered by the every-trial accounting, where verdicts are "
                 "outputs: it never rejects an improvement, so a verdict can tell almost for "
-                "certain whether a record is there; use the gate loss, or the proven accounting"
+                "certain whether a record is there; use the gate loss, or the proven accounting",
+                code="not-covered",
             )
 
 
@@ -200,7 +202,8 @@ class Published(Accounting):
         if isinstance(trial.test, CoinTest):
             raise InvalidInputError(
                 "the coin gate is not covered by the published accounting: the paper analyses a "
-                "test with Gaussian noise only; use the gate loss, or the proven accounting"
+                "test with Gaussian noise only; use the gate loss, or the proven accounting",
+                code="not-covered",
             )
 
 
@@ -229,7 +232,9 @@ def accounting_named(name: str) -> Accounting:
         return ACCOUNTINGS[name]
     except KeyError:
         known = ", ".join(ACCOUNTINGS)
-        raise InvalidInputError(f"unknown accounting {name!r}; choose one of {known}") from None
+        raise InvalidInputError(
+            f"unknown accounting {name!r}; choose one of {known}", code="unknown-name"
+        ) from None
 
 
 def check_covers_steering(name: str) -> None:
@@ -238,7 +243,8 @@ def check_covers_steering(name: str) -> None:
     if not accounting.proved or accounting.refines:
         raise InvalidInputError(
             f"a method that steers itself by released values is not covered by the {name} "
-            "accounting; use proven or every-trial"
+            "accounting; use proven or every-trial",
+            code="not-covered",
         )
 
 

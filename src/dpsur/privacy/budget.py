@@ -21,5 +21,7 @@ class Budget(checks.NamedArguments):
     def __post_init__(self) -> None:
         checks.number("epsilon", self.epsilon)
         if not self.epsilon > 0:
-            raise InvalidInputError(f"epsilon must be above 0, got {self.epsilon}")
+            raise InvalidInputError(
+                f"epsilon must be above 0, got {self.epsilon}", code="out-of-range"
+            )
         checks.probability("delta", self.delta)

@@ -55,7 +55,8 @@ def words_of(statement: Mapping[str, Any]) -> Words:
     if type(version) is not int or version not in TEXTS:
         raise InvalidInputError(
             f"texts {version!r} are of no version that this installation has (1 to {latest()}); "
-            "update dpsur"
+            "update dpsur",
+            code="unknown-format",
         )
     return TEXTS[version]
 
@@ -390,7 +391,8 @@ def current(statement: Any) -> dict[str, Any]:
         return dict(statement)
     if form != EARLIER:
         raise InvalidInputError(
-            f"this is not a privacy statement of the format {FORMAT}, or {EARLIER} before it"
+            f"this is not a privacy statement of the format {FORMAT}, or {EARLIER} before it",
+            code="unknown-format",
         )
     words, flags = TEXTS[1], ((False, False), (True, False), (False, True), (True, True))
     computed = [

@@ -137,7 +137,8 @@ def check_release(path: str | os.PathLike[str]) -> None:
         if not (folder / name).is_file():
             raise InvalidInputError(
                 f"{folder} holds no release ({name} is missing); "
-                "give the folder of a run that has finished"
+                "give the folder of a run that has finished",
+                code="no-release",
             )
 
 
@@ -162,18 +163,21 @@ def read_release(
     except (OSError, SafetensorError, *MALFORMED) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{folder} holds a damaged release: {reason or type(error).__name__}"
+            f"{folder} holds a damaged release: {reason or type(error).__name__}",
+            code="damaged-release",
         ) from error
     if sha256(content) != statement["weights"]["sha256"]:
         raise CheckpointError(
             f"{weights} are not the weights that {statement_file.name} was written for (their "
-            "SHA-256 differs), so its guarantee does not hold for them; restore both files"
+            "SHA-256 differs), so its guarantee does not hold for them; restore both files",
+            code="other-weights",
         )
     if model is None:
         if origin.network is None:
             raise InvalidInputError(
                 f"{folder} holds weights of a custom model ({described.get('model')}); "
-                "build that model and pass it in: dpsur.load(folder, model)"
+                "build that model and pass it in: dpsur.load(folder, model)",
+                code="custom-model",
             )
         model = _built(folder, origin.network, sum(value.numel() for value in tensors.values()))
     elif origin.features and not isinstance(model, WithFeatures):

@@ -238,12 +238,17 @@ def _read(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise InvalidInputError(
             f"{path.parent} holds no release ({path.name} is missing); give the folder of a run "
-            "that has finished"
+            "that has finished",
+            code="no-release",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{path} is not a privacy statement: {error}") from error
+        raise InvalidInputError(
+            f"{path} is not a privacy statement: {error}", code="damaged-release"
+        ) from error
     if not isinstance(statement, dict) or statement.get("format") not in (FORMAT, EARLIER):
-        raise InvalidInputError(f"{path} is not a privacy statement of the format {FORMAT}")
+        raise InvalidInputError(
+            f"{path} is not a privacy statement of the format {FORMAT}", code="unknown-format"
+        )
     return statement
 
 
