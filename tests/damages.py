@@ -1,7 +1,8 @@
 """Releases with one value of the statement damaged: how many of them `verify` refuses.
 
-`python -m tests.damages FOLDER [COUNT]` prints the rate for the releases in a folder. The pages
-beside a damaged statement are rendered from it, so that only the statement itself can be found out.
+`python -m tests.damages FOLDER [COUNT]` prints the rate for the releases in a folder, as they were
+written and in the format of today. The pages beside a damaged statement are rendered from it, so
+that only the statement itself can be found out.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from typing import Any
 
 from dpsur.errors import DpsurError
 from dpsur.privacy.page import render_markdown, render_model_card
+from dpsur.privacy.statement import current
 from dpsur.runs.files import to_json
 from dpsur.runs.verification import MALFORMED, verify
 
@@ -75,20 +77,27 @@ def is_refused(release: Path, statement: dict[str, Any]) -> bool:
         shutil.copytree(release, folder)
         (folder / "privacy.json").write_bytes(to_json(statement))
         with contextlib.suppress(*MALFORMED):  # a statement that has no page
-            (folder / "PRIVACY.md").write_text(render_markdown(statement), encoding="utf-8")
-            (folder / "README.md").write_text(render_model_card(statement), encoding="utf-8")
+            shown = current(statement)
+            (folder / "PRIVACY.md").write_text(render_markdown(shown), encoding="utf-8")
+            (folder / "README.md").write_text(render_model_card(shown), encoding="utf-8")
         try:
             return bool(verify(folder)[0])
         except DpsurError:
             return True
 
 
-def sampled(folder: Path, count: int) -> Iterator[tuple[Path, str, Any, dict[str, Any]]]:
-    """Damaged statements, drawn evenly from all releases of a folder."""
+def sampled(
+    folder: Path, count: int, *, converted: bool = False
+) -> Iterator[tuple[Path, str, Any, dict[str, Any]]]:
+    """Damaged statements, drawn evenly from all releases of a folder.
+
+    As they were written, or `converted` to the format of today before they are damaged.
+    """
     draw = random.Random(0)
     releases = sorted(path.parent for path in folder.rglob("privacy.json"))
     for number, release in enumerate(releases):
         statement = json.loads((release / "privacy.json").read_text(encoding="utf-8"))
+        statement = current(statement) if converted else statement
         every = list(edits(statement))
         share = count // len(releases) + (number < count % len(releases))
         for where, what, whole in draw.sample(every, min(share, len(every))):
@@ -97,14 +106,16 @@ def sampled(folder: Path, count: int) -> Iterator[tuple[Path, str, Any, dict[str
 
 def main(folder: Path, count: int = 600) -> None:
     """Print what was let pass, and the rate."""
-    passed, made = [], 0
-    for release, where, what, statement in sampled(folder, count):
-        made += 1
-        if not is_refused(release, statement):
-            passed.append((release.parent.name, where, what))
-    for row in passed:
-        print(*row)
-    print(f"{made - len(passed)} of {made} refused")
+    for converted in (False, True):
+        passed, made = [], 0
+        for release, where, what, statement in sampled(folder, count, converted=converted):
+            made += 1
+            if not is_refused(release, statement):
+                passed.append((release.parent.name, where, what))
+        for row in passed:
+            print(*row)
+        form = "in the format of today" if converted else "as written"
+        print(f"{made - len(passed)} of {made} refused, {form}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,18 @@ _PACKAGES = {"dpsur", "torch", "numpy", *sys.stdlib_module_names}
 
 
 class DpsurError(Exception):
-    """Any error that this package raises on purpose."""
+    """Any error that this package raises on purpose.
+
+    `code` is short and stable: messages may be improved, codes stay. docs/troubleshooting.md has
+    the cause and the remedy of the most frequent ones. A class has a code; a call may give another.
+    """
+
+    code = "error"
+
+    def __init__(self, *values: object, code: str | None = None) -> None:
+        super().__init__(*values)
+        if code is not None:
+            self.code = code
 
 
 class InvalidInputError(DpsurError, ValueError):
@@ -18,8 +29,12 @@ class InvalidInputError(DpsurError, ValueError):
     text or of a traceback. The command writes it to a log that only its user can read.
     """
 
-    def __init__(self, message: str, *, private: str | None = None) -> None:
-        super().__init__(message)
+    code = "invalid-input"
+
+    def __init__(
+        self, message: str, *, private: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message, code=code)
         self.private = private
         if private is not None:
             self.add_note("The attribute `private` of this error says more. Do not share it.")
@@ -28,21 +43,31 @@ class InvalidInputError(DpsurError, ValueError):
 class ArgumentError(InvalidInputError, TypeError):
     """An argument that a function does not have, or needs and was not given."""
 
+    code = "argument"
+
 
 class BudgetError(InvalidInputError):
     """What was asked for does not fit the privacy budget."""
+
+    code = "budget"
 
 
 class UnsupportedModelError(InvalidInputError):
     """The model has a part whose per-example gradient is undefined or unknown."""
 
+    code = "unsupported-model"
+
 
 class ModelInputError(UnsupportedModelError):
     """The model does not take inputs of this shape or type."""
 
+    code = "model-input"
+
 
 class StepError(InvalidInputError):
     """A loop that does something the accounting does not cover; nothing was released by it."""
+
+    code = "step"
 
 
 class CouplingError(StepError):
@@ -52,21 +77,31 @@ class CouplingError(StepError):
     or kept cannot be taken back.
     """
 
+    code = "coupling"
+
 
 class CheckpointError(InvalidInputError):
     """A checkpoint or release that is damaged, or belongs to another run."""
+
+    code = "checkpoint"
 
 
 class FileError(DpsurError, OSError):
     """A file or folder that cannot be read or written; the message names it and the cause."""
 
+    code = "file"
+
 
 class NothingReleasedError(DpsurError):
     """The run used up its trials before its updates; its result must not be published."""
 
+    code = "nothing-released"
+
 
 class DistributedError(DpsurError):
     """Another process of a distributed run has failed, or differs; nothing is released."""
+
+    code = "distributed"
 
 
 class PrivacyWarning(UserWarning):
@@ -79,6 +114,8 @@ class DiagnosticsWarning(UserWarning):
 
 class InterruptedRunError(DpsurError):
     """The run was stopped at a trial boundary, after writing a checkpoint."""
+
+    code = "interrupted"
 
 
 def from_custom_code(error: BaseException) -> bool:

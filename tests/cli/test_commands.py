@@ -175,28 +175,31 @@ def test_json_result(tmp_path, capsys):
 
 BAD = [
     (["--task", "mnist-6k"], "unknown task 'mnist-6k'; choose one of mnist-5k"),
-    (["--method", "sgd"], "unknown method 'sgd'"),
-    (["--accounting", "gdp"], "unknown accounting 'gdp'"),
-    (["--epsilon", "-1"], "epsilon must be above 0, got -1"),
+    (["--method", "sgd"], "sgd|[unknown-name]"),
+    (["--accounting", "gdp"], "gdp|[unknown-name]"),
+    (["--epsilon", "-1"], "epsilon|got -1|[out-of-range]"),
     (["--epsilon", "nan"], "argument --epsilon: 'nan' is not a finite number"),
     (["--epsilon", "three"], "invalid float value: 'three'"),
-    (["--delta", "2"], "delta must be in (0, 1), got 2.0"),
+    (["--delta", "2"], "delta|got 2.0|[out-of-range]"),
     (["--method", "dpsgd-ts", "--features", "scattering"], "choose --features pixels"),
-    (["--learning-rate", "-2"], "learning_rate must be a finite number above 0, got -2.0"),
+    (["--learning-rate", "-2"], "learning_rate|got -2.0|[out-of-range]"),
     (["--learning-rate", "inf"], "argument --learning-rate: 'inf' is not a finite number"),
-    (["--batch-size", "4001"], "batch_size 4001 is larger than the data set of 4000 records"),
-    (["--batch-size", "0"], "batch_size must be a whole number of at least 1, got 0"),
-    (["--val-batch-size", "5000"], "val_batch_size 5000 is larger"),
-    (["--epsilon", "0.001", "--noise-multiplier", "1", "--batch-size", "2000"], "single update"),
-    (["--noise-multiplier", "1", "--updates", "5000"], "above the budget of 3"),
+    (["--batch-size", "4001"], "batch_size 4001|4000|[batch-too-large]"),
+    (["--batch-size", "0"], "batch_size|got 0|[out-of-range]"),
+    (["--val-batch-size", "5000"], "val_batch_size 5000|[batch-too-large]"),
+    (
+        ["--epsilon", "0.001", "--noise-multiplier", "1", "--batch-size", "2000"],
+        "[budget-too-small]",
+    ),
+    (["--noise-multiplier", "1", "--updates", "5000"], "budget of 3|[over-budget]"),
     (["--trials", "5"], "trials 5 cannot be fixed under the proven accounting"),
     (
         ["--accounting", "every-trial", "--gate", "loss", "--updates", "5"],
         "updates 5 cannot be fixed",
     ),
-    (["--accounting", "every-trial", "--gate", "coin"], "never rejects an improvement"),
-    (["--on-reject", "keep-momentum"], "on_reject keep-momentum is not covered by the proven"),
-    (["--accept-ratio", "0.5"], "accept_ratio must be a finite number of at least 1, got 0.5"),
+    (["--accounting", "every-trial", "--gate", "coin"], "coin|every-trial|[not-covered]"),
+    (["--on-reject", "keep-momentum"], "keep-momentum|proven|[not-covered]"),
+    (["--accept-ratio", "0.5"], "accept_ratio|got 0.5"),
     (["--gate", "coin", "--accept-threshold", "-1"], "belongs to the gate loss"),
     (["--method", "dpsgd", "--accept-threshold", "0"], "belongs to the gate loss"),
     (["--optimizer", "lion"], "invalid choice: 'lion'"),
@@ -205,7 +208,7 @@ BAD = [
     (["--gate", "coins"], "invalid choice: 'coins'; did you mean coin?"),
     (["--data-dir", ""], "argument --data-dir: expected a value, got ''"),
     (["--task", "csv:nowhere.csv"], "there is no file nowhere.csv"),
-    (["--epsilon", "1e-9"], "raise epsilon or make fewer updates\n"),
+    (["--epsilon", "1e-9"], "[budget-too-small]"),
     (["--checkpoint-every", "0"], "checkpoint_every must be"),
     (["--evaluate-every", "-1"], "evaluate_every must be"),
     (["--device", "tpu9"], "unknown device 'tpu9'"),
@@ -220,7 +223,7 @@ def test_bad_input_is_one_line_status_two_and_writes_nothing(arguments, message,
     status, out, err = dpsur("train", "--out", str(out_folder), *arguments, capsys=capsys)
     assert status == 2
     assert out == ""
-    assert message in err
+    assert all(part in err for part in message.split("|"))
     assert len(err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 

@@ -230,7 +230,7 @@ def test_an_error_of_the_system_is_one_line_for_every_command(monkeypatch, capsy
 
     monkeypatch.setattr("dpsur.cli.listings.print_proof", fail)
     assert dpsur("proof", capsys=capsys) == (
-        2, "", "dpsur: error: /some/path: Permission denied\n"
+        2, "", "dpsur: error: [file] /some/path: Permission denied\n"
     )  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def test_a_full_disk_behind_standard_output():
     done = shell("DPSUR proof > /dev/full")
     assert done.returncode == 2
     assert done.stderr == (
-        "dpsur: error: standard output cannot be written (No space left on device)\n"
+        "dpsur: error: [file] standard output cannot be written (No space left on device)\n"
     )
 
 

@@ -184,17 +184,17 @@ BAD = [
     (["--preset", "thesis"], "unknown preset 'thesis'; choose one of paper"),
     (["--preset", "paper"], "preset paper has no settings for task npz:"),
     (["--features", "wavelets"], "unknown features 'wavelets'; choose one of pixels"),
-    (["--features", "scattering"], "has no network for the features scattering, only for vectors"),
+    (["--features", "scattering"], "the features scattering"),
     (
         ["--normalisation", "batch"],
-        "normalisation must be one of none, group, private, mean, quantiles; got 'batch'",
+        "normalisation|got 'batch'|[unknown-name]",
     ),
     (["--normalisation", "private"], "normalisation private needs channels"),
-    (["--keep-fraction", "0"], "keep_fraction must be in (0, 1], got 0"),
-    (["--keep-fraction", "1.5"], "keep_fraction must be in (0, 1], got 1.5"),
+    (["--keep-fraction", "0"], "keep_fraction|got 0|[out-of-range]"),
+    (["--keep-fraction", "1.5"], "keep_fraction|got 1.5|[out-of-range]"),
     (["--keep-fraction", "1e-9"], "keep_fraction 1e-09 keeps none of the records"),
     (["--classes", "4"], "classes 4 contradicts"),
-    (["--max-updates", "0"], "max_updates must be a whole number of at least 1, got 0"),
+    (["--max-updates", "0"], "max_updates|got 0|[out-of-range]"),
     (["--model", "narrow"], "model 'narrow' must have the form module:function"),
     (["--model", "own_networks_of_tests:wide"], "cannot be imported"),
     (["--model", "own_networks_of_tests:odd"], "must return a torch.nn.Module, it returned int"),
@@ -204,8 +204,8 @@ BAD = [
     (["--method", "dpsgd", "--refresh-every", "2"], "method dpsgd has no option --refresh-every"),
     (["--method", "dpagd", "--optimizer", "adam"], "method dpagd has no option --optimizer"),
     (["--method", "dpagd", "--range-schedule", "never"], "choose from"),
-    (["--method", "dpis", "--accounting", "published"], "is not covered by the published"),
-    (["--method", "dpagd", "--accounting", "published"], "is not covered by the published"),
+    (["--method", "dpis", "--accounting", "published"], "published|[not-covered]"),
+    (["--method", "dpagd", "--accounting", "published"], "published|[not-covered]"),
     (["--method", "dpsgd", "--val-batch-size", "5"], "has no meaning without a test of candidates"),
     (["--method", "dpsgd", "--on-reject", "keep-momentum"], "no meaning where nothing is rejected"),
 ]
@@ -222,7 +222,7 @@ def test_bad_input_is_one_line_and_writes_nothing(arguments, message, points, tm
     )
     assert status == 2
     assert printed == ""
-    assert message in err
+    assert all(part in err for part in message.split("|"))
     assert len(err.splitlines()) == 1
     assert not out.exists()
 
@@ -231,7 +231,7 @@ def test_presets_are_for_the_budgets_of_the_paper(pictures, tmp_path, capsys):
     arguments = ["--out", str(tmp_path / "run"), "--preset", "paper", "--epsilon", "2.5"]
     status, _, err = command("train", "--task", pictures, *arguments, capsys=capsys)
     assert status == 2
-    assert "no settings for epsilon 2.5; choose one of 1, 2, 3, 4, or leave the preset out" in err
+    assert "epsilon 2.5; choose one of 1, 2, 3, 4" in err
 
 
 def test_resume_takes_no_settings_of_what_to_train(tmp_path, capsys):

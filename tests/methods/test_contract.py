@@ -227,7 +227,7 @@ EDITS = {
     repeated_steps: "the steps are not those of a run by the stated plan",
     larger_allowance: "epsilon.proven is stated as",
     another_order: "epsilon.proven is stated as",
-    smaller_epsilon: "the guarantee states epsilon 1.0",
+    smaller_epsilon: "guarantee.epsilon is stated as 1.0",
     no_filter: "",
 }
 
@@ -310,8 +310,8 @@ MENU_EDITS = {
     steering_with_less_noise: "epsilon.proven is stated as",
     longer_blocks: "epsilon.proven is stated as",
     a_step_that_was_not_made: "the steps are not those of a run by the stated plan",
-    another_way_to_reject: "privacy.json cannot be read",
-    smaller_epsilon: "the guarantee states epsilon 1.0",
+    another_way_to_reject: "privacy.json is not what a run writes",
+    smaller_epsilon: "guarantee.epsilon is stated as 1.0",
     no_menu: "epsilon.proven is stated as",
 }
 

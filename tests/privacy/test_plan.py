@@ -13,6 +13,7 @@ from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import Request, make_plan, repeated_plan
 from dpsur.privacy.rejections import trial_cap
 from dpsur.privacy.search import largest_ratio, least_noise, most_repetitions, noise_at_most
+from dpsur.privacy.statement import planned_warnings
 
 BUDGET = Budget(3.0, 1e-5)
 TEST = LossTest(0.016, 1.0, 0.0)
@@ -162,8 +163,9 @@ def test_bad_delta(delta):
 
 
 def test_warns_when_delta_is_above_one_over_n():
-    assert Budget(1.0, 1e-3).warnings(4000)
-    assert not Budget(1.0, 1e-5).warnings(4000)
+    for delta, warned in ((1e-3, 1), (1e-5, 0)):
+        plan = repeated_plan(Budget(20.0, delta), "proven", Trial(SampledGaussian(0.1, 2.0)), 3)
+        assert len(planned_warnings(plan, 4000, seeded=False)) == warned
 
 
 def test_searches_on_a_known_function():

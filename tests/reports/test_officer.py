@@ -9,6 +9,7 @@ from dpsur.reports.officer import Notes, declared_rows, epsilon_text, officer_se
 
 STATEMENT = {
     "unit": "one record of the training set",
+    "public": {},
     "guarantee": {"epsilon": 2.99991, "delta": 1e-5},
 }
 

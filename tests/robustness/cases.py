@@ -75,6 +75,7 @@ UNCHECKED = (
     "accepted_updates",  # of charged trials
     "mechanism.filter.steps",  # how many were made, within what the filter allows
     "public.",  # what the user declared
+    "test.scores",  # figures on public records
     *(f"settings.{name}" for name in (
         "learning_rate", "schedule", "optimizer", "momentum", "adam_beta1", "adam_beta2",
         "adam_eps", "average_decay", "max_grad_norm", "loss_clip", "largest_step", "step_sizes",

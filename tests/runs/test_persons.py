@@ -19,13 +19,14 @@ from dpsur.functional.records import Examples
 from dpsur.mechanism import block_tests
 from dpsur.mechanism.streams import FEATURES, SETUP, Streams
 from dpsur.per_example import clipped_sum
-from dpsur.privacy.claims import claim_faults
-from dpsur.privacy.statement import PERSON, RECORD
+from dpsur.privacy.texts import TEXTS
 from dpsur.runs import build_session as building
 from dpsur.runs.build_session import build_session
+from dpsur.runs.verification import statement_faults
 from tests.mutants import Mutant, law_tests
 
 MOST, CLIP = 3, 0.5
+UNITS = {unit: TEXTS[1][f"{unit} unit"] for unit in ("record", "person")}
 
 
 class LastOutput(nn.Module):
@@ -273,11 +274,11 @@ def test_methods_state_the_person_as_their_unit(method, tmp_path, capsys):
         progress=False,
     )
     stated = run.statement
-    assert stated["unit"] == PERSON.unit == "one person (all of their records)"
+    assert stated["unit"] == UNITS["person"] == "one person (all of their records)"
     assert stated["dataset_size"] == 60
     assert stated["public"] == {"records_per_person": MOST}
     assert stated["independence"]["how"] == "by construction"
-    assert claim_faults(stated) == []
+    assert statement_faults(stated)[0] == []
     assert main(["verify", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "release" / "PRIVACY.md").read_text()
     assert "one person (all of their records)" in page
@@ -291,11 +292,11 @@ def test_the_unit_of_a_statement_cannot_be_edited():
     given = {"budget": dpsur.Budget(4.0, 1e-3), "method": dpsur.Dpsgd(updates=2, batch_size=4)}
     by_record = dpsur.fit(nn.Linear(6, 3), (inputs, targets), **given, progress=False)
     by_person = dpsur.fit(nn.Linear(6, 3), (inputs, targets), groups=names, **given, progress=False)
-    assert by_record.statement["unit"] == RECORD.unit
-    assert claim_faults({**by_record.statement, "unit": PERSON.unit}) != []
-    assert claim_faults({**by_person.statement, "unit": RECORD.unit}) != []
+    assert by_record.statement["unit"] == UNITS["record"]
+    assert statement_faults({**by_record.statement, "unit": UNITS["person"]})[0] != []
+    assert statement_faults({**by_person.statement, "unit": UNITS["record"]})[0] != []
     none = {**by_person.statement["public"], "records_per_person": 0}
-    assert claim_faults({**by_person.statement, "public": none}) != []
+    assert statement_faults({**by_person.statement, "public": none})[0] != []
 
 
 def test_a_seeded_run_is_resumed_with_the_same_records(tmp_path):
@@ -349,7 +350,7 @@ def test_a_column_of_a_table_names_persons(tmp_path, capsys):
     command += ["--delta", "1e-3", "--device", "cpu", "--out", str(tmp_path / "run")]
     assert main(command) == 0
     stated = json.loads((tmp_path / "run" / "release" / "privacy.json").read_text())
-    assert stated["unit"] == PERSON.unit
+    assert stated["unit"] == UNITS["person"]
     assert stated["dataset_size"] == 40
     assert stated["public"]["records_per_person"] == 3
     assert main(["verify", str(tmp_path / "run")]) == 0
@@ -387,10 +388,10 @@ def test_estimators_take_groups():
         epsilon=4.0, delta=1e-3, classes=[0, 1, 2], bounds=(-20.0, 20.0), device="cpu"
     )
     model.fit(inputs.numpy(), targets.numpy(), groups=names.numpy(), records_per_person=2)
-    assert model.statement_["unit"] == PERSON.unit
+    assert model.statement_["unit"] == UNITS["person"]
     assert model.statement_["dataset_size"] == 40
     assert model.statement_["public"]["records_per_person"] == 2
-    assert claim_faults(model.statement_) == []
+    assert statement_faults(model.statement_)[0] == []
 
 
 def test_histograms_of_persons_have_their_weights():

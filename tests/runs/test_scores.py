@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import dpsur
 from dpsur.privacy.page import render_model_card
-from dpsur.privacy.statement import used_settings
+from dpsur.privacy.statement import shown_settings, used_settings
 from dpsur.runs.evaluation import describe_scores, objection, score, shown_scores
 from dpsur.runs.verification import verify
 from tests.conftest import blobs, small_model
@@ -95,7 +95,7 @@ def test_a_release_states_its_test_figures_and_the_settings_it_used(tmp_path):
     card = render_model_card(run.statement)
     assert f"| Public test records | {len(blobs())} |" in card
     assert "| base rate | " in card
-    settings = used_settings(run.statement)
+    settings = run.statement["settings"]
     assert settings["learning_rate"] == 0.5
     assert not {"adam_beta1", "loss_clip", "clip_norm", "accept_ratio"} & settings.keys()
     folder = run.save(tmp_path / "run")
@@ -109,7 +109,9 @@ def test_a_release_states_its_test_figures_and_the_settings_it_used(tmp_path):
 def test_what_a_run_found_itself_is_not_a_setting():
     settings = {"gate": "block", "learning_rate": 4.0, "max_grad_norm": 0.1, "clip_norm": "median"}
     metrics = [{"learning_rate": None}, {"learning_rate": 38.2}]
-    found = used_settings({"settings": {**settings, "loss_clip": 0.001}, "metrics": metrics})
+    used = used_settings({**settings, "loss_clip": 0.001})
+    assert used["learning_rate"] is None
+    found = shown_settings({"texts": 1, "settings": used, "metrics": metrics})
     assert found["learning_rate"] == "found by tests, 38.2 last"
     assert "median" in found["max_grad_norm"]
     assert "loss_clip" not in found

@@ -10,7 +10,7 @@ from dpsur.functional.records import HostExamples, place
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.methods.dpis import Dpis
-from dpsur.privacy.statement import BF16_ON, TF32_OFF
+from dpsur.privacy.texts import TEXTS
 from dpsur.runs.build_session import build_session
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import execute
@@ -34,9 +34,9 @@ def prepare_quick(speed):
 
 def test_bf16_is_recorded_and_changes_only_what_rounding_does():
     exact, rounded = quick_fit(), quick_fit(speed=Speed(bf16=True))
-    assert BF16_ON in rounded.statement["arithmetic"]
-    assert BF16_ON not in exact.statement["arithmetic"]
-    assert TF32_OFF in exact.statement["arithmetic"]
+    assert TEXTS[1]["bf16"] in rounded.statement["arithmetic"]
+    assert TEXTS[1]["bf16"] not in exact.statement["arithmetic"]
+    assert TEXTS[1]["float32"] in exact.statement["arithmetic"]
     assert not torch.equal(weights(exact), weights(rounded))
     torch.testing.assert_close(weights(exact), weights(rounded), rtol=0.1, atol=0.1)
     assert rounded.epsilon == exact.epsilon

@@ -21,9 +21,11 @@ from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import METHODS
 from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.statement import plan_from_statement
+from dpsur.privacy.texts import TEXTS, Words
 from dpsur.runs import verification
 from dpsur.runs.files import to_json
 from dpsur.runs.verification import CHECKED, MALFORMED, NOT_CHECKED, verify
+from tests.damages import edits, places
 
 ROOT = Path(__file__).parent.parent.parent
 RECORDS, DELTA = 200, 1e-3
@@ -132,6 +134,14 @@ CLAIMS = [
     ("plain", "settings.updates", 2),
     ("trials", "settings.trials", 9999),
     ("selective", "settings.accept_ratio", 9.0),
+    ("selective", "settings.adam_beta2", 0.9),
+    ("plain", "settings.adam_beta2", 0.999),
+    ("plain", "settings.val_noise_multiplier", 1.0),
+    ("selective", "texts", 99),
+    ("selective", "computed.tf32", True),
+    ("selective", "computed.bf16", 1),
+    ("selective", "hide_rejections", "constant"),
+    ("plain", "hide_rejections", "delay"),
     ("selective", "settings.gate", "none"),
     ("published", "settings.val_noise_multiplier", 9.0),
     ("published", "settings.accept_threshold", 0.0),
@@ -181,15 +191,6 @@ def test_a_step_with_another_test_is_a_fault(faults_after):
     assert any("another one" in fault for fault in faults_after("choice", change))
 
 
-def places(value, path=()):
-    """Every place in a statement, with what is there; of long lists the first item only."""
-    items = value.items() if isinstance(value, dict) else ()
-    items = enumerate(value[:1]) if isinstance(value, list) else items
-    for key, part in items:
-        yield (*path, key), part
-        yield from places(part, (*path, key))
-
-
 GARBAGE = ("x", -1, [], {}, None, 1e400)
 
 
@@ -231,44 +232,6 @@ def test_no_damage_is_an_exception_or_passes(kind, released, faults_after):
         if not faults_after(kind, change) and not (path[0] == "settings" and path[1] in OPEN):
             passed.append((path, other))
     assert passed == []
-
-
-def edits(statement):
-    """Copies of a statement, each with one key dropped or added, or one value changed."""
-
-    def edited(path, change):
-        whole = copy.deepcopy(statement)
-        parent = whole
-        for key in path[:-1]:
-            parent = parent[key]
-        change(parent, path[-1])
-        return whole
-
-    yield ("note",), "added", {**copy.deepcopy(statement), "note": "x"}
-    for path, value in places(statement):
-        if path == ("format",):
-            continue
-        where = ".".join(map(str, path))
-        yield where, "dropped", edited(path, lambda parent, key: parent.pop(key))
-        others = []
-        if isinstance(value, dict):
-            yield where, "added", edited(path, lambda parent, key: parent[key].update(note="x"))
-        elif isinstance(value, bool):
-            others = [not value]
-        elif isinstance(value, int):
-            others = [value + 1]
-        elif isinstance(value, float):
-            others = [0.99 * value, 1.01 * value] if value else [0.01]
-        elif isinstance(value, str):
-            others = ["made up"]
-        elif value is None:
-            others = [1, "made up"]
-        for other in others:
-            yield (
-                where,
-                other,
-                edited(path, lambda parent, key, other=other: parent.__setitem__(key, other)),
-            )
 
 
 # What the page says that verify cannot check, as places of a statement.
@@ -377,8 +340,8 @@ CONTRADICTIONS = {
     made_up_method: ("plan_faults", "method 'dp-magic' is none"),
     more_settings: ("plan_faults", "settings.certified is not part"),
     fewer_settings: ("plan_faults", "settings.momentum is missing"),
-    more_versions: ("_form_faults", "versions.auditor is not part"),
-    fewer_versions: ("_form_faults", "versions.torch is missing"),
+    more_versions: ("_version_faults", "versions.auditor is not part"),
+    fewer_versions: ("_version_faults", "versions.torch is missing"),
 }
 
 
@@ -444,3 +407,43 @@ def test_no_step_of_a_filter_is_a_credit(count, faults_after):
         statement["mechanism"]["filter"]["steps"][0]["charged"] = count
 
     assert faults_after("choice", credit)
+
+
+# --- texts ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reworded(monkeypatch):
+    """An installation with a second version of texts, in which everything is said otherwise."""
+    words = {name: f"{text} In other words." for name, text in TEXTS[1].items()}
+    monkeypatch.setitem(TEXTS, 2, Words(words))
+
+
+def test_a_release_keeps_the_words_that_it_was_written_with(released, reworded):
+    folder = released("plain")
+    assert json.loads((folder / "privacy.json").read_text(encoding="utf-8"))["texts"] == 1
+    assert verify(folder)[0] == []
+
+
+def test_new_releases_have_the_latest_words(reworded, tmp_path):
+    folder = with_statistics(tmp_path)
+    stated = json.loads((folder / "privacy.json").read_text(encoding="utf-8"))
+    assert stated["texts"] == 2
+    assert stated["tuning"].endswith("In other words.")
+    assert "In other words." in (folder / "PRIVACY.md").read_text(encoding="utf-8")
+    assert verify(folder)[0] == []
+    assert edited(folder, lambda statement: statement.update(texts=1))
+
+
+def test_a_version_of_texts_that_is_not_installed_is_named(faults_after):
+    (fault,) = faults_after("plain", lambda statement: statement.update(texts=7))
+    assert "texts 7" in fault
+    assert "update dpsur" in fault
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_statement_lists_the_settings_that_were_used(kind, released):
+    settings = json.loads((released(kind) / "privacy.json").read_text())["settings"]
+    unused = {"adam_beta1", "adam_beta2", "adam_eps", "blocks", "clip_norm", "patience"}
+    assert not unused & settings.keys()
+    assert None not in settings.values()

@@ -1,6 +1,7 @@
 """The command `dpsur`."""
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -103,7 +104,7 @@ def run_command(
             return _run(parser_for, program, given)
     except FileError as error:  # of standard output, which is flushed last
         with standard_streams():
-            return _report(program, f"error: {error}", 2)
+            return _report(program, f"error: [{error.code}] {error}", 2)
     finally:
         if arguments is None:  # the process ends: Ctrl-C has nothing left to stop
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -124,15 +125,24 @@ def _run(parser_for: Callable[[Sequence[str]], Parser], program: str, given: lis
             warnings.showwarning = _ShowOnce(program)
             return int(options.run(options))
     except InvalidInputError as error:
-        return _report(program, f"error: {error}{logged_privately(error, given)}", 2)
+        return _report(program, f"{_line(error, given)}{logged_privately(error, given)}", 2)
     except OSError as error:
-        return _report(program, f"error: {describe_os_error(error)}", 2)
+        return _report(program, _line(error, given), 2)
     except KeyboardInterrupt:
         return _report(program, "stopped", 130)
     except InterruptedRunError as error:
         return _report(program, str(error), 130)
     except DpsurError as error:
-        return _report(program, f"error: {error}", 3)
+        return _report(program, _line(error, given), 3)
+
+
+def _line(error: DpsurError | OSError, given: Sequence[str]) -> str:
+    """An error with its code on one line; with `--json` also as an object on standard output."""
+    text = describe_os_error(error) if isinstance(error, OSError) else str(error)
+    code = error.code if isinstance(error, DpsurError) else FileError.code
+    if "--json" in given:
+        print(json.dumps({"error": {"code": code, "message": text}}))
+    return f"error: [{code}] {text}"
 
 
 def _report(program: str, text: str, status: int) -> int:

@@ -143,7 +143,8 @@ def rate(name: str, size: int, dataset_size: int) -> float:
     checks.at_least_one(name, size)
     if size > dataset_size:
         raise InvalidInputError(
-            f"{name} {size} is larger than the data set of {dataset_size} records"
+            f"{name} {size} is larger than the data set of {dataset_size} records",
+            code="batch-too-large",
         )
     return size / dataset_size
 

@@ -33,7 +33,6 @@ from dpsur.runs.holdout import doubts
 from dpsur.runs.input_features import InputFeatures
 from dpsur.runs.planning import prospect
 from dpsur.runs.progress import ProgressBar
-from dpsur.runs.release import as_published
 from dpsur.runs.result import Run
 from dpsur.runs.session import Session
 from dpsur.runs.tasks import build_task_session, features_of, load_records, note_privately, task_of
@@ -242,7 +241,7 @@ def _next_command(folder: RunFolder) -> str:
 def _print_result(
     run: Run, folder: RunFolder, noted: list[Path], *, as_json: bool, show_private: bool
 ) -> None:
-    guarantee = as_published(run.statement)["guarantee"]
+    guarantee = run.statement["guarantee"]
     release: Path = folder.release
     if as_json:
         result: dict[str, Any] = {

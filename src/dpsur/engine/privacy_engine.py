@@ -40,6 +40,7 @@ from dpsur.privacy.events import SampledGaussian, Step, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.statement import (
     BY_CONSTRUCTION,
+    CUSTOM_LOOP,
     WAS_CHECKED,
     RunFacts,
     Statement,
@@ -47,7 +48,6 @@ from dpsur.privacy.statement import (
 )
 from dpsur.runs.files import RunFolder
 from dpsur.runs.release import NO_ORIGIN, write_release
-from dpsur.runs.replanning import CUSTOM_LOOP
 
 FORMAT = "dpsur-engine/1"
 

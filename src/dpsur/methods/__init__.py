@@ -20,7 +20,9 @@ def method_named(name: str) -> type[Method]:
         return METHODS[name]
     except KeyError:
         known = ", ".join(METHODS)
-        raise InvalidInputError(f"unknown method {name!r}; choose one of {known}") from None
+        raise InvalidInputError(
+            f"unknown method {name!r}; choose one of {known}", code="unknown-name"
+        ) from None
 
 
 __all__ = [

@@ -135,5 +135,6 @@ def check_batch_size(name: str, value: int, dataset_size: int) -> None:
     if value > dataset_size:
         raise InvalidInputError(
             f"{name} {value} is larger than the data set of {dataset_size} records, a sample rate "
-            f"of {value / dataset_size:.3g}; choose at most {dataset_size}"
+            f"of {value / dataset_size:.3g}; choose at most {dataset_size}",
+            code="batch-too-large",
         )

@@ -25,15 +25,6 @@ Charges = Sequence[tuple[Event, int]]
 RESTORE: Final = "restore"
 KEEP_MOMENTUM: Final = "keep-momentum"
 
-# Where a statement sends its reader, who has the release and not this repository.
-PROOF: Final = (
-    "The page with the proof is part of the Python package dpsur: `dpsur proof` prints it."
-)
-FREE_CHOICE: Final = (
-    "Where rate and noise are chosen freely by what was released before, a filter of one Rényi "
-    "order, fixed before the run, ends it before the divergences add up to more than its allowance."
-)
-
 # The share of delta that is set aside for a run that hits its cap on trials.
 CAP_SHARE: Final = 1e-3
 
@@ -51,8 +42,6 @@ class Accounting(ABC):
     verdicts_charged: ClassVar[bool] = True
     # The accounting whose figure this one makes smaller, in seconds: it is shown where asked for.
     refines: ClassVar[str | None] = None
-    theorem: ClassVar[str]
-    assumes: ClassVar[str]
 
     @abstractmethod
     def ideal_epsilon(self, charges: Charges, delta: float) -> float:
@@ -75,7 +64,8 @@ class Accounting(ABC):
             raise InvalidInputError(
                 f"on_reject {on_reject} is not covered by the {self.name} accounting: a rejected "
                 "gradient would reach released weights without being charged; use on_reject "
-                f"{RESTORE}, or the every-trial accounting"
+                f"{RESTORE}, or the every-trial accounting",
+                code="not-covered",
             )
         del trial
 
@@ -101,24 +91,6 @@ class Proven(Accounting):
     charges = "updates"
     proved = True
     verdicts_charged = False
-    theorem = (
-        "Let a candidate be a sum of clipped gradients over a Poisson sample with Gaussian noise, "
-        "released only if a test on a fresh Poisson sample accepts it, which it does with a "
-        "probability between a_min and a_max whatever the records are. Then, given the accepted "
-        "updates before it, its Rényi divergence between neighbouring data sets is at most a "
-        "number that depends on the two sample rates, the noise multiplier and a_max / a_min "
-        "alone; the divergences of accepted updates add up, and their sum implies (epsilon, "
-        "delta). Where nothing is selected, sampled Gaussian mechanisms are composed by privacy "
-        "loss distributions; where one is chosen from a menu by what was released before, one pair "
-        f"of distributions dominates every choice. {FREE_CHOICE} {PROOF}"
-    )
-    assumes = (
-        "The number of accepted updates is fixed before training, whatever a rejected trial "
-        "touched is restored, and only accepted updates are released. Each is charged the "
-        "certified upper bound on the Rényi divergence of an update conditioned on acceptance, or, "
-        "where nothing is selected, its privacy loss distribution. How many trials were rejected, "
-        "and how long they took, must stay private."
-    )
 
     def ideal_epsilon(self, charges: Charges, delta: float) -> float:
         """Epsilon at delta; by privacy loss distributions where nothing is selected."""
@@ -171,23 +143,6 @@ class ProvenPld(Proven):
 
     name = "proven-pld"
     refines = "proven"
-    theorem = (
-        "Let a candidate be a sum of clipped gradients over a Poisson sample with Gaussian noise, "
-        "released only if a test on a fresh Poisson sample accepts it, which it does with a "
-        "probability between a_min and a_max whatever the records are. Then the hockey-stick "
-        "divergences of a block of accepted updates between neighbouring data sets, given the "
-        "accepted updates before it, are at most those of a pair of distributions that depends on "
-        "the two sample rates, the noise multiplier and a_max / a_min alone. Dominating pairs "
-        "compose adaptively, and their privacy loss distributions, discretised upwards, give "
-        f"epsilon at delta. {PROOF}"
-    )
-    assumes = (
-        "The number of accepted updates is fixed before training, whatever a rejected trial "
-        "touched is restored, and only accepted updates are released. Blocks of them are charged "
-        "a certified dominating pair of distributions, or, where that is less, the certified upper "
-        "bound on the Rényi divergence of each. How many trials were rejected, and how long they "
-        "took, must stay private."
-    )
 
     def _ideal_bounds(
         self, charges: Charges, delta: float, share: float, *, attained: bool = True
@@ -210,18 +165,6 @@ class EveryTrial(Accounting):
     name = "every-trial"
     charges = "trials"
     proved = True
-    theorem = (
-        "Every noisy gradient and every noisy test is a Poisson-sampled Gaussian mechanism, for "
-        "which a pair of distributions is known that dominates it; where one is chosen from a menu "
-        "by what was released before, one pair dominates every choice. Dominating pairs compose "
-        "adaptively, and their privacy loss distributions, discretised upwards, give epsilon at "
-        f"delta. {FREE_CHOICE} {PROOF}"
-    )
-    assumes = (
-        "The number of trials is fixed before training and each one is charged its noisy gradient "
-        "and its noisy test, accepted or not. Nothing is conditioned on acceptance, so verdicts "
-        "and their counts may be public."
-    )
 
     def ideal_epsilon(self, charges: Charges, delta: float) -> float:
         """Epsilon at delta by privacy loss distributions."""
@@ -233,7 +176,8 @@ class EveryTrial(Accounting):
             raise InvalidInputError(
                 "the coin gate is not covered by the every-trial accounting, where verdicts are "
                 "outputs: it never rejects an improvement, so a verdict can tell almost for "
-                "certain whether a record is there; use the gate loss, or the proven accounting"
+                "certain whether a record is there; use the gate loss, or the proven accounting",
+                code="not-covered",
             )
 
 
@@ -247,15 +191,6 @@ class Published(Accounting):
     name = "published"
     charges = "updates"
     proved = False
-    theorem = (
-        "None for selective release. The paper's theorem on the privacy loss of DPSUR is about "
-        f"another mechanism, and its figure can be exceeded. {PROOF}"
-    )
-    assumes = (
-        "Only accepted updates are charged, each as one sampled Gaussian for the gradient and one "
-        "for the test. The paper does not prove this for the algorithm it runs: conditioning on "
-        "acceptance can raise the privacy loss above this figure."
-    )
 
     def ideal_epsilon(self, charges: Charges, delta: float) -> float:
         """Epsilon at delta as the paper computes it."""
@@ -267,7 +202,8 @@ class Published(Accounting):
         if isinstance(trial.test, CoinTest):
             raise InvalidInputError(
                 "the coin gate is not covered by the published accounting: the paper analyses a "
-                "test with Gaussian noise only; use the gate loss, or the proven accounting"
+                "test with Gaussian noise only; use the gate loss, or the proven accounting",
+                code="not-covered",
             )
 
 
@@ -296,7 +232,9 @@ def accounting_named(name: str) -> Accounting:
         return ACCOUNTINGS[name]
     except KeyError:
         known = ", ".join(ACCOUNTINGS)
-        raise InvalidInputError(f"unknown accounting {name!r}; choose one of {known}") from None
+        raise InvalidInputError(
+            f"unknown accounting {name!r}; choose one of {known}", code="unknown-name"
+        ) from None
 
 
 def check_covers_steering(name: str) -> None:
@@ -305,7 +243,8 @@ def check_covers_steering(name: str) -> None:
     if not accounting.proved or accounting.refines:
         raise InvalidInputError(
             f"a method that steers itself by released values is not covered by the {name} "
-            "accounting; use proven or every-trial"
+            "accounting; use proven or every-trial",
+            code="not-covered",
         )
 
 

@@ -21,14 +21,7 @@ class Budget(checks.NamedArguments):
     def __post_init__(self) -> None:
         checks.number("epsilon", self.epsilon)
         if not self.epsilon > 0:
-            raise InvalidInputError(f"epsilon must be above 0, got {self.epsilon}")
+            raise InvalidInputError(
+                f"epsilon must be above 0, got {self.epsilon}", code="out-of-range"
+            )
         checks.probability("delta", self.delta)
-
-    def warnings(self, dataset_size: int) -> list[str]:
-        """What a reviewer would object to."""
-        if self.delta <= 1 / dataset_size:
-            return []
-        return [
-            f"delta {self.delta:g} is above 1/N = {1 / dataset_size:.3g} for N = {dataset_size}: "
-            "a mechanism that publishes one whole record could satisfy it; choose a smaller delta"
-        ]

@@ -215,7 +215,8 @@ class Plan:
         if not self.left_after_setup() >= 0:
             raise BudgetError(
                 f"what happens before the first step spends more than epsilon "
-                f"{self.budget.epsilon:g}; raise epsilon, or the noise of the setup"
+                f"{self.budget.epsilon:g}; raise epsilon, or the noise of the setup",
+                code="budget-too-small",
             )
 
     @property
@@ -585,7 +586,8 @@ class Plan:
         if noise is None:
             raise BudgetError(
                 f"an update at rate {sample_rate:g} costs more than its share of the budget, "
-                "whatever the noise; raise epsilon, make fewer updates or weaken the test"
+                "whatever the noise; raise epsilon, make fewer updates or weaken the test",
+                code="budget-too-small",
             )
         return noise
 

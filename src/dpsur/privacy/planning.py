@@ -133,7 +133,8 @@ def _check_fits(
         raise BudgetError(
             f"noise multiplier {noise:g} over {count} charged trials or updates spends epsilon "
             f"{epsilon:.4g}, above the budget of {budget.epsilon:g}: raise epsilon, or leave out "
-            "either the noise multiplier or the count so that it is chosen to fit"
+            "either the noise multiplier or the count so that it is chosen to fit",
+            code="over-budget",
         )
 
 
@@ -144,7 +145,7 @@ def _check_tail(
     charges = planned_charges(request.setup, request.trial_with(noise), count)
     refusal = tail_refusal(accounting.noise_tail(charges), noise, count, budget.delta)
     if refusal is not None:
-        raise BudgetError(refusal)
+        raise BudgetError(refusal, code="noise-tail")
 
 
 def _affordable_count(
@@ -163,7 +164,8 @@ def _affordable_count(
         raise BudgetError(
             f"epsilon {budget.epsilon:g} is too small for a single update, which spends "
             f"{epsilon_of(1):.4g} at noise multiplier {noise:g}; "
-            "raise epsilon or the noise multiplier, or lower the batch sizes"
+            "raise epsilon or the noise multiplier, or lower the batch sizes",
+            code="budget-too-small",
         )
     return count
 
@@ -191,7 +193,8 @@ def _calibrated_noise(
         raise BudgetError(
             f"epsilon {budget.epsilon:g} is too small for {count} updates, whatever the noise: "
             "raise epsilon or make fewer updates"
-            + (", or lower val_batch_size or raise val_noise_multiplier" if test else "")
+            + (", or lower val_batch_size or raise val_noise_multiplier" if test else ""),
+            code="budget-too-small",
         )
     return noise
 
@@ -243,7 +246,7 @@ def filtered_plan(
     noise = getattr(typical.update, "noise_multiplier", 0.0)
     refusal = tail_refusal(tail / TAIL_SHARE, noise, count, budget.delta)
     if refusal is not None:
-        raise BudgetError(refusal)
+        raise BudgetError(refusal, code="noise-tail")
     if selected and typical.gate is not None and updates is not None:
         trials = trial_cap(typical.gate, updates, budget)
     phase = Phase(typical, updates, TRIALS if updates is None else ACCEPTED, trials)
@@ -415,7 +418,8 @@ def plan_blocks(
             raise BudgetError(
                 f"updates at noise multiplier {noise:g} leave nothing of epsilon "
                 f"{budget.epsilon:g} for tests of blocks; raise noise_multiplier or leave it out, "
-                "or make fewer updates"
+                "or make fewer updates",
+                code="budget-too-small",
             )
         test_noise = max(least, LEAST_TEST_NOISE)
     plan = plan_with(noise, test_noise)
@@ -424,7 +428,8 @@ def plan_blocks(
         raise BudgetError(
             f"{plan.updates} updates at noise multiplier {noise:g} and {len(blocks)} tests of "
             f"blocks at {test_noise:g} spend epsilon {spent:.4g}, more than "
-            f"{budget.epsilon:g}; leave one of the noise multipliers open, or make fewer updates"
+            f"{budget.epsilon:g}; leave one of the noise multipliers open, or make fewer updates",
+            code="over-budget",
         )
     return plan
 
@@ -436,7 +441,8 @@ def _with_least_noise(plan_with: Callable[[float], Plan]) -> Plan:
     if _others_spend_all(plan):
         raise BudgetError(
             f"{plan.tests} tests of blocks spend epsilon {epsilon:g} by themselves; raise "
-            "val_noise_multiplier or epsilon"
+            "val_noise_multiplier or epsilon",
+            code="budget-too-small",
         )
     noise = remembered(
         ("blocks", plan),
@@ -446,7 +452,8 @@ def _with_least_noise(plan_with: Callable[[float], Plan]) -> Plan:
     if noise is None:
         raise BudgetError(
             f"epsilon {epsilon:g} is too small for {plan.updates} updates, whatever the noise; "
-            "raise epsilon or make fewer updates"
+            "raise epsilon or make fewer updates",
+            code="budget-too-small",
         )
     return plan_with(noise)
 
@@ -505,6 +512,7 @@ def _noise_without_tests(plan_with: Callable[[float, float], Plan]) -> float:
     if found is None:
         raise BudgetError(
             f"epsilon {plan.budget.epsilon:g} is too small for {plan.updates} updates, whatever "
-            "the noise; raise epsilon or make fewer updates"
+            "the noise; raise epsilon or make fewer updates",
+            code="budget-too-small",
         )
     return found

@@ -3,135 +3,62 @@
 It answers what NIST SP 800-226 and the reporting list of "How to DP-fy ML" (Ponomareva et al. 2023)
 ask: definition and unit of privacy, adjacency, accounting, sampler, what is released, the settings,
 random numbers, arithmetic, tuning and side channels.
+
+A statement follows from a plan, the steps that were charged and a few facts of the run, and holds
+all of them. So it can be made again from itself, with the version of texts that it names. That is
+what `dpsur verify` does, and compares.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from dpsur.display import html_table
-from dpsur.privacy.account import replays
+from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import Gaussian, NoisyChoice, event_to_json
+from dpsur.privacy.events import Gaussian, NoisyChoice, event_from_json, event_to_json
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plan import ACCEPTED, TRIALS, Plan
-from dpsur.privacy.rejections import CONSTANT, DELAY, NOT_HIDDEN
+from dpsur.privacy.rejections import NOT_HIDDEN, WAYS_TO_HIDE
+from dpsur.privacy.texts import TEXTS, Words, latest
 
-FORMAT = "dpsur-privacy/6"
-
-# Sentences that are the same for every release of a kind.
-DEFINITION = "(epsilon, delta)-differential privacy in the central model"
-# what a release without privacy has in its place
-NO_GUARANTEE = "none: the training was not private, and there is no guarantee of any kind"
-ARITHMETIC = (
-    "Gradients are clipped and summed in floating point, and noise is drawn and added in float64; "
-    "the proofs are over the real numbers. Random numbers come from Philox4x64-10 under a secret "
-    "key of 128 bits, a generator that is not cryptographically secure."
-)
-TF32_OFF = "Products were computed in full float32."
-TF32_ON = (
-    "Products in the layers were computed with inputs rounded to TF32, as asked for; norms and "
-    "clipped sums in full float32."
-)
-BF16_ON = (
-    "Layers and their backward pass were computed in bfloat16, as asked for; every gradient was "
-    "clipped by the norm of the very numbers that were summed, in float32."
-)
-ARITHMETICS = tuple(
-    f"{ARITHMETIC} {layers}{products}"
-    for layers in ("", f"{BF16_ON} Outside of them: ")
-    for products in (TF32_OFF, TF32_ON)
-)
-# Why each record's clipped gradient depends on that record alone, and what that rests on.
+FORMAT: Final = "dpsur-privacy/7"
+EARLIER: Final = "dpsur-privacy/6"  # without a version of texts, and with settings of no use
+# The method of a release that a `PrivacyEngine` writes.
+CUSTOM_LOOP: Final = "custom-loop"
+# Why each record's clipped gradient depends on that record alone.
 BY_CONSTRUCTION, WAS_CHECKED = "by construction", "checked"
-INDEPENDENCE = {
-    BY_CONSTRUCTION: (
-        "Model and loss ran in a batching level of PyTorch that keeps records apart, whatever they "
-        "compute; this rests on PyTorch's batching rules, and on what the data set calls a record."
-    ),
-    WAS_CHECKED: (
-        "Some of the code saw several records, or ran one record at a time and could keep state in "
-        "Python; it was checked for records that depend on each other, which is no proof."
-    ),
-}
-LAST, AVERAGE = "the last weights", "the average of the weights"
-TUNING = (
-    "Hyper-parameters chosen by looking at results on the same private records are not covered by "
-    "epsilon; only this one run is."
-)
-WATCHED = {
-    NOT_HIDDEN: (
-        "The time a run takes, its memory and its power, for whoever can watch the process.",
-        "How many trials were rejected, unless every trial was charged.",
-    ),
-    DELAY: (
-        "The time a run takes, its memory and its power, for whoever can watch the process. Random "
-        "delays after accepted updates blurred that time, which is no guarantee.",
-        "How many trials were rejected.",
-    ),
-    CONSTANT: (
-        "The time single trials take, their memory and their power, for whoever can watch the "
-        "process. How many were made was fixed before the run and tells nothing.",
-    ),
-}
-PRIVATE_FOLDER = (
-    "Checkpoints, metrics and the key of the random numbers in the private folder of the run."
-)
-HOLDOUT_COMPOSITION = (
-    "The records held out took no part in training. A record is in one part or the other by its "
-    "own values alone, so that the weights and these figures together have the larger of their "
-    "two epsilons (parallel composition)."
-)
-_BEFORE = "Preprocessing done before the records reached this library, and the public test set."
-_SAMPLER = (
-    "Poisson: every {} joins a batch independently, with fresh draws for every training batch "
-    "and every test; accounting and implementation use the same rate"
-)
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one neighbouring data set has and the other has not, in words, and what follows."""
-
-    name: str
-    plural: str
-    unit: str
-    adjacency: str
-    sampler: str
-    not_covered: tuple[str, ...]
-
-
-RECORD = Unit(
-    "record",
-    "Records",
-    "one record of the training set",
-    "add or remove one record; the number of records N is public",
-    _SAMPLER.format("record"),
-    (_BEFORE, "Records that appear more than once, or people with several records."),
-)
-PERSON = Unit(
-    "person",
-    "Persons",
-    "one person (all of their records)",
-    "add or remove one person with all of their records; the number of persons N is public",
-    _SAMPLER.format("person")
-    + "; a person adds one gradient, the mean over at most a public number of their records, "
-    "clipped once",
-    (
-        _BEFORE,
-        "People who appear under several names in the column of persons, and what the records of "
-        "others say about a person.",
-    ),
-)
 # The declared number of records of a person that a run may use: with it the unit is a person.
 RECORDS_PER_PERSON = "records_per_person"
+RECORD, PERSON = "record", "person"
+# Settings of one gate, or of one optimizer, which the others do not read.
+_SETTINGS_OF = {
+    "gate": {
+        "loss": ("val_noise_multiplier", "loss_clip", "accept_threshold", "on_reject"),
+        "coin": ("accept_ratio", "on_reject"),
+        "block": ("val_noise_multiplier", "blocks", "block_updates", "clip_norm"),
+        "none": (),
+    },
+    "optimizer": {"sgd": ("momentum",), "adam": ("adam_beta1", "adam_beta2", "adam_eps")},
+}
 
 
-def unit_of(statement: Mapping[str, Any]) -> Unit:
-    """The unit that a statement speaks of."""
+def unit_of(statement: Mapping[str, Any]) -> str:
+    """The unit that a statement speaks of: a record or a person."""
     return PERSON if RECORDS_PER_PERSON in statement["public"] else RECORD
+
+
+def words_of(statement: Mapping[str, Any]) -> Words:
+    """The texts that a statement was written with."""
+    version = statement["texts"]
+    if type(version) is not int or version not in TEXTS:
+        raise InvalidInputError(
+            f"texts {version!r} are of no version that this installation has (1 to {latest()}); "
+            "update dpsur",
+            code="unknown-format",
+        )
+    return TEXTS[version]
 
 
 @dataclass(frozen=True)
@@ -176,9 +103,12 @@ class Statement(dict[str, Any]):
 def guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What is promised, in a few lines."""
     promised = statement["guarantee"]
-    epsilon, units = promised["epsilon"], unit_of(statement).plural.lower()
+    epsilon, units = promised["epsilon"], f"{unit_of(statement)}s"
     if epsilon is None or math.isinf(epsilon):
-        return [("privacy", NO_GUARANTEE), (units, f"{statement['dataset_size']:,}")]
+        return [
+            ("privacy", words_of(statement)["no guarantee"]),
+            (units, f"{statement['dataset_size']:,}"),
+        ]
     return [
         ("epsilon", f"{format_epsilon(epsilon)} at delta {promised['delta']:g}"),
         ("accounting", f"{promised['accounting']}, {'' if promised['proved'] else 'not '}proved"),
@@ -189,62 +119,138 @@ def guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def privacy_statement(plan: Plan, ledger: Ledger, facts: RunFacts) -> Statement:
+def privacy_statement(
+    plan: Plan, ledger: Ledger, facts: RunFacts, texts: int | None = None
+) -> Statement:
     """Everything a reviewer asks, as plain values, with nothing private among them."""
     accounting, unit = accounting_named(plan.accounting), unit_of({"public": facts.public})
-    metrics = {} if facts.metrics is None else {"metrics": [dict(row) for row in facts.metrics]}
-    test = {} if facts.test is None else {"test": dict(facts.test)}
-    holdout = {} if facts.holdout is None else {"holdout": dict(facts.holdout)}
-    return Statement(
-        {
-            "format": FORMAT,
-            "guarantee": {
-                "definition": DEFINITION,
-                "epsilon": plan.epsilon(),
-                "delta": plan.budget.delta,
-                "accounting": accounting.name,
-                "proved": accounting.proved,
-                "theorem": accounting.theorem,
-                "assumes": accounting.assumes,
-            },
-            "budget": {"epsilon": plan.budget.epsilon, "delta": plan.budget.delta},
-            "epsilon": plan.figures(),
-            "unit": unit.unit,
-            "adjacency": unit.adjacency,
-            "dataset_size": facts.dataset_size,
-            "public": dict(facts.public),
-            "sampler": unit.sampler,
-            "independence": {
-                "how": facts.independence,
-                "meaning": INDEPENDENCE[facts.independence],
-            },
-            "mechanism": stated_mechanism(plan, ledger),
-            "accepted_updates": ledger.updates if plan.verdicts_are_public else plan.kept,
-            "method": facts.method,
-            "settings": _settings(plan, facts.settings),
-            "released": [AVERAGE if facts.average else LAST],
-            "random": {"seeded": facts.seeded},
-            "arithmetic": _arithmetic(facts),
-            "tuning": TUNING,
-            "side_channels": side_channels(facts.hide_rejections),
-            "not_covered": list(unit.not_covered),
-            "warnings": warnings_for(plan, facts.dataset_size, seeded=facts.seeded),
-            "versions": dict(facts.versions),
-            **metrics,
-            **test,
-            **holdout,
-        }
-    )
+    texts = latest() if texts is None else texts
+    words, epsilon, figures = TEXTS[texts], plan.epsilon(), plan.figures()
+    private = math.isfinite(epsilon)
+    more = {"metrics": facts.metrics, "test": facts.test, "holdout": facts.holdout}
+    found = {
+        "format": FORMAT,
+        "texts": texts,
+        "guarantee": {
+            "definition": words["definition" if private else "no guarantee"],
+            "epsilon": epsilon,
+            "delta": plan.budget.delta,
+            "accounting": accounting.name,
+            # a reader must not find the word "proved" beside an epsilon that is not there
+            "proved": accounting.proved and private,
+            "theorem": words[f"theorem {accounting.name}"] if private else None,
+            "assumes": words[f"assumes {accounting.name}"] if private else None,
+        },
+        "budget": {"epsilon": plan.budget.epsilon, "delta": plan.budget.delta},
+        "epsilon": figures,
+        "unit": words[f"{unit} unit"],
+        "adjacency": words[f"{unit} adjacency"],
+        "dataset_size": facts.dataset_size,
+        "public": dict(facts.public),
+        "sampler": words[f"{unit} sampler"],
+        "independence": {"how": facts.independence, "meaning": words[facts.independence]},
+        "mechanism": stated_mechanism(plan, ledger),
+        "accepted_updates": ledger.updates if plan.verdicts_are_public else plan.kept,
+        "method": facts.method,
+        "settings": used_settings(with_counts(plan, facts.settings)),
+        "released": [words["average" if facts.average else "last weights"]],
+        "random": {"seeded": facts.seeded},
+        "computed": {"tf32": facts.tf32, "bf16": facts.bf16},
+        "arithmetic": _arithmetic(words, tf32=facts.tf32, bf16=facts.bf16),
+        "tuning": words["tuning"],
+        "hide_rejections": facts.hide_rejections,
+        "side_channels": _side_channels(words, facts.hide_rejections),
+        "not_covered": words.lines(f"{unit} not covered"),
+        "versions": dict(facts.versions),
+    }
+    found |= {name: _plain(value) for name, value in more.items() if value is not None}
+    return Statement({**found, "warnings": warnings_of(found)})
 
 
-def _arithmetic(facts: RunFacts) -> str:
-    return ARITHMETICS[2 * facts.bf16 + facts.tf32]
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else [dict(row) for row in value]
 
 
-def _settings(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _arithmetic(words: Words, *, tf32: bool, bf16: bool) -> str:
+    layers = words["bf16"] if bf16 else ""
+    return words["arithmetic"] + layers + words["tf32" if tf32 else "float32"]
+
+
+def _side_channels(words: Words, way: str) -> list[str]:
+    """What whoever watches a run, or reads its folder, learns beyond the release."""
+    return [*words.lines(f"watched {way}"), words["private folder"]]
+
+
+def with_counts(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, with the counts of the plan, which may have been cut short."""
     kept = {name: n for name, n in plan.fixed_counts.items() if settings.get(name) is not None}
     return {**settings, **kept}
+
+
+def used_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a run used and no others; None where the run found the value itself."""
+    used = {name: value for name, value in settings.items() if value is not None}
+    for choice, owned in _SETTINGS_OF.items():
+        if settings.get(choice) in owned:
+            own = owned[settings[choice]]
+            others = {name for names in owned.values() for name in names} - set(own)
+            used = {name: value for name, value in used.items() if name not in others}
+    if settings.get("gate") == "block":
+        found = ("learning_rate", "max_grad_norm")
+        for name in found if settings.get("clip_norm") == "median" else found[:1]:
+            used[name] = None
+    return used
+
+
+def shown_settings(statement: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings for a reader, with words for what the run found itself."""
+    words, shown = words_of(statement), dict(statement["settings"])
+    if shown.get("max_grad_norm", 0.0) is None:
+        shown["max_grad_norm"] = words["clip found"]
+    if shown.get("learning_rate", 0.0) is None:
+        rates = [row["learning_rate"] for row in statement.get("metrics", [])]
+        found = [rate for rate in rates if rate is not None]
+        name = "rates found" if found else "rate found"
+        shown["learning_rate"] = words(name, last=found[-1] if found else None)
+    return shown
+
+
+def warnings_of(statement: Mapping[str, Any]) -> list[str]:
+    """What the user, and whoever reads the statement, must know, by its own figures."""
+    words, guarantee = words_of(statement), statement["guarantee"]
+    size, delta = statement["dataset_size"], statement["budget"]["delta"]
+    warnings = []
+    if delta > 1 / size:
+        warnings.append(words("large delta", delta=delta, most=1 / size, size=size))
+    if not accounting_named(guarantee["accounting"]).proved:
+        proven = statement["epsilon"]["proven"]
+        warnings.append(
+            words(
+                "unproved",
+                accounting=guarantee["accounting"],
+                claimed=format_epsilon(guarantee["epsilon"]),
+                proven=words["not computed"] if proven is None else format_epsilon(proven),
+            )
+        )
+    if statement["random"]["seeded"]:
+        warnings.append(words["seeded"])
+    return warnings
+
+
+def planned_warnings(plan: Plan, dataset_size: int, *, seeded: bool) -> list[str]:
+    """The warnings that the statement of a run will have."""
+    proved = accounting_named(plan.accounting).proved  # figures take a while
+    guarantee = {"epsilon": math.nan if proved else plan.epsilon(), "accounting": plan.accounting}
+    return warnings_of(
+        {
+            "texts": latest(),
+            "guarantee": guarantee,
+            "budget": {"delta": plan.budget.delta},
+            "epsilon": {} if proved else plan.figures(),
+            "dataset_size": dataset_size,
+            "random": {"seeded": seeded},
+        }
+    )
 
 
 def stated_mechanism(plan: Plan, ledger: Ledger) -> dict[str, Any]:
@@ -302,7 +308,7 @@ def plan_from_statement(statement: Mapping[str, Any]) -> Plan:
     cap = mechanism["trial_cap"]
     if updates is None:
         counts, cap = TRIALS, mechanism["trials"]
-    if allowed is None and (updates is None or event_gate(mechanism["trial"]) is None):
+    if allowed is None and (updates is None or _gate(mechanism["trial"]) is None):
         updates, cap = (cap if updates is None else updates), None
     sizes = found.get("updates", [updates])
     values = {
@@ -331,35 +337,43 @@ def plan_from_statement(statement: Mapping[str, Any]) -> Plan:
     return Plan.from_json(values)
 
 
-def event_gate(trial: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _gate(trial: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The test that can reject a candidate; a choice among step lengths cannot."""
     test: Mapping[str, Any] | None = trial["test"]
     return None if test is None or test["kind"] == NoisyChoice.__name__ else test
 
 
-def stated_ledger(statement: Mapping[str, Any]) -> Ledger:
-    """The steps that a statement lists."""
-    mechanism = statement["mechanism"]
+def stated_steps(mechanism: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """What a run did that steered itself; None where all was fixed in advance."""
     steered = mechanism.get("menu", mechanism.get("blocks", mechanism["filter"]))
+    return None if steered is None else steered["steps"]
+
+
+def stated_ledger(statement: Mapping[str, Any]) -> Ledger:
+    """The steps that a statement lists, as if all had been accepted."""
+    mechanism = statement["mechanism"]
     rows = [
         {"step": row["step"], "trials": row["charged"], "updates": row["charged"]}
-        for row in ([] if steered is None else steered["steps"])
+        for row in stated_steps(mechanism) or ()
     ]
     return Ledger.from_json({"setup": mechanism["setup"], "entries": rows})
 
 
-def step_faults(statement: Mapping[str, Any], tolerance: float) -> list[str]:
-    """Why the steps that a statement lists are not those of a run under its plan."""
-    plan, made = plan_from_statement(statement), stated_ledger(statement)
-    if plan.steered and plan.filter is not None:
-        larger = replace(plan.filter, allowance=plan.filter.allowance * (1 + tolerance))
-        plan = replace(plan, filter=larger)
-    faults = []
-    if plan.steered and not replays(plan, made):
-        faults.append("the steps are not those of a run by the stated plan")
-    if plan.filter is None and statement["mechanism"] != stated_mechanism(plan, made):
-        faults.append("the mechanism says more or something else than its plan")
-    return faults
+def stated_holdout(
+    held: Mapping[str, Any], delta: float, texts: int | None = None
+) -> dict[str, Any]:
+    """Noisy figures of held-out records, with what they cost and what that means."""
+    event = event_from_json(held["event"])
+    if not isinstance(event, Gaussian):
+        raise InvalidInputError("holdout.event is not a Gaussian mechanism")
+    return {
+        "fraction": held["fraction"],
+        "records": held["records"],
+        "event": event_to_json(event),
+        "epsilon": holdout_cost(event.noise_multiplier, delta),
+        "composition": TEXTS[latest() if texts is None else texts]["holdout composition"],
+        "figures": held["figures"],
+    }
 
 
 def holdout_cost(noise_multiplier: float, delta: float) -> float:
@@ -367,83 +381,36 @@ def holdout_cost(noise_multiplier: float, delta: float) -> float:
     return accounting_named("every-trial").epsilon([(Gaussian(noise_multiplier), 1)], delta)
 
 
-# Settings of one gate, or of one optimizer, which the others do not read.
-_SETTINGS_OF = {
-    "gate": {
-        "loss": ("val_noise_multiplier", "loss_clip", "accept_threshold", "on_reject"),
-        "coin": ("accept_ratio", "on_reject"),
-        "block": ("val_noise_multiplier", "blocks", "block_updates", "clip_norm"),
-        "none": (),
-    },
-    "optimizer": {"sgd": ("momentum",), "adam": ("adam_beta1", "adam_beta2", "adam_eps")},
-}
+def current(statement: Any) -> dict[str, Any]:
+    """A statement in the format of today; refuses what is none.
 
-
-def used_settings(statement: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run that it has used; what it found itself is named as found."""
-    settings = {name: v for name, v in statement["settings"].items() if v is not None}
-    for choice, owned in _SETTINGS_OF.items():
-        if settings.get(choice) in owned:
-            own = owned[settings[choice]]
-            others = {name for names in owned.values() for name in names} - set(own)
-            settings = {name: v for name, v in settings.items() if name not in others}
-    if settings.get("gate") == "block":
-        rates = [row["learning_rate"] for row in statement.get("metrics", [])]
-        found = [rate for rate in rates if rate is not None]
-        settings["learning_rate"] = f"found by tests, {found[-1]:.4g} last" if found else "found"
-        if settings.get("clip_norm") == "median":
-            settings["max_grad_norm"] = "an eighth of the noisy median of gradient norms"
-    return settings
-
-
-def warnings_for(plan: Plan, dataset_size: int, *, seeded: bool) -> list[str]:
-    """What the user, and whoever reads the statement, must know."""
-    unproved = not accounting_named(plan.accounting).proved
-    figures = (plan.epsilon(), plan.figures()["proven"]) if unproved else (math.nan, None)
-    return _warnings(plan.budget, plan.accounting, figures, dataset_size, seeded=seeded)
-
-
-def stated_warnings(statement: Mapping[str, Any]) -> list[str]:
-    """The warnings that follow from the figures of a statement."""
-    guarantee, budget = statement["guarantee"], statement["budget"]
-    epsilon = math.inf if budget["epsilon"] is None else budget["epsilon"]
-    return _warnings(
-        Budget(epsilon, budget["delta"]),
-        guarantee["accounting"],
-        (guarantee["epsilon"], statement["epsilon"]["proven"]),
-        statement["dataset_size"],
-        seeded=statement["random"]["seeded"],
-    )
-
-
-def _warnings(
-    budget: Budget,
-    accounting: str,
-    figures: tuple[float, float | None],
-    dataset_size: int,
-    *,
-    seeded: bool,
-) -> list[str]:
-    warnings = budget.warnings(dataset_size)
-    claimed, proven = figures
-    if not accounting_named(accounting).proved:
-        beside = "not computed" if proven is None else format_epsilon(proven)
-        warnings.append(
-            f"the {accounting} accounting is not proved for selective release: its epsilon "
-            f"{format_epsilon(claimed)} is a claim of the paper, not a guarantee; "
-            f"proven: {beside}"
+    The format before it had the first version of texts, and listed all settings of its method.
+    """
+    form = statement.get("format") if isinstance(statement, dict) else None
+    if form == FORMAT:
+        return dict(statement)
+    if form != EARLIER:
+        raise InvalidInputError(
+            f"this is not a privacy statement of the format {FORMAT}, or {EARLIER} before it",
+            code="unknown-format",
         )
-    if seeded:
-        warnings.append(
-            "this run was seeded: whoever knows or guesses the seed can subtract the noise, and "
-            "the guarantee does not hold against them"
-        )
-    return warnings
-
-
-def side_channels(hide_rejections: str) -> list[str]:
-    """What whoever watches a run, or reads its folder, learns beyond the release."""
-    return [*WATCHED[hide_rejections], PRIVATE_FOLDER]
+    words, flags = TEXTS[1], ((False, False), (True, False), (False, True), (True, True))
+    computed = [
+        {"tf32": tf32, "bf16": bf16}
+        for tf32, bf16 in flags
+        if statement["arithmetic"] == _arithmetic(words, tf32=tf32, bf16=bf16)
+    ]
+    ways = [w for w in WAYS_TO_HIDE if statement["side_channels"] == _side_channels(words, w)]
+    if not computed or not ways or {"texts", "computed", "hide_rejections"} & statement.keys():
+        raise InvalidInputError("arithmetic or side_channels are not what releases state there")
+    return {
+        **statement,
+        "format": FORMAT,
+        "texts": 1,
+        "settings": used_settings(statement["settings"]),
+        "computed": computed[0],
+        "hide_rejections": ways[0],
+    }
 
 
 def metric_text(row: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dpsur.privacy.statement import PERSON, format_epsilon, unit_of, used_settings
+from dpsur.privacy.statement import PERSON, format_epsilon, shown_settings, unit_of
 from dpsur.reports.contents import ReportContents, TestResult
 from dpsur.reports.officer import declared_rows, epsilon_text, officer_section
 from dpsur.runs.evaluation import objection, shown_scores
@@ -123,26 +123,26 @@ def _promise(contents: ReportContents) -> str:
             "proved" if guarantee["proved"] else "not proved",
             f"accounting {guarantee['accounting']}",
         ),
-        (f"{contents.statement['dataset_size']:,}", f"training {unit.plural.lower()}"),
+        (f"{contents.statement['dataset_size']:,}", f"training {unit}s"),
     ]
     if contents.test is not None and "accuracy" in contents.test.scores:
         scores = contents.test.scores
         base = f", most frequent class {scores['base_rate']:.2%}" if "base_rate" in scores else ""
         figures.insert(0, (f"{scores['accuracy']:.2%}", f"test accuracy{base}"))
     beyond = " A person with several records has less protection than the figure says."
-    if unit is PERSON:
+    if unit == PERSON:
         beyond = ""
     times = math.exp(epsilon)
     words = (
-        f"Take any one {unit.name} and any conclusion that someone could draw from this model. "
-        f"With the {unit.name} in the training data, the conclusion is at most {times:.3g} times "
+        f"Take any one {unit} and any conclusion that someone could draw from this model. "
+        f"With the {unit} in the training data, the conclusion is at most {times:.3g} times "
         f"as likely as without, up to an extra probability of {delta:g}. This holds whatever else "
         "anyone knows, and for whatever is done with the model later."
     )
     if contents.tradeoff is not None:
         share = guess_bound(contents.tradeoff)
         words += (
-            f" Someone who has to guess whether a given {unit.name} was used, with even odds "
+            f" Someone who has to guess whether a given {unit} was used, with even odds "
             f"beforehand, is right in at most {share:.0%} of the cases, however good the attack."
         )
     if not guarantee["proved"]:
@@ -160,7 +160,8 @@ def _promise(contents: ReportContents) -> str:
     return (
         f'<section class="{kind}"><h2>The guarantee</h2><p>{_text(words)}</p>{warnings}'
         f'<div class="figures">{shown}</div>'
-        f'<p class="small soft">The unit of protection is {_text(unit.unit)}.{_text(beyond)}</p>'
+        f'<p class="small soft">The unit of protection is '
+        f"{_text(contents.statement['unit'])}.{_text(beyond)}</p>"
         "</section>"
     )
 
@@ -410,7 +411,7 @@ def _event(event: Mapping[str, Any]) -> str:
 def _setting_rows(contents: ReportContents) -> list[tuple[str, str]]:
     settings = [
         (name.replace("_", " "), _number(value) if isinstance(value, float) else str(value))
-        for name, value in used_settings(contents.statement).items()
+        for name, value in shown_settings(contents.statement).items()
     ]
     versions = ", ".join(f"{name} {v}" for name, v in contents.statement["versions"].items())
     return [*settings, ("versions", versions)]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpsur.privacy.statement import PERSON
+from dpsur.privacy.statement import PERSON, unit_of
 
 # Epsilons on the scale, and the ends of the scale.
 MARKS = (0.1, 0.3, 1.0, 3.0, 10.0)
@@ -54,7 +54,7 @@ def officer_section(notes: Notes, statement: Mapping[str, Any]) -> str:
             statement["unit"]
             + (
                 ""
-                if statement["unit"] == PERSON.unit
+                if unit_of(statement) == PERSON
                 else "; of a person with k records, epsilon is k times as large, and delta "
                 "grows too"
             ),

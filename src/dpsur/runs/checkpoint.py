@@ -100,7 +100,8 @@ def load_checkpoint(
         raise CheckpointError(
             f"{path} belongs to another run, with other {differing}; resume with the same, or "
             "start a new run in another folder. One run must never be resumed from two copies of "
-            "its folder: they would share their noise"
+            "its folder: they would share their noise",
+            code="other-run",
         )
     try:
         ledger = Ledger.from_json(facts["ledger"])
@@ -152,7 +153,8 @@ def _parse(path: Path, content: bytes) -> tuple[dict[str, Tensor], dict[str, Any
     if written != FORMAT and isinstance(written, str) and _ANY_FORMAT.fullmatch(written):
         raise CheckpointError(
             f"{path} was written by another version of dpsur (format {written}; this one reads "
-            f"{FORMAT}); resume with the version that wrote it"
+            f"{FORMAT}); resume with the version that wrote it",
+            code="unknown-format",
         )
     if written != FORMAT or metadata.get("digest") != _digest(text, tensors):
         raise CheckpointError(damaged)

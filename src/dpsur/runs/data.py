@@ -297,6 +297,7 @@ def check_values(examples: Examples, name: str) -> None:
             raise InvalidInputError(
                 f"the {part} of {name} hold NaN or infinity; clean or impute them first",
                 private=f"{len(bad)} records of {name}, first number {int(bad[0])}",
+                code="not-finite",
             )
 
 

@@ -120,7 +120,9 @@ def export(model: Predictor, folder: Path, *, example: Any = None, onnx: bool = 
     `example` are records in memory, for a model whose inputs nothing describes.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidInputError(f"{folder} exists and is not empty; choose another folder")
+        raise InvalidInputError(
+            f"{folder} exists and is not empty; choose another folder", code="folder-not-empty"
+        )
     if onnx:
         _check_onnx()
     inputs, records = _inputs(model, example)

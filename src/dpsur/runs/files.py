@@ -178,7 +178,8 @@ class RunFolder:
             raise InvalidInputError(f"output {self.root} is not a folder; choose another path")
         if not self.unstarted:
             raise InvalidInputError(
-                f"output folder {self.root} is not empty; choose another one{self._or_resume()}"
+                f"output folder {self.root} is not empty; choose another one{self._or_resume()}",
+                code="folder-not-empty",
             )
 
     def _or_resume(self) -> str:

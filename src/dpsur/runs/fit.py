@@ -44,8 +44,8 @@ from dpsur.privacy.rejections import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import (
     RECORDS_PER_PERSON,
     RunFacts,
+    planned_warnings,
     privacy_statement,
-    warnings_for,
 )
 from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.checkpoint import load_statistics
@@ -468,7 +468,7 @@ def _delays(session: Session) -> list[Observer]:
 def objections(session: Session) -> list[str]:
     """What a reviewer would object to in a run."""
     size, seeded = len(session.problem.train), session.streams.seeded
-    return warnings_for(session.plan, size, seeded=seeded)
+    return planned_warnings(session.plan, size, seeded=seeded)
 
 
 def finish_run(session: Session, progress: Progress, recorder: Recorder, origin: Origin) -> Run:

@@ -28,7 +28,7 @@ from dpsur.mechanism.streams import Stream
 from dpsur.per_example import ClippedSum
 from dpsur.privacy.events import Gaussian, event_to_json
 from dpsur.privacy.search import least_noise
-from dpsur.privacy.statement import HOLDOUT_COMPOSITION, holdout_cost
+from dpsur.privacy.statement import holdout_cost, stated_holdout
 from dpsur.runs.evaluation import area_of_counts, model_outputs
 from dpsur.tasks.schema import RangeLoss
 
@@ -109,14 +109,9 @@ def noisy_figures(
         figures = [_figure("mean absolute error, clipped", sums[0] * unit, scale * unit, count)]
     else:
         figures = _class_figures(sums, scale, count, outputs.shape[1])
-    return {
-        "fraction": fraction,
-        "records": count,
-        "event": event_to_json(Gaussian(found)),
-        "epsilon": holdout_cost(found, delta),
-        "composition": HOLDOUT_COMPOSITION,
-        "figures": figures,
-    }
+    event = event_to_json(Gaussian(found))
+    held = {"fraction": fraction, "records": count, "event": event, "figures": figures}
+    return stated_holdout(held, delta)
 
 
 def _number_rows(outputs: Tensor, targets: Tensor) -> Tensor:

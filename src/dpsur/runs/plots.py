@@ -59,7 +59,8 @@ class Plotted:
             plan = plan_from_statement(statement)
         except (FileNotFoundError, NotADirectoryError):
             raise InvalidInputError(
-                f"{path} holds no release; give the folder of a run that has finished"
+                f"{path} holds no release; give the folder of a run that has finished",
+                code="no-release",
             ) from None
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{file} is damaged ({error}); see: dpsur verify") from error

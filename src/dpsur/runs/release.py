@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,7 @@ from dpsur.functional.parameters import Params
 from dpsur.networks import build_network, parameter_count
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.privacy.statement import FORMAT as STATEMENT_FORMAT
-from dpsur.privacy.statement import NO_GUARANTEE
+from dpsur.privacy.statement import current
 from dpsur.runs.files import (
     CARD,
     PAGE,
@@ -112,8 +110,7 @@ def write_release(
     if origin.predicts is not None:
         described["predicts"] = origin.predicts
     weights = save_tensors(tensors, {"dpsur": json.dumps(described)})
-    statement = as_published(statement)
-    statement = {**statement, "weights": {"file": WEIGHTS, "sha256": sha256(weights)}}
+    statement = {**finite(statement), "weights": {"file": WEIGHTS, "sha256": sha256(weights)}}
     if holds_release(folder) and (folder / WEIGHTS).read_bytes() == weights:
         return
     partial = partial_release(folder)
@@ -133,18 +130,6 @@ def write_release(
         ) from error
 
 
-def as_published(statement: Mapping[str, Any]) -> dict[str, Any]:
-    """A statement as its file holds it: an infinite epsilon is null, and said to be no guarantee.
-
-    A reader of the file must not find the word "proved" beside an epsilon that is not there.
-    """
-    published: dict[str, Any] = finite(statement)
-    if math.isinf(statement["guarantee"]["epsilon"]):
-        nothing = {"definition": NO_GUARANTEE, "proved": False, "theorem": None, "assumes": None}
-        published["guarantee"] = {**published["guarantee"], **nothing}
-    return published
-
-
 def check_release(path: str | os.PathLike[str]) -> None:
     """Refuse a folder that holds no release: `path` is that of a run, or the release in it."""
     folder = release_folder(path)
@@ -152,7 +137,8 @@ def check_release(path: str | os.PathLike[str]) -> None:
         if not (folder / name).is_file():
             raise InvalidInputError(
                 f"{folder} holds no release ({name} is missing); "
-                "give the folder of a run that has finished"
+                "give the folder of a run that has finished",
+                code="no-release",
             )
 
 
@@ -169,7 +155,7 @@ def read_release(
     check_release(folder)
     try:
         content = weights.read_bytes()
-        statement = _checked_statement(from_json(statement_file.read_bytes()))
+        statement = _checked_statement(current(from_json(statement_file.read_bytes())))
         tensors = load_tensors(content)
         header = from_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
         described = from_json(header["__metadata__"]["dpsur"].encode())
@@ -177,18 +163,21 @@ def read_release(
     except (OSError, SafetensorError, *MALFORMED) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{folder} holds a damaged release: {reason or type(error).__name__}"
+            f"{folder} holds a damaged release: {reason or type(error).__name__}",
+            code="damaged-release",
         ) from error
     if sha256(content) != statement["weights"]["sha256"]:
         raise CheckpointError(
             f"{weights} are not the weights that {statement_file.name} was written for (their "
-            "SHA-256 differs), so its guarantee does not hold for them; restore both files"
+            "SHA-256 differs), so its guarantee does not hold for them; restore both files",
+            code="other-weights",
         )
     if model is None:
         if origin.network is None:
             raise InvalidInputError(
                 f"{folder} holds weights of a custom model ({described.get('model')}); "
-                "build that model and pass it in: dpsur.load(folder, model)"
+                "build that model and pass it in: dpsur.load(folder, model)",
+                code="custom-model",
             )
         model = _built(folder, origin.network, sum(value.numel() for value in tensors.values()))
     elif origin.features and not isinstance(model, WithFeatures):
@@ -201,10 +190,8 @@ def read_release(
     return model, statement, origin
 
 
-def _checked_statement(statement: Any) -> dict[str, Any]:
+def _checked_statement(statement: dict[str, Any]) -> dict[str, Any]:
     """Refuse a statement that lacks, or has in another form, what is read from it here."""
-    if not isinstance(statement, dict) or statement.get("format") != STATEMENT_FORMAT:
-        raise ValueError(f"{STATEMENT} is not a privacy statement of the format {STATEMENT_FORMAT}")
     guarantee = statement["guarantee"]
     accounting_named(guarantee["accounting"])
     figures = (guarantee["epsilon"], statement["epsilon"]["proven"])

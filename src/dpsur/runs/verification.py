@@ -1,40 +1,64 @@
-"""Check a release against its own statement: form, figures, claims, weights and page.
+"""Check a release against its own statement.
 
-`replanning` checks that the stated settings lead to the stated mechanism.
+read      the statement, in the format of today
+rebuild   the whole statement from its plan, its steps and the facts of its run, with the
+          version of texts that it names; then compare value by value
+weights   their hash, and private statistics among them that must have been charged
+pages     render them, and compare
+opinion   ask dp-accounting for the same figures
+plan      settle the method again with the stated settings, and compare the mechanisms
 """
 
 import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
+from dpsur import checks
 from dpsur.environment import versions
-from dpsur.errors import InvalidInputError
-from dpsur.privacy.accounting import FIGURES, accounting_named, figure_names
+from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.privacy.account import replays
+from dpsur.privacy.accountants.rdp import RenyiFilter
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibration_cache import calibrated_afresh
-from dpsur.privacy.claims import claim_faults
 from dpsur.privacy.events import (
     Gaussian,
+    LossTest,
+    SampledGaussian,
     Trial,
     event_from_json,
     feature_histograms,
     feature_mean,
     feature_statistics,
 )
+from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.privacy.rejections import least_cap
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.rejections import CONSTANT, DELAY, NOT_HIDDEN, least_cap
 from dpsur.privacy.second_opinion import Opinion, statement_opinions
 from dpsur.privacy.statement import (
+    BY_CONSTRUCTION,
+    CUSTOM_LOOP,
+    EARLIER,
     FORMAT,
-    HOLDOUT_COMPOSITION,
-    INDEPENDENCE,
-    holdout_cost,
+    RECORDS_PER_PERSON,
+    WAS_CHECKED,
+    RunFacts,
+    Statement,
+    current,
     plan_from_statement,
-    step_faults,
+    privacy_statement,
+    stated_holdout,
+    stated_ledger,
+    stated_mechanism,
+    used_settings,
+    warnings_of,
+    with_counts,
+    words_of,
 )
 from dpsur.runs.files import (
     CARD,
@@ -46,10 +70,16 @@ from dpsur.runs.files import (
     release_folder,
     sha256,
 )
-from dpsur.runs.replanning import key_faults, plan_faults
+
+if TYPE_CHECKING:
+    from dpsur.methods import Method
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
 TOLERANCE = 1e-5
+# Noise of a menu, or behind a filter, is searched for again: known to about a ten-thousandth.
+SEARCHED = 1e-3
+# What is computed without a search, such as a sampling rate.
+GIVEN = 1e-9
 # What reading and recomputing a statement raises where a value is missing or of another kind.
 MALFORMED = (
     LookupError,
@@ -59,47 +89,17 @@ MALFORMED = (
     ArithmeticError,
     AssertionError,
 )
-KEYS = {
-    *(
-        "format",
-        "guarantee",
-        "budget",
-        "epsilon",
-        "unit",
-        "adjacency",
-        "dataset_size",
-        "public",
-        "sampler",
-        "independence",
-    ),
-    *("mechanism", "accepted_updates", "method", "settings", "released", "random", "arithmetic"),
-    *("tuning", "side_channels", "not_covered", "warnings", "versions", "weights"),
-}
-# The keys inside, where there is a fixed set of them.
-PARTS: Final[Mapping[str, frozenset[str]]] = {
-    "guarantee": frozenset(
-        {"definition", "epsilon", "delta", "accounting", "proved", "theorem", "assumes"}
-    ),
-    "budget": frozenset({"epsilon", "delta"}),
-    "epsilon": frozenset(FIGURES),
-    "random": frozenset({"seeded"}),
-    "independence": frozenset({"how", "meaning"}),
-    "weights": frozenset({"file", "sha256"}),
-    "versions": frozenset(versions()),
-    "mechanism": frozenset(
-        {"trial", "filter", "setup", "on_reject", "updates", "trials", "trial_cap", "to_the_cap"}
-    ),
-    "mechanism.filter": frozenset({"order", "allowance", "steps"}),
-    "mechanism.menu": frozenset({"offer", "steering", "steps"}),
-    "mechanism.blocks": frozenset({"updates", "searches", "may_stop", "test", "steps"}),
-}
 # Private statistics of features in a file of weights, and what they are charged.
 STATISTICS = re.compile(r"features\.\d+\.(mean|deviation)")
 CENTRE = re.compile(r"features\.\d+\.centre")
 LEVELS = re.compile(r"features\.\d+\.levels")
 VERSION = re.compile(r"\d[\w.+!-]*|absent")
-HOLDOUT_KEYS = {"fraction", "records", "event", "epsilon", "composition", "figures"}
-OPTIONAL = ("mechanism.filter", "mechanism.menu", "mechanism.blocks")
+PUBLIC = ("classes", "keep_fraction", "schema", "labels", "inputs", RECORDS_PER_PERSON)
+INPUTS = ("images", "texts")
+HELD_OUT = ("quantity", "value", "standard_error")
+METRIC = ("test", "after", "quantity", "learning_rate", "value", "scale", "standard_error")
+# The settings that every custom loop has.
+LOOP_SETTINGS = ("batch_size", "noise_multiplier", "max_grad_norm", "optimizer", "views")
 
 CHECKED: Final = (
     "every epsilon follows from the stated mechanism, delta and cap on trials, and fits the budget",
@@ -107,14 +107,15 @@ CHECKED: Final = (
     "Gaussian mechanisms or, where updates were selected, chosen from a menu or ended by a filter, "
     "for a simpler run that must not cost more",
     "the missing tail of the noise and the cap on trials are paid for by delta",
-    "method and settings are those of a method of this installation, and planning a run with them "
-    "again, for the stated records, budget and accounting, gives the stated mechanism: rates, "
-    "noise, counts, caps, filter, menu or blocks",
+    "method and settings are those of a method of this installation, no setting is listed "
+    "that the run did not use, and planning a run with them again, for the stated records, "
+    "budget and accounting, gives the stated mechanism: rates, noise, counts, caps, filter, "
+    "menu or blocks",
     "the steps of a run that steered itself fit its filter or are those of its menu or its blocks",
     "events before training are those of private feature statistics, and are stated if and only if "
     "the weights hold such statistics",
-    "definition, theorem, assumptions, unit, side channels and warnings are those that belong to "
-    "the mechanism",
+    "every sentence of the statement is the one that belongs to it in the version of texts "
+    "that it names",
     "noisy figures of held-out records cost no more than the guarantee",
     "no key is missing, added or given twice, and versions look like versions",
     "PRIVACY.md and README.md say what privacy.json says, and the weights have the stated hash",
@@ -160,47 +161,73 @@ def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | N
 def verification(path: str | os.PathLike[str]) -> Verification:
     """The same with the second opinions on its figures; a figure that they refute is a fault."""
     folder = release_folder(path)
-    statement = _read(folder / STATEMENT)
-    faults, figures = statement_faults(statement)
+    written = _read(folder / STATEMENT)
+    faults, figures = statement_faults(written)
     opinions: list[Opinion] = []
     if not figures:
         return Verification(faults, figures, opinions)
     try:
+        statement = current(written)
         faults += [*_weight_faults(folder, statement), *_page_faults(folder, statement)]
         if not faults:  # the rest takes seconds, and a statement that contradicts itself has failed
-            opinions = second_opinions(statement)
+            plan = plan_from_statement(statement)
+            opinions = statement_opinions(plan, statement["mechanism"], statement["epsilon"])
             faults = [opinion.describe() for opinion in opinions if opinion.refuted]
             with calibrated_afresh():
-                faults += plan_faults(statement)
+                faults += plan_faults(written)
     except MALFORMED as error:
         return Verification([_unreadable(error)], {}, [])
     return Verification(faults, figures, opinions)
 
 
-def second_opinions(statement: Mapping[str, Any]) -> list[Opinion]:
-    """What dp-accounting says of the stated figures."""
-    plan = plan_from_statement(statement)
-    return statement_opinions(plan, statement["mechanism"], statement["epsilon"])
-
-
 def statement_faults(
-    statement: dict[str, Any],
+    written: Mapping[str, Any],
 ) -> tuple[list[str], dict[str, float | None]]:
     """What is wrong with a statement by itself, and its recomputed figures: none if unreadable."""
     try:
-        figures = finite(plan_from_statement(statement).figures())
+        statement = current(written)
+        plan, made = plan_from_statement(statement), stated_ledger(statement)
+        expected = finite(_rebuilt(statement, plan, made))
+        if "weights" in statement:  # which are compared with the file beside it
+            expected["weights"] = {"file": WEIGHTS, "sha256": statement["weights"]["sha256"]}
         faults = [
-            *_form_faults(statement),
-            *_figure_faults(statement, figures),
-            *claim_faults(statement),
+            *differences(finite(statement), expected, TOLERANCE),
+            *_version_faults(statement["versions"]),
+            *_plan_faults(plan, made, expected["guarantee"]["epsilon"]),
+            *_filter_faults(statement, plan),
         ]
     except MALFORMED as error:
         return [_unreadable(error)], {}
-    return faults, figures
+    return faults, expected["epsilon"]
+
+
+def differences(stated: Any, expected: Any, tolerance: float, where: str = "") -> Iterator[str]:
+    """Where plain values differ, each place in a sentence; fractions by more than a tolerance."""
+    if isinstance(stated, Mapping) and isinstance(expected, Mapping):
+        within = f"{where}." if where else ""
+        for key in sorted(expected.keys() - stated.keys()):
+            yield f"{within}{key} is missing"
+        for key in sorted(stated.keys() - expected.keys()):
+            yield f"{within}{key} is not part of a statement"
+        for key in expected:
+            if key in stated:
+                yield from differences(stated[key], expected[key], tolerance, f"{within}{key}")
+    elif isinstance(stated, list) and isinstance(expected, list) and len(stated) == len(expected):
+        for number, pair in enumerate(zip(stated, expected, strict=True)):
+            yield from differences(*pair, tolerance, f"{where}.{number}")
+    elif not _same(stated, expected, tolerance):
+        yield f"{where} is stated as {stated!r}, the rest of the statement gives {expected!r}"
+
+
+def _same(one: Any, other: Any, tolerance: float) -> bool:
+    numbers = [type(value) in (int, float) for value in (one, other)]
+    if all(numbers) and float in (type(one), type(other)):
+        return math.isclose(one, other, rel_tol=tolerance)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _unreadable(error: Exception) -> str:
-    return f"{STATEMENT} cannot be read: {type(error).__name__}: {error}"
+    return f"{STATEMENT} is not what a run writes: {type(error).__name__}: {error}"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -211,12 +238,17 @@ def _read(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise InvalidInputError(
             f"{path.parent} holds no release ({path.name} is missing); give the folder of a run "
-            "that has finished"
+            "that has finished",
+            code="no-release",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{path} is not a privacy statement: {error}") from error
-    if not isinstance(statement, dict) or statement.get("format") != FORMAT:
-        raise InvalidInputError(f"{path} is not a privacy statement of the format {FORMAT}")
+        raise InvalidInputError(
+            f"{path} is not a privacy statement: {error}", code="damaged-release"
+        ) from error
+    if not isinstance(statement, dict) or statement.get("format") not in (FORMAT, EARLIER):
+        raise InvalidInputError(
+            f"{path} is not a privacy statement of the format {FORMAT}", code="unknown-format"
+        )
     return statement
 
 
@@ -230,128 +262,327 @@ def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _same(one: float | None, other: float | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return math.isclose(one, other, rel_tol=TOLERANCE)
+# --- the statement made again -------------------------------------------------------------------
 
 
-def _figure_faults(statement: dict[str, Any], figures: dict[str, float | None]) -> list[str]:
-    faults = [
-        f"epsilon.{key} is stated as {statement['epsilon'].get(key)}, its parameters give {value}"
-        for key, value in figures.items()
-        if not _same(statement["epsilon"].get(key), value)
-    ]
-    guarantee, budget = statement["guarantee"], statement["budget"]
-    accounting = accounting_named(guarantee["accounting"])
-    figure = figures[accounting.name.replace("-", "_")]
-    if not _same(guarantee["epsilon"], figure):
-        faults.append(
-            f"the guarantee states epsilon {guarantee['epsilon']}, its parameters give {figure}"
-        )
-    if guarantee["proved"] != (accounting.proved and figure is not None):
-        faults.append(f"proved is {guarantee['proved']}, but {accounting.name} says otherwise")
-    if guarantee["delta"] != budget["delta"]:
-        faults.append(f"delta {guarantee['delta']} is not the budget's {budget['delta']}")
-    if figure is not None and figure > budget["epsilon"] * (1 + TOLERANCE):
-        faults.append(f"epsilon {figure} is above the budget of {budget['epsilon']}")
-    steps = step_faults(statement, TOLERANCE)
-    return [*faults, *_cap_faults(statement), *steps]
+def _rebuilt(statement: Mapping[str, Any], plan: Plan, made: Ledger) -> Statement:
+    """The statement that follows from what a statement says of plan, steps and run.
+
+    Values that nothing else in it decides are taken over, once they are seen to be of the right
+    kind: the method and its settings, sizes, versions, what the user declared, noisy values, and
+    the number of accepted updates within what the steps allow.
+    """
+    words_of(statement)
+    computed, settings = statement["computed"], statement["settings"]
+    for name, value in (*computed.items(), *statement["random"].items()):
+        checks.flag(name, value)
+    how, way = statement["independence"]["how"], statement["hide_rejections"]
+    checks.one_of("independence.how", how, (BY_CONSTRUCTION, WAS_CHECKED))
+    checks.one_of("hide_rejections", way, _ways_to_hide(plan))
+    size = checks.whole("dataset_size", statement["dataset_size"], 1)
+    _check_declared(statement["public"])
+    test, held = statement.get("test"), statement.get("holdout")
+    facts = RunFacts(
+        dataset_size=size,
+        method=statement["method"],
+        settings=settings,
+        seeded=statement["random"]["seeded"],
+        average=settings.get("average_decay") is not None,
+        tf32=computed["tf32"],
+        bf16=computed["bf16"],
+        versions=statement["versions"],
+        hide_rejections=way,
+        public=statement["public"],
+        independence=how,
+        metrics=_metrics(statement, plan, made),
+        test=None if test is None else _test_figures(test),
+        holdout=None if held is None else _holdout(held, statement),
+    )
+    found = privacy_statement(plan, made, facts, statement["texts"])
+    least, most = _accepted_range(plan, made)
+    accepted = checks.whole("accepted_updates", statement["accepted_updates"], 0)
+    found["accepted_updates"] = min(max(accepted, least), most)
+    # Words follow from the stated figures, whose last digits may be those of another machine.
+    if found["guarantee"]["epsilon"] < math.inf:
+        found["warnings"] = warnings_of(statement)
+    return found
 
 
-def _cap_faults(statement: dict[str, Any]) -> list[str]:
-    """Giving up earlier than the plan allows would cost more than delta sets aside for it."""
-    mechanism, budget = statement["mechanism"], statement["budget"]
-    trial = event_from_json(mechanism["trial"])
-    accounting = accounting_named(statement["guarantee"]["accounting"])
-    if mechanism["updates"] is None or accounting.charges == "trials":
-        return []
-    if not isinstance(trial, Trial) or trial.gate is None:
-        return []
-    least = least_cap(trial.gate, mechanism["updates"], Budget(budget["epsilon"], budget["delta"]))
-    if mechanism["trial_cap"] >= least:
-        return []
-    return [f"the cap of {mechanism['trial_cap']} trials is below the {least} that delta needs"]
+def _version_faults(stated: Mapping[str, Any]) -> Iterator[str]:
+    """Versions of what every release states, which look like versions."""
+    alike = {
+        name: value if isinstance(value, str) and VERSION.fullmatch(value) else installed
+        for name, installed in versions().items()
+        for value in [stated.get(name)]
+    }
+    yield from differences(stated, alike, GIVEN, "versions")
 
 
-def _test_faults(test: Any) -> list[str]:
+def _ways_to_hide(plan: Plan) -> tuple[str, ...]:
+    if plan.to_the_cap:
+        return (CONSTANT,)
+    return (NOT_HIDDEN, DELAY) if plan.updates and plan.typical.gate else (NOT_HIDDEN,)
+
+
+def _accepted_range(plan: Plan, made: Ledger) -> tuple[int, int]:
+    """The least and the most updates that a run which lists these steps can have accepted."""
+    if not plan.steered:
+        # Where all trials are charged, a gate that does not look at the data may reject some.
+        return (0, plan.trials) if plan.updates is None else (plan.updates, plan.updates)
+    if plan.typical.test is None:
+        return made.trials, made.trials
+    if plan.updates is not None and plan.typical.gate is not None:
+        return made.trials, plan.updates  # stated as planned, whatever the filter let pass
+    return 0, made.trials
+
+
+def _check_declared(public: Mapping[str, Any]) -> None:
+    """Only what can be declared, in the form in which a run takes it."""
+    for name in public:
+        checks.one_of("what is public", name, PUBLIC)
+    checks.whole(f"public.{RECORDS_PER_PERSON}", public.get(RECORDS_PER_PERSON, 1), 1)
+    checks.whole("public.classes", public.get("classes", 2), 2)
+    fraction = public.get("keep_fraction", 1.0)
+    if type(fraction) not in (int, float) or not 0 < fraction <= 1:
+        raise InvalidInputError(f"public.keep_fraction {fraction!r} is no fraction of the records")
+    labels = public.get("labels", ["no", "yes"])
+    if not isinstance(labels, list) or not 2 <= len(labels) == len(set(map(str, labels))):
+        raise InvalidInputError("public.labels does not name different classes")
+    checks.one_of("public.inputs", public.get("inputs", {"kind": "images"})["kind"], INPUTS)
+    schema = public.get("schema", {"columns": {}, "target": {}})
+    if not all(isinstance(schema[part], Mapping) for part in ("columns", "target")):
+        raise InvalidInputError("public.schema does not declare columns and a target")
+
+
+def _test_figures(test: Mapping[str, Any]) -> dict[str, Any]:
     """Figures on public records: how many records, and numbers by name."""
-    if test is None:
-        return []
-    if not isinstance(test, dict) or test.keys() != {"records", "scores"}:
-        return ["test must have records and scores, and nothing else"]
-    numbers = [test["records"], *test["scores"].values()]
-    if all(v is None or (isinstance(v, (int, float)) and not isinstance(v, bool)) for v in numbers):
-        return []
-    return ["test holds something that is not a number"]
+    for name, value in test["scores"].items():
+        if value is not None and type(value) not in (int, float):
+            raise InvalidInputError(f"test.scores.{name} is {value!r}, which is not a number")
+    return {"records": checks.whole("test.records", test["records"], 1), "scores": test["scores"]}
 
 
-def _holdout_faults(statement: dict[str, Any]) -> list[str]:
-    """The figures of held-out records must cost what is stated, and no more than the run."""
-    stated, guarantee = statement["holdout"], statement["guarantee"]
-    faults = key_faults("holdout.", stated, HOLDOUT_KEYS)
-    event = event_from_json(stated["event"])
-    if not isinstance(event, Gaussian):
-        return [*faults, "holdout.event is not a Gaussian mechanism"]
-    spent = holdout_cost(event.noise_multiplier, guarantee["delta"])
-    if not _same(stated["epsilon"], spent):
-        faults.append(f"holdout.epsilon is stated as {stated['epsilon']}, its noise gives {spent}")
-    if spent > guarantee["epsilon"] * (1 + TOLERANCE):
-        faults.append(f"the held-out figures cost epsilon {spent}, more than the guarantee")
-    if stated["composition"] != HOLDOUT_COMPOSITION:
-        faults.append("holdout.composition is not the text that belongs to it")
-    if not 0 < stated["fraction"] < 1 or not stated["records"] >= 1:
-        faults.append("holdout.fraction or holdout.records is no part of the records")
-    for row in stated["figures"]:
-        faults += key_faults("a held-out figure's ", row, {"quantity", "value", "standard_error"})
-    return faults
+def _holdout(held: Mapping[str, Any], statement: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of held-out records, which cost what their noise gives, and no more than the run."""
+    guarantee = statement["guarantee"]
+    found = stated_holdout(held, guarantee["delta"], statement["texts"])
+    checks.fraction_below_one("holdout.fraction", held["fraction"])
+    checks.positive("holdout.fraction", held["fraction"])
+    checks.whole("holdout.records", held["records"], 1)
+    if found["epsilon"] > guarantee["epsilon"] * (1 + TOLERANCE):
+        raise InvalidInputError(
+            f"the held-out figures cost epsilon {found['epsilon']}, more than the guarantee"
+        )
+    found["figures"] = [{key: row[key] for key in HELD_OUT} for row in held["figures"]]
+    return found
 
 
-def _form_faults(statement: dict[str, Any]) -> list[str]:
-    """Nothing may be left out, and nothing added that the rest would not be held against."""
-    mechanism = statement["mechanism"]
-    more = {"metrics"} if "blocks" in mechanism else set()
-    more |= {"test", "holdout"} & statement.keys()
-    faults = [*key_faults("", statement, KEYS | more), *_test_faults(statement.get("test"))]
-    if "holdout" in statement:
-        faults += _holdout_faults(statement)
-    for name, keys in PARTS.items():
-        part: Any = statement
-        for key in name.split("."):
-            part = part.get(key)
-        if part is not None or name not in OPTIONAL:
-            more = {"menu", "blocks"} & mechanism.keys() if name == "mechanism" else set()
-            if name == "mechanism.blocks" and "offer" in part:  # updates from a menu
-                more = {"offer", "steering"}
-            if name == "epsilon":
-                more = set(figure_names(statement["guarantee"]["accounting"]))
-            faults += key_faults(f"{name}.", part, keys | more)
-    for steered in (mechanism["filter"], mechanism.get("menu"), mechanism.get("blocks")):
-        for row in () if steered is None else steered["steps"]:
-            faults += key_faults("a step's ", row, {"step", "charged"})
-    independence = statement["independence"]
-    if (independence.get("how"), independence.get("meaning")) not in INDEPENDENCE.items():
-        faults.append(f"independence is {independence!r}, which no release states")
-    if not isinstance(statement["random"]["seeded"], bool):
-        faults.append("random.seeded is neither true nor false")
-    for name, version in statement["versions"].items():
-        if not (isinstance(version, str) and VERSION.fullmatch(version)):
-            faults.append(f"versions.{name} is {version!r}, which is not a version")
-    return faults
+def _metrics(statement: Mapping[str, Any], plan: Plan, made: Ledger) -> list[dict[str, Any]] | None:
+    """One noisy value or more for each test, with the standard error that its noise gives."""
+    if not plan.tests:
+        return None
+    stated, test = statement["metrics"], plan.test
+    tests = sum(entry.trials for entry in made.entries if entry.step == test)
+    both = ["training accuracy", "clipped training loss"]
+    whole = ["score", *both] if plan.searches else both
+    for number in range(tests):
+        found = [row["quantity"] for row in stated if row["test"] == number]
+        if found != whole and (len(found) != 1 or found[0] in whole):
+            raise InvalidInputError(
+                f"the metrics of test {number} are {found}, not {whole} or a single one"
+            )
+    if {row["test"] for row in stated} != set(range(tests)):
+        raise InvalidInputError("there is a metric for a test that was not made")
+    rate = test.sample_rate if isinstance(test, SampledGaussian) else 1.0
+    tested = rate * statement["dataset_size"]
+    unit = math.hypot(test.noise_multiplier / tested, math.sqrt((1 - rate) / tested))
+    rows = []
+    for row in stated:
+        if type(row["value"]) is not float:
+            raise InvalidInputError(f"a metric has the value {row['value']!r}, which is no number")
+        error = None if row["scale"] is None else row["scale"] * unit
+        rows.append({**{key: row[key] for key in METRIC}, "standard_error": error})
+    return rows
 
 
-def _weight_faults(folder: Path, statement: dict[str, Any]) -> list[str]:
+# --- what a run by its plan can have done -------------------------------------------------------
+
+
+def _plan_faults(plan: Plan, made: Ledger, epsilon: float | None) -> Iterator[str]:
+    """The plan fits its budget and its cap, and the steps are those of a whole run under it."""
+    budget = plan.budget
+    if epsilon is not None and epsilon > budget.epsilon * (1 + TOLERANCE):
+        yield f"epsilon {epsilon} is above the budget of {budget.epsilon}"
+    gate = plan.typical.gate
+    if plan.charges_accepted and gate is not None and plan.updates is not None:
+        least = least_cap(gate, plan.updates, budget)
+        if plan.trials < least:
+            # Giving up earlier would cost more than delta sets aside for it.
+            yield f"the cap of {plan.trials} trials is below the {least} that delta needs"
+    if plan.filter is not None:
+        larger = replace(plan.filter, allowance=plan.filter.allowance * (1 + TOLERANCE))
+        plan = replace(plan, filter=larger)
+    if plan.steered and not replays(plan, made):
+        yield "the steps are not those of a run by the stated plan"
+
+
+def _filter_faults(statement: Mapping[str, Any], plan: Plan) -> Iterator[str]:
+    """Behind a filter, updates have the stated rate and test, and noisy norms their own."""
+    if plan.filter is None:
+        return
+    settings, steps = statement["settings"], stated_ledger(statement).entries
+    norms = None
+    if "norm_batch_size" in settings:
+        rate = min(1.0, settings["norm_batch_size"] / statement["dataset_size"])
+        norms = SampledGaussian(rate, settings["norm_noise_multiplier"])
+    for entry in steps:
+        step = entry.step
+        if not isinstance(step, Trial):
+            if step != norms:
+                yield f"a step of the run is {step}, which its settings do not have"
+        elif step.test != plan.typical.test:
+            yield f"a step of the run has the test {step.test}, the mechanism another one"
+        elif norms is None and _rate_of(step) != plan.update.sample_rate:
+            yield f"a step of the run is {step}, the mechanism has another sample rate"
+    if norms is None:
+        if not steps or steps[0].step != plan.typical:
+            yield "the first step of the run is not the one that was planned"
+        return
+    # Norms are released at the start and after every so many accepted updates.
+    charged = sum(entry.trials for entry in steps if isinstance(entry.step, Trial))
+    accepted = statement["accepted_updates"] if plan.updates is None else charged
+    releases = sum(entry.trials for entry in steps) - charged
+    every = settings["refresh_every"]
+    due = (max(1, -(-accepted // every)), accepted // every + 1)
+    if not steps or isinstance(steps[0].step, Trial) or releases not in due:
+        yield f"norms were released {releases} times, {due[0]} are due at refresh_every {every}"
+
+
+def _rate_of(trial: Trial) -> float | None:
+    return trial.update.sample_rate if isinstance(trial.update, SampledGaussian) else None
+
+
+# --- the method settled again -------------------------------------------------------------------
+
+
+def plan_faults(written: Mapping[str, Any]) -> list[str]:
+    """Settings are planned with again, and what comes out must be the stated mechanism."""
+    from dpsur.methods import METHODS  # with it torch, which the help does not need
+
+    statement = current(written)
+    name, mechanism = statement["method"], statement["mechanism"]
+    if name == CUSTOM_LOOP:
+        return _loop_faults(statement)
+    if name not in METHODS:
+        return [
+            f"method {name!r} is none that is installed here ({', '.join(METHODS)}); a custom "
+            "method must be listed in METHODS to be verified"
+        ]
+    # A statement of the format before lists all settings, and each of them is held against a run.
+    everything = written["format"] == EARLIER
+    settings, kind = written["settings"], METHODS[name]
+    known = {field.name: field.type for field in fields(kind)}
+    faults = [
+        f"settings.{key} is not part of a statement of {name}"
+        for key in settings
+        if key not in known
+    ] or [
+        f"settings.{key} is {value!r}, which is of another type"
+        for key, value in settings.items()
+        if not _is_of(value, known[key]) and (everything or value is not None)
+    ]
+    if faults:
+        return faults
     try:
-        digest = sha256((folder / WEIGHTS).read_bytes())
+        method = kind(**{key: value for key, value in settings.items() if value is not None})
+        settled, plan = _planned(method, statement)
+    except BudgetError as error:
+        return [f"the settings do not fit the budget: {error}"]
+    except InvalidInputError as error:
+        return [f"the settings are not those of the method {name}: {error}"]
+    chosen = finite(with_counts(plan, asdict(settled)))
+    due = chosen if everything else used_settings(chosen)
+    expected = finite(stated_mechanism(plan, stated_ledger(statement)))
+    found = [*differences(settings, due, GIVEN, "settings")]
+    if "menu" in expected and "menu" in mechanism:
+        # Its noise was chosen for a typical update, and for all updates of a run that may have
+        # been cut short. It is held against epsilon alone.
+        stated, offered = (
+            mechanism["menu"]["offer"]["choices"],
+            expected["menu"]["offer"]["choices"],
+        )
+        if len(stated) == len(offered):
+            for choice, other in zip(offered, stated, strict=True):
+                choice["noise_multiplier"] = other["noise_multiplier"]
+        noise = mechanism["trial"]["update"]["noise_multiplier"]
+        expected["trial"]["update"]["noise_multiplier"] = noise
+        expected["menu"]["steps"] = mechanism["menu"]["steps"]
+    allowed = mechanism["filter"]
+    if plan.filter is not None and allowed is not None and "norm_batch_size" in settings:
+        # Noise may have been given for a typical update, which decided the order.
+        noise = mechanism["trial"]["update"]["noise_multiplier"]
+        expected["trial"]["update"]["noise_multiplier"] = noise
+        most = RenyiFilter.for_budget(plan.kept_budget, allowed["order"]).allowance
+        expected["filter"] |= {"order": allowed["order"], "allowance": most}
+    exact = plan.filter is None and not (plan.menu is not None and plan.tests)
+    return [*found, *differences(mechanism, expected, GIVEN if exact else SEARCHED, "mechanism")]
+
+
+def _planned(method: "Method", statement: Mapping[str, Any]) -> "tuple[Method, Plan]":
+    """What a run with the stated settings would be settled to."""
+    budget, mechanism = statement["budget"], statement["mechanism"]
+    settled, plan = method.settle(
+        statement["dataset_size"],
+        Budget(math.inf if budget["epsilon"] is None else budget["epsilon"], budget["delta"]),
+        statement["guarantee"]["accounting"],
+        tuple(event_from_json(event) for event in mechanism["setup"]),
+    )
+    return settled, plan.hide_rejections(CONSTANT) if mechanism["to_the_cap"] else plan
+
+
+def _loop_faults(statement: Mapping[str, Any]) -> list[str]:
+    """The settings of a custom loop, which were fixed before it, are those of its mechanism."""
+    settings, plan = statement["settings"], plan_from_statement(statement)
+    size, tested = statement["dataset_size"], plan.test if plan.tests else plan.typical.test
+    due: dict[str, Any] = {name: settings[name] for name in LOOP_SETTINGS}
+    due["batch_size"] = plan.update.sample_rate * size
+    due["noise_multiplier"] = plan.update.noise_multiplier
+    if plan.filter is None:  # of blocks the last one is counted
+        due["steps"] = plan.blocks[-1] if plan.tests else plan.length
+    if isinstance(tested, SampledGaussian | LossTest):
+        due["val_batch_size"] = round(tested.sample_rate * size)
+    if isinstance(tested, SampledGaussian | Gaussian | LossTest):
+        due["val_noise_multiplier"] = tested.noise_multiplier
+    if isinstance(tested, LossTest):
+        due |= {"accept_threshold": tested.accept_threshold, "loss_clip": settings["loss_clip"]}
+    faults = [*differences(settings, due, GIVEN, "settings")]
+    if plan.setup:
+        faults.append("mechanism.setup charges what a custom loop does not do")
+    return faults
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a plain value can be that of a setting; a whole number is a fraction too."""
+    if isinstance(kind, str):  # the annotation of a custom method that was never evaluated
+        return True
+    kinds = get_args(kind) or (kind,)
+    if isinstance(value, bool):
+        return bool in kinds
+    return type(value) in kinds or (type(value) is int and float in kinds)
+
+
+# --- the files beside the statement -------------------------------------------------------------
+
+
+def _weight_faults(folder: Path, statement: Mapping[str, Any]) -> list[str]:
+    try:
+        content = (folder / WEIGHTS).read_bytes()
     except OSError as error:
         return [f"{WEIGHTS} cannot be read: {error.strerror}"]
-    stated = statement["weights"]["sha256"]
-    faults = [] if digest == stated else [f"{WEIGHTS} has the hash {digest}, stated is {stated}"]
-    if statement["weights"]["file"] != WEIGHTS:
-        faults.append(f"weights.file is {statement['weights']['file']!r}, not {WEIGHTS!r}")
-    if digest == stated:
-        faults += _setup_faults(folder, statement["mechanism"]["setup"])
-    return faults
+    stated, digest = statement["weights"]["sha256"], sha256(content)
+    if digest != stated:
+        return [f"{WEIGHTS} has the hash {digest}, stated is {stated}"]
+    return _setup_faults(folder, statement["mechanism"]["setup"])
 
 
 def _setup_faults(folder: Path, setup: list[Mapping[str, Any]]) -> list[str]:

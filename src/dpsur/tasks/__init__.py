@@ -77,7 +77,7 @@ def task_named(
     try:
         task = TASKS[name]
     except KeyError:
-        raise InvalidInputError(_unknown(name)) from None
+        raise InvalidInputError(_unknown(name), code="unknown-name") from None
     declared.refuse(name)
     return task
 

@@ -203,6 +203,7 @@ def _inputs(path: Path, array: Array, name: str) -> torch.Tensor:
             f"the array {name} of {path} holds NaN, infinity or numbers beyond float32; clean or "
             "impute them first",
             private=f"{int(wrong.sum())} records of {name}, first number {int(wrong.argmax())}",
+            code="not-finite",
         )
     inputs = torch.from_numpy(values)
     if array.ndim == 2:

@@ -225,7 +225,8 @@ def _check_group_by(name: str, schema: Schema, names: Sequence[str] | None = Non
         )
     if names is not None and name not in names:
         raise InvalidInputError(
-            f"the table has no column {name!r} to name persons; it has {', '.join(names[:20])}"
+            f"the table has no column {name!r} to name persons; it has {', '.join(names[:20])}",
+            code="no-column",
         )
 
 
@@ -341,7 +342,8 @@ def _tables(path: Path, wanted: list[str]) -> Iterator[Table]:
             other = len(names) == 1 and any(mark in shown for mark in ";\t|")
             remedy = "; values must be separated by commas" if other else ""
             raise InvalidInputError(
-                f"{path} has no column {name!r}, which the schema declares; it has {shown}{remedy}"
+                f"{path} has no column {name!r}, which the schema declares; it has {shown}{remedy}",
+                code="no-column",
             )
     if _is_parquet(path):
         yield from _parquet_tables(path, wanted)

@@ -36,11 +36,12 @@ def load_arrays(data_set: DataSet, data_dir: Path | None = None) -> Arrays:
     if isinstance(found, Incomplete):
         raise InvalidInputError(
             f"{data_set.name} is incomplete: {found.folder} holds no {found.missing}; "
-            f"run: {fetch_command(data_set, data_dir)}"
+            f"run: {fetch_command(data_set, data_dir)}",
+            code="data-missing",
         )
     kept = None if data_dir is not None else Cache(data_set).of_published()
     if kept is None:
-        raise InvalidInputError(_missing(data_set, data_dir))
+        raise InvalidInputError(_missing(data_set, data_dir), code="data-missing")
     return kept
 
 
