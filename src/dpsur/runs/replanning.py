@@ -26,6 +26,8 @@ LOOP_SETTINGS = frozenset(
         *("val_batch_size", "val_noise_multiplier", "accept_threshold", "loss_clip"),
     }
 )
+# Settings of a gate or of metrics that few loops have.
+GATE_SETTINGS = frozenset({"accept_ratio", "metrics_noise_multiplier", "patience"})
 # Noise that a search found is known to about a ten-thousandth.
 SEARCHED = 1e-3
 
@@ -88,25 +90,34 @@ def plan_faults(statement: dict[str, Any]) -> list[str]:
 def _loop_faults(statement: dict[str, Any]) -> list[str]:
     """The mechanism of a custom loop is stated by its settings, which were fixed before it."""
     settings, mechanism = statement["settings"], statement["mechanism"]
-    faults = key_faults("settings.", settings, LOOP_SETTINGS)
+    faults = key_faults("settings.", settings, LOOP_SETTINGS | (GATE_SETTINGS & settings.keys()))
     if faults:
         return faults
     trial, size = mechanism["trial"], statement["dataset_size"]
     test, steps = trial["test"] or {}, mechanism["trials"] or mechanism["updates"]
-    if "blocks" in mechanism:  # of which the last one is counted
-        test, steps = mechanism["blocks"]["test"], mechanism["blocks"]["updates"][-1]
+    measured: dict[str, Any] = {}
+    if "blocks" in mechanism:
+        blocks = mechanism["blocks"]
+        if blocks["searches"]:  # of which the last one is counted
+            test, steps = blocks["test"], blocks["updates"][-1]
+        else:
+            measured, steps = blocks["test"], sum(blocks["updates"])
     stated = {
         "batch_size": trial["update"]["sample_rate"] * size,
         "noise_multiplier": trial["update"]["noise_multiplier"],
         "steps": None if mechanism["filter"] else steps,
         "val_noise_multiplier": test.get("noise_multiplier"),
         "accept_threshold": test.get("accept_threshold"),
+        "accept_ratio": test.get("accept_ratio"),
+        "metrics_noise_multiplier": measured.get("noise_multiplier"),
     }
     faults = [
-        f"settings.{name} is {settings[name]!r}, the mechanism has {value!r} there"
+        f"settings.{name} is {settings.get(name)!r}, the mechanism has {value!r} there"
         for name, value in stated.items()
-        if not _near(settings[name], value)
+        if not _near(settings.get(name), value)
     ]
+    if (settings.get("patience") is not None) != mechanism.get("blocks", {}).get("may_stop", False):
+        faults.append("settings.patience and the mechanism disagree on whether a run may stop")
     if mechanism["setup"]:
         faults.append("mechanism.setup charges what a custom loop does not do")
     return faults
