@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dpsur.functional.parameters import Params, elementwise
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.dp_gradient import dp_mean_gradient
+from dpsur.mechanism.gaussian import dp_mean_gradient
 from dpsur.mechanism.optim import Sgd
 from dpsur.mechanism.proposer import Sampler
 from dpsur.mechanism.sampling import Batch

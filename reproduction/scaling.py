@@ -33,7 +33,7 @@ from dpsur.distributed import Ranks, Reduction, connect
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
-from dpsur.mechanism.dp_gradient import add_gaussian
+from dpsur.mechanism import gaussian
 from dpsur.mechanism.gate import mean_losses
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import BATCH, NOISE, VAL_BATCH, Streams
@@ -119,7 +119,7 @@ def _trial_seconds(ranks: Ranks, repetitions: int) -> tuple[dict[str, float], di
             "clipped sums", clipped_sum, problem, params, batch.data, 0.1, rows=batch.rows
         )
         total = clock.time("reduction", _reduced, ranks, own.params)
-        noisy = clock.time("noise", add_gaussian, ClippedSum(total, 0.1), 1.0, draws[NOISE])
+        noisy = clock.time("noise", gaussian.add_noise, ClippedSum(total, 0.1), 1.0, draws[NOISE])
         test = exact_batch(records, TEST_SIZE / RECORDS, draws[VAL_BATCH])
         clock.time("test", mean_losses, problem, noisy, params, test)
     seconds = {part: statistics.median(found) for part, found in clock.times.items()}

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from dpsur.config import Pace, RunConfig, Speed
 from dpsur.errors import BudgetError
-from dpsur.mechanism.block_gate import BlockGate
 from dpsur.mechanism.block_tests import METRICS_NORM, class_metrics
+from dpsur.mechanism.blocks import RateSearchTraining
 from dpsur.mechanism.streams import VAL_NOISE, Streams
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.methods.gradient_method import NO_GATE, GradientMethod
@@ -335,7 +335,7 @@ def _session(config: Mapping[str, Any], seed: int, device: str | None, **changes
     )
     session = build_task_session(run, records)[0]
     if "variant" in config:  # of the rule, which is no option of the method
-        assert isinstance(session.procedure, BlockGate)
+        assert isinstance(session.procedure, RateSearchTraining)
         rule = replace(
             session.procedure.rule, length_power=config["power"], head_start=config["head_start"]
         )

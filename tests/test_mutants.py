@@ -23,7 +23,7 @@ from dpsur.features import statistics as feature_sums
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples, HostExamples, place
 from dpsur.functional.tree import flatten, map_tensors
-from dpsur.mechanism import dp_gradient, gate, host_batches, proposer, sampling, trial
+from dpsur.mechanism import gate, gaussian, host_batches, proposer, sampling, trial
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.gate import LossRule, mean_losses
 from dpsur.mechanism.loop import run_loop, start, train
@@ -394,10 +394,10 @@ def nan_rejects_always(patch):
 
 def noise_times(factor):
     def patch_it(patch):
-        real = dp_gradient.add_gaussian
+        real = gaussian.add_noise
         patch.setattr(
-            dp_gradient,
-            "add_gaussian",
+            gaussian,
+            "add_noise",
             lambda total, multiplier, g: real(total, factor * multiplier, g),
         )
 

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from dpsur.config import Pace, Speed
-    from dpsur.engine.gate import BlockGate, LossGate
     from dpsur.engine.microbatches import BatchMemoryManager
     from dpsur.engine.privacy_engine import PrivacyEngine
     from dpsur.functional.model_loss import model_loss
     from dpsur.integrations.trackers import Tracker
     from dpsur.mechanism.api import dp_gradient, poisson_batches
+    from dpsur.mechanism.gates import BlockGate, CoinGate, LossGate, Metrics
     from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
     from dpsur.opacus.checkpoint import from_opacus
     from dpsur.per_example import EngineReport, explain
@@ -56,12 +56,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BatchMemoryManager": "dpsur.engine.microbatches",
-    "BlockGate": "dpsur.engine.gate",
+    "BlockGate": "dpsur.mechanism.gates",
     "Budget": "dpsur.privacy.budget",
     "calibrate": "dpsur.privacy.calibrate",
     "Category": "dpsur.tasks.columns",
     "check": "dpsur.per_example.check_and_fix",
     "clipped_sum": "dpsur.per_example.api",
+    "CoinGate": "dpsur.mechanism.gates",
     "CoinTest": "dpsur.privacy.events",
     "dp_gradient": "dpsur.mechanism.api",
     "Dpagd": "dpsur.methods",
@@ -77,8 +78,9 @@ _HOMES = {
     "from_opacus": "dpsur.opacus.checkpoint",
     "Gaussian": "dpsur.privacy.events",
     "load": "dpsur.runs.predictor",
-    "LossGate": "dpsur.engine.gate",
+    "LossGate": "dpsur.mechanism.gates",
     "LossTest": "dpsur.privacy.events",
+    "Metrics": "dpsur.mechanism.gates",
     "model_loss": "dpsur.functional.model_loss",
     "Nonprivate": "dpsur.methods",
     "Number": "dpsur.tasks.columns",
@@ -116,6 +118,7 @@ __all__ = [
     "BudgetError",
     "Category",
     "CheckpointError",
+    "CoinGate",
     "CoinTest",
     "DiagnosticsWarning",
     "DistributedError",
@@ -133,6 +136,7 @@ __all__ = [
     "InvalidInputError",
     "LossGate",
     "LossTest",
+    "Metrics",
     "Nonprivate",
     "NothingReleasedError",
     "Number",

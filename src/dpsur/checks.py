@@ -40,6 +40,14 @@ def positive(name: str, value: float) -> None:
         )
 
 
+def positive_each(owner: object, *names: str) -> None:
+    """Refuse such numbers among attributes; None, which leaves the choice open, is fine."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None:
+            positive(name, value)
+
+
 def non_negative(name: str, value: float) -> None:
     """Refuse anything but a finite number of at least zero."""
     number(name, value)

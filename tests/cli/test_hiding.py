@@ -31,8 +31,10 @@ def points(tmp_path, monkeypatch):
 def watch(monkeypatch, tmp_path, capsys, points):
     """Run, and tell what was shown after how many trials, and what was printed at the end."""
     made = []
-    make_trial = loop.make_trial
-    monkeypatch.setattr(loop, "make_trial", lambda *run: made.append(run) or make_trial(*run))
+    take_step = loop.take_step
+    monkeypatch.setattr(
+        loop, "take_step", lambda *run, **more: made.append(run) or take_step(*run, **more)
+    )
 
     def watched(seed, *more):
         made.clear()

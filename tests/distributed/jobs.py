@@ -21,10 +21,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 import dpsur
 from dpsur.config import Pace, RunConfig
 from dpsur.distributed import Ranks, Reduction, connect
-from dpsur.engine.gate import BlockGate, LossGate
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
-from dpsur.mechanism import dp_gradient
+from dpsur.mechanism import gaussian
 from dpsur.mechanism.loop import train
 from dpsur.mechanism.sampling import Batch
 from dpsur.mechanism.streams import Streams
@@ -124,9 +123,13 @@ def engine(
     optim = kind(module.parameters(), lr=0.1)
     privacy = dpsur.PrivacyEngine()
     gates = {
-        "loss": LossGate(_test_loss, min(7, size), show_verdicts=True, loss_clip=0.5),
-        "block": BlockGate(blocks=3, block_updates=2, val_noise_multiplier=2.0),
-        "losses": BlockGate(losses=_losses, blocks=3, block_updates=2, val_noise_multiplier=2.0),
+        "loss": dpsur.LossGate(
+            _test_loss, min(7, size), accept_threshold=0.0, show_verdicts=True, loss_clip=0.5
+        ),
+        "block": dpsur.BlockGate(blocks=3, block_updates=2, val_noise_multiplier=2.0),
+        "losses": dpsur.BlockGate(
+            losses=_losses, blocks=3, block_updates=2, val_noise_multiplier=2.0
+        ),
     }
     module, optim, loader = privacy.make_private(
         module=module,
@@ -181,7 +184,7 @@ def pure_noise(wrong=None):
     params = problem.initial_params()
     empty = Batch(problem.train, rows=torch.zeros(0, dtype=torch.int64), ranks=streams.ranks)
     found = []
-    add = dp_gradient.add_gaussian
+    add = gaussian.add_noise
     if wrong == "noise of each rank":
 
         def add_each(total, noise, stream):
@@ -191,15 +194,15 @@ def pure_noise(wrong=None):
                 reduction.add(name, value)
             return reduction.result()
 
-        dp_gradient.add_gaussian = add_each
+        gaussian.add_noise = add_each
     try:
         for step in range(1, 201):
             noise = streams.at(step)["noise"]
-            gradient = dp_gradient.dp_mean_gradient(problem, params, empty, 0.1, 2.0, 0.5, noise)
+            gradient = gaussian.dp_mean_gradient(problem, params, empty, 0.1, 2.0, 0.5, noise)
             vector = torch.cat([value.reshape(-1) for value in gradient.values()]) * 5.0 / (2 * 0.5)
             found.append(vector / streams.ranks.size if wrong == "divided by ranks" else vector)
     finally:
-        dp_gradient.add_gaussian = add
+        gaussian.add_noise = add
     return torch.cat(found)
 
 

@@ -33,4 +33,4 @@ def private(model=None, data=None, *, batch_size=12, lr=0.1, optimizer=None, **o
 
 def without_noise(monkeypatch):
     """Let the noise be zero, to see the clipped sum."""
-    monkeypatch.setattr("dpsur.engine.steps.add_gaussian", lambda total, *_: total.params)
+    monkeypatch.setattr("dpsur.mechanism.gaussian.add_noise", lambda total, *_: total.params)

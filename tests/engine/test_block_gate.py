@@ -18,11 +18,12 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpsur
-from dpsur.engine import blocks, steps
-from dpsur.engine.blocks import BlockRun
-from dpsur.engine.gate import Snapshot
+from dpsur.engine import model_tests
+from dpsur.engine.model_tests import ModelTests
+from dpsur.engine.weights import ModuleUpdates, ModuleWeights
 from dpsur.errors import StepError
-from dpsur.mechanism import rate_search
+from dpsur.mechanism import blocks, gaussian, rate_search
+from dpsur.mechanism.blocks import RateSearchTraining
 from dpsur.mechanism.streams import Stream
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.events import Gaussian, SampledGaussian
@@ -210,27 +211,24 @@ def test_the_engine_decides_nothing_itself(monkeypatch):
     assert set(counts) == {4}  # no block started with an optimizer at rest
 
 
-def test_the_ways_of_blocks_are_added_to_restored_weights(monkeypatch):
-    """As a rule may decide; also if it is interrupted on the way."""
-    monkeypatch.setattr(BlockRun, "make_tests", lambda self: None)  # nothing else decides
+def test_the_ways_of_blocks_are_added_to_restored_weights():
+    """As a rule may decide."""
     engine, model, optimizer, _ = make()
-    run, first, ends = engine._blocks, weights(model), {}
-    memory = run.search.initial_memory()
+    updates, first, ends = engine._procedure.updates, weights(model), {}
+    state = updates.save(updates.initial_state(), "first")
     for name in ("one", "two"):
         with torch.no_grad():
             for value in model.parameters():
                 value.add_(torch.randn_like(value))
         optimizer.state[next(model.parameters())] = {"step": torch.ones(())}
         ends[name] = weights(model)
-        run._carry_out(rate_search.Decision(memory, (name,), "first"))
+        state = updates.restore(updates.save(state, name), "first")
         assert_close(first, weights(model), 0.0)
         assert not optimizer.state
-    added = rate_search.Decision(memory, (), "first", (("one", 0.5), ("two", -0.25)))
-    for _ in range(2):
-        run._carry_out(added)
-        for name, value in first.items():
-            wanted = value + 0.5 * (ends["one"][name] - value) - 0.25 * (ends["two"][name] - value)
-            torch.testing.assert_close(model.state_dict()[name], wanted)
+    updates.restore(state, "first", (("one", 0.5), ("two", -0.25)))
+    for name, value in first.items():
+        wanted = value + 0.5 * (ends["one"][name] - value) - 0.25 * (ends["two"][name] - value)
+        torch.testing.assert_close(model.state_dict()[name], wanted)
 
 
 # --- laws ----------------------------------------------------------------------------------------
@@ -240,18 +238,16 @@ def what_was_drawn_is_charged():
     """Adds up noise as seen from outside, not what the ledger says."""
     done = []
 
-    def spy_update(total, multiplier, stream, real=steps.add_gaussian):
-        done.append(SampledGaussian(RATE, multiplier))
-        return real(total, multiplier, stream)
-
-    def spy_test(total, multiplier, stream, real=blocks.add_gaussian):
-        assert total.sensitivity == 1.0
-        done.append(Gaussian(multiplier))
+    def spy(total, multiplier, stream, real=gaussian.add_noise):
+        if "test" in total.params:
+            assert total.sensitivity == 1.0
+            done.append(Gaussian(multiplier))
+        else:
+            done.append(SampledGaussian(RATE, multiplier))
         return real(total, multiplier, stream)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "add_gaussian", spy_update)
-        patch.setattr(blocks, "add_gaussian", spy_test)
+        patch.setattr(gaussian, "add_noise", spy)
         engine, _ = run()
     plan = engine.accountant.plan
     assert len(done) == plan.updates + len(plan.blocks)
@@ -271,8 +267,7 @@ def a_run_depends_on_the_records_through_noisy_sums_only():
     ends = []
     for seed in (0, 7):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(steps, "add_gaussian", noise_alone)
-            patch.setattr(blocks, "add_gaussian", noise_alone)
+            patch.setattr(gaussian, "add_noise", noise_alone)
             engine, found = run(data=points(seed), max_grad_norm=1.0)
             ends.append((engine.metrics, found))
     assert ends[0][0] == ends[1][0]
@@ -289,19 +284,20 @@ def nothing_of_a_block_survives_a_restart():
     )
     first, first_average = weights(model), weights(average)
     restarts = []
-    real = BlockRun._carry_out
+    real = ModuleUpdates.restore
 
-    def spy(self, decision):
-        real(self, decision)
-        if decision.restore == "first" and not decision.add:
-            restarts.append(self.ledger.steps)
+    def spy(self, state, name, add=()):
+        found = real(self, state, name, add)
+        if name == "first" and not add:
+            restarts.append(engine.accountant.steps)
             assert_close(first, weights(model), 0.0)
             assert_close(first_average, weights(average), 0.0)
             assert not optimizer.state
             assert all(value.grad is None for value in model.parameters())
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockRun, "_carry_out", spy)
+        patch.setattr(ModuleUpdates, "restore", spy)
         for x, y in loader:
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
@@ -322,9 +318,9 @@ def no_random_number_is_drawn_twice():
         drawn.append((self.purpose, int(self._step), first))
         return real(self, count, offset)
 
-    def add_normal(self, values, scale):
+    def add_normal(self, values, scale, **more):
         drawn.append((self.purpose, int(self._step), self._next))
-        return added(self, values, scale)
+        return added(self, values, scale, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stream, "normal", normal)
@@ -343,19 +339,19 @@ def a_record_adds_at_most_one():
     inputs[4] = math.nan
     for options in ({}, {"gate": {"losses": lambda model, batch: model(batch[0])[:, 0] ** 3}}):
         added = []
-        real = BlockRun._values
+        real = ModelTests._values
 
-        def spy(self, quantity, batch, now, real=real, added=added):
-            values = real(self, quantity, batch, now)
+        def spy(self, quantity, batch, state, real=real, added=added):
+            values = real(self, quantity, batch, state)
             added.append(values.norm(dim=1).max())
             return values
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BlockRun, "_values", spy)
+            patch.setattr(ModelTests, "_values", spy)
             engine, *made = make(
                 data=TensorDataset(inputs, targets), max_grad_norm=1.0, batch_size=6, **options
             )
-            engine._blocks.make_tests()
+            engine._make_tests()
             if options:  # decreases come after an update
                 loss = lambda outputs, _: (outputs[:, 0] ** 3).mean()  # noqa: E731
                 loop(engine, *made, most=3, loss=loss)
@@ -394,46 +390,37 @@ def restarted_blocks_not_charged(patch):
 
 
 def the_value_without_noise(patch):
-    def wrong(self, draws):
-        rows = self._records.read(draws.step, None, views=False)
-        return sum(
-            self._values(self.search.quantity(self.memory), batch, self._weights()).sum(0)
-            for _, batch in rows
-        )
+    def wrong(self, quantity, state, draws):
+        return self.tests.total(quantity, state, draws)
 
-    patch.setattr(BlockRun, "_noisy_sum", wrong)
+    patch.setattr(RateSearchTraining, "_noisy", wrong)
 
 
 def _restore_without(part):
     def apply(patch):
-        real = Snapshot.restore
+        if part == "optimizer":
+            patch.setattr(ModuleWeights, "write_optimizer", lambda *_: None)
+            return
+        real = ModuleWeights.write
 
-        def wrong(self, *, keep=False):
-            if part == "optimizer":
-                state = dict(self._optimizer.state)
-                real(self, keep=keep)
-                self._optimizer.state.update(state)
-                return
-            live = {n: v.clone() for n, v in self._live().items() if n.startswith(part)}
-            real(self, keep=keep)
-            with torch.no_grad():
-                for name, value in self._live().items():
-                    if name in live:
-                        value.copy_(live[name])
+        def wrong(self, saved):
+            live = {n: v for n, v in self.copy().items() if n.startswith(part)}
+            real(self, {**saved, **live})
 
-        patch.setattr(Snapshot, "restore", wrong)
+        patch.setattr(ModuleWeights, "write", wrong)
 
     apply.__name__ = f"{part}_survive"
     return apply
 
 
 def test_noise_starts_again_after_a_restore(patch):
-    real = BlockRun._noisy_sum
+    real = RateSearchTraining._noisy
 
-    def wrong(self, draws):
-        return real(self, self._streams().at(1 + int(self.memory["tests"]) % 3))
+    def wrong(self, quantity, state, draws):
+        again = draws._streams.at(1 + int(state.memory["tests"]) % 3)
+        return real(self, quantity, state, again)
 
-    patch.setattr(BlockRun, "_noisy_sum", wrong)
+    patch.setattr(RateSearchTraining, "_noisy", wrong)
 
 
 test_noise_starts_again_after_a_restore.__test__ = False
@@ -444,11 +431,12 @@ def metrics_not_clipped(patch):
     def wrong(outputs, targets, losses):
         return torch.stack([losses, losses], 1)
 
-    patch.setattr(blocks, "metrics_of", wrong)
+    patch.setattr(model_tests, "metrics_of", wrong)
 
 
 def decreases_not_clipped(patch):
-    patch.setattr(blocks, "decreases_of", lambda one, other, bound: (one - other)[:, None] / bound)
+    wrong = lambda one, other, bound: (one - other)[:, None] / bound  # noqa: E731
+    patch.setattr(model_tests, "decreases_of", wrong)
 
 
 MUTANTS = [
@@ -534,20 +522,20 @@ def test_an_interrupted_test_is_made_again_and_charged_once():
 
 
 @pytest.mark.parametrize("done", [False, True])
-@pytest.mark.parametrize("part", ["__init__", "restore"])
-def test_a_decision_that_was_interrupted_is_carried_out(part, done, monkeypatch):
-    """Whether the state was saved or restored already, or not yet."""
+@pytest.mark.parametrize("part", ["copy", "write", "write_optimizer"])
+def test_a_decision_that_was_interrupted_is_made_and_carried_out_again(part, done, monkeypatch):
+    """Whether weights were saved or restored already, or not yet: it is as if nothing was."""
     engine, whole = run()
-    made, seen, real = make(), [], getattr(Snapshot, part)
+    made, seen, real = make(), [], getattr(ModuleWeights, part)
 
-    def interrupted(self, *args, **options):
+    def interrupted(self, *args):
         seen.append(1)
-        if len(seen) > 1 or done:
-            real(self, *args, **options)
+        found = real(self, *args) if len(seen) > 1 or done else None
         if len(seen) == 1:
             raise KeyboardInterrupt
+        return found
 
-    monkeypatch.setattr(Snapshot, part, interrupted)
+    monkeypatch.setattr(ModuleWeights, part, interrupted)
     with pytest.raises(KeyboardInterrupt):
         loop(*made)
     loop(*made)
@@ -775,7 +763,7 @@ def test_losses_that_mix_records_are_those_of_each_alone(losses):
     """A record cannot change the losses of others, however they are computed."""
     engine, model, *_ = make(gate={"losses": losses}, max_grad_norm=1.0)
     x, y = (value[:10] for value in points().tensors)
-    found = engine._blocks._evaluate((x, y)).losses
+    found = engine._procedure.tests.evaluate((x, y)).losses
     model.eval()
     with torch.no_grad():
         wanted = [losses(model, (x[[row]], y[[row]])) for row in range(10)]
@@ -788,8 +776,10 @@ def test_losses_that_mix_records_are_those_of_each_alone(losses):
 def test_gradient_norms_of_such_losses_are_those_of_each_alone(losses):
     engine, *_ = make(gate={"losses": losses}, max_grad_norm=None)
     x, y = (value[:10] for value in points().tensors)
-    found = engine._blocks._gradient_norms((x, y))
-    alone = [engine._blocks._gradient_norms((x[[row]], y[[row]])) for row in range(10)]
+    found = engine._procedure.tests.evaluate.gradient_norms((x, y))
+    alone = [
+        engine._procedure.tests.evaluate.gradient_norms((x[[row]], y[[row]])) for row in range(10)
+    ]
     torch.testing.assert_close(found, torch.cat(alone))
 
 
@@ -809,9 +799,9 @@ def test_losses_of_more_than_one_number_are_refused(norm):
 def test_a_record_that_is_not_finite_changes_no_others_loss(value, place):
     x, y = (part[:10].clone() for part in points(count=40).tensors)
     engine, *_ = make(gate={"losses": centred}, max_grad_norm=1.0)
-    before = engine._blocks._evaluate((x, y)).losses
+    before = engine._procedure.tests.evaluate((x, y)).losses
     x[place] = value
-    after = engine._blocks._evaluate((x, y)).losses
+    after = engine._procedure.tests.evaluate((x, y)).losses
     others = torch.arange(10) != place
     torch.testing.assert_close(after[others], before[others])
     assert after[place].isnan()

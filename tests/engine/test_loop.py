@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader
 
 import dpsur
 from dpsur.engine.steps import PrivateLoop
+from dpsur.engine.weights import ModuleWeights
 from dpsur.errors import StepError
+from dpsur.mechanism.gate import LossRule
 from tests.engine.helpers import linear_model, private, records, without_noise
 
 
@@ -153,6 +155,7 @@ def gate_for(verdicts, **options):
         lambda model, batch: torch.tensor(next(values)),
         val_batch_size=30,
         val_noise_multiplier=1e-3,
+        accept_threshold=0.0,
         loss_clip=1.0,
         **options,
     )
@@ -209,18 +212,18 @@ def test_every_trial_is_charged_with_its_test():
     assert engine.guarantee(1e-5) == ledger.guarantee()
 
 
-def proven_gate(verdicts):
+def proven(verdicts):
     """Told verdicts, under a test whose acceptance has a probability that is not tiny."""
-    gate = gate_for(verdicts, accounting="proven")
-    return dataclasses.replace(gate, val_noise_multiplier=0.5)
+    gate = dataclasses.replace(gate_for(verdicts), val_noise_multiplier=0.5)
+    return {"gate": gate, "accounting": "proven"}
 
 
 def test_proven_charges_accepted_updates_and_ends_the_loader(monkeypatch, tmp_path):
     """Three updates among six trials: the loader ends by itself, after the third."""
     verdicts = [False, True, False, False, True, True]
-    monkeypatch.setattr(dpsur.LossGate, "accepts", lambda *_: verdicts.pop(0))
+    monkeypatch.setattr(LossRule, "decide", lambda *_: torch.tensor(verdicts.pop(0)))
     engine, model, optimizer, loader = private(
-        gate=proven_gate([True] * 9), steps=3, target_delta=1e-3, seed=1
+        **proven([True] * 9), steps=3, target_delta=1e-3, seed=1
     )
     with pytest.raises(dpsur.NothingReleasedError, match="all of its updates"):
         engine.save(tmp_path / "early")
@@ -239,9 +242,11 @@ def test_proven_charges_accepted_updates_and_ends_the_loader(monkeypatch, tmp_pa
 
 
 def test_proven_releases_nothing_at_the_cap(monkeypatch):
-    monkeypatch.setattr(dpsur.LossGate, "accepts", lambda *_: False)
+    monkeypatch.setattr(LossRule, "decide", lambda *_: torch.tensor(False))
+    gate = dataclasses.replace(proven([])["gate"], loss=lambda *_: torch.zeros(()))
     engine, model, optimizer, loader = private(
-        gate=dataclasses.replace(proven_gate([]), loss=lambda *_: torch.zeros(())),
+        gate=gate,
+        accounting="proven",
         steps=1,
         target_delta=1e-2,
         seed=1,
@@ -256,9 +261,9 @@ def test_proven_releases_nothing_at_the_cap(monkeypatch):
 
 def test_proven_hides_verdicts_and_needs_a_number_of_updates():
     with pytest.raises(dpsur.InvalidInputError, match="show_verdicts"):
-        gate_for([], accounting="proven", show_verdicts=True)
+        private(gate=gate_for([], show_verdicts=True), accounting="proven", steps=3)
     with pytest.raises(dpsur.InvalidInputError, match=r"needs steps"):
-        private(gate=proven_gate([]))
+        private(**proven([]))
 
 
 def test_a_gate_tests_on_fresh_poisson_batches():
@@ -420,12 +425,7 @@ def test_the_page_runs(capsys):
 def test_a_rejection_that_keeps_something_is_noticed(monkeypatch):
     """The mutant: one that puts back the weights and leaves the optimizer's moments."""
 
-    def weights_only(self):
-        with torch.no_grad():
-            for name, value in self._live().items():
-                value.copy_(self._tensors[name])
-
-    monkeypatch.setattr("dpsur.engine.gate.Snapshot.restore", weights_only)
+    monkeypatch.setattr(ModuleWeights, "write_optimizer", lambda *_: None)
     with pytest.raises(AssertionError):
         test_a_rejected_step_leaves_no_trace()
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import dpsur
-from dpsur.engine import steps
 from dpsur.engine.private_step import LENGTHS, CollateAlone, PrivateBatch
 from dpsur.errors import CouplingError, InvalidInputError, StepError
 
@@ -55,7 +54,7 @@ def sums(monkeypatch):
         seen.append({name: value.clone() for name, value in total.params.items()})
         return total.params
 
-    monkeypatch.setattr(steps, "add_gaussian", keep)
+    monkeypatch.setattr("dpsur.mechanism.gaussian.add_noise", keep)
     return seen
 
 

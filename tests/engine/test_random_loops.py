@@ -169,12 +169,12 @@ def test_the_recorder_notices_a_loop_that_is_charged_too_little(monkeypatch):
     model = linear_model()
     recorder = Recorder(monkeypatch, model)
     engine, model, optimizer, loader = private(model, recorder, batch_size=8)
-    honest = engine.accountant.charge
+    honest = engine.accountant.book
 
     def cheap(step):
         honest(dpsur.SampledGaussian(step.update.sample_rate, 2 * step.update.noise_multiplier))
 
-    monkeypatch.setattr(engine.accountant, "charge", cheap)
+    monkeypatch.setattr(engine.accountant, "book", cheap)
     for batch in loader:
         perform("step", model, optimizer, batch)
         recorder.look()
@@ -192,11 +192,13 @@ def test_batches_have_the_rate_that_is_charged(monkeypatch):
     sampler.steps = range(1, rounds + 1)
     drawn = list(sampler)
     sizes = torch.tensor([float(len(rows)) for rows in drawn])
-    expected = RECORDS * engine._rate
-    spread = (expected * (1 - engine._rate)) ** 0.5
+    expected = engine.expected_batch_size
+    spread = (expected * (1 - loader.sample_rate)) ** 0.5
     assert abs(float(sizes.mean()) - expected) <= 5 * spread / rounds**0.5
     assert abs(float(sizes.std()) / spread - 1) <= 5 / (2 * rounds) ** 0.5
     joined = torch.zeros(RECORDS)
     for rows in drawn:
         joined[rows] += 1
-    assert bool(((joined / rounds - engine._rate).abs() <= 5 * (0.2 * 0.8 / rounds) ** 0.5).all())
+    assert bool(
+        ((joined / rounds - loader.sample_rate).abs() <= 5 * (0.2 * 0.8 / rounds) ** 0.5).all()
+    )

@@ -1,10 +1,11 @@
 """One seed gives one run: `fit`, a private step and the Opacus form make the same weights.
 
-The three are built from separate code above the clipped sum. As long as that is so, this is what
-keeps them one algorithm.
+All three take the same step (`take_step`). They differ in how a clipped sum comes about and in
+where the weights are. Here those are held against each other, behind every gate.
 """
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,13 @@ OPTIMIZERS = {
         lambda p: torch.optim.Adam(p, lr=0.3, eps=1e-7),
     ),
 }
-LOSS_GATE = {"val_batch_size": 40, "val_noise_multiplier": 0.8, "loss_clip": 0.5}
+LOSS_GATE = {
+    "val_batch_size": 40,
+    "val_noise_multiplier": 0.8,
+    "loss_clip": 0.5,
+    "accept_threshold": 0.0,
+}
+COIN_GATE = {"val_batch_size": 40, "accept_ratio": 6.0}
 
 
 def network():
@@ -37,33 +44,39 @@ def records():
     return x, (x[:, 0] > 0).long() + (x[:, 1] > 1).long()
 
 
-BLOCKS = {"blocks": 2, "block_updates": 3, "val_noise_multiplier": 4.0}
-# Of each gate: the options of `fit`, and the gate of an engine.
+BLOCKS = {
+    **{"blocks": 2, "block_updates": 3, "val_noise_multiplier": 4.0},
+    "schedule": "constant",
+}
+# Of each gate: how many steps there are, further options of `fit`, and what both are given.
+GIVEN = {"clip_norm": "given"}
 GATES = {
-    "no gate": ({"gate": "none", "updates": 9}, lambda: None),
-    "loss gate": (
-        {"gate": "loss", "trials": 9, "accept_threshold": 0.0, **LOSS_GATE},
-        lambda: dpsur.LossGate(mean_loss, **LOSS_GATE),
-    ),
-    "block gate": (
-        {"gate": "block", "updates": 5, "clip_norm": "given", **BLOCKS},
-        lambda: dpsur.BlockGate(learning_rate=0.3, schedule="constant", **BLOCKS),
-    ),
-    "block gate, norm measured": (
-        {"gate": "block", "updates": 5, **BLOCKS, "learning_rate": None},
-        lambda: dpsur.BlockGate(schedule="constant", **BLOCKS),
+    "no gate": ({"updates": 9}, {}, {}),
+    "loss gate": ({"trials": 9}, {}, {"gate": dpsur.LossGate(**LOSS_GATE)}),
+    "loss gate, proven": ({"updates": 5}, {}, {"gate": dpsur.LossGate(**LOSS_GATE)}),
+    "loss gate, own loss": ({"trials": 9}, {}, {"gate": dpsur.LossGate(**LOSS_GATE)}),
+    "coin gate": ({"updates": 30}, {}, {"gate": dpsur.CoinGate(**COIN_GATE)}),
+    "block gate": ({"updates": 5}, GIVEN, {"gate": dpsur.BlockGate(learning_rate=0.3, **BLOCKS)}),
+    "block gate, norm measured": ({"updates": 5}, {}, {"gate": dpsur.BlockGate(**BLOCKS)}),
+    "metrics": ({"updates": 9}, {}, {"metrics": dpsur.Metrics(noise_multiplier=4.0)}),
+    "metrics, patience": (
+        {"updates": 40},
+        {},
+        {"metrics": dpsur.Metrics(noise_multiplier=400.0, patience=1)},
     ),
 }
 
 
 def fitted(gate, settings):
-    options = {"learning_rate": 0.3, **GATES[gate][0], **settings}
+    counts, options, given = GATES[gate]
+    searched = gate.startswith("block")
     method = dpsur.Dpsgd(
         batch_size=BATCH,
         noise_multiplier=1.0,
         max_grad_norm=1.0,
-        schedule="constant",
-        **options,
+        learning_rate=None if searched else 0.3,
+        schedule="linear" if searched else "constant",
+        **{**counts, **options, **given, **settings},
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dpsur.PrivacyWarning)
@@ -73,11 +86,15 @@ def fitted(gate, settings):
             loss=F.cross_entropy,
             budget=dpsur.Budget(100.0, DELTA),
             method=method,
-            accounting="every-trial",
+            accounting=accounting_of(gate),
             seed=3,
             device="cpu",
         )
-    return dict(run.model.state_dict())
+    return dict(run.model.state_dict()), run.statement.get("metrics")
+
+
+def accounting_of(gate):
+    return "proven" if gate in ("coin gate", "loss gate, proven") else "every-trial"
 
 
 def mean_loss(model, batch):
@@ -87,7 +104,9 @@ def mean_loss(model, batch):
 
 def trained(form, gate, optimizer, seed=3):
     model, engine = network(), dpsur.PrivacyEngine()
-    options, build = GATES[gate]
+    counts, _, given = GATES[gate]
+    if gate.endswith("own loss"):
+        given = {"gate": replace(given["gate"], loss=mean_loss)}
     model, optimizer, loader = engine.make_private(
         module=model,
         optimizer=optimizer(model.parameters()),
@@ -95,9 +114,10 @@ def trained(form, gate, optimizer, seed=3):
         noise_multiplier=1.0,
         max_grad_norm=None if gate.endswith("measured") else 1.0,
         criterion=nn.CrossEntropyLoss(),
-        steps=options.get("updates", options.get("trials")),
-        gate=build(),
+        steps=next(iter(counts.values())),
+        accounting="proven" if gate.endswith("proven") else None,
         seed=seed,
+        **given,
     )
     if form == "private_step":
         step = engine.private_step(mean_loss)
@@ -109,17 +129,20 @@ def trained(form, gate, optimizer, seed=3):
             optimizer.zero_grad()
             mean_loss(model, batch).backward()
             optimizer.step()
-    return dict(model.state_dict())
+    return dict(model.state_dict()), engine.metrics or None, engine.accountant.charged
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("gate", GATES)
 def test_one_seed_gives_one_run(optimizer, gate):
     settings, build = OPTIMIZERS[optimizer]
-    expected = fitted(gate, settings)
+    expected, metrics = fitted(gate, settings)
     start = network().state_dict()
     for form in ("private_step", "opacus"):
-        found = trained(form, gate, build)
+        found, released, _ = trained(form, gate, build)
+        assert [row["value"] for row in released or ()] == pytest.approx(
+            [row["value"] for row in metrics or ()], rel=1e-12
+        )
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13)
             assert not torch.equal(found[name], start[name])
@@ -129,5 +152,18 @@ def test_one_seed_gives_one_run(optimizer, gate):
 def test_another_seed_gives_another_run(gate):
     """The comparison can fail."""
     settings, build = OPTIMIZERS["sgd"]
-    one, other = trained("private_step", gate, build, seed=4), fitted(gate, settings)
+    (one, *_), (other, _) = trained("private_step", gate, build, seed=4), fitted(gate, settings)
     assert any(not torch.allclose(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("gate", ["loss gate", "loss gate, proven", "coin gate"])
+def test_candidates_are_kept_and_rejected(gate):
+    """So that the comparison covers both."""
+    *_, charged = trained("private_step", gate, OPTIMIZERS["sgd"][1])
+    assert 0 < charged.updates < charged.trials
+
+
+def test_patience_ends_the_run_before_its_plan():
+    _, released, charged = trained("opacus", "metrics, patience", OPTIMIZERS["sgd"][1])
+    assert charged.updates < 40
+    assert len(released) < 20

@@ -14,6 +14,7 @@ from dpsur.features import table as table_features
 from dpsur.features.statistics import private_levels
 from dpsur.features.table import BINS, MOST_NUMBERS, grid, levels_of
 from dpsur.functional.records import Examples
+from dpsur.mechanism import gaussian
 from dpsur.mechanism.streams import Streams
 from dpsur.privacy.events import Gaussian, feature_histograms_noise
 from dpsur.runs import input_features
@@ -60,9 +61,9 @@ def histograms_are_charged_for_what_a_record_moves():
         sums[-1] += (noisy["counts"] - sums[-1][0],)
         return noisy
 
-    real = statistics.add_gaussian
+    real = gaussian.add_noise
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(statistics, "add_gaussian", spy)
+        patch.setattr(gaussian, "add_noise", spy)
         for count in (41, 40):
             train = Examples(inputs(41)[:count], torch.zeros(count))
             compute_inputs(asked, train, None, Streams(0, CPU))

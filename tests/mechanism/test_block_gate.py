@@ -15,10 +15,11 @@ from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import flatten
-from dpsur.mechanism import block_gate, block_tests, dp_gradient, proposer
-from dpsur.mechanism.block_gate import BlockGate
-from dpsur.mechanism.block_tests import median_of
+from dpsur.mechanism import block_tests, gaussian, proposer
+from dpsur.mechanism.block_tests import median_of, noisy_sum
+from dpsur.mechanism.blocks import RateSearchTraining
 from dpsur.mechanism.loop import has_next, make_trial, start, train
+from dpsur.mechanism.proposer import GradientProposer
 from dpsur.mechanism.rate_choice import (
     TOO_HIGH,
     TOO_LOW,
@@ -66,8 +67,13 @@ def bound(problem: Problem | None = None, settle=settled, **changes):
     problem = problem or problem_of()
     method, plan = settle(Dpsgd(**{**TESTED, **changes}), len(problem.train))
     gate = method.bind(problem, plan)
-    assert isinstance(gate, BlockGate)
+    assert isinstance(gate, RateSearchTraining)
     return gate, plan
+
+
+def is_test(total):
+    """Whether a sum is that of a test, and no gradient."""
+    return "test" in total.params
 
 
 def steps_of(gate, plan, seed: int = 0):
@@ -91,19 +97,17 @@ def what_was_drawn_fits_the_budget():
         rates.append(rate)
         return exact_batch(examples, rate, stream)
 
-    def spy_update(total, multiplier, stream, real=dp_gradient.add_gaussian):
-        done.append(SampledGaussian(rates[-1], multiplier))
-        return real(total, multiplier, stream)
-
-    def spy_test(total, multiplier, stream, real=block_tests.add_gaussian):
-        assert total.sensitivity == 1.0
-        done.append(Gaussian(multiplier))
+    def spy(total, multiplier, stream, real=gaussian.add_noise):
+        if is_test(total):
+            assert total.sensitivity == 1.0
+            done.append(Gaussian(multiplier))
+        else:
+            done.append(SampledGaussian(rates[-1], multiplier))
         return real(total, multiplier, stream)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proposer, "steady_batch", spy_batch)
-        patch.setattr(dp_gradient, "add_gaussian", spy_update)
-        patch.setattr(block_tests, "add_gaussian", spy_test)
+        patch.setattr(gaussian, "add_noise", spy)
         end = train(gate, plan, Streams(0, CPU))
     assert len(done) == 7 + 4 * 3 + 5
     assert pld.composed_epsilon([(event, 1) for event in done], BUDGET.delta) <= BUDGET.epsilon
@@ -124,8 +128,7 @@ def a_run_depends_on_the_records_through_noisy_sums_only():
     for records in (blobs(SIZE), other):
         gate, plan = bound(problem_of(records), clip_norm="given")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dp_gradient, "add_gaussian", noise_alone)
-            patch.setattr(block_tests, "add_gaussian", noise_alone)
+            patch.setattr(gaussian, "add_noise", noise_alone)
             patch.setattr(RateSearch, "standard_error", 1e-3)  # so that there is a head start
             ends.append(flatten(train(gate, plan, Streams(3, CPU)).state))
     for name, value in ends[0].items():
@@ -145,7 +148,7 @@ def a_record_moves_a_test_by_at_most_one():
             gate, _ = bound(problem)
             sums.append(_exact_tests(gate, weights))
             if classes:
-                sums[-1].append(block_gate.class_metrics(problem, weights, problem.train).sum(0))
+                sums[-1].append(block_tests.class_metrics(problem, weights, problem.train).sum(0))
         for one, two in zip(*sums, strict=True):
             assert float((one - two).norm()) <= 1 + 1e-9
 
@@ -157,7 +160,7 @@ def metrics_of_a_record_are_jointly_at_most_one():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_tests, "record_outputs", lambda *_: outputs)
         rows = Examples(outputs, outputs.argmax(1))
-        values = block_gate.class_metrics(problem, problem.initial_params(), rows)
+        values = block_tests.class_metrics(problem, problem.initial_params(), rows)
     lengths = torch.sqrt(values.square().sum(1))
     assert float(lengths.max()) <= 1 + 1e-9
     assert float(lengths.max()) > 0.99  # and no less is charged for
@@ -177,7 +180,7 @@ def _exact_tests(gate, weights):
     state = gate.initial_state()
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_tests, "add_gaussian", lambda total, *_: total.params)
+        patch.setattr(gaussian, "add_noise", lambda total, *_: total.params)
         for number in range(3):
             memory = {
                 **state.memory,
@@ -185,8 +188,14 @@ def _exact_tests(gate, weights):
                 "loss_scale": torch.tensor(1.0),
             }
             at = replace(state, params=weights, memory=memory)
-            found.append(gate._test(at, Streams(0, CPU).at(1)))
+            found.append(_value(gate, at, 1))
     return found
+
+
+def _value(gate, state, step):
+    """What the test that is due releases."""
+    quantity = gate.search.quantity(state.memory)
+    return noisy_sum(gate.tests, quantity, state, gate.plan.test, Streams(0, CPU).at(step))
 
 
 def a_test_has_the_accounted_noise():
@@ -196,9 +205,9 @@ def a_test_has_the_accounted_noise():
     for tests, draws in ((0, 6), (1, 500)):
         at = replace(state, memory={**state.memory, "tests": torch.tensor(tests)})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(block_tests, "add_gaussian", lambda total, *_: total.params)
-            exact = gate._test(at, Streams(0, CPU).at(1))
-        found = [gate._test(at, Streams(0, CPU).at(step)) - exact for step in range(1, draws)]
+            patch.setattr(gaussian, "add_noise", lambda total, *_: total.params)
+            exact = _value(gate, at, 1)
+        found = [_value(gate, at, step) - exact for step in range(1, draws)]
         assert_standard_deviation(torch.stack(found).numpy(), plan.test.noise_multiplier)
 
 
@@ -300,16 +309,15 @@ def restored_blocks_not_charged(patch):
 
 
 def verdict_from_the_value_without_noise(patch):
-    real = BlockGate._after_test
+    real = RateSearchTraining._after_test
 
     def wrong(self, state, noisy):
         if noisy.numel() == 2:
-            noisy = block_gate.class_metrics(self._problem, state.params, self._problem.train).sum(
-                0
-            )
+            problem = self.updates.problem
+            noisy = block_tests.class_metrics(problem, state.params, problem.train).sum(0)
         return real(self, state, noisy)
 
-    patch.setattr(BlockGate, "_after_test", wrong)
+    patch.setattr(RateSearchTraining, "_after_test", wrong)
 
 
 def the_sum_clipped_instead_of_each_record(patch):
@@ -318,7 +326,7 @@ def the_sum_clipped_instead_of_each_record(patch):
         mean = (-losses.mean() / (2 * math.log(3))).clamp(-1, 1)
         return mean.repeat(len(rows), 2)
 
-    patch.setattr(block_gate, "class_metrics", wrong)
+    patch.setattr(block_tests, "class_metrics", wrong)
 
 
 def metrics_of_separate_sensitivity(patch):
@@ -331,23 +339,25 @@ def unclipped_loss_decreases(patch):
     def wrong(problem, params, first, bound, rows):
         return (problem.losses(first, rows) - problem.losses(params, rows)).double()[:, None]
 
-    patch.setattr(block_gate, "loss_decreases", wrong)
+    patch.setattr(block_tests, "loss_decreases", wrong)
 
 
 def half_the_noise_on_tests(patch):
-    real = block_tests.add_gaussian
-    patch.setattr(
-        block_tests, "add_gaussian", lambda total, noise, stream: real(total, noise / 2, stream)
-    )
+    real = gaussian.add_noise
+
+    def wrong(total, noise, stream):
+        return real(total, noise / 2 if is_test(total) else noise, stream)
+
+    patch.setattr(gaussian, "add_noise", wrong)
 
 
 def noise_at_an_old_clip_norm(patch):
-    real = dp_gradient.clipped_sum
+    real = gaussian.clipped_sum
 
     def wrong(*arguments, **more):
         return replace(real(*arguments, **more), sensitivity=0.1)
 
-    patch.setattr(dp_gradient, "clipped_sum", wrong)
+    patch.setattr(gaussian, "clipped_sum", wrong)
 
 
 def repeated_test_noise(patch):
@@ -363,24 +373,25 @@ def repeated_test_noise(patch):
 
 def head_start_by_the_records(patch):
     """Ways are added in proportion to a loss of the records that was not released."""
-    real = BlockGate._restarted
+    real = GradientProposer.restore
 
-    def wrong(self, state, add):
-        records, saved = self._problem.train, state.saved
-        losses = [float(self._problem.losses(saved[name], records).mean()) for name, _ in add]
-        return real(self, state, [(n, f / loss) for (n, f), loss in zip(add, losses, strict=True)])
+    def wrong(self, state, name, add=()):
+        records, saved = self.problem.train, state.saved
+        losses = [float(self.problem.losses(saved[name], records).mean()) for name, _ in add]
+        add = [(n, f / loss) for (n, f), loss in zip(add, losses, strict=True)]
+        return real(self, state, name, add)
 
-    patch.setattr(BlockGate, "_restarted", wrong)
+    patch.setattr(GradientProposer, "restore", wrong)
 
 
 def _restart_keeping(name):
     def apply(patch):
-        real = BlockGate._restarted
+        real = GradientProposer.restore
         patch.setattr(
-            BlockGate,
-            "_restarted",
-            lambda self, state, add: replace(
-                real(self, state, add), **{name: getattr(state, name)}
+            GradientProposer,
+            "restore",
+            lambda self, state, *which: replace(
+                real(self, state, *which), **{name: getattr(state, name)}
             ),
         )
 
@@ -537,11 +548,11 @@ def scripted(patch, values):
     """Let tests release these values, times the number of records that they look at."""
     following = iter(values)
 
-    def wrong(self, values_of, draws):
+    def wrong(self, *_):
         half = next(following) * self.search.tested / block_tests.METRICS_NORM / 2
         return torch.tensor([half, -half], dtype=torch.float64)
 
-    patch.setattr(BlockGate, "_noisy_sum", wrong)
+    patch.setattr(RateSearchTraining, "_noisy", wrong)
 
 
 @pytest.mark.parametrize(("last", "fallback"), [(0.49, False), (-0.5, True)])
@@ -592,7 +603,7 @@ def test_without_a_head_start_where_blocks_are_useless(infinite, monkeypatch):
     if infinite:
         monkeypatch.setattr(RateSearch, "standard_error", 1e-3)
         far = Walk(math.nan, 51, 1.0, 20.0)
-        monkeypatch.setattr(BlockGate, "_walk", lambda *_: far)
+        monkeypatch.setattr(RateSearchTraining, "_walk", lambda *_: far)
     scripted(monkeypatch, [0.0, 0.3, 0.6, 0.2, 0.4, 0.7])
     state, first = last_start(gate, plan)
     assert torch.equal(state.params["0.weight"], first)
@@ -606,7 +617,7 @@ def test_the_last_rate_falls_with_its_length_where_noise_dominates(monkeypatch):
     for squares in (1e-12, 1e12):
         gate, plan = bound(clip_norm="given", updates=48)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BlockGate, "_walk", lambda *_, s=squares: Walk(s, 51, 1.0, 20.0))
+            patch.setattr(RateSearchTraining, "_walk", lambda *_, s=squares: Walk(s, 51, 1.0, 20.0))
             scripted(patch, values)
             rates[squares] = float(last_start(gate, plan)[0].memory["rate"])
     assert rates[1e12] / rates[1e-12] == pytest.approx(16**0.75)

@@ -12,7 +12,7 @@ from dpsur.functional.problem import Problem, mode
 from dpsur.functional.tree import flatten
 from dpsur.mechanism import cuda_graph_loop, sampling
 from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
-from dpsur.mechanism.loop import make_trial, run_loop, start, train
+from dpsur.mechanism.loop import has_next, make_trial, run_loop, start, train
 from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.methods import Dpagd, Dpsgd, Dpsur
 from dpsur.methods.dpagd import AdaptiveSteps
@@ -44,7 +44,9 @@ def test_padded_trials_are_the_exact_ones(method):
     other, _ = bound(method)
     padded = other.padded()
     one, two = start(exact), start(padded)
-    for _ in range(6):
+    for made in range(6):
+        if made == 3 and not has_next(exact, plan, one):
+            break
         one, verdict = make_trial(exact, plan, Streams(0, CPU), one)
         two, same = make_trial(padded, plan, Streams(0, CPU), two)
         assert bool(verdict.accept) == bool(same.accept)

@@ -5,8 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dpsur.mechanism import philox, sampling
-from dpsur.mechanism.dp_gradient import add_gaussian
+from dpsur.mechanism import gaussian, philox, sampling
 from dpsur.mechanism.sampling import exact_batch, padded_batch, padded_size, poisson_sample
 from dpsur.mechanism.streams import BATCH
 from dpsur.per_example import ClippedSum
@@ -75,15 +74,15 @@ def check_noise(samples, scale):
 
 
 def test_noise_is_gaussian_and_scaled_from_the_reported_sensitivity():
-    check_noise(noise_samples(add_gaussian), 1.5)
+    check_noise(noise_samples(gaussian.add_noise), 1.5)
 
 
 def scaled(factor):
-    return lambda total, multiplier, drawn: add_gaussian(total, multiplier * factor, drawn)
+    return lambda total, multiplier, drawn: gaussian.add_noise(total, multiplier * factor, drawn)
 
 
 def repeated(total, multiplier, drawn):
-    noisy = add_gaussian(total, multiplier, drawn)
+    noisy = gaussian.add_noise(total, multiplier, drawn)
     return {"a": noisy["a"], "b": noisy["a"]}
 
 
@@ -95,7 +94,7 @@ def test_the_noise_ends_where_the_uniform_draws_do(dtype, end, monkeypatch):
     philox._box_muller_(draws)
     monkeypatch.setattr(philox, "_on_cpu", lambda *_, normal: draws)
     total = ClippedSum({"a": torch.zeros(10)}, sensitivity=0.5)
-    found = add_gaussian(total, 2.0, stream())["a"]
+    found = gaussian.add_noise(total, 2.0, stream())["a"]
     assert float(found[0]) == pytest.approx(math.sqrt(end * math.log(2)), rel=1e-6)
     assert (float(found[0]) > 8) is (dtype is torch.float64)
 
@@ -108,7 +107,7 @@ def in_float32(total, multiplier, drawn):
     }
 
 
-@pytest.mark.parametrize(("add", "fine"), [(add_gaussian, True), (in_float32, False)])
+@pytest.mark.parametrize(("add", "fine"), [(gaussian.add_noise, True), (in_float32, False)])
 def test_noise_is_drawn_in_float64_whatever_the_type_of_the_sum(add, fine):
     """Rounded once, after it was scaled: numbers that were drawn in float32 come back as such."""
     total = ClippedSum({"a": torch.zeros(5000), "b": torch.zeros(41)}, sensitivity=0.5)
@@ -123,7 +122,7 @@ def test_noise_is_drawn_in_float64_whatever_the_type_of_the_sum(add, fine):
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 40])
 def test_any_number_of_draws(size):
     total = ClippedSum({"a": torch.zeros(size), "b": torch.zeros(3, 1)}, sensitivity=1.0)
-    noisy = add_gaussian(total, 1.0, stream(0))
+    noisy = gaussian.add_noise(total, 1.0, stream(0))
     assert noisy["a"].shape == (size,)
     assert noisy["b"].shape == (3, 1)
     assert len(torch.cat([noisy["a"], noisy["b"][:, 0]]).unique()) == size + 3
@@ -139,7 +138,7 @@ def largest_correlation(draws):
 def test_both_draws_of_a_pair_are_independent_of_each_other():
     """They share a radius. A wrong one, the control, would show in the sizes of both."""
     limit = STANDARD_ERRORS / math.sqrt(100_000)
-    draws = noise_samples(add_gaussian)
+    draws = noise_samples(gaussian.add_noise)
     assert largest_correlation(draws) <= limit
     radius = np.hypot(draws[::2], draws[1::2])
     assert largest_correlation(draws * np.repeat(radius, 2)) > limit
@@ -182,7 +181,7 @@ def test_overflow_is_next_to_impossible():
 def test_noise_is_the_streams_draw_scaled_and_added_once(shape):
     value = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     total = ClippedSum({"w": value}, sensitivity=0.5)
-    found = add_gaussian(total, 3.0, stream(1))["w"]
+    found = gaussian.add_noise(total, 3.0, stream(1))["w"]
     draws = stream(1).normal(value.numel())
     assert found.shape == shape
     assert found.dtype == torch.float32

@@ -12,8 +12,7 @@ from torch import nn
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
-from dpsur.mechanism import dp_gradient, proposer
-from dpsur.mechanism.dp_gradient import add_gaussian
+from dpsur.mechanism import gaussian, proposer
 from dpsur.mechanism.loop import make_trial, start, train
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import Streams
@@ -125,10 +124,10 @@ def what_was_drawn_fits_the_allowance():
         rates.append(rate)
         return exact_batch(examples, rate, drawn_from)
 
-    def spy_noise(total, multiplier, drawn_from):
+    def spy_noise(total, multiplier, drawn_from, real=gaussian.add_noise):
         assert total.sensitivity == CLIP
         done.append(SampledGaussian(gradient_rate, float(multiplier)))
-        return add_gaussian(total, multiplier, drawn_from)
+        return real(total, multiplier, drawn_from)
 
     def spy_choice(losses, loss_clip, choice_epsilon, drawn_from):
         done.append(NoisyChoice(choice_rate, choice_epsilon))
@@ -136,7 +135,7 @@ def what_was_drawn_fits_the_allowance():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proposer, "steady_batch", spy_batch)
-        patch.setattr(dp_gradient, "add_gaussian", spy_noise)
+        patch.setattr(gaussian, "add_noise", spy_noise)
         patch.setattr(dpagd, "exponential_mechanism", spy_choice)
         procedure, plan = bound(replace(METHOD, batch_size=20, step_sizes=3), problem=flat())
         end = train(procedure, plan, STREAMS)
@@ -267,7 +266,7 @@ def candidates_that_accumulate(patch):
 
 
 def unclipped_retry(patch):
-    real, tries = dp_gradient.clipped_sum, []
+    real, tries = gaussian.clipped_sum, []
 
     def wrong(problem, params, examples, bound, **more):
         tries.append(problem)
@@ -275,7 +274,7 @@ def unclipped_retry(patch):
         total = real(problem, params, examples, 1e9 if again else bound, **more)
         return replace(total, sensitivity=bound)
 
-    patch.setattr(dp_gradient, "clipped_sum", wrong)
+    patch.setattr(gaussian, "clipped_sum", wrong)
 
 
 def uncharged_retries(patch):
@@ -431,7 +430,7 @@ def test_it_ends_when_nothing_fits_and_not_before():
 
 def test_without_noise_it_comes_within_a_step_of_the_minimum(monkeypatch):
     monkeypatch.setattr(dpagd, "exponential_mechanism", the_least)
-    monkeypatch.setattr(dp_gradient, "add_gaussian", lambda total, *_: total.params)
+    monkeypatch.setattr(gaussian, "add_noise", lambda total, *_: total.params)
     procedure, plan = bound(METHOD, problem=quadratic(centre=0.8))
     end = train(procedure, plan, STREAMS)
     assert float(end.state.params["weight"]) == pytest.approx(0.8, abs=0.25)

@@ -13,14 +13,13 @@ from torch import nn
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
-from dpsur.mechanism import dp_gradient, proposer, streams
-from dpsur.mechanism.dp_gradient import add_gaussian
+from dpsur.mechanism import gaussian, proposer, streams
 from dpsur.mechanism.loop import make_trial, start, train
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.state import State
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import Selective
-from dpsur.methods import Dpis, dpis
+from dpsur.methods import Dpis
 from dpsur.methods.dpis import ImportanceGradient, price_of_an_update
 from dpsur.per_example import GradientBudget, clipped_norms, clipped_sum
 from dpsur.per_example import contributions as factors
@@ -199,7 +198,7 @@ def what_was_drawn_fits_the_budget():
             rates.append(rate)
             return exact_batch(examples, rate, drawn_from)
 
-        real = dpis.add_gaussian
+        real = gaussian.add_noise
 
         def spy_noise(total, multiplier, drawn_from, rates=rates, done=done, real=real):
             assert total.sensitivity == CLIP
@@ -208,8 +207,7 @@ def what_was_drawn_fits_the_budget():
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(proposer, "steady_batch", spy_batch)
-            for module in (dpis, dp_gradient):
-                patch.setattr(module, "add_gaussian", spy_noise)
+            patch.setattr(gaussian, "add_noise", spy_noise)
             problem = known_gradients(spread=spread)
             procedure = method.bind(problem, plan)
             end = train(procedure, plan, Streams(seed, CPU))
@@ -240,20 +238,24 @@ def weights_without_correction(patch):
 
 
 def unreleased_sum(patch):
+    real = gaussian.add_noise
+
     def wrong(total, multiplier, drawn_from):
         if "norms" in total.params:
             return total.params
-        return add_gaussian(total, multiplier, drawn_from)
+        return real(total, multiplier, drawn_from)
 
-    patch.setattr(dpis, "add_gaussian", wrong)
+    patch.setattr(gaussian, "add_noise", wrong)
 
 
 def half_the_noise_on_the_sum(patch):
+    real = gaussian.add_noise
+
     def wrong(total, multiplier, drawn_from):
         factor = 0.5 if "norms" in total.params else 1
-        return add_gaussian(total, multiplier * factor, drawn_from)
+        return real(total, multiplier * factor, drawn_from)
 
-    patch.setattr(dpis, "add_gaussian", wrong)
+    patch.setattr(gaussian, "add_noise", wrong)
 
 
 def no_floor(patch):
@@ -356,7 +358,7 @@ def test_a_gradient_too_small_to_be_scaled_up_adds_nothing():
         total = clipped_sum(problem, {"weight": torch.zeros(3)}, problem.train, CLIP, coins=coins)
         assert float(total.params["weight"].abs().max()) == 0
     drawn = []
-    real = dp_gradient.clipped_sum
+    real = gaussian.clipped_sum
 
     def spy(*arguments, coins, **more):
         drawn.append(coins)
@@ -364,7 +366,7 @@ def test_a_gradient_too_small_to_be_scaled_up_adds_nothing():
 
     procedure, state = refreshed(problem, norm_sum=4 * CLIP, batch_size=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dp_gradient, "clipped_sum", spy)
+        patch.setattr(gaussian, "clipped_sum", spy)
         for step in range(200):
             gradient(procedure, state, step)
     coins = torch.cat(drawn)

@@ -163,3 +163,45 @@ def test_a_learning_rate_that_equals_the_default_is_tried_by_the_gate_block():
     assert settled(learning_rate="linear-head")[1].blocks == left_open[1].blocks
     plain, _ = dpsur.Dpsgd().settle(5000, budget, "every-trial")
     assert plain.learning_rate == 4.0  # stated as a number
+
+
+# --- gates and metrics as objects ----------------------------------------------------------------
+
+OBJECTS = [
+    (
+        {"gate": dpsur.LossGate(val_batch_size=8, accept_threshold=0.0)},
+        {"gate": "loss", "val_batch_size": 8, "accept_threshold": 0.0},
+    ),
+    ({"gate": dpsur.CoinGate(accept_ratio=1.5)}, {"gate": "coin", "accept_ratio": 1.5}),
+    (
+        {"gate": dpsur.BlockGate(blocks=4, learning_rate=4.0, schedule="cosine")},
+        {"gate": "block", "blocks": 4, "learning_rate": 4.0, "schedule": "cosine"},
+    ),
+    (
+        {"metrics": dpsur.Metrics(budget=0.02, patience=2)},
+        {"metrics_budget": 0.02, "patience": 2},
+    ),
+]
+
+
+@pytest.mark.parametrize(("objects", "options"), OBJECTS, ids=lambda one: str(next(iter(one))))
+def test_an_object_holds_what_options_hold(objects, options):
+    """So that a run of either is the same, and the statement and the files say the same."""
+    budget = dpsur.Budget(5.0, 1e-4)
+    one, other = dpsur.Dpsgd(**objects), dpsur.Dpsgd(**options)
+    assert one == other
+    assert one.settle(1000, budget, "proven") == other.settle(1000, budget, "proven")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gate": dpsur.BlockGate(losses=abs)}, "losses of a BlockGate is for a custom loop"),
+        ({"gate": dpsur.LossGate(abs)}, "loss of a LossGate is for a custom loop"),
+        ({"gate": dpsur.LossGate(loss_clip=2.0), "loss_clip": 1.0}, "give it once"),
+        ({"gate": dpsur.LossGate(), "metrics": dpsur.Metrics()}, "needs the gate none or block"),
+    ],
+)
+def test_objects_that_cannot_be(options, words):
+    with pytest.raises(dpsur.InvalidInputError, match=words):
+        dpsur.Dpsgd(**options)

@@ -6,7 +6,7 @@ extreme record, and the gradients of the others. `make test-all` runs all worlds
 
 import pytest
 
-from dpsur.engine.blocks import BlockRun
+from dpsur.engine.model_tests import ModelTests
 from dpsur.per_example import clipping
 from tests.oracle.harness import (
     ADD,
@@ -110,8 +110,8 @@ def test_a_loop_that_passes_records_on_is_found():
 
 
 def test_a_gates_values_that_are_not_bounded_are_found(monkeypatch):
-    own = BlockRun._values
-    monkeypatch.setattr(BlockRun, "_values", lambda *given: 3 * own(*given))
+    own = ModelTests._values
+    monkeypatch.setattr(ModelTests, "_values", lambda *given: 3 * own(*given))
     name = "loops-block gate as it is, norm given"
     found = judge(NAMED[name], "private_step", pairs=(REPLACE,), extreme=("NaN",))
     assert found.outcome == "above"

@@ -13,6 +13,7 @@ import dpsur
 from dpsur.cli import main
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
+from dpsur.mechanism import gaussian
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import Gaussian
 from dpsur.runs import holdout
@@ -57,7 +58,7 @@ def figures(held, epsilon=1.0, model=None, loss=F.cross_entropy, drawn=None):
 
 def figures_are_charged_for_what_a_record_moves():
     """The noise of the sum, over what one record can move it by, costs the stated epsilon."""
-    sums, real = [], holdout.add_gaussian
+    sums, real = [], gaussian.add_noise
 
     def spy(total, noise, drawn):
         noisy = real(total, noise, drawn)
@@ -65,7 +66,7 @@ def figures_are_charged_for_what_a_record_moves():
         return noisy
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holdout, "add_gaussian", spy)
+        patch.setattr(gaussian, "add_noise", spy)
         all_of_them = records(400)
         most = 0.0
         for left_out in range(3):
@@ -98,8 +99,8 @@ def noise_for_one_value(patch):
 
 
 def half_the_noise(patch):
-    real = holdout.add_gaussian
-    patch.setattr(holdout, "add_gaussian", lambda t, noise, drawn: real(t, noise / 2, drawn))
+    real = gaussian.add_noise
+    patch.setattr(gaussian, "add_noise", lambda t, noise, drawn: real(t, noise / 2, drawn))
 
 
 def drawn_by_the_place(patch):

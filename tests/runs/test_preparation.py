@@ -11,8 +11,9 @@ from torch import nn
 import dpsur
 from dpsur.config import Pace
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.features import WithFeatures, compute, features_named, statistics
+from dpsur.features import WithFeatures, compute, features_named
 from dpsur.functional.records import Examples
+from dpsur.mechanism import gaussian
 from dpsur.mechanism.streams import Streams
 from dpsur.privacy.events import Gaussian, feature_mean_noise
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
@@ -88,13 +89,13 @@ def test_private_statistics_normalise_channels(monkeypatch):
 def test_the_charge_is_what_is_drawn(monkeypatch):
     """Every Gaussian mechanism on the records is an event of the setup, and the reverse."""
     drawn = []
-    real = statistics.add_gaussian
+    real = gaussian.add_noise
 
     def spy(total, noise_multiplier, generator):
         drawn.append(Gaussian(noise_multiplier))
         return real(total, noise_multiplier, generator)
 
-    monkeypatch.setattr(statistics, "add_gaussian", spy)
+    monkeypatch.setattr(gaussian, "add_noise", spy)
     for preparation in (
         InputFeatures("scattering", "private"),
         InputFeatures("scattering", "private", statistics_noise=5.0),
@@ -251,12 +252,22 @@ def cut_and_copied(folder, copied, **options):
     shutil.copytree(folder, copied)
 
 
+def no_noise_of_statistics(monkeypatch):
+    """From now on noise is for updates alone."""
+    real = gaussian.add_noise
+
+    def spy(total, *rest):
+        if "sum" in total.params:
+            pytest.fail("drew statistics a second time")
+        return real(total, *rest)
+
+    monkeypatch.setattr(gaussian, "add_noise", spy)
+
+
 def test_an_unseeded_run_goes_on_with_the_statistics_it_has_released(tmp_path, monkeypatch):
     options = {"normalisation": "private", "pace": Pace(checkpoint_every=1)}
     cut_and_copied(tmp_path / "one", tmp_path / "two", **options)
-    monkeypatch.setattr(
-        statistics, "add_gaussian", lambda *_, **__: pytest.fail("drew statistics a second time")
-    )
+    no_noise_of_statistics(monkeypatch)
     one, two = (
         fit(out=tmp_path / name, seed=None, resume=True, **options) for name in ("one", "two")
     )
@@ -332,9 +343,7 @@ def test_a_resumed_run_keeps_its_mean(tmp_path, monkeypatch):
     pace = Pace(checkpoint_every=1)
     with pytest.raises(KeyboardInterrupt):
         fit_on_rows(out=tmp_path / "one", seed=None, observers=[StopAt(2)], pace=pace)
-    monkeypatch.setattr(
-        statistics, "add_gaussian", lambda *_, **__: pytest.fail("drew the mean a second time")
-    )
+    no_noise_of_statistics(monkeypatch)
     run = fit_on_rows(out=tmp_path / "one", seed=None, resume=True, pace=pace)
     saved = load_statistics(tmp_path / "one" / "private" / FILE_NAME)
     assert torch.equal(run.model.features[0].centre, saved["centre"].float())

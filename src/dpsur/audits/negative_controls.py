@@ -14,9 +14,9 @@ from torch import Tensor
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.block_gate import BlockGate
-from dpsur.mechanism.dp_gradient import dp_mean_gradient
+from dpsur.mechanism.blocks import RateSearchTraining
 from dpsur.mechanism.gate import LossTestGate, mean_losses
+from dpsur.mechanism.gaussian import dp_mean_gradient
 from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.sampling import Batch
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
@@ -65,13 +65,15 @@ def with_source(change: Callable[[DpGradient], GradientSource]) -> Bind:
 
     def bind(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
         procedure = method.bind(problem, plan)
-        assert isinstance(procedure, Selective | BlockGate)
-        proposer = procedure.updates if isinstance(procedure, BlockGate) else procedure.proposer
+        assert isinstance(procedure, Selective | RateSearchTraining)
+        proposer = (
+            procedure.updates if isinstance(procedure, RateSearchTraining) else procedure.proposer
+        )
         assert isinstance(proposer, GradientProposer)
         if not isinstance(proposer.source, DpGradient):
             raise InvalidInputError(f"the faults are not made for the method {method.name}")
         changed = replace(proposer, source=change(proposer.source))
-        if isinstance(procedure, BlockGate):
+        if isinstance(procedure, RateSearchTraining):
             return replace(procedure, updates=changed)
         return replace(procedure, proposer=changed)
 

@@ -12,7 +12,7 @@ from scipy.stats import binom
 from torch import Tensor
 
 from dpsur.audits.worst_case_problems import Unit
-from dpsur.mechanism.dp_gradient import add_gaussian
+from dpsur.mechanism import gaussian
 from dpsur.mechanism.gate import make_rule
 from dpsur.mechanism.loop import train
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
@@ -46,7 +46,7 @@ def draw_trials(unit: Unit, count: int, stream: Stream, *, present: bool) -> Tri
 
     in_batch = joins(setting.update.sample_rate)
     total = ClippedSum({"z": _CLIP * in_batch}, sensitivity=_CLIP)
-    z = add_gaussian(total, setting.noise_multiplier, stream)["z"]
+    z = gaussian.add_noise(total, setting.noise_multiplier, stream)["z"]
     in_test = joins(setting.test.sample_rate)
     others = _sample_sizes(setting.records - 1, setting.test.sample_rate, count, stream)
     losses = others * unit.others(z) + in_test * unit.extra(z)

@@ -2,9 +2,9 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.sampling import poisson_sample
 from dpsur.mechanism.streams import BATCH, VAL_BATCH, Streams
+
+if TYPE_CHECKING:
+    from dpsur.engine.steps import PrivateLoop
 
 # Poisson sampling takes their place; it is over the whole data set, whatever the rank.
 _PLAIN_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
@@ -49,22 +52,6 @@ class Microbatch:
     def empty(self) -> bool:
         """Whether there is nothing in it, so that a record of zeros stands in."""
         return not self.rows
-
-
-class Owner(Protocol):
-    """What an engine does around the batches of a loader."""
-
-    def begin_epoch(self, length: int) -> Sequence[int]:
-        """The numbers of the steps whose batches an iteration may yield."""
-        ...
-
-    def finished(self) -> bool:
-        """Whether no further batch is to be yielded."""
-        ...
-
-    def yielded(self, batch: Microbatch, content: Any) -> None:
-        """A microbatch is about to be yielded."""
-        ...
 
 
 def check_loader(loader: Any) -> None:
@@ -213,7 +200,7 @@ class PrivateLoader(DataLoader[Any]):
         self,
         loader: DataLoader[Any],
         sampler: PoissonSampler,
-        owner: "Owner",
+        owner: "PrivateLoop",
         views: int = 1,
     ) -> None:
         self.length = len(loader)
@@ -282,12 +269,13 @@ class RecordReader:
         return Collate(own.collate, own.dataset, own.views if views else 1)
 
     def read(
-        self, step: int | Tensor, rate: float | None, *, views: bool
+        self, step: int | Tensor, rate: float | None, *, views: bool, here: bool = False
     ) -> Iterator[tuple[int, Any]]:
         """This rank's share of all records, or of a Poisson sample, as the loader joins them.
 
         Each microbatch comes with its number of records; for none a record of zeros stands in. With
-        `views` it has as many rows per record as in training.
+        `views` it has as many rows per record as in training. A small sample is read `here` and at
+        once, which takes less time than to start workers.
         """
         loader, streams = self._loader, self._streams()
         drawn = torch.arange(self.size)
@@ -296,16 +284,20 @@ class RecordReader:
         rows = streams.ranks.own(drawn).tolist()
         # all ranks make as many passes as the one with most records: some need each other's
         longest = max(1, -(-len(drawn) // streams.ranks.size))
-        most = loader.poisson.most or math.ceil(loader.sample_rate * self.size)
+        usual = longest if here else math.ceil(loader.sample_rate * self.size)
+        most = loader.poisson.most or usual
         parts = [rows[start : start + most] for start in range(0, longest, most)]
-        batches = DataLoader(
-            loader.dataset,
-            batch_sampler=cast(Any, parts),
-            num_workers=loader.num_workers,
-            collate_fn=self._collate(views=views),
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-        )
+        collate, data = self._collate(views=views), cast(Any, loader.dataset)
+        batches: Iterable[Any] = (collate([data[row] for row in part]) for part in parts)
+        if not here:
+            batches = DataLoader(
+                loader.dataset,
+                batch_sampler=cast(Any, parts),
+                num_workers=loader.num_workers,
+                collate_fn=collate,
+                pin_memory=loader.pin_memory,
+                timeout=loader.timeout,
+                worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context,
+            )
         yield from zip(map(len, parts), batches, strict=True)

@@ -2,13 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpsur.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from dpsur.engine.steps import PrivateLoop
 
 _REFUSED = {
     LBFGS: "evaluates the loss several times per step, so that one batch would be used repeatedly",
@@ -22,48 +25,10 @@ SCHEDULED = (
 )
 
 
-class Steps(Protocol):
-    """What an engine does around the step of an optimizer."""
-
-    scheduler_due: bool
-
-    @property
-    def sets_learning_rate(self) -> bool:
-        """Whether schedulers are refused."""
-        ...
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Of each step."""
-        ...
-
-    @property
-    def max_grad_norm(self) -> float:
-        """Of each record."""
-        ...
-
-    @property
-    def expected_batch_size(self) -> float:
-        """Sample rate times number of records."""
-        ...
-
-    def begin_step(self) -> bool:
-        """Put the private gradient in place; False: this microbatch is not the last."""
-        ...
-
-    def end_step(self) -> None:
-        """The optimizer has stepped."""
-        ...
-
-    def undo_step(self) -> None:
-        """The step was interrupted before it was decided about."""
-        ...
-
-
 class PrivateOptimizer(Optimizer):
     """What is mixed into the class of an optimizer by `make_private_optimizer`."""
 
-    engine: Steps
+    engine: "PrivateLoop"
 
     @property
     def noise_multiplier(self) -> float:
@@ -91,14 +56,12 @@ class PrivateOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.engine.begin_step():
-            try:
-                super().step()
-                self.engine.end_step()
-            except BaseException:  # also Ctrl-C in a notebook, where the next cell continues
-                self.engine.undo_step()
-                raise
+        self.engine.make_step()
         return loss
+
+    def plain_step(self) -> None:
+        """The step of the original class, along what stands in `.grad`."""
+        super().step()
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -116,7 +79,7 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def make_private_optimizer(optimizer: Optimizer, engine: Steps) -> Optimizer:
+def make_private_optimizer(optimizer: Optimizer, engine: "PrivateLoop") -> Optimizer:
     """Make an optimizer private in place: the same object, groups, state and schedulers."""
     kind = type(optimizer)
     private = type(f"Private{kind.__name__}", (PrivateOptimizer, kind), {})

@@ -14,30 +14,30 @@ from torch.utils.data import DataLoader
 from dpsur import checks
 from dpsur.distributed import connect
 from dpsur.distributed.ranks import unwrap
-from dpsur.engine.blocks import FIRST_CLIP_NORM, BlockRun
 from dpsur.engine.captured import CallGraphs
 from dpsur.engine.criterion import Criterion
-from dpsur.engine.gate import BlockGate, LossGate, Snapshot
 from dpsur.engine.loader import (
-    Collate,
     PoissonSampler,
     PrivateLoader,
     RecordReader,
     check_loader,
 )
 from dpsur.engine.optimizer import make_private_optimizer
+from dpsur.engine.procedure import FIRST_CLIP_NORM, Mechanism, make_procedure
 from dpsur.engine.setup import parameters_to_train, planned_steps, refuse_options, size_and_rate
 from dpsur.engine.sharding import Sharding, is_sharded
 from dpsur.engine.steps import PrivateLoop
 from dpsur.engine.watch import Watcher
+from dpsur.engine.weights import ModuleWeights
 from dpsur.environment import versions
 from dpsur.errors import CheckpointError, InvalidInputError, NothingReleasedError, StepError
+from dpsur.mechanism.blocks import released_metrics
+from dpsur.mechanism.gates import BlockGate, CoinGate, Gate, LossGate, Metrics
 from dpsur.mechanism.streams import Streams
 from dpsur.per_example.augmentation import Augment
-from dpsur.privacy.account import ACCOUNTING, PROVEN, Account
-from dpsur.privacy.calibrate import calibrate
-from dpsur.privacy.events import SampledGaussian, Step, Trial
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.account import Account
+from dpsur.privacy.events import SampledGaussian
+from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import (
     BY_CONSTRUCTION,
     CUSTOM_LOOP,
@@ -49,7 +49,7 @@ from dpsur.privacy.statement import (
 from dpsur.runs.files import RunFolder
 from dpsur.runs.release import NO_ORIGIN, write_release
 
-FORMAT = "dpsur-engine/1"
+FORMAT = "dpsur-engine/2"
 
 
 class PrivacyEngine(PrivateLoop):
@@ -120,7 +120,9 @@ class PrivacyEngine(PrivateLoop):
         noise_generator: Any = None,
         grad_sample_mode: str = "hooks",
         max_physical_batch_size: int | None = None,
-        gate: LossGate | BlockGate | None = None,
+        gate: Gate | None = None,
+        metrics: Metrics | None = None,
+        accounting: str | None = None,
         augment: Augment | None = None,
         views: int = 1,
         seed: int | None = None,
@@ -152,8 +154,13 @@ class PrivacyEngine(PrivateLoop):
             grad_sample_mode: accepted for compatibility; the fastest way is chosen by itself.
             max_physical_batch_size: largest number of records that the loader yields at once. A
                 batch then comes in several microbatches, and `step` acts on the last of them.
-            gate: a `LossGate` makes every step a trial: the candidate is tested on a fresh batch,
-                and kept or undone. A `BlockGate` searches for the learning rate.
+            gate: a `LossGate` or a `CoinGate` makes every step a trial: the candidate is tested on
+                a fresh batch, and kept or undone. A `BlockGate` searches for the learning rate.
+            metrics: pays for noisy training loss and accuracy, `dpsur.Metrics()`.
+            accounting: "every-trial" charges every candidate with its test. "proven" charges the
+                accepted ones only: then `steps` counts accepted updates, the loader ends after the
+                last of them, and the number of batches that the loop saw is private. A `CoinGate`
+                needs "proven", which is its default; that of everything else is "every-trial".
             augment: changes the inputs of the model at random, each record by itself, in training.
             views: so many views of a record are averaged inside its one clipped gradient. The
                 loader then yields every record so many times in a row, for `augment` to change.
@@ -162,10 +169,6 @@ class PrivacyEngine(PrivateLoop):
         refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
         checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
         checks.positive("noise_multiplier", noise_multiplier)
-        if max_grad_norm is not None:
-            checks.positive("max_grad_norm", max_grad_norm)
-        elif not isinstance(gate, BlockGate):
-            raise InvalidInputError("give max_grad_norm, the norm that gradients are clipped to")
         module = unwrap(module)
         if self._ledger is not None:
             raise InvalidInputError(
@@ -174,47 +177,21 @@ class PrivacyEngine(PrivateLoop):
             )
         trained = parameters_to_train(module, optimizer, data_loader)
         size, rate = size_and_rate(data_loader)
-        update = SampledGaussian(rate, noise_multiplier)
-        step = Trial(update, gate.test(size) if isinstance(gate, LossGate) else None)
         delta = min(1e-5, 0.1 / size) if target_delta is None else target_delta
-        planned = planned_steps(epochs, steps, data_loader)
-        if isinstance(gate, BlockGate):
-            self._ledger = Account.from_plan(
-                gate.plan(
-                    planned,
-                    size,
-                    sample_rate=rate,
-                    clip_by_median=max_grad_norm is None,
-                    noise_multiplier=noise_multiplier,
-                    epsilon=target_epsilon,
-                    delta=delta,
-                )
-            )
-        elif gate is not None and gate.accounting == PROVEN:
-            if planned is None:
-                raise InvalidInputError(
-                    "the accounting 'proven' needs steps=..., the number of accepted updates, "
-                    "fixed in advance"
-                )
-            self._ledger = Account.for_updates(step, planned, delta=delta, epsilon=target_epsilon)
-        elif target_epsilon is not None and planned is None:
-            self._ledger = Account.for_budget(target_epsilon, delta, step)
-        elif planned is not None:
-            if target_epsilon is None:  # what is planned is the budget
-                target_epsilon = Account.for_steps(step, planned, delta=delta).guarantee()
-            self._ledger = Account.for_steps(step, planned, delta=delta, epsilon=target_epsilon)
-        else:
-            self._ledger = Account.without_limit(delta)
-        self._event: Step = step
-        self._size, self._rate, self._noise = size, rate, noise_multiplier
+        steps = planned_steps(epochs, steps, data_loader)
+        mechanism = Mechanism(
+            size, rate, max_grad_norm, steps, target_epsilon, delta, gate, metrics, accounting
+        )
+        self._ledger, self._mechanism = mechanism.account(noise_multiplier), mechanism
+        self._size, self._update = size, SampledGaussian(rate, noise_multiplier)
         device = next(iter(trained.values())).device
         if views > 1 and augment is None:
             raise InvalidInputError(f"views={views} needs augment=..., which makes them different")
         ranks = connect(device)
         ranks.check_same(
             {
-                "settings": f"{step} {max_grad_norm} {self._ledger.describe()} {seed} {views} "
-                f"{gate.loss_clip if isinstance(gate, LossGate) else None}",
+                "settings": f"{self._update} {mechanism.test()} {max_grad_norm} "
+                f"{self._ledger.describe()} {seed} {views} {getattr(gate, 'loss_clip', None)}",
                 "number of records": str(size),
                 "parameters": str([(name, value.shape) for name, value in trained.items()]),
             }
@@ -223,11 +200,7 @@ class PrivacyEngine(PrivateLoop):
         if sharding is None:
             ranks.broadcast_module(module)
         self._streams, self._seed = Streams(seed, device, ranks), seed
-        self._max_grad_norm = max_grad_norm
         self._module, self._optimizer, self._dataset = module, optimizer, data_loader.dataset
-        self._gate, self._saved = gate if isinstance(gate, LossGate) else None, None
-        if self._ledger.charges_accepted:
-            self._first = Snapshot(module, optimizer)
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
         clip_norm = FIRST_CLIP_NORM if max_grad_norm is None else max_grad_norm
         self._watcher = Watcher(
@@ -248,21 +221,25 @@ class PrivacyEngine(PrivateLoop):
                 lambda: sampler.most,
             )
         self._loader = PrivateLoader(data_loader, sampler, self, views)
-        self._test_collate = Collate(data_loader.collate_fn, data_loader.dataset, 1)
         if self._private_steps:
             self._loader.collate_alone()
+        averages = gate.averages if isinstance(gate, BlockGate) else ()
+        self._weights = ModuleWeights(module, optimizer, averages)
+        if mechanism.charges_accepted:
+            self._first = self._weights.undo()
+        self._shows_verdicts = isinstance(gate, LossGate) and gate.show_verdicts
+        self._procedure = make_procedure(
+            mechanism,
+            self._update,
+            self._ledger.plan,
+            self._watcher,
+            self._weights,
+            self._criterion,
+            RecordReader(self._loader, self._batch_streams),
+        )
         if isinstance(gate, BlockGate):
-            self._blocks = BlockRun(
-                gate,
-                self._ledger,
-                self._watcher,
-                optimizer,
-                self._criterion,
-                max_grad_norm,
-                RecordReader(self._loader, self._batch_streams),
-                lambda: self._streams,
-            )
-            self._loader.length = self._blocks.plan.length
+            assert self._ledger.plan is not None
+            self._loader.length = self._ledger.plan.length  # one pass is the whole training
         return module, make_private_optimizer(optimizer, self), self._loader
 
     def make_private_with_epsilon(
@@ -276,7 +253,9 @@ class PrivacyEngine(PrivateLoop):
         max_grad_norm: float | None = None,
         epochs: int | None = None,
         steps: int | None = None,
-        gate: LossGate | BlockGate | None = None,
+        gate: Gate | None = None,
+        metrics: Metrics | None = None,
+        accounting: str | None = None,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         """Like `make_private`, with the least noise for which the training fits a budget.
@@ -288,27 +267,17 @@ class PrivacyEngine(PrivateLoop):
         if planned is None:
             raise InvalidInputError("give epochs or steps: the noise depends on their number")
         size, rate = size_and_rate(data_loader)
-        if isinstance(gate, BlockGate):
-            plan = gate.plan(
-                planned,
-                size,
-                sample_rate=rate,
-                clip_by_median=max_grad_norm is None,
-                noise_multiplier=None,
-                epsilon=target_epsilon,
-                delta=target_delta,
-            )
-            noise = plan.update.noise_multiplier
-            gate = replace(gate, val_noise_multiplier=plan.test.noise_multiplier)
-        else:
-            noise = calibrate(
-                epsilon=target_epsilon,
-                delta=target_delta,
-                sample_rate=rate,
-                updates=planned,
-                test=None if gate is None else gate.test(size),
-                accounting=ACCOUNTING if gate is None else gate.accounting,
-            )
+        noise, mechanism = Mechanism(
+            size,
+            rate,
+            max_grad_norm,
+            planned,
+            target_epsilon,
+            target_delta,
+            gate,
+            metrics,
+            accounting,
+        ).with_noise()
         return self.make_private(
             module=module,
             optimizer=optimizer,
@@ -318,7 +287,9 @@ class PrivacyEngine(PrivateLoop):
             steps=planned,
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            gate=gate,
+            gate=mechanism.gate,
+            metrics=mechanism.metrics,
+            accounting=accounting,
             **options,
         )
 
@@ -331,11 +302,13 @@ class PrivacyEngine(PrivateLoop):
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Noisy training metrics that the tests of a `BlockGate` have released so far.
+        """Noisy training metrics that tests have released so far, where they are paid for.
 
         They are paid for and public: the rows of `statement()["metrics"]`.
         """
-        return [] if self._blocks is None else self._blocks.metrics
+        if self._ledger is None or self._state is None:
+            return []
+        return released_metrics(self._procedure, self._state) or []
 
     # What is spent
 
@@ -374,55 +347,62 @@ class PrivacyEngine(PrivateLoop):
                 "without a plan there is no guarantee to state; give make_private epochs, steps or "
                 "target_epsilon"
             )
-        gate = self._gate
         if self.accountant.charges_accepted and not self.accountant.completed:
             raise NothingReleasedError(
                 "the accounting 'proven' covers a training that made all of its updates; continue "
                 "until the loader ends, or release nothing"
             )
-        if self._blocks is not None and not self._blocks.done:
+        if plan.tests and not self.finished():
             raise StepError(
-                "the plan of the BlockGate is not done, and the weights at hand may be those of a "
-                "learning rate on trial; continue until the loader ends, then state and save"
+                "the plan is not done, and the weights at hand may be those of a learning rate on "
+                "trial; continue until the loader ends, then state and save"
             )
-        steps = None if plan.filter is not None else plan.length
-        val_batch_size = None if gate is None else gate.val_batch_size
-        val_noise = None if gate is None else gate.val_noise_multiplier
-        if plan.tests:  # the search is not counted, as in `make_private`
-            steps, val_noise = plan.blocks[-1], plan.test.noise_multiplier
-            if isinstance(plan.test, SampledGaussian):
-                val_batch_size = round(plan.test.sample_rate * self._size)
         facts = RunFacts(
             dataset_size=self._size,
             method=CUSTOM_LOOP,
-            settings={
-                "batch_size": self._rate * self._size,
-                "noise_multiplier": self._noise,
-                "max_grad_norm": self._watcher.max_grad_norm,
-                "steps": steps,
-                "val_batch_size": val_batch_size,
-                "val_noise_multiplier": val_noise,
-                "accept_threshold": None if gate is None else gate.accept_threshold,
-                "loss_clip": None if gate is None else gate.loss_clip,
-                "optimizer": type(self._optimizer).__name__.removeprefix("Private"),
-                "views": self._loader.views,
-            },
+            settings=self._settings(plan),
             seeded=self._streams.seeded,
             average=False,
             tf32=torch.backends.cuda.matmul.allow_tf32,
             bf16=self._watcher.rounded,
             versions=versions(),
             independence=self.independence,
-            metrics=None if self._blocks is None else self._blocks.metrics,
+            metrics=self.metrics if plan.tests else None,
         )
-        charged = self.accountant.charged
-        if self._blocks is None:
-            charged = Ledger()
-        if self.accountant.steps and self._blocks is None:
-            charged = charged.record(
-                self._event, updates=self._accepted, trials=self.accountant.steps
-            )
-        return privacy_statement(plan, charged, facts)
+        return privacy_statement(plan, self.accountant.charged, facts)
+
+    def _settings(self, plan: Plan) -> dict[str, Any]:
+        """What `make_private` was given, with what it has chosen."""
+        gate, metrics = self._mechanism.gate, self._mechanism.metrics
+        found = {
+            "batch_size": self.expected_batch_size,
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "steps": None if plan.filter is not None else plan.length,
+            "val_batch_size": None if gate is None else gate.val_batch_size,
+            "val_noise_multiplier": None,
+            "accept_threshold": None,
+            "loss_clip": None,
+            "optimizer": type(self._optimizer).__name__.removeprefix("Private"),
+            "views": self._loader.views,
+        }
+        if isinstance(gate, LossGate | CoinGate):
+            settled = gate.resolve(self._size)
+            names = ["val_batch_size", "accept_ratio"]
+            if isinstance(gate, LossGate):
+                names = ["val_batch_size", "val_noise_multiplier", "accept_threshold", "loss_clip"]
+            found |= {name: getattr(settled, name) for name in names}
+        elif isinstance(gate, BlockGate):  # the search is not counted, as in `make_private`
+            found |= {
+                "steps": plan.blocks[-1],
+                "val_noise_multiplier": plan.test.noise_multiplier,
+            }
+        elif metrics is not None:
+            found |= {
+                "metrics_noise_multiplier": plan.test.noise_multiplier,
+                "patience": metrics.patience,
+            }
+        return found
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write `release/` into a new folder: weights and statement, for `dpsur verify`.
@@ -446,17 +426,19 @@ class PrivacyEngine(PrivateLoop):
         Private: it holds the key of the random numbers of a seeded run. With a `BlockGate` it holds
         the saved weights and optimizer states that the search goes back to.
         """
+        held = self._state
         return {
             "format": FORMAT,
             "ledger": self.accountant.to_json(),
-            "sample_rate": self._rate,
-            "noise_multiplier": self._noise,
-            "max_grad_norm": self._max_grad_norm,
+            "sample_rate": self._update.sample_rate,
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self._mechanism.max_grad_norm,
             "records": self._size,
             "seed": self._seed,
-            "accepted": self._accepted,
             "independence": self.independence,
-            **({} if self._blocks is None else {"blocks": self._blocks.state_dict()}),
+            "memory": None if held is None else dict(held.memory or {}),
+            "saved": None if held is None else dict(held.saved or {}),
+            **(self._weights.at_rest_to_plain() if self.sets_learning_rate else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -487,8 +469,26 @@ class PrivacyEngine(PrivateLoop):
                 f"the checkpoint planned {ledger.describe()}, this engine "
                 f"{self.accountant.describe()}; plan the same in make_private"
             )
-        if self._blocks is not None:
-            self._blocks.load_state_dict(state["blocks"], ledger)
-        self._ledger, self._due, self._accepted = ledger, None, int(state["accepted"])
+        self._load_state(state)
+        self._ledger, self._due = ledger, None
         self._checked = self._checked or state.get("independence") != BY_CONSTRUCTION
         self._watcher.forget()
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what was released, saved weights, and the optimizer that they start with."""
+        if self.sets_learning_rate:
+            self._weights.load_at_rest(state)
+        if state["memory"] is None:
+            return
+        for saved in state["saved"].values():
+            self._weights.check(saved)
+        device = self._streams.device
+        self._state = replace(
+            self._at_hand(),
+            memory=state["memory"] or None,
+            saved={
+                name: {key: value.to(device) for key, value in saved.items()}
+                for name, saved in state["saved"].items()
+            },
+        )
+        self._use_clip_norm()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import update_wrapper
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,9 @@ from torch.utils.data import default_collate
 from dpsur.errors import InvalidInputError, StepError
 from dpsur.functional.tree import map_tensors, tensors_of
 from dpsur.per_example.augmentation import Augment, augmented
+
+if TYPE_CHECKING:
+    from dpsur.engine.steps import PrivateLoop
 
 Function = Callable[..., Any]
 # Lengths that records are padded to: about a quarter of the work is padding, at most a half.
@@ -234,20 +237,6 @@ def opened(batch: Any) -> PrivateBatch:
     return PrivateBatch((Group(rows, one),))
 
 
-class Runner(Protocol):
-    """The engine behind a private step."""
-
-    def clip_batch(
-        self, step: "PrivateStep", batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        """Add up the clipped gradients of a batch."""
-        ...
-
-    def update(self) -> None:
-        """Add noise, charge, and update the weights."""
-        ...
-
-
 @dataclass(eq=False)
 class PrivateStep:
     """A function of (model, batch, ...) that makes one private step each time it is called.
@@ -260,7 +249,7 @@ class PrivateStep:
     """
 
     function: Function
-    engine: Runner = field(repr=False)
+    engine: "PrivateLoop" = field(repr=False)
     # the most records that are worked on at once, where memory is short
     max_physical_batch_size: int | None = None
     capture: bool = True  # as CUDA graphs, on a GPU

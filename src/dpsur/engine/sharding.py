@@ -19,8 +19,6 @@ from dpsur.distributed import Ranks
 from dpsur.errors import UnsupportedModelError
 from dpsur.functional.call import every_module
 from dpsur.functional.parameters import Params
-from dpsur.mechanism.streams import Stream
-from dpsur.per_example.clipping import ClippedSum
 from dpsur.per_example.record_level import LevelTape
 from dpsur.per_example.tape import Slot
 
@@ -123,25 +121,19 @@ class Sharding:
         assert isinstance(like, DTensor)
         return torch.zeros_like(like.to_local())
 
-    def add_gaussian(self, total: ClippedSum, noise_multiplier: float, stream: Stream) -> Params:
-        """The Gaussian mechanism on shards: together they get the noise of one process.
+    def offsets(self) -> dict[str, int]:
+        """Where the first number of each shard stands in the whole vector.
 
-        Formal guarantee: that of `mechanism.dp_gradient.add_gaussian` for the whole vector. Each
-        number has its own address, so no two ranks draw the same one.
+        Each number has its own address then, so no two ranks draw the same noise.
         """
-        scale, one_type = noise_multiplier * total.sensitivity, len(self._types()) == 1
-        noisy: Params = {}
-        start = 0
+        found, start, one_type = {}, 0, len(self._types()) == 1
         for name, like in self.trained.items():
             assert isinstance(like, DTensor)
-            value = total.params[name]
-            first = start + self._offset(like)
-            noise = stream.normal(value.numel(), first).view(value.shape)
-            noisy[name] = noise.mul_(scale).add_(value).to(value.dtype)
+            found[name] = start + self._offset(like)
             start += like.numel()
             if not one_type:  # then parameters are drawn for one by one, in whole blocks
                 start = -4 * (-start // 4)
-        return noisy
+        return found
 
     def _types(self) -> set[torch.dtype]:
         return {value.dtype for value in self.trained.values()}

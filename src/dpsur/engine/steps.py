@@ -1,20 +1,26 @@
-"""The steps of a custom loop: what is due, what was used, what is charged, and what is kept."""
+"""State machine behind a custom loop: loader, model, optimizer, in this order for every batch.
+
+    yielded     the loader announces the next microbatch of a Poisson batch
+    expect      the watched model asks for it before a forward pass; `clip_batch`: a private step
+    make_step   the optimizer's step: check what was used, then `take_step`, the step of `fit`
+
+What a step consists of (`mechanism/trial.py`) and when it is charged is no business of this file.
+Tests of blocks need no batch: they are made as soon as they are due.
+"""
 
 import os
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpsur.distributed import Reduction
-from dpsur.engine.blocks import BlockRun
 from dpsur.engine.captured import GradientGraphs
 from dpsur.engine.criterion import Criterion
-from dpsur.engine.gate import LossGate, Snapshot
-from dpsur.engine.loader import Collate, Microbatch, PrivateLoader
+from dpsur.engine.loader import Microbatch, PrivateLoader
 from dpsur.engine.private_step import (
     Function,
     PrivateBatch,
@@ -25,6 +31,7 @@ from dpsur.engine.private_step import (
     opened,
 )
 from dpsur.engine.watch import Watcher
+from dpsur.engine.weights import ModuleWeights
 from dpsur.errors import (
     BudgetError,
     CouplingError,
@@ -33,16 +40,16 @@ from dpsur.errors import (
     StepError,
     UnsupportedModelError,
 )
-from dpsur.functional.parameters import Params, elementwise
+from dpsur.functional.parameters import Params
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.tree import map_tensors
-from dpsur.mechanism.dp_gradient import add_gaussian
-from dpsur.mechanism.sampling import poisson_sample
-from dpsur.mechanism.streams import LAYERS, NOISE, VAL_BATCH, VAL_NOISE, Streams
-from dpsur.per_example.clipping import ClippedSum
+from dpsur.mechanism.blocks import MeasuredTraining, memory_of
+from dpsur.mechanism.state import Procedure, State, Verdict
+from dpsur.mechanism.streams import LAYERS, Streams
+from dpsur.mechanism.trial import take_step
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.privacy.account import Account
-from dpsur.privacy.events import Step
+from dpsur.privacy.events import SampledGaussian
 
 COMPARED_EVERY = 50  # steps after which the weights of all ranks are compared
 
@@ -54,30 +61,25 @@ class PrivateLoop:
     due (`expect`), and the optimizer's step takes the clipped sum of exactly that batch, once.
     """
 
-    _event: Step
     _module: nn.Module
     _optimizer: Optimizer
     _dataset: Any
     _loader: PrivateLoader
-    _test_collate: Collate
     _watcher: Watcher
     _streams: Streams
-    _first: Snapshot
-    _before: Tensor
+    _weights: ModuleWeights
+    _procedure: Procedure
+    _update: SampledGaussian
     _size: int
-    _step: int
-    _rate: float
-    _noise: float
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._ledger: Account | None = None
         self._due: Microbatch | None = None
         self._criterion: Criterion | None = None
-        self._gate: LossGate | None = None
-        self._blocks: BlockRun | None = None
-        self._saved: Snapshot | None = None
-        self._test_batch: list[tuple[int, Any]] = []
+        self._state: State | None = None  # None before the first batch
+        self._first: Callable[[], None] | None = None  # puts the first weights back
+        self._shows_verdicts = False
         self._content: Any = None  # of the batch at hand
         self._private_steps: list[PrivateStep] = []
         self._functions: dict[PrivateStep, RecordFunction] = {}
@@ -90,7 +92,6 @@ class PrivateLoop:
         # Schedulers do nothing after a step that did nothing or was undone.
         self.scheduler_due = True
         self.verdicts: list[bool] = []
-        self._accepted = 0
 
     @property
     def accountant(self) -> Account:
@@ -102,12 +103,12 @@ class PrivateLoop:
     @property
     def sets_learning_rate(self) -> bool:
         """Whether the engine sets the learning rate, so that schedulers are refused."""
-        return self._blocks is not None
+        return self._weights.rates is not None
 
     @property
     def noise_multiplier(self) -> float:
         """Standard deviation of the noise over `max_grad_norm`."""
-        return self._noise
+        return self._update.noise_multiplier
 
     @property
     def max_grad_norm(self) -> float:
@@ -117,12 +118,12 @@ class PrivateLoop:
     @property
     def expected_batch_size(self) -> float:
         """What the sum of clipped gradients is divided by."""
-        return self._rate * self._size
+        return self._update.sample_rate * self._size
 
     @property
     def _sample(self) -> tuple[int, float]:
         """The records that this rank draws from, and at which rate."""
-        return -(-self._size // self._streams.ranks.size), self._rate
+        return -(-self._size // self._streams.ranks.size), self._update.sample_rate
 
     def _batch_streams(self) -> Streams:
         """Batches are drawn on the host."""
@@ -138,40 +139,52 @@ class PrivateLoop:
         first = self.accountant.steps + 1
         self._due = None  # what was looked at and not used is drawn again
         self._watcher.forget()
-        if self._blocks is not None:
-            if self._blocks.done:
-                raise self._spent()
-            self._make_tests()
-            return self._blocks.ledger.update_steps()
-        if not self.accountant.affords(self._event):
+        if self.finished():
             raise self._spent()
-        if self.accountant.charges_accepted:  # ends after the last update
-            assert self.accountant.plan is not None
-            length = self.accountant.plan.trials
+        self._make_tests()
+        plan = self.accountant.plan
+        if plan is not None and plan.tests:
+            return self.accountant.update_steps()[:length]
+        if plan is not None and self.accountant.charges_accepted:  # ends after the last update
+            length = plan.trials
         return range(first, first + length)
 
     def finished(self) -> bool:
         """Whether no further batch is to be yielded: what was planned is done."""
-        if self._blocks is not None:
-            return self._due is None and self._blocks.done
-        return self._due is None and not self.accountant.affords(self._event)
+        if self._due is not None:
+            return False
+        if self._stopped:
+            return True
+        plan, state = self.accountant.plan, self._at_hand()
+        if plan is not None and plan.tests:
+            return not self.accountant.due and not self._test_was_interrupted
+        return not self.accountant.affords(self._procedure.step(state))
 
-    def _make_tests(self) -> None:
-        """Make the tests of blocks that are due, on all ranks."""
-        if self._blocks is not None:
-            self._follow_device()
-            with self._streams.ranks.ends_together():
-                self._blocks.make_tests()
+    @property
+    def _stopped(self) -> bool:
+        """Whether paid metrics have ended the training before its plan."""
+        procedure = self._procedure
+        return isinstance(procedure, MeasuredTraining) and procedure.stopped(self._at_hand())
+
+    @property
+    def _test_was_interrupted(self) -> bool:
+        """Whether a test of a block was charged and then not made."""
+        return self.accountant.tests > int(memory_of(self._at_hand())["tests"])
 
     def _follow_device(self) -> None:
         """Draw noise where the model is: it may have been moved since."""
         self._streams.device = next(iter(self._watcher.trained.values())).device
 
     def _spent(self) -> BudgetError:
-        if self._blocks is not None:
+        if self.sets_learning_rate:
             return BudgetError(
                 f"the plan of the BlockGate is done ({self.accountant.describe()}); one pass over "
                 "the loader is the whole training: iterate over it once"
+            )
+        if self._stopped:
+            return BudgetError(
+                "the training has ended: the loss that was paid for has stopped improving; state "
+                "and save"
             )
         return BudgetError(
             f"the budget is spent after {self.accountant.steps} steps "
@@ -384,12 +397,44 @@ class PrivateLoop:
                 )
                 yield watcher.clip(tape), losses, figures
 
-    def begin_step(self) -> bool:
-        """Charge a step, and put the private gradient in place. Called by `optimizer.step()`."""
-        with self._streams.ranks.ends_together():
-            return self._begin_step()
+    # The step
 
-    def _begin_step(self) -> bool:
+    def make_step(self) -> None:
+        """Make the step of the batch at hand. Called by `optimizer.step()`."""
+        with self._streams.ranks.ends_together():
+            due = self._checked_batch()
+            self.scheduler_due = False
+            if due is None:
+                return
+            try:
+                self._state, verdict = self._take_step()
+            finally:
+                if self.accountant.steps == due.step:  # it is charged, and its batch is used
+                    self._due = None
+                    self._watcher.forget()
+            accepted = bool(verdict.accept)
+            self.scheduler_due = accepted
+            if self._shows_verdicts:
+                self.verdicts.append(accepted)
+            self._give_up_at_the_cap()
+            self._make_tests()
+            self._compare_ranks()
+
+    def _take_step(self, *, charged: bool = False) -> tuple[State, Verdict]:
+        """The step that `fit` makes, on the weights of the module."""
+        self._follow_device()
+        return take_step(
+            self._procedure, self.accountant, self._streams, self._at_hand(), charged=charged
+        )
+
+    def _at_hand(self) -> State:
+        """Counts, what was released so far, and saved weights; the first time those at hand."""
+        if self._state is None:
+            self._state = self._procedure.initial_state()
+        return self._state
+
+    def _checked_batch(self) -> Microbatch | None:
+        """The batch that the step is for, used as it has to be; None if more of it follows."""
         if os.getpid() != self._process:
             raise StepError(
                 "the engine was made in another process, from which this one was forked, so that "
@@ -405,8 +450,7 @@ class PrivateLoop:
         seen = watcher.sums.rows
         wanted = due.before + max(1, due.rows)
         if not due.last:
-            self.scheduler_due = False
-            return False
+            return None
         if not seen:
             raise StepError(
                 "optimizer.step() was called without a private backward pass: "
@@ -422,102 +466,55 @@ class PrivateLoop:
             watcher.check_parameters()
         watcher.gradients.check(watcher.unwatched)
         watcher.gradients.check_others(self._optimizer)
-        if self._blocks is not None:
-            self._blocks.check_rates()
-        self.accountant.charge(self._event)
+        if self._weights.rates is not None:
+            self._weights.rates.check()
         self._checked = self._checked or not self._from_function
         self._from_function = False
-        self._due = None
-        self._follow_device()
-        noise = self._streams.at(due.step)[NOISE]
-        if watcher.sharding is not None:  # its sums are those of all ranks already
-            total = ClippedSum(watcher.take(), watcher.max_grad_norm)
-            noisy = watcher.sharding.add_gaussian(total, self._noise, noise)
-        else:
-            reduction = Reduction(self._streams.ranks)
-            for name, value in watcher.take().items():
-                reduction.add(name, value)
-            total = ClippedSum(reduction.result(), watcher.max_grad_norm)
-            noisy = add_gaussian(total, self._noise, noise)
-        expected = self._rate * self._size
-        gradient = elementwise(lambda value: value / expected, noisy)
-        watcher.gradients.write(gradient, watcher.sharding)
-        if self._gate is not None:
-            self._saved = Snapshot(self._module, self._optimizer)
-            self._test_batch = self._draw_test_batch(due.step)
-            self._before = self._test_loss()
-        if self._blocks is not None:
-            self._blocks.set_rates()
-        self._step = due.step
-        return True
+        return due
 
-    def end_step(self) -> None:
-        """The optimizer has made a candidate: keep it, or go back.
+    def _make_tests(self) -> None:
+        """Make the tests of blocks that are due, on all ranks.
 
-        Now and then the weights of all ranks are compared.
+        One that was charged and then interrupted is made again, with the noise of its own step.
+        Nothing has been seen of it.
         """
-        with self._streams.ranks.ends_together():
-            self._end_step()
-            steps = self.accountant.steps
-            if steps % COMPARED_EVERY == 0 and self._watcher.sharding is None:
-                trained = {name: value.detach() for name, value in self._watcher.trained.items()}
-                self._streams.ranks.check_state(trained, f"after step {steps}")
-
-    def undo_step(self) -> None:
-        """Go back where a candidate was interrupted: nothing untested stays in the weights."""
-        if self._saved is not None:
-            self._saved.restore()
-            self._saved, self._test_batch = None, []
-        self.scheduler_due = False
-
-    def _end_step(self) -> None:
-        self.scheduler_due = True
-        if self._gate is None or self._saved is None:
-            self._accepted += 1
-            self._make_tests()
+        plan = self.accountant.plan
+        if plan is None or not plan.tests:
             return
-        after = self._test_loss()
-        noise = self._streams.at(self._step)[VAL_NOISE]
-        accepted = self._gate.accepts(after, self._before, noise)
-        self._accepted += accepted
-        if not accepted:
-            self._saved.restore()
-            self.scheduler_due = False
-        self._saved, self._test_batch = None, []
-        if self.accountant.charges_accepted:
-            self._count(accepted, self.accountant)
-        if self._gate.show_verdicts:
-            self.verdicts.append(accepted)
+        with self._streams.ranks.ends_together():
+            while True:
+                charged = self._test_was_interrupted
+                if not charged:
+                    self._count_interrupted_updates()
+                    if not self.accountant.test_is_due:
+                        break
+                self._state, _ = self._take_step(charged=charged)
+            self._use_clip_norm()
 
-    def _test_loss(self) -> Tensor:
-        """The mean loss of the weights at hand on the test batch of all ranks."""
-        assert self._gate is not None
-        found = self._gate.mean_loss(self._module, self._test_batch, self._streams.ranks)
-        if self._watcher.sharding is not None:
-            self._watcher.sharding.reshard()  # or the next step would not reach gathered weights
-        return found
+    def _use_clip_norm(self) -> None:
+        """Clip to the norm that tests have found."""
+        norm = (self._at_hand().memory or {}).get("max_grad_norm")
+        if norm is not None:
+            self._watcher.max_grad_norm = float(norm)
 
-    def _count(self, accepted: bool, ledger: Account) -> None:
-        """Charge an accepted update; give up where the cap on trials is reached."""
-        if accepted:
-            ledger.accept()
-        if ledger.given_up:
-            self._first.restore()
+    def _count_interrupted_updates(self) -> None:
+        """An update that was charged and then interrupted has taken its place in its block."""
+        state = self._at_hand()
+        made = torch.full_like(memory_of(state)["made"], self.accountant.made)
+        self._state = replace(state, memory={**memory_of(state), "made": made})
+
+    def _give_up_at_the_cap(self) -> None:
+        if self.accountant.charges_accepted and self.accountant.given_up:
+            assert self._first is not None
+            self._first()
             raise NothingReleasedError(
                 "the cap on trials was reached before all updates were accepted, which is as "
                 "improbable as delta demands; the first weights are back, and nothing that came of "
                 "this training may be released"
             )
 
-    def _draw_test_batch(self, step: int) -> list[tuple[int, Any]]:
-        """A fresh Poisson batch, collated as the loader does, in microbatches."""
-        assert self._gate is not None
-        rate = self._gate.test(self._size).sample_rate
-        drawn = poisson_sample(self._size, rate, self._batch_streams().at(step)[VAL_BATCH])
-        rows, ranks = self._streams.ranks.own(drawn).tolist(), self._streams.ranks
-        # all ranks make as many passes as the one with most records: some need each other's
-        longest = -(-len(drawn) // ranks.size)
-        most = self._loader.poisson.most or max(1, longest)
-        parts = [rows[start : start + most] for start in range(0, longest, most)]
-        collate, data = self._test_collate, cast(Any, self._dataset)
-        return [(len(part), collate([data[row] for row in part])) for part in parts]
+    def _compare_ranks(self) -> None:
+        steps = self.accountant.steps
+        if steps % COMPARED_EVERY == 0 and self._watcher.sharding is None:
+            trained = {name: value.detach() for name, value in self._watcher.trained.items()}
+            self._streams.ranks.check_state(trained, f"after step {steps}")

@@ -10,11 +10,11 @@ frees what it has saved.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from dpsur.per_example.clipping import clip_tape
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.tape import Tape
 
+if TYPE_CHECKING:
+    from dpsur.engine.steps import PrivateLoop
+
 
 @dataclass(eq=False)
 class Call:
@@ -47,22 +50,6 @@ class Call:
     cut: Cut = field(default_factory=dict)
     differentiated: bool = False
     replay: CapturedCall | None = None  # instead of a tape
-
-
-class Owner(Protocol):
-    """What an engine does around the calls of a module."""
-
-    def expect(self, rows: int) -> Tensor | None:
-        """Refuse a call without a private batch; for an empty one, which rows count: none."""
-        ...
-
-    def layer_randomness(self) -> AbstractContextManager[None]:
-        """Secret random numbers in the place of those of torch's global generators."""
-        ...
-
-    def final_refusals(self) -> AbstractContextManager[None]:
-        """A refusal for coupling, raised inside, is the end of the training."""
-        ...
 
 
 class Watcher:
@@ -79,7 +66,7 @@ class Watcher:
         trained: dict[str, nn.Parameter],
         max_grad_norm: float,
         loss_reduction: str,
-        owner: Owner,
+        owner: "PrivateLoop",
         augment: Augment | None = None,
         views: int = 1,
         sharding: Sharding | None = None,

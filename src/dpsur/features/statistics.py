@@ -15,7 +15,7 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.features.table import grid, levels_of
 from dpsur.functional.parameters import Params
-from dpsur.mechanism.dp_gradient import add_gaussian
+from dpsur.mechanism import gaussian
 from dpsur.mechanism.streams import Stream
 from dpsur.per_example import ClippedSum
 from dpsur.privacy.events import Event, Gaussian
@@ -96,7 +96,7 @@ def channel_statistics(
     means, squares = channel_moments(features, stream.device)
     sums: list[Params] = []
     for rows, bound in ((means, mean_bound), (squares, square_bound)):
-        sums.append(add_gaussian(clipped_rows_sum(rows, bound), noise_multiplier, stream))
+        sums.append(gaussian.add_noise(clipped_rows_sum(rows, bound), noise_multiplier, stream))
     mean, square = (part["sum"] / len(features) for part in sums)
     events = (Gaussian(noise_multiplier), Gaussian(noise_multiplier))
     variance = (square - mean.square()).clamp(min=LEAST_VARIANCE)
@@ -118,7 +118,7 @@ def private_mean(features: Tensor, noise_multiplier: float, stream: Stream) -> t
     total = torch.zeros(features.shape[1], dtype=torch.float64, device=stream.device)
     for rows in torch.split(features, MICROBATCH):
         total += clipped_rows_sum(rows.to(stream.device).double(), MEAN_BOUND).params["sum"]
-    noisy = add_gaussian(ClippedSum({"sum": total}, MEAN_BOUND), noise_multiplier, stream)
+    noisy = gaussian.add_noise(ClippedSum({"sum": total}, MEAN_BOUND), noise_multiplier, stream)
     return noisy["sum"] / len(features), Gaussian(noise_multiplier)
 
 
@@ -143,7 +143,9 @@ def private_levels(
         each = weights.to(stream.device).double()[:, None].expand(places.shape)
         counts = torch.bincount(places.flatten(), each.flatten(), minlength=bins * columns)
     sensitivity = math.sqrt(columns)
-    noisy = add_gaussian(ClippedSum({"counts": counts}, sensitivity), noise_multiplier, stream)
+    noisy = gaussian.add_noise(
+        ClippedSum({"counts": counts}, sensitivity), noise_multiplier, stream
+    )
     found = noisy["counts"].reshape(columns, bins)
     return levels_of(found, noise_multiplier * sensitivity), Gaussian(noise_multiplier)
 
@@ -173,7 +175,7 @@ def private_quantile(
     values = values.double().nan_to_num(nan=most, posinf=most).to(stream.device)
     bins = torch.searchsorted(grid.to(values.device), values).clamp(max=steps - 1)
     counts = torch.bincount(bins, minlength=steps).double()
-    noisy = add_gaussian(ClippedSum({"counts": counts}, 1.0), noise_multiplier, stream)
+    noisy = gaussian.add_noise(ClippedSum({"counts": counts}, 1.0), noise_multiplier, stream)
     below = noisy["counts"].cumsum(0)
     reached = (below >= quantile * len(values)).nonzero()
     index = int(reached[0]) if len(reached) else steps - 1

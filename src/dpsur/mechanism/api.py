@@ -10,7 +10,7 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.tree import TensorTree, check_rows, map_tensors
-from dpsur.mechanism.dp_gradient import add_gaussian
+from dpsur.mechanism import gaussian
 from dpsur.mechanism.sampling import poisson_sample
 from dpsur.mechanism.streams import BATCH, NOISE, Streams
 from dpsur.per_example.api import clipped_sum
@@ -101,5 +101,5 @@ def dp_gradient(
         )
     total = clipped_sum(model, loss, inputs, targets, max_grad_norm)
     device = next(iter(total.params.values())).device
-    noisy = add_gaussian(total, noise_multiplier, Streams(None, device).at(1)[NOISE])
+    noisy = gaussian.add_noise(total, noise_multiplier, Streams(None, device).at(1)[NOISE])
     return {name: value / expected_batch_size for name, value in noisy.items()}

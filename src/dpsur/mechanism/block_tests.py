@@ -4,8 +4,10 @@ A record adds a row of L2 norm at most 1, whatever it is, so that 1 is the sensi
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +16,13 @@ from dpsur.functional.parameters import Params
 from dpsur.functional.persons import PersonTargets, record_loss, record_rows
 from dpsur.functional.problem import EVALUATION_ROWS, Problem, example_losses
 from dpsur.functional.records import Examples
-from dpsur.mechanism.dp_gradient import add_gaussian
-from dpsur.mechanism.proposer import BlockSource, GradientProposer
+from dpsur.mechanism import gaussian
+from dpsur.mechanism.proposer import Sampler
+from dpsur.mechanism.state import START, State
 from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws
 from dpsur.per_example import ClippedSum, clipped_norms
 from dpsur.per_example.evaluation import record_losses, record_outputs
-from dpsur.privacy.events import SampledGaussian
+from dpsur.privacy.events import Gaussian, SampledGaussian
 from dpsur.privacy.plan import Plan
 
 # Bins of a noisy histogram: half octaves from 2^-24 to 2^24, what lies outside in the end bins.
@@ -36,58 +39,105 @@ ACCURACY, LOSS = "training accuracy", "clipped training loss"
 METRICS_NORM: Final = math.sqrt(1.25)
 
 
+class Tests(Protocol):
+    """Adds up values of the training records."""
+
+    @property
+    def records(self) -> int:
+        """The size of the data set."""
+        ...
+
+    @property
+    def classes(self) -> int:
+        """How many classes the model tells apart; 0 if it is no classifier."""
+        ...
+
+    def total(self, quantity: str, state: State, draws: Draws) -> Tensor:
+        """The sum of a quantity over all records, or a Poisson sample of them, on all ranks.
+
+        Each record adds a row that depends on that record alone, of L2 norm at most 1.
+        """
+        ...
+
+
 def noisy_sum(
-    values_of: Callable[[Examples], Tensor],
-    plan: Plan,
-    updates: GradientProposer,
-    draws: Draws,
+    tests: Tests, quantity: str, state: State, event: Gaussian | SampledGaussian, draws: Draws
 ) -> Tensor:
-    """The sum of values of all records, or of a Poisson sample, on all ranks, with noise.
-
-    Each record adds a row of L2 norm at most 1, so that this is the sensitivity.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=updates.problem.device)
-    for rows, mask in _test_records(plan, updates, draws):
-        values = values_of(rows)
-        if mask is not None:
-            values = torch.where(mask[:, None], values, 0.0)
-        total = total + values.sum(0)
-    total = draws.ranks.sum(total)
-    test, noise = ClippedSum({"test": total}, 1.0), plan.test.noise_multiplier
-    return add_gaussian(test, noise, draws[VAL_NOISE])["test"]
+    """One Gaussian query: a sum over records of rows of L2 norm at most 1, its sensitivity."""
+    total = ClippedSum({"test": tests.total(quantity, state, draws)}, 1.0)
+    return gaussian.add_noise(total, event.noise_multiplier, draws[VAL_NOISE])["test"]
 
 
-def _test_records(
-    plan: Plan, updates: GradientProposer, draws: Draws
-) -> Iterator[tuple[Examples, Tensor | None]]:
-    """This rank's share of the records to test on; a masked record where it has none."""
-    test, train, ranks = plan.test, updates.problem.train, draws.ranks
-    if isinstance(test, SampledGaussian):
-        source = cast(BlockSource, updates.source)
-        batch = source.sampler.batch(test.sample_rate, draws, VAL_BATCH)
-        for start in range(0, len(batch), EVALUATION_ROWS):
-            some = slice(start, start + EVALUATION_ROWS)
-            mask = None if batch.mask is None else batch.mask[some]
-            if batch.rows is None:
-                yield batch.data.part(some), mask
-            else:
-                yield batch.data.select(batch.rows[some]), mask
-        if not len(batch):
-            yield _masked_record(updates)
-        return
-    rows, seen = max(1, min(EVALUATION_ROWS, -(-len(train) // ranks.size))), False
-    for number, part in enumerate(train.parts(rows)):
-        if number % ranks.size == ranks.rank:
-            seen = True
-            yield part, None
-    if not seen:
-        yield _masked_record(updates)
+@dataclass(frozen=True)
+class RecordTests:
+    """The tests of a `Problem`, whose weights are in the state."""
 
+    sampler: Sampler
+    event: Gaussian | SampledGaussian
 
-def _masked_record(updates: GradientProposer) -> tuple[Examples, Tensor]:
-    """One record that does not count, from which a sum of nothing gets its shape."""
-    mask = torch.zeros(1, dtype=torch.bool, device=updates.problem.device)
-    return updates.problem.train.part(slice(1)), mask
+    @property
+    def records(self) -> int:
+        """The size of the data set."""
+        return len(self.sampler.problem.train)
+
+    @cached_property
+    def classes(self) -> int:
+        """How many classes the model tells apart; 0 if it is no classifier."""
+        return class_count(self.sampler.problem)
+
+    def total(self, quantity: str, state: State, draws: Draws) -> Tensor:
+        """The sum of a quantity over records, on all ranks."""
+        problem = self.sampler.problem
+        total = torch.zeros((), dtype=torch.float64, device=problem.device)
+        with self.sampler.layer_randomness(draws):  # gradients are those of training
+            for rows, mask in self._shares(draws):
+                values = self._values(quantity, state, rows)
+                if mask is not None:
+                    values = torch.where(mask[:, None], values, 0.0)
+                total = total + values.sum(0)
+        return draws.ranks.sum(total)
+
+    def _values(self, quantity: str, state: State, rows: Examples) -> Tensor:
+        """What records add: rows of L2 norm at most 1."""
+        problem = self.sampler.problem
+        if quantity == GRADIENT_NORM:
+            return gradient_bins(problem, state.params, rows)
+        if quantity == LOSS_SCALE:
+            return loss_bins(problem, state.params, rows)
+        if quantity == SCORE:
+            return class_metrics(problem, state.params, rows)
+        assert state.saved is not None
+        assert state.memory is not None
+        first, bound = state.saved[START], state.memory["loss_scale"]
+        return loss_decreases(problem, state.params, first, bound, rows)
+
+    def _shares(self, draws: Draws) -> Iterator[tuple[Examples, Tensor | None]]:
+        """This rank's share of the records to test on; a masked record where it has none."""
+        train, ranks = self.sampler.problem.train, draws.ranks
+        if isinstance(self.event, SampledGaussian):
+            batch = self.sampler.batch(self.event.sample_rate, draws, VAL_BATCH)
+            for start in range(0, len(batch), EVALUATION_ROWS):
+                some = slice(start, start + EVALUATION_ROWS)
+                mask = None if batch.mask is None else batch.mask[some]
+                if batch.rows is None:
+                    yield batch.data.part(some), mask
+                else:
+                    yield batch.data.select(batch.rows[some]), mask
+            if not len(batch):
+                yield self._masked_record()
+            return
+        rows, seen = max(1, min(EVALUATION_ROWS, -(-len(train) // ranks.size))), False
+        for number, part in enumerate(train.parts(rows)):
+            if number % ranks.size == ranks.rank:
+                seen = True
+                yield part, None
+        if not seen:
+            yield self._masked_record()
+
+    def _masked_record(self) -> tuple[Examples, Tensor]:
+        """One record that does not count, from which a sum of nothing gets its shape."""
+        problem = self.sampler.problem
+        return problem.train.part(slice(1)), torch.zeros(1, dtype=torch.bool, device=problem.device)
 
 
 def _rate_of(plan: Plan) -> float:
@@ -100,7 +150,7 @@ def tested_records(plan: Plan, records: int) -> float:
 
 
 def standard_error(plan: Plan, records: int) -> float:
-    """Of a test's mean: its noise and, of a sample, at most that of values in [-1, 1]."""
+    """Standard error of a test: its noise and, for a subsample, at most that of sampling."""
     tested = tested_records(plan, records)
     noise = plan.test.noise_multiplier / tested
     return math.hypot(noise, math.sqrt((1 - _rate_of(plan)) / tested))
@@ -126,11 +176,6 @@ def classes_of(outputs: Any, targets: Any) -> int:
     """The same from the outputs and the targets of some records."""
     scores = isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] > 1
     return int(outputs.shape[1]) if scores and _are_labels(targets) else 0
-
-
-def is_classification(problem: Problem) -> bool:
-    """Whether outputs are scores of classes and targets are indices of classes."""
-    return class_count(problem) > 1
 
 
 def class_metrics(problem: Problem, params: Params, rows: Examples) -> Tensor:

@@ -16,7 +16,8 @@ from dpsur.functional.parameters import elementwise
 from dpsur.functional.tree import map_tensors, tensors_of
 from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import trial, updates_in_place
+from dpsur.mechanism.trial import take_step, updates_in_place
+from dpsur.privacy.account import Account
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plan import Plan
 
@@ -140,32 +141,40 @@ class EagerLoop:
         *,
         owned: bool = False,
     ) -> None:
-        self._procedure, self._plan, self._streams = procedure, plan, streams
+        self._procedure, self._streams = procedure, streams
+        self._account = Account(plan, plan.budget.delta, progress.ledger)
         self._in_place = updates_in_place(procedure)
-        self._progress: Progress | None = own(progress, owned=owned) if self._in_place else progress
+        state = own(progress, owned=owned).state if self._in_place else progress.state
+        self._state: State | None = state
 
     @property
     def progress(self) -> Progress:
         """Where the run stands after the last trial."""
-        if self._progress is None:
+        if self._state is None:
             raise NothingReleasedError(HALF_UPDATED)
-        return self._progress
+        return Progress(self._state, self._account.charged)
 
     @property
     def finished(self) -> bool:
         """Whether the plan affords no further trial."""
-        return not has_next(self._procedure, self._plan, self.progress)
+        plan = self._account.plan
+        assert plan is not None
+        return not has_next(self._procedure, plan, self.progress)
 
     def launch(self) -> None:
         """Nothing: the trial is made when it is collected."""
 
     def collect(self) -> list[Verdict]:
         """Make one trial."""
-        before = self.progress
+        before = self.progress.state
         if self._in_place:  # weights and ledger would not fit each other until the trial is done
-            self._progress = None
-        self._progress, verdict = make_trial(
-            self._procedure, self._plan, self._streams, before, self._in_place
+            self._state = None
+        self._state, verdict = take_step(
+            self._procedure,
+            self._account,
+            self._streams,
+            before,
+            out=before if self._in_place else None,
         )
         return [verdict]
 
@@ -189,20 +198,15 @@ def make_trial(
     progress: Progress,
     in_place: bool = False,
 ) -> tuple[Progress, Verdict]:
-    """One trial of Algorithm 1, recorded in the ledger.
+    """One step from a progress to the next.
 
     `in_place` overwrites the tensors of `progress`; for procedures of which `updates_in_place`.
     """
-    state, ledger = progress.state, progress.ledger
-    step = procedure.step(state)
-    device = state.updates.device
-    position = torch.tensor(plan.position(ledger), device=device)
-    # after the last update trials may continue, so that their number is the same for all data
-    active = torch.tensor(False, device=device) if plan.drops(ledger) else None
-    out = state if in_place else None
-    draws = streams.at(ledger.steps + 1)
-    state, verdict = trial(procedure, state, draws, position, active=active, out=out)
-    return Progress(state, ledger.record(step, updates=int(verdict.accept))), verdict
+    account = Account(plan, plan.budget.delta, progress.ledger)
+    state, verdict = take_step(
+        procedure, account, streams, progress.state, out=progress.state if in_place else None
+    )
+    return Progress(state, account.charged), verdict
 
 
 def check_completed(plan: Plan, progress: Progress) -> None:

@@ -4,20 +4,21 @@
 `GradientSource`: `DpGradient` is the noisy sum of clipped gradients that DP-SGD takes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from dpsur.functional.parameters import Params, elementwise, from_vector, parts, to_vector
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.dp_gradient import dp_mean_gradient
+from dpsur.mechanism.gaussian import dp_mean_gradient
 from dpsur.mechanism.optim import Optimizer, WeightAverage, update_average
 from dpsur.mechanism.sampling import Batch, padded_batch, padded_sizes, steady_batch
-from dpsur.mechanism.state import Candidate, OptimizerState, State
+from dpsur.mechanism.state import START, Candidate, OptimizerState, State
 from dpsur.mechanism.streams import BATCH, LAYERS, NOISE, Draws, Streams
 from dpsur.per_example import draws_randomness
 from dpsur.privacy.events import SampledGaussian, Step, Trial
@@ -52,53 +53,48 @@ class Sampler:
         return draws.global_randomness(LAYERS) if self.random_layers else nullcontext()
 
 
-class GradientSource(Protocol):
-    """Where the gradient of a candidate comes from."""
+class GradientSource:
+    """Where the gradient of a candidate comes from.
+
+    A source whose steps are all updates states `step`, `event` and `gradient`. The other methods
+    are for sources that are steered by figures which they release now and then (DPIS).
+    """
 
     def step(self, state: State) -> Step:
-        """The event of the next gradient."""
-        ...
-
-    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
-        """A gradient, and whether a padded batch overflowed."""
-        ...
-
-    def padded(self) -> "GradientSource | None":
-        """The same on padded batches, or None."""
-        ...
-
-
-class BlockSource(GradientSource, Protocol):
-    """A source that a gate over blocks can use: clipping norms change, and blocks start anew."""
-
-    @property
-    def sampler(self) -> "Sampler":
-        """Where batches come from."""
-        ...
-
-    def with_clip_norm(self, max_grad_norm: Tensor) -> "BlockSource":
-        """The same with another clipping norm, and noise in proportion to it."""
-        ...
-
-    def initial_memory(self, state: State) -> Mapping[str, Tensor]:
-        """What the source notes, before the first step."""
-        ...
-
-    def restarted(self, memory: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What the source has noted, at the start of a block."""
-        ...
-
-    def released(self, state: State, draws: Draws) -> State:
-        """The state after a step that is no update, where `step` says that one is due."""
-        ...
+        """The event of the next gradient, or of a figure that is to be released before it."""
+        return Trial(self.event(state))
 
     def event(self, state: State) -> SampledGaussian:
         """The sampled Gaussian of the last or the next update."""
-        ...
+        raise NotImplementedError
+
+    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
+        """A gradient, and whether a padded batch overflowed."""
+        raise NotImplementedError
+
+    def with_clip_norm(self, max_grad_norm: Tensor) -> Self:  # noqa: ARG002
+        """The same with another clipping norm, and noise in proportion to it."""
+        return self
+
+    def padded(self) -> Self | None:
+        """The same on padded batches, or None."""
+        return None
+
+    def initial_memory(self, state: State) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """What the source remembers, before the first step."""
+        return {}
+
+    def restarted(self, memory: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What it remembers where training starts from the first weights again."""
+        return memory
+
+    def released(self, state: State, draws: Draws) -> State:  # noqa: ARG002
+        """The state after a step that is no update, where `step` says that one is due."""
+        return state
 
 
 @dataclass(frozen=True)
-class DpGradient:
+class DpGradient(GradientSource):
     """The noisy sum of clipped gradients of a Poisson batch, over its expected size.
 
     Formal guarantee of one gradient: the sampled Gaussian mechanism `update`.
@@ -108,9 +104,9 @@ class DpGradient:
     update: SampledGaussian
     max_grad_norm: float | Tensor
 
-    def step(self, state: State) -> Step:  # noqa: ARG002
-        """The same event every time."""
-        return Trial(self.update)
+    def event(self, state: State) -> SampledGaussian:  # noqa: ARG002
+        """The same every time."""
+        return self.update
 
     def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
         """Sample, clip, add noise, divide by the expected size."""
@@ -127,25 +123,9 @@ class DpGradient:
             )
         return gradient, batch.overflow
 
-    def with_clip_norm(self, max_grad_norm: Tensor) -> "DpGradient":
+    def with_clip_norm(self, max_grad_norm: Tensor) -> Self:
         """The same with another clipping norm."""
         return replace(self, max_grad_norm=max_grad_norm)
-
-    def initial_memory(self, state: State) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Nothing is noted."""
-        return {}
-
-    def restarted(self, memory: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Nothing is noted."""
-        return memory
-
-    def released(self, state: State, draws: Draws) -> State:  # noqa: ARG002
-        """Never asked for: every step is an update."""
-        return state
-
-    def event(self, state: State) -> SampledGaussian:  # noqa: ARG002
-        """The same every time."""
-        return self.update
 
     @property
     def rooms(self) -> tuple[int, ...]:
@@ -157,12 +137,13 @@ class DpGradient:
         size, rate = len(self.sampler.problem.train), self.update.sample_rate
         return streams.counts_below(rate, size, BATCH, steps)
 
-    def padded(self) -> "DpGradient | None":
+    def padded(self) -> Self | None:
         """The same on padded batches."""
         sampler = self.sampler.padded()
         return None if sampler is None else replace(self, sampler=sampler)
 
 
+AVERAGE = "_average"  # added to the name under which weights are saved
 # Numbers that an update in place works on at a time, by kind of device. What fits a CPU's caches is
 # faster there; on a GPU a part has to be large enough to keep it busy.
 _AT_ONCE = {"cpu": 2**18}
@@ -238,7 +219,54 @@ class GradientProposer:
         _write(state.updates, updates, active)
         return overflow
 
-    def padded(self) -> "GradientProposer | None":
+    def at_rate(self, schedule: Callable[[Tensor], Tensor], max_grad_norm: Tensor) -> Self:
+        """The same with another learning rate and clipping norm."""
+        return replace(self, schedule=schedule, source=self.source.with_clip_norm(max_grad_norm))
+
+    def reserve(self, state: State, names: Sequence[str]) -> State:
+        """A state with places for saved weights, so that checkpoints always hold the same."""
+        for name in names:
+            state = self.save(state, name)
+        return state
+
+    def save(self, state: State, name: str) -> State:
+        """Keep weights and average under a name; states are never changed, so nothing is copied."""
+        saved = {**(state.saved or {}), name: state.params}
+        if state.average is not None and name != START:  # where it is that of the weights
+            saved[name + AVERAGE] = state.average
+        return replace(state, saved=saved)
+
+    def restore(self, state: State, name: str, add: Sequence[tuple[str, float]] = ()) -> State:
+        """Saved weights, perhaps with parts of the ways that blocks have gone from the first."""
+        assert state.saved is not None
+        saved, params = state.saved, state.saved[name]
+        for end, factor in add:
+            way = elementwise(torch.sub, saved[end], saved[START])
+            params = elementwise(partial(torch.add, alpha=factor), params, way)
+        average, updates = state.average, state.updates
+        if name == START:
+            average, updates = params, torch.zeros_like(state.updates)
+        elif average is not None:
+            average = saved[name + AVERAGE]
+        return replace(
+            state,
+            params=params,
+            optimizer=self.optimizer.init(params),
+            updates=updates,
+            average=None if state.average is None else average,
+        )
+
+    def squared_distance(self, state: State) -> tuple[float, int]:
+        """How far the weights are from the first ones, and how many there are."""
+        assert state.saved is not None
+        first = state.saved[START]
+        squares = [
+            (value - first[name]).double().square().sum() for name, value in state.params.items()
+        ]
+        count = sum(value.numel() for value in state.params.values())
+        return float(torch.stack(squares).sum()), count
+
+    def padded(self) -> Self | None:
         """The same on padded batches."""
         source = self.source.padded()
         return None if source is None else replace(self, source=source)

@@ -36,6 +36,7 @@ from dpsur.mechanism.rate_choice import (
     judged,
     next_exponent,
 )
+from dpsur.mechanism.state import START
 from dpsur.privacy.plan import Plan
 
 # Where the search starts: learning rate times clipping norm of plain SGD, and the rate of Adam.
@@ -52,7 +53,6 @@ LEAST_MOVE, MOVE_ERRORS, COARSE_MOVE = 0.005, 3.0, 0.05
 LENGTH_POWER: Final = 0.75
 ADAM_SHARE: Final = 0.5  # of noise, where steps do not grow with the gradient and none is measured
 FIRST, BLOCK, LAST = "first weights", "block", "last block"
-START = "first"  # the name of the state before the first update, which is saved
 
 # What is known of a run: released values and what follows from them, as tensors of a checkpoint.
 Memory = Mapping[str, Tensor]
@@ -209,7 +209,7 @@ class RateSearch:
 
     @property
     def standard_error(self) -> float:
-        """Of a test's mean: its noise and, of a sample, at most that of values in [-1, 1]."""
+        """Standard error of a test: its noise and, for a subsample, at most that of sampling."""
         return standard_error(self.plan, self.records)
 
     @property

@@ -4,15 +4,17 @@ A method is a `Selective` procedure (`mechanism/trial.py`): a `Proposer` that dr
 a `Gate` that decides whether it is kept.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
 from dpsur.functional.parameters import Params
 from dpsur.mechanism.streams import Draws
 from dpsur.privacy.events import Event, Step, Test
+
+START = "first"  # the name of the weights before the first update, where they are saved
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class State:
 
     Rejecting is not assigning: the next state is either the candidate's or this one, whole. Random
     streams are deliberately not part of it, or a rejected draw would repeat for ever.
+
+    In a custom loop weights and optimizer are those of the loop itself, and `params` is empty: such
+    a state holds counts, `memory` and saved weights.
     """
 
     params: Params
@@ -51,13 +56,16 @@ class State:
 class Candidate:
     """A proposed next state.
 
-    `overflow`: a padded batch was too small for its sample. `test`: what the gate has computed
-    while the candidate was drawn.
+    Attributes:
+        overflow: whether a padded batch was too small for its sample.
+        test: what the gate has computed before the candidate was there.
+        undo: puts the weights back, where the candidate was made by updating a module in place.
     """
 
     state: State
     overflow: Tensor | None = None
     test: Any = None
+    undo: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,7 +98,7 @@ class Proposer(Protocol):
         """Draw a candidate; `position` is where its schedules stand."""
         ...
 
-    def padded(self) -> "Proposer | None":
+    def padded(self) -> Self | None:
         """The same with batches of static shape, or None if it must see exact ones."""
         ...
 

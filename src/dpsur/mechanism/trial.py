@@ -1,10 +1,28 @@
-"""Algorithm 1 of the paper: one trial, from a state to the next one.
+"""One step of training: Algorithm 1 of the paper, and its charge.
 
-The loop on the host (`loop.py`) and the loop on CUDA graphs (`cuda_graph_loop.py`) both call
-`trial`. Line numbers are the paper's. Its parts: a candidate is drawn in `proposer.py` with the
-gradient of `dp_gradient.py`, and tested in `gate.py`.
+    charge    book the step, before any noise is drawn
+    propose   sample, clip, sum over ranks, add noise, divide, update       lines 3 to 8
+    judge     compare both models on a fresh batch, with noise             lines 9 to 14
+    decide    book the verdict
+    keep      one of the two states, whole                                 lines 15 to 18
+
+DP-SGD is the same step with a gate that accepts everything. `take_step` is what `fit` and
+`PrivacyEngine` both call. They differ in where weights are: `GradientProposer` makes a new state
+from an old one, and `engine/weights.py` updates a module and its `torch.optim` optimizer in place.
+On CUDA graphs (`cuda_graph_loop.py`) `trial` is captured, and a block of trials is booked as one.
+
+What an interruption leaves behind, in memory:
+  * before the charge: nothing happened;
+  * after the charge, before the verdict is booked: the step stays charged (or, where only accepted
+    updates are charged, counted against the cap), and a gate's candidate is undone;
+  * while the verdict is booked: an acceptance may be charged whose update was undone, never the
+    reverse.
+A checkpoint holds state and account of one moment. A run that resumes from it makes the steps after
+it again, with the draws that they had: nothing is spent twice.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -18,7 +36,8 @@ from dpsur.mechanism.gate import AlwaysAccept
 from dpsur.mechanism.optim import Adam, Sgd
 from dpsur.mechanism.proposer import GradientProposer
 from dpsur.mechanism.state import Candidate, Gate, Procedure, Proposer, State, Verdict
-from dpsur.mechanism.streams import Draws
+from dpsur.mechanism.streams import Draws, Streams
+from dpsur.privacy.account import Account
 from dpsur.privacy.events import Event, Step, Trial
 
 
@@ -27,13 +46,15 @@ class Selective:
     """Selective update and release: a proposer's candidates behind a gate.
 
     With a gate that accepts everything it is the proposer's own method, such as DP-SGD. `overlap`
-    starts the test while the candidate is drawn, which pays on a GPU.
+    starts the test while the candidate is drawn, which pays on a GPU. `in_place`: candidates take
+    the place of the weights they came from, so that these are tested first.
     """
 
     proposer: Proposer
     gate: Gate
     setup: tuple[Event, ...] = ()
     overlap: bool = False
+    in_place: bool = False
 
     def step(self, state: State) -> Step:
         """The proposer's event, with the gate's test where it is an update."""
@@ -46,6 +67,9 @@ class Selective:
 
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
         """Draw a candidate (lines 3 to 8)."""
+        if self.in_place:
+            begun = self.gate.begin(state, draws)
+            return replace(self.proposer.propose(state, draws, position), test=begun)
         if not self.overlap:
             return self.proposer.propose(state, draws, position)
         begun, candidate = run_concurrently(
@@ -106,6 +130,7 @@ def trial(
     *,
     active: Tensor | None = None,
     out: State | None = None,
+    decide: Callable[[Tensor], None] = lambda _: None,
 ) -> tuple[State, Verdict]:
     """Draw a candidate, test it, and return the next state with the verdict.
 
@@ -113,21 +138,63 @@ def trial(
     is where schedules stand. Where `active` is False the trial is made and its outcome dropped: the
     state stays as it is. `out` receives the next state in place, for a captured trial. If it is
     `state` itself, a procedure that never rejects updates it as it goes, without a candidate: the
-    same numbers, but a trial that fails may leave it half updated.
+    same numbers, but a trial that fails may leave it half updated. `decide` books the verdict.
     """
     if out is state and updates_in_place(procedure):
         return state, procedure.update_in_place(state, draws, position, active)
     candidate = procedure.propose(state, draws, position)  # lines 3 to 8
-    verdict = procedure.judge(state, candidate, draws)  # lines 9 to 14
-    accept = verdict.accept
+    with undone_if_interrupted(candidate):
+        verdict = procedure.judge(state, candidate, draws)  # lines 9 to 14
+        accept = verdict.accept if active is None else verdict.accept & active
+        decide(accept)
+        if candidate.undo is not None and not bool(accept):
+            candidate.undo()
     rejected = procedure.after_rejection(state, candidate)
-    if active is not None:
-        accept = accept & active
-        rejected = rejected if rejected is state else keep(active, rejected, state)
+    if active is not None and rejected is not state:
+        rejected = keep(active, rejected, state)
     after = keep(accept, candidate.state, rejected, out)  # lines 15 to 18
     return after, replace(
         verdict, accept=accept, overflow=either(candidate.overflow, verdict.overflow)
     )
+
+
+def take_step(
+    procedure: Procedure,
+    account: Account,
+    streams: Streams,
+    state: State,
+    *,
+    out: State | None = None,
+    charged: bool = False,
+) -> tuple[State, Verdict]:
+    """Charge the step that is due, make it, and book its verdict; raises if it does not fit.
+
+    `charged`: it was charged before and then interrupted, so it is made with the draws of its own
+    number. Nothing has been seen of it.
+    """
+    device = state.updates.device
+    position = torch.tensor(account.position, device=device)
+    # after the last update trials may continue, so that their number is the same for all data
+    active = torch.tensor(False, device=device) if account.drops else None
+    if not charged:
+        account.book(procedure.step(state))
+    draws = streams.at(account.steps)
+
+    def decide(accept: Tensor) -> None:
+        account.decide(accepted=bool(accept))
+
+    return trial(procedure, state, draws, position, active=active, out=out, decide=decide)
+
+
+@contextmanager
+def undone_if_interrupted(candidate: Candidate) -> Iterator[None]:
+    """Nothing untested stays in the weights, whatever interrupts a test: also Ctrl-C."""
+    try:
+        yield
+    except BaseException:
+        if candidate.undo is not None:
+            candidate.undo()
+        raise
 
 
 def updates_in_place(procedure: Procedure) -> TypeGuard[Selective]:

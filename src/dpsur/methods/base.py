@@ -122,14 +122,6 @@ class OptimizerMethod(Method):
         return make_average(self.average_decay)
 
 
-def power_of_two_near(value: float) -> int:
-    """The power of two nearest to a value on the logarithmic scale, at least 1."""
-    power = 1
-    while power * 2**0.5 < value:
-        power *= 2
-    return power
-
-
 def check_batch_size(name: str, value: int, dataset_size: int) -> None:
     """Refuse a batch larger than the data set."""
     if value > dataset_size:

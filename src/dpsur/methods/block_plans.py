@@ -2,15 +2,14 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.mechanism.block_gate import BlockGate
-from dpsur.mechanism.block_tests import is_classification
-from dpsur.mechanism.measured_updates import MeasuredUpdates
-from dpsur.mechanism.proposer import GradientProposer
+from dpsur.mechanism.block_tests import RecordTests
+from dpsur.mechanism.blocks import MeasuredTraining, RateSearchTraining
+from dpsur.mechanism.gates import measured_blocks
+from dpsur.mechanism.proposer import GradientProposer, Sampler
 from dpsur.mechanism.rate_search import RateRule, search_blocks, search_starts
 from dpsur.mechanism.state import Procedure
 from dpsur.methods.base import LINEAR_HEAD, check_batch_size
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="GradientMethod")
 NO_GATE, BLOCK_GATE = "none", "block"
 MEDIAN, GIVEN = "median", "given"
-METRICS_PER_RUN = 10  # how often paid metrics are measured without a gate
 
 
 def check_metrics(method: "GradientMethod") -> None:
@@ -172,12 +170,10 @@ def settle_measured(
     assert settled.batch_size is not None
     assert method.metrics_budget is not None
     updates = method.updates or settled._default_count(dataset_size)
-    count = min(METRICS_PER_RUN, updates)
-    ends = [updates * number // count for number in range(count + 1)]
     plan = plan_blocks(
         budget,
         accounting,
-        tuple(after - before for before, after in pairwise(ends)),
+        measured_blocks(updates),
         sample_rate=settled.batch_size / dataset_size,
         noise_multiplier=method.noise_multiplier,
         test_noise=method.metrics_noise_multiplier,
@@ -197,14 +193,15 @@ def settle_measured(
 
 
 def block_procedure(method: "GradientMethod", plan: Plan, updates: GradientProposer) -> Procedure:
-    """The gate over blocks of these updates, or updates whose blocks are measured."""
-    if method.metrics_budget is not None and not is_classification(updates.problem):
+    """The search for a learning rate with these updates, or updates whose blocks are measured."""
+    tests = RecordTests(Sampler(updates.problem), plan.test)
+    if method.metrics_budget is not None and tests.classes < 2:
         raise InvalidInputError(
             f"metrics_budget {method.metrics_budget:g} pays for the accuracy and the loss of a "
             "classifier, and these targets are not class indices; leave it out"
         )
     if not plan.searches:
-        return MeasuredUpdates(plan, updates, method.patience)
+        return MeasuredTraining(plan, updates, tests, method.patience)
     rule = RateRule(
         method.max_grad_norm,
         starts_of(method),
@@ -213,4 +210,4 @@ def block_procedure(method: "GradientMethod", plan: Plan, updates: GradientPropo
         scale_free=method.optimizer == "adam",
         momentum=method.momentum if method.optimizer == "sgd" else 0.0,
     )
-    return BlockGate(plan, updates, rule)
+    return RateSearchTraining(plan, updates, tests, rule)

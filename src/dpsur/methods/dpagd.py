@@ -13,7 +13,8 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params, elementwise
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.dp_gradient import dp_mean_gradient
+from dpsur.mechanism.gates import power_of_two_near
+from dpsur.mechanism.gaussian import dp_mean_gradient
 from dpsur.mechanism.optim import SHAPES, Sgd, WeightAverage, update_average
 from dpsur.mechanism.proposer import Sampler
 from dpsur.mechanism.sampling import Batch
@@ -25,7 +26,6 @@ from dpsur.methods.base import (
     Method,
     check_batch_size,
     make_average,
-    power_of_two_near,
 )
 from dpsur.options import option
 from dpsur.per_example.evaluation import record_losses

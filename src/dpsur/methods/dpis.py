@@ -11,8 +11,10 @@ from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.dp_gradient import add_gaussian, dp_mean_gradient
-from dpsur.mechanism.proposer import GradientProposer, Sampler
+from dpsur.mechanism import gaussian
+from dpsur.mechanism.gates import Metrics
+from dpsur.mechanism.gaussian import dp_mean_gradient
+from dpsur.mechanism.proposer import GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.state import Candidate, Procedure, State
 from dpsur.mechanism.streams import COINS, NOISE, STEERING, Draws
 from dpsur.mechanism.trial import Selective
@@ -79,8 +81,8 @@ class Dpis(GradientMethod):
         None, "noise of the sum of norms relative to the clip norm (default: 2% of the budget)"
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __post_init__(self, metrics: Metrics | None) -> None:
+        super().__post_init__(metrics)
         checks.at_least_one_each(self, "refresh_every", "norm_batch_size")
         if self.norm_noise_multiplier is not None:
             checks.positive("norm_noise_multiplier", self.norm_noise_multiplier)
@@ -256,7 +258,7 @@ class Steering:
 
 
 @dataclass(frozen=True)
-class ImportanceGradient:
+class ImportanceGradient(GradientSource):
     """Gradients of records that were drawn in proportion to their norms."""
 
     sampler: Sampler
@@ -292,11 +294,9 @@ class ImportanceGradient:
             )
         return gradient, batch.overflow
 
-    def padded(self) -> None:
-        """Rates change during the run, and so do the shapes of batches."""
-        return
+    # never padded: rates change during the run, and so do the shapes of batches
 
-    def with_clip_norm(self, max_grad_norm: Tensor) -> "ImportanceGradient":
+    def with_clip_norm(self, max_grad_norm: Tensor) -> Self:
         """The same with another clipping norm, of gradients and of the norms that are released."""
         return replace(self, steering=replace(self.steering, max_grad_norm=float(max_grad_norm)))
 
@@ -329,7 +329,7 @@ class ImportanceGradient:
         if batch.mask is not None:
             norms = torch.where(batch.mask, norms, 0.0)
         total = ClippedSum({"norms": batch.ranks.sum(norms.sum())}, sensitivity=bound)
-        noisy = add_gaussian(total, release.noise_multiplier, draws[STEERING])
+        noisy = gaussian.add_noise(total, release.noise_multiplier, draws[STEERING])
         estimate = noisy["norms"] / release.sample_rate
         # The floor keeps every probability at most 1; the ceiling is what K cannot exceed.
         smallest = steering.batch_size * bound

@@ -9,6 +9,7 @@ from torch import nn
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
+from dpsur.mechanism.gates import Metrics
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.networks.activations import TemperedSigmoid
 from dpsur.options import option
@@ -32,8 +33,8 @@ class DpsgdTs(GradientMethod):
     activation_temperature: float = option(2.0, "temperature of the tempered sigmoid")
     activation_offset: float = option(1.0, "offset of the tempered sigmoid")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __post_init__(self, metrics: Metrics | None) -> None:
+        super().__post_init__(metrics)
         checks.positive("activation_scale", self.activation_scale)
         checks.positive("activation_temperature", self.activation_temperature)
         checks.finite("activation_offset", self.activation_offset)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from dpsur.mechanism import gates
 from dpsur.methods.dpsgd import Dpsgd
 from dpsur.methods.gradient_method import GATE_HELP, GATES, NO_GATE, GradientMethod
 from dpsur.options import option
@@ -21,7 +22,7 @@ class Dpsur(GradientMethod):
     name = "dpsur"
     summary = "selective update and release (Fu et al. 2024): an update must pass a test to count"
 
-    gate: str | None = option(None, GATE_HELP, GATES)
+    gate: str | gates.Gate | None = option(None, GATE_HELP, GATES)
 
     @property
     def label(self) -> str:

@@ -6,13 +6,23 @@ it adds.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, fields, replace
 from typing import Any, Self
 
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.problem import Problem
+from dpsur.mechanism import gates
 from dpsur.mechanism.gate import AlwaysAccept, LossTestGate, make_rule
+from dpsur.mechanism.gates import (
+    USUAL_LOSS_CLIP,
+    USUAL_RATIO,
+    USUAL_TEST_NOISE,
+    USUAL_THRESHOLD,
+    Metrics,
+    power_of_two_near,
+    settings_for_fit,
+)
 from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.rate_search import SHORTEST_BLOCK, USUAL_BLOCKS
 from dpsur.mechanism.state import Gate, Procedure
@@ -23,7 +33,6 @@ from dpsur.methods.base import (
     USUAL_RATE,
     OptimizerMethod,
     check_batch_size,
-    power_of_two_near,
 )
 from dpsur.methods.block_plans import (
     block_procedure,
@@ -64,11 +73,6 @@ GATE_HELP = (
     "updates on all records and finds the learning rate by that; none keeps all candidates "
     "(default: loss for dpsur, else none)"
 )
-USUAL_TEST_NOISE = 1.0
-USUAL_RATIO = 2.0
-# The paper's clip bound and threshold of the gate loss.
-USUAL_LOSS_CLIP = 0.001
-USUAL_THRESHOLD = -1.0
 # Shares of epsilon that tests by default may spend alone. Both were chosen on a held-out part of
 # the training digits of mnist-5k: under `proven` the ratio costs more than its tests alone.
 LOSS_TEST_SHARE = 0.5
@@ -106,6 +110,9 @@ class GradientMethod(OptimizerMethod):
 
     The `learning_rate` "linear-head" follows from the noise by the rule `linear_head_rate`. One
     that is left open is 4, and with the gate block what its tests find.
+
+    `gate` may be an object too (`LossGate`, `CoinGate`, `BlockGate`), and `metrics` a `Metrics`:
+    they are held as the options of the same names, as a flag and a file have them.
     """
 
     batch_size: int | None = option(
@@ -122,7 +129,7 @@ class GradientMethod(OptimizerMethod):
         None,
         "expected size of a Poisson batch for the test (default: about sqrt(N), a power of two)",
     )
-    gate: str | None = option(NO_GATE, GATE_HELP, GATES)
+    gate: str | gates.Gate | None = option(NO_GATE, GATE_HELP, GATES)
     val_noise_multiplier: float | None = option(
         None,
         "noise of the gate loss relative to twice its clip bound (default: 1, or more where the "
@@ -184,27 +191,25 @@ class GradientMethod(OptimizerMethod):
         "end the run when the paid training loss has not improved in so many measurements; epsilon "
         "stays that of the whole run (with metrics_budget, gate none)",
     )
+    metrics: InitVar[Metrics | None] = None
     test_error: float | None = option(
         None,
         "standard error wanted of a test of the gate block, such as 0.005: noise and, for large "
         "data, a sampling rate follow (default: by noise, on all records)",
     )
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, metrics: Metrics | None) -> None:
+        self._take_settings(metrics)
         super().__post_init__()
         checks.positive("max_grad_norm", self.max_grad_norm)
         check_metrics(self)
         checks.one_of("clip_norm", self.clip_norm, (MEDIAN, GIVEN))
-        if self.noise_multiplier is not None:
-            checks.positive("noise_multiplier", self.noise_multiplier)
-        checks.positive("loss_clip", self.loss_clip)
+        checks.positive_each(self, "noise_multiplier", "val_noise_multiplier", "loss_clip")
         checks.one_of("on_reject", self.on_reject, (RESTORE, KEEP_MOMENTUM))
         if self.gate is not None:
-            checks.one_of("gate", self.gate, GATES)
+            checks.one_of("gate", str(self.gate), GATES)
         if self.accept_threshold is not None:
             checks.finite("accept_threshold", self.accept_threshold)
-        if self.val_noise_multiplier is not None:
-            checks.positive("val_noise_multiplier", self.val_noise_multiplier)
         if self.accept_ratio is not None:
             CoinTest(1.0, self.accept_ratio)
         checks.at_least_one_each(
@@ -225,6 +230,23 @@ class GradientMethod(OptimizerMethod):
                 f"on_reject {self.on_reject} has no meaning where nothing is rejected; leave it "
                 "out, or choose a gate"
             )
+
+    def _take_settings(self, metrics: Metrics | None) -> None:
+        """Hold the settings of a gate and of metrics as options, which a flag and a file hold."""
+        given: dict[str, Any] = {}
+        if isinstance(self.gate, gates.Gate):
+            given |= {**settings_for_fit(self.gate), "gate": self.gate.name}
+        if metrics is not None:
+            found = settings_for_fit(metrics)
+            given |= {n if n == "patience" else f"metrics_{n}": v for n, v in found.items()}
+        defaults = {each.name: each.default for each in fields(self)}
+        for name, value in given.items():
+            if name != "gate" and getattr(self, name) not in (defaults[name], value):
+                raise InvalidInputError(
+                    f"{name} is {getattr(self, name)} in the method and {value} in its gate or "
+                    "metrics; give it once"
+                )
+            object.__setattr__(self, name, value)
 
     def settle(
         self,
@@ -312,7 +334,7 @@ class GradientMethod(OptimizerMethod):
             BLOCK_GATE: ("blocks", "block_updates", "clip_norm"),
         }
         usual = {"loss_clip": USUAL_LOSS_CLIP, "clip_norm": MEDIAN}  # the others are left open
-        implied = self.gate
+        implied = None if self.gate is None else str(self.gate)
         if implied == BLOCK_GATE:  # whose tests have noise as well
             belong["loss"] = ("accept_threshold", "loss_clip")
         for gate, names in belong.items():

@@ -13,7 +13,7 @@ from dpsur.functional.call import call_on
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem, example_losses, mode
 from dpsur.mechanism.gate import AlwaysAccept
-from dpsur.mechanism.proposer import GradientProposer, Sampler
+from dpsur.mechanism.proposer import GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.sampling import Batch
 from dpsur.mechanism.state import Procedure, State
 from dpsur.mechanism.streams import Draws
@@ -75,7 +75,7 @@ class Nonprivate(OptimizerMethod):
 
 
 @dataclass(frozen=True)
-class PlainGradient:
+class PlainGradient(GradientSource):
     """The gradient of the mean loss of a batch, without protection."""
 
     sampler: Sampler
@@ -91,7 +91,7 @@ class PlainGradient:
         with self.sampler.layer_randomness(draws):
             return _mean_gradient(self.sampler.problem, state.params, batch), batch.overflow
 
-    def padded(self) -> "PlainGradient | None":
+    def padded(self) -> Self | None:
         """The same on padded batches."""
         sampler = self.sampler.padded()
         return None if sampler is None else replace(self, sampler=sampler)

@@ -1,6 +1,6 @@
 """Clip the gradient of every record by itself and add them up (Alg. 1, L4-7)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -31,12 +31,16 @@ from dpsur.per_example.tape import Tape
 class ClippedSum:
     """A sum of vectors and the most that one record can change it by, in L2 norm.
 
-    `scratch`: nobody else needs its memory, so that noise may be added in place.
+    Attributes:
+        scratch: nobody else needs its memory, so that noise may be added in place.
+        offsets: where the first number of each tensor stands in the whole vector, if these are
+            the shards that one rank holds.
     """
 
     params: Params
     sensitivity: float | Tensor
     scratch: bool = False
+    offsets: Mapping[str, int] | None = None
 
 
 _DEFAULT_BUDGET = GradientBudget()

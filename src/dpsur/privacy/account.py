@@ -164,7 +164,7 @@ class Account:
 
     @property
     def charges_accepted(self) -> bool:
-        """Whether rejected trials cost nothing, and `accept` says which ones were accepted."""
+        """Whether rejected trials cost nothing, and `decide` says which ones were accepted."""
         return self._plan is not None and self._plan.charges_accepted
 
     def describe(self) -> str:
@@ -191,6 +191,16 @@ class Account:
         if self._plan is None or self.completed:
             return False
         return self._charged.trials >= self._plan.trials
+
+    @property
+    def position(self) -> int:
+        """Where schedules stand: updates or trials so far."""
+        return 0 if self._plan is None else self._plan.position(self._charged)
+
+    @property
+    def drops(self) -> bool:
+        """Whether what comes next is a trial whose outcome is dropped, to hide rejections."""
+        return self._plan is not None and self._plan.drops(self._charged)
 
     @property
     def tests(self) -> int:
@@ -231,17 +241,27 @@ class Account:
         """Charge one step that is about to be made. Raises BudgetError where it does not fit.
 
         After an error nothing was charged, and the step must not be made. Where accepted updates
-        are charged, this counts a trial, and `accept` charges it.
+        are charged, this counts a trial, and `decide` charges it.
         """
-        charged = self._as_step(step)
-        self._check(charged)
-        self._charged = self._charged.record(charged, updates=0 if self.charges_accepted else 1)
+        self.book(self._as_step(step))
 
-    def accept(self) -> None:
-        """Charge the trial that was counted last: its candidate is kept."""
+    def book(self, step: Step) -> None:
+        """The same for a step as a plan names it, in which an update is a `Trial`."""
+        self._check(step)
+        tested = isinstance(step, Trial) and step.test is not None
+        self._charged = self._charged.record(step, updates=0 if tested else 1)
+
+    def decide(self, *, accepted: bool) -> None:
+        """Book the verdict on the trial that was charged last: whether its candidate is kept.
+
+        A trial with a test counts as rejected until then, one without as accepted. Where accepted
+        updates are charged, this is what charges one.
+        """
         *before, last = self._charged.entries
-        accepted = replace(last, updates=last.updates + 1)
-        self._charged = replace(self._charged, entries=(*before, accepted))
+        if not isinstance(last.step, Trial) or accepted == (last.step.test is None):
+            return
+        booked = replace(last, updates=last.updates + (1 if accepted else -1))
+        self._charged = replace(self._charged, entries=(*before, booked))
 
     def _as_step(self, step: Step) -> Step:
         """A sampled Gaussian is a trial without a test, unless it is itself what is due."""
@@ -250,7 +270,9 @@ class Account:
     def _check(self, step: Step) -> None:
         if isinstance(step, Trial) and not self.charges_accepted:
             accounting_named(ACCOUNTING).check(step, RESTORE)
-        if self._plan is not None and not self._plan.affords(self._charged, step):
+        if self._plan is None or self.drops:
+            return
+        if not self._plan.affords(self._charged, step):
             raise BudgetError(
                 f"{step} does not fit{self._progress()} ({self.describe()}): stop here and release "
                 "what you have, or plan a new run with more steps or a larger epsilon"
@@ -327,7 +349,7 @@ class Account:
                 raise InvalidInputError(f"the account lists {entry.step}, made not once")
             if self._plan is not None and (self._plan.tests or self._plan.menu):
                 for _ in range(entry.trials):  # their order counts
-                    self.charge(entry.step)
+                    self.book(entry.step)
             else:
                 self._charge_equal(entry)
 
@@ -337,7 +359,7 @@ class Account:
         self._charged = self._charged.record(
             entry.step, updates=entry.updates - last, trials=entry.trials - 1
         )
-        self._check(self._as_step(entry.step))
+        self._check(entry.step)
         self._charged = self._charged.record(entry.step, updates=last)
 
 

@@ -33,7 +33,7 @@ from dpsur.functional.persons import (
 )
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
-from dpsur.mechanism.block_gate import released_metrics
+from dpsur.mechanism.blocks import released_metrics
 from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.streams import HOLDOUT, SETUP
 from dpsur.methods import METHODS, Method

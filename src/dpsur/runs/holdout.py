@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
-from dpsur.mechanism.dp_gradient import add_gaussian
+from dpsur.mechanism import gaussian
 from dpsur.mechanism.streams import Stream
 from dpsur.per_example import ClippedSum
 from dpsur.privacy.events import Gaussian, event_to_json
@@ -102,7 +102,7 @@ def noisy_figures(
     sensitivity = 1.0 if names == "number" else math.sqrt(3)
     assert float(rows.norm(dim=1).max()) <= sensitivity * (1 + 1e-9)
     total = ClippedSum({"sum": rows.sum(0).to(stream.device)}, sensitivity)
-    sums = add_gaussian(total, found, stream)["sum"].cpu()
+    sums = gaussian.add_noise(total, found, stream)["sum"].cpu()
     scale, count = found * sensitivity, len(records)
     if isinstance(loss, RangeLoss):
         unit = 2 * loss.unit

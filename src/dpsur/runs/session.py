@@ -17,7 +17,7 @@ from dpsur.functional.process_settings import precision, repeatable
 from dpsur.functional.records import Examples, HostExamples
 from dpsur.functional.side_effects import check_fixed_parts, fixed_parts
 from dpsur.functional.tree import flatten
-from dpsur.mechanism.block_gate import released_metrics
+from dpsur.mechanism.blocks import released_metrics
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.host_batches import capture_obstacle
 from dpsur.mechanism.loop import EagerLoop, Loop, Progress, check_completed, start

@@ -26,6 +26,7 @@ from dpsur.privacy.accountants.rdp import RenyiFilter
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibration_cache import calibrated_afresh
 from dpsur.privacy.events import (
+    CoinTest,
     Gaussian,
     LossTest,
     SampledGaussian,
@@ -543,18 +544,25 @@ def _planned(method: "Method", statement: Mapping[str, Any]) -> "tuple[Method, P
 def _loop_faults(statement: Mapping[str, Any]) -> list[str]:
     """The settings of a custom loop, which were fixed before it, are those of its mechanism."""
     settings, plan = statement["settings"], plan_from_statement(statement)
-    size, tested = statement["dataset_size"], plan.test if plan.tests else plan.typical.test
+    size, searches = statement["dataset_size"], bool(plan.tests) and plan.searches
+    tested: Any = plan.test if searches else plan.typical.test
     due: dict[str, Any] = {name: settings[name] for name in LOOP_SETTINGS}
     due["batch_size"] = plan.update.sample_rate * size
     due["noise_multiplier"] = plan.update.noise_multiplier
-    if plan.filter is None:  # of blocks the last one is counted
-        due["steps"] = plan.blocks[-1] if plan.tests else plan.length
-    if isinstance(tested, SampledGaussian | LossTest):
+    if plan.filter is None:  # of a search only the last block is counted
+        due["steps"] = plan.blocks[-1] if searches else plan.length
+    if isinstance(tested, SampledGaussian | LossTest | CoinTest):
         due["val_batch_size"] = round(tested.sample_rate * size)
     if isinstance(tested, SampledGaussian | Gaussian | LossTest):
         due["val_noise_multiplier"] = tested.noise_multiplier
     if isinstance(tested, LossTest):
         due |= {"accept_threshold": tested.accept_threshold, "loss_clip": settings["loss_clip"]}
+    if isinstance(tested, CoinTest):
+        due["accept_ratio"] = tested.accept_ratio
+    if plan.tests and not searches:  # a loop that only measures
+        due["metrics_noise_multiplier"] = plan.test.noise_multiplier
+        if plan.may_stop:
+            due["patience"] = settings["patience"]
     faults = [*differences(settings, due, GIVEN, "settings")]
     if plan.setup:
         faults.append("mechanism.setup charges what a custom loop does not do")

@@ -1,4 +1,8 @@
-"""The private gradient: clip each record's gradient, add up, add Gaussian noise, divide."""
+"""The Gaussian mechanism on a sum of bounded sensitivity: the one place where noise is added.
+
+Call it as `gaussian.add_noise`, by the name of the module, so that a test which watches or breaks
+the mechanism reaches every use of it.
+"""
 
 from dataclasses import replace
 
@@ -11,13 +15,24 @@ from dpsur.mechanism.streams import Stream
 from dpsur.per_example import ClippedSum, clipped_sum
 
 
-def add_gaussian(total: ClippedSum, noise_multiplier: float | Tensor, stream: Stream) -> Params:
+def add_noise(total: ClippedSum, noise_multiplier: float | Tensor, stream: Stream) -> Params:
     """Gaussian mechanism on a sum of bounded sensitivity (Alg. 1, L7).
 
     Formal guarantee: with Poisson sampling at rate q, a sampled Gaussian mechanism of rate q and
-    this noise multiplier. The scale comes from the sensitivity that the sum itself reports.
+    this noise multiplier. The scale comes from the sensitivity that the sum itself reports. Each
+    number of a vector has its own address, so that shards on several ranks together get the noise
+    that one process would draw.
     """
     scale = noise_multiplier * total.sensitivity
+    if total.offsets is not None:
+        return {
+            name: stream.normal(value.numel(), total.offsets[name])
+            .view(value.shape)
+            .mul_(scale)
+            .add_(value)
+            .to(value.dtype)
+            for name, value in total.params.items()
+        }
 
     def noisy(value: Tensor) -> Tensor:
         # Normal draws in float32 end at 5.8 standard deviations, where some records would be told
@@ -29,6 +44,20 @@ def add_gaussian(total: ClippedSum, noise_multiplier: float | Tensor, stream: St
         return stream.add_normal(flat, scale).view(value.shape)
 
     return elementwise(noisy, total.params)
+
+
+def noisy_mean(
+    total: ClippedSum, noise_multiplier: float | Tensor, expected_size: float, stream: Stream
+) -> Params:
+    """A clipped sum with noise, over the expected batch size.
+
+    The drawn size is private, and dividing by it would change the sensitivity. The memory of the
+    sum, which is as large as the model, becomes that of the mean.
+    """
+    noisy = add_noise(replace(total, scratch=True), noise_multiplier, stream)
+    if total.offsets is not None:
+        return {name: value.div_(expected_size) for name, value in noisy.items()}
+    return elementwise(lambda value: value.div_(expected_size), noisy)
 
 
 def dp_mean_gradient(
@@ -59,10 +88,4 @@ def dp_mean_gradient(
         ranks=batch.ranks,
         at_once=batch.at_once,
     )
-    # The noisy sum takes the place of the sum, which is as large as the model.
-    noisy = add_gaussian(replace(total, scratch=True), noise_multiplier, noise)
-    del total
-    # The expected size, not the drawn one: the drawn size is private, and dividing by it would
-    # change the sensitivity.
-    expected_size = sample_rate * len(problem.train)
-    return elementwise(lambda value: value.div_(expected_size), noisy)
+    return noisy_mean(total, noise_multiplier, sample_rate * len(problem.train), noise)

@@ -1,0 +1,286 @@
+"""Tests on the records of a custom loop: of single candidates, and of blocks of updates.
+
+`CandidateTest` is the gate of Algorithm 1 for a module whose candidates are made in place: it looks
+at the weights before the update and at those after it. `ModelTests` adds up bounded values of the
+records for the tests of blocks. Functions of the user run in the record level there, so that what a
+record adds depends on that record alone.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dpsur.engine.criterion import Criterion
+from dpsur.engine.loader import RecordReader
+from dpsur.engine.private_step import augmenting
+from dpsur.engine.watch import Watcher
+from dpsur.errors import InvalidInputError
+from dpsur.functional.parameters import Params
+from dpsur.functional.problem import mode, output_rows
+from dpsur.functional.process_settings import precision
+from dpsur.functional.tree import map_tensors, tensors_of
+from dpsur.mechanism.block_tests import (
+    GRADIENT_NORM,
+    LOSS_DECREASE,
+    LOSS_SCALE,
+    SCORE,
+    bins_of,
+    classes_of,
+    decreases_of,
+    metrics_of,
+)
+from dpsur.mechanism.gate import Rule
+from dpsur.mechanism.gates import BatchLoss, Losses, Outputs
+from dpsur.mechanism.state import START, Candidate, State, Verdict
+from dpsur.mechanism.streams import VAL_NOISE, Draws
+from dpsur.privacy.events import CoinTest, Gaussian, LossTest, SampledGaussian
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Outputs, targets and losses, each with a row per record."""
+
+    outputs: Any
+    targets: Any
+    losses: Tensor
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How the records of a batch get outputs, targets and losses, each record alone.
+
+    Attributes:
+        outputs: of model and batch; by default a batch is a pair of inputs and targets.
+        losses: of model and batch, instead of outputs and a criterion.
+    """
+
+    watcher: Watcher
+    criterion: Criterion | None = None
+    outputs: Outputs | None = None
+    losses: Losses | None = None
+
+    def __post_init__(self) -> None:
+        if self.losses is None and self.criterion is None:
+            raise InvalidInputError(
+                "a gate needs the loss of each record; give make_private criterion=..., or the "
+                "gate a function of your own"
+            )
+
+    def __call__(self, batch: Any) -> Evaluated:
+        """Outputs, targets and the loss of each record, in evaluation mode."""
+        watcher = self.watcher
+        records, alone = self._alone(batch)
+        with torch.no_grad(), mode(watcher.module, training=False), watcher.paused():
+            _, found = watcher.records.run(self._of_one, alone, records)
+        if watcher.sharding is not None:
+            watcher.sharding.reshard()  # or the next step would not reach gathered weights
+        outputs, targets, losses = found
+        if not isinstance(losses, Tensor) or losses.numel() != records:
+            raise InvalidInputError(
+                "losses of a gate must be a tensor with one dimension, the loss of each record"
+            )
+        outputs, targets = map_tensors(lambda value: value.flatten(0, 1), (outputs, targets))
+        return Evaluated(outputs, targets, losses.reshape(records))
+
+    def gradient_norms(self, batch: Any) -> Tensor:
+        """The norm of each record's gradient, as in training."""
+        watcher = self.watcher
+        records, alone = self._alone(batch, watcher.views)
+
+        def loss(one: Any) -> Tensor:
+            *_, found = self._of_one(one)
+            return found.mean() if watcher.loss_reduction == "mean" else found.sum()
+
+        sharding = watcher.sharding
+        with (
+            mode(watcher.module, training=True),
+            watcher.paused(),
+            augmenting(watcher.module, watcher.augment),
+            nullcontext() if sharding is None else sharding.watched(),
+        ):
+            tape, *_ = watcher.records.tape(loss, alone, records, randomness=watcher.randomness)
+        if sharding is not None:
+            sharding.reshard()
+        with torch.no_grad(), precision(tf32=False):
+            tape.carry_back()
+            if not tape.contributions:
+                raise InvalidInputError(
+                    "no gradient of the model was found in the loss of the gate, from which the "
+                    "clipping norm is measured; call the model, without torch.no_grad(), or give "
+                    "make_private max_grad_norm=..."
+                )
+            return tape.norms()
+
+    def _alone(self, batch: Any, views: int = 1) -> tuple[int, Any]:
+        """The number of records of a batch, and their tensors with the records in front."""
+        tensors = [value for value in tensors_of(batch) if value.dim()]
+        rows = len(tensors[0]) if tensors else 0
+        if not rows or rows % views or any(len(value) != rows for value in tensors):
+            raise InvalidInputError(
+                "a test of the gate needs batches whose tensors have a row per record"
+            )
+        device = next(iter(self.watcher.trained.values())).device
+
+        def front(value: Tensor) -> Tensor:
+            value = value.to(device)
+            if not value.dim():
+                return value.expand(rows // views)
+            return value.reshape(-1, views, *value.shape[1:])
+
+        return rows // views, map_tensors(front, batch, otherwise=lambda value: value)
+
+    def _of_one(self, batch: Any) -> tuple[Any, Any, Tensor]:
+        """Outputs, targets and loss of a batch of one record."""
+        module = self.watcher.module
+        if self.losses is not None:
+            return None, None, self.losses(module, batch)
+        outputs, targets = self._outputs_of(batch)
+        assert self.criterion is not None
+        outputs = output_rows(outputs)
+        return outputs, targets, self.criterion.loss(outputs, targets)
+
+    def _outputs_of(self, batch: Any) -> tuple[Any, Any]:
+        module = self.watcher.module
+        if self.outputs is not None:
+            return self.outputs(module, batch)
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise InvalidInputError(
+                "batches of the loader are no pairs of inputs and targets; give the gate "
+                "outputs=..., a function of (model, batch) that returns the outputs of the model "
+                "and the targets"
+            )
+        inputs, targets = batch
+        return module(inputs), targets
+
+
+@dataclass(frozen=True)
+class ModelTests:
+    """Sums of bounded values over the records of a loader (`mechanism.block_tests.Tests`)."""
+
+    evaluate: Evaluation
+    reader: RecordReader
+    event: Gaussian | SampledGaussian
+
+    @property
+    def records(self) -> int:
+        """The size of the data set."""
+        return self.reader.size
+
+    @cached_property
+    def classes(self) -> int:
+        """How many classes the model tells apart, by the outputs for a blank record."""
+        found = self.evaluate(self.reader.blank())
+        return classes_of(found.outputs, found.targets)
+
+    def total(self, quantity: str, state: State, draws: Draws) -> Tensor:
+        """The sum of a quantity over records, on all ranks."""
+        total = None
+        rate = self.event.sample_rate if isinstance(self.event, SampledGaussian) else None
+        views = quantity == GRADIENT_NORM  # is measured as in training
+        for count, batch in self.reader.read(draws.step, rate, views=views):
+            values = self._values(quantity, batch, state)
+            if len(values) != max(1, count):
+                raise InvalidInputError(
+                    "outputs or losses of the gate have another number of rows than their batch "
+                    "has records; return a row for each record"
+                )
+            part = values.sum(0) if count else torch.zeros_like(values[0])
+            total = part if total is None else total + part
+        assert total is not None
+        return draws.ranks.sum(total)
+
+    def _values(self, quantity: str, batch: Any, state: State) -> Tensor:
+        """What the records of a microbatch add to a test: rows of L2 norm at most 1."""
+        if quantity == GRADIENT_NORM:
+            return bins_of(self.evaluate.gradient_norms(batch))
+        found = self.evaluate(batch)
+        if quantity == LOSS_SCALE:
+            return bins_of(found.losses.double().abs())
+        if quantity == SCORE:
+            return metrics_of(found.outputs, found.targets, found.losses)
+        assert quantity == LOSS_DECREASE
+        assert state.saved is not None
+        assert state.memory is not None
+        trained = self.evaluate.watcher.trained
+        now = {name: value.detach().clone() for name, value in trained.items()}
+        try:
+            _write(trained, {name: state.saved[START][f"parameter {name}"] for name in trained})
+            before = self.evaluate(batch).losses
+        finally:
+            _write(trained, now)
+        return decreases_of(before, found.losses, state.memory["loss_scale"])
+
+
+@dataclass(frozen=True)
+class CandidateTest:
+    """Compare the weights before and after an update on a fresh Poisson batch; a rule decides.
+
+    `loss` gives the mean loss of a batch as the loader yields it. The means of microbatches count
+    by their records, those of all ranks together.
+    """
+
+    watcher: Watcher
+    reader: RecordReader
+    loss: BatchLoss
+    test: LossTest | CoinTest
+    rule: Rule
+    rejects: ClassVar[bool] = True
+
+    def begin(self, state: State, draws: Draws) -> "_Begun":  # noqa: ARG002
+        """Draw the batch, and evaluate the weights before the update."""
+        rate = self.test.sample_rate
+        batches = list(self.reader.read(draws.step, rate, views=False, here=True))
+        return _Begun(batches, self._mean_loss(batches, draws))
+
+    def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:  # noqa: ARG002
+        """The rule's verdict on the loss difference."""
+        assert isinstance(candidate.test, _Begun)
+        after = self._mean_loss(candidate.test.batches, draws)
+        accept = self.rule.decide(after - candidate.test.before, draws[VAL_NOISE])
+        return Verdict(accept.cpu())
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:  # noqa: ARG002
+        """The state as it was."""
+        return state
+
+    def padded(self) -> "CandidateTest":
+        """Batches are those of the loader."""
+        return self
+
+    def _mean_loss(self, batches: list[tuple[int, Any]], draws: Draws) -> Tensor:
+        """Over the records of all ranks; zero for none. A microbatch of none is a placeholder."""
+        module, sharding = self.watcher.module, self.watcher.sharding
+        total = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
+        with torch.no_grad(), mode(module, training=False):
+            for count, batch in batches:
+                found = self.loss(module, batch)
+                if not isinstance(found, Tensor) or found.numel() != 1:
+                    raise InvalidInputError(
+                        "the loss of a gate must return a tensor of one number, the mean of a batch"
+                    )
+                if count:
+                    total += count * found.double().reshape(())
+        if sharding is not None:
+            sharding.reshard()  # or the next step would not reach gathered weights
+        records = torch.full_like(total, sum(count for count, _ in batches))
+        total, records = draws.ranks.sum(torch.stack([total, records])).unbind()
+        return total / records.clamp(min=1)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """The batch of a test, in microbatches with their numbers of records, and the loss on it."""
+
+    batches: list[tuple[int, Any]]
+    before: Tensor
+
+
+def _write(places: Mapping[str, Tensor], values: Params) -> None:
+    with torch.no_grad():
+        for name, value in places.items():
+            value.copy_(values[name])

@@ -1,0 +1,221 @@
+"""What the options of `make_private` amount to: an account, and the procedure that it charges."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from torch.optim import ASGD, SGD, Optimizer
+
+from dpsur import checks
+from dpsur.engine.criterion import Criterion
+from dpsur.engine.loader import RecordReader
+from dpsur.engine.model_tests import CandidateTest, Evaluation, ModelTests
+from dpsur.engine.watch import Watcher
+from dpsur.engine.weights import ModuleGradient, ModuleUpdates, ModuleWeights
+from dpsur.errors import InvalidInputError
+from dpsur.mechanism.blocks import MeasuredTraining, RateSearchTraining
+from dpsur.mechanism.gate import AlwaysAccept, make_rule
+from dpsur.mechanism.gates import BlockGate, CoinGate, Gate, LossGate, Metrics
+from dpsur.mechanism.rate_search import RateRule, search_starts
+from dpsur.mechanism.state import Procedure
+from dpsur.mechanism.trial import Selective
+from dpsur.privacy.account import ACCOUNTING as EVERY_TRIAL
+from dpsur.privacy.account import PROVEN, Account
+from dpsur.privacy.calibrate import calibrate
+from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
+from dpsur.privacy.plan import Plan
+
+FIRST_CLIP_NORM = 1.0  # stays in force where a histogram of gradient norms shows nothing
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """What decides about privacy, fixed before the first record is drawn.
+
+    Attributes:
+        accounting: "every-trial" or "proven"; None: "proven" for a `CoinGate`, which no other
+            covers, else "every-trial".
+        steps: the number of steps, or of accepted updates under "proven".
+        epsilon: the budget; instead of `steps`, the allowance of a filter.
+    """
+
+    records: int
+    sample_rate: float
+    max_grad_norm: float | None
+    steps: int | None
+    epsilon: float | None
+    delta: float
+    gate: Gate | None = None
+    metrics: Metrics | None = None
+    accounting: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.accounting is not None:
+            checks.one_of("accounting", self.accounting, (EVERY_TRIAL, PROVEN))
+        tested = isinstance(self.gate, LossGate | CoinGate)
+        if self.accounting == PROVEN and not tested:
+            raise InvalidInputError(
+                "the accounting 'proven' charges the updates that a test of candidates accepts; "
+                "give make_private gate=dpsur.LossGate(...), or leave the accounting out"
+            )
+        if self.metrics is not None and self.gate is not None:
+            raise InvalidInputError(
+                "metrics are measured where no gate makes tests; a BlockGate releases those of its "
+                "own tests: leave metrics or the gate out"
+            )
+        if self.max_grad_norm is not None:
+            checks.positive("max_grad_norm", self.max_grad_norm)
+        elif not isinstance(self.gate, BlockGate):
+            raise InvalidInputError("give max_grad_norm, the norm that gradients are clipped to")
+        if isinstance(self.gate, LossGate) and self.gate.show_verdicts and self.charges_accepted:
+            raise InvalidInputError(
+                "show_verdicts=True would show what 'proven' does not pay for; use the accounting "
+                "'every-trial'"
+            )
+
+    @property
+    def charges_accepted(self) -> bool:
+        """Whether accepted updates are charged, and only those."""
+        return (self.accounting or (PROVEN if isinstance(self.gate, CoinGate) else "")) == PROVEN
+
+    def test(self) -> LossTest | CoinTest | None:
+        """What the verdict on a candidate is charged with."""
+        if isinstance(self.gate, LossGate | CoinGate):
+            return self.gate.test(self.records)
+        return None
+
+    def with_noise(self) -> tuple[float, Self]:
+        """The least noise of the updates within the budget, and what was planned with it."""
+        assert self.epsilon is not None
+        plan = self._plan_of_blocks(None)
+        if plan is not None:
+            test, update = plan.test.noise_multiplier, plan.update.noise_multiplier
+            if isinstance(self.gate, BlockGate):
+                return update, replace(self, gate=replace(self.gate, val_noise_multiplier=test))
+            assert self.metrics is not None
+            return update, replace(self, metrics=replace(self.metrics, noise_multiplier=test))
+        noise = calibrate(
+            epsilon=self.epsilon,
+            delta=self.delta,
+            sample_rate=self.sample_rate,
+            updates=self._planned_steps(),
+            test=self.test(),
+            accounting=PROVEN if self.charges_accepted else EVERY_TRIAL,
+        )
+        return noise, self
+
+    def account(self, noise_multiplier: float) -> Account:
+        """What every step is charged to."""
+        trial = Trial(SampledGaussian(self.sample_rate, noise_multiplier), self.test())
+        epsilon, delta = self.epsilon, self.delta
+        plan = self._plan_of_blocks(noise_multiplier)
+        if plan is not None:
+            return Account.from_plan(plan)
+        if self.charges_accepted:
+            steps = self._planned_steps()
+            return Account.for_updates(trial, steps, delta=delta, epsilon=epsilon)
+        if self.steps is not None:
+            if epsilon is None:  # what is planned is the budget
+                epsilon = Account.for_steps(trial, self.steps, delta=delta).guarantee()
+            return Account.for_steps(trial, self.steps, delta=delta, epsilon=epsilon)
+        if epsilon is not None:
+            return Account.for_budget(epsilon, delta, trial)
+        return Account.without_limit(delta)
+
+    def _planned_steps(self) -> int:
+        if self.steps is None:
+            raise InvalidInputError(
+                "the accounting 'proven' needs steps=..., the number of accepted updates, fixed in "
+                "advance"
+            )
+        return self.steps
+
+    def _plan_of_blocks(self, noise_multiplier: float | None) -> Plan | None:
+        if isinstance(self.gate, BlockGate):
+            return self.gate.plan(
+                self.steps,
+                self.records,
+                sample_rate=self.sample_rate,
+                clip_by_median=self.max_grad_norm is None,
+                noise_multiplier=noise_multiplier,
+                epsilon=self.epsilon,
+                delta=self.delta,
+            )
+        if self.metrics is not None:
+            return self.metrics.plan(
+                self.steps,
+                sample_rate=self.sample_rate,
+                noise_multiplier=noise_multiplier,
+                epsilon=self.epsilon,
+                delta=self.delta,
+            )
+        return None
+
+
+def make_procedure(
+    mechanism: Mechanism,
+    update: SampledGaussian,
+    plan: Plan | None,
+    watcher: Watcher,
+    weights: ModuleWeights,
+    criterion: Criterion | None,
+    reader: RecordReader,
+) -> Procedure:
+    """The procedure of `fit` with the same gate, on the weights of a module."""
+    gate, metrics = mechanism.gate, mechanism.metrics
+    updates = ModuleUpdates(weights, ModuleGradient(watcher, update, mechanism.records))
+    if isinstance(gate, BlockGate):
+        assert plan is not None
+        evaluation = Evaluation(watcher, criterion, gate.outputs, gate.losses)
+        rule = _rule_of(gate, weights.optimizer, mechanism.max_grad_norm)
+        weights.search_rates()
+        return RateSearchTraining(plan, updates, ModelTests(evaluation, reader, plan.test), rule)
+    if metrics is not None:
+        assert plan is not None
+        tests = ModelTests(Evaluation(watcher, criterion, metrics.outputs), reader, plan.test)
+        return MeasuredTraining(plan, updates, tests, metrics.patience)
+    if gate is None:
+        return Selective(updates, AlwaysAccept(), in_place=True)
+    loss, test = gate.loss, mechanism.test()
+    assert test is not None
+    if loss is None:
+        evaluate = Evaluation(watcher, criterion)
+        loss = lambda _, batch: evaluate(batch).losses.mean()  # noqa: E731
+    clip = gate.resolve(mechanism.records).loss_clip if isinstance(gate, LossGate) else None
+    test_gate = CandidateTest(watcher, reader, loss, test, make_rule(test, clip or 0.0))
+    return Selective(replace(updates, undoes=True), test_gate, in_place=True)
+
+
+def _rule_of(gate: BlockGate, optimizer: Optimizer, max_grad_norm: float | None) -> RateRule:
+    scale_free, momentum = _kind_of(optimizer)
+    if max_grad_norm is None and gate.learning_rate is not None and not scale_free:
+        raise InvalidInputError(
+            f"learning_rate {gate.learning_rate:g} of the gate means nothing without a clipping "
+            "norm, by which gradients are scaled; give make_private max_grad_norm=..."
+        )
+    norm = FIRST_CLIP_NORM if max_grad_norm is None else max_grad_norm
+    starts = search_starts(
+        scale_free=scale_free,
+        momentum=momentum,
+        learning_rate=gate.learning_rate,
+        max_grad_norm=norm,
+    )
+    return RateRule(
+        norm,
+        starts,
+        schedule=gate.schedule or "linear",
+        clip_by_median=max_grad_norm is None,
+        scale_free=scale_free,
+        momentum=momentum,
+    )
+
+
+def _kind_of(optimizer: Optimizer) -> tuple[bool, float]:
+    """Whether steps do not grow with the gradient, and the momentum of plain SGD.
+
+    With momentum m and dampening d a gradient moves the weights by (1 - d) / (1 - m) in all.
+    """
+    if not isinstance(optimizer, SGD | ASGD):
+        return True, 0.0
+    group = optimizer.param_groups[0]
+    left = 1 - group.get("dampening", 0.0)
+    return False, 1 - (1 - group.get("momentum", 0.0)) / left if left > 0 else 0.0

@@ -1,0 +1,308 @@
+"""Weights of a module, which its `torch.optim` optimizer updates in place.
+
+`ModuleUpdates` is to a custom loop what `GradientProposer` is to `fit`: it makes candidates, saves
+weights and goes back to them. The state that it returns holds counts and saved copies; the weights
+at hand are those of the module. Where a gate may reject a candidate, it can be undone. All of this
+works on shards as well, each rank with its own.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dpsur.distributed import Reduction
+from dpsur.engine.optimizer import SCHEDULED, PrivateOptimizer
+from dpsur.engine.watch import Watcher
+from dpsur.errors import CheckpointError, InvalidInputError, StepError
+from dpsur.functional.parameters import Params
+from dpsur.mechanism import gaussian
+from dpsur.mechanism.proposer import GradientSource
+from dpsur.mechanism.state import START, Candidate, OptimizerState, State
+from dpsur.mechanism.streams import NOISE, Draws
+from dpsur.per_example.clipping import ClippedSum
+from dpsur.privacy.events import SampledGaussian, Step
+
+
+@dataclass(frozen=True)
+class OptimizerCopy:
+    """The state of an optimizer, and the settings of its groups."""
+
+    state: Mapping[Any, Any]
+    groups: Sequence[Mapping[str, Any]]
+
+
+class ModuleWeights:
+    """Parameters and buffers of a module and of modules that follow it, and the optimizer.
+
+    Attributes:
+        rates: sets the learning rate, where that is not up to the loop.
+        at_rest: then, the optimizer before the first update, which restored weights start with.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, followers: Sequence[nn.Module] = ()
+    ) -> None:
+        self.module, self.optimizer, self._followers = module, optimizer, followers
+        self.rates: Rates | None = None
+        self.at_rest: OptimizerCopy | None = None
+
+    def search_rates(self) -> None:
+        """Let a gate set the learning rate from now on."""
+        self.rates, self.at_rest = Rates(self.optimizer), self.copy_optimizer()
+
+    def live(self) -> Params:
+        """The tensors at hand, by kind and name."""
+        found = _tensors_of(self.module)
+        for place, other in enumerate(self._followers):
+            found |= {f"{place} {name}": value for name, value in _tensors_of(other).items()}
+        return found
+
+    def copy(self) -> Params:
+        """The same tensors, to be written back later."""
+        return {name: value.detach().clone() for name, value in self.live().items()}
+
+    def write(self, saved: Params) -> None:
+        """Put saved tensors back, and forget the gradient."""
+        with torch.no_grad():
+            for name, value in self.live().items():
+                value.copy_(saved[name])
+        for value in self.module.parameters():
+            value.grad = None
+
+    def copy_optimizer(self) -> OptimizerCopy:
+        """The optimizer's state, to be put back later."""
+        state = {key: copy.deepcopy(value) for key, value in self.optimizer.state.items()}
+        return OptimizerCopy(state, [_settings(group) for group in self.optimizer.param_groups])
+
+    def write_optimizer(self, saved: OptimizerCopy) -> None:
+        """Put it back."""
+        values = copy.deepcopy(list(saved.state.values()))
+        self.optimizer.state.clear()
+        self.optimizer.state.update(zip(saved.state, values, strict=True))
+        for group, settings in zip(self.optimizer.param_groups, saved.groups, strict=True):
+            group.update({name: copy.copy(value) for name, value in settings.items()})
+
+    def undo(self) -> Callable[[], None]:
+        """What puts everything back as it is now."""
+        tensors, optimizer = self.copy(), self.copy_optimizer()
+
+        def back() -> None:
+            self.write(tensors)
+            self.write_optimizer(optimizer)
+
+        return back
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Refuse tensors of other modules."""
+        if self.live().keys() != saved.keys():
+            raise CheckpointError("the checkpoint holds other weights or buffers than the model")
+
+    def at_rest_to_plain(self) -> dict[str, Any]:
+        """Plain values and tensors; parameters by their number in the order of the groups."""
+        assert self.at_rest is not None
+        numbers = {value: number for number, value in enumerate(self._optimized())}
+        state = {numbers[key]: dict(value) for key, value in self.at_rest.state.items()}
+        return {"optimizer": state, "groups": [dict(group) for group in self.at_rest.groups]}
+
+    def load_at_rest(self, values: Mapping[str, Any]) -> None:
+        """Read what `at_rest_to_plain` wrote."""
+        parameters = self._optimized()
+        state = {
+            parameters[number]: {
+                name: value.to(parameters[number].device)
+                if isinstance(value, Tensor) and value.dim()  # counts stay where they are
+                else copy.deepcopy(value)
+                for name, value in held.items()
+            }
+            for number, held in values["optimizer"].items()
+        }
+        self.at_rest = OptimizerCopy(state, copy.deepcopy(list(values["groups"])))
+
+    def _optimized(self) -> list[Any]:
+        return [value for group in self.optimizer.param_groups for value in group["params"]]
+
+
+class Rates:
+    """The learning rates of an optimizer whose groups keep their ratios."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if any("initial_lr" in group for group in optimizer.param_groups):
+            raise InvalidInputError(SCHEDULED.format("a learning-rate scheduler"))
+        self._optimizer = optimizer
+        rates = self._now()
+        if not max(rates) > 0 or not all(math.isfinite(rate) and rate >= 0 for rate in rates):
+            raise InvalidInputError(
+                f"the learning rates of the optimizer are {rates}; a BlockGate keeps their ratios, "
+                "so give at least one group a rate above zero"
+            )
+        self._ratios = [rate / max(rates) for rate in rates]
+        self._set: list[float] | None = None
+
+    def _now(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def check(self) -> None:
+        """Refuse rates that someone else has set."""
+        if self._set is not None and self._now() != self._set:
+            raise StepError(SCHEDULED.format("the loop or a scheduler"))
+
+    def set(self, rate: float) -> None:
+        """Put a rate into all groups."""
+        for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * ratio)
+            else:
+                group["lr"] = rate * ratio
+        self._set = self._now()
+
+    def forget(self) -> None:
+        """The optimizer was put back, and its rates with it."""
+        self._set = None
+
+
+@dataclass(frozen=True)
+class ModuleGradient(GradientSource):
+    """The noisy sum of what backward passes have clipped, over the expected batch size.
+
+    Formal guarantee of one gradient: the sampled Gaussian mechanism `update`, if the loader has
+    drawn the batch of this step.
+    """
+
+    watcher: Watcher
+    update: SampledGaussian
+    records: int
+
+    def event(self, state: State) -> SampledGaussian:  # noqa: ARG002
+        """The same every time."""
+        return self.update
+
+    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:  # noqa: ARG002
+        """Sum over ranks, add noise, divide."""
+        watcher, sums = self.watcher, self.watcher.take()
+        offsets = None
+        if watcher.sharding is None:
+            reduction = Reduction(draws.ranks)
+            for name, value in sums.items():
+                reduction.add(name, value)
+            sums = reduction.result()
+        else:  # its sums are those of all ranks already
+            offsets = watcher.sharding.offsets()
+        total = ClippedSum(sums, watcher.max_grad_norm, offsets=offsets)
+        noise, expected = self.update.noise_multiplier, self.update.sample_rate * self.records
+        return gaussian.noisy_mean(total, noise, expected, draws[NOISE]), None
+
+
+@dataclass(frozen=True)
+class ModuleUpdates:
+    """A candidate is one step of the optimizer, made in place.
+
+    Attributes:
+        undoes: whether a candidate may be rejected, so that what was there before is kept.
+        schedule: the learning rate by position, where that is not up to the loop.
+    """
+
+    weights: ModuleWeights
+    source: ModuleGradient
+    undoes: bool = False
+    schedule: Callable[[Tensor], Tensor] | None = None
+
+    def step(self, state: State) -> Step:
+        """The event of the gradient."""
+        return self.source.step(state)
+
+    def initial_state(self) -> State:
+        """Counts. They are on the host, where verdicts go."""
+        zero = torch.zeros((), dtype=torch.int64)
+        return State(params={}, optimizer=OptimizerState(zero, {}), updates=zero)
+
+    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
+        """Make a step of the optimizer along the private gradient."""
+        undo = self.weights.undo() if self.undoes else None
+        try:
+            gradient, _ = self.source.gradient(state, draws)
+            watcher = self.source.watcher
+            watcher.gradients.write(gradient, watcher.sharding)
+            if self.weights.rates is not None and self.schedule is not None:
+                self.weights.rates.set(float(self.schedule(position)))
+            cast(PrivateOptimizer, self.weights.optimizer).plain_step()
+        except BaseException:  # also Ctrl-C in a notebook, where the next cell continues
+            if undo is not None:
+                undo()
+            raise
+        return Candidate(replace(state, updates=state.updates + 1), undo=undo)
+
+    def at_rate(self, schedule: Callable[[Tensor], Tensor], max_grad_norm: Tensor) -> Self:
+        """The same with another learning rate; the norm is that of the backward pass."""
+        assert float(max_grad_norm) == self.source.watcher.max_grad_norm
+        return replace(self, schedule=schedule)
+
+    def reserve(self, state: State, names: Sequence[str]) -> State:  # noqa: ARG002
+        """Nothing: what is not there yet takes no memory."""
+        return state
+
+    def save(self, state: State, name: str) -> State:
+        """Keep a copy of the weights under a name."""
+        return replace(state, saved={**(state.saved or {}), name: self.weights.copy()})
+
+    def restore(self, state: State, name: str, add: Sequence[tuple[str, float]] = ()) -> State:
+        """Go back to saved weights, with an optimizer at rest."""
+        weights = self.weights
+        assert state.saved is not None
+        assert weights.rates is not None
+        assert weights.at_rest is not None
+        undo = weights.undo()
+        try:
+            weights.write(state.saved[name])
+            weights.write_optimizer(weights.at_rest)
+            weights.rates.forget()
+            first = state.saved[START]
+            with torch.no_grad():
+                for end, factor in add:
+                    for key, value in self._trained().items():
+                        value.add_(state.saved[end][key] - first[key], alpha=factor)
+        except BaseException:
+            undo()
+            raise
+        return replace(state, updates=torch.zeros_like(state.updates))
+
+    def squared_distance(self, state: State) -> tuple[float, int]:
+        """How far the weights are from the first ones, and how many there are."""
+        assert state.saved is not None
+        first, trained = state.saved[START], self._trained()
+        squares = [
+            _whole((value.detach() - first[key]).double().square().sum())
+            for key, value in trained.items()
+        ]
+        return float(torch.stack(squares).sum()), sum(value.numel() for value in trained.values())
+
+    def padded(self) -> None:
+        """Batches are those of the loader."""
+        return
+
+    def _trained(self) -> Params:
+        return {f"parameter {n}": value for n, value in self.source.watcher.trained.items()}
+
+
+def _tensors_of(module: nn.Module) -> Params:
+    return {
+        **{f"parameter {name}": value for name, value in module.named_parameters()},
+        **{f"buffer {name}": value for name, value in module.named_buffers()},
+    }
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copy.copy(value) for name, value in group.items() if name != "params"}
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A number that ranks may hold parts of."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
