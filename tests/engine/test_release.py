@@ -40,3 +40,25 @@ def test_a_loop_without_a_plan_states_no_guarantee():
     engine, _, _, _ = private()
     with pytest.raises(dpsur.InvalidInputError, match="without a plan"):
         engine.statement()
+
+
+def test_without_noise_the_release_says_that_it_is_not_private(tmp_path):
+    engine, model, optimizer, loader = private(noise_multiplier=0, epochs=1)
+    train(engine, model, optimizer, loader)
+    assert engine.guarantee() == engine.get_epsilon(1e-3) == float("inf")
+    folder = engine.save(tmp_path / "run")
+    assert "**without any privacy**" in (folder / "PRIVACY.md").read_text()
+    assert dpsur.verify(tmp_path / "run")[0] == []
+    statement = json.loads((folder / "privacy.json").read_text())
+    statement["settings"]["noise_multiplier"] = 1.0
+    (folder / "privacy.json").write_text(json.dumps(statement))
+    assert dpsur.verify(tmp_path / "run")[0] != []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({}, "say how long"), ({"target_epsilon": 3.0}, "no privacy"), ({"gate": GATE}, "no privacy")],
+)
+def test_without_noise_nothing_is_promised(options, words):
+    with pytest.raises(dpsur.InvalidInputError, match=words):
+        private(noise_multiplier=0.0, **options)

@@ -25,7 +25,13 @@ from dpsur.engine.loader import (
     check_loader,
 )
 from dpsur.engine.optimizer import make_private_optimizer
-from dpsur.engine.setup import parameters_to_train, planned_steps, refuse_options, size_and_rate
+from dpsur.engine.setup import (
+    parameters_to_train,
+    plan_without_noise,
+    planned_steps,
+    refuse_options,
+    size_and_rate,
+)
 from dpsur.engine.sharding import Sharding, is_sharded
 from dpsur.engine.steps import PrivateLoop
 from dpsur.engine.watch import Watcher
@@ -35,7 +41,7 @@ from dpsur.mechanism.streams import Streams
 from dpsur.per_example.augmentation import Augment
 from dpsur.privacy.account import ACCOUNTING, PROVEN, Account
 from dpsur.privacy.calibrate import calibrate
-from dpsur.privacy.events import SampledGaussian, Step, Trial
+from dpsur.privacy.events import NonPrivate, SampledGaussian, Step, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.statement import (
     BY_CONSTRUCTION,
@@ -132,7 +138,8 @@ class PrivacyEngine(PrivateLoop):
                 state and schedulers stay as they are.
             data_loader: a loader of a map-style data set. Poisson sampling takes the place of its
                 sampler; the sample rate is one over its length.
-            noise_multiplier: standard deviation of the noise over `max_grad_norm`.
+            noise_multiplier: standard deviation of the noise over `max_grad_norm`. 0 trains without
+                privacy, for debugging: epsilon is infinite, and the statement says so.
             max_grad_norm: the norm that each record's gradient is clipped to. With a `BlockGate` it
                 may be left out, and is measured.
             criterion: a loss to be computed for each record alone, as `engine.criterion(outputs,
@@ -160,7 +167,8 @@ class PrivacyEngine(PrivateLoop):
         """
         refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
         checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-        checks.positive("noise_multiplier", noise_multiplier)
+        if noise_multiplier != 0:
+            checks.positive("noise_multiplier", noise_multiplier)
         if max_grad_norm is not None:
             checks.positive("max_grad_norm", max_grad_norm)
         elif not isinstance(gate, BlockGate):
@@ -173,11 +181,15 @@ class PrivacyEngine(PrivateLoop):
             )
         trained = parameters_to_train(module, optimizer, data_loader)
         size, rate = size_and_rate(data_loader)
-        update = SampledGaussian(rate, noise_multiplier)
+        update = SampledGaussian(rate, noise_multiplier) if noise_multiplier else NonPrivate()
         step = Trial(update, gate.test(size) if isinstance(gate, LossGate) else None)
         delta = min(1e-5, 0.1 / size) if target_delta is None else target_delta
         planned = planned_steps(epochs, steps, data_loader)
-        if isinstance(gate, BlockGate):
+        if not noise_multiplier:
+            self._ledger = Account.from_plan(
+                plan_without_noise(planned, target_epsilon, delta, gated=gate is not None)
+            )
+        elif isinstance(gate, BlockGate):
             self._ledger = Account.from_plan(
                 gate.plan(
                     planned,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from numbers import Real
 from typing import Any, Protocol
 
@@ -118,7 +119,7 @@ class Watcher:
         # before hooks of others, such as those by which FSDP gathers weights
         self._handle = module.register_forward_pre_hook(self._enter, prepend=True)
         self._own_forward = vars(module).get("forward")
-        vars(module)["forward"] = WatchedForward(self)
+        vars(module)["forward"] = WatchedForward(self, module.forward)
         watch_backward(self)
 
     def __deepcopy__(self, memo: Any) -> "Watcher":
@@ -423,8 +424,9 @@ class Watcher:
 class WatchedForward:
     """Stands in for the forward method of a watched module. A copy of the module is not watched."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Watcher, forward: Callable[..., Any]) -> None:
         self.watcher = watcher
+        self.__signature__ = signature(forward)  # trainers choose columns of a data set by it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the watcher."""

@@ -117,7 +117,8 @@ def layer_fault(module: nn.Module) -> str | None:
     if isinstance(module, _BatchNorm):
         return (
             f"{kind} mixes the examples of a batch, so one record's gradient is not defined; "
-            "replace it with nn.GroupNorm (dpsur.fix), or set it to evaluation mode"
+            "replace it with nn.GroupNorm (dpsur.fix), or keep its statistics, as those of public "
+            'pretraining: dpsur.fix(model, batch_norm="frozen")'
         )
     if getattr(module, "track_running_stats", False):
         return (

@@ -95,9 +95,12 @@ def _loop_faults(statement: dict[str, Any]) -> list[str]:
     test, steps = trial["test"] or {}, mechanism["trials"] or mechanism["updates"]
     if "blocks" in mechanism:  # of which the last one is counted
         test, steps = mechanism["blocks"]["test"], mechanism["blocks"]["updates"][-1]
+    update = trial["update"]
+    if "noise_multiplier" not in update:  # without privacy, where nothing depends on the rate
+        update = {"noise_multiplier": 0.0, "sample_rate": settings["batch_size"] / size}
     stated = {
-        "batch_size": trial["update"]["sample_rate"] * size,
-        "noise_multiplier": trial["update"]["noise_multiplier"],
+        "batch_size": update["sample_rate"] * size,
+        "noise_multiplier": update["noise_multiplier"],
         "steps": None if mechanism["filter"] else steps,
         "val_noise_multiplier": test.get("noise_multiplier"),
         "accept_threshold": test.get("accept_threshold"),
