@@ -244,6 +244,11 @@ class PrivateLoop:
 
     # Private steps
 
+    @property
+    def opaque(self) -> bool:
+        """Whether private steps alone open batches, so that calls of the loop see no record."""
+        return bool(self._private_steps) and not self._yields_open
+
     def private_step(self, function: Function) -> PrivateStep:
         """Make a function of (model, batch) one private step, as a decorator or by a call.
 
@@ -321,7 +326,11 @@ class PrivateLoop:
                 )
         if not found.groups:
             watcher.sums.add(1, {})
-        watcher.gradients.mark(None)
+        watcher.gradients.mark(
+            "the loop has put it there, and a private step makes the whole gradient; call "
+            "optimizer.zero_grad() before the step (as for a critic that a generator's loss went "
+            "through), and write penalties into the function of the step"
+        )
         self._from_function = True
         return means(parts)
 

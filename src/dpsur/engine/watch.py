@@ -69,6 +69,11 @@ class Owner(Protocol):
         """Refuse a call without a private batch; for an empty one, which rows count: none."""
         ...
 
+    @property
+    def opaque(self) -> bool:
+        """Whether private steps alone open batches, so that calls of the loop see no record."""
+        ...
+
     def layer_randomness(self) -> AbstractContextManager[None]:
         """Secret random numbers in the place of those of torch's global generators."""
         ...
@@ -102,7 +107,7 @@ class Watcher:
         self.sums = Sums()
         self.unwatched: str | None = None
         self._expects, self.randomness = owner.expect, owner.layer_randomness
-        self._final_refusals = owner.final_refusals
+        self._final_refusals, self._owner = owner.final_refusals, owner
         self.augment, self.views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
         self.records = RecordFunction(
@@ -154,7 +159,7 @@ class Watcher:
             self._sharded.enter_context(self.sharding.watched())
 
     def _watches(self) -> bool:
-        if self._busy:
+        if self._busy or self._owner.opaque:
             return False
         self.unwatched = None
         if not self.module.training:
