@@ -45,14 +45,14 @@ def test_a_name_that_opacus_does_not_have_is_an_import_error():
         from dpsur.opacus.optimizers import Nothing  # noqa: F401
 
 
-def private(model=None, **options):
+def private(model=None, loader=None, **options):
     model = nn.Linear(4, 2) if model is None else model
     data = TensorDataset(torch.randn(40, 4), torch.randint(0, 2, (40,)))
     engine = PrivacyEngine()
     made = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=10),
+        data_loader=DataLoader(data, batch_size=10) if loader is None else loader,
         noise_multiplier=1.5,
         max_grad_norm=0.7,
         **options,
@@ -74,17 +74,25 @@ def test_attributes_of_optimizer_and_model():
         optimizer.step()
 
 
-def test_a_private_loader_given_again_is_refused_by_name():
-    _, _, _, loader = private()
-    model = nn.Linear(4, 2)
-    with pytest.raises(dpsur.InvalidInputError, match="private already"):
-        PrivacyEngine().make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=loader,
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-        )
+def test_model_and_loader_of_another_engine_are_made_private_anew():
+    first, model, _, loader = private()
+    engine, model, optimizer, again = private(model, loader)
+    for x, y in again:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert engine.accountant.steps == 4
+    assert first.accountant.steps == 0  # whose model is another engine's now
+    assert again.sample_rate == loader.sample_rate
+    assert again.plain is loader.plain
+
+
+def test_the_inside_of_the_optimizer_is_refused_by_name():
+    _, _, optimizer, _ = private()
+    assert not hasattr(optimizer, "nonsense")
+    assert not hasattr(optimizer, "clip_and_accumulate")
+    with pytest.raises(dpsur.InvalidInputError, match=r"call loss.backward\(\)"):
+        optimizer.clip_and_accumulate()
 
 
 def test_accountants_keep_a_history_and_count_as_the_ledger_does():

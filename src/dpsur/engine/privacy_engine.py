@@ -23,6 +23,7 @@ from dpsur.engine.loader import (
     PrivateLoader,
     RecordReader,
     check_loader,
+    plain_loader,
 )
 from dpsur.engine.optimizer import make_private_optimizer
 from dpsur.engine.setup import (
@@ -137,7 +138,8 @@ class PrivacyEngine(PrivateLoop):
             optimizer: any of `torch.optim` that makes one step per gradient. Parameter groups,
                 state and schedulers stay as they are.
             data_loader: a loader of a map-style data set. Poisson sampling takes the place of its
-                sampler; the sample rate is one over its length.
+                sampler; the sample rate is one over its length. Of a loader that another engine has
+                made private, the loader that it was made from is taken.
             noise_multiplier: standard deviation of the noise over `max_grad_norm`. 0 trains without
                 privacy, for debugging: epsilon is infinite, and the statement says so.
             max_grad_norm: the norm that each record's gradient is clipped to. With a `BlockGate` it
@@ -173,7 +175,7 @@ class PrivacyEngine(PrivateLoop):
             checks.positive("max_grad_norm", max_grad_norm)
         elif not isinstance(gate, BlockGate):
             raise InvalidInputError("give max_grad_norm, the norm that gradients are clipped to")
-        module = unwrap(module)
+        module, data_loader = unwrap(module), plain_loader(data_loader)
         if self._ledger is not None:
             raise InvalidInputError(
                 "this engine is in use; make one PrivacyEngine for each training, and add up their "
@@ -284,6 +286,7 @@ class PrivacyEngine(PrivateLoop):
 
         `epochs` or `steps` says how long the training is; both are fixed here.
         """
+        data_loader = plain_loader(data_loader)
         check_loader(data_loader)
         planned = planned_steps(epochs, steps, data_loader)
         if planned is None:

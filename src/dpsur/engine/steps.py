@@ -187,7 +187,8 @@ class PrivateLoop:
             raise StepError(
                 "a private batch was drawn and optimizer.step() was not called for the one before; "
                 "make one step for every batch of the loader (for larger batches, give the loader "
-                "a larger batch_size and set max_physical_batch_size)"
+                "a larger batch_size and set max_physical_batch_size; to evaluate on the records, "
+                "iterate under torch.no_grad(), and to read ahead, read DataLoader(loader.dataset))"
             )
         if batch.step != self.accountant.steps + 1:
             raise StepError(

@@ -123,6 +123,9 @@ class Watcher:
         self.gradients = Gradients(trained)
         # before hooks of others, such as those by which FSDP gathers weights
         self._handle = module.register_forward_pre_hook(self._enter, prepend=True)
+        held = vars(module).get("forward")
+        if isinstance(held, WatchedForward) and held.watcher.module is module:
+            held.watcher.detach()  # of an engine that has trained the model before
         self._own_forward = vars(module).get("forward")
         vars(module)["forward"] = WatchedForward(self, module.forward)
         watch_backward(self)

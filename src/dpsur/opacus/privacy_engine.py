@@ -15,6 +15,10 @@ from dpsur.opacus.validation import ModuleValidator
 
 _log = logging.getLogger("dpsur.opacus")
 _FUSED = ("ghost", "ghost_fsdp")
+_INSIDE = (
+    "clip_and_accumulate add_noise scale_grad pre_step attach_step_hook signal_skip_step "
+    "grad_samples params generator accumulated_iterations step_hook secure_mode loss_reduction"
+)
 File = str | os.PathLike[str] | IO[bytes]
 
 
@@ -57,6 +61,9 @@ class PrivacyEngine(Engine):
         """Three values, and the loss as a fourth, before the loader, in a ghost clipping mode."""
         options, criterion = _translate(options)
         model, optimizer, loader = super().make_private(**options)
+        kind = type(optimizer)
+        optimizer.__class__ = type(kind.__name__, (_InsideOfOpacus, kind), {})
+        vars(model)["to_standard_module"] = lambda: model
         vars(model)["_module"] = model  # programs save `model._module.state_dict()`
         vars(model)["cleanup"] = self._watcher.detach  # and end with it, with wrap_model=False
         return (
@@ -139,6 +146,22 @@ def _translate(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     if fused and options.get("criterion") is None:
         options["criterion"] = nn.CrossEntropyLoss()  # as there
     return options, fused
+
+
+class _MissingError(InvalidInputError, AttributeError):
+    """An attribute of Opacus's optimizer that has no counterpart."""
+
+
+class _InsideOfOpacus:
+    """Refuses the inside of Opacus's optimizer by name, for programs that drive it by hand."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _INSIDE.split():
+            raise _MissingError(
+                f"optimizer.{name} is a part of what optimizer.step() does here, which clips, adds "
+                "noise, scales and updates in one; call loss.backward() and optimizer.step()"
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
 
 def _no_schedules(*given: Any) -> None:
