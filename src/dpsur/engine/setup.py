@@ -82,12 +82,13 @@ def refuse_options(
     """Refuse options of Opacus that stand for something that is not done here."""
     if not batch_first:
         raise InvalidInputError(
-            "batch_first=False is not supported; put the records into the first dimension"
+            "batch_first=False is not supported; put the records into the first dimension, or "
+            "write the loss as engine.private_step, where each record is collated alone"
         )
     if not poisson_sampling:
         raise InvalidInputError(
             "poisson_sampling=False is not supported: no epsilon is known for shuffled batches; "
-            "leave it out"
+            "leave it out. Batches then have different sizes: read them from the batch, as len(x)"
         )
     if clipping != "flat":
         raise InvalidInputError(

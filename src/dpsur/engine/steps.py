@@ -14,6 +14,7 @@ from dpsur.engine.blocks import BlockRun
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.gate import LossGate, Snapshot
 from dpsur.engine.loader import Collate, Microbatch, PrivateLoader
+from dpsur.engine.loss_graph import REMEDY
 from dpsur.engine.private_step import (
     Function,
     PrivateBatch,
@@ -188,7 +189,7 @@ class PrivateLoop:
                 "a private batch was drawn and optimizer.step() was not called for the one before; "
                 "make one step for every batch of the loader (for larger batches, give the loader "
                 "a larger batch_size and set max_physical_batch_size; to evaluate on the records, "
-                "iterate under torch.no_grad(), and to read ahead, read DataLoader(loader.dataset))"
+                "iterate under torch.no_grad(); read the next batch after the step)"
             )
         if batch.step != self.accountant.steps + 1:
             raise StepError(
@@ -387,7 +388,12 @@ class PrivateLoop:
         if not seen:
             raise StepError(
                 "optimizer.step() was called without a private backward pass: "
-                + (watcher.unwatched or "call loss.backward() on outputs of the model first")
+                + (
+                    watcher.unwatched
+                    or "call loss.backward() on what model(...) returns. A method or a part of the "
+                    "model that is called by itself, such as model.loss(x), is not seen: "
+                    + REMEDY
+                )
             )
         if seen != wanted and not due.empty:
             raise StepError(

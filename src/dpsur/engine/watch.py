@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dpsur.engine.backward import leave_backward, watch_backward
 from dpsur.engine.gradients import Gradients
-from dpsur.engine.loss_graph import Cut, check_loss_graph
+from dpsur.engine.loss_graph import REMEDY, Cut, check_loss_graph
 from dpsur.engine.sharding import Sharding
 from dpsur.errors import CouplingError, StepError, UnsupportedModelError
 from dpsur.functional.call import Arguments, arguments
@@ -270,8 +270,9 @@ class Watcher:
                 return value.movedim(0, 1).flatten(1, 2)
             raise UnsupportedModelError(
                 f"an output of the model has the shape {tuple(value.shape[1:])} for a batch of one "
-                "record; it must have a row per record in its first dimension: compute the loss in "
-                "engine.private_step, where it may have any shape"
+                "record; it must have a row per record in its first dimension (a squeeze() without "
+                "a dimension drops it: write squeeze(-1)), or compute the loss in "
+                "engine.private_step, where an output may have any shape"
             )
 
         # a call whose outputs were dropped is forgotten with its graph
@@ -327,8 +328,8 @@ class Watcher:
                     ahead.append(child)
         if len(found) > 1:
             raise StepError(
-                "one backward pass goes through several calls of the model, whose rows may belong "
-                "to different records; call the model once per backward pass"
+                "one backward pass goes through several calls of the model (a GAN, a siamese "
+                "network), whose rows may belong to different records; " + REMEDY
             )
         return found[0] if found else None
 

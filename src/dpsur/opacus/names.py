@@ -18,8 +18,8 @@ from dpsur.errors import InvalidInputError
 ROOT = "dpsur.opacus"
 
 GRADIENTS = (
-    "models are not wrapped, and no record's gradient is stored; for the gradients of each record "
-    "use dpsur.per_example_gradients, for their clipped sum dpsur.clipped_sum"
+    "models are not wrapped, and no record's gradient is stored; give make_private the model "
+    "itself, and for gradients of each record use dpsur.per_example_gradients"
 )
 RULES = (
     "layers need no rule of yours: what has none of its own is differentiated by PyTorch, one "
@@ -339,7 +339,7 @@ PATHS: dict[str, tuple[str, str]] = {
 _HOMES = {name: home for home, names in WORKS.items() for name in names.split()}
 
 
-class _MissingError(InvalidInputError, AttributeError):
+class MissingError(InvalidInputError, AttributeError):
     """An attribute of a name without a counterpart."""
 
 
@@ -349,7 +349,7 @@ class _Refuse(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _MissingError(f"{cls.__name__}.{name} has no counterpart: {cls.remedy}")
+        raise MissingError(f"{cls.__name__}.{name} has no counterpart: {cls.remedy}")
 
 
 class Refused(metaclass=_Refuse):

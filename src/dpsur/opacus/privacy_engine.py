@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from dpsur.engine.privacy_engine import PrivacyEngine as Engine
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.opacus.accounting import LedgerView
+from dpsur.opacus.names import MissingError
 from dpsur.opacus.validation import ModuleValidator
 
 _log = logging.getLogger("dpsur.opacus")
@@ -148,16 +149,12 @@ def _translate(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     return options, fused
 
 
-class _MissingError(InvalidInputError, AttributeError):
-    """An attribute of Opacus's optimizer that has no counterpart."""
-
-
 class _InsideOfOpacus:
     """Refuses the inside of Opacus's optimizer by name, for programs that drive it by hand."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _INSIDE.split():
-            raise _MissingError(
+            raise MissingError(
                 f"optimizer.{name} is a part of what optimizer.step() does here, which clips, adds "
                 "noise, scales and updates in one; call loss.backward() and optimizer.step()"
             )
