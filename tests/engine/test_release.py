@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import dpsur
 from tests.engine.helpers import linear_model, private
 from tests.engine.test_loop import train
+from tests.mutants import Mutant, law_tests
 
 GATE = dpsur.LossGate(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), 20)
 
@@ -62,3 +63,26 @@ def test_without_noise_the_release_says_that_it_is_not_private(tmp_path):
 def test_without_noise_nothing_is_promised(options, words):
     with pytest.raises(dpsur.InvalidInputError, match=words):
         private(noise_multiplier=0.0, **options)
+
+
+def a_loop_without_noise_promises_nothing():
+    engine, model, optimizer, loader = private(noise_multiplier=0, epochs=1)
+    train(engine, model, optimizer, loader)
+    assert engine.guarantee() == engine.get_epsilon(1e-3) == float("inf")
+    assert engine.statement()["guarantee"]["epsilon"] == float("inf")
+
+
+def charged_as_if_there_were_noise(patch):
+    update = dpsur.SampledGaussian(0.2, 1.0)
+    patch.setattr("dpsur.engine.privacy_engine.NonPrivate", lambda: update)
+    patch.setattr(
+        "dpsur.engine.privacy_engine.plan_without_noise",
+        lambda planned, _, delta, gated: (
+            dpsur.Account.for_steps(dpsur.Trial(update), planned, delta=delta).plan
+        ),
+    )
+
+
+test_law, test_mutant = law_tests(
+    [Mutant(a_loop_without_noise_promises_nothing, charged_as_if_there_were_noise)]
+)

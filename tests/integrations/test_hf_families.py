@@ -1,9 +1,12 @@
 """Families of Hugging Face models: `PrivateTrainer` has the losses of `Trainer`."""
 
+import tempfile
+
 import pytest
 import torch
 
 from tests.integrations.test_hugging_face import SMALL, WORDS, arguments
+from tests.mutants import Mutant, law_tests
 
 transformers = pytest.importorskip("transformers", reason="needs the extra dev: transformers")
 peft = pytest.importorskip("peft", reason="needs the extra dev: peft")
@@ -281,7 +284,7 @@ def test_accumulated_batches_are_one_logical_batch(tmp_path):
     assert torch.allclose(whole, parts, atol=1e-6)
 
 
-def test_what_is_logged_is_a_list_of_public_figures(tmp_path, capsys):
+def nothing_private_is_logged():
     """Whatever a subclass logs of private records is dropped before any callback hears of it."""
     heard = []
 
@@ -300,7 +303,7 @@ def test_what_is_logged_is_a_list_of_public_figures(tmp_path, capsys):
     options = {"per_device_train_batch_size": 4, "max_steps": 2, "eval_strategy": "epoch"}
     trainer = Both(
         model,
-        arguments(tmp_path, **options),
+        arguments(tempfile.mkdtemp(), **options),
         train_dataset=data,
         eval_dataset=data,
         noise_multiplier=1.0,
@@ -313,3 +316,21 @@ def test_what_is_logged_is_a_list_of_public_figures(tmp_path, capsys):
     assert "train_loss" not in output.metrics
     assert f"{output.training_loss} {output.training_loss:.3f}" == "private private"
     assert "nan" not in repr(output)
+
+
+def everything_is_public(patch):
+    patch.setattr("dpsur.integrations.transformers._is_public", lambda _: True)
+
+
+def what_is_known_to_be_private_is_dropped(patch):
+    """A list of private names instead of one of public names."""
+    private = ("loss", "train_loss", "grad_norm")
+    patch.setattr("dpsur.integrations.transformers._is_public", lambda name: name not in private)
+
+
+test_law, test_mutant = law_tests(
+    [
+        Mutant(nothing_private_is_logged, everything_is_public),
+        Mutant(nothing_private_is_logged, what_is_known_to_be_private_is_dropped),
+    ]
+)

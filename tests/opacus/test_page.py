@@ -99,9 +99,7 @@ def test_what_no_rule_explains_is_unexplained():
 
 
 def test_names_of_the_tests_are_replaced():
-    text = (
-        'from opacus.a import A\nimport opacus\nfrom opacus.tests.b import x\n"opacus.a"'
-    )
+    text = 'from opacus.a import A\nimport opacus\nfrom opacus.tests.b import x\n"opacus.a"'
     assert opacus_suite.substituted(text) == (
         "from dpsur.opacus.a import A\nimport dpsur.opacus as opacus\n"
         'from opacus_suite.b import x\n"dpsur.opacus.a"'
