@@ -68,8 +68,8 @@ class PrivateTraining(lightning.Callback):  # type: ignore[misc]
         def loss(_: Any, *args: Any) -> dict[str, Any]:
             figures: dict[str, Any] = {}
 
-            def log(name: str, value: Any, **options: Any) -> None:
-                figures[name], logged[name] = value, options
+            def log(name: str, value: Any, *more: Any, **options: Any) -> None:
+                figures[name], logged[name] = value, (more, options)
 
             task.log, task.log_dict = log, _each(log)
             try:
@@ -86,9 +86,9 @@ class PrivateTraining(lightning.Callback):  # type: ignore[misc]
         def training_step(*args: Any) -> Tensor:
             found = step.accumulate(*args)
             if self.log_private:
-                for name, options in logged.items():
+                for name, (more, options) in logged.items():
                     if f"log/{name}" in found:
-                        plain_log(name, found[f"log/{name}"], **{"batch_size": 1, **options})
+                        plain_log(name, found[f"log/{name}"], *more, **{"batch_size": 1, **options})
             return found["loss"]
 
         task.training_step = training_step
@@ -157,9 +157,9 @@ def _optimizer(configured: Any) -> Optimizer:
 def _each(log: Callable[..., None]) -> Callable[..., None]:
     """`log_dict` in terms of `log`."""
 
-    def log_dict(values: Mapping[str, Any], **options: Any) -> None:
+    def log_dict(values: Mapping[str, Any], *more: Any, **options: Any) -> None:
         for name, value in values.items():
-            log(name, value, **options)
+            log(name, value, *more, **options)
 
     return log_dict
 
