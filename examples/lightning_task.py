@@ -1,4 +1,4 @@
-"""Lightning: a task, private parts, and a callback that keeps the accounting right."""
+"""Lightning: an ordinary task, whose training step a callback makes private."""
 
 import logging
 import tempfile
@@ -17,28 +17,28 @@ torch.manual_seed(0)
 
 
 class Task(lightning.LightningModule):
-    """An ordinary task that calls `self.model` and returns `self.optimizer`."""
+    """An ordinary task."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         x, y = batch
-        return nn.functional.cross_entropy(self.model(x), y)  # do not log it: it is private
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        self.log("train_loss", loss)  # private: it is dropped, unless log_private=True
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer
+        return torch.optim.Adam(self.parameters(), lr=0.02)
 
 
 labels = torch.randint(0, 2, (2500,))
 points = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])[labels] + torch.randn(2500, 2)
-task, engine = Task(), dpsur.PrivacyEngine()
-task.model, task.optimizer, loader = engine.make_private_with_epsilon(
-    module=task.model,
-    optimizer=task.optimizer,
-    data_loader=DataLoader(TensorDataset(points[:2000], labels[:2000]), batch_size=200),
+task, private = Task(), PrivateTraining(dpsur.PrivacyEngine())
+loader = private.make_private(
+    task,
+    DataLoader(TensorDataset(points[:2000], labels[:2000]), batch_size=200),
     target_epsilon=2.0,
     target_delta=DELTA,
     max_grad_norm=1.0,
@@ -53,7 +53,7 @@ with tempfile.TemporaryDirectory() as folder:
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[PrivateTraining(engine)],  # refuses what breaks the accounting, logs epsilon
+        callbacks=[private],  # refuses what breaks the accounting, logs epsilon
     )
     trainer.fit(task, loader)
 task.model.eval()

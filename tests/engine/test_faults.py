@@ -302,10 +302,12 @@ def test_gradients_that_are_cleared_before_the_step():
 
 def test_layers_that_mix_records():
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    _, model, _, loader = set_up(model=model)
+    with pytest.raises(dpsur.UnsupportedModelError, match="BatchNorm1d"):
+        set_up(model=model)
+    _, model, _, loader = set_up(model=model.eval())
     x, _ = batch_of(loader)
     with pytest.raises(dpsur.UnsupportedModelError, match="BatchNorm1d"):
-        model(x)
+        model.train()(x)
 
 
 def test_a_model_in_evaluation_mode_during_training():

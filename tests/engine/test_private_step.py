@@ -465,3 +465,26 @@ def test_dropout_one_record_at_a_time_is_no_state():
     for batch in loader:
         step(batch)
     assert engine.accountant.steps == 4
+
+
+def test_under_no_grad_the_loader_yields_every_record_once():
+    engine, _, _, loader = private(batch_size=12)
+    with torch.no_grad():
+        seen = torch.cat([x for x, _ in loader])
+    assert torch.equal(seen, loader.dataset.tensors[0])
+    assert engine.accountant.steps == 0
+    engine.private_step(lambda model, batch: model(batch[0]).sum())
+    with torch.no_grad():  # private steps alone open their batches
+        assert "opened by engine.private_step" in repr(next(iter(loader)))
+
+
+def test_with_private_steps_the_loop_may_call_the_model():
+    """As a generator does that learns from a critic; what it leaves in `.grad` is named."""
+    engine, model, _, loader = private()
+    step = engine.private_step(lambda m, batch: F.cross_entropy(m(batch[0]), batch[1]))
+    batches = iter(loader)
+    first = next(batches)
+    model(torch.randn(2, 6)).sum().backward()
+    with pytest.raises(StepError, match=r"optimizer\.zero_grad\(\) before the step"):
+        step(first)
+    assert engine.accountant.steps == 0

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpsur
 from tests.engine.helpers import linear_model, private, records
 from tests.engine.test_loop import train
+from tests.mutants import Mutant, law_tests
 
 CASES = {
     "completed": {"epochs": 2},
@@ -126,3 +127,52 @@ def test_noise_is_calibrated_to_a_budget_behind_every_gate(options):
     )
     assert 7.8 < engine.guarantee() <= 8.0
     assert 0 < engine.noise_multiplier < 10
+
+
+def test_without_noise_the_release_says_that_it_is_not_private(tmp_path):
+    engine, model, optimizer, loader = private(noise_multiplier=0, epochs=1)
+    train(engine, model, optimizer, loader)
+    assert engine.guarantee() == engine.get_epsilon(1e-3) == float("inf")
+    folder = engine.save(tmp_path / "run")
+    assert "**without any privacy**" in (folder / "PRIVACY.md").read_text()
+    assert dpsur.verify(tmp_path / "run")[0] == []
+    statement = json.loads((folder / "privacy.json").read_text())
+    statement["settings"]["noise_multiplier"] = 1.0
+    (folder / "privacy.json").write_text(json.dumps(statement))
+    assert dpsur.verify(tmp_path / "run")[0] != []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "say how long"),
+        ({"target_epsilon": 3.0}, "no privacy"),
+        ({"gate": CASES["gate"]["gate"]}, "no privacy"),
+    ],
+)
+def test_without_noise_nothing_is_promised(options, words):
+    with pytest.raises(dpsur.InvalidInputError, match=words):
+        private(noise_multiplier=0.0, **options)
+
+
+def a_loop_without_noise_promises_nothing():
+    engine, model, optimizer, loader = private(noise_multiplier=0, epochs=1)
+    train(engine, model, optimizer, loader)
+    assert engine.guarantee() == engine.get_epsilon(1e-3) == float("inf")
+    assert engine.statement()["guarantee"]["epsilon"] == float("inf")
+
+
+def charged_as_if_there_were_noise(patch):
+    update = dpsur.SampledGaussian(0.2, 1.0)
+    patch.setattr("dpsur.engine.privacy_engine.NonPrivate", lambda: update)
+    patch.setattr(
+        "dpsur.engine.procedure.plan_without_noise",
+        lambda planned, _, delta, gated: (
+            dpsur.Account.for_steps(dpsur.Trial(update), planned, delta=delta).plan
+        ),
+    )
+
+
+test_law, test_mutant = law_tests(
+    [Mutant(a_loop_without_noise_promises_nothing, charged_as_if_there_were_noise)]
+)

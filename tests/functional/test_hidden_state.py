@@ -364,7 +364,7 @@ def test_what_a_model_keeps_first_is_nothing_of_a_record(monkeypatch):
         dpsur.clipped_sum(model, F.cross_entropy, records, Y, 1.0)
         kept.append(model.centre)
     assert torch.equal(*kept)
-    monkeypatch.setattr("dpsur.per_example.api.check_model", lambda *_: None)
+    monkeypatch.setattr("dpsur.per_example.api.check_model", lambda *_, **__: None)
     with pytest.raises(CouplingError, match="outlives its step in centre"):
         dpsur.clipped_sum(FirstBatch(), F.cross_entropy, X, Y, 1.0)
 
@@ -379,7 +379,7 @@ def test_a_model_may_count_its_calls(build):
 @pytest.mark.parametrize(("build", "name"), [(BatchSize, "size"), (Largest, "most")])
 def test_the_size_of_a_batch_cannot_be_read(build, name, monkeypatch):
     """A private step sees one record; its size says nothing."""
-    monkeypatch.setattr("dpsur.per_example.api.check_model", lambda *_: None)
+    monkeypatch.setattr("dpsur.per_example.api.check_model", lambda *_, **__: None)
     model = build()
     dpsur.clipped_sum(model, F.cross_entropy, X, Y, 1.0)
     assert getattr(model, name) == 1

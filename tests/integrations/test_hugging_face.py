@@ -229,16 +229,14 @@ def test_a_language_models_own_loss_counts_for_each_record_alone():
 
 
 def arguments(folder, **options):
+    usual = {"per_device_train_batch_size": 8, "num_train_epochs": 2, "save_strategy": "no"}
     return transformers.TrainingArguments(
         output_dir=folder,
-        per_device_train_batch_size=8,
-        num_train_epochs=2,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
         logging_steps=1,
-        save_strategy=options.pop("save_strategy", "no"),
-        **options,
+        **usual | options,
     )
 
 
@@ -305,7 +303,6 @@ def test_the_trainer_resumes_with_its_ledger(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"gradient_accumulation_steps": 2}, "max_physical_batch_size"),
         ({"auto_find_batch_size": True}, "sample rate"),
         ({"include_num_input_tokens_seen": "all"}, "log_private"),
     ],

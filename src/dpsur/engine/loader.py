@@ -65,11 +65,6 @@ def check_loader(loader: Any) -> None:
             "data_loader reads an IterableDataset, from which no Poisson sample can be drawn; use "
             "a map-style data set with __getitem__ and __len__"
         )
-    if isinstance(loader, PrivateLoader):
-        raise InvalidInputError(
-            "this data_loader is private already, and its batches belong to another make_private; "
-            "pass the loader that it was made from"
-        )
     if not isinstance(loader.batch_sampler, BatchSampler) or loader.batch_size is None:
         raise InvalidInputError(
             "data_loader has a custom batch_sampler or no batch_size; Poisson sampling takes "
@@ -193,7 +188,9 @@ class PrivateLoader(DataLoader[Any]):
 
     Iterating once yields as many batches as the loader it was made from, or as many as the budget
     still pays for. A batch for which nothing was drawn is a placeholder of one record of zeros: its
-    gradient does not count, and its step is noise alone. The batch size is private.
+    gradient does not count, and its step is noise alone. The batch size is private. Under
+    `torch.no_grad()` every record comes once, in order, so that programs which compute their
+    training accuracy do; that figure is private.
     """
 
     def __init__(
@@ -203,7 +200,7 @@ class PrivateLoader(DataLoader[Any]):
         owner: "PrivateLoop",
         views: int = 1,
     ) -> None:
-        self.length = len(loader)
+        self.length, self.plain = len(loader), loader
         self.owner, self.views = owner, views
         self.poisson = sampler
         options: dict[str, Any] = {}
@@ -239,8 +236,25 @@ class PrivateLoader(DataLoader[Any]):
         return self.length
 
     def __iter__(self) -> Any:
+        if cast(Collate, self.collate_fn).alone is None and not torch.is_grad_enabled():
+            return self._all_records()
         self.poisson.steps = self.owner.begin_epoch(self.length)
         return self._batches(super().__iter__())
+
+    def _all_records(self) -> Iterator[Any]:
+        """Every record once, to evaluate a model: no step can be made without gradients."""
+        own = cast(Collate, self.collate_fn)
+        most = self.poisson.most or max(1, math.ceil(self.sample_rate * self.poisson.size))
+        return iter(
+            DataLoader(
+                self.dataset,
+                batch_size=most,
+                num_workers=self.num_workers,
+                collate_fn=own.collate,
+                pin_memory=self.pin_memory,
+                multiprocessing_context=self.multiprocessing_context,
+            )
+        )
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         planned = None
@@ -251,6 +265,11 @@ class PrivateLoader(DataLoader[Any]):
                 planned = self.poisson.planned
             self.owner.yielded(planned.popleft(), batch)
             yield batch
+
+
+def plain_loader(loader: Any) -> Any:
+    """The loader that a private one was made from: each engine draws batches of its own."""
+    return loader.plain if isinstance(loader, PrivateLoader) else loader
 
 
 class RecordReader:

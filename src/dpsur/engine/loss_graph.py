@@ -11,6 +11,7 @@ loss, which for a mean over several items of a record (tokens) is the mean over 
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,12 @@ from torch import Tensor
 from dpsur.engine.criterion import PerRecord
 from dpsur.errors import CouplingError
 
-REMEDY = """write it as a private step, which takes any function, and call step(batch) in the loop:
+REMEDY = """write the loss as a private step, which takes any function:
     @engine.private_step
     def step(model, batch):
-        return loss(model(batch[0]), batch[1])"""
+        return loss(model(batch[0]), batch[1])
+    for batch in loader:
+        step(batch)"""
 
 
 _BY_A_TENSOR = (
@@ -196,8 +199,9 @@ class _Walk:
                 "model; detach it, or compute it inside the model"
             )
         raise CouplingError(
-            f"the loss uses the parameter {name} directly, past the clipped sum; use the "
-            "optimizer's weight_decay for a penalty, or compute it inside the model"
+            f"the loss uses the parameter {name} directly, past the clipped sum, where a penalty "
+            "would be dropped or counted once per record; use the optimizer's weight_decay, or "
+            + REMEDY
         )
 
     def _apply(self, node: Any, output: int) -> State:
@@ -430,11 +434,14 @@ class _Walk:
         self.factors.append(self.records / count)
 
     def _loss(self, node: Any, kind: str, first: Rows, shape: tuple[int, ...]) -> State:
-        for name in ("_saved_weight", "_saved_pos_weight"):
+        for name, why in (
+            ("_saved_weight", "weights of classes or items, by which its mean divides all records"),
+            ("_saved_pos_weight", "a pos_weight, which may have been computed from the batch"),
+        ):
             if getattr(node, name, None) is not None:
                 raise CouplingError(
-                    "the loss has weights (class weights, pos_weight), which may come from the "
-                    "batch and which a mean over the batch divides by; " + REMEDY
+                    f"the loss has {why}; give it to make_private(criterion=...) and call "
+                    f"engine.criterion(outputs, targets), or {REMEDY}"
                 )
         for name in ("delta", "beta"):
             self.factors += [float(v) for v in [getattr(node, f"_saved_{name}", None)] if v]
@@ -469,9 +476,15 @@ class _Walk:
             why = "do outputs and targets have different shapes?"
         detail = f" ({why})" if why else ""
         return CouplingError(
-            f"the loss contains {node.name()}{detail}, and it cannot be verified that each "
-            f"record's loss depends on that record alone; {REMEDY}"
+            f"the loss contains the operation `{_operation(node)}`{detail}, and it cannot be "
+            "verified that each record's loss depends on that record alone, so that clipping "
+            f"might not bound what one record changes; {REMEDY}"
         )
+
+
+def _operation(node: Any) -> str:
+    """What torch calls an operation, such as linalg_vector_norm for LinalgVectorNormBackward0."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", node.name())).lower()
 
 
 def _dim(value: int, rank: int) -> int:

@@ -21,6 +21,7 @@ from dpsur.engine.loader import (
     PrivateLoader,
     RecordReader,
     check_loader,
+    plain_loader,
 )
 from dpsur.engine.optimizer import make_private_optimizer
 from dpsur.engine.procedure import FIRST_CLIP_NORM, Mechanism, make_procedure
@@ -36,7 +37,7 @@ from dpsur.mechanism.gates import BlockGate, CoinGate, Gate, LossGate, Metrics
 from dpsur.mechanism.streams import Streams
 from dpsur.per_example.augmentation import Augment
 from dpsur.privacy.account import Account
-from dpsur.privacy.events import SampledGaussian
+from dpsur.privacy.events import NonPrivate, SampledGaussian
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import (
     BY_CONSTRUCTION,
@@ -134,8 +135,10 @@ class PrivacyEngine(PrivateLoop):
             optimizer: any of `torch.optim` that makes one step per gradient. Parameter groups,
                 state and schedulers stay as they are.
             data_loader: a loader of a map-style data set. Poisson sampling takes the place of its
-                sampler; the sample rate is one over its length.
-            noise_multiplier: standard deviation of the noise over `max_grad_norm`.
+                sampler; the sample rate is one over its length. Of a loader that another engine has
+                made private, the loader that it was made from is taken.
+            noise_multiplier: standard deviation of the noise over `max_grad_norm`. 0 trains without
+                privacy, for debugging: epsilon is infinite, and the statement says so.
             max_grad_norm: the norm that each record's gradient is clipped to. With a `BlockGate` it
                 may be left out, and is measured.
             criterion: a loss to be computed for each record alone, as `engine.criterion(outputs,
@@ -168,8 +171,9 @@ class PrivacyEngine(PrivateLoop):
         """
         refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
         checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-        checks.positive("noise_multiplier", noise_multiplier)
-        module = unwrap(module)
+        if noise_multiplier != 0:
+            checks.positive("noise_multiplier", noise_multiplier)
+        module, data_loader = unwrap(module), plain_loader(data_loader)
         if self._ledger is not None:
             raise InvalidInputError(
                 "this engine is in use; make one PrivacyEngine for each training, and add up their "
@@ -183,7 +187,8 @@ class PrivacyEngine(PrivateLoop):
             size, rate, max_grad_norm, steps, target_epsilon, delta, gate, metrics, accounting
         )
         self._ledger, self._mechanism = mechanism.account(noise_multiplier), mechanism
-        self._size, self._update = size, SampledGaussian(rate, noise_multiplier)
+        self._size, self._rate = size, rate
+        self._update = SampledGaussian(rate, noise_multiplier) if noise_multiplier else NonPrivate()
         device = next(iter(trained.values())).device
         if views > 1 and augment is None:
             raise InvalidInputError(f"views={views} needs augment=..., which makes them different")
@@ -262,6 +267,7 @@ class PrivacyEngine(PrivateLoop):
 
         `epochs` or `steps` says how long the training is; both are fixed here.
         """
+        data_loader = plain_loader(data_loader)
         check_loader(data_loader)
         planned = planned_steps(epochs, steps, data_loader)
         if planned is None:
@@ -430,7 +436,7 @@ class PrivacyEngine(PrivateLoop):
         return {
             "format": FORMAT,
             "ledger": self.accountant.to_json(),
-            "sample_rate": self._update.sample_rate,
+            "sample_rate": self._rate,
             "noise_multiplier": self.noise_multiplier,
             "max_grad_norm": self._mechanism.max_grad_norm,
             "records": self._size,

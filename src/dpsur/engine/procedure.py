@@ -9,6 +9,7 @@ from dpsur import checks
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.loader import RecordReader
 from dpsur.engine.model_tests import CandidateTest, Evaluation, ModelTests
+from dpsur.engine.setup import plan_without_noise
 from dpsur.engine.watch import Watcher
 from dpsur.engine.weights import ModuleGradient, ModuleUpdates, ModuleWeights
 from dpsur.errors import InvalidInputError
@@ -21,7 +22,7 @@ from dpsur.mechanism.trial import Selective
 from dpsur.privacy.account import ACCOUNTING as EVERY_TRIAL
 from dpsur.privacy.account import PROVEN, Account
 from dpsur.privacy.calibrate import calibrate
-from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
+from dpsur.privacy.events import CoinTest, LossTest, NonPrivate, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
 
 FIRST_CLIP_NORM = 1.0  # stays in force where a histogram of gradient norms shows nothing
@@ -105,6 +106,11 @@ class Mechanism:
 
     def account(self, noise_multiplier: float) -> Account:
         """What every step is charged to."""
+        if not noise_multiplier:
+            gated = self.gate is not None or self.metrics is not None
+            return Account.from_plan(
+                plan_without_noise(self.steps, self.epsilon, self.delta, gated=gated)
+            )
         trial = Trial(SampledGaussian(self.sample_rate, noise_multiplier), self.test())
         epsilon, delta = self.epsilon, self.delta
         plan = self._plan_of_blocks(noise_multiplier)
@@ -153,7 +159,7 @@ class Mechanism:
 
 def make_procedure(
     mechanism: Mechanism,
-    update: SampledGaussian,
+    update: SampledGaussian | NonPrivate,
     plan: Plan | None,
     watcher: Watcher,
     weights: ModuleWeights,
@@ -162,7 +168,9 @@ def make_procedure(
 ) -> Procedure:
     """The procedure of `fit` with the same gate, on the weights of a module."""
     gate, metrics = mechanism.gate, mechanism.metrics
-    updates = ModuleUpdates(weights, ModuleGradient(watcher, update, mechanism.records))
+    updates = ModuleUpdates(
+        weights, ModuleGradient(watcher, update, mechanism.sample_rate * mechanism.records)
+    )
     if isinstance(gate, BlockGate):
         assert plan is not None
         evaluation = Evaluation(watcher, criterion, gate.outputs, gate.losses)

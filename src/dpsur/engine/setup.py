@@ -1,17 +1,28 @@
 """What `make_private` is given, checked before anything is changed."""
 
+import logging
+import math
 from collections.abc import Sized
 from typing import Any, cast
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpsur import checks
 from dpsur.engine.loader import check_loader
 from dpsur.engine.optimizer import check_optimizer
-from dpsur.errors import InvalidInputError
+from dpsur.errors import InvalidInputError, UnsupportedModelError
+from dpsur.per_example.model_check import layer_fault
+from dpsur.privacy.account import ACCOUNTING
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
+from dpsur.privacy.budget import Budget
+from dpsur.privacy.events import NonPrivate, Trial
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import repeated_plan
+
+_log = logging.getLogger("dpsur.engine")
 
 
 def parameters_to_train(
@@ -27,12 +38,16 @@ def parameters_to_train(
         )
     check_optimizer(optimizer)
     check_loader(data_loader)
+    for name, part in module.named_modules():
+        if part.training and isinstance(part, _BatchNorm):
+            raise UnsupportedModelError(f"module {name or '(root)'} {layer_fault(part)}")
     names = {id(value): name for name, value in module.named_parameters()}
     given = [value for group in optimizer.param_groups for value in group["params"]]
     if any(id(value) not in names for value in given):
         raise InvalidInputError(
-            "the optimizer has parameters that are not the module's; build it from "
-            "module.parameters(), after the module is on its device"
+            "Module parameters are different than optimizer Parameters, as they are after "
+            "dpsur.fix, which repairs a copy; build the optimizer from module.parameters(), after "
+            "the module is repaired and on its device"
         )
     held = {id(value) for value in given}
     trained = {
@@ -67,12 +82,13 @@ def refuse_options(
     """Refuse options of Opacus that stand for something that is not done here."""
     if not batch_first:
         raise InvalidInputError(
-            "batch_first=False is not supported; put the records into the first dimension"
+            "batch_first=False is not supported; put the records into the first dimension, or "
+            "write the loss as engine.private_step, where each record is collated alone"
         )
     if not poisson_sampling:
         raise InvalidInputError(
             "poisson_sampling=False is not supported: no epsilon is known for shuffled batches; "
-            "leave it out"
+            "leave it out. Batches then have different sizes: read them from the batch, as len(x)"
         )
     if clipping != "flat":
         raise InvalidInputError(
@@ -101,3 +117,21 @@ def planned_steps(epochs: int | None, steps: int | None, loader: DataLoader[Any]
     if steps is not None:
         checks.at_least_one("steps", steps)
     return steps
+
+
+def plan_without_noise(
+    planned: int | None, target_epsilon: float | None, delta: float, *, gated: bool
+) -> Plan:
+    """The plan of a training without noise, which has no guarantee and says so."""
+    if gated or target_epsilon is not None:
+        raise InvalidInputError(
+            "noise_multiplier=0 has no privacy, and so neither a gate nor a target_epsilon; leave "
+            "them out, or give a noise multiplier"
+        )
+    if planned is None:
+        raise InvalidInputError(
+            "noise_multiplier=0 trains without privacy, for debugging; say how long: epochs=... or "
+            "steps=..."
+        )
+    _log.warning("dpsur: noise_multiplier=0: this training is not private, epsilon is infinite")
+    return repeated_plan(Budget(math.inf, delta), ACCOUNTING, Trial(NonPrivate()), planned)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from dpsur.engine.captured import GradientGraphs
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.loader import Microbatch, PrivateLoader
+from dpsur.engine.loss_graph import REMEDY
 from dpsur.engine.private_step import (
     Function,
     PrivateBatch,
@@ -49,7 +50,7 @@ from dpsur.mechanism.streams import LAYERS, Streams
 from dpsur.mechanism.trial import take_step
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.privacy.account import Account
-from dpsur.privacy.events import SampledGaussian
+from dpsur.privacy.events import NonPrivate, SampledGaussian
 
 COMPARED_EVERY = 50  # steps after which the weights of all ranks are compared
 
@@ -69,7 +70,8 @@ class PrivateLoop:
     _streams: Streams
     _weights: ModuleWeights
     _procedure: Procedure
-    _update: SampledGaussian
+    _update: SampledGaussian | NonPrivate
+    _rate: float
     _size: int
 
     def __init__(self) -> None:
@@ -108,7 +110,7 @@ class PrivateLoop:
     @property
     def noise_multiplier(self) -> float:
         """Standard deviation of the noise over `max_grad_norm`."""
-        return self._update.noise_multiplier
+        return self._update.noise_multiplier if isinstance(self._update, SampledGaussian) else 0.0
 
     @property
     def max_grad_norm(self) -> float:
@@ -118,12 +120,12 @@ class PrivateLoop:
     @property
     def expected_batch_size(self) -> float:
         """What the sum of clipped gradients is divided by."""
-        return self._update.sample_rate * self._size
+        return self._rate * self._size
 
     @property
     def _sample(self) -> tuple[int, float]:
         """The records that this rank draws from, and at which rate."""
-        return -(-self._size // self._streams.ranks.size), self._update.sample_rate
+        return -(-self._size // self._streams.ranks.size), self._rate
 
     def _batch_streams(self) -> Streams:
         """Batches are drawn on the host."""
@@ -207,7 +209,8 @@ class PrivateLoop:
             raise StepError(
                 "a private batch was drawn and optimizer.step() was not called for the one before; "
                 "make one step for every batch of the loader (for larger batches, give the loader "
-                "a larger batch_size and set max_physical_batch_size)"
+                "a larger batch_size and set max_physical_batch_size; to evaluate on the records, "
+                "iterate under torch.no_grad(); read the next batch after the step)"
             )
         if batch.step != self.accountant.steps + 1:
             raise StepError(
@@ -263,6 +266,11 @@ class PrivateLoop:
             )
 
     # Private steps
+
+    @property
+    def opaque(self) -> bool:
+        """Whether private steps alone open batches, so that calls of the loop see no record."""
+        return bool(self._private_steps) and not self._yields_open
 
     def private_step(self, function: Function, *, capture: bool = True) -> PrivateStep:
         """Make a function of (model, batch) one private step, as a decorator or by a call.
@@ -344,7 +352,11 @@ class PrivateLoop:
                 )
         if not found.groups:
             watcher.sums.add(1, {})
-        watcher.gradients.mark(None)
+        watcher.gradients.mark(
+            "the loop has put it there, and a private step makes the whole gradient; call "
+            "optimizer.zero_grad() before the step (as for a critic that a generator's loss went "
+            "through), and write penalties into the function of the step"
+        )
         self._from_function = True
         return means(parts)
 
@@ -454,7 +466,12 @@ class PrivateLoop:
         if not seen:
             raise StepError(
                 "optimizer.step() was called without a private backward pass: "
-                + (watcher.unwatched or "call loss.backward() on outputs of the model first")
+                + (
+                    watcher.unwatched
+                    or "call loss.backward() on what model(...) returns. A method or a part of the "
+                    "model that is called by itself, such as model.loss(x), is not seen: "
+                    + REMEDY
+                )
             )
         if seen != wanted and not due.empty:
             raise StepError(

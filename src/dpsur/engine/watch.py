@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from dpsur.engine.backward import leave_backward, watch_backward
 from dpsur.engine.captured import CallGraphs, CapturedCall, Sums, rows_with_nan
 from dpsur.engine.gradients import Gradients
-from dpsur.engine.loss_graph import Cut, check_loss_graph
+from dpsur.engine.loss_graph import REMEDY, Cut, check_loss_graph
 from dpsur.engine.sharding import Sharding
 from dpsur.errors import CouplingError, StepError, UnsupportedModelError
 from dpsur.functional.call import Arguments, arguments
@@ -76,7 +77,7 @@ class Watcher:
         self.sums = Sums()
         self.unwatched: str | None = None
         self._expects, self.randomness = owner.expect, owner.layer_randomness
-        self._final_refusals = owner.final_refusals
+        self._final_refusals, self._owner = owner.final_refusals, owner
         self.augment, self.views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
         self.records = RecordFunction(
@@ -93,8 +94,11 @@ class Watcher:
         self.gradients = Gradients(trained)
         # before hooks of others, such as those by which FSDP gathers weights
         self._handle = module.register_forward_pre_hook(self._enter, prepend=True)
+        held = vars(module).get("forward")
+        if isinstance(held, WatchedForward) and held.watcher.module is module:
+            held.watcher.detach()  # of an engine that has trained the model before
         self._own_forward = vars(module).get("forward")
-        vars(module)["forward"] = WatchedForward(self)
+        vars(module)["forward"] = WatchedForward(self, module.forward)
         watch_backward(self)
 
     def __deepcopy__(self, memo: Any) -> "Watcher":
@@ -129,7 +133,7 @@ class Watcher:
             self._sharded.enter_context(self.sharding.watched())
 
     def _watches(self) -> bool:
-        if self._busy:
+        if self._busy or self._owner.opaque:
             return False
         self.unwatched = None
         if not self.module.training:
@@ -240,8 +244,9 @@ class Watcher:
                 return value.movedim(0, 1).flatten(1, 2)
             raise UnsupportedModelError(
                 f"an output of the model has the shape {tuple(value.shape[1:])} for a batch of one "
-                "record; it must have a row per record in its first dimension: compute the loss in "
-                "engine.private_step, where it may have any shape"
+                "record; it must have a row per record in its first dimension (a squeeze() without "
+                "a dimension drops it: write squeeze(-1)), or compute the loss in "
+                "engine.private_step, where an output may have any shape"
             )
 
         # a call whose outputs were dropped is forgotten with its graph
@@ -297,8 +302,8 @@ class Watcher:
                     ahead.append(child)
         if len(found) > 1:
             raise StepError(
-                "one backward pass goes through several calls of the model, whose rows may belong "
-                "to different records; call the model once per backward pass"
+                "one backward pass goes through several calls of the model (a GAN, a siamese "
+                "network), whose rows may belong to different records; " + REMEDY
             )
         return found[0] if found else None
 
@@ -431,8 +436,9 @@ class Watcher:
 class WatchedForward:
     """Stands in for the forward method of a watched module. A copy of the module is not watched."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Watcher, forward: Callable[..., Any]) -> None:
         self.watcher = watcher
+        self.__signature__ = signature(forward)  # trainers choose columns of a data set by it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the watcher."""

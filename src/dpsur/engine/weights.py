@@ -27,7 +27,7 @@ from dpsur.mechanism.proposer import GradientSource
 from dpsur.mechanism.state import START, Candidate, OptimizerState, State
 from dpsur.mechanism.streams import NOISE, Draws
 from dpsur.per_example.clipping import ClippedSum
-from dpsur.privacy.events import SampledGaussian, Step
+from dpsur.privacy.events import NonPrivate, SampledGaussian, Step, Trial
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,16 @@ class ModuleGradient(GradientSource):
     """
 
     watcher: Watcher
-    update: SampledGaussian
-    records: int
+    update: SampledGaussian | NonPrivate
+    expected: float  # size of a batch
+
+    def step(self, state: State) -> Step:
+        """An update, which without noise is no sampled Gaussian."""
+        return Trial(self.update) if isinstance(self.update, NonPrivate) else super().step(state)
 
     def event(self, state: State) -> SampledGaussian:  # noqa: ARG002
         """The same every time."""
+        assert isinstance(self.update, SampledGaussian)
         return self.update
 
     def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:  # noqa: ARG002
@@ -197,8 +202,8 @@ class ModuleGradient(GradientSource):
         else:  # its sums are those of all ranks already
             offsets = watcher.sharding.offsets()
         total = ClippedSum(sums, watcher.max_grad_norm, offsets=offsets)
-        noise, expected = self.update.noise_multiplier, self.update.sample_rate * self.records
-        return gaussian.noisy_mean(total, noise, expected, draws[NOISE]), None
+        noise = self.update.noise_multiplier if isinstance(self.update, SampledGaussian) else 0.0
+        return gaussian.noisy_mean(total, noise, self.expected, draws[NOISE]), None
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,50 @@ class RDPAccountant(IAccountant):
         return "rdp"
 
 
+class LedgerView(IAccountant):
+    """The ledger of an engine with the names of an accountant. Only the engine charges steps."""
+
+    def __init__(self, ledger: Account | None) -> None:
+        """Take the ledger; None before `make_private`."""
+        self._ledger = ledger
+
+    def __getattr__(self, name: str) -> Any:
+        ledger = self.__dict__.get("_ledger")
+        if name.startswith("__") or ledger is None:
+            raise InvalidInputError("call make_private first") if ledger is None else AttributeError
+        return getattr(ledger, name)
+
+    @property
+    def history(self) -> History:  # type: ignore[override]
+        """Noise multiplier, sample rate and number of the steps made so far."""
+        entries = () if self._ledger is None else self._ledger.charged.entries
+        return [
+            (update.noise_multiplier, update.sample_rate, entry.trials)
+            for entry in entries
+            if isinstance(entry.step, Trial)
+            and isinstance(update := entry.step.update, SampledGaussian)
+        ]
+
+    def get_epsilon(self, delta: float, **_: Any) -> float:
+        """Epsilon of the steps made so far, tests of a gate included."""
+        return 0.0 if self._ledger is None else self._ledger.get_epsilon(delta)
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Refused: a step is charged by `optimizer.step()`."""
+        raise InvalidInputError(
+            f"a step of noise multiplier {noise_multiplier:g} and sample rate {sample_rate:g} was "
+            "to be added to the ledger of an engine, which charges each optimizer.step() by "
+            "itself; leave it out"
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Refused: a ledger is restored with the weights that it belongs to."""
+        raise InvalidInputError(
+            f"the ledger of an engine cannot take over a history ({len(state_dict)} entries); "
+            "resume with PrivacyEngine.load_checkpoint"
+        )
+
+
 def spent(history: History, delta: float) -> float:
     """Epsilon of a history of steps; infinite where one has no noise."""
     if any(not noise for noise, _, count in history if count):

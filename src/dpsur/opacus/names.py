@@ -18,8 +18,8 @@ from dpsur.errors import InvalidInputError
 ROOT = "dpsur.opacus"
 
 GRADIENTS = (
-    "models are not wrapped, and no record's gradient is stored; for the gradients of each record "
-    "use dpsur.per_example_gradients, for their clipped sum dpsur.clipped_sum"
+    "models are not wrapped, and no record's gradient is stored; give make_private the model "
+    "itself, and for gradients of each record use dpsur.per_example_gradients"
 )
 RULES = (
     "layers need no rule of yours: what has none of its own is differentiated by PyTorch, one "
@@ -68,7 +68,10 @@ WORKS = {
     "accounting": "IAccountant PRVAccountant RDPAccountant create_accountant register_accountant "
     "get_noise_multiplier",
     "modules": f"{_LAYERS} {_MODULE_UTILS} DifferentiallyPrivateDistributedDataParallel",
-    "validation": f"ModuleValidator {_ERRORS}",
+    "validation": f"ModuleValidator {_ERRORS} {_VALIDATOR}",
+    "gradients": "check_per_sample_gradients_are_correct compute_microbatch_grad_sample "
+    "compute_opacus_grad_sample compute_grad_samples_microbatch_and_opacus get_grad_sample_modes "
+    "is_batch_empty ModelWithLoss",
     "memory": "BatchMemoryManager",
 }
 # The module paths of Opacus, their names, and why those that do not work are refused.
@@ -336,7 +339,20 @@ PATHS: dict[str, tuple[str, str]] = {
 _HOMES = {name: home for home, names in WORKS.items() for name in names.split()}
 
 
-class Refused:
+class MissingError(InvalidInputError, AttributeError):
+    """An attribute of a name without a counterpart."""
+
+
+class _Refuse(type):
+    remedy: str
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise MissingError(f"{cls.__name__}.{name} has no counterpart: {cls.remedy}")
+
+
+class Refused(metaclass=_Refuse):
     """A name of Opacus without a counterpart: it can be imported, and is refused where used."""
 
     remedy = ""
@@ -351,7 +367,8 @@ def find(path: str, name: str) -> Any:
     names, remedy = PATHS[path]
     if name not in names.split():
         raise AttributeError(
-            f"{ROOT}.{path} has no {name!r}, and neither has Opacus 1.6; see docs/from_opacus.md"
+            f"{ROOT}.{path} has no {name!r}, which is no public name of Opacus 1.6; see "
+            "docs/from_opacus.md"
         )
     if name in _HOMES:
         return getattr(import_module(f"{ROOT}.{_HOMES[name]}"), name)

@@ -2,8 +2,7 @@
 
 import logging
 import os
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -11,10 +10,17 @@ from torch.optim import Optimizer
 
 from dpsur.engine.privacy_engine import PrivacyEngine as Engine
 from dpsur.errors import CheckpointError, InvalidInputError
+from dpsur.opacus.accounting import LedgerView
+from dpsur.opacus.names import MissingError
 from dpsur.opacus.validation import ModuleValidator
 
 _log = logging.getLogger("dpsur.opacus")
 _FUSED = ("ghost", "ghost_fsdp")
+_INSIDE = (
+    "clip_and_accumulate add_noise scale_grad pre_step attach_step_hook signal_skip_step "
+    "grad_samples params generator accumulated_iterations step_hook secure_mode loss_reduction"
+)
+File = str | os.PathLike[str] | IO[bytes]
 
 
 class PrivacyEngine(Engine):
@@ -35,11 +41,32 @@ class PrivacyEngine(Engine):
             accountant = "prv"
         super().__init__(accountant=accountant, secure_mode=secure_mode)
 
+    @property
+    def accountant(self) -> Any:
+        """The ledger, with the names of an accountant: `history`, `get_privacy_spent`."""
+        return LedgerView(self._ledger)
+
+    @accountant.setter
+    def accountant(self, other: Any) -> None:
+        raise InvalidInputError(
+            f"the ledger of an engine cannot be replaced by a {type(other).__name__}: it counts "
+            "the steps of this engine; to count several trainings on the same records, add the "
+            "steps of each to one accountant, as in total.history += engine.accountant.history"
+        )
+
+    def get_epsilon(self, delta: float, alphas: Any = None) -> float:  # noqa: ARG002
+        """Epsilon of the steps made so far; `alphas` of Opacus have no effect."""
+        return super().get_epsilon(delta)
+
     def make_private(self, **options: Any) -> Any:
         """Three values, and the loss as a fourth, before the loader, in a ghost clipping mode."""
         options, criterion = _translate(options)
         model, optimizer, loader = super().make_private(**options)
+        kind = type(optimizer)
+        optimizer.__class__ = type(kind.__name__, (_InsideOfOpacus, kind), {})
+        vars(model)["to_standard_module"] = lambda: model
         vars(model)["_module"] = model  # programs save `model._module.state_dict()`
+        vars(model)["cleanup"] = self._watcher.detach  # and end with it, with wrap_model=False
         return (
             (model, optimizer, self.criterion, loader) if criterion else (model, optimizer, loader)
         )
@@ -61,34 +88,46 @@ class PrivacyEngine(Engine):
     def save_checkpoint(
         self,
         *,
-        path: str | os.PathLike[str],
+        path: File,
         module: nn.Module,
         optimizer: Optimizer | None = None,
+        noise_scheduler: None = None,
+        grad_clip_scheduler: None = None,
         checkpoint_dict: dict[str, Any] | None = None,
+        module_state_dict_kwargs: dict[str, Any] | None = None,
+        torch_save_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Save weights, optimizer and ledger. The file is private."""
+        _no_schedules(noise_scheduler, grad_clip_scheduler)
         saved = dict(checkpoint_dict or {})
-        saved["module_state_dict"] = module.state_dict()
+        saved["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
         saved["privacy_engine_state_dict"] = self.state_dict()
         if optimizer is not None:
             saved["optimizer_state_dict"] = optimizer.state_dict()
-        torch.save(saved, Path(path))
+        torch.save(saved, path, **(torch_save_kwargs or {}))
 
     def load_checkpoint(
         self,
         *,
-        path: str | os.PathLike[str],
+        path: File,
         module: nn.Module,
         optimizer: Optimizer | None = None,
+        noise_scheduler: None = None,
+        grad_clip_scheduler: None = None,
+        module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Load what `save_checkpoint` has saved, after `make_private` with the same settings."""
-        saved: dict[str, Any] = torch.load(Path(path), weights_only=True)
+        _no_schedules(noise_scheduler, grad_clip_scheduler)
+        options = dict(torch_load_kwargs or {})
+        options.pop("weights_only", None)  # code in a file is not run
+        saved: dict[str, Any] = torch.load(path, weights_only=True, **options)
         if "privacy_engine_state_dict" not in saved:
             raise CheckpointError(
                 f"{path} holds no ledger of this library; for a checkpoint of Opacus use "
                 "dpsur.from_opacus"
             )
-        module.load_state_dict(saved["module_state_dict"])
+        module.load_state_dict(saved["module_state_dict"], **(module_load_dict_kwargs or {}))
         self.load_state_dict(saved["privacy_engine_state_dict"])
         if optimizer is not None and "optimizer_state_dict" in saved:
             optimizer.load_state_dict(saved["optimizer_state_dict"])
@@ -98,9 +137,34 @@ class PrivacyEngine(Engine):
 def _translate(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Arguments of Opacus as those of this library, and whether the loss is returned as well."""
     options = dict(options)
+    options.pop("wrap_model", None)  # models are never wrapped
+    options.pop("rand_on_empty", None)  # a batch without records is a step of noise
+    options.pop("alphas", None)  # no Rényi order is chosen
+    options.pop("epsilon_tolerance", None)
     fused = options.get("grad_sample_mode", "hooks") in _FUSED
     if options.get("grad_sample_mode") == "ghost_fsdp":
         options["grad_sample_mode"] = "ghost"
     if fused and options.get("criterion") is None:
         options["criterion"] = nn.CrossEntropyLoss()  # as there
     return options, fused
+
+
+class _InsideOfOpacus:
+    """Refuses the inside of Opacus's optimizer by name, for programs that drive it by hand."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _INSIDE.split():
+            raise MissingError(
+                f"optimizer.{name} is a part of what optimizer.step() does here, which clips, adds "
+                "noise, scales and updates in one; call loss.backward() and optimizer.step()"
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+
+
+def _no_schedules(*given: Any) -> None:
+    for schedule in given:
+        if schedule is not None:
+            raise InvalidInputError(
+                f"a {type(schedule).__name__} is not supported: noise and clipping norm are fixed "
+                "in make_private; leave it out"
+            )

@@ -21,9 +21,10 @@ from dpsur.functional.tree import TensorTree, describe_rows, map_tensors, tensor
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
-def check_model(model: nn.Module, examples: Examples) -> TensorTree:
+def check_model(model: nn.Module, examples: Examples, *, tested: bool = True) -> TensorTree:
     """Check a model on two synthetic records, in evaluation mode: of the records only shapes count.
 
+    `tested` says whether updates have to pass tests, which a model must not decide by chance.
     Returns the outputs, whose shape says what the model predicts.
     """
     _check_parameters(model)
@@ -35,11 +36,12 @@ def check_model(model: nn.Module, examples: Examples) -> TensorTree:
         with forbid_side_effects(model, {}):
             outputs = output_rows(call(model, rows))
         drew = not torch.equal(state, generator_state(next(model.parameters()).device))
-    if drew:
+    if drew and tested:
         raise UnsupportedModelError(
-            "the model draws random numbers in evaluation mode, so that candidates would be tested "
-            "by chance; draw only where `self.training` is set (for F.dropout: "
-            "training=self.training)"
+            "the model draws random numbers in evaluation mode, so that the gate, which compares "
+            "losses before and after an update, would decide by chance; draw only where "
+            "`self.training` is set (for F.dropout: training=self.training), or train without a "
+            'gate: method=dpsur.Dpsgd(gate="none")'
         )
     if not all(map(same_bits, tensors_of(rows), tensors_of(before))):
         raise UnsupportedModelError(
@@ -117,7 +119,8 @@ def layer_fault(module: nn.Module) -> str | None:
     if isinstance(module, _BatchNorm):
         return (
             f"{kind} mixes the examples of a batch, so one record's gradient is not defined; "
-            "replace it with nn.GroupNorm (dpsur.fix), or set it to evaluation mode"
+            "replace it with nn.GroupNorm (dpsur.fix), or keep its statistics, as those of public "
+            'pretraining: dpsur.fix(model, batch_norm="frozen")'
         )
     if getattr(module, "track_running_stats", False):
         return (

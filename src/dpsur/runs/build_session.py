@@ -107,7 +107,9 @@ def build_session(
     ranks.broadcast_module(original)
     model = copy.deepcopy(original).to(device)
     shape = features.check(train.record_shape)
-    outputs = check_model(model, like_features(train, shape).part(slice(1)).to(device))
+    tested = getattr(config.method, "gate", None) != "none"
+    few = like_features(train, shape).part(slice(1)).to(device)
+    outputs = check_model(model, few, tested=tested)
     if augment is not None and features.features not in (None, "none"):
         raise InvalidInputError(
             "augment works on the model's inputs, which features are computed for once; train "

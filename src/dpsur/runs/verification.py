@@ -547,8 +547,11 @@ def _loop_faults(statement: Mapping[str, Any]) -> list[str]:
     size, searches = statement["dataset_size"], bool(plan.tests) and plan.searches
     tested: Any = plan.test if searches else plan.typical.test
     due: dict[str, Any] = {name: settings[name] for name in LOOP_SETTINGS}
-    due["batch_size"] = plan.update.sample_rate * size
-    due["noise_multiplier"] = plan.update.noise_multiplier
+    update = plan.typical.update
+    due["noise_multiplier"] = 0.0  # of a loop without privacy, where nothing depends on the rate
+    if isinstance(update, SampledGaussian):
+        due["batch_size"] = update.sample_rate * size
+        due["noise_multiplier"] = update.noise_multiplier
     if plan.filter is None:  # of a search only the last block is counted
         due["steps"] = plan.blocks[-1] if searches else plan.length
     if isinstance(tested, SampledGaussian | LossTest | CoinTest):

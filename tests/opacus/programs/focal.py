@@ -1,0 +1,24 @@
+"""Imaging: the focal loss, written out."""
+
+import torch
+from opacus import PrivacyEngine
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+data = TensorDataset(torch.randn(40, 6), torch.randint(0, 3, (40,)))
+model = nn.Linear(6, 3)
+privacy_engine = PrivacyEngine()
+model, optimizer, loader = privacy_engine.make_private(
+    module=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    data_loader=DataLoader(data, batch_size=10),
+    noise_multiplier=1.0,
+    max_grad_norm=1.0,
+)
+for x, y in loader:
+    optimizer.zero_grad()
+    each = nn.functional.cross_entropy(model(x), y, reduction="none")
+    loss = ((1 - torch.exp(-each)) ** 2 * each).mean()
+    loss.backward()
+    optimizer.step()
+epsilon = privacy_engine.get_epsilon(1e-3)

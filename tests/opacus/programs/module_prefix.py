@@ -1,0 +1,30 @@
+"""Imaging: weights are read and saved through the wrapper's `_module`."""
+
+import copy
+import io
+
+import torch
+from opacus import PrivacyEngine
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+data = TensorDataset(torch.randn(40, 6), torch.randint(0, 3, (40,)))
+model = nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+privacy_engine = PrivacyEngine()
+model, optimizer, loader = privacy_engine.make_private(
+    module=model,
+    optimizer=optimizer,
+    data_loader=DataLoader(data, batch_size=10),
+    noise_multiplier=1.0,
+    max_grad_norm=1.0,
+)
+for x, y in loader:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+best = copy.deepcopy(model._module.state_dict())
+torch.save(best, io.BytesIO())
+plain = nn.Linear(6, 3)
+plain.load_state_dict(best)
+epsilon = privacy_engine.get_epsilon(1e-3)

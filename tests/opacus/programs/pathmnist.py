@@ -1,0 +1,31 @@
+"""Pathology: the training accuracy is computed over the private loader."""
+
+import torch
+from opacus import PrivacyEngine
+from opacus.grad_sample import GradSampleModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+data = TensorDataset(torch.randn(40, 6), torch.randint(0, 3, (40,)))
+model = nn.Linear(6, 3)
+privacy_engine = PrivacyEngine()
+model, optimizer, loader = privacy_engine.make_private(
+    # instead: module=model,
+    module=GradSampleModule(model),
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    data_loader=DataLoader(data, batch_size=10),
+    noise_multiplier=1.0,
+    max_grad_norm=1.0,
+)
+for x, y in loader:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+model.eval()
+right = total = 0
+with torch.no_grad():
+    for x, y in loader:
+        right += int((model(x).argmax(1) == y).sum())
+        total += len(y)
+print(f"training accuracy {right / total:.2f}")
+epsilon = privacy_engine.get_epsilon(1e-3)

@@ -1,0 +1,28 @@
+"""Speech: the next batch is read before the step with the one at hand."""
+
+import torch
+from opacus import PrivacyEngine
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+data = TensorDataset(torch.randn(40, 6), torch.randint(0, 3, (40,)))
+model = nn.Linear(6, 3)
+privacy_engine = PrivacyEngine()
+model, optimizer, loader = privacy_engine.make_private(
+    module=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    data_loader=DataLoader(data, batch_size=10),
+    noise_multiplier=1.0,
+    max_grad_norm=1.0,
+)
+batches = iter(loader)
+batch = next(batches, None)
+while batch is not None:
+    x, y = batch
+    # instead:
+    batch = next(batches, None)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    # added: batch = next(batches, None)
+epsilon = privacy_engine.get_epsilon(1e-3)
