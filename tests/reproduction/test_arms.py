@@ -104,7 +104,7 @@ def test_rejected_weights_stay_until_the_first_acceptance(method, momentum):
 @pytest.mark.parametrize("method", [ReleasedCode, StaleLoss])
 def test_a_candidate_is_compared_with_a_stale_loss(method):
     """The loss that is stored is the last accepted candidate's, on its own batch."""
-    plan = plan_for(0.0, trials=200)
+    plan = plan_for(0.0, trials=200, updates=12)
     stored, seen = NO_LOSS, []
     for progress, verdict in steps(bound(method(), plan), plan, 12):
         loss = float(verdict.private["loss"])
