@@ -1,5 +1,6 @@
 """What the options of `make_private` amount to: an account, and the procedure that it charges."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -15,15 +16,26 @@ from dpsur.engine.weights import ModuleGradient, ModuleUpdates, ModuleWeights
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.blocks import MeasuredTraining, RateSearchTraining
 from dpsur.mechanism.gate import AlwaysAccept, make_rule
-from dpsur.mechanism.gates import BlockGate, CoinGate, Gate, LossGate, Metrics
-from dpsur.mechanism.rate_search import RateRule, search_starts
+from dpsur.mechanism.gates import (
+    BlockGate,
+    CoinGate,
+    Gate,
+    LossGate,
+    Metrics,
+    check_tested,
+    measured_blocks,
+)
+from dpsur.mechanism.rate_search import RateRule, search_blocks, search_starts
 from dpsur.mechanism.state import Procedure
 from dpsur.mechanism.trial import Selective
 from dpsur.privacy.account import ACCOUNTING as EVERY_TRIAL
 from dpsur.privacy.account import PROVEN, Account
+from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibrate import calibrate
 from dpsur.privacy.events import CoinTest, LossTest, NonPrivate, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
+from dpsur.privacy.planning import TESTS_COST, plan_blocks
 
 FIRST_CLIP_NORM = 1.0  # stays in force where a histogram of gradient norms shows nothing
 
@@ -136,25 +148,53 @@ class Mechanism:
         return self.steps
 
     def _plan_of_blocks(self, noise_multiplier: float | None) -> Plan | None:
-        if isinstance(self.gate, BlockGate):
-            return self.gate.plan(
+        """Updates and tests of blocks, where there are any.
+
+        They fit the budget or, without one, have this noise in the updates.
+        """
+        gate, metrics, epsilon = self.gate, self.metrics, self.epsilon
+        test_rate, test_noise, cost = None, None, TESTS_COST
+        if isinstance(gate, BlockGate):
+            check_tested(gate.val_batch_size, self.records)
+            if gate.val_batch_size is not None:
+                test_rate = gate.val_batch_size / self.records
+            test_noise = gate.val_noise_multiplier
+        elif metrics is not None:
+            test_noise, cost = metrics.noise_multiplier, metrics.budget or TESTS_COST
+        else:
+            return None
+        if self.steps is None:
+            raise InvalidInputError(
+                "a BlockGate, or metrics, needs steps=... or epochs=..., the length of the last "
+                "block: the plan is fixed in advance"
+            )
+        sizes = measured_blocks(self.steps)
+        if isinstance(gate, BlockGate):
+            sizes = search_blocks(
                 self.steps,
-                self.records,
-                sample_rate=self.sample_rate,
+                1 if gate.learning_rate is None else 2,
                 clip_by_median=self.max_grad_norm is None,
-                noise_multiplier=noise_multiplier,
-                epsilon=self.epsilon,
-                delta=self.delta,
+                blocks=gate.blocks,
+                block_updates=gate.block_updates,
             )
-        if self.metrics is not None:
-            return self.metrics.plan(
-                self.steps,
-                sample_rate=self.sample_rate,
-                noise_multiplier=noise_multiplier,
-                epsilon=self.epsilon,
-                delta=self.delta,
-            )
-        return None
+        if epsilon is None and test_noise is None:
+            assert noise_multiplier is not None
+            alone = Trial(SampledGaussian(self.sample_rate, noise_multiplier / (1 + cost)))
+            epsilon = accounting_named(EVERY_TRIAL).epsilon([(alone, sum(sizes))], self.delta)
+        plan = plan_blocks(
+            Budget(math.inf if epsilon is None else epsilon, self.delta),
+            EVERY_TRIAL,
+            sizes,
+            sample_rate=self.sample_rate,
+            test_rate=test_rate,
+            noise_multiplier=noise_multiplier,
+            test_noise=test_noise,
+            searches=isinstance(gate, BlockGate),
+            tests_cost=cost,
+        )
+        if epsilon is None:  # what is planned is the budget
+            plan = replace(plan, budget=Budget(plan.epsilon(), self.delta))
+        return replace(plan, may_stop=metrics is not None and metrics.patience is not None)
 
 
 def make_procedure(

@@ -10,23 +10,17 @@ metrics=...)`, and the options of the command line are their fields. They hold s
 is None is left open, and chosen for the data and the budget.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.optim import SHAPES
-from dpsur.mechanism.rate_search import search_blocks
-from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
-from dpsur.privacy.plan import Plan
-from dpsur.privacy.planning import TESTS_COST, plan_blocks
+from dpsur.privacy.events import CoinTest, LossTest
 
 EVERY_TRIAL, PROVEN = "every-trial", "proven"
 # The paper's noise, clip bound and threshold.
@@ -41,6 +35,14 @@ BatchLoss = Callable[[nn.Module, Any], Tensor]
 # outputs and targets, or the loss of each record.
 Outputs = Callable[[nn.Module, Any], tuple[Any, Any]]
 Losses = Callable[[nn.Module, Any], Tensor]
+
+
+def check_tested(val_batch_size: int | None, records: int) -> None:
+    """Refuse a test on more records than there are."""
+    if val_batch_size is not None and val_batch_size > records:
+        raise InvalidInputError(
+            f"val_batch_size {val_batch_size} is larger than the {records} records"
+        )
 
 
 def power_of_two_near(value: float) -> int:
@@ -58,21 +60,19 @@ class _CandidateGate:
     loss: BatchLoss | None = None
     val_batch_size: int | None = None
     only_in_loops: ClassVar[tuple[str, ...]] = ("loss", "show_verdicts")
+    usual: ClassVar[Mapping[str, float]] = {}  # of what may be left open
 
     def __post_init__(self) -> None:
         if self.loss is not None and not callable(self.loss):
             raise InvalidInputError("the loss of a gate must be a function of (model, batch)")
         checks.at_least_one_each(self, "val_batch_size")
 
-    def tested_records(self, records: int) -> int:
-        """The expected number of records that a test looks at."""
-        if self.val_batch_size is None:
-            return min(power_of_two_near(records**0.5), records)
-        if self.val_batch_size > records:
-            raise InvalidInputError(
-                f"val_batch_size {self.val_batch_size} is larger than the {records} records"
-            )
-        return self.val_batch_size
+    def resolve(self, records: int) -> Self:
+        """The same with what was left open."""
+        check_tested(self.val_batch_size, records)
+        usual: dict[str, Any] = dict(self.usual)
+        usual["val_batch_size"] = min(power_of_two_near(records**0.5), records)
+        return replace(self, **{n: v for n, v in usual.items() if getattr(self, n) is None})
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,11 @@ class LossGate(_CandidateGate):
     loss_clip: float | None = None
     show_verdicts: bool = False
     name: ClassVar[str] = "loss"
+    usual: ClassVar[Mapping[str, float]] = {
+        "val_noise_multiplier": USUAL_TEST_NOISE,
+        "accept_threshold": USUAL_THRESHOLD,
+        "loss_clip": USUAL_LOSS_CLIP,
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,24 +115,13 @@ class LossGate(_CandidateGate):
         if self.accept_threshold is not None:
             checks.finite("accept_threshold", self.accept_threshold)
 
-    def resolve(self, records: int) -> "LossGate":
-        """The same with what was left open."""
-        return replace(
-            self,
-            val_batch_size=self.tested_records(records),
-            val_noise_multiplier=self.val_noise_multiplier or USUAL_TEST_NOISE,
-            accept_threshold=USUAL_THRESHOLD
-            if self.accept_threshold is None
-            else self.accept_threshold,
-            loss_clip=self.loss_clip or USUAL_LOSS_CLIP,
-        )
-
     def test(self, records: int) -> LossTest:
         """What a verdict is charged with."""
         found = self.resolve(records)
+        assert found.val_batch_size is not None
         assert found.val_noise_multiplier is not None
         assert found.accept_threshold is not None
-        rate = found.tested_records(records) / records
+        rate = found.val_batch_size / records
         return LossTest(rate, found.val_noise_multiplier, found.accept_threshold)
 
 
@@ -144,22 +138,19 @@ class CoinGate(_CandidateGate):
 
     accept_ratio: float | None = None
     name: ClassVar[str] = "coin"
+    usual: ClassVar[Mapping[str, float]] = {"accept_ratio": USUAL_RATIO}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.accept_ratio is not None:
             CoinTest(1.0, self.accept_ratio)
 
-    def resolve(self, records: int) -> "CoinGate":
-        """The same with what was left open."""
-        ratio = self.accept_ratio or USUAL_RATIO
-        return replace(self, val_batch_size=self.tested_records(records), accept_ratio=ratio)
-
     def test(self, records: int) -> CoinTest:
         """What a verdict is charged with."""
         found = self.resolve(records)
+        assert found.val_batch_size is not None
         assert found.accept_ratio is not None
-        return CoinTest(found.tested_records(records) / records, found.accept_ratio)
+        return CoinTest(found.val_batch_size / records, found.accept_ratio)
 
 
 @dataclass(frozen=True)
@@ -223,46 +214,6 @@ class BlockGate:
         if not all(isinstance(one, nn.Module) for one in self.averages):
             raise InvalidInputError("averages of a gate must be modules")
 
-    def plan(
-        self,
-        updates: int | None,
-        records: int,
-        *,
-        sample_rate: float,
-        clip_by_median: bool,
-        noise_multiplier: float | None,
-        epsilon: float | None,
-        delta: float,
-    ) -> Plan:
-        """Updates, tests and noise, fixed before the run; `updates` are those of the last block."""
-        if updates is None:
-            raise InvalidInputError(
-                "a BlockGate needs steps=... or epochs=..., the length of the last block: the plan "
-                "is fixed in advance"
-            )
-        if self.val_batch_size is not None and self.val_batch_size > records:
-            raise InvalidInputError(
-                f"val_batch_size {self.val_batch_size} is larger than the {records} records"
-            )
-        sizes = search_blocks(
-            updates,
-            1 if self.learning_rate is None else 2,
-            clip_by_median=clip_by_median,
-            blocks=self.blocks,
-            block_updates=self.block_updates,
-        )
-        return _plan_of_blocks(
-            sizes,
-            sample_rate=sample_rate,
-            test_rate=None if self.val_batch_size is None else self.val_batch_size / records,
-            noise_multiplier=noise_multiplier,
-            test_noise=self.val_noise_multiplier,
-            epsilon=epsilon,
-            delta=delta,
-            cost=TESTS_COST,
-            searches=True,
-        )
-
 
 @dataclass(frozen=True)
 class Metrics:
@@ -289,33 +240,6 @@ class Metrics:
         if self.budget is None and self.noise_multiplier is None:
             raise InvalidInputError("give metrics a budget, such as 0.01, or a noise_multiplier")
 
-    def plan(
-        self,
-        updates: int | None,
-        *,
-        sample_rate: float,
-        noise_multiplier: float | None,
-        epsilon: float | None,
-        delta: float,
-    ) -> Plan:
-        """Updates in equal blocks, and a measurement after each."""
-        if updates is None:
-            raise InvalidInputError(
-                "metrics need steps=... or epochs=...: when they are measured is fixed in advance"
-            )
-        found = _plan_of_blocks(
-            measured_blocks(updates),
-            sample_rate=sample_rate,
-            test_rate=None,
-            noise_multiplier=noise_multiplier,
-            test_noise=self.noise_multiplier,
-            epsilon=epsilon,
-            delta=delta,
-            cost=self.budget or TESTS_COST,
-            searches=False,
-        )
-        return replace(found, may_stop=self.patience is not None)
-
 
 Gate = LossGate | CoinGate | BlockGate
 
@@ -337,38 +261,3 @@ def measured_blocks(updates: int) -> tuple[int, ...]:
     count = min(METRICS_PER_RUN, updates)
     ends = [updates * number // count for number in range(count + 1)]
     return tuple(after - before for before, after in pairwise(ends))
-
-
-def _plan_of_blocks(
-    sizes: tuple[int, ...],
-    *,
-    sample_rate: float,
-    test_rate: float | None,
-    noise_multiplier: float | None,
-    test_noise: float | None,
-    epsilon: float | None,
-    delta: float,
-    cost: float,
-    searches: bool,
-) -> Plan:
-    """A plan within a budget or, without one, for the noise of the updates that was given."""
-    budget = Budget(math.inf if epsilon is None else epsilon, delta)
-    if epsilon is None and test_noise is None:
-        assert noise_multiplier is not None
-        alone = Trial(SampledGaussian(sample_rate, noise_multiplier / (1 + cost)))
-        figure = accounting_named(EVERY_TRIAL).epsilon([(alone, sum(sizes))], delta)
-        budget = Budget(figure, delta)
-    found = plan_blocks(
-        budget,
-        EVERY_TRIAL,
-        sizes,
-        sample_rate=sample_rate,
-        test_rate=test_rate,
-        noise_multiplier=noise_multiplier,
-        test_noise=test_noise,
-        searches=searches,
-        tests_cost=cost,
-    )
-    if math.isinf(budget.epsilon):  # what is planned is the budget
-        found = replace(found, budget=Budget(found.epsilon(), delta))
-    return found
