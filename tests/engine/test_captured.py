@@ -6,6 +6,7 @@ import random
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpsur
 from dpsur.engine import captured
+from dpsur.errors import StepError
 from dpsur.mechanism import cuda_graphs
 from tests.mutants import Mutant, law_tests
 
@@ -247,6 +249,180 @@ def test_what_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
     assert "secret" not in caplog.text
 
 
+def train_with(step, change, count=9):
+    """Weights of captured and of eager steps, before some of which something is changed."""
+    found = []
+    for capture in (True, False):
+        model = network()
+        engine = dpsur.PrivacyEngine()
+        _, _, loader = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            data_loader=DataLoader(records(), batch_size=RECORDS),
+            noise_multiplier=1.0,
+            max_grad_norm=100.0,
+            steps=count,
+            seed=5,
+        )
+        made = engine.private_step(step, capture=capture)
+        for number in range(count):
+            arguments = change(number, model) or {}
+            for batch in loader:
+                made(batch, **arguments)
+        found.append(torch.cat([value.detach().flatten() for value in model.parameters()]))
+    return found
+
+
+settings = SimpleNamespace(inner=SimpleNamespace(weight=1.0), criterion=F.cross_entropy)
+
+
+class Weighted:
+    weight = 1.0
+
+    def __init__(self):
+        self.own = 1.0
+
+    def scale(self):
+        return self.own * self.weight
+
+    def __call__(self, model, batch):
+        x, y = batch
+        return settings.criterion(model(x), y) * self.scale() * settings.inner.weight
+
+
+def nested(number):
+    settings.inner.weight = 1.0 + number // 3
+
+
+def of_the_class(number):
+    Weighted.weight = 1.0 + number // 3
+
+
+def doubled(scores, labels):
+    return 2 * F.cross_entropy(scores, labels)
+
+
+def other_criterion(number):
+    settings.criterion = (F.cross_entropy, doubled)[number // 3 % 2]
+
+
+@pytest.mark.parametrize("change", [nested, of_the_class, other_criterion])
+def test_what_objects_and_classes_hold_is_compared(replays, change):
+    captured_ones, eager = train_with(Weighted(), lambda number, _: change(number))
+    change(0)
+    assert replays.captures == 3
+    assert close(captured_ones, eager, 1e-5)
+
+
+def test_a_list_that_grows_and_another_submodule_are_compared(replays):
+    held = [1.0]
+
+    def step(model, batch):
+        return cross_entropy(model, batch) * sum(held)
+
+    def change(number, model):
+        if number == 0:
+            del held[1:]
+        if number == 3:
+            held.append(1.0)
+        if number == 6:
+            model[1] = nn.ReLU()
+
+    assert close(*train_with(step, change), 1e-5)
+    assert replays.captures == 3
+
+
+def test_arguments_that_a_graph_could_take_for_others_run_eagerly(replays):
+    teachers = [nn.Linear(6, 3), nn.Linear(6, 3)]
+
+    def step(model, batch, teacher, weights):
+        x, _ = batch
+        penalty = sum(value.square().sum() for value in weights)
+        return F.mse_loss(model(x), teacher(x).detach()) + 0.1 * penalty
+
+    def change(number, model):
+        return {"teacher": teachers[number % 2], "weights": list(model.parameters())}
+
+    assert close(*train_with(step, change), 1e-5)
+    assert not replays.replays
+
+
+@pytest.mark.parametrize("draws", [random.Random(3), np.random.default_rng(3)])
+def test_own_generators_of_the_host_are_found(replays, caplog, draws):
+    def noisy(model, batch):
+        return cross_entropy(model, batch) * (1.0 + draws.random())
+
+    with caplog.at_level(logging.WARNING, "dpsur.engine"):
+        train(noisy)
+    assert "draws random numbers on the host" in caplog.text
+
+
+def test_an_interrupted_replay_does_not_count_twice(replays, monkeypatch):
+    """Its records stand in the totals already, and the step may not be made again."""
+    model = network()
+    engine = dpsur.PrivacyEngine()
+    _, _, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        data_loader=DataLoader(records(), batch_size=RECORDS),
+        noise_multiplier=1.0,
+        max_grad_norm=CLIP,
+        steps=5,
+        seed=5,
+    )
+    step = engine.private_step(cross_entropy)
+    for _ in range(2):
+        step(next(iter(loader)))
+    batch = next(iter(loader))
+    with monkeypatch.context() as patch:
+        patch.setattr(captured, "Found", raising(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            step(batch)
+    assert replays.replays
+    with pytest.raises(StepError, match="interrupted"):
+        step(batch)
+    step(next(iter(loader)))  # drawn anew
+
+
+def test_an_interrupted_call_does_not_count_twice(replays, monkeypatch):
+    model = network()
+    engine = dpsur.PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        data_loader=DataLoader(records(), batch_size=RECORDS),
+        noise_multiplier=1.0,
+        max_grad_norm=CLIP,
+        steps=5,
+        seed=5,
+    )
+
+    def backward(x, y):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+
+    for _ in range(2):
+        backward(*next(iter(loader)))
+        optimizer.step()
+    x, y = next(iter(loader))
+    with monkeypatch.context() as patch:
+        patch.setattr(captured.Sums, "add", raising(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            backward(x, y)
+    assert replays.replays
+    with pytest.raises(StepError, match="interrupted"):
+        backward(x, y)
+    backward(*next(iter(loader)))
+    optimizer.step()
+
+
+def raising(kind):
+    def raises(*_):
+        raise kind
+
+    return raises
+
+
 # --- mutants -------------------------------------------------------------------------------------
 
 
@@ -270,8 +446,22 @@ def sums_of_the_step_before_stay(monkeypatch):
     monkeypatch.setattr(captured._Graphs, "_begin", begin)
 
 
+def interrupted_steps_are_not_made_again():
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            test_an_interrupted_replay_does_not_count_twice(stand_in(patch), patch)
+        except pytest.fail.Exception as error:
+            raise AssertionError from error
+
+
+def nothing_notes_a_replay(monkeypatch):
+    off = property(lambda sums: False, lambda sums, value: None)
+    monkeypatch.setattr(captured.Sums, "replaying", off)
+
+
 test_law, test_mutant = law_tests(
     [
+        Mutant(interrupted_steps_are_not_made_again, nothing_notes_a_replay),
         Mutant(captured_and_eager_steps_are_the_same, padding_counts),
         Mutant(captured_and_eager_steps_are_the_same, sums_of_the_step_before_stay),
     ]

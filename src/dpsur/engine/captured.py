@@ -12,12 +12,15 @@ run without a graph. Arguments of the step need no graph of their own: numbers w
 tensors become inputs of the graph.
 """
 
+import dis
 import inspect
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -25,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpsur.engine.private_step import Unreadable
 from dpsur.errors import DpsurError
 from dpsur.functional.parameters import Params, from_vector
 from dpsur.functional.process_settings import widen
@@ -38,6 +42,8 @@ from dpsur.per_example.tape import Tape
 
 # Graphs of one function. Each holds some memory, and most texts come in few lengths.
 MOST_GRAPHS = 24
+# Kinds of batches and arguments that are remembered until they come again.
+MOST_SEEN = 1000
 # After so many captures for other reasons than a new shape, what changes keeps changing.
 MOST_CHANGES = 4
 # Longer lists are data, not settings.
@@ -55,12 +61,14 @@ class Sums:
     rows: int = 0
     params: Params = field(default_factory=dict)
     captured: Params | None = None  # what CUDA graphs have added up
+    replaying: bool = False  # whether they have added records that are not counted yet
 
     def add(self, rows: int, params: Params) -> None:
         """Add the clipped gradients of some more records."""
         self.rows += rows
         for name, value in params.items():
             self.params[name] = self.params[name] + value if name in self.params else value
+        self.replaying = False
 
 
 class Found(NamedTuple):
@@ -146,12 +154,13 @@ class _Graphs:
         batch of a kind runs eagerly: that finds how the function can be run, and compiles kernels.
         """
         device = tensors_of(batch)[0].device
-        if self.why_not is not None or not _captures(device):
+        if self.why_not is not None or not _captures(device) or not _comparable(arguments, batch):
             return None
         room = self._room(count, most)
         kind = (
             tuple((path, value.shape[1:], value.dtype) for path, value in _named(batch)),
             _constants(arguments),
+            repr(_texts(batch)),
             self._bound(),
             cuda_graphs.failures,
             torch.is_autocast_enabled(device.type),
@@ -161,6 +170,8 @@ class _Graphs:
         )
         others = sums.captured is not None and sums.captured is not self.totals
         if room is None or others or kind not in self._seen:
+            if len(self._seen) > MOST_SEEN:  # an argument that never comes again
+                self._seen.clear()
             self._seen.add(kind)
             return None
         return room, (room, kind)
@@ -178,11 +189,11 @@ class _Graphs:
         return None
 
     def _may_capture(self, kind: str, batch: Any) -> bool:
-        return (
-            self.why_not is None
-            and len(self._graphs) < MOST_GRAPHS
-            and self._records.in_level(kind, batch)
-        )
+        if self.why_not is not None or not self._records.in_level(kind, batch):
+            return False
+        if len(self._graphs) >= MOST_GRAPHS:  # the oldest makes room
+            del self._graphs[next(iter(self._graphs))]
+        return True
 
     def _room(self, count: int, most: int | None) -> int | None:
         """How many records a graph for this batch holds; None where none has room."""
@@ -196,6 +207,8 @@ class _Graphs:
         """Memory for what a graph reads."""
         given = tensors_of(batch)
         device = given[0].device
+        if self.totals and next(iter(self.totals.values())).device != device:
+            self.totals, self._graphs = {}, {}  # the model has moved
         self.totals = self.totals or self._empty_totals()
         return _Graph(
             Surroundings(self._owner, self._records.models),
@@ -210,17 +223,22 @@ class _Graphs:
             ],
         )
 
-    def _capture(self, functions: Sequence[Callable[[], None]], device: torch.device) -> Any:
+    def _capture(
+        self,
+        functions: Sequence[Callable[[], None]],
+        device: torch.device,
+        surroundings: "Surroundings",
+    ) -> Any:
         """Replays of functions; None where they cannot be captured."""
         if self._pool is None and device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
         try:
             with self._randomness():
-                before = _host_draws()
+                before = surroundings.draws()
                 replays = capture_graphs(
                     functions, device, pool=self._pool, warm_up=1, try_out=True
                 )
-                if _host_draws() != before:
+                if surroundings.draws() != before:
                     self._give_up("the function draws random numbers on the host")
                     return None
             return replays
@@ -298,6 +316,7 @@ class GradientGraphs(_Graphs):
             return None
         self._begin(sums)
         graph.load(given, count, values)
+        sums.replaying = True
         with self._randomness():
             graph.replays[0]()
         return Found(
@@ -320,7 +339,7 @@ class GradientGraphs(_Graphs):
             self._clip(tape, graph.keep, self.totals)
             graph.losses, graph.figures = losses, figures
 
-        replays = self._capture([gradients], given[0].device)
+        replays = self._capture([gradients], given[0].device, graph.surroundings)
         if replays is None:
             return None
         graph.replays = replays
@@ -343,6 +362,7 @@ class _CallGraph:
     scale: Tensor
     keep: Tensor  # which records count, by their place
     outputs: Any = None
+    constant: list[bool] = field(default_factory=list)  # which outputs have no gradient
     gradients: list[Tensor] = field(default_factory=list)
     tape: Tape | None = None
     busy: Sums | None = None  # of the step in which it has run forward, and not yet back
@@ -404,6 +424,7 @@ class CallGraphs(_Graphs):
             graph.keep.fill_(True)
             if keep is not None:
                 fill(graph.keep, keep, count)
+            sums.replaying = True
             graph.graph.replays[1]()
             graph.busy = None
 
@@ -425,6 +446,7 @@ class CallGraphs(_Graphs):
         def forward() -> None:
             found.outputs = None  # with its graph, before another is made
             found.tape, found.outputs = self._records.run(function, inner, room)
+            found.constant = [not value.requires_grad for value in tensors_of(found.outputs)]
 
         def backward() -> None:
             tape, outputs = found.tape, tensors_of(found.outputs)
@@ -451,7 +473,7 @@ class CallGraphs(_Graphs):
             found.tape = None
             found.outputs = map_tensors(Tensor.detach, found.outputs, otherwise=lambda one: one)
 
-        replays = self._capture([forward, backward], device)
+        replays = self._capture([forward, backward], device, places.surroundings)
         if replays is None:
             return None
         places.replays = replays
@@ -470,7 +492,8 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, graph: _CallGraph, count: int, _: Tensor) -> tuple[Tensor, ...]:
         ctx.graph, ctx.count = graph, count
         found = tuple(value[:count].clone() for value in tensors_of(graph.outputs))
-        ctx.mark_non_differentiable(*(one for one in found if not one.is_floating_point()))
+        constant = zip(found, graph.constant, strict=True)
+        ctx.mark_non_differentiable(*(value for value, fixed in constant if fixed))
         return found
 
     @staticmethod
@@ -496,21 +519,22 @@ def _texts(batch: Any) -> Any:
     return map_tensors(lambda _: None, batch, otherwise=lambda value: value)
 
 
-def _host_draws() -> list[Any]:
-    """Where the random numbers of the host stand, which a replay would not draw."""
-    return [torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())]
-
-
 class Surroundings:
     """What a function reads beside its arguments, as far as it can be found, to be compared.
 
-    That is what its closure and its globals name, what the object holds whose method it is, the
-    attributes of the modules, and what stands directly in lists and dictionaries among these.
+    That is what its closure and its globals name, and those of functions that it calls; what
+    objects, classes and Python modules among these hold under names that the code reads; the
+    attributes of `nn.Module`s; and what stands directly in lists and dictionaries. Numbers, texts
+    and places of tensors are compared, other objects by identity.
+    Not seen: what changes inside of an object that is none of these (an array of NumPy), or deeper
+    in lists and dictionaries.
     """
 
     def __init__(self, owner: Any, models: Sequence[nn.Module]) -> None:
         self._numbers: list[tuple[Any, Any, Any]] = []
         self._tensors: list[tuple[Any, Any, Tensor, int]] = []
+        self._objects: list[tuple[Any, Any, Any, int | None]] = []
+        self._generators: list[Any] = []  # that the function may draw from, on the host
         for holder in _holders(owner, models):
             self._add(holder)
         self._values = [value for _, _, value in self._numbers]
@@ -524,24 +548,58 @@ class Surroundings:
             elif value is None or isinstance(value, (bool, int, float, str)):
                 self._numbers.append((holder, name, value))
             elif depth and isinstance(value, (dict, list, tuple)) and len(value) <= MOST_ITEMS:
+                self._objects.append((holder, name, value, len(value)))
                 self._add(value if isinstance(value, dict) else _Items(value), depth - 1)
+            else:  # another function, module or object may come to stand there
+                self._objects.append((holder, name, value, None))
+                if isinstance(value, (random.Random, np.random.Generator, torch.Generator)):
+                    self._generators.append(value)
+
+    def draws(self) -> list[str]:
+        """Where random numbers of the host stand, which a replay would not draw."""
+        own = [
+            one.getstate()
+            if isinstance(one, random.Random)
+            else one.bit_generator.state
+            if isinstance(one, np.random.Generator)
+            else one.get_state().tolist()
+            for one in self._generators
+        ]
+        usual = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()]
+        with np.printoptions(threshold=sys.maxsize):
+            return [repr(one) for one in (*usual, *own)]
 
     def same(self) -> bool:
         """Whether all is as it was, and where it was."""
-        return [holder.get(name) for holder, name, _ in self._numbers] == self._values and all(
-            holder.get(name) is value and value.data_ptr() == place
-            for holder, name, value, place in self._tensors
+        return (
+            not any(differs(holder.get(name), value) for holder, name, value in self._numbers)
+            and all(
+                holder.get(name) is value and value.data_ptr() == place
+                for holder, name, value, place in self._tensors
+            )
+            and all(
+                holder.get(name) is value and (length is None or len(value) == length)
+                for holder, name, value, length in self._objects
+            )
         )
 
     def changed(self) -> str:
         """The first that is not as it was."""
         for holder, name, value in self._numbers:
-            if holder.get(name) != value:
+            if differs(holder.get(name), value):
+                return f"'{name}'"
+        for holder, name, value, length in self._objects:
+            if holder.get(name) is not value or (length is not None and len(value) != length):
                 return f"'{name}'"
         for holder, name, value, place in self._tensors:
             if holder.get(name) is not value or value.data_ptr() != place:
                 return f"the tensor '{name}'"
         return "what the function reads"
+
+
+def differs(now: Any, before: Any) -> bool:
+    """Whether a number or text is another one; anything may stand there by now."""
+    return now is not before and (type(now) is not type(before) or now != before)
 
 
 class _Items(dict[int, Any]):
@@ -570,8 +628,10 @@ def _holders(owner: Any, models: Sequence[nn.Module]) -> Iterator[Mapping[Any, A
     codes: list[tuple[FunctionType, Mapping[str, Any]]] = []
     objects: list[Any] = []
     ahead: list[Any] = [] if owner is None else [owner]
-    while ahead:
+    while ahead or (ahead := _beyond(objects, codes)):
         value = ahead.pop()
+        if isinstance(value, partial):
+            ahead += [value.func, *value.args, *value.keywords.values()]
         method_of = getattr(value, "__self__", None)
         plain = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else value
         if isinstance(plain, FunctionType):
@@ -581,14 +641,15 @@ def _holders(owner: Any, models: Sequence[nn.Module]) -> Iterator[Mapping[Any, A
             cells = dict(zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True))
             names: Mapping[str, Any] = {
                 **_Cells(cells).now(),
-                **_Named(plain.__globals__, _names_in(plain.__code__)),
+                **_Named(plain.__globals__, _globals_in(plain.__code__)),
             }
             codes.append((plain, names))
             yield _Cells(cells)
-            yield _Named(plain.__globals__, _names_in(plain.__code__))
+            yield _Named(plain.__globals__, _globals_in(plain.__code__))
             ahead += [*names.values(), method_of]
         elif _has_attributes(value) and not any(value is found for found in objects):
             objects.append(value)
+            ahead += () if isinstance(value, (type, ModuleType)) else type(value).__mro__
     read = {name for plain, _ in codes for name in _names_in(plain.__code__)}
     for value in objects:
         yield _Named(vars(value), sorted(read))
@@ -603,16 +664,41 @@ _LIBRARIES = ("torch", "transformers", "peft", "dpsur")
 
 
 def _has_attributes(value: Any) -> bool:
-    """Whether it is an object of the user's that holds values by name."""
-    return hasattr(value, "__dict__") and not isinstance(
-        value, (Tensor, nn.Module, type, ModuleType)
+    """Whether it is an object, a class or a Python module of the user's."""
+    named = value if isinstance(value, (type, ModuleType)) else type(value)
+    home = getattr(named, "__module__", None) or named.__name__
+    known = (
+        home.partition(".")[0] in (*_LIBRARIES, "builtins")
+        or named.__name__.partition(".")[0] in _LIBRARIES
     )
+    return hasattr(value, "__dict__") and not known and not isinstance(value, (Tensor, nn.Module))
+
+
+def _beyond(objects: list[Any], codes: Any) -> list[Any]:
+    """What objects hold by the names that are read, and that was not looked at yet."""
+    read = {"__call__"}.union(*(_names_in(plain.__code__) for plain, _ in codes))
+    found = [vars(value).get(name) for value in objects for name in read]
+    seen = [*objects, *(plain for plain, _ in codes)]
+    return [
+        one
+        for one in found
+        if not any(one is each for each in seen)
+        and (_has_attributes(one) or isinstance(one, FunctionType))
+        and not (isinstance(one, FunctionType) and one.__module__.partition(".")[0] in _LIBRARIES)
+    ]
 
 
 def _names_in(code: CodeType) -> list[str]:
     """Names that a function reads from elsewhere, those of functions inside of it included."""
     inner = [_names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
     return [*code.co_names, *(name for names in inner for name in names)]
+
+
+def _globals_in(code: CodeType) -> list[str]:
+    """Those that are globals, and not attributes of something."""
+    own = [one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"]
+    inner = [_globals_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return [*own, *(name for names in inner for name in names)]
 
 
 class _Cells(dict[str, Any]):
@@ -636,7 +722,7 @@ class _Named(dict[str, Any]):
     """Some of the values that something holds by name."""
 
     def __init__(self, held: Mapping[str, Any], names: Sequence[str]) -> None:
-        super().__init__((name, held[name]) for name in names if name in held)
+        super().__init__((name, held.get(name)) for name in names)
         self._held = held
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -675,6 +761,21 @@ def _with_inputs(arguments: Any, values: Sequence[Tensor]) -> Any:
         lambda _: next(following),
         arguments,
         otherwise=lambda value: next(following) if _is_input(value) else value,
+    )
+
+
+def _comparable(arguments: Any, batch: Any) -> bool:
+    """Whether all arguments are inputs of a graph, or constants whose text says what they are."""
+    given: list[Any] = []
+    try:
+        map_tensors(given.append, (arguments, batch), otherwise=given.append)
+        _constants(arguments)
+    except Exception:  # a dataclass that cannot be made of other values
+        return False
+    plain = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, Unreadable)
+    return all(
+        not value.requires_grad if isinstance(value, Tensor) else isinstance(value, plain)
+        for value in given
     )
 
 

@@ -334,6 +334,7 @@ class PrivateLoop:
             found = found if due.rows else PrivateBatch(())
         watcher = self._watcher
         watcher.check_parameters()
+        watcher.check_interrupted()
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         parts = []
         with (

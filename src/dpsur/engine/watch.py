@@ -170,6 +170,7 @@ class Watcher:
                 "keep the views of a record together"
             )
         self._expects(rows // views)
+        self.check_interrupted()
         self._check_constants(given)
         self._note_precision()
 
@@ -346,6 +347,7 @@ class Watcher:
 
     def after_backward(self, call: Call, scale: float | Tensor) -> None:
         """Clip each record's gradient and add them up."""
+        self.check_interrupted()
         call.differentiated, tape = True, call.tape
         keep = self._expects(call.rows)
         if call.replay is not None:
@@ -427,6 +429,14 @@ class Watcher:
             else torch.zeros_like(value.detach())
             for name, value in self.trained.items()
         }
+
+    def check_interrupted(self) -> None:
+        """Refuse to go on where a graph may have added records that were not counted."""
+        if self.sums.replaying:
+            raise StepError(
+                "a step was interrupted while it added up gradients, so that its records could "
+                "count twice; iterate over the loader again, which draws the batch anew"
+            )
 
     def forget(self) -> None:
         """Drop what calls and backward passes have left."""
