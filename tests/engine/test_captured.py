@@ -62,6 +62,22 @@ def cross_entropy(model, batch):
     return F.cross_entropy(model(x), y)
 
 
+def private(model, data, *, batch_size=RECORDS, max_grad_norm=CLIP, steps=12, **options):
+    """An engine, and model, optimizer and loader that it has made private."""
+    engine = dpsur.PrivacyEngine()
+    made = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        data_loader=DataLoader(data, batch_size=batch_size),
+        noise_multiplier=1.0,
+        max_grad_norm=max_grad_norm,
+        steps=steps,
+        seed=5,
+        **options,
+    )
+    return engine, *made
+
+
 def train(
     function=cross_entropy,
     *,
@@ -75,15 +91,12 @@ def train(
 ):
     """Weights after some private steps."""
     model = (network() if model is None else copy.deepcopy(model)).to(device)
-    engine = dpsur.PrivacyEngine()
-    _, _, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        data_loader=DataLoader(records() if data is None else data, batch_size=batch_size),
-        noise_multiplier=1.0,
+    engine, _, _, loader = private(
+        model,
+        records() if data is None else data,
+        batch_size=batch_size,
         max_grad_norm=CLIP,
         steps=12,
-        seed=5,
         **options,
     )
     step = engine.private_step(function, capture=capture)
@@ -98,15 +111,12 @@ def train_as_in_opacus(
 ):
     """Weights after some steps of a loop that computes the loss from outputs."""
     model = (network() if model is None else copy.deepcopy(model)).to(device)
-    engine = dpsur.PrivacyEngine()
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        data_loader=DataLoader(records() if data is None else data, batch_size=12),
-        noise_multiplier=1.0,
+    engine, model, optimizer, loader = private(
+        model,
+        records() if data is None else data,
+        batch_size=12,
         max_grad_norm=CLIP,
         steps=12,
-        seed=5,
         **options,
     )
     if not capture:
@@ -185,15 +195,8 @@ def test_what_changes_beside_the_batch_is_captured_again(replays, kind):
     def run(capture):
         nonlocal weight
         inner = copy.deepcopy(model)
-        engine = dpsur.PrivacyEngine()
-        _, _, loader = engine.make_private(
-            module=inner,
-            optimizer=torch.optim.SGD(inner.parameters(), lr=0.5),
-            data_loader=DataLoader(records(), batch_size=RECORDS),
-            noise_multiplier=1.0,
-            max_grad_norm=100.0,
-            steps=9,
-            seed=5,
+        engine, _, _, loader = private(
+            inner, records(), batch_size=RECORDS, max_grad_norm=100.0, steps=9
         )
         made = engine.private_step(step, capture=capture)
         weight, held.weight, held.scale, held.several[0] = 1.0, 1.0, torch.ones(()), 1.0
@@ -236,9 +239,27 @@ def test_what_changes_in_every_step_ends_the_capture(replays, caplog):
     assert "'weight' changes between steps" in caplog.text
 
 
-def test_what_cannot_be_captured_runs_eagerly(monkeypatch, caplog):
+def test_keys_of_a_dictionary_are_not_logged(replays, caplog):
+    held = {"patient 7": 0.0}
+
+    def step(model, batch):
+        return cross_entropy(model, batch) * held["patient 7"]
+
+    def change(number, _):
+        held["patient 7"] = 1.0 + number
+
+    with caplog.at_level(logging.WARNING, "dpsur.engine"):
+        assert close(*train_with(step, change), 1e-5)
+    assert "'held' changes between steps" in caplog.text
+    assert "patient" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])
+def test_what_cannot_be_captured_runs_eagerly(kind, monkeypatch, caplog):
+    """Neither a message nor the size of a batch, which one of too little memory has, is logged."""
+
     def capture(*_, **__):
-        raise RuntimeError("a secret of a record")
+        raise kind("captured a secret of a record")
 
     monkeypatch.setattr(captured, "_captures", lambda device: True)
     monkeypatch.setattr(captured, "capture_graphs", capture)
@@ -254,15 +275,8 @@ def train_with(step, change, count=9):
     found = []
     for capture in (True, False):
         model = network()
-        engine = dpsur.PrivacyEngine()
-        _, _, loader = engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-            data_loader=DataLoader(records(), batch_size=RECORDS),
-            noise_multiplier=1.0,
-            max_grad_norm=100.0,
-            steps=count,
-            seed=5,
+        engine, _, _, loader = private(
+            model, records(), batch_size=RECORDS, max_grad_norm=100.0, steps=count
         )
         made = engine.private_step(step, capture=capture)
         for number in range(count):
@@ -360,16 +374,7 @@ def test_own_generators_of_the_host_are_found(replays, caplog, draws):
 def test_an_interrupted_replay_does_not_count_twice(replays, monkeypatch):
     """Its records stand in the totals already, and the step may not be made again."""
     model = network()
-    engine = dpsur.PrivacyEngine()
-    _, _, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        data_loader=DataLoader(records(), batch_size=RECORDS),
-        noise_multiplier=1.0,
-        max_grad_norm=CLIP,
-        steps=5,
-        seed=5,
-    )
+    engine, _, _, loader = private(model, records(), steps=5)
     step = engine.private_step(cross_entropy)
     for _ in range(2):
         step(next(iter(loader)))
@@ -386,16 +391,7 @@ def test_an_interrupted_replay_does_not_count_twice(replays, monkeypatch):
 
 def test_an_interrupted_call_does_not_count_twice(replays, monkeypatch):
     model = network()
-    engine = dpsur.PrivacyEngine()
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        data_loader=DataLoader(records(), batch_size=RECORDS),
-        noise_multiplier=1.0,
-        max_grad_norm=CLIP,
-        steps=5,
-        seed=5,
-    )
+    _, model, optimizer, loader = private(model, records(), steps=5)
 
     def backward(x, y):
         optimizer.zero_grad()
@@ -526,15 +522,8 @@ def test_a_call_whose_outputs_are_still_to_be_used_is_not_replayed(replays):
 
     def run(capture):
         model = network()
-        engine = dpsur.PrivacyEngine()
-        model, optimizer, loader = engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-            data_loader=DataLoader(records(), batch_size=12),
-            noise_multiplier=1.0,
-            max_grad_norm=CLIP,
-            steps=12,
-            seed=5,
+        engine, model, optimizer, loader = private(
+            model, records(), batch_size=12, max_grad_norm=CLIP, steps=12
         )
         if not capture:
             engine._watcher.graphs = None

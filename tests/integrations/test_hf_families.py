@@ -238,7 +238,7 @@ def test_the_losses_are_those_of_the_trainer(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["bart", "whisper"])
 def test_a_decoder_reads_the_labels_where_the_loss_takes_them(name, tmp_path):
-    """Label smoothing and losses of one's own keep labels from the model."""
+    """Label smoothing and custom losses keep labels from the model."""
     model, data = made(name)
     whole = transformers.default_data_collator(data)
     own = float(model(**whole).loss)

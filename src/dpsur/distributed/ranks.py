@@ -53,10 +53,6 @@ class Ranks:
         """This rank's share of the rows of a batch: every `size`-th, so that shares are even."""
         return rows if self.size == 1 else rows[self.rank :: self.size]
 
-    def own_range(self, count: int) -> range:
-        """This rank's share of `count` neighbouring rows."""
-        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
-
     # --- sums -----------------------------------------------------------------------------------
 
     def sum(self, values: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ padded to the next size with copies of a record that a mask leaves out of the cl
 
 A replay runs no Python. What a function reads beside its batch is therefore compared before each
 replay: numbers and tensors that it finds in its closure, in globals and in attributes of the
-modules. Where one has changed the graph is captured again, and where it goes on changing the steps
+modules. Where one has changed the graph is captured again, and where it keeps changing the steps
 run without a graph. Arguments of the step need no graph of their own: numbers with a fraction and
 tensors become inputs of the graph.
 """
@@ -398,7 +398,7 @@ class CallGraphs(_Graphs):
         """Outputs of a call with records in front; None where it has to run eagerly."""
         if not torch.is_grad_enabled():
             return None
-        found = self._find(sums, batch, count, self._most(), _texts(batch))
+        found = self._find(sums, batch, count, self._most(), None)
         if found is None:
             return None
         room, key = found
@@ -414,7 +414,7 @@ class CallGraphs(_Graphs):
         graph.graph.load(tensors_of(batch), count, ())
         with self._randomness():
             graph.graph.replays[0]()
-        outputs = _Replayed.apply(graph, count, *_anchors(graph))  # type: ignore[no-untyped-call]
+        outputs = _Replayed.apply(graph, count, graph.scale.new_zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
 
         def clip(scale: float | Tensor, keep: Tensor | None) -> None:
             if isinstance(scale, Tensor) and scale.dim():
@@ -480,11 +480,6 @@ class CallGraphs(_Graphs):
         return found
 
 
-def _anchors(graph: _CallGraph) -> tuple[Tensor, ...]:
-    """What gives the outputs of a replay their node in autograd's graph."""
-    return (graph.scale.new_zeros((), requires_grad=True),)
-
-
 class _Replayed(torch.autograd.Function):
     """Outputs of a replayed forward pass; their gradients are put where its backward pass reads."""
 
@@ -534,22 +529,30 @@ class Surroundings:
         self._numbers: list[tuple[Any, Any, Any]] = []
         self._tensors: list[tuple[Any, Any, Tensor, int]] = []
         self._objects: list[tuple[Any, Any, Any, int | None]] = []
+        # names for logs: keys of a dictionary may be data
+        self._shown: dict[tuple[int, Any], str] = {}
         self._generators: list[Any] = []  # that the function may draw from, on the host
         for holder in _holders(owner, models):
             self._add(holder)
         self._values = [value for _, _, value in self._numbers]
 
-    def _add(self, holder: Mapping[Any, Any], depth: int = 1) -> None:
+    def _add(self, holder: Mapping[Any, Any], inside: str | None = None) -> None:
+        """Note what a holder has; `inside` is the name of a list or dictionary that it is."""
         for name, value in holder.items():
+            self._shown[id(holder), name] = inside or str(name)
             if isinstance(value, Tensor):
                 self._tensors.append((holder, name, value, value.data_ptr()))
                 if value.device.type == "cpu" and value.numel() == 1:  # which a graph would keep
                     self._numbers.append((_Item(value), None, value.item()))
             elif value is None or isinstance(value, (bool, int, float, str)):
                 self._numbers.append((holder, name, value))
-            elif depth and isinstance(value, (dict, list, tuple)) and len(value) <= MOST_ITEMS:
+            elif (
+                inside is None
+                and isinstance(value, (dict, list, tuple))
+                and len(value) <= MOST_ITEMS
+            ):
                 self._objects.append((holder, name, value, len(value)))
-                self._add(value if isinstance(value, dict) else _Items(value), depth - 1)
+                self._add(value if isinstance(value, dict) else _Items(value), str(name))
             else:  # another function, module or object may come to stand there
                 self._objects.append((holder, name, value, None))
                 if isinstance(value, (random.Random, np.random.Generator, torch.Generator)):
@@ -587,13 +590,13 @@ class Surroundings:
         """The first that is not as it was."""
         for holder, name, value in self._numbers:
             if differs(holder.get(name), value):
-                return f"'{name}'"
+                return f"'{self._shown.get((id(holder), name), 'a number')}'"
         for holder, name, value, length in self._objects:
             if holder.get(name) is not value or (length is not None and len(value) != length):
-                return f"'{name}'"
+                return f"'{self._shown[id(holder), name]}'"
         for holder, name, value, place in self._tensors:
             if holder.get(name) is not value or value.data_ptr() != place:
-                return f"the tensor '{name}'"
+                return f"the tensor '{self._shown[id(holder), name]}'"
         return "what the function reads"
 
 
@@ -791,7 +794,10 @@ def _constants(arguments: Any) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Why a capture failed, for a log that everyone may read: no message of a user's function."""
-    text = (str(error).strip().splitlines() or [""])[0][:200]
-    known = isinstance(error, torch.OutOfMemoryError) or "captur" in text
-    return text if known else f"it raises {type(error).__name__} while it is captured"
+    """Why a capture failed, for a log that everyone may read: messages may quote a record."""
+    if isinstance(error, torch.OutOfMemoryError):  # whose text would tell the size of the batch
+        return "there is too little memory for a graph"
+    return (
+        f"the function raises {type(error).__name__} while it is captured, as code does that reads "
+        "values on the host"
+    )

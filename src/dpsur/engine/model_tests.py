@@ -68,8 +68,12 @@ class Evaluation:
         if self.losses is None and self.criterion is None:
             raise InvalidInputError(
                 "a gate needs the loss of each record; give make_private criterion=..., or the "
-                "gate a function of your own"
+                "gate a loss function"
             )
+
+    def mean_loss(self, _: Any, batch: Any) -> Tensor:
+        """The mean loss of a batch, as a gate takes it."""
+        return self(batch).losses.mean()
 
     def __call__(self, batch: Any) -> Evaluated:
         """Outputs, targets and the loss of each record, in evaluation mode."""

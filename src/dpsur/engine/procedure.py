@@ -226,8 +226,7 @@ def make_procedure(
     loss, test = gate.loss, mechanism.test()
     assert test is not None
     if loss is None:
-        evaluate = Evaluation(watcher, criterion)
-        loss = lambda _, batch: evaluate(batch).losses.mean()  # noqa: E731
+        loss = Evaluation(watcher, criterion).mean_loss
     clip = gate.resolve(mechanism.records).loss_clip if isinstance(gate, LossGate) else None
     test_gate = CandidateTest(watcher, reader, loss, test, make_rule(test, clip or 0.0))
     return Selective(replace(updates, undoes=True), test_gate, in_place=True)

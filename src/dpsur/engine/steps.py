@@ -493,7 +493,7 @@ class PrivateLoop:
     def _make_tests(self) -> None:
         """Make the tests of blocks that are due, on all ranks.
 
-        One that was charged and then interrupted is made again, with the noise of its own step.
+        One that was interrupted after its charge is repeated, with the noise of its own step.
         Nothing has been seen of it.
         """
         plan = self.accountant.plan

@@ -431,7 +431,7 @@ class Watcher:
         }
 
     def check_interrupted(self) -> None:
-        """Refuse to go on where a graph may have added records that were not counted."""
+        """Refuse to continue where a graph may have added records that were not counted."""
         if self.sums.replaying:
             raise StepError(
                 "a step was interrupted while it added up gradients, so that its records could "

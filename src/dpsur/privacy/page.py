@@ -1,4 +1,4 @@
-"""The privacy statement as pages for people: `PRIVACY.md` and the model card.
+"""The privacy statement as readable pages: `PRIVACY.md` and the model card.
 
 Here is which lines a page has. Their words are in `texts`, by the version of the statement.
 """
