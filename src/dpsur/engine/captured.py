@@ -122,9 +122,9 @@ def fill(place: Tensor, value: Tensor, count: int) -> None:
 class _Graphs:
     """Captured passes of one function, for each shape of record and a few sizes of batch.
 
-    `function` is what runs in the record level; `owner` is the user's function, or None, whose
-    closure is compared. `sample` is the number of records and the rate at which they are drawn,
-    `bound` the norm that is clipped to, which a graph holds for.
+    `owner` is the user's function, or None, whose closure is compared. `sample` is the number of
+    records and the rate at which they are drawn, `bound` the norm that is clipped to, which a graph
+    holds for.
     """
 
     def __init__(
@@ -365,7 +365,6 @@ class _CallGraph:
     constant: list[bool] = field(default_factory=list)  # which outputs have no gradient
     gradients: list[Tensor] = field(default_factory=list)
     tape: Tape | None = None
-    busy: Sums | None = None  # of the step in which it has run forward, and not yet back
 
     @property
     def surroundings(self) -> "Surroundings":
@@ -377,7 +376,8 @@ class CallGraphs(_Graphs):
 
     One graph runs forward. Its outputs get a node in autograd's graph, which runs the second one
     backward from whatever gradient comes from the user's loss: the backward pass of the module,
-    norms, and clipped sums. What `clip` adds them to is shared by all graphs.
+    norms, and clipped sums. What `clip` adds them to is shared by all graphs, and so is the memory
+    of their activations: while one has run forward and not yet back, no other may run.
     """
 
     def __init__(
@@ -391,12 +391,13 @@ class CallGraphs(_Graphs):
     ) -> None:
         super().__init__(None, records, randomness, sample, bound)
         self._clip, self._most = clip, most
+        self._forward_in: Sums | None = None  # the step in which one has run forward, not yet back
 
     def run(
         self, function: Callable[[Any], Any], sums: Sums, batch: Any, count: int
     ) -> CapturedCall | None:
         """Outputs of a call with records in front; None where it has to run eagerly."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._forward_in is sums:
             return None
         found = self._find(sums, batch, count, self._most(), None)
         if found is None:
@@ -407,10 +408,10 @@ class CallGraphs(_Graphs):
             graph = self._captured(function, batch, room)
             if graph is not None:
                 self._graphs[key] = graph
-        if graph is None or graph.busy is sums:  # its activations are still to be used
+        if graph is None:
             return None
         self._begin(sums)
-        graph.busy = sums
+        self._forward_in = sums
         graph.graph.load(tensors_of(batch), count, ())
         with self._randomness():
             graph.graph.replays[0]()
@@ -426,7 +427,7 @@ class CallGraphs(_Graphs):
                 fill(graph.keep, keep, count)
             sums.replaying = True
             graph.graph.replays[1]()
-            graph.busy = None
+            self._forward_in = None
 
         return CapturedCall(with_tensors(graph.outputs, outputs), clip)
 
@@ -668,13 +669,13 @@ _LIBRARIES = ("torch", "transformers", "peft", "dpsur")
 
 def _has_attributes(value: Any) -> bool:
     """Whether it is an object, a class or a Python module of the user's."""
-    named = value if isinstance(value, (type, ModuleType)) else type(value)
-    home = getattr(named, "__module__", None) or named.__name__
-    known = (
-        home.partition(".")[0] in (*_LIBRARIES, "builtins")
-        or named.__name__.partition(".")[0] in _LIBRARIES
-    )
-    return hasattr(value, "__dict__") and not known and not isinstance(value, (Tensor, nn.Module))
+    if isinstance(value, (Tensor, nn.Module)) or not hasattr(value, "__dict__"):
+        return False
+    if isinstance(value, ModuleType):
+        home = value.__name__
+    else:
+        home = (value if isinstance(value, type) else type(value)).__module__
+    return home.partition(".")[0] not in (*_LIBRARIES, "builtins")
 
 
 def _beyond(objects: list[Any], codes: Any) -> list[Any]:
