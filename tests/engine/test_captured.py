@@ -588,10 +588,12 @@ def test_graphs_on_a_gpu_are_those_of_eager_steps(model, options, caplog):
     assert close(found, train(model=model(), device="cuda", capture=False, **options), 1e-4)
 
 
-@pytest.mark.gpu
-def test_every_replay_draws_anew():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_replay_draws_anew(device, request):
     """As eager steps do, where a graph has as many rows: what layers draw follows the batch."""
-    run = partial(train, model=Dropping(), device="cuda", batch_size=RECORDS)
+    if device == "cpu":
+        request.getfixturevalue("replays")
+    run = partial(train, model=Dropping(), device=device, batch_size=RECORDS)
     assert close(run(), run(capture=False), 1e-4)
 
 

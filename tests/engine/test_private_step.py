@@ -488,3 +488,28 @@ def test_with_private_steps_the_loop_may_call_the_model():
     with pytest.raises(StepError, match=r"optimizer\.zero_grad\(\) before the step"):
         step(first)
     assert engine.accountant.steps == 0
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("opacus", [False, True])
+def test_the_default_device_may_be_another_one(gated, opacus):
+    """What the library makes for itself stands where it needs it."""
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def train(device):
+        gate = {"gate": dpsur.LossGate(loss, val_batch_size=10)} if gated else {}
+        engine, model, optimizer, loader = private(seed=3, epochs=1, **gate)
+        step = optimizer.step if opacus else engine.private_step(loss)
+        for batch in loader:
+            with torch.device(device):
+                if opacus:
+                    optimizer.zero_grad()
+                    loss(model, batch).backward()
+                    step()
+                else:
+                    step(batch)
+        return torch.cat([value.detach().flatten() for value in model.parameters()])
+
+    assert torch.equal(train("cpu"), train("meta"))

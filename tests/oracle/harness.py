@@ -336,7 +336,7 @@ def _loop(
         for batch in batches():
             with torch.device(device):
                 step(batch)
-            setup.after_step()
+                setup.after_step()
     else:
         for batch in batches():
             optimizer.zero_grad()
@@ -344,7 +344,8 @@ def _loop(
                 found = setup.batch_loss(model, _moved(batch, device))
             (found["loss"] if isinstance(found, dict) else found).backward()
             optimizer.step()
-            setup.after_step()
+            with torch.device(device):
+                setup.after_step()
     script.run.independence = engine.independence
     return [group["lr"] for group in optimizer.param_groups]
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from dpsur.engine.private_step import Unreadable
 from dpsur.errors import DpsurError
 from dpsur.functional.parameters import Params, from_vector
-from dpsur.functional.process_settings import widen
+from dpsur.functional.process_settings import seeded_globally, widen
 from dpsur.functional.tree import flatten, map_tensors, tensors_of, with_tensors
 from dpsur.mechanism import cuda_graphs
 from dpsur.mechanism.cuda_graphs import capture_graphs
@@ -233,7 +233,7 @@ class _Graphs:
         if self._pool is None and device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            with self._randomness():
+            with seeded_globally(0, device):  # the draws of the step are those of its replay
                 before = surroundings.draws()
                 replays = capture_graphs(
                     functions, device, pool=self._pool, warm_up=1, try_out=True

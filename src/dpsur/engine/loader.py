@@ -297,7 +297,7 @@ class RecordReader:
         once, which takes less time than to start workers.
         """
         loader, streams = self._loader, self._streams()
-        drawn = torch.arange(self.size)
+        drawn = torch.arange(self.size, device="cpu")
         if rate is not None:
             drawn = poisson_sample(self.size, rate, streams.at(step)[VAL_BATCH])
         rows = streams.ranks.own(drawn).tolist()

@@ -262,7 +262,8 @@ class CandidateTest:
         total = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
         with torch.no_grad(), mode(module, training=False):
             for count, batch in batches:
-                found = self.loss(module, batch)
+                moved = map_tensors(lambda v: v.to(total.device), batch, otherwise=lambda v: v)
+                found = self.loss(module, moved)
                 if not isinstance(found, Tensor) or found.numel() != 1:
                     raise InvalidInputError(
                         "the loss of a gate must return a tensor of one number, the mean of a batch"

@@ -226,7 +226,7 @@ class ModuleUpdates:
 
     def initial_state(self) -> State:
         """Counts. They are on the host, where verdicts go."""
-        zero = torch.zeros((), dtype=torch.int64)
+        zero = torch.zeros((), dtype=torch.int64, device="cpu")
         return State(params={}, optimizer=OptimizerState(zero, {}), updates=zero)
 
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:

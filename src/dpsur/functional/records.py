@@ -160,6 +160,7 @@ class HostExamples(Examples):
         place = torch.empty(
             (len(rows), *values.shape[1:]),
             dtype=values.dtype,
+            device="cpu",
             pin_memory=self.device.type == "cuda",
         )
         return torch.index_select(values, 0, rows, out=place)
@@ -191,7 +192,7 @@ class StreamedExamples(HostExamples):
 
     def part(self, some: slice) -> Examples:
         """Return neighbouring rows, on the device."""
-        return self.select(torch.arange(*some.indices(len(self))))
+        return self.select(torch.arange(*some.indices(len(self)), device="cpu"))
 
     def parts(self, rows: int) -> Iterator[Examples]:
         """Return all rows in order, some at a time; the next ones are read meanwhile."""
@@ -224,7 +225,9 @@ class StreamedExamples(HostExamples):
             map_tensors(write, place.targets, found.targets)
 
     def _span(self, start: int, rows: int) -> Examples:
-        return self._gather(torch.arange(min(start, len(self)), min(start + rows, len(self))))
+        return self._gather(
+            torch.arange(min(start, len(self)), min(start + rows, len(self)), device="cpu")
+        )
 
     def _gather(self, rows: Tensor) -> Examples:
         if not len(rows):
@@ -259,7 +262,7 @@ def blank_rows(record: Tensor, count: int) -> Tensor:
 
 def stream(reader: RecordReader, count: int) -> StreamedExamples:
     """Records that a reader reads, of the shapes and types of its first one."""
-    first = reader.read(torch.zeros(1, dtype=torch.int64))
+    first = reader.read(torch.zeros(1, dtype=torch.int64, device="cpu"))
     return StreamedExamples(
         map_tensors(lambda value: blank_rows(value, count), first.inputs),
         map_tensors(lambda value: blank_rows(value, count), first.targets),

@@ -56,15 +56,17 @@ def capture_graphs(
     stream.wait_stream(outer)
     replays = []
     with launches_are_captured():
-        with torch.cuda.stream(stream):
-            for _ in range(warm_up):
-                for function in functions:
-                    function()
-            if try_out:
-                with waiting_raises():
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(warm_up):
                     for function in functions:
                         function()
-        outer.wait_stream(stream)
+                if try_out:
+                    with waiting_raises():
+                        for function in functions:
+                            function()
+        finally:  # after an error too: memory that is freed now may still be read on the stream
+            outer.wait_stream(stream)
         before_capture()
         for function in functions:
             graph = torch.cuda.CUDAGraph()

@@ -239,7 +239,9 @@ class RateSearch:
                 memory["max_grad_norm"] = torch.full_like(norm, value / CLIP_PART)
         elif len(noisy) == 2:
             right, loss = (METRICS_NORM * noisy / self.tested).tolist()
-            memory["measured"] = with_value(memory["measured"], done, torch.tensor([right, loss]))
+            measured = memory["measured"]  # which a custom loop has on the host
+            pair = measured.new_tensor([right, loss])
+            memory["measured"] = with_value(measured, done, pair)
             value = right - loss
         else:
             value = float(noisy) / self.tested
@@ -343,7 +345,7 @@ class RateSearch:
             return ADAM_SHARE
         if way == 0:
             return 1.0
-        rates = self._rate(memory, block) * self._decay(torch.arange(size), size)
+        rates = self._rate(memory, block) * self._decay(torch.arange(size, device="cpu"), size)
         # With momentum, noise moves the weights in the update it is drawn for and in all later ones
         reach, squares = 0.0, 0.0
         for rate in reversed(rates.tolist()):

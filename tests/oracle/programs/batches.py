@@ -381,7 +381,7 @@ def resampled_texts_by_class():
     def loss(model, batch):
         x, y = batch
         weights = 1 / torch.bincount(y, minlength=3).float()[y]
-        draws = torch.Generator().manual_seed(1)
+        draws = torch.Generator(x.device).manual_seed(1)
         chosen = torch.multinomial(weights, len(y), replacement=True, generator=draws)
         return F.cross_entropy(model(x[chosen]), y[chosen])
 
