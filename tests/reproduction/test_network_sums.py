@@ -16,6 +16,7 @@ from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
 from torch.func import functional_call, grad
 
 from dpsur.functional.problem import Objective
+from dpsur.functional.process_settings import precision
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import map_tensors
 from dpsur.per_example import GradientBudget, clipped_sum
@@ -145,13 +146,20 @@ def test_float64_with_dropout(setting, monkeypatch):
     assert gap(found, one_by_one(model, objective.loss, params, batch, one_record)) > 1e-3
 
 
-def test_float32(setting):
+@pytest.fixture
+def without_tf32():
+    """Convolutions on a GPU round to TF32 by default."""
+    with precision(tf32=False, whole_run=True):
+        yield
+
+
+def test_float32(setting, without_tf32):
     """In deep networks rounding alone makes a difference: a ReLU opens, a norm divides."""
     objective, params, batch, expected = setting
     assert gap(clipped_sum(objective, params, batch, BOUND).params, expected) < ROUNDING
 
 
-def test_padded(setting, device):
+def test_padded(setting, device, without_tf32):
     """Rows under the mask add exactly nothing, whatever they hold."""
     objective, params, batch, expected = setting
 
@@ -165,12 +173,21 @@ def test_padded(setting, device):
     assert gap(found, expected) < ROUNDING
 
 
-def test_bfloat16(setting):
-    """Near the sum of float32, and no record passes its bound."""
+@pytest.mark.parametrize("rounding", ["bf16", pytest.param("tf32", marks=pytest.mark.gpu)])
+def test_rounded_layers(setting, rounding):
+    """Near the sum of float32, and no record passes its bound.
+
+    Rounding opens other ReLUs. With the operands of convolutions rounded to the 10 bits of TF32 in
+    double precision, sums of ResNet-18 and WRN-16-4 move by 2%, of ResNet-50 by 6%, of MobileNet by
+    8%. bfloat16 has 7 bits: 18% and 24% for the last two, less than 10% for all others.
+    """
     objective, params, batch, expected = setting
-    rounded = replace(objective, bf16=True)
-    assert gap(clipped_sum(rounded, params, batch, BOUND).params, expected) < 0.1
-    for row in range(ROWS):
-        only = torch.arange(ROWS, device=batch.targets.device) == row
-        part = clipped_sum(rounded, params, batch, BOUND, mask=only).params
-        assert norm({name: value.cpu() for name, value in part.items()}) <= BOUND * (1 + 1e-5)
+    if rounding == "tf32" and batch.targets.device.type == "cpu":
+        pytest.skip("TF32 is for GPUs")
+    objective = replace(objective, bf16=rounding == "bf16")
+    with precision(tf32=rounding == "tf32", whole_run=True):
+        assert gap(clipped_sum(objective, params, batch, BOUND).params, expected) < 0.3
+        for row in range(ROWS):
+            only = torch.arange(ROWS, device=batch.targets.device) == row
+            part = clipped_sum(objective, params, batch, BOUND, mask=only).params
+            assert norm({name: value.cpu() for name, value in part.items()}) <= BOUND * (1 + 1e-5)
