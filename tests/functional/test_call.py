@@ -11,7 +11,6 @@ from torch.func import functional_call
 from dpsur.functional.call import every_module, use_weights
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
-from dpsur.mechanism.gate import stacked_outputs
 from dpsur.per_example import GradientBudget, check_model, clipped_sum
 from dpsur.per_example.engine_choice import plan_for
 from dpsur.per_example.record_function import Way
@@ -88,7 +87,6 @@ def engine(problem, params):
         "one by one": lambda: one_by_one(problem, params),
         "planned": lambda: clipped_sum(problem, params, problem.train, 0.1),
         "checked": lambda: check_model(problem.model, problem.train),
-        "stacked": lambda: stacked_outputs(problem, params, params, problem.train.inputs),
     }
 
 

@@ -1,12 +1,14 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dpsur.errors import InvalidInputError
-from dpsur.mechanism import gate
-from dpsur.mechanism.gate import CoinRule, LossRule, make_rule, mean_losses, start_test
+from dpsur.mechanism.gate import CoinRule, LossRule, LossTestGate, make_rule, mean_losses
 from dpsur.mechanism.sampling import Batch
+from dpsur.mechanism.state import Candidate, State
+from dpsur.mechanism.streams import Streams
 from dpsur.privacy.events import CoinTest, LossTest
 from tests.conftest import stream
 from tests.statistics import assert_frequency
@@ -127,33 +129,20 @@ def test_padding_does_not_change_the_mean_losses(problem):
     assert float(after - before) == 0.0
 
 
-def test_a_test_that_was_begun_early_finds_the_same_losses(problem):
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_test_that_was_begun_early_finds_the_same_losses(problem, padded):
     params = problem.initial_params()
-    other = {name: value + 0.1 for name, value in params.items()}
-    rows = torch.arange(8)
-    for batch in (
-        Batch(problem.train, rows=rows[:5]),
-        Batch(problem.train, mask=rows < 5, rows=rows.clamp(max=4)),
-    ):
-        begun = start_test(problem, params, batch)
-        assert begun.before is not None
-        assert begun.losses(problem, other, params) == mean_losses(problem, other, params, batch)
-
-
-def test_a_test_that_was_begun_early_holds_no_rows(problem):
-    begun = start_test(
-        problem, problem.initial_params(), Batch(problem.train, rows=torch.arange(5))
-    )
-    assert "examples" not in vars(begun.batch)  # they would lie beside the gradients
-
-
-def test_where_both_models_are_evaluated_at_once_neither_is_early(problem, monkeypatch):
-    monkeypatch.setattr(gate, "evaluates_together", lambda *_: True)
-    params = problem.initial_params()
-    batch = Batch(problem.train, rows=torch.arange(5))
-    begun = start_test(problem, params, batch)
-    assert begun.before is None
-    assert begun.losses(problem, params, params) == mean_losses(problem, params, params, batch)
+    state = State(params, None, torch.zeros((), dtype=torch.int64))
+    other = replace(state, params={name: value + 0.1 for name, value in params.items()})
+    gate = LossTestGate(problem, LossTest(0.1, 1.0, 0.0), LossRule(0.01, 1.0, 0.0))
+    gate = gate.padded() if padded else gate
+    found = []
+    for early in (False, True):
+        draws = Streams(3, torch.device("cpu")).at(1)
+        begun = gate.begin(state, draws) if early else None
+        assert begun is None or "examples" not in vars(begun.batch)  # beside the gradients
+        found.append(gate.judge(state, Candidate(other, test=begun), draws).private)
+    assert found[0] == found[1]
 
 
 def test_the_mean_of_a_batch_is_over_the_drawn_rows_alone(problem):

@@ -14,7 +14,6 @@ from dpsur.functional.call import call_on
 from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.records import Examples, HostExamples, place
 from dpsur.functional.tree import map_tensors, split_rows, tensors_of, with_tensors
-from dpsur.mechanism.gate import paired_losses, stacked_outputs
 from dpsur.per_example import GradientBudget, check_model, clipped_norms, clipped_sum
 from dpsur.per_example.engine_choice import Engine, plan_for
 from dpsur.per_example.record_function import Way
@@ -175,15 +174,6 @@ def test_losses_and_outputs_of_trees_come_in_parts(name, monkeypatch):
     torch.testing.assert_close(problem.losses(params, problem.train), whole)
     parts = tensors_of(problem.outputs(params, problem.train.inputs))
     assert all(torch.allclose(one, other) for one, other in zip(outputs, parts, strict=True))
-    other = {key: value + 0.1 for key, value in params.items()}
-    both = paired_losses(problem, params, other, problem.train)
-    torch.testing.assert_close(both[0], whole)
-    monkeypatch.setattr("dpsur.mechanism.gate.EVALUATION_ROWS", 4)
-    stacked = tensors_of(stacked_outputs(problem, params, other, problem.train.inputs))
-    apart = tensors_of(problem.outputs(other, problem.train.inputs))
-    assert all(
-        torch.allclose(one[1], two, atol=1e-6) for one, two in zip(stacked, apart, strict=True)
-    )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -259,10 +259,11 @@ class CandidateTest:
     def _mean_loss(self, batches: list[tuple[int, Any]], draws: Draws) -> Tensor:
         """Over the records of all ranks; zero for none. A microbatch of none is a placeholder."""
         module, sharding = self.watcher.module, self.watcher.sharding
-        total = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
+        device = next(module.parameters()).device
+        total = torch.zeros((), dtype=torch.float64, device=device)
         with torch.no_grad(), mode(module, training=False):
             for count, batch in batches:
-                moved = map_tensors(lambda v: v.to(total.device), batch, otherwise=lambda v: v)
+                moved = map_tensors(lambda v: v.to(device), batch, otherwise=lambda v: v)
                 found = self.loss(module, moved)
                 if not isinstance(found, Tensor) or found.numel() != 1:
                     raise InvalidInputError(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.errors import UnsupportedModelError
-from dpsur.functional.call import call_on, every_module, fast_pooling
+from dpsur.functional.call import call_on, every_module
 from dpsur.functional.parameters import Params, empty_like
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import (
@@ -80,7 +80,6 @@ class Objective:
             torch.no_grad(),
             mode(self.model, training=False),
             forbid_side_effects(self.model, params),
-            fast_pooling(every_module(self.model)),
         ):
             parts = [
                 output_rows(call_on(self.model, params, part))

@@ -1,20 +1,32 @@
-"""Max pooling with gradients: the forward pass is that of `functional/call.py`."""
+"""Max pooling of maps whose channels are moved innermost for it: on a CPU that is faster."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpsur.functional.call import channels_last, pools_faster_channels_last
 from dpsur.per_example.rules.patches import examples_at_once
 from dpsur.per_example.tape import Tape
 
 _Pair = tuple[int, int]
+# The kind of device, the least channels and the least numbers for which channels-last pays.
+DEVICE, _LEAST_CHANNELS, _LEAST_NUMBERS = "cpu", 4, 2**14
+
+
+def _faster_channels_last(input: Tensor) -> bool:
+    return (
+        input.device.type == DEVICE
+        and input.dtype in (torch.float32, torch.float64)
+        and input.dim() == 4
+        and input.shape[1] >= _LEAST_CHANNELS
+        and input.numel() >= _LEAST_NUMBERS
+        and input.is_contiguous()
+    )
 
 
 def max_pool(module: nn.MaxPool2d, tape: Tape, input: Tensor) -> Any:  # noqa: ARG001
     """What `nn.MaxPool2d` returns."""
-    if module.return_indices or not pools_faster_channels_last(input):
+    if module.return_indices or not _faster_channels_last(input):
         return nn.MaxPool2d.forward(module, input)
     stride = module.kernel_size if module.stride is None else module.stride
     settings = (*map(_pair, (module.kernel_size, stride, module.padding, module.dilation)),)
@@ -33,7 +45,8 @@ class _MaxPool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, settings: tuple[Any, ...]) -> Tensor:
-        output, places = torch.ops.aten.max_pool2d_with_indices(channels_last(input), *settings)
+        inner = input.contiguous(memory_format=torch.channels_last)
+        output, places = torch.ops.aten.max_pool2d_with_indices(inner, *settings)
         few = input.shape[2] * input.shape[3] <= torch.iinfo(torch.int16).max
         ctx.settings = settings
         ctx.save_for_backward(input, places.to(torch.int16) if few else places)

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.functional.call import fast_pooling
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.per_example import clipped_sum
@@ -24,7 +23,7 @@ LAYERS = {
 
 @pytest.fixture(autouse=True)
 def small_maps(monkeypatch):
-    monkeypatch.setattr("dpsur.functional.call._LEAST_NUMBERS", 0)
+    monkeypatch.setattr("dpsur.per_example.rules.pooling._LEAST_NUMBERS", 0)
     monkeypatch.setattr("dpsur.per_example.rules.patches._NUMBERS_ON_CPU", 1000)
 
 
@@ -113,51 +112,3 @@ def test_clipped_sums_of_a_network_with_such_layers(frozen, monkeypatch):
     assert_same(clipped_sum(problem, params, data, bound).params, clipped(rows, bound), 1e-9)
     assert calls
     assert all("forward" not in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_evaluations_compute_the_same(name):
-    layer, values = LAYERS[name], maps()
-    expected = layer(values)
-    with fast_pooling([layer]):
-        assert torch.equal(layer(values), expected)
-    assert "forward" not in vars(layer)
-
-
-def test_evaluations_turn_maps_and_leave_nothing_behind(monkeypatch):
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3))
-    data = Examples(torch.randn(6, 1, 8, 8), torch.arange(6) % 3)
-    problem = Problem(model, F.cross_entropy, data)
-    seen = []
-    real = torch.nn.functional.max_pool2d
-
-    def spy(input, *args, **more):
-        seen.append(input.is_contiguous(memory_format=torch.channels_last))
-        return real(input, *args, **more)
-
-    monkeypatch.setattr(F, "max_pool2d", spy)
-    expected = model(data.inputs)
-    assert torch.allclose(problem.outputs(problem.initial_params(), data.inputs), expected)
-    assert seen == [False, True]
-    monkeypatch.setattr(F, "max_pool2d", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        problem.outputs(problem.initial_params(), data.inputs)
-    assert all("forward" not in vars(module) for module in model.modules())
-
-
-class Own(nn.MaxPool2d):
-    """A user's own layer, which may do more than its name says."""
-
-    def forward(self, input):
-        return super().forward(input) + 1
-
-
-def test_layers_of_others_are_left_to_them():
-    changed = nn.MaxPool2d(2)
-    changed.forward = lambda _: "mine"
-    indices, own = nn.MaxPool2d(2, return_indices=True), Own(2)
-    with fast_pooling([changed, indices, own]):
-        assert changed(maps()) == "mine"
-        assert len(indices(maps())) == 2
-        assert torch.equal(own(maps()), F.max_pool2d(maps(), 2) + 1)
-    assert changed(maps()) == "mine"
