@@ -1,6 +1,7 @@
 """Every import path and name of Opacus works or is refused by name."""
 
 import importlib
+import pickle
 import pkgutil
 
 import pytest
@@ -45,15 +46,17 @@ def test_a_name_that_opacus_does_not_have_is_an_import_error():
         from dpsur.opacus.optimizers import Nothing  # noqa: F401
 
 
-def private(model=None, loader=None, **options):
+def private(model=None, loader=None, accountant=None, noise_multiplier=1.5, **options):
     model = nn.Linear(4, 2) if model is None else model
     data = TensorDataset(torch.randn(40, 4), torch.randint(0, 2, (40,)))
     engine = PrivacyEngine()
+    if accountant is not None:
+        engine.accountant = accountant
     made = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(data, batch_size=10) if loader is None else loader,
-        noise_multiplier=1.5,
+        noise_multiplier=noise_multiplier,
         max_grad_norm=0.7,
         **options,
     )
@@ -90,9 +93,9 @@ def test_model_and_loader_of_another_engine_are_made_private_anew():
 def test_the_inside_of_the_optimizer_is_refused_by_name():
     _, _, optimizer, _ = private()
     assert not hasattr(optimizer, "nonsense")
-    assert not hasattr(optimizer, "clip_and_accumulate")
+    assert not hasattr(optimizer, "grad_samples")
     with pytest.raises(dpsur.InvalidInputError, match=r"call loss.backward\(\)"):
-        optimizer.clip_and_accumulate()
+        optimizer.attach_step_hook(print)
 
 
 def test_accountants_keep_a_history_and_count_as_the_ledger_does():
@@ -189,6 +192,40 @@ def test_the_ledger_of_an_engine_is_read_as_an_accountant():
     ):
         with pytest.raises(dpsur.InvalidInputError, match="ledger of an engine"):
             change()
+
+
+def test_an_accountant_is_taken_over_before_make_private():
+    from dpsur.opacus.accountants import PRVAccountant
+
+    earlier, total = PRVAccountant(), PRVAccountant()
+    earlier.history = [(1.5, 0.25, 6)]
+    total.history = [(1.5, 0.25, 10)]
+    engine, model, optimizer, loader = private(accountant=earlier, epochs=1)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        assert optimizer.pre_step()
+        optimizer.original_optimizer.step()
+    assert engine.get_epsilon(1e-5) == total.get_epsilon(1e-5)
+    kept = pickle.loads(pickle.dumps(engine.accountant))
+    assert kept.get_epsilon(1e-5) == total.get_epsilon(1e-5)
+    assert len(kept) == 10
+    assert total.get_epsilon(1e-5) < engine.guarantee(1e-5) < float("inf")  # two halves of delta
+
+
+def test_histories_leave_nothing_out():
+    debugging, model, optimizer, loader = private(noise_multiplier=0.0, epochs=1)
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert debugging.accountant.history == [(0.0, 1.0, 1)]
+    gate = dpsur.LossGate(lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]))
+    tested, model, optimizer, loader = private(gate=gate, epochs=1)
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with pytest.raises(dpsur.InvalidInputError, match="no place for the tests of a gate"):
+        tested.accountant.history  # noqa: B018
 
 
 def test_checkpoints_take_files_and_options(tmp_path):

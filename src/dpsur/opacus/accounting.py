@@ -6,7 +6,8 @@ from typing import Any
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.account import ACCOUNTING, Account
 from dpsur.privacy.calibrate import calibrate
-from dpsur.privacy.events import SampledGaussian, Trial
+from dpsur.privacy.events import NonPrivate, SampledGaussian, Trial
+from dpsur.privacy.ledger import Entry
 
 History = list[tuple[float, float, int]]
 
@@ -86,9 +87,9 @@ class RDPAccountant(IAccountant):
 class LedgerView(IAccountant):
     """The ledger of an engine with the names of an accountant. Only the engine charges steps."""
 
-    def __init__(self, ledger: Account | None) -> None:
-        """Take the ledger; None before `make_private`."""
-        self._ledger = ledger
+    def __init__(self, ledger: Account | None, earlier: History) -> None:
+        """Take the ledger, None before `make_private`, and the steps of earlier trainings."""
+        self._ledger, self._earlier = ledger, earlier
 
     def __getattr__(self, name: str) -> Any:
         ledger = self.__dict__.get("_ledger")
@@ -96,20 +97,32 @@ class LedgerView(IAccountant):
             raise InvalidInputError("call make_private first") if ledger is None else AttributeError
         return getattr(ledger, name)
 
+    def __reduce__(self) -> Any:
+        """A file holds the history, as an accountant of its own."""
+        return _with_history, (self.history,)
+
     @property
     def history(self) -> History:  # type: ignore[override]
         """Noise multiplier, sample rate and number of the steps made so far."""
-        entries = () if self._ledger is None else self._ledger.charged.entries
-        return [
-            (update.noise_multiplier, update.sample_rate, entry.trials)
-            for entry in entries
-            if isinstance(entry.step, Trial)
-            and isinstance(update := entry.step.update, SampledGaussian)
-        ]
+        return [*self._earlier, *map(_plain_step, self._entries)]
+
+    @property
+    def _entries(self) -> tuple[Entry, ...]:
+        return () if self._ledger is None else self._ledger.charged.entries
 
     def get_epsilon(self, delta: float, **_: Any) -> float:
         """Epsilon of the steps made so far, tests of a gate included."""
-        return 0.0 if self._ledger is None else self._ledger.get_epsilon(delta)
+        if self._earlier or self._ledger is None:
+            return spent(self.history, delta)
+        return self._ledger.get_epsilon(delta)
+
+    def guarantee(self, delta: float | None = None) -> float:
+        """Epsilon that holds whenever the loop stops, with the steps of earlier trainings."""
+        assert self._ledger is not None
+        if not self._earlier:
+            return self._ledger.guarantee(delta)
+        half = (self._ledger.delta if delta is None else delta) / 2
+        return spent(self._earlier, half) + self._ledger.guarantee(half)
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Refused: a step is charged by `optimizer.step()`."""
@@ -125,6 +138,25 @@ class LedgerView(IAccountant):
             f"the ledger of an engine cannot take over a history ({len(state_dict)} entries); "
             "resume with PrivacyEngine.load_checkpoint"
         )
+
+
+def _with_history(history: History) -> PRVAccountant:
+    accountant = PRVAccountant()
+    accountant.history = history
+    return accountant
+
+
+def _plain_step(entry: Entry) -> tuple[float, float, int]:
+    """Steps of one kind, as Opacus counts them."""
+    update = entry.step.update if isinstance(entry.step, Trial) else None
+    if isinstance(update, SampledGaussian) and entry.step == Trial(update):
+        return update.noise_multiplier, update.sample_rate, entry.trials
+    if isinstance(update, NonPrivate):
+        return 0.0, 1.0, entry.trials
+    raise InvalidInputError(
+        "a history of Opacus has no place for the tests of a gate, which are paid for; read "
+        "get_epsilon, or leave the gate out"
+    )
 
 
 def spent(history: History, delta: float) -> float:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from typing import IO, Any
 
 import torch
@@ -10,16 +11,16 @@ from torch.optim import Optimizer
 
 from dpsur.engine.privacy_engine import PrivacyEngine as Engine
 from dpsur.errors import CheckpointError, InvalidInputError
-from dpsur.opacus.accounting import LedgerView
+from dpsur.opacus.accounting import History, IAccountant, LedgerView
 from dpsur.opacus.names import MissingError
 from dpsur.opacus.validation import ModuleValidator
 
 _log = logging.getLogger("dpsur.opacus")
 _FUSED = ("ghost", "ghost_fsdp")
-_INSIDE = (
-    "clip_and_accumulate add_noise scale_grad pre_step attach_step_hook signal_skip_step "
-    "grad_samples params generator accumulated_iterations step_hook secure_mode loss_reduction"
-)
+_INSIDE = {
+    *("grad_samples", "params", "accumulated_iterations", "step_hook", "secure_mode", "generator"),
+    *("attach_step_hook", "signal_skip_step", "loss_reduction"),
+}
 File = str | os.PathLike[str] | IO[bytes]
 
 
@@ -40,19 +41,28 @@ class PrivacyEngine(Engine):
             _log.info("dpsur: figures come from privacy loss distributions, which are below RDP's")
             accountant = "prv"
         super().__init__(accountant=accountant, secure_mode=secure_mode)
+        self._earlier: History = []
 
     @property
     def accountant(self) -> Any:
         """The ledger, with the names of an accountant: `history`, `get_privacy_spent`."""
-        return LedgerView(self._ledger)
+        return LedgerView(self._ledger, self._earlier)
 
     @accountant.setter
     def accountant(self, other: Any) -> None:
-        raise InvalidInputError(
-            f"the ledger of an engine cannot be replaced by a {type(other).__name__}: it counts "
-            "the steps of this engine; to count several trainings on the same records, add the "
-            "steps of each to one accountant, as in total.history += engine.accountant.history"
-        )
+        """Count the steps of earlier trainings on the same records as well."""
+        if self._ledger is not None or not isinstance(other, IAccountant):
+            raise InvalidInputError(
+                f"the ledger of an engine cannot be replaced by a {type(other).__name__}: it "
+                "counts the steps of this engine; to add up earlier trainings on the same records, "
+                "set an accountant of dpsur.opacus before make_private"
+            )
+        self._earlier = list(other.history)
+        if self._earlier:
+            _log.warning(
+                "dpsur: the accountant holds steps of earlier trainings: get_epsilon and guarantee "
+                "count them; target_epsilon, statement and save are those of this training alone"
+            )
 
     def get_epsilon(self, delta: float, alphas: Any = None) -> float:  # noqa: ARG002
         """Epsilon of the steps made so far; `alphas` of Opacus have no effect."""
@@ -150,13 +160,31 @@ def _translate(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 class _InsideOfOpacus:
-    """Refuses the inside of Opacus's optimizer by name, for programs that drive it by hand."""
+    """Methods of Opacus's optimizer, for programs that drive it by hand.
+
+    What they do there is a part of `step()` here, which clips, adds noise, scales and updates in
+    one: so they do nothing, and a step without them has noise as well.
+    """
+
+    def clip_and_accumulate(self) -> None:
+        """Nothing: `step()` does it."""
+        _log.info("dpsur: clipping, noise and scaling are parts of optimizer.step()")
+
+    add_noise = scale_grad = clip_and_accumulate
+
+    def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
+        """Whether `original_optimizer.step()` is to follow: always."""
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        return True
 
     def __getattr__(self, name: str) -> Any:
-        if name in _INSIDE.split():
+        if name in _INSIDE:
             raise MissingError(
-                f"optimizer.{name} is a part of what optimizer.step() does here, which clips, adds "
-                "noise, scales and updates in one; call loss.backward() and optimizer.step()"
+                f"optimizer.{name} is a part of the inside of Opacus; gradients of records are not "
+                "stored, and epsilon is charged by optimizer.step(): call loss.backward() and "
+                "optimizer.step()"
             )
         raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 

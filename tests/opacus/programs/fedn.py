@@ -7,13 +7,11 @@ from opacus import PrivacyEngine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-# added: from opacus.accountants import PRVAccountant
 data = TensorDataset(torch.randn(40, 6), torch.randint(0, 3, (40,)))
 kept = None
 for _ in range(2):
     model = nn.Linear(6, 3)
     privacy_engine = PrivacyEngine()
-    # instead: total = pickle.loads(kept) if kept else PRVAccountant()
     privacy_engine.accountant = pickle.loads(kept) if kept else privacy_engine.accountant
     model, optimizer, loader = privacy_engine.make_private(
         module=model,
@@ -26,7 +24,5 @@ for _ in range(2):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    # added: total.history += privacy_engine.accountant.history
-    # instead: kept = pickle.dumps(total)
     kept = pickle.dumps(privacy_engine.accountant)
 epsilon = pickle.loads(kept).get_epsilon(1e-3)

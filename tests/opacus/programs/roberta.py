@@ -18,12 +18,8 @@ model, optimizer, loader = privacy_engine.make_private(
 for tokens, tags in loader:
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(tokens).view(-1, 3), tags.view(-1)).backward()
-    # instead: optimizer.step()
     optimizer.clip_and_accumulate()
-    # instead:
     optimizer.add_noise()
-    # instead:
     optimizer.scale_grad()
-    # instead:
     optimizer.original_optimizer.step()
 epsilon = privacy_engine.get_epsilon(1e-3)
