@@ -101,8 +101,6 @@ class Problem(Objective):
     tables: dict[Hashable, Tensor | int | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    # Where batches are gathered, one after the other: `per_example/input_cache.py`.
-    places: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return f"Problem({type(self.model).__name__}, {self.train!r})"

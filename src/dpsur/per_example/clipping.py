@@ -22,7 +22,7 @@ from dpsur.per_example.engine_choice import (
     plan_for,
     plan_with_less_memory,
 )
-from dpsur.per_example.input_cache import KnownInputs, gather
+from dpsur.per_example.input_cache import KnownInputs
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.tape import Tape
 
@@ -108,7 +108,7 @@ def clipped_sum(
         found: Params = {}
         enough = True
         try:
-            microbatch = _microbatch(objective, examples, some, rows, mask, plan, budget)
+            microbatch = _microbatch(objective, examples, some, rows, mask, budget)
             if coins is not None:
                 microbatch = replace(microbatch, coins=coins[some])
             travels = ranks.size > 1 and some.stop == size
@@ -152,7 +152,6 @@ def _microbatch(
     some: slice,
     rows: Tensor | None,
     mask: Tensor | None,
-    plan: Plan,
     budget: GradientBudget,
 ) -> Microbatch:
     """Some rows of a batch, with what they hold under the mask replaced."""
@@ -160,7 +159,7 @@ def _microbatch(
     if rows is None:
         batch, known = examples.part(some), None
     else:
-        batch = gather(objective, examples, rows[some], budget, channels_last=plan.channels_last)
+        batch = examples.select(rows[some])
         known = None
         if _is_cached(objective, examples):
             known = KnownInputs(examples.inputs, rows[some], batch.inputs, objective.tables, budget)

@@ -265,16 +265,14 @@ class Output:
 
 @dataclass(frozen=True)
 class Outer(Contribution):
-    """Gradients that are one outer product each. `input_norms`: where they are known already."""
+    """Gradients that are one outer product each."""
 
     inputs: Tensor
     output: Output
-    input_norms: Tensor | None = None
 
     def measure(self) -> Tensor:
         """The product of two norms."""
-        known = self.input_norms
-        return (row_norms(widen(self.inputs)) if known is None else known) * self.output.norms
+        return row_norms(widen(self.inputs)) * self.output.norms
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """One product of two matrices."""

@@ -30,7 +30,7 @@ from dpsur.functional.tree import (
     tensors_of,
 )
 from dpsur.per_example.augmentation import augmented, repeat_rows
-from dpsur.per_example.input_cache import KnownInputs, channels_last_pays
+from dpsur.per_example.input_cache import KnownInputs
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.record_level import LevelTape
@@ -48,15 +48,13 @@ class Engine(Enum):
 class Plan:
     """The engine for a model and records per microbatch.
 
-    `channels_last` says whether inputs are better gathered with their channels innermost, `reason`
-    why the engine is not the fast one, and `copied` which parameters are used by operations
-    without a rule, with a gradient for every record.
+    `reason` says why the engine is not the fast one, `copied` which parameters are used by
+    operations without a rule, with a gradient for every record.
     """
 
     engine: Engine
     rows: int
     records: RecordFunction = field(compare=False)
-    channels_last: bool = False
     reason: str | None = None
     copied: frozenset[str] = frozenset()
 
@@ -151,7 +149,6 @@ def _make(objective: Objective, params: Params, inputs: TensorTree, budget: Grad
         Engine.ONE_BY_ONE if alone else Engine.ONE_PASS,
         budget.rows(memory, next(iter(params.values())).device),
         records,
-        not alone and channels_last_pays(objective, params, inputs),
         records.why_alone if alone else None,
         copied,
     )

@@ -176,8 +176,6 @@ def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
     geometry = Geometry(strides, margins, dilations, module.groups)
     output = convolve(input if padded is None else padded, module.weight, module.bias, geometry)
     known = tape.known_inputs(input) if plain else None
-    if known is not None:  # perhaps in channels-last layout for this layer, but for no other
-        output = output.contiguous()
     layout = tape.examples_in(output, axis=0)
     weight, bias = tape.slot(module.weight), tape.slot(module.bias)
     shape, groups, fold = tuple(module.weight.shape), module.groups, layout.fold

@@ -146,16 +146,13 @@ def look_up(tape: Tape, input: Tensor, weight: Tensor, padding: int | None = Non
         return output
     table_rows = len(weight)
     padding = None if padding is None else padding % table_rows
-    known = tape.known_inputs(input) if input.dim() == 2 else None
 
     def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
         tokens = layout.by_example(input).reshape(tape.examples, -1)
         outputs = layout.by_example(gradient).reshape(*tokens.shape, gradient.shape[-1])
         if padding is not None:
             outputs = torch.where((tokens == padding).unsqueeze(-1), 0.0, outputs)
-        places = None if known is None else known.look_up("places", first_places)
-        places = first_places(tokens) if places is None else places
-        yield slot, Lookups(tokens, add_up_repeats(outputs, places), table_rows)
+        yield slot, Lookups(tokens, add_up_repeats(outputs, first_places(tokens)), table_rows)
 
     return tape.watch(output, record)
 

@@ -16,7 +16,6 @@ from dpsur.per_example.contributions import (
     Shift,
 )
 from dpsur.per_example.kernels import products
-from dpsur.per_example.norms import row_norms
 from dpsur.per_example.tape import Slot, Tape
 
 
@@ -30,10 +29,6 @@ def frozen_linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
     if tape.slot(input) is not None:  # a parameter, which operations follow through functions
         return F.linear(input, module.weight, module.bias)
     return products.linear(input, module.weight, module.bias)
-
-
-def _norms(data: Tensor) -> Tensor:
-    return row_norms(widen(data))
 
 
 def linear_map(
@@ -54,16 +49,13 @@ def linear_map(
     layout = tape.examples_in(output)
     weight_slot, bias_slot = tape.slot(weight, weight_rows), tape.slot(bias, bias_rows)
 
-    known = tape.known_inputs(x)
-
     def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
         rows, width = tape.examples, gradient.shape[-1]
         if gradient.numel() == rows * width:  # one vector per example, wherever they are held
             output = Output(widen(gradient).reshape(rows, width))
             if weight_slot is not None:
-                norms = None if known is None else known.look_up("norms", _norms)
                 inputs = widen(x).detach().reshape(rows, x.shape[-1])
-                yield weight_slot, Outer(inputs, output, norms)
+                yield weight_slot, Outer(inputs, output)
             if bias_slot is not None:
                 yield bias_slot, Shift(output)
             return
