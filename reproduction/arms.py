@@ -7,10 +7,10 @@ from typing import Any
 from dpsur.config import data_facts
 from dpsur.methods import METHODS, Method
 from dpsur.methods.dpsur import Dpsur
-from dpsur.presets import AUTO, PAPER, TRAMER_BONEH, TUNED, Preset, preset_named
-from dpsur.presets.paper import TEMPERED_EPSILON
-from dpsur.presets.settings import tuned_setting
+from dpsur.presets import AUTO, Preset, preset_named
 from dpsur.tasks import TASKS
+from reproduction.presets.paper import TEMPERED_EPSILON
+from reproduction.presets.settings import tuned_setting
 from reproduction.released_code import (
     FirstRejectionsKept,
     KeptMomentum,
@@ -41,7 +41,7 @@ class Arm:
     preset_of: str
     accounting: str
     changes: tuple[tuple[str, Any], ...] = ()
-    preset_name: str = PAPER
+    preset_name: str = "paper"
     released_network: bool = False
 
     def preset(self, task: str, epsilon: float) -> Preset:
@@ -170,7 +170,7 @@ TS_TRAMER_BONEH = Arm(
     METHODS["dpsgd-ts"],
     "dpsgd-ts",
     "proven",
-    preset_name=TRAMER_BONEH,
+    preset_name="tramer-boneh",
 )
 
 
@@ -189,7 +189,7 @@ TS_FIXED = FixedNoiseArm(
     METHODS["dpsgd-ts"],
     "dpsgd-ts",
     "published",
-    preset_name=TRAMER_BONEH,
+    preset_name="tramer-boneh",
 )
 ADAPTIVE_DPAGD = AdaptiveArm(
     "dpagd-adaptive",
@@ -224,7 +224,7 @@ RELEASED_NETWORK = replace(
     released_network=True,
 )
 BEST_ARMS = tuple(
-    Arm(f"best-{name}", f"{name}, preset tuned", METHODS[name], name, "proven", preset_name=TUNED)
+    Arm(f"best-{name}", f"{name}, preset tuned", METHODS[name], name, "proven", preset_name="tuned")
     for name in ("dpsgd", "dpsur")
 )
 

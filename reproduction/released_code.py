@@ -23,10 +23,10 @@ from dpsur.mechanism.state import Candidate, Gate, Procedure, Proposer, State, V
 from dpsur.mechanism.streams import STEERING, VAL_BATCH, VAL_NOISE, Draws
 from dpsur.mechanism.trial import Selective, either
 from dpsur.methods.dpsur import Dpsur
-from dpsur.presets.settings import STATISTICS_NOISE
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Gaussian, LossTest, Step, Test
 from dpsur.privacy.plan import Plan
+from reproduction.presets.settings import STATISTICS_NOISE
 
 # The stored loss before there is one.
 NO_LOSS = 1e5

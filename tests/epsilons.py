@@ -30,11 +30,11 @@ from scipy.special import ndtr
 
 from dpsur.errors import DpsurError
 from dpsur.methods import METHODS
-from dpsur.presets.settings import DATASET_SIZES, paper_settings
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import feature_mean, feature_statistics
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.search import NOISE_TOLERANCE
+from reproduction.presets.settings import DATASET_SIZES, paper_settings
 
 TABLE = Path(__file__).with_name("epsilons.json")
 RESULTS = Path(__file__).parents[1] / "results"

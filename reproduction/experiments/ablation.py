@@ -7,11 +7,11 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from dpsur import figure_style as style
-from dpsur.presets.settings import paper_setting
 from reproduction.arms import ARMS
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Row
 from reproduction.experiments.paper_figures import committed_results
+from reproduction.presets.settings import paper_setting
 from reproduction.series import Look, Point, best_of, draw, legend_below, series
 from reproduction.training import TrainingCell, TrainingGrid
 

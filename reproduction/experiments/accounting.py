@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from dpsur.presets.settings import DELTA, PaperSetting, paper_setting, paper_settings
 from dpsur.privacy.accountants import proven
 from dpsur.privacy.accountants.selective.frame import frame, vertices
 from dpsur.privacy.accountants.selective.lower import attack
@@ -17,6 +16,7 @@ from dpsur.privacy.events import Gaussian, SampledGaussian
 from dpsur.privacy.planning import Request, make_plan
 from reproduction.artifacts import Artifact, Page
 from reproduction.base import Cell, OneByOne, Options, Row
+from reproduction.presets.settings import DELTA, PaperSetting, paper_setting, paper_settings
 
 TITLE = "# What the paper's settings cost"
 NOTE = """\

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-from dpsur.presets.settings import EPSILONS
 from reproduction.arms import (
     ADAPTIVE_DPAGD,
     ARMS,
@@ -27,6 +26,7 @@ from reproduction.base import Options, Row
 from reproduction.experiments.accuracy_pages import draw_accuracy, extra_pages, has_points
 from reproduction.experiments.paper_figures import figure_pages, state_page
 from reproduction.experiments.sixteen import sixteen_pages
+from reproduction.presets.settings import EPSILONS
 from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
 TASKS = ("fmnist", "mnist", "cifar10", "imdb")

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dpsur import figure_style as style
-from dpsur.presets.settings import EPSILONS
 from reproduction.artifacts import TABLES, WIDTH, Artifact, Column, Page, Table, table_page
+from reproduction.presets.settings import EPSILONS
 from reproduction.series import Look, legend_below
 
 if TYPE_CHECKING:

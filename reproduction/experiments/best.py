@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dpsur.presets.settings import EPSILONS
-from dpsur.presets.tuned import MODELS
 from reproduction.arms import ARMS, BEST_ARMS
 from reproduction.artifacts import Artifact, Column, Table, table_page
 from reproduction.base import Row
 from reproduction.experiments.accuracy import paper_accuracy
+from reproduction.presets.settings import EPSILONS
+from reproduction.presets.tuned import MODELS
 from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
 SEEDS = tuple(range(5))

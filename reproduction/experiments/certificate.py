@@ -16,7 +16,6 @@ from typing import Any
 
 from mpmath import iv, mp
 
-from dpsur.presets.settings import DELTA, PaperSetting
 from dpsur.privacy.accountants import proven
 from dpsur.privacy.accountants.selective.frame import frame, vertices
 from dpsur.privacy.accountants.selective.pair import Direction, bracket, mesh
@@ -26,6 +25,7 @@ from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian
 from reproduction.artifacts import Artifact, Column, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row
 from reproduction.experiments.accounting import costs, setting_cells, setting_of
+from reproduction.presets.settings import DELTA, PaperSetting
 
 CHECKED = (("fmnist", 3), ("cifar10", 3), ("imdb", 1))
 NODES, PIECES, BITS, TRUSTED = 1500, 400, 200, 120

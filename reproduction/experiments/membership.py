@@ -26,14 +26,14 @@ from dpsur.attacks.targets import PrivateTrainer, plain_trainer, pool_on, target
 from dpsur.config import Pace, RunConfig, Speed
 from dpsur.features import NONE
 from dpsur.methods import method_named
-from dpsur.presets import PAPER, Preset, preset_named
-from dpsur.presets.settings import DELTA, EPSILONS
+from dpsur.presets import Preset, preset_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.runs.build_session import choose_device
 from dpsur.tasks import task_named
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row
+from reproduction.presets.settings import DELTA, EPSILONS
 from reproduction.training import BLOCK, NEVER, WITH_TF32, device_name, limit_gpu_share
 
 TASKS = ("fmnist", "cifar10")
@@ -199,8 +199,8 @@ def _config(task: str, method: str, epsilon: int | None, seed: int) -> dict[str,
 def _preset(method: str, task: str, epsilon: int) -> Preset:
     """The paper's settings of a private target; on pixels those of DPSUR hold as well."""
     if method != PIXELS:
-        return preset_named(PAPER, method, task, epsilon)
-    settings = preset_named(PAPER, DPSUR, task, epsilon)
+        return preset_named("paper", method, task, epsilon)
+    settings = preset_named("paper", DPSUR, task, epsilon)
     return replace(settings, features="pixels", normalisation=NONE)
 
 

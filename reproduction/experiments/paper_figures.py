@@ -10,11 +10,11 @@ from typing import Any
 
 from scipy import stats
 
-from dpsur.presets.settings import EPSILONS, paper_setting
 from reproduction.arms import CHOICE_NOISE
 from reproduction.artifacts import Artifact, Column, Table, table_page
 from reproduction.base import Cell
 from reproduction.experiments.accuracy_pages import DATA_SETS, NAME, TOLERANCE, Figures, Record
+from reproduction.presets.settings import EPSILONS, paper_setting
 
 METHODS = ("dpsur", "dpis", "dpsgd-hf", "dpsgd-ts", "dpagd", "dpsgd", "nonprivate")
 # The arms that stand beside a method of the paper: the one that was compared with it at first, the

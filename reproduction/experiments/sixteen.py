@@ -7,11 +7,11 @@ from typing import Any
 
 from scipy import stats
 
-from dpsur.presets.settings import EPSILONS
 from reproduction.artifacts import Artifact, Column, Table, table_page
 from reproduction.base import Row
 from reproduction.differences import MARGIN, difference, in_words
 from reproduction.experiments.accuracy_pages import DATA_SETS, NAME, Figures
+from reproduction.presets.settings import EPSILONS
 from reproduction.rows import read_rows
 
 RESULTS = Path(__file__).parents[2] / "results"

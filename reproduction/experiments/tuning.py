@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpsur.presets.settings import DATASET_SIZES, TUNED, Block, tuned_settings
 from reproduction.artifacts import Artifact, Column, Table, table_page
 from reproduction.base import Row
 from reproduction.experiments.tuning_grids import (
@@ -25,11 +24,12 @@ from reproduction.experiments.tuning_grids import (
     SHORTER_STEPS,
     STRETCHED,
 )
+from reproduction.presets.settings import DATASET_SIZES, TUNED, Block, tuned_settings
 from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "results" / "tuning.jsonl"
-PRESETS = ROOT / "src" / "dpsur" / "presets"
+PRESETS = ROOT / "reproduction" / "presets"
 EPSILON = 3
 TITLE = "Settings chosen on held-out training records"
 TEXT = """
@@ -171,6 +171,7 @@ def main() -> None:
         for block, setting in sorted(chosen.items()):
             writer.writerow([*block, json.dumps(setting, sort_keys=True)])
     written.replace(PRESETS / TUNED)  # at once: other processes may be reading it
+    print("now write the tables of the library: python -m reproduction.presets")
 
 
 if __name__ == "__main__":

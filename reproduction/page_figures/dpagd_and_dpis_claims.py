@@ -6,7 +6,6 @@ from typing import Any
 
 from dpsur.methods import METHODS
 from dpsur.presets import preset_named
-from dpsur.presets.settings import DATASET_SIZES, paper_setting, tuned_setting, tuned_settings
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.planning import filtered_plan
 from dpsur.runs.input_features import InputFeatures
@@ -30,6 +29,12 @@ from reproduction.page_figures.records import (
     rate_curves,
     rows_of,
     shown,
+)
+from reproduction.presets.settings import (
+    DATASET_SIZES,
+    paper_setting,
+    tuned_setting,
+    tuned_settings,
 )
 from reproduction.released_dpagd import COUNT, LARGEST
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from dpsur.presets.settings import DATASET_SIZES, paper_setting
 from dpsur.privacy.accountants.rdp import composed_epsilon
 from dpsur.privacy.events import SampledGaussian
 from reproduction.arms import FAULT_ARMS
@@ -46,6 +45,7 @@ from reproduction.page_figures.records import (
     rows_of,
     shown,
 )
+from reproduction.presets.settings import DATASET_SIZES, paper_setting
 
 
 def proven_of_published() -> Iterator[float]:

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpsur.errors import InvalidInputError
-from dpsur.presets.settings import paper_settings
 from dpsur.privacy.accountants.rdp import PAPER_ORDERS, epsilon_from_rdp, sampled_gaussian_rdp
 from dpsur.privacy.accounting import (
     ACCOUNTINGS,
@@ -23,6 +22,7 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NonPrivate, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.planning import Request, make_plan
+from reproduction.presets.settings import paper_settings
 from tests.plans import spent
 
 DELTA = 1e-5

@@ -8,11 +8,11 @@ from dp_accounting.pld import common, privacy_loss_distribution
 from scipy.optimize import brentq
 from scipy.stats import ncx2, norm
 
-from dpsur.presets.settings import paper_settings
 from dpsur.privacy.accountants import losses
 from dpsur.privacy.accountants.losses import LossDistribution, Losses, pure, sampled_gaussian
 from dpsur.privacy.accountants.noise_tail import LARGEST_RADIUS, _beyond
 from dpsur.privacy.events import SampledGaussian
+from reproduction.presets.settings import paper_settings
 
 DELTA, WIDTH = 1e-5, 1e-3
 CASES = [(0.01, 0.8, 1000), (0.0085, 1.3, 4000), (0.2, 3.0, 60), (1.0, 20.0, 100), (1e-4, 0.6, 90)]

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from dpsur.presets.settings import paper_settings
 from dpsur.privacy import second_opinion
 from dpsur.privacy.accounting import accounting_named, planned_charges
 from dpsur.privacy.budget import Budget
@@ -29,6 +28,7 @@ from dpsur.privacy.second_opinion import (
     opinions,
     statement_opinions,
 )
+from reproduction.presets.settings import paper_settings
 
 DELTA = 1e-5
 UPDATE, TEST = SampledGaussian(0.05, 2.0), LossTest(0.01, 1.2, -1.0)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dpsur.presets.settings import paper_setting
 from dpsur.privacy.accountants.proven import SelectiveUpdate, selective_divergence
 from dpsur.privacy.statement import format_epsilon
 from reproduction.experiments import certificate
+from reproduction.presets.settings import paper_setting
 
 ROWS = Path(__file__).parents[2] / "results" / "certificate.jsonl"
 SETTING, ORDER = paper_setting("fmnist", 3), 5.76

@@ -11,7 +11,7 @@ from dpsur.attacks.models import Recipe
 from dpsur.attacks.roc import gains_of, hits_of
 from dpsur.attacks.targets import plain_trainer
 from dpsur.functional.records import Examples
-from dpsur.presets import PAPER, preset_named
+from dpsur.presets import preset_named
 from dpsur.tasks import task_named
 from reproduction.base import Options
 from reproduction.experiments import membership
@@ -27,7 +27,7 @@ def test_a_cell_is_measured(method, monkeypatch):
     if method == "nonprivate":
         cell["config"]["recipe"]["epochs"] = 1
     else:
-        preset = replace(preset_named(PAPER, method, "fmnist", 4), given={"batch_size": 4})
+        preset = replace(preset_named("paper", method, "fmnist", 4), given={"batch_size": 4})
         monkeypatch.setattr(membership, "preset_named", lambda *_: preset)
     found = membership.EXPERIMENT.measure(cell, Options(device="cpu"))
     assert found["device"] == "cpu"
@@ -101,7 +101,7 @@ def test_the_grid():
 @pytest.mark.parametrize("task", membership.TASKS)
 def test_targets_without_privacy_are_the_network_that_dpsgd_trains(task):
     (cell,) = grid(tasks=(task,), arms=("nonprivate",), seeds=(0,))
-    assert cell["config"]["network"] == preset_named(PAPER, "dpsgd", task, 1).network
+    assert cell["config"]["network"] == preset_named("paper", "dpsgd", task, 1).network
     module = plain_trainer(task_named(task), Recipe(), torch.device("cpu")).make()
     kinds = {type(part) for part in module.modules()}
     assert nn.ReLU in kinds
@@ -113,8 +113,8 @@ def test_the_targets_on_pixels_have_the_settings_of_dpsur(task):
     """And nothing of its features; their network is that of the other methods on pixels."""
     for epsilon in (1, 4):
         found = membership._preset(membership.PIXELS, task, epsilon)
-        assert found.options == preset_named(PAPER, "dpsur", task, epsilon).options
-        pixels = preset_named(PAPER, "dpsgd-ts", task, epsilon)
+        assert found.options == preset_named("paper", "dpsur", task, epsilon).options
+        pixels = preset_named("paper", "dpsgd-ts", task, epsilon)
         assert (found.features, found.normalisation) == (pixels.features, pixels.normalisation)
         assert found.network == pixels.network
     for cell in grid(tasks=(task,), arms=(membership.PIXELS,)):

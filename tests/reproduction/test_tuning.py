@@ -1,10 +1,11 @@
 import json
 from pathlib import Path
 
-from dpsur.presets import settings
-from dpsur.presets.paper import BATCHES
-from dpsur.presets.settings import tuned_setting, tuned_settings
+from dpsur.presets import Preset
 from reproduction.experiments.tuning import best_settings
+from reproduction.presets import settings
+from reproduction.presets.paper import BATCHES
+from reproduction.presets.settings import tuned_setting, tuned_settings
 from reproduction.training import TrainingCell
 
 ROOT = Path(__file__).parents[2]
@@ -55,8 +56,8 @@ def test_presets_are_the_best_of_the_rows():
 
 
 def test_settings_are_tried_as_if_none_had_been_chosen(monkeypatch):
-    chosen = {("dpagd", "fmnist", 3): {"batch_size": 7, "raise_by": 0.5}}
-    monkeypatch.setattr(settings, "tuned_settings", lambda: chosen)
+    preset = Preset(BATCHES, "pixels", chosen={"batch_size": 7, "raise_by": 0.5})
+    monkeypatch.setattr("reproduction.arms.preset_named", lambda *_: preset)
     tried = TrainingCell("fmnist", "dpagd", 3, 0, {"updates": 5}, hold_out=10_000)
     assert tried.config()["options"] == {**BATCHES, "updates": 5}
     used = TrainingCell("fmnist", "dpagd", 3, 0)

@@ -12,10 +12,16 @@ from typing import Any
 from dpsur.errors import InvalidInputError
 from dpsur.features import GROUP, NONE, PRIVATE
 from dpsur.presets.base import Preset
-from dpsur.presets.settings import DATASET_SIZES, DELTA, PaperSetting, paper_setting, tuned_setting
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import SampledGaussian, Trial
 from dpsur.privacy.search import most_repetitions
+from reproduction.presets.settings import (
+    DATASET_SIZES,
+    DELTA,
+    PaperSetting,
+    paper_setting,
+    tuned_setting,
+)
 
 SCATTERING = "scattering"
 
@@ -47,10 +53,10 @@ def paper_preset(method: str, task: str, epsilon: int) -> Preset:
             f"preset paper has no settings for task {task}; it has {known}. With our settings: "
             f"dpsur train --method {method} --task {task}"
         )
-    if method not in _BUILDERS:
-        known = ", ".join(_BUILDERS)
+    if method not in BUILDERS:
+        known = ", ".join(BUILDERS)
         raise InvalidInputError(f"preset paper has no settings for method {method}; it has {known}")
-    return _BUILDERS[method](paper_setting(task, epsilon))
+    return BUILDERS[method](paper_setting(task, epsilon))
 
 
 def tramer_boneh_preset(method: str, task: str, epsilon: int) -> Preset:
@@ -155,7 +161,7 @@ def _nonprivate(setting: PaperSetting) -> Preset:
     return Preset(preset.options, preset.features, NONE if preset.features == "tokens" else GROUP)
 
 
-_BUILDERS = {
+BUILDERS = {
     "dpsur": _dpsur,
     "dpsgd": _dpsgd,
     "dpsgd-ts": _dpsgd_ts,

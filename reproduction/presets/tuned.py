@@ -11,7 +11,7 @@ from typing import Any
 from dpsur.errors import InvalidInputError
 from dpsur.features import GROUP, NONE, PRIVATE
 from dpsur.presets.base import Preset
-from dpsur.presets.settings import tuned_setting
+from reproduction.presets.settings import tuned_setting
 
 # By method, what the settings were chosen for: the test of `dpsur` is ours, the gate coin.
 METHODS: Mapping[str, Mapping[str, Any]] = {"dpsgd": {}, "dpsur": {"gate": "coin"}}

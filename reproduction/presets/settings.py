@@ -4,7 +4,7 @@ import csv
 import json
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from dpsur.privacy.events import Event, Gaussian, LossTest, SampledGaussian, Trial
@@ -62,7 +62,7 @@ class PaperSetting:
 
 def paper_settings() -> list[PaperSetting]:
     """All sixteen, in the order of the table."""
-    text = (files("dpsur.presets") / "paper_settings.csv").read_text(encoding="utf-8")
+    text = (Path(__file__).parent / "paper_settings.csv").read_text(encoding="utf-8")
     return [
         PaperSetting(
             dataset=row["dataset"],
@@ -92,7 +92,7 @@ def paper_setting(dataset: str, epsilon: int) -> PaperSetting:
 @cache
 def tuned_settings() -> dict[Block, dict[str, Any]]:
     """The chosen hyper-parameters by arm, task and epsilon."""
-    text = (files("dpsur.presets") / TUNED).read_text(encoding="utf-8")
+    text = (Path(__file__).parent / TUNED).read_text(encoding="utf-8")
     return {
         (row["arm"], row["task"], int(row["epsilon"])): json.loads(row["settings"])
         for row in csv.DictReader(text.splitlines())

@@ -1,0 +1,1 @@
+"""Where the preset tables of the library come from."""
