@@ -1,6 +1,7 @@
 """Instances of Algorithm 1 whose true privacy loss exceeds the published accounting.
 
-`dpsur.audits.exact` describes the data set. Three instances differ in the losses away from 0.
+`reproduction.audits.exact` describes the data set. Three instances differ in the losses away from
+0.
 
 `dead_unit`: the others have the squared error of a two-sided ReLU unit that is off at 0, plus
 weight decay: loss(w) = (1 - relu(|w| - 1))^2 / 2 + decay w^2. Small moves cost weight decay and do
@@ -23,8 +24,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dpsur.audits.exact import Instance, Setting, composed_delta, one_update
-from dpsur.audits.mechanism import FMNIST_3
 from dpsur.privacy.accountants.proven import SelectiveUpdate
 from dpsur.privacy.accountants.selective.frame import frame, vertices
 from dpsur.privacy.accountants.selective.lower import attack
@@ -32,6 +31,8 @@ from dpsur.privacy.accountants.selective.pair import Array, Direction, bracket, 
 from dpsur.privacy.accountants.selective.upper import envelope
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.statement import format_epsilon
+from reproduction.audits.exact import Instance, Setting, composed_delta, one_update
+from reproduction.audits.mechanism import FMNIST_3
 
 Flags = NDArray[np.bool_]
 

@@ -1,18 +1,15 @@
 """What audits find: tiny problems under every accounting, whole trainings, and broken ones."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dpsur import figure_style as style
 from dpsur.attacks.targets import as_seen_by
 from dpsur.audits.bounds import CONTRADICTED, Finding
 from dpsur.audits.canaries import gradient_canaries
-from dpsur.audits.findings import ceiling, draw_findings
-from dpsur.audits.mechanism import EXACT_ONLY, UNITS, audit_exactly, audit_unit
-from dpsur.audits.negative_controls import FAULTS, SOUND, Fault
-from dpsur.audits.repeated import PLACES, TINY, audit_repeated
-from dpsur.audits.training import ONE_RUN, audit_training
+from dpsur.audits.training import ONE_RUN, ceiling
 from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur
 from dpsur.methods.gradient_method import GradientMethod
@@ -21,7 +18,13 @@ from dpsur.privacy.budget import Budget
 from dpsur.runs.build_session import choose_device
 from dpsur.tasks import task_named
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
+from reproduction.audits.mechanism import EXACT_ONLY, UNITS, audit_exactly, audit_unit
+from reproduction.audits.negative_controls import FAULTS, SOUND, Fault, audit_broken_training
+from reproduction.audits.repeated import PLACES, TINY, audit_repeated
 from reproduction.base import Cell, OneByOne, Options, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 REPETITIONS = 100_000
 CONFIDENCE = 0.999
@@ -211,7 +214,7 @@ def _one_run(config: dict[str, Any], options: Options) -> Finding:
     network, train, _ = as_seen_by(method, task)
     with Streams(config["seed"], torch.device("cpu")).at(SETUP).global_randomness(INIT):
         model = build_network(network)
-    return audit_training(
+    return audit_broken_training(
         model,
         train,
         loss=task.loss,
@@ -225,3 +228,30 @@ def _one_run(config: dict[str, Any], options: Options) -> Finding:
         device=device,
         fault=_fault(config["fault"]),
     )
+
+
+LABEL = (
+    "ε: bar, lower bound; dot, exact; tick, claimed\n"
+    "orange: contradicted, by the bound, the exact ε or the p-value"
+)
+
+
+def draw_findings(records: Sequence[dict[str, Any]]) -> "Figure":
+    """Claims and bounds, a line each; what is contradicted is orange."""
+    figure = style.new_figure(style.PAGE, 0.6 + 0.17 * len(records))
+    axes = figure.subplots()
+    for place, record in enumerate(reversed(list(records))):
+        broken = CONTRADICTED in record["verdict"] and "not" not in record["verdict"]
+        colour = style.ORANGE if broken else style.BLUE
+        axes.plot([0, record["lower"]], [place, place], color=colour, linewidth=2.5)
+        axes.plot([record["claimed"]] * 2, [place - 0.35, place + 0.35], color=style.INK)
+        if record["exact"] is not None:
+            axes.plot(record["exact"], place, "o", color=colour, markersize=3)
+    axes.set_yticks(
+        range(len(records)),
+        [f"{r['subject']} ({r['accounting']})" for r in reversed(list(records))],
+        fontsize=6.5,
+    )
+    axes.set(xlabel=LABEL, xlim=(0, None))
+    axes.set_ylim(-0.8, len(records) - 0.2)
+    return figure

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dpsur.audits.exact import densities
-from dpsur.audits.mechanism import FMNIST_3
 from dpsur.privacy.accountants.rdp import event_rdp
+from reproduction.audits.exact import densities
+from reproduction.audits.mechanism import FMNIST_3
 from reproduction.counterexample import dead_unit
 from reproduction.experiments.accuracy import paper_accuracy
 from reproduction.experiments.accuracy_pages import NETWORK, TOLERANCE

@@ -11,23 +11,22 @@ from torch import nn
 
 from dpsur.audits.bounds import CONTRADICTED, NOT_CONTRADICTED
 from dpsur.audits.canaries import BLOCK, gradient_canaries, input_canaries
-from dpsur.audits.findings import ceiling, is_idle
-from dpsur.audits.negative_controls import FAULTS, SOUND
-from dpsur.audits.repeated import DELTA, PLACES, TINY, audit_repeated, outcomes
-from dpsur.audits.training import audit_training, guess
+from dpsur.audits.training import audit_training, ceiling, guess, is_idle
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import clipped_sum
 from dpsur.privacy.budget import Budget
+from reproduction.audits.negative_controls import FAULTS, SOUND, audit_broken_training
+from reproduction.audits.repeated import DELTA, PLACES, TINY, audit_repeated, outcomes
 from tests.conftest import blobs, small_model
 
 CANARIES = 2000
 
 
 def audit(method, accounting="every-trial", fault=SOUND, planter=None, seed=0, epsilon=4.0):
-    return audit_training(
+    return audit_broken_training(
         small_model(),
         blobs(),
         loss=F.cross_entropy,
@@ -116,7 +115,7 @@ def test_input_canaries():
     model = nn.Linear(400, 3)
 
     def lower(fault) -> float:
-        found = audit_training(
+        found = audit_broken_training(
             model,
             ordinary,
             loss=F.cross_entropy,

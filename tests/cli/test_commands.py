@@ -319,7 +319,7 @@ def test_a_folder_without_a_release(command, name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", [["audit", "--plot"], ["attack", "--roc"], ["plot", ".", "--out"]]
+    "command", [["attack", "--roc"], ["plot", ".", "--out"]]
 )
 def test_files_of_figures_are_checked_first(command, tmp_path, capsys):
     status, _, err = dpsur(*command, str(tmp_path / "figure.foo"), capsys=capsys)

@@ -1,6 +1,6 @@
 """The table of what audits find."""
 
-from dpsur.audits.negative_controls import FAULTS
+from reproduction.audits.negative_controls import FAULTS
 from reproduction.base import Options
 from reproduction.experiments.audit import EXPERIMENT
 

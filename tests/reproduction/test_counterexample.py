@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from scipy.special import ndtr
 
-from dpsur.audits.exact import Losses, Setting, composed_delta, densities, one_update, renyi
 from dpsur.privacy.accountants.proven import SelectiveUpdate, selective_divergence
 from dpsur.privacy.accountants.rdp import event_rdp
 from reproduction import counterexample
+from reproduction.audits.exact import Losses, Setting, composed_delta, densities, one_update, renyi
 from reproduction.counterexample import (
     CIFAR_3,
     FMNIST_1,

@@ -759,7 +759,7 @@ SMALL: dict[str, list[list[str]]] = {
         ["attack", "--task", "npz:{data}", "--epochs", "1", "--attacks", "gap", "--device", "cpu"],
         ["attack", "--task", "npz:{data}", "--release", "{run}", "--attacks", "gap"],
     ],
-    "audit": [["audit", "--repetitions", "20", "--confidence", "0.9"]],
+    "audit": [["audit", "--count", "20", "--updates", "2", "--confidence", "0.9"]],
     "explain": [["explain", "--task", "npz:{data}", "--device", "cpu"]],
     "bench": [[
         "bench", "--model", "tests.robustness.cases:bench_model", "--batch-size", "4",

@@ -1,15 +1,15 @@
 """One training run with canaries, held against what is claimed for it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpsur import checks
-from dpsur.audits.bounds import Finding
+from dpsur.audits.bounds import Finding, largest_bound
 from dpsur.audits.canaries import Planter
-from dpsur.audits.negative_controls import SOUND, Fault
 from dpsur.audits.one_run import (
     claimed_curve,
     epsilon_of_guesses,
@@ -24,6 +24,7 @@ from dpsur.methods import Method
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plan import Plan
 from dpsur.runs.build_session import build_session
+from dpsur.runs.session import Session
 
 # Guesses on a tenth of the canaries say most about a training of moderate epsilon, guesses on more
 # of them about one that hides little. They share the error, as do the bound and the p-value.
@@ -107,12 +108,13 @@ def audit_training(
     confidence: float = 0.95,
     seed: int = 0,
     device: str | torch.device = "cpu",
-    fault: Fault = SOUND,
+    change: Callable[[Session], Session] | None = None,
 ) -> Finding:
     """Train once with canaries and hold the guesses against the claimed epsilon.
 
-    A fault replaces what runs, but not what is claimed. Formal guarantee: if the training has
-    the claimed privacy, the verdict is "contradicted" with probability at most 1 - confidence.
+    Formal guarantee: if the training has the claimed privacy, the verdict is "contradicted" with
+    probability at most 1 - confidence. `change` replaces what runs, but not what is claimed: a test
+    breaks a training with it, to see that the audit notices.
     """
     if not 0 < confidence < 1:
         raise InvalidInputError(f"confidence must be in (0, 1), got {confidence}")
@@ -129,7 +131,7 @@ def audit_training(
         device=str(device),
     )
     session = build_session(config, planted.model, planted.train, loss=planted.loss)
-    progress = fault.tamper(session).run()
+    progress = (session if change is None else change(session)).run()
     scores = planted.scores(session.problem, progress.state.released_params).cpu()
     included = planted.included.cpu()
     tried = [guess(scores, included, int(share * len(scores))) for share in GUESSED_SHARES]
@@ -145,7 +147,6 @@ def audit_training(
         confidence=confidence,
         p_value=found.p_value,
         details={
-            "fault": fault.name,
             "gaussian_lower": found.gaussian,
             "canaries": len(scores),
             "included": int(included.sum()),
@@ -155,3 +156,32 @@ def audit_training(
             "seed": seed,
         },
     )
+
+
+def ceiling(finding: Mapping[str, Any]) -> float | None:
+    """The lower bound if every run or guess had spoken for it; None where a law was computed.
+
+    Where it is below the claim, the audit could not have contradicted it.
+
+    `finding` is a row of `Finding`.
+    """
+    details, delta, confidence = finding["details"], finding["delta"], finding["confidence"]
+    if finding["audit"] == ONE_RUN:
+        tried = details["guesses"]
+        each = each_confidence(confidence, len(tried))
+        return max(
+            epsilon_of_guesses(details["canaries"], made, made, delta, each) for made, _ in tried
+        )
+    if "repetitions" in details:
+        return largest_bound(details["repetitions"], delta, confidence)
+    return None
+
+
+def is_idle(finding: Mapping[str, Any]) -> bool:
+    """Whether the claim was out of reach, whatever the training does.
+
+    A p-value of the whole claimed curve reaches further than the bound, and is not judged here.
+    """
+    most = ceiling(finding)
+    exact, p_value = finding["exact"], finding["p_value"]
+    return exact is None and p_value is None and most is not None and most < finding["claimed"]

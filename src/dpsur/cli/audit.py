@@ -1,10 +1,7 @@
-"""`dpsur audit`: lower bounds on epsilon, held against what is claimed."""
+"""`dpsur audit`: one training with canaries, and a lower bound on its epsilon."""
 
 import argparse
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,12 +9,7 @@ from dpsur import checks
 from dpsur.attacks.targets import as_seen_by
 from dpsur.audits.bounds import CONTRADICTED, Finding
 from dpsur.audits.canaries import Planter, gradient_canaries, input_canaries
-from dpsur.audits.findings import ceiling, draw_findings, is_idle
-from dpsur.audits.mechanism import audit_mechanisms
-from dpsur.audits.negative_controls import FAULTS, SOUND
-from dpsur.audits.repeated import PLACES, TINY, audit_repeated
-from dpsur.audits.training import audit_training
-from dpsur.cli.parser import figure_path
+from dpsur.audits.training import audit_training, ceiling, is_idle
 from dpsur.cli.run_options import add_method_options, build_method
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
@@ -31,42 +23,28 @@ from dpsur.runs.build_session import choose_device
 from dpsur.tasks import DEFAULT_TASK, Task, task_named
 
 DESCRIPTION = """\
-Try to contradict a claimed epsilon.
+Try to contradict a claimed epsilon: train once on a task with canaries planted by fair coins, and
+guess from the weights which of them were in.
 
-  dpsur audit                                  tiny problems under every accounting
-  dpsur audit --against broken                 tiny trainings with faults put in on purpose
-  dpsur audit --against training --epsilon 4   one training of a task, with canaries in it
+  dpsur audit --epsilon 4
+  dpsur audit --task npz:my.npz --method dpsur --canaries input
 
 A lower bound above the claimed epsilon contradicts the claim at the stated confidence. One below it
-proves nothing. The exit status is 1 where a sound training under a proved accounting is
-contradicted. docs/auditing.md says how to read the result.
+proves nothing. The exit status is 1 where a training under a proved accounting is contradicted.
+docs/auditing.md says how to read the result.
 """
-TARGETS = ("mechanism", "broken", "training")
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = DESCRIPTION
-    parser.usage = "dpsur audit [--against WHAT] [options]"
+    parser.usage = "dpsur audit [options]"
     parser.add_argument(
-        "--against", choices=TARGETS, default="mechanism", help="what to audit (default: mechanism)"
-    )
-    parser.add_argument(
-        "--confidence",
-        type=float,
-        help="of the bounds (default: 0.999, for a training 0.95)",
-    )
-    parser.add_argument(
-        "--repetitions",
-        type=int,
-        help="runs with and without the record (default: 50000; in the loop, for broken, 1500)",
+        "--confidence", type=float, default=0.95, help="of the bound (default: 0.95)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of draws and coins (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per finding")
-    parser.add_argument(
-        "--plot", type=figure_path, metavar="FILE", help="draw claims and bounds (PNG, SVG or PDF)"
-    )
-    one = parser.add_argument_group("one training (--against training)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    one = parser.add_argument_group("the training")
     one.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
     one.add_argument("--classes", type=int, metavar="K", help="number of classes of npz:FILE")
     one.add_argument("--method", default="dpsgd", help=f"one of: {', '.join(METHODS)}")
@@ -82,13 +60,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help="records with a gradient of their own, or test records with random labels",
     )
     one.add_argument("--count", type=int, default=2000, help="canaries (default: 2000)")
-    one.add_argument(
-        "--fault",
-        choices=(SOUND.name, *FAULTS),
-        default=SOUND.name,
-        metavar="FAULT",
-        help=f"break it on purpose: {', '.join(FAULTS)}",
-    )
     one.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     add_method_options(parser)
     parser.set_defaults(run=run)
@@ -96,34 +67,13 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Audit and print what was found."""
-    _check(options)
-    audits = {"mechanism": _mechanisms, "broken": _broken, "training": _training}
-    findings = []
-    for finding in audits[options.against](options):
-        findings.append(finding)
-        if options.json:
-            print(json.dumps(finding.row()), flush=True)
-        else:
-            print(_text(finding), flush=True)
-    if options.plot is not None:
-        _plot(options.plot, findings)
-    alarms = [f for f in findings if f.verdict == CONTRADICTED and _is_sound(f)]
-    return 1 if alarms else 0
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Refuse numbers that no audit can be made with."""
     checks.non_negative("seed", options.seed)
     checks.at_least_one("count", options.count)
-    if options.repetitions is not None:
-        checks.at_least_one("repetitions", options.repetitions)
-    if options.confidence is not None:
-        checks.probability("confidence", options.confidence)
-
-
-def _is_sound(finding: Finding) -> bool:
+    checks.probability("confidence", options.confidence)
+    finding = _audit(options)
+    print(json.dumps(finding.row()) if options.json else _text(finding), flush=True)
     proved = ACCOUNTINGS[finding.accounting].proved
-    return proved and finding.details.get("fault", SOUND.name) == SOUND.name
+    return 1 if proved and finding.verdict == CONTRADICTED else 0
 
 
 def _text(finding: Finding) -> str:
@@ -147,33 +97,14 @@ def _text(finding: Finding) -> str:
     )
 
 
-def _mechanisms(options: argparse.Namespace) -> Iterator[Finding]:
-    known: dict[str, Any] = {"seed": options.seed}
-    if options.repetitions is not None:
-        known["repetitions"] = options.repetitions
-    if options.confidence is not None:
-        known["confidence"] = options.confidence
-    return audit_mechanisms(**known)
-
-
-def _broken(options: argparse.Namespace) -> Iterator[Finding]:
-    repetitions = options.repetitions or 1500
-    confidence = options.confidence or 0.999
-    for name, tiny in TINY.items():
-        faults = [SOUND, *(FAULTS[fault] for fault, place in PLACES.items() if place == name)]
-        for fault in faults:
-            yield audit_repeated(tiny, fault, repetitions, confidence, options.seed)
-
-
-def _training(options: argparse.Namespace) -> Iterator[Finding]:
+def _audit(options: argparse.Namespace) -> Finding:
     task, kind = task_named(options.task, options.classes), method_named(options.method)
     method = build_method(kind.name, options, dict(task.settings.get(kind.name, {})))
     device = choose_device(options.device)
     network, train, test = as_seen_by(method, task)
     with Streams(options.seed, device).at(SETUP).global_randomness(INIT):
         model = build_network(network)
-    fault = SOUND if options.fault == SOUND.name else FAULTS[options.fault]
-    yield audit_training(
+    return audit_training(
         model,
         train,
         loss=task.loss,
@@ -181,11 +112,10 @@ def _training(options: argparse.Namespace) -> Iterator[Finding]:
         budget=Budget(options.epsilon, options.delta),
         accounting=options.accounting,
         planter=_planter(options, task, method, test),
-        subject=f"{kind.name} on {task.name}, fault: {fault.name}",
-        confidence=options.confidence or 0.95,
+        subject=f"{kind.name} on {task.name}",
+        confidence=options.confidence,
         seed=options.seed,
         device=device,
-        fault=fault,
     )
 
 
@@ -206,10 +136,3 @@ def _planter(
             f"{task.name}, which are {0 if test is None else len(test)}"
         )
     return input_canaries(test.select(torch.arange(options.count)), int(test.targets.max()) + 1)
-
-
-def _plot(path: Path, findings: list[Finding]) -> None:
-    from dpsur import figure_style as style
-
-    with style.common():
-        draw_findings([finding.row() for finding in findings]).savefig(path, dpi=200)

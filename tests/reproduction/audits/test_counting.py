@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from dpsur.audits.bounds import epsilon_lower_bound
-from dpsur.audits.exact import Setting
-from dpsur.audits.rejection_leak import count_leak
-from dpsur.audits.sampler import draw_trials
-from dpsur.audits.worst_case_problems import gate_alone
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.streams import NOISE, SETUP, Streams
 from dpsur.privacy.events import CoinTest, LossTest
+from reproduction.audits.exact import Setting
+from reproduction.audits.rejection_leak import count_leak
+from reproduction.audits.sampler import draw_trials
+from reproduction.audits.worst_case_problems import gate_alone
 
 TEST = LossTest(0.05, 0.5, -1.0)
 

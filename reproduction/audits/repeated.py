@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.audits.bounds import CHOICE_SHARE, Array, Finding, epsilon_lower_bound
-from dpsur.audits.negative_controls import Fault
-from dpsur.audits.worst_case_problems import OneWeight
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.loop import Progress, train
@@ -26,6 +24,8 @@ from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import repeated_plan
 from dpsur.privacy.rejections import trial_cap
+from reproduction.audits.negative_controls import Fault
+from reproduction.audits.worst_case_problems import OneWeight
 
 DELTA = 0.01
 BINS = 16

@@ -8,17 +8,17 @@ import torch
 from scipy import stats
 
 from dpsur.audits.bounds import CONTRADICTED, NOT_CONTRADICTED
-from dpsur.audits.exact import Setting, densities
-from dpsur.audits.mechanism import UNITS, audit_exactly, audit_unit
-from dpsur.audits.sampler import accepted_updates, draw_trials, in_the_loop
-from dpsur.audits.worst_case_problems import (
+from dpsur.mechanism.streams import NOISE, SETUP, Stream, Streams
+from reproduction.audits.exact import Setting, densities
+from reproduction.audits.mechanism import UNITS, audit_exactly, audit_unit
+from reproduction.audits.sampler import accepted_updates, draw_trials, in_the_loop
+from reproduction.audits.worst_case_problems import (
     CoinSetting,
     dead_unit,
     exact_epsilon,
     gate_alone,
     no_selection,
 )
-from dpsur.mechanism.streams import NOISE, SETUP, Stream, Streams
 from tests.statistics import FALSE_ALARM, assert_frequency
 
 SMALL = Setting(6, 3, 1.0, 3, 0.5, 2, -0.5, delta=0.01)

@@ -11,7 +11,6 @@ import torch
 from scipy.stats import binom
 from torch import Tensor
 
-from dpsur.audits.worst_case_problems import Unit
 from dpsur.mechanism import gaussian
 from dpsur.mechanism.gate import make_rule
 from dpsur.mechanism.loop import train
@@ -23,6 +22,7 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Step
 from dpsur.privacy.planning import repeated_plan
 from dpsur.privacy.rejections import trial_cap
+from reproduction.audits.worst_case_problems import Unit
 
 BLOCK = 200_000
 _CLIP = 1.0

@@ -10,9 +10,12 @@ import numpy as np
 import torch
 
 from dpsur.audits.bounds import Array, Finding, epsilon_lower_bound
-from dpsur.audits.exact import Setting
-from dpsur.audits.sampler import accepted_updates, draw_trials
-from dpsur.audits.worst_case_problems import (
+from dpsur.errors import InvalidInputError
+from dpsur.mechanism.streams import NOISE, SETUP, Stream, Streams
+from dpsur.privacy.accounting import ACCOUNTINGS, RESTORE, Accounting
+from reproduction.audits.exact import Setting
+from reproduction.audits.sampler import accepted_updates, draw_trials
+from reproduction.audits.worst_case_problems import (
     CoinSetting,
     Unit,
     dead_unit,
@@ -20,9 +23,6 @@ from dpsur.audits.worst_case_problems import (
     gate_alone,
     no_selection,
 )
-from dpsur.errors import InvalidInputError
-from dpsur.mechanism.streams import NOISE, SETUP, Stream, Streams
-from dpsur.privacy.accounting import ACCOUNTINGS, RESTORE, Accounting
 
 DELTA = 0.01
 REPETITIONS = 50_000

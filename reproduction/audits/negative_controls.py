@@ -7,13 +7,17 @@ None of them may be used for anything else.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dpsur.audits.bounds import Finding
+from dpsur.audits.training import audit_training
 from dpsur.errors import InvalidInputError
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
+from dpsur.functional.records import Examples
 from dpsur.mechanism.blocks import RateSearchTraining
 from dpsur.mechanism.gate import LossTestGate, mean_losses
 from dpsur.mechanism.gaussian import dp_mean_gradient
@@ -227,3 +231,11 @@ FAULTS: dict[str, Fault] = {
         Fault("stale-loss", _stale_loss, needs_test=True),
     )
 }
+
+
+def audit_broken_training(
+    model: nn.Module, train: Examples, *, fault: Fault, **known: Any
+) -> Finding:
+    """`audit_training` with a fault in what runs, named in the details."""
+    found = audit_training(model, train, change=fault.tamper, **known)
+    return replace(found, details={"fault": fault.name, **found.details})
