@@ -1,7 +1,7 @@
 """Tiny problems in which the test of a candidate favours one record.
 
-They are the one-dimensional instances of `reproduction.audits.exact`: the law of an accepted
-update is known, and they run in the training loop as any problem does. A record is one number, which says
+They are the one-dimensional instances of `reproduction.audits.exact`: the law of an accepted update
+is known, and they run in the training loop as any problem does. A record is one number, which says
 whether it is one of the others (0) or x (1); the model has one weight a unit.
 
 A unit's losses are written with operators that arrays and tensors share, so that what is trained

@@ -318,9 +318,7 @@ def test_a_folder_without_a_release(command, name, tmp_path, capsys):
     assert err.endswith("give the folder of a run that has finished\n")
 
 
-@pytest.mark.parametrize(
-    "command", [["attack", "--roc"], ["plot", ".", "--out"]]
-)
+@pytest.mark.parametrize("command", [["attack", "--roc"], ["plot", ".", "--out"]])
 def test_files_of_figures_are_checked_first(command, tmp_path, capsys):
     status, _, err = dpsur(*command, str(tmp_path / "figure.foo"), capsys=capsys)
     assert (status, "must end in .svg, .png or .pdf" in err) == (2, True)
