@@ -31,12 +31,10 @@ from dpsur.per_example.rules.embedding import (
     first_places,
     look_up,
 )
-from dpsur.per_example.rules.linear import bilinear_map, linear_map
+from dpsur.per_example.rules.linear import linear_map
 from dpsur.per_example.rules.normalization import (
     group_norm_map,
-    instance_norm_map,
     layer_norm_map,
-    prelu_map,
     rms_norm_map,
 )
 from dpsur.per_example.rules.transposed_convolution import transposed_convolution_map
@@ -257,8 +255,5 @@ OPERATION_RULES: dict[Any, Callable[..., Any]] = {
     F.conv_transpose3d: transposed_convolution_map,
     F.layer_norm: layer_norm_map,
     F.group_norm: group_norm_map,
-    F.instance_norm: instance_norm_map,
     F.rms_norm: rms_norm_map,
-    F.prelu: prelu_map,
-    F.bilinear: bilinear_map,
 }

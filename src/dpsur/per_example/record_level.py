@@ -585,11 +585,11 @@ def fold_of(values: Tensor, least_rank: int) -> Fold:
 
 def _least_rank(module: nn.Module) -> int:
     """The rank of a layer's input without a batch dimension."""
-    if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d, nn.InstanceNorm1d)):
+    if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
         return 2
-    if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d, nn.InstanceNorm2d, nn.MaxPool2d)):
+    if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d, nn.MaxPool2d)):
         return 3
-    if isinstance(module, (nn.Conv3d, nn.ConvTranspose3d, nn.InstanceNorm3d)):
+    if isinstance(module, (nn.Conv3d, nn.ConvTranspose3d)):
         return 4
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return len(module.normalized_shape)
@@ -691,7 +691,7 @@ def _operation(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: dic
     """An operation on records and weights, by its rule."""
     values = tensors_of((args, kwargs))
     records = [value for value in values if level.holds(value)]
-    if len(records) > 1 and func is not F.bilinear:
+    if len(records) > 1:
         raise NotSupportedError("an operation on several tensors of records and on a weight")
     rank = _RANKS.get(func, 1)
     if func in (F.layer_norm, F.rms_norm):

@@ -20,10 +20,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from dpsur.per_example.rules.attention import attention
 from dpsur.per_example.rules.convolution import convolution
 from dpsur.per_example.rules.embedding import embedding, embedding_bag
-from dpsur.per_example.rules.linear import bilinear, frozen_linear, linear
+from dpsur.per_example.rules.linear import frozen_linear, linear
 from dpsur.per_example.rules.normalization import (
     group_norm,
-    instance_norm,
     layer_norm,
     rms_norm,
 )
@@ -41,14 +40,10 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.ConvTranspose1d: transposed_convolution,
     nn.ConvTranspose2d: transposed_convolution,
     nn.ConvTranspose3d: transposed_convolution,
-    nn.Bilinear: bilinear,
     nn.Embedding: embedding,
     nn.EmbeddingBag: embedding_bag,
     nn.GroupNorm: group_norm,
     nn.LayerNorm: layer_norm,
-    nn.InstanceNorm1d: instance_norm,
-    nn.InstanceNorm2d: instance_norm,
-    nn.InstanceNorm3d: instance_norm,
     nn.RMSNorm: rms_norm,
     nn.LSTM: recurrent_layer,
     nn.GRU: recurrent_layer,

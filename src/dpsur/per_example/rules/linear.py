@@ -1,4 +1,4 @@
-"""Linear and bilinear layers, on single vectors and on sequences of them."""
+"""Linear layers, on single vectors and on sequences of them."""
 
 from collections.abc import Iterable
 
@@ -69,31 +69,5 @@ def linear_map(
         if bias_slot is not None:
             total = outputs.sum(1, dtype=torch.float32) if narrow else outputs.sum(1)
             yield bias_slot, Rows(total)
-
-    return tape.watch(output, record)
-
-
-def bilinear(module: nn.Bilinear, tape: Tape, input1: Tensor, input2: Tensor) -> Tensor:
-    """The same as a linear layer on all products of two inputs."""
-    return bilinear_map(tape, input1, input2, module.weight, module.bias)
-
-
-def bilinear_map(
-    tape: Tape, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """x W y + b for every matrix W of the weight."""
-    output = F.bilinear(input1, input2, weight, bias)
-    layout = tape.examples_in(output)
-    weight_slot, bias_slot = tape.slot(weight), tape.slot(bias)
-
-    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
-        outputs = layout.by_example(gradient).reshape(tape.examples, -1, gradient.shape[-1])
-        if weight_slot is not None:
-            pairs = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).detach().flatten(-2)
-            inputs = layout.by_example(pairs).reshape(tape.examples, -1, pairs.shape[-1])
-            rows = Products(inputs, outputs).per_example()
-            yield weight_slot, Rows(rows.view(-1, *weight.shape))
-        if bias_slot is not None:
-            yield bias_slot, Rows(outputs.sum(1))
 
     return tape.watch(output, record)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dpsur.functional.process_settings import widen
 from dpsur.per_example.contributions import Contribution, Rows
 from dpsur.per_example.kernels import fused
-from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
+from dpsur.per_example.tape import Layout, Slot, Tape
 
 # From the gradient of an output to sums of it times normalised inputs, and of itself; or None.
 Sums = Callable[[Tensor], tuple[Tensor, Tensor] | None]
@@ -46,35 +46,6 @@ def group_norm_map(
         return F.group_norm(input, num_groups, None, None, eps)
 
     return _scaled(tape, output, weight, bias, normalise, _by_channel, sums)
-
-
-def instance_norm(module: nn.InstanceNorm2d, tape: Tape, input: Tensor) -> Tensor:
-    """Every channel of an example is normalised by itself."""
-    if module.track_running_stats or input.dim() != _instance_norm_dims(module):
-        raise NotSupportedError("instance norm with running statistics or without a batch")
-    return instance_norm_map(tape, input, None, None, module.weight, module.bias, eps=module.eps)
-
-
-def instance_norm_map(
-    tape: Tape,
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,  # noqa: ARG001  of running statistics
-    eps: float = 1e-5,
-) -> Tensor:
-    """`F.instance_norm`."""
-    if running_mean is not None or running_var is not None or not use_input_stats:
-        raise NotSupportedError("instance norm with running statistics")
-    output = F.instance_norm(input, weight=weight, bias=bias, eps=eps)
-
-    def normalise() -> Tensor:
-        return F.instance_norm(input, eps=eps)
-
-    return _scaled(tape, output, weight, bias, normalise, _by_channel)
 
 
 def layer_norm(module: nn.LayerNorm, tape: Tape, input: Tensor) -> Tensor:
@@ -131,24 +102,6 @@ def rms_norm_map(
         return F.rms_norm(input, shape, None, eps)
 
     return _scaled(tape, output, weight, None, normalise, _by_entry(shape))
-
-
-def prelu_map(tape: Tape, input: Tensor, weight: Tensor) -> Tensor:
-    """`F.prelu`: one slope below zero, or one per channel."""
-    output = F.prelu(input, weight)
-    layout, slot = tape.examples_in(output, axis=0), tape.slot(weight)
-    if slot is None:
-        return output
-    below = input.detach().clamp(max=0)
-
-    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
-        each = layout.by_example(gradient * below)
-        if weight.numel() == 1:
-            yield slot, Rows(each.flatten(1).sum(1, keepdim=True).view(-1, *weight.shape))
-        else:
-            yield slot, Rows(_by_channel(each))
-
-    return tape.watch(output, record)
 
 
 def _scaled(
@@ -217,12 +170,3 @@ def _by_channel(values: Tensor) -> Tensor:
 
 def _by_entry(shape: list[int]) -> Collect:
     return lambda values: values.reshape(len(values), -1, *shape).sum(1)
-
-
-def _instance_norm_dims(module: nn.Module) -> int:
-    dims: dict[type[nn.Module], int] = {
-        nn.InstanceNorm1d: 3,
-        nn.InstanceNorm2d: 4,
-        nn.InstanceNorm3d: 5,
-    }
-    return next(dims[kind] for kind in dims if isinstance(module, kind))
