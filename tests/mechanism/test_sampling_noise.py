@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dpsur.mechanism import gaussian, philox, sampling
+from dpsur.mechanism import gaussian, random_numbers, sampling
 from dpsur.mechanism.sampling import exact_batch, padded_batch, padded_size, poisson_sample
 from dpsur.mechanism.streams import BATCH
 from dpsur.per_example import ClippedSum
@@ -91,8 +91,8 @@ def test_the_noise_ends_where_the_uniform_draws_do(dtype, end, monkeypatch):
     """Draws in float32, the control, have no tail: 24 bits reach sqrt(48 ln 2) = 5.77."""
     draws = torch.zeros(12, dtype=torch.float64)
     draws[::2] = 1 - torch.finfo(dtype).eps / 2  # as large as the radius gets, and no angle
-    philox._box_muller_(draws)
-    monkeypatch.setattr(philox, "_on_cpu", lambda *_, normal: draws)
+    random_numbers._box_muller_(draws)
+    monkeypatch.setattr(random_numbers, "_on_cpu", lambda *_, normal: draws)
     total = ClippedSum({"a": torch.zeros(10)}, sensitivity=0.5)
     found = gaussian.add_noise(total, 2.0, stream())["a"]
     assert float(found[0]) == pytest.approx(math.sqrt(end * math.log(2)), rel=1e-6)

@@ -6,8 +6,7 @@ import torch
 
 from dpsur.distributed import Ranks
 from dpsur.errors import CheckpointError
-from dpsur.mechanism import philox
-from dpsur.mechanism.philox import Key, philox_words
+from dpsur.mechanism import random_numbers
 from dpsur.mechanism.streams import (
     BATCH,
     INIT,
@@ -35,11 +34,13 @@ def test_a_seed_repeats_every_stream():
         assert torch.equal(draw(one, purpose), draw(two, purpose))
 
 
-def test_purposes_steps_seeds_and_runs_give_different_draws():
-    streams = Streams(7, CPU)
+@pytest.mark.parametrize("seed", [7, None])
+def test_purposes_steps_seeds_and_runs_give_different_draws(seed):
+    streams = Streams(seed, CPU)
     draws = [draw(streams, purpose, step=step) for purpose in PURPOSES for step in (1, 2)]
     draws += [draw(Streams(8, CPU), BATCH), draw(streams.spawn(0), BATCH)]
-    draws += [draw(streams.spawn(1), BATCH), draw(Streams(7, CPU, Ranks(1, 2)), LAYERS)]
+    other_rank = Streams(None, CPU, Ranks(1, 2), key=streams.key)
+    draws += [draw(streams.spawn(1), BATCH), draw(other_rank, LAYERS)]
     for one, two in itertools.combinations(draws, 2):
         assert not torch.isclose(one, two).any()
 
@@ -55,7 +56,14 @@ def test_shared_purposes_are_the_same_on_all_ranks_and_others_are_not():
 
 def test_without_a_seed_every_run_differs():
     assert not torch.isclose(draw(Streams(None, CPU), NOISE), draw(Streams(None, CPU), NOISE)).any()
-    assert len(Streams(None, CPU).key.content) == 16
+
+
+@pytest.mark.parametrize(("seed", "secret"), [(None, True), (0, False)])
+def test_only_a_seeded_run_draws_from_philox(seed, secret):
+    streams = Streams(seed, CPU)
+    for each in (streams, streams.spawn(0), streams.on(CPU)):
+        assert each.key.secret is secret
+        assert each.seeded is not secret
 
 
 def test_purposes_do_not_disturb_each_other():
@@ -66,25 +74,35 @@ def test_purposes_do_not_disturb_each_other():
     assert torch.equal(alone[NOISE].normal(9), busy[NOISE].normal(9))
 
 
-def test_draws_of_one_stream_follow_one_another():
-    one = stream(5)
-    found = torch.cat([one.uniform(7), one.normal(3), one.uniform(1), one.normal(1001)])
+@pytest.mark.parametrize("seed", [5, None])
+def test_draws_of_one_stream_follow_one_another(seed):
+    """No word is used twice."""
+    one = Streams(seed, CPU).at(1)[NOISE]
+    found = torch.cat([one.uniform(7), one.uniform(3), one.uniform(1), one.uniform(1001)])
     assert len(found.unique()) == len(found)
+    other = Streams(seed, CPU).at(1)[NOISE]
+    normal = torch.cat([other.normal(7), other.normal(3), other.normal(1), other.normal(1001)])
+    assert len(normal.unique()) == len(normal)
 
 
+@pytest.mark.parametrize("seed", [2, None])
 @pytest.mark.parametrize(("offset", "count"), [(0, 7), (3, 10), (501, 500), (999, 2), (4, 0)])
-def test_any_part_of_a_normal_draw_can_be_made_by_itself(offset, count):
+def test_any_part_of_a_normal_draw_can_be_made_by_itself(offset, count, seed):
     """Each process of a distributed run draws its own shard of one noise vector."""
-    whole = stream(2).normal(1001)
-    assert torch.equal(stream(2).normal(count, offset=offset), whole[offset : offset + count])
+    draws = Streams(seed, CPU)
+    whole = draws.at(1)[NOISE].normal(1001)
+    part = draws.at(1)[NOISE].normal(count, offset=offset)
+    assert torch.equal(part, whole[offset : offset + count])
 
 
-def test_streams_are_uniform_and_normal():
-    uniform = stream(11, BATCH).uniform(100_000)
+@pytest.mark.parametrize("seed", [11, None])
+def test_streams_are_uniform_and_normal(seed):
+    draws = Streams(seed, CPU).at(1)
+    uniform = draws[BATCH].uniform(100_000)
     assert_frequency(int((uniform < 0.25).sum()), 100_000, 0.25)
     assert float(uniform.min()) >= 0
     assert float(uniform.max()) < 1
-    normal = stream(11).normal(100_000)
+    normal = draws[NOISE].normal(100_000)
     assert_normal(normal.numpy().astype(np.float64), 1.0)
 
 
@@ -103,31 +121,6 @@ def test_uniform_draws_have_53_bits():
     assert bool((draws % 2 == 1).any())
 
 
-@pytest.mark.parametrize("first", [0, 5, 2**33 + 7])
-def test_integer_operations_give_the_words_of_numpy(first):
-    """What a GPU without a compiler computes is what a CPU draws."""
-    key = Key(bytes(range(16)))
-    address = (3, 1, first)
-    expected = philox._on_cpu(key, 77, address, 40, normal=False)
-    assert torch.equal(philox_words(key.on(CPU), torch.tensor(77), address, 40), expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("first", [0, 2**33 + 7])
-def test_a_gpu_draws_the_same_numbers(compiled, first, monkeypatch):
-    if not compiled:
-        monkeypatch.setattr(philox.nvrtc, "compile_kernel", lambda *_: None)
-    key, gpu = Key(bytes(range(16))), torch.device("cuda")
-    for normal in (False, True):
-        here = philox._on_cpu(key, 9, (3, 1, first), 1000, normal=normal)
-        there = philox._on_cuda(key, 9, (3, 1, first), 1000, gpu, normal=normal).cpu()
-        if normal:
-            torch.testing.assert_close(there, here, rtol=1e-12, atol=1e-12)
-        else:
-            assert torch.equal(there, here)
-
-
 @pytest.mark.parametrize("count", [1, 7, 4096])
 def test_noise_is_added_in_double_precision(count, monkeypatch):
     """Also in parts, and in place."""
@@ -137,25 +130,27 @@ def test_noise_is_added_in_double_precision(count, monkeypatch):
     assert torch.equal(other.add_normal(values, 0.3), expected)
     assert torch.equal(one.normal(5), other.normal(5))  # both have drawn as many
     assert torch.equal(values, before)
-    monkeypatch.setattr(philox, "_ADDED_AT_ONCE", 12)
+    monkeypatch.setattr(random_numbers, "_ADDED_AT_ONCE", 12)
     assert stream(3).add_normal(values, 0.3, in_place=True) is values
     assert torch.equal(values, expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("seed", [0, None])
 @pytest.mark.parametrize("count", [1, 7, 4099])
-def test_counts_are_those_of_the_draws(device, count):
-    streams = Streams(0, torch.device(device))
+def test_counts_are_those_of_the_draws(device, count, seed):
+    streams = Streams(seed, torch.device(device))
     found = streams.counts_below(0.3, count, BATCH, range(5, 25))
     drawn = [streams.at(step)[BATCH].uniform(count) for step in range(5, 25)]
     assert found == [int((one < 0.3).sum()) for one in drawn]
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("seed", [0, None])
 @pytest.mark.parametrize("count", [1, 7, 4096])
-def test_a_gpu_adds_the_noise_that_it_draws(count):
+def test_a_gpu_adds_the_noise_that_it_draws(count, seed):
     values, scale = torch.linspace(-1, 1, count).cuda(), torch.tensor(0.3, dtype=torch.float64)
-    streams = Streams(0, torch.device("cuda"))
+    streams = Streams(seed, torch.device("cuda"))
     expected = streams.at(3)[NOISE].normal(count).mul_(0.3).add_(values).float()
     assert torch.equal(streams.at(3)[NOISE].add_normal(values, 0.3), expected)
     assert torch.equal(streams.at(3)[NOISE].add_normal(values, scale.cuda()), expected)
@@ -180,8 +175,10 @@ def test_a_saved_key_continues_exactly():
 
 def test_foreign_positions_are_refused():
     streams = Streams(0, CPU)
-    for wrong in ({}, {"noise": torch.zeros(16)}, {"key": torch.zeros(3, dtype=torch.uint8)}):
-        with pytest.raises(CheckpointError, match="no key of random numbers"):
+    # a key of another length would be another generator than the statement names
+    secret = Streams(None, CPU).positions()
+    for wrong in ({}, {"noise": torch.zeros(16)}, {"key": torch.zeros(3).byte()}, secret):
+        with pytest.raises(CheckpointError, match="no key of random numbers of 16 bytes"):
             streams.restore(wrong)
 
 
@@ -194,7 +191,7 @@ def test_global_randomness_is_put_back():
 
 def test_bits_do_not_depend_on_the_number_of_threads():
     """Nor on where a draw is cut into pieces."""
-    count, before = 3 * philox._AT_ONCE + 1001, torch.get_num_threads()
+    count, before = 3 * random_numbers._AT_ONCE + 1001, torch.get_num_threads()
     found = []
     try:
         for threads in (1, 3):
@@ -205,5 +202,5 @@ def test_bits_do_not_depend_on_the_number_of_threads():
         torch.set_num_threads(before)
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
-    part = Streams(5, CPU).at(7)[NOISE].normal(1000, offset=philox._AT_ONCE - 500)
-    assert torch.equal(part, found[0][0][philox._AT_ONCE - 500 :][:1000])
+    part = Streams(5, CPU).at(7)[NOISE].normal(1000, offset=random_numbers._AT_ONCE - 500)
+    assert torch.equal(part, found[0][0][random_numbers._AT_ONCE - 500 :][:1000])

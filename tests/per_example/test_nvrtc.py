@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.cuda import _utils
 
-from dpsur.mechanism import philox
+from dpsur.mechanism import random_numbers
 from dpsur.per_example.kernels import nvrtc
 
 SOURCE = 'extern "C" __global__ void one() {}\nextern "C" __global__ void two() {}\n'
@@ -92,15 +92,17 @@ def test_where_ours_fails_pytorchs_compiler_is_asked(library):
 
 
 def test_nothing_is_begun_for_other_devices(library):
-    philox.prepare_kernels(torch.device("cpu"))
+    random_numbers.prepare_kernels(torch.device("cpu"), secret=True)
     assert library.compiled == []
-    philox.prepare_kernels(torch.device("cuda:0"))
-    nvrtc._binary(philox._SOURCE, (9, 0)).result()
-    assert library.compiled == [philox._SOURCE.encode()]
+    random_numbers.prepare_kernels(torch.device("cuda:0"), secret=True)
+    source = "#define CHACHA 1\n" + random_numbers._SOURCE
+    nvrtc._binary(source, (9, 0)).result()
+    assert library.compiled == [source.encode()]
 
 
 @pytest.mark.gpu
-def test_random_numbers_do_not_need_pytorchs_compiler(monkeypatch):
+@pytest.mark.parametrize("size", [16, 32])
+def test_random_numbers_do_not_need_pytorchs_compiler(monkeypatch, size):
     """On a GPU our way works, and gives the bits of the CPU."""
 
     def refuse(*_):
@@ -108,11 +110,11 @@ def test_random_numbers_do_not_need_pytorchs_compiler(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "_compile_kernel", refuse)
     nvrtc.compile_kernel.cache_clear()
-    key, device = philox.Key(bytes(range(16))), torch.device("cuda")
-    found = philox.philox_uniform(key, 3, (1, 0, 0), 1000, device)
-    expected = philox.philox_uniform(key, 3, (1, 0, 0), 1000, torch.device("cpu"))
+    key, device = random_numbers.Key(bytes(range(size))), torch.device("cuda")
+    found = random_numbers.draw_uniform(key, 3, (1, 0, 0), 1000, device)
+    expected = random_numbers.draw_uniform(key, 3, (1, 0, 0), 1000, torch.device("cpu"))
     assert torch.equal(found.cpu(), expected)
-    noisy = philox.add_philox_normal(key, 3, (1, 0, 0), torch.zeros(1000, device=device), 1.0)
-    exact = philox.philox_normal(key, 3, (1, 0, 0), 1000, torch.device("cpu"))
+    noisy = random_numbers.add_normal(key, 3, (1, 0, 0), torch.zeros(1000, device=device), 1.0)
+    exact = random_numbers.draw_normal(key, 3, (1, 0, 0), 1000, torch.device("cpu"))
     torch.testing.assert_close(noisy.cpu().double(), exact, rtol=1e-6, atol=1e-6)
     nvrtc.compile_kernel.cache_clear()

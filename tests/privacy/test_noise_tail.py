@@ -13,7 +13,7 @@ from scipy.special import log_ndtr
 
 from dpsur.cli import main
 from dpsur.errors import BudgetError
-from dpsur.mechanism import philox
+from dpsur.mechanism import random_numbers
 from dpsur.privacy import accounting
 from dpsur.privacy.accountants import noise_tail
 from dpsur.privacy.accountants.losses import hockey_stick
@@ -45,7 +45,7 @@ def leaving(shift, radius=LARGEST_RADIUS):
 def test_no_draw_is_beyond_the_radius():
     ends = (0.0, 2.0**-53, 0.25, 0.5, 1 - 2.0**-53)
     pairs = torch.tensor([(u, angle) for u in ends for angle in ends], dtype=torch.float64)
-    philox._box_muller_(pairs.view(-1))
+    random_numbers._box_muller_(pairs.view(-1))
     norms = pairs.norm(dim=1)
     assert norms.max() <= LARGEST_RADIUS * (1 + 1e-15)
     assert norms.max() > LARGEST_RADIUS * (1 - 1e-12)

@@ -459,11 +459,11 @@ def _torn_checkpoint(site: Site) -> Fault | None:
 
 def _redrawn(site: Site) -> Fault | None:
     """A resumed run that draws with another key than it was started with."""
-    from dpsur.mechanism.philox import Key
-    from dpsur.mechanism.streams import KEY_BYTES, Streams
+    from dpsur.mechanism.random_numbers import Key
+    from dpsur.mechanism.streams import Streams
 
     def other_key(self: Streams, positions: object) -> None:
-        self.key = Key(bytes(KEY_BYTES))
+        self.key = Key(bytes(len(self.key.content)))
 
     def work() -> Ending:
         points = crash_points(site, reads=False, kinds=DEATHS[:1])

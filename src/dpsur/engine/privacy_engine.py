@@ -95,8 +95,9 @@ class PrivacyEngine(PrivateLoop):
             )
         if secure_mode:
             raise InvalidInputError(
-                "secure_mode=True is not supported: random numbers come from Philox4x64-10 under a "
-                "secret key, which is not a cryptographic generator; leave it out"
+                "secure_mode=True is not supported: without a seed, random numbers come from a "
+                "cryptographic generator (ChaCha20) anyway, but the noise is in floating point; "
+                "leave it out"
             )
         super().__init__()
 

@@ -131,9 +131,7 @@ class PrivateLoop:
         """Batches are drawn on the host."""
         if self._streams.device.type == "cpu":
             return self._streams
-        host = Streams(0, torch.device("cpu"), self._streams.ranks)
-        host.key = self._streams.key
-        return host
+        return self._streams.on(torch.device("cpu"))
 
     def begin_epoch(self, length: int) -> Sequence[int]:
         """The numbers of the steps whose batches an iteration of the loader may yield."""

@@ -1,14 +1,12 @@
 """Random numbers by address: a draw depends on the key, the step, the purpose and the offset only.
 
-All random numbers of a run come from Philox4x64-10, a counter-based generator (Salmon et al. 2011),
-under one secret key of 128 bits. The counter is the address: the step of the run, the purpose (see
-below), the rank, and the position within the draw. So a purpose cannot shift the draws of another,
-an interrupted run continues with the draws it would have made, and every process of a distributed
-run can draw its own part of one noise vector. The step never goes back: a rejected trial is never
-drawn again.
-
-The key comes from the operating system unless a seed is given. On a CPU NumPy computes the
-generator, on CUDA a kernel, with the same bits.
+All random numbers of a run come from a counter-based generator under one secret key: ChaCha20 under
+256 bits from the operating system, or, where a seed is given, Philox4x64-10 under 128 bits that
+follow from the seed (`random_numbers.py`). The counter is the address: the step of the run, the
+purpose (see below), the rank, and the position within the draw. So a purpose cannot shift the draws
+of another, an interrupted run continues with the draws it would have made, and every process of a
+distributed run can draw its own part of one noise vector. The step never goes back: a rejected
+trial is never drawn again.
 """
 
 import hashlib
@@ -23,14 +21,8 @@ from torch import Tensor
 from dpsur.distributed import ALONE, Ranks
 from dpsur.errors import CheckpointError
 from dpsur.functional.process_settings import seeded_globally
-from dpsur.mechanism.philox import (
-    Key,
-    add_philox_normal,
-    count_philox_below,
-    philox_normal,
-    philox_uniform,
-    prepare_kernels,
-)
+from dpsur.mechanism import random_numbers
+from dpsur.mechanism.random_numbers import SECRET_KEY_BYTES, SEEDED_KEY_BYTES, Key
 
 INIT: Final = "init"
 BATCH: Final = "batch"
@@ -58,7 +50,6 @@ SHARED: Final = {
 PER_RANK: Final = {LAYERS: 6}
 PURPOSES: Final = {**SHARED, **PER_RANK}
 
-KEY_BYTES: Final = 16
 SETUP: Final = 0  # the step before the first trial
 
 
@@ -89,14 +80,18 @@ class Stream:
         """Uniform numbers in [0, 1)."""
         offset = self._advance(count)
         address = (PURPOSES[self.purpose], self._rank, offset)
-        return philox_uniform(self._streams.key, self._step, address, count, self.device)
+        return random_numbers.draw_uniform(
+            self._streams.key, self._step, address, count, self.device
+        )
 
     def normal(self, count: int, offset: int | None = None) -> Tensor:
         """Standard normal numbers; with an offset, that part of a longer draw."""
         if offset is None:
             offset = self._advance(count)
         address = (PURPOSES[self.purpose], self._rank, offset)
-        return philox_normal(self._streams.key, self._step, address, count, self.device)
+        return random_numbers.draw_normal(
+            self._streams.key, self._step, address, count, self.device
+        )
 
     def add_normal(
         self, values: Tensor, scale: float | Tensor, *, in_place: bool = False
@@ -104,7 +99,7 @@ class Stream:
         """A vector plus a scale times as many standard normal numbers, in double precision."""
         offset = self._advance(values.numel())
         address = (PURPOSES[self.purpose], self._rank, offset)
-        return add_philox_normal(
+        return random_numbers.add_normal(
             self._streams.key, self._step, address, values, scale, in_place=in_place
         )
 
@@ -123,7 +118,8 @@ class Stream:
 
     def _advance(self, count: int) -> int:
         offset = self._next
-        self._next = -4 * (-(offset + count) // 4)  # whole blocks, so that no word is used twice
+        block = self._streams.key.block
+        self._next = -block * (-(offset + count) // block)  # no counter serves two draws
         return offset
 
 
@@ -157,13 +153,29 @@ class Draws:
 class Streams:
     """The random numbers of one run, all of them under one secret key."""
 
-    def __init__(self, seed: int | None, device: torch.device, ranks: Ranks = ALONE) -> None:
-        self.seeded = seed is not None
+    def __init__(
+        self,
+        seed: int | None,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+        *,
+        key: Key | None = None,
+    ) -> None:
+        """With a `key`, the random numbers of another `Streams`; `seed` is then unused."""
         self.device, self.ranks = device, ranks
-        prepare_kernels(device)
-        # rank 0 draws the key: all ranks must make the same draws
-        drawn = ranks.from_main(lambda: os.urandom(KEY_BYTES)) if seed is None else None
-        self.key = Key(_seeded_key(seed) if seed is not None else drawn or b"")
+        if key is not None:
+            self.key = key
+        elif seed is None:
+            # rank 0 draws the key: all ranks must make the same draws
+            self.key = Key(ranks.from_main(lambda: os.urandom(SECRET_KEY_BYTES)))
+        else:
+            self.key = Key(hashlib.shake_256(f"dpsur/{seed}".encode()).digest(SEEDED_KEY_BYTES))
+        random_numbers.prepare_kernels(device, secret=self.key.secret)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the key follows from a seed; the generator is then not a secure one."""
+        return not self.key.secret
 
     def at(self, step: int | Tensor) -> Draws:
         """The draws of a step: `SETUP`, or the number of the trial from 1."""
@@ -175,20 +187,17 @@ class Streams:
         For a purpose whose draws are the same on all ranks.
         """
         address = (SHARED[purpose], 0, 0)
-        return count_philox_below(self.key, steps, address, count, bound, self.device)
+        return random_numbers.count_below(self.key, steps, address, count, bound, self.device)
 
     def on(self, device: torch.device) -> "Streams":
         """The same random numbers, drawn on another device."""
-        other = Streams(0, device, self.ranks)
-        other.seeded, other.key = self.seeded, self.key
-        return other
+        return Streams(None, device, self.ranks, key=self.key)
 
     def spawn(self, index: int) -> "Streams":
         """Independent streams for one of several runs that share a seed."""
-        child = Streams(0, self.device, self.ranks)
-        digest = hashlib.blake2b(f"run {index}".encode(), key=self.key.content, digest_size=16)
-        child.seeded, child.key = self.seeded, Key(digest.digest())
-        return child
+        own, size = self.key.content, len(self.key.content)
+        digest = hashlib.blake2b(f"run {index}".encode(), key=own, digest_size=size)
+        return Streams(None, self.device, self.ranks, key=Key(digest.digest()))
 
     def seed_for(self, purpose: str, step: int) -> int:
         """A seed of 63 bits for a generator that is not ours."""
@@ -203,11 +212,10 @@ class Streams:
 
     def restore(self, positions: Mapping[str, Tensor]) -> None:
         """Continue with the draws of a saved run."""
-        saved = positions.get("key")
-        if set(positions) != {"key"} or saved is None or saved.shape != (KEY_BYTES,):
-            raise CheckpointError("the checkpoint holds no key of random numbers")
+        saved, size = positions.get("key"), len(self.key.content)
+        if set(positions) != {"key"} or saved is None or saved.shape != (size,):
+            raise CheckpointError(
+                f"the checkpoint holds no key of random numbers of {size} bytes, which this run "
+                "needs; continue it with the version of dpsur that began it"
+            )
         self.key = Key(bytes(saved.to(torch.uint8).tolist()))
-
-
-def _seeded_key(seed: int) -> bytes:
-    return hashlib.shake_256(f"dpsur/{seed}".encode()).digest(KEY_BYTES)

@@ -156,7 +156,7 @@ def privacy_statement(
         "released": [words["average" if facts.average else "last weights"]],
         "random": {"seeded": facts.seeded},
         "computed": {"tf32": facts.tf32, "bf16": facts.bf16},
-        "arithmetic": _arithmetic(words, tf32=facts.tf32, bf16=facts.bf16),
+        "arithmetic": _arithmetic(words, seeded=facts.seeded, tf32=facts.tf32, bf16=facts.bf16),
         "tuning": words["tuning"],
         "hide_rejections": facts.hide_rejections,
         "side_channels": _side_channels(words, facts.hide_rejections),
@@ -171,9 +171,10 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else [dict(row) for row in value]
 
 
-def _arithmetic(words: Words, *, tf32: bool, bf16: bool) -> str:
+def _arithmetic(words: Words, *, seeded: bool, tf32: bool, bf16: bool) -> str:
+    numbers = words.get("seeded key" if seeded else "secret key", "")  # not in version 1
     layers = words["bf16"] if bf16 else ""
-    return words["arithmetic"] + layers + words["tf32" if tf32 else "float32"]
+    return words["arithmetic"] + numbers + layers + words["tf32" if tf32 else "float32"]
 
 
 def _side_channels(words: Words, way: str) -> list[str]:
@@ -398,7 +399,7 @@ def current(statement: Any) -> dict[str, Any]:
     computed = [
         {"tf32": tf32, "bf16": bf16}
         for tf32, bf16 in flags
-        if statement["arithmetic"] == _arithmetic(words, tf32=tf32, bf16=bf16)
+        if statement["arithmetic"] == _arithmetic(words, seeded=True, tf32=tf32, bf16=bf16)
     ]
     ways = [w for w in WAYS_TO_HIDE if statement["side_channels"] == _side_channels(words, w)]
     if not computed or not ways or {"texts", "computed", "hide_rejections"} & statement.keys():

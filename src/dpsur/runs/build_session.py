@@ -16,7 +16,7 @@ from dpsur.functional.model_loss import is_transformers_model, model_loss
 from dpsur.functional.persons import Groups, PersonLoss, choose_records
 from dpsur.functional.problem import LossFunction, Problem, drop_weights
 from dpsur.functional.records import Examples, StreamedExamples, place
-from dpsur.mechanism.philox import prepare_kernels
+from dpsur.mechanism.random_numbers import prepare_kernels
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
 from dpsur.per_example import check_model
@@ -94,7 +94,8 @@ def build_session(
         stored.pop(name, None)
     ranks.check_same({"settings": to_json(stored).decode()})
     train, test = _records(train_set, test_set, model, loss, config.speed)
-    prepare_kernels(device)  # while records are checked and noise is calibrated
+    # while records are checked and noise is calibrated
+    prepare_kernels(device, secret=config.seed is None)
     # a method may bring its features
     asked = config.features or config.method.features
     features = InputFeatures.within(

@@ -1,35 +1,85 @@
-"""Philox4x64-10 (Salmon et al. 2011): 256 random bits for a key of 128 and a counter of 256 bits.
+"""Random numbers by key and address, the same bits on a CPU and on CUDA.
 
-The counter is (block, rank, purpose, step). A block holds four words of 64 bits: four uniform
-numbers of 53 bits, or two pairs for the Box-Muller transform. Three ways to compute it give the
-same words: NumPy on a CPU, a kernel on CUDA, and integer arithmetic of PyTorch where no kernel can
-be compiled.
+The length of the key says which generator turns an address into 64-bit words:
+
+- 256 bits: ChaCha20 (RFC 8439), a stream cipher. Every run without a seed uses it, so that its
+  noise cannot be told from random without the key.
+- 128 bits: Philox4x64-10 (Salmon et al. 2011), which is fast and not cryptographically secure. It
+  is for seeded runs, which are rehearsals: whoever has the seed can subtract the noise.
+
+An address is (purpose, rank, offset) within a step. A block of 8 words (Philox: 4) belongs to one
+counter; a word gives one uniform number of 53 bits, a pair of them one pair of the Box-Muller
+transform. On a CPU OpenSSL and NumPy compute the words, on CUDA a kernel, and integer operations of
+PyTorch where no kernel can be compiled.
 """
 
 import math
+import struct
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import numpy as np
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from torch import Tensor
 
 from dpsur.per_example.kernels import nvrtc
 
 Address = tuple[int, int, int]  # purpose, rank, offset in words
-_WORDS = 4
+SECRET_KEY_BYTES: Final = 32
+SEEDED_KEY_BYTES: Final = 16
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _INCREMENTS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
-_ROUNDS = 10
+_ROUNDS = 10  # of Philox; of ChaCha20 as many double rounds
+_CONSTANTS = struct.unpack("<4I", b"expand 32-byte k")
+# Which words of the state a quarter round of ChaCha20 mixes: first columns, then diagonals.
+_QUARTERS = (
+    *((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)),
+    *((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14)),
+)
+_HALF = 0xFFFFFFFF
 _UNIT = 2.0**-53
 # Words that are worked on at once on a CPU: what fits its caches is faster.
 _AT_ONCE = 2**16
+_ZEROS = bytes(8 * _AT_ONCE)
 # Normal numbers that are in memory at once where they are added to a vector without a kernel.
 _ADDED_AT_ONCE = 2**19
 _THREADS = 256
 _SOURCE = """
 typedef unsigned long long word;
-__device__ void philox(const word* key, const word* step, int purpose, int rank, word block,
-                       double* out) {
+#if CHACHA
+#define WORDS 8
+#define MIX(x, y, z, by) x += y; z ^= x; z = (z << by) | (z >> (32 - by));
+#define QUARTER(a, b, c, d) MIX(s[a], s[b], s[d], 16) MIX(s[c], s[d], s[b], 12) \\
+    MIX(s[a], s[b], s[d], 8) MIX(s[c], s[d], s[b], 7)
+__device__ void draw_words(const word* key, const word* step, int purpose, int rank, word block,
+                           word* out) {
+    unsigned start[16] = {0x61707865u, 0x3320646eu, 0x79622d32u, 0x6b206574u}, s[16];
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        start[4 + 2 * i] = (unsigned)key[i];
+        start[5 + 2 * i] = (unsigned)(key[i] >> 32);
+    }
+    start[12] = (unsigned)block;
+    start[13] = (unsigned)purpose | (unsigned)rank << 16;
+    start[14] = (unsigned)*step;
+    start[15] = (unsigned)(*step >> 32);
+    #pragma unroll
+    for (int i = 0; i < 16; ++i) s[i] = start[i];
+    #pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        QUARTER(0, 4, 8, 12) QUARTER(1, 5, 9, 13) QUARTER(2, 6, 10, 14) QUARTER(3, 7, 11, 15)
+        QUARTER(0, 5, 10, 15) QUARTER(1, 6, 11, 12) QUARTER(2, 7, 8, 13) QUARTER(3, 4, 9, 14)
+    }
+    #pragma unroll
+    for (int i = 0; i < WORDS; ++i)
+        out[i] = (word)(s[2 * i] + start[2 * i])
+            | (word)(s[2 * i + 1] + start[2 * i + 1]) << 32;
+}
+#else
+#define WORDS 4
+__device__ void draw_words(const word* key, const word* step, int purpose, int rank, word block,
+                           word* out) {
     word c0 = block + 1, c1 = rank, c2 = purpose, c3 = *step, k0 = key[0], k1 = key[1];
     #pragma unroll
     for (int round = 0; round < 10; ++round) {
@@ -38,17 +88,23 @@ __device__ void philox(const word* key, const word* step, int purpose, int rank,
         c0 = h1 ^ c1 ^ k0; c1 = l1; c2 = h0 ^ c3 ^ k1; c3 = l0;
         k0 += 0x9E3779B97F4A7C15ULL; k1 += 0xBB67AE8584CAA73BULL;
     }
-    const double unit = 1.0 / 9007199254740992.0;
-    out[0] = (c0 >> 11) * unit; out[1] = (c1 >> 11) * unit;
-    out[2] = (c2 >> 11) * unit; out[3] = (c3 >> 11) * unit;
+    out[0] = c0; out[1] = c1; out[2] = c2; out[3] = c3;
+}
+#endif
+__device__ void uniform(const word* key, const word* step, int purpose, int rank, word block,
+                        double* u) {
+    word found[WORDS];
+    draw_words(key, step, purpose, rank, block, found);
+    for (int j = 0; j < WORDS; ++j) u[j] = (found[j] >> 11) * (1.0 / 9007199254740992.0);
 }
 __device__ void normal(const word* key, const word* step, int purpose, int rank, word block,
                        double* u) {
-    philox(key, step, purpose, rank, block, u);
-    const double turn = 6.283185307179586;
-    const double r0 = sqrt(-2.0 * log1p(-u[0])), r1 = sqrt(-2.0 * log1p(-u[2]));
-    const double a0 = turn * u[1], a1 = turn * u[3];
-    u[0] = r0 * cos(a0); u[1] = r0 * sin(a0); u[2] = r1 * cos(a1); u[3] = r1 * sin(a1);
+    uniform(key, step, purpose, rank, block, u);
+    for (int j = 0; j < WORDS; j += 2) {
+        const double radius = sqrt(-2.0 * log1p(-u[j])), angle = 6.283185307179586 * u[j + 1];
+        u[j] = radius * cos(angle);
+        u[j + 1] = radius * sin(angle);
+    }
 }
 extern "C" __global__ void draw(
     const word* key, const word* step, double* out, int purpose, int rank, int first_low,
@@ -57,10 +113,10 @@ extern "C" __global__ void draw(
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= blocks) return;
     const word first = ((word)(unsigned)first_high << 32) | (unsigned)first_low;
-    double u[4];
+    double u[WORDS];
     if (gaussian) normal(key, step, purpose, rank, first + i, u);
-    else philox(key, step, purpose, rank, first + i, u);
-    for (int j = 0; j < 4; ++j) out[4LL * i + j] = u[j];
+    else uniform(key, step, purpose, rank, first + i, u);
+    for (int j = 0; j < WORDS; ++j) out[(long long)WORDS * i + j] = u[j];
 }
 // Rounded step by step, so that results have the bits of separate operations.
 extern "C" __global__ void add_noise(
@@ -68,13 +124,13 @@ extern "C" __global__ void add_noise(
     int purpose, int rank, int first_low, int first_high, int count)
 {
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    if (4 * i >= count) return;
+    if (WORDS * i >= count) return;
     const word first = ((word)(unsigned)first_high << 32) | (unsigned)first_low;
-    double u[4];
+    double u[WORDS];
     normal(key, step, purpose, rank, first + i, u);
-    for (int j = 0; j < 4 && 4 * i + j < count; ++j)
-        out[4 * i + j] = __double2float_rn(
-            __dadd_rn(__dmul_rn(u[j], *scale), (double)values[4 * i + j]));
+    for (int j = 0; j < WORDS && WORDS * i + j < count; ++j)
+        out[WORDS * i + j] = __double2float_rn(
+            __dadd_rn(__dmul_rn(u[j], *scale), (double)values[WORDS * i + j]));
 }
 // The second dimension of the grid is the step.
 extern "C" __global__ void count_below(
@@ -84,10 +140,10 @@ extern "C" __global__ void count_below(
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     const word step = *first_step + blockIdx.y;
     int found = 0;
-    if (4 * i < count) {
-        double u[4];
-        philox(key, &step, purpose, rank, i, u);
-        for (int j = 0; j < 4 && 4 * i + j < count; ++j) found += u[j] < *bound;
+    if (WORDS * i < count) {
+        double u[WORDS];
+        uniform(key, &step, purpose, rank, i, u);
+        for (int j = 0; j < WORDS && WORDS * i + j < count; ++j) found += u[j] < *bound;
     }
     for (int lanes = 16; lanes; lanes /= 2) found += __shfl_down_sync(0xffffffffu, found, lanes);
     if (threadIdx.x % 32 == 0) atomicAdd(out + blockIdx.y, found);
@@ -95,35 +151,55 @@ extern "C" __global__ void count_below(
 """
 
 
-def prepare_kernels(device: torch.device) -> None:
-    """Begin to compile the kernels for a GPU, in another thread."""
-    if device.type == "cuda":
-        nvrtc.compile_ahead(_SOURCE, (), _index(device))
-
-
 class Key:
-    """A secret key of 128 bits, copied to a device once, so that a captured trial can read it."""
+    """A secret key, copied to a device once, so that a captured trial can read it."""
 
     def __init__(self, content: bytes) -> None:
+        if len(content) not in (SECRET_KEY_BYTES, SEEDED_KEY_BYTES):
+            raise ValueError(f"a key has 16 or 32 bytes, not {len(content)}")
         self.content = content
         self._places: dict[torch.device, Tensor] = {}
 
+    @property
+    def secret(self) -> bool:
+        """Whether the generator is ChaCha20, as for every key that the operating system drew."""
+        return len(self.content) == SECRET_KEY_BYTES
+
+    @property
+    def block(self) -> int:
+        """Words that one counter gives."""
+        return 8 if self.secret else 4
+
     def on(self, device: torch.device) -> Tensor:
-        """The key as two words on a device. They stay there as long as the key is in use."""
+        """The key in words of 64 bits on a device. They stay there as long as it is in use."""
         if device not in self._places:
             words = np.frombuffer(self.content, dtype="<i8").copy()
             self._places[device] = torch.from_numpy(words).to(device)
         return self._places[device]
 
+    def kernel(self, name: str, device: torch.device) -> nvrtc.Kernel | None:
+        """A kernel with this key's generator."""
+        return nvrtc.compile_kernel(_SOURCE, name, _constants(self.secret), _index(device))
 
-def philox_uniform(
+
+def prepare_kernels(device: torch.device, *, secret: bool) -> None:
+    """Begin to compile the kernels for a GPU, in another thread."""
+    if device.type == "cuda":
+        nvrtc.compile_ahead(_SOURCE, _constants(secret), _index(device))
+
+
+def _constants(secret: bool) -> nvrtc.Constants:
+    return (("CHACHA", int(secret)),)
+
+
+def draw_uniform(
     key: Key, step: int | Tensor, address: Address, count: int, device: torch.device
 ) -> Tensor:
     """Uniform numbers in [0, 1), multiples of 2^-53: words `offset` to `offset + count`."""
     return _draw(key, step, address, count, device, normal=False)
 
 
-def philox_normal(
+def draw_normal(
     key: Key, step: int | Tensor, address: Address, count: int, device: torch.device
 ) -> Tensor:
     """Standard normal numbers by the Box-Muller transform, two for every two uniform ones.
@@ -133,7 +209,7 @@ def philox_normal(
     return _draw(key, step, address, count, device, normal=True)
 
 
-def add_philox_normal(
+def add_normal(
     key: Key,
     step: int | Tensor,
     address: Address,
@@ -149,7 +225,7 @@ def add_philox_normal(
     contiguous.
     """
     purpose, rank, offset = address
-    first, skipped = divmod(offset, _WORDS)
+    first, skipped = divmod(offset, key.block)
     device, count = values.device, values.numel()
     kernel = None
     if (
@@ -158,20 +234,21 @@ def add_philox_normal(
         and not skipped
         and 0 < count < 2**31
     ):
-        kernel = nvrtc.compile_kernel(_SOURCE, "add_noise", (), _index(device))
+        kernel = key.kernel("add_noise", device)
     values = values.contiguous()
     found = values if in_place else torch.empty_like(values)
     if kernel is None:
         for start in range(0, count, _ADDED_AT_ONCE):
             some = slice(start, min(start + _ADDED_AT_ONCE, count))
             where = (purpose, rank, offset + start)
-            noise = philox_normal(key, step, where, some.stop - start, device)
+            noise = draw_normal(key, step, where, some.stop - start, device)
             found[some] = noise.mul_(scale).add_(values[some])
             del noise  # before the next part is drawn
         return found
     if not isinstance(scale, Tensor):
         scale = torch.full((), scale, dtype=torch.float64, device=device)
-    threads = -(-count // _WORDS)
+    threads = -(-count // key.block)
+    _check_blocks(key, first + threads)
     with torch.cuda.device(device):
         kernel(
             grid=(-(-threads // _THREADS), 1, 1),
@@ -191,7 +268,7 @@ def add_philox_normal(
     return found
 
 
-def count_philox_below(
+def count_below(
     key: Key, steps: range, address: Address, count: int, bound: float, device: torch.device
 ) -> list[int]:
     """How many of the first `count` uniform numbers are below a bound, in each of several steps.
@@ -201,14 +278,14 @@ def count_philox_below(
     purpose, rank, _ = address
     kernel = None
     if device.type == "cuda" and 0 < count < 2**31:
-        kernel = nvrtc.compile_kernel(_SOURCE, "count_below", (), _index(device))
+        kernel = key.kernel("count_below", device)
     if kernel is None:
-        found = [philox_uniform(key, step, address, count, device) < bound for step in steps]
+        found = [draw_uniform(key, step, address, count, device) < bound for step in steps]
         return [int(each) for each in torch.stack([one.sum() for one in found]).tolist()]
     counts = torch.zeros(len(steps), dtype=torch.int32, device=device)
     with torch.cuda.device(device):
         kernel(
-            grid=(-(-count // (_WORDS * _THREADS)), len(steps), 1),
+            grid=(-(-count // (key.block * _THREADS)), len(steps), 1),
             block=(_THREADS, 1, 1),
             args=[
                 key.on(device),
@@ -233,8 +310,9 @@ def _draw(
     normal: bool,
 ) -> Tensor:
     purpose, rank, offset = address
-    first, skipped = divmod(offset, _WORDS)
-    blocks = -(-(skipped + count) // _WORDS)
+    first, skipped = divmod(offset, key.block)
+    blocks = -(-(skipped + count) // key.block)
+    _check_blocks(key, first + blocks)
     if device.type == "cuda":
         found = _on_cuda(key, step, (purpose, rank, first), blocks, device, normal=normal)
     else:
@@ -242,17 +320,20 @@ def _draw(
     return found[skipped : skipped + count]
 
 
+def _check_blocks(key: Key, end: int) -> None:
+    """The counter of ChaCha20 has 32 bits; beyond them words would be used twice."""
+    if key.secret and end > 2**32:
+        raise OverflowError(f"a draw of {end * key.block:,} numbers is longer than its counter")
+
+
 def _on_cpu(key: Key, step: int, address: Address, blocks: int, *, normal: bool) -> Tensor:
     """Piece by piece, by as many threads as PyTorch has; bits do not depend on their number."""
-    purpose, rank, first = address
-    words = np.frombuffer(key.content, dtype="<u8")
-    found = np.empty(_WORDS * blocks)
+    found = np.empty(key.block * blocks)
+    fill = _fill_by_cipher if key.secret else _fill_by_philox
 
-    def fill(start: int) -> None:
-        counter = np.array([first + start // _WORDS, rank, purpose, step], dtype=np.uint64)
-        generator = np.random.Generator(np.random.Philox(counter=counter, key=words))
+    def work(start: int) -> None:
         piece = found[start : start + _AT_ONCE]
-        generator.random(out=piece)
+        fill(key, step, address, start // key.block, piece)
         if normal:
             _box_muller_(torch.from_numpy(piece))
 
@@ -261,11 +342,31 @@ def _on_cpu(key: Key, step: int, address: Address, blocks: int, *, normal: bool)
     if threads > 1:
         # drawing and PyTorch's functions both leave the interpreter to other threads
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(fill, starts))
+            list(pool.map(work, starts))
     else:
         for start in starts:
-            fill(start)
+            work(start)
     return torch.from_numpy(found)
+
+
+_Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+def _fill_by_cipher(key: Key, step: int, address: Address, block: int, out: _Numbers) -> None:
+    """The key stream of ChaCha20: what it makes of zeros."""
+    purpose, rank, first = address
+    counter = struct.pack("<IIQ", first + block, purpose | rank << 16, step)
+    cipher = Cipher(algorithms.ChaCha20(key.content, counter), mode=None).encryptor()
+    cipher.update_into(_ZEROS[: out.nbytes], out.view(np.uint8).data)
+    words = out.view("<u8")
+    np.multiply(words >> np.uint64(11), _UNIT, out=out)
+
+
+def _fill_by_philox(key: Key, step: int, address: Address, block: int, out: _Numbers) -> None:
+    purpose, rank, first = address
+    counter = np.array([first + block, rank, purpose, step], dtype=np.uint64)
+    words = np.frombuffer(key.content, dtype="<u8")
+    np.random.Generator(np.random.Philox(counter=counter, key=words)).random(out=out)
 
 
 def _box_muller_(uniform: Tensor) -> None:
@@ -289,13 +390,14 @@ def _on_cuda(
     """By a kernel; nothing waits for the device, and a step on the device can be replayed."""
     purpose, rank, first = address
     step, words = _on_device(step, device), key.on(device)
-    kernel = nvrtc.compile_kernel(_SOURCE, "draw", (), _index(device))
+    kernel = key.kernel("draw", device)
     if kernel is None:
-        found = philox_words(words, step, address, blocks)
+        find = cipher_numbers if key.secret else philox_numbers
+        found = find(words, step, address, blocks)
         if normal:
             _box_muller_(found)
         return found
-    found = torch.empty(_WORDS * blocks, dtype=torch.float64, device=device)
+    found = torch.empty(key.block * blocks, dtype=torch.float64, device=device)
     if blocks:
         low, high = _two_halves(first)
         with torch.cuda.device(device):
@@ -319,15 +421,37 @@ def _on_device(step: int | Tensor, device: torch.device) -> Tensor:
 
 def _two_halves(word: int) -> tuple[int, int]:
     """The lower and the upper 32 bits, as a kernel takes them."""
-    return _signed(word & 0xFFFFFFFF), _signed(word >> 32)
+    return _signed(word & _HALF), _signed(word >> 32)
 
 
 def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def philox_words(key: Tensor, step: Tensor, address: Address, blocks: int) -> Tensor:
-    """The same uniform numbers by integer operations of PyTorch, on any device."""
+def cipher_numbers(key: Tensor, step: Tensor, address: Address, blocks: int) -> Tensor:
+    """The uniform numbers of ChaCha20 by integer operations of PyTorch, on any device.
+
+    Halves of words are kept in int64, which has no sign to mind.
+    """
+    purpose, rank, first = address
+    block = torch.arange(blocks, device=key.device, dtype=torch.int64) + first
+    halves = torch.stack([key & _HALF, (key >> 32) & _HALF], dim=1).view(-1)
+    last = [block, purpose | rank << 16, step & _HALF, (step >> 32) & _HALF]
+    start = [torch.zeros_like(block) + half for half in (*_CONSTANTS, *halves, *last)]
+    state = list(start)
+    for _ in range(_ROUNDS):
+        for a, b, c, d in _QUARTERS:
+            for x, y, z, by in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+                state[x] = (state[x] + state[y]) & _HALF
+                turned = state[z] ^ state[x]
+                state[z] = ((turned << by) | (turned >> (32 - by))) & _HALF
+    ends = [(one + other) & _HALF for one, other in zip(state, start, strict=True)]
+    words = [low | high << 32 for low, high in zip(ends[::2], ends[1::2], strict=True)]
+    return _as_uniform(torch.stack(words, dim=1).view(-1))
+
+
+def philox_numbers(key: Tensor, step: Tensor, address: Address, blocks: int) -> Tensor:
+    """The uniform numbers of Philox by integer operations of PyTorch, on any device."""
     purpose, rank, first = address
     c0 = torch.arange(blocks, device=key.device, dtype=torch.int64) + (first + 1)
     c1, c2 = torch.full_like(c0, rank), torch.full_like(c0, purpose)
@@ -338,13 +462,16 @@ def philox_words(key: Tensor, step: Tensor, address: Address, blocks: int) -> Te
         high1, low1 = _multiply(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = k0 + _as_int64(_INCREMENTS[0]), k1 + _as_int64(_INCREMENTS[1])
-    words = torch.stack([c0, c1, c2, c3], dim=1).view(-1)
+    return _as_uniform(torch.stack([c0, c1, c2, c3], dim=1).view(-1))
+
+
+def _as_uniform(words: Tensor) -> Tensor:
     return ((words >> 11) & (2**53 - 1)).double() * _UNIT
 
 
 def _multiply(value: Tensor, by: int) -> tuple[Tensor, Tensor]:
     """The upper and the lower half of a product of two words."""
-    mask = 0xFFFFFFFF
+    mask = _HALF
     low, high = value & mask, (value >> 32) & mask
     by_low, by_high = by & mask, by >> 32
     first, second, third = low * by_low, high * by_low, low * by_high

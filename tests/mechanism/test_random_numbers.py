@@ -1,0 +1,137 @@
+"""ChaCha20 and Philox: published vectors, and the same bits whatever computes them."""
+
+import ctypes
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from dpsur.mechanism import random_numbers
+from dpsur.mechanism.random_numbers import Key, cipher_numbers, philox_numbers
+
+CPU = torch.device("cpu")
+KEYS = {"chacha": Key(bytes(range(32))), "philox": Key(bytes(range(16)))}
+# RFC 8439, 2.3.2: key 00..1f, counter 1, nonce 00:00:00:09:00:00:00:4a:00:00:00:00.
+RFC_BLOCK = bytes.fromhex(
+    "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
+    "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
+)
+RFC_ADDRESS, RFC_STEP = (0, 0x0900, 8), 0x4A000000  # purpose, rank, offset of 8 words
+# What a CUDA compiler has and C++ has not, one thread after the other.
+HOST = """
+#include <math.h>
+struct Place { int x, y; };
+static Place blockIdx, threadIdx, blockDim;
+#define __device__ static
+#define __global__
+#define __umul64hi(a, b) ((word)(((unsigned __int128)(a) * (b)) >> 64))
+#define __dadd_rn(a, b) ((a) + (b))
+#define __dmul_rn(a, b) ((a) * (b))
+#define __double2float_rn(a) ((float)(a))
+#define __shfl_down_sync(mask, value, lanes) (0 * (value))
+#define atomicAdd(place, value) (*(place) += (value))
+"""
+THREADS = """
+extern "C" void for_thread(int thread) { blockDim.x = 1; blockIdx.x = thread; threadIdx.x = 0; }
+"""
+
+
+def as_uniform(stream):
+    return torch.from_numpy((np.frombuffer(stream, "<u8") >> np.uint64(11)) * 2.0**-53)
+
+
+def test_chacha_gives_the_block_of_the_rfc():
+    found = random_numbers.draw_uniform(KEYS["chacha"], RFC_STEP, RFC_ADDRESS, 8, CPU)
+    assert torch.equal(found, as_uniform(RFC_BLOCK))
+
+
+def test_a_key_has_a_length_of_one_of_the_generators():
+    with pytest.raises(ValueError, match="16 or 32 bytes, not 24"):
+        Key(bytes(24))
+
+
+def test_a_draw_ends_with_the_counter():
+    """After 2^32 blocks words would come again."""
+    last = 8 * 2**32
+    assert len(random_numbers.draw_uniform(KEYS["chacha"], 1, (1, 0, last - 9), 9, CPU)) == 9
+    for draw in (random_numbers.draw_uniform, random_numbers.draw_normal):
+        with pytest.raises(OverflowError, match="longer than its counter"):
+            draw(KEYS["chacha"], 1, (1, 0, last - 9), 10, CPU)
+
+
+@pytest.mark.parametrize("first", [0, 5, 2**31 + 7])
+@pytest.mark.parametrize("step", [77, 2**40 + 3])
+@pytest.mark.parametrize(
+    ("name", "numbers"), [("chacha", cipher_numbers), ("philox", philox_numbers)]
+)
+def test_integer_operations_give_the_words_of_the_libraries(name, numbers, step, first):
+    """What a GPU without a compiler computes is what a CPU draws."""
+    key, address = KEYS[name], (3, 1, first)
+    expected = random_numbers._on_cpu(key, step, address, 40, normal=False)
+    assert torch.equal(numbers(key.on(CPU), torch.tensor(step), address, 40), expected)
+
+
+@pytest.fixture(scope="module", params=["chacha", "philox"])
+def on_host(request, tmp_path_factory):
+    """The source of the kernels, compiled as C++."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no compiler for C++ here")
+    folder, key = tmp_path_factory.mktemp("kernel"), KEYS[request.param]
+    source, library = folder / "kernel.cpp", folder / "kernel.so"
+    constants = "".join(f"#define {n} {v}\n" for n, v in random_numbers._constants(key.secret))
+    source.write_text(HOST + constants + random_numbers._SOURCE + THREADS)
+    command = [compiler, "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC"]
+    subprocess.run([*command, str(source), "-o", str(library)], check=True, capture_output=True)
+    return key, ctypes.CDLL(str(library))
+
+
+@pytest.mark.parametrize("normal", [False, True])
+@pytest.mark.parametrize("first", [0, 2**31 + 7])
+def test_the_kernel_draws_the_same_numbers(on_host, first, normal):
+    key, kernels = on_host
+    blocks, step = 50, torch.tensor(2**40 + 3)
+    found, words = torch.zeros(blocks * key.block, dtype=torch.float64), key.on(CPU)
+    for thread in range(blocks):
+        kernels.for_thread(thread)
+        places = [ctypes.c_void_p(one.data_ptr()) for one in (words, step, found)]
+        kernels.draw(*places, 3, 1, *random_numbers._two_halves(first), blocks, int(normal))
+    expected = random_numbers._on_cpu(key, int(step), (3, 1, first), blocks, normal=normal)
+    if normal:
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    else:
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("count", [1, 9, 403])
+def test_the_kernel_adds_the_same_noise(on_host, count):
+    key, kernels = on_host
+    values, step = torch.linspace(-1, 1, count), torch.tensor(9)
+    scale, found = torch.tensor(0.3, dtype=torch.float64), torch.full((count + 1,), 7.0)
+    places = [key.on(CPU), step, values, scale, found]
+    for thread in range(-(-count // key.block)):
+        kernels.for_thread(thread)
+        pointers = [ctypes.c_void_p(one.data_ptr()) for one in places]
+        kernels.add_noise(*pointers, 3, 0, 0, 0, count)
+    expected = random_numbers.add_normal(key, 9, (3, 0, 0), values, 0.3)
+    torch.testing.assert_close(found[:count], expected, rtol=1e-6, atol=1e-6)
+    assert found[count] == 7.0  # nothing is written beyond the end
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("first", [0, 2**31 + 7])
+def test_a_gpu_draws_the_same_numbers(compiled, first, name, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(random_numbers.nvrtc, "compile_kernel", lambda *_: None)
+    key, gpu = KEYS[name], torch.device("cuda")
+    for normal in (False, True):
+        here = random_numbers._on_cpu(key, 9, (3, 1, first), 1000, normal=normal)
+        there = random_numbers._on_cuda(key, 9, (3, 1, first), 1000, gpu, normal=normal).cpu()
+        if normal:
+            torch.testing.assert_close(there, here, rtol=1e-12, atol=1e-12)
+        else:
+            assert torch.equal(there, here)
