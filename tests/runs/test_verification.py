@@ -21,7 +21,7 @@ from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import METHODS
 from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.statement import plan_from_statement
-from dpsur.privacy.texts import TEXTS, Words
+from dpsur.privacy.texts import TEXTS, Words, latest
 from dpsur.runs import verification
 from dpsur.runs.files import to_json
 from dpsur.runs.verification import CHECKED, MALFORMED, NOT_CHECKED, verify
@@ -414,25 +414,27 @@ def test_no_step_of_a_filter_is_a_credit(count, faults_after):
 
 @pytest.fixture
 def reworded(monkeypatch):
-    """An installation with a second version of texts, in which everything is said otherwise."""
-    words = {name: f"{text} In other words." for name, text in TEXTS[1].items()}
-    monkeypatch.setitem(TEXTS, 2, Words(words))
+    """An installation with one more version of texts, in which everything is said otherwise."""
+    words = {name: f"{text} In other words." for name, text in TEXTS[latest()].items()}
+    monkeypatch.setitem(TEXTS, latest() + 1, Words(words))
 
 
-def test_a_release_keeps_the_words_that_it_was_written_with(released, reworded):
+def test_a_release_keeps_the_words_that_it_was_written_with(released, request):
     folder = released("plain")
-    assert json.loads((folder / "privacy.json").read_text(encoding="utf-8"))["texts"] == 1
+    request.getfixturevalue("reworded")
+    stated = json.loads((folder / "privacy.json").read_text(encoding="utf-8"))
+    assert stated["texts"] == latest() - 1
     assert verify(folder)[0] == []
 
 
 def test_new_releases_have_the_latest_words(reworded, tmp_path):
     folder = with_statistics(tmp_path)
     stated = json.loads((folder / "privacy.json").read_text(encoding="utf-8"))
-    assert stated["texts"] == 2
+    assert stated["texts"] == latest()
     assert stated["tuning"].endswith("In other words.")
     assert "In other words." in (folder / "PRIVACY.md").read_text(encoding="utf-8")
     assert verify(folder)[0] == []
-    assert edited(folder, lambda statement: statement.update(texts=1))
+    assert edited(folder, lambda statement: statement.update(texts=latest() - 1))
 
 
 def test_a_version_of_texts_that_is_not_installed_is_named(faults_after):
