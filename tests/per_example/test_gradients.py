@@ -376,15 +376,15 @@ def test_without_memory_microbatches_become_smaller(monkeypatch, caplog):
     problem = Problem(nn.Linear(4, 3), F.cross_entropy, records)
     params = problem.initial_params()
     expected = clipped_sum(problem, params, problem.train, 0.1).params
-    sizes, most, real = [], [2], clipping._microbatch_sums
+    sizes, most, real = [], [2], clipping.clip_tape
 
-    def limited(objective, params, microbatch, *rest, **more):
-        sizes.append(len(microbatch.batch))
+    def limited(tape, *rest, **more):
+        sizes.append(tape.examples)
         if sizes[-1] > most[0]:
             raise torch.OutOfMemoryError("no room")
-        return real(objective, params, microbatch, *rest, **more)
+        return real(tape, *rest, **more)
 
-    monkeypatch.setattr(clipping, "_microbatch_sums", limited)
+    monkeypatch.setattr(clipping, "clip_tape", limited)
     for _ in range(2):
         found = clipped_sum(problem, params, problem.train, 0.1).params
         for name, value in expected.items():
@@ -402,16 +402,16 @@ def test_a_microbatch_that_ran_out_of_memory_halfway_counts_once(monkeypatch):
     problem = Problem(nn.Linear(4, 3), F.cross_entropy, records)
     params = problem.initial_params()
     expected = clipped_sum(problem, params, problem.train, 0.1, at_once=4).params
-    sizes, real = [], clipping._microbatch_sums
+    sizes, real = [], clipping.clip_tape
 
-    def limited(objective, params, microbatch, *rest, **more):
-        sizes.append(len(microbatch.batch))
-        for count, found in enumerate(real(objective, params, microbatch, *rest, **more)):
+    def limited(tape, *rest, **more):
+        sizes.append(tape.examples)
+        for count, found in enumerate(real(tape, *rest, **more)):
             if count and len(sizes) == 2:
                 raise torch.OutOfMemoryError("no room")
             yield found
 
-    monkeypatch.setattr(clipping, "_microbatch_sums", limited)
+    monkeypatch.setattr(clipping, "clip_tape", limited)
     found = clipped_sum(problem, params, problem.train, 0.1, at_once=4).params
     assert sizes == [4, 2, 1, 1, 1, 1, 1, 1]
     for name, value in expected.items():

@@ -39,8 +39,9 @@ def parameters_to_train(
     check_optimizer(optimizer)
     check_loader(data_loader)
     for name, part in module.named_modules():
-        if part.training and isinstance(part, _BatchNorm):
-            raise UnsupportedModelError(f"module {name or '(root)'} {layer_fault(part)}")
+        fault = layer_fault(part) if part.training and isinstance(part, _BatchNorm) else None
+        if fault is not None:
+            raise UnsupportedModelError(fault.describe(name, part))
     names = {id(value): name for name, value in module.named_parameters()}
     given = [value for group in optimizer.param_groups for value in group["params"]]
     if any(id(value) not in names for value in given):

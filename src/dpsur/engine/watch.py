@@ -361,12 +361,7 @@ class Watcher:
             tape.carry_back()
             tape.spoiled = rows_with_nan(call.outputs, call.rows)
         if keep is None:
-            missing = next((n for n in tape.params if not tape.contributions.get(n)), None)
-            if missing is not None:
-                raise StepError(
-                    f"parameter {missing} took no part in the loss, so noise alone would train it; "
-                    "freeze it with requires_grad_(False) before make_private"
-                )
+            _check_all_used(tape)
         sums: Params = {}
         for name, total in clip_tape(
             tape, tape.params, self.max_grad_norm, keep=keep, scale=scale
@@ -400,12 +395,8 @@ class Watcher:
         """
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
-        missing = next((name for name in tape.params if not tape.contributions.get(name)), None)
-        if missing is not None and not getattr(tape, "unusable", False):
-            raise StepError(
-                f"parameter {missing} took no part in the loss, so noise alone would train it; "
-                "freeze it with requires_grad_(False) before make_private"
-            )
+        if not getattr(tape, "unusable", False):
+            _check_all_used(tape)
         return dict(
             clip_tape(
                 tape,
@@ -462,6 +453,15 @@ class WatchedForward:
     def __reduce__(self) -> Any:
         module = self.watcher.module
         return partial, (type(module).forward, module)
+
+
+def _check_all_used(tape: Tape) -> None:
+    missing = next((name for name in tape.params if not tape.contributions.get(name)), None)
+    if missing is not None:
+        raise StepError(
+            f"parameter {missing} took no part in the loss, so noise alone would train it; "
+            "freeze it with requires_grad_(False) before make_private"
+        )
 
 
 def _hooks(value: Tensor) -> int:

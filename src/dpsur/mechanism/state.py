@@ -133,34 +133,21 @@ class Gate(Protocol):
         ...
 
 
-class Procedure(Protocol):
-    """A method bound to its model and data: what the loop drives."""
+class Procedure(Proposer, Protocol):
+    """A method bound to its model and data: what the loop drives.
+
+    Its `step` is the event that the next call of `propose` and `judge` amounts to.
+    """
 
     @property
     def setup(self) -> tuple[Event, ...]:
         """Events that happened before the first trial."""
         ...
 
-    def step(self, state: State) -> Step:
-        """The event that the next call of `propose` and `judge` amounts to."""
-        ...
-
-    def initial_state(self) -> State:
-        """The state before the first trial."""
-        ...
-
-    def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
-        """Draw a candidate; `position` is where its schedules stand."""
-        ...
-
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
-        """Test a candidate against the state it came from."""
+        """As of a `Gate`."""
         ...
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:
-        """The state if the candidate is rejected: `state` itself unless every trial is charged."""
-        ...
-
-    def padded(self) -> "Procedure | None":
-        """The same with batches of static shape, or None if it must see exact ones."""
+        """As of a `Gate`."""
         ...

@@ -19,11 +19,10 @@ from dpsur.functional.model_loss import split_labels
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, map_tensors, row_count, tensors_of
 from dpsur.per_example.engine_choice import Engine
-from dpsur.per_example.model_check import check_model
+from dpsur.per_example.model_check import TABLES, LayerFault, check_model, layer_fault
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.report import SMALL, explain
 
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 # Groups of a GroupNorm in the place of a BatchNorm: at most so many, of two channels or more, since
 # a group of a single number would be normalised to zero.
@@ -128,7 +127,7 @@ def _static_problems(model: nn.Module) -> Iterator[ModelProblem]:
             "unfreeze the layers to train with requires_grad_(True)",
         )
     for path, module in model.named_modules():
-        for find in (_mixing, _tables, _overwriting, _wrapping):
+        for find in (_fault, _overwriting, _wrapping):
             found = find(path, module)
             if found is not None:
                 yield found
@@ -148,65 +147,25 @@ def _static_problems(model: nn.Module) -> Iterator[ModelProblem]:
             )
 
 
-def _mixing(path: str, module: nn.Module) -> ModelProblem | None:
-    kind = type(module).__name__
-    if isinstance(module, _BatchNorm):
-        return ModelProblem(
-            path,
-            kind,
-            "mixes the examples of a batch, so one record's gradient is not defined",
-            "replace it with nn.GroupNorm",
-            fixable=not isinstance(module, nn.modules.lazy.LazyModuleMixin),
-        )
-    if getattr(module, "track_running_stats", False):
-        return ModelProblem(
-            path,
-            kind,
-            "keeps statistics of private records in its buffers",
-            "set track_running_stats=False",
-            fixable=isinstance(module, _InstanceNorm),
-        )
-    if is_parametrized(module) and any(
-        isinstance(one, _SpectralNorm) for one in _parametrizations(module)
-    ):
-        return ModelProblem(
-            path,
-            kind,
-            "spectral_norm changes its buffers in every forward pass",
-            "remove the parametrization, or use weight_norm",
-            fixable=True,
-        )
-    return None
-
-
-def _parametrizations(module: nn.Module) -> list[nn.Module]:
-    found: Any = module.parametrizations
-    return [one for several in found.values() for one in several]
-
-
-def _tables(path: str, module: nn.Module) -> ModelProblem | None:
-    if not isinstance(module, _TABLES):
-        return None
-    kind = type(module).__name__
-    if module.max_norm is not None:
-        return ModelProblem(
-            path,
-            kind,
-            "shortens the rows of its table that private records name, without noise",
-            "set max_norm=None, or shorten what it returns (F.normalize of the output)",
-            fixable=True,
-        )
-    if module.sparse:
-        return ModelProblem(path, kind, "has sparse gradients", "set sparse=False", fixable=True)
-    if module.scale_grad_by_freq:
-        return ModelProblem(
-            path,
-            kind,
+def _fault(path: str, module: nn.Module) -> ModelProblem | None:
+    """A layer that is refused, or that only tests and training find out."""
+    fault = layer_fault(module)
+    if fault is None and isinstance(module, TABLES) and module.scale_grad_by_freq:
+        fault = LayerFault(
             "divides gradients by how often a token is in the batch, which couples its records",
             "set scale_grad_by_freq=False",
-            fixable=True,
         )
-    return None
+    if fault is None and is_parametrized(module) and _spectral(module):
+        fault = LayerFault(
+            "spectral_norm changes its buffers in every forward pass",
+            "remove the parametrization, or use weight_norm",
+        )
+    return None if fault is None else ModelProblem(path, type(module).__name__, *fault)
+
+
+def _spectral(module: nn.Module) -> bool:
+    held: Any = module.parametrizations
+    return any(isinstance(one, _SpectralNorm) for several in held.values() for one in several)
 
 
 def _overwriting(path: str, module: nn.Module) -> ModelProblem | None:
@@ -381,9 +340,7 @@ def _repair(module: nn.Module, batch_norm: str) -> tuple[str | None, nn.Module]:
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             module.register_buffer(name, None)
         return "track_running_stats=False; its running statistics are gone", module
-    if is_parametrized(module) and any(
-        isinstance(one, _SpectralNorm) for one in _parametrizations(module)
-    ):
+    if is_parametrized(module) and _spectral(module):
         for name in list(module.parametrizations):  # type: ignore[arg-type]
             remove_parametrizations(module, name, leave_parametrized=True)
         return "spectral_norm removed; the weight is trained from its present value", module
@@ -453,7 +410,7 @@ def _set(name: str, old: Callable[[Any], bool], new: Any) -> Callable[[nn.Module
     def change(module: nn.Module) -> str | None:
         if not hasattr(module, name) or not old(getattr(module, name)):
             return None
-        if name != "inplace" and not isinstance(module, _TABLES):
+        if name != "inplace" and not isinstance(module, TABLES):
             return None
         setattr(module, name, new)
         return f"{name}={new}"

@@ -17,7 +17,6 @@ from dpsur.functional.tree import TensorTree, device_of, map_tensors
 from dpsur.per_example.contributions import Factors, clip_factors
 from dpsur.per_example.engine_choice import (
     Microbatch,
-    Plan,
     make_tape,
     plan_for,
     plan_with_less_memory,
@@ -112,8 +111,16 @@ def clipped_sum(
             if coins is not None:
                 microbatch = replace(microbatch, coins=coins[some])
             travels = ranks.size > 1 and some.stop == size
-            for name, value in _microbatch_sums(
-                objective, params, microbatch, max_grad_norm, plan, total
+            tape = make_tape(objective, params, microbatch, plan)
+            for name, value in clip_tape(
+                tape,
+                params,
+                max_grad_norm,
+                keep=microbatch.keep,
+                coins=microbatch.coins,
+                # one vector, so that whatever is done to all of them needs no copy
+                places=total or empty_like(params),
+                add=bool(total),
             ):
                 found[name] = value
                 if travels:  # to the other ranks, while the next layer's sum is computed
@@ -188,36 +195,6 @@ def _blank(values: TensorTree, mask: Tensor) -> TensorTree:
     return map_tensors(replace_masked, values)
 
 
-def _microbatch_sums(
-    objective: Objective,
-    params: Params,
-    microbatch: Microbatch,
-    max_grad_norm: float | Tensor,
-    plan: Plan,
-    total: Params,
-) -> Iterator[tuple[str, Tensor]]:
-    """Sums of clipped per-example gradients, one parameter after the other.
-
-    They are added to those of other microbatches in `total`. Where there are none they are put into
-    one vector, so that whatever is done to all of them needs no copy.
-
-    Formal guarantee: what is added for an example is, over the reals, its gradient times min(1,
-    max_grad_norm / norm), where norm is that of the same gradient over all parameters; zero if the
-    norm is not finite, the loss is NaN or the row is not kept. Nothing here waits for the device.
-    """
-    tape = make_tape(objective, params, microbatch, plan)
-    places = total or empty_like(params)
-    yield from clip_tape(
-        tape,
-        params,
-        max_grad_norm,
-        keep=microbatch.keep,
-        coins=microbatch.coins,
-        places=places,
-        add=bool(total),
-    )
-
-
 def clip_tape(
     tape: Tape,
     params: Params,
@@ -232,7 +209,11 @@ def clip_tape(
     """Norms, factors and weighted sums of a tape's records: the one place where gradients are cut.
 
     `scale` is what each gradient on the tape has to be multiplied by. Sums are put into `places`,
-    or added to what is there.
+    or added to what is there, one parameter after the other.
+
+    Formal guarantee: what is added for a record is, over the reals, its gradient times min(1,
+    max_grad_norm / norm), where norm is that of the same gradient over all parameters; zero if the
+    norm is not finite, the loss is NaN or the row is not kept. Nothing here waits for the device.
     """
     with torch.no_grad(), precision(tf32=False):
         norms = tape.norms()

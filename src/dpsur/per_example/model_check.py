@@ -5,10 +5,12 @@ That records are independent needs no check here: the record level keeps them ap
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpsur.errors import ModelInputError, UnsupportedModelError, from_custom_code
 from dpsur.functional.call import call
@@ -18,7 +20,7 @@ from dpsur.functional.side_effects import same_bits
 from dpsur.functional.tree import TensorTree, describe_rows, map_tensors, tensors_of
 
 # Layers that shorten the rows of their table in place, if they are given a max_norm.
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_model(model: nn.Module, examples: Examples, *, tested: bool = True) -> TensorTree:
@@ -28,7 +30,10 @@ def check_model(model: nn.Module, examples: Examples, *, tested: bool = True) ->
     Returns the outputs, whose shape says what the model predicts.
     """
     _check_parameters(model)
-    check_layers(model)
+    for name, module in model.named_modules():
+        fault = layer_fault(module)
+        if fault is not None:
+            raise UnsupportedModelError(fault.describe(name, module))
     rows = map_tensors(synthetic, examples.inputs)
     before = map_tensors(torch.clone, rows)
     with _errors_named(rows), torch.no_grad(), mode(model, training=False):
@@ -105,34 +110,41 @@ def _check_parameters(model: nn.Module) -> None:
             )
 
 
-def check_layers(model: nn.Module) -> None:
-    """Refuse layers that normalise over a batch or keep something of its records."""
-    for name, module in model.named_modules():
-        fault = layer_fault(module)
-        if fault is not None:
-            raise UnsupportedModelError(f"module {name or '(root)'} {fault}")
+class LayerFault(NamedTuple):
+    """Why a layer is refused, what to do, and whether `dpsur.fix` does it."""
+
+    reason: str
+    remedy: str
+    fixable: bool = True
+
+    def describe(self, name: str, module: nn.Module) -> str:
+        """The same as a sentence about a module."""
+        hint = " (dpsur.fix does this)" if self.fixable else ""
+        kind = type(module).__name__
+        return f"module {name or '(root)'} ({kind}) {self.reason}; {self.remedy}{hint}"
 
 
-def layer_fault(module: nn.Module) -> str | None:
+def layer_fault(module: nn.Module) -> LayerFault | None:
     """Why no record's gradient is defined where a layer is trained with, or None."""
-    kind = f"({type(module).__name__})"
     if isinstance(module, _BatchNorm):
-        return (
-            f"{kind} mixes the examples of a batch, so one record's gradient is not defined; "
-            "replace it with nn.GroupNorm (dpsur.fix), or keep its statistics, as those of public "
-            'pretraining: dpsur.fix(model, batch_norm="frozen")'
+        return LayerFault(
+            "mixes the examples of a batch, so one record's gradient is not defined",
+            "replace it with nn.GroupNorm, or keep its statistics, as those of public pretraining: "
+            'dpsur.fix(model, batch_norm="frozen")',
+            not isinstance(module, nn.modules.lazy.LazyModuleMixin),
         )
     if getattr(module, "track_running_stats", False):
-        return (
-            f"{kind} keeps statistics of private records in its buffers; set "
-            "track_running_stats=False"
+        return LayerFault(
+            "keeps statistics of private records in its buffers",
+            "set track_running_stats=False",
+            isinstance(module, _InstanceNorm),
         )
-    if isinstance(module, _TABLES) and module.sparse:
-        return f"{kind} has sparse gradients; set sparse=False"
-    if isinstance(module, _TABLES) and module.max_norm is not None:
-        return (
-            f"{kind} shortens the rows of its table that private records name, without noise; set "
-            "max_norm=None, or shorten what it returns (F.normalize of the output)"
+    if isinstance(module, TABLES) and module.sparse:
+        return LayerFault("has sparse gradients", "set sparse=False")
+    if isinstance(module, TABLES) and module.max_norm is not None:
+        return LayerFault(
+            "shortens the rows of its table that private records name, without noise",
+            "set max_norm=None, or shorten what it returns (F.normalize of the output)",
         )
     return None
 

@@ -196,9 +196,7 @@ class RecordLevel(TorchFunctionMode):
                 for name, module in model.named_modules():
                     fault = layer_fault(module) if module.training else None
                     if fault is not None:
-                        vars(module)["forward"] = partial(
-                            _refuse, f"module {name or '(root)'} {fault}"
-                        )
+                        vars(module)["forward"] = partial(_refuse, fault.describe(name, module))
                         changed.append(vars(module))
                         continue
                     rules = (

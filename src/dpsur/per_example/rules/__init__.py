@@ -58,12 +58,6 @@ RULES: dict[type[nn.Module], Rule] = {
 FASTER: dict[type[nn.Module], Rule] = {nn.MaxPool2d: max_pool, nn.Linear: frozen_linear}
 
 
-def rule_for(module: nn.Module) -> Rule | None:
-    """The rule for a layer, unless someone changed what the layer computes."""
-    kind = kind_of(module)
-    return None if kind is None else RULES[kind]
-
-
 def kind_of(
     module: nn.Module, rules: dict[type[nn.Module], Rule] = RULES
 ) -> type[nn.Module] | None:
