@@ -164,6 +164,35 @@ def engine(
     }
 
 
+def persons(gate=None):
+    """Private steps of persons with up to five records each."""
+    inputs, targets = records(60)
+    model, privacy = network(), dpsur.PrivacyEngine()
+    gates = {"block": dpsur.BlockGate(blocks=3, block_updates=2, val_noise_multiplier=2.0)}
+    model, _, loader = privacy.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=6),
+        noise_multiplier=1.0,
+        max_grad_norm=None if gate else 0.5,
+        criterion=torch.nn.CrossEntropyLoss(),
+        groups=[int((2 * row) ** 0.5) for row in range(60)],
+        records_per_person=5,
+        gate=gates.get(gate),
+        steps=5,
+        seed=7,
+    )
+    step = privacy.private_step(_test_loss)
+    while not privacy.finished():
+        for batch in loader:
+            step(batch)
+    return {
+        "weights": {name: value.detach().clone() for name, value in model.named_parameters()},
+        "ledger": privacy.accountant.to_json(),
+        "accepted": _rates(privacy.metrics),
+    }
+
+
 def _rates(metrics):
     return [row["learning_rate"] and f"{row['learning_rate']:.9g}" for row in metrics]
 

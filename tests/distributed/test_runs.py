@@ -142,6 +142,12 @@ def test_a_custom_loop_is_the_same_on_any_number_of_ranks(processes, count, chan
         assert_all_same(alone, found)
 
 
+@pytest.mark.parametrize("gate", [None, "block"])
+def test_persons_are_the_same_on_any_number_of_ranks(processes, gate):
+    """Whoever has many records: all of them are on one rank, and clipped once."""
+    assert_all_same(jobs.persons(gate), processes.run(3, jobs.persons, gate))
+
+
 def test_a_distributed_sampler_gives_the_batch_size_of_each_rank(processes):
     """3 records of each of 3 ranks: the rate is that of batches of 9 in one process."""
     found = processes.run(3, partial(jobs.engine, 60, sampler=True, steps=3))

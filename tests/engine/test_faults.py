@@ -332,7 +332,7 @@ def test_a_data_set_whose_length_changes():
     data = Growing()
     _, _, _, loader = set_up(data=data)
     data.size = 31
-    with pytest.raises(StepError, match="has 31 records, and had 30"):
+    with pytest.raises(StepError, match="another number of records"):
         next(iter(loader))
 
 

@@ -1,7 +1,7 @@
 """Run all programs, and show how many move a sum by more than the bound.
 
   python -m tests.oracle                        all forms, all programs (a quarter of an hour)
-  python -m tests.oracle --form private_step    one form
+  python -m tests.oracle --form private_step    one form; `persons`: worlds that differ by a person
   python -m tests.oracle --only siamese mixup   programs with these words in family or name
   python -m tests.oracle --each                 a line for each program
   python -m tests.oracle --short                one extreme record, added and replaced
@@ -24,6 +24,7 @@ import torch
 from tests.oracle.harness import (
     FORMS,
     LIMITS_FILE,
+    PERSONS,
     SHORT_EXTREME,
     SHORT_PAIRS,
     Verdict,
@@ -46,7 +47,7 @@ def table(verdicts: Iterable[Verdict]) -> str:
     """Outcomes by form, beside what was found before."""
     rows: dict[str, tuple[object, ...]] = {}
     verdicts = list(verdicts)
-    for form in FORMS:
+    for form in (*FORMS, PERSONS):
         found = Counter(each.outcome for each in verdicts if each.form == form)
         if found:
             counts = (found[NAMES.get(name, name)] for name in COLUMNS[1:])
@@ -62,7 +63,8 @@ def limits(verdicts: Iterable[Verdict]) -> dict[str, list[Verdict]]:
     found: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         if verdict.outcome in ("above", "leak", "stopped"):
-            expected = verdict.program.expected[verdict.form]
+            form = "private_step" if verdict.form == PERSONS else verdict.form
+            expected = verdict.program.expected[form]
             name = "Code that raises for some records" if verdict.as_expected else "not stated"
             name = expected.words if expected.outcome == "limit" else name
             found.setdefault(f"{verdict.form}: {name}", []).append(verdict)
@@ -75,7 +77,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--form", choices=FORMS, action="append")
+    parser.add_argument("--form", choices=(*FORMS, PERSONS), action="append")
     parser.add_argument("--only", nargs="+", default=[""])
     parser.add_argument("--each", action="store_true")
     parser.add_argument("--short", action="store_true")
@@ -95,9 +97,10 @@ def main() -> int:
     verdicts, wrong = [], 0
     for program in programs:
         for form in options.form or FORMS:
-            if form not in program.expected:
+            stated = program.expected.get("private_step" if form == PERSONS else form)
+            if stated is None:
                 continue
-            if options.write_limits and program.expected[form].outcome != "limit":
+            if options.write_limits and stated.outcome != "limit":
                 continue
             start = time.perf_counter()
             verdict = judge(program, form, device=options.device, **worlds)

@@ -6,13 +6,16 @@ extreme record, and the gradients of the others. `make test-all` runs all worlds
 
 import pytest
 
+from dpsur.engine.loader import PoissonSampler
 from dpsur.engine.model_tests import ModelTests
+from dpsur.functional.persons import PersonRecords
 from dpsur.per_example import clipping
 from tests.oracle.harness import (
     ADD,
     ALONE,
     FORMS,
     LIMITS,
+    PERSONS,
     REPLACE,
     SHORT_EXTREME,
     SHORT_PAIRS,
@@ -56,6 +59,30 @@ def test_each_record_has_its_right_gradient(name):
     """Private is not enough: a program whose records do not meet trains on what it says."""
     assert "bounded" in NAMED[name].expected["private_step"].outcome
     assert gradient_error(NAMED[name]) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if place % 12 == 0 else pytest.param(name, marks=pytest.mark.slow)
+        for place, name in enumerate(of("private_step"))
+    ],
+)
+def test_a_person_moves_a_sum_by_at_most_the_bound(name):
+    check(judge(NAMED[name], PERSONS, pairs=SHORT_PAIRS, extreme=SHORT_EXTREME))
+
+
+def test_a_person_who_is_clipped_by_record_is_found(monkeypatch):
+    own = PersonRecords.draw
+    monkeypatch.setattr(
+        PersonRecords,
+        "draw",
+        lambda *given: [(row,) for rows in own(*given) for row in rows],
+    )
+    monkeypatch.setattr(PoissonSampler, "most", property(lambda _: 100, lambda *_: None), False)
+    found = judge(NAMED["layers-mlp"], PERSONS, pairs=(ADD,), extreme=("large",))
+    assert found.outcome == "above"
+    assert found.worst == pytest.approx(2.0, rel=1e-3)
 
 
 @pytest.mark.slow

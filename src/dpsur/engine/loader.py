@@ -12,6 +12,7 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -21,10 +22,11 @@ from torch.utils.data import (
 )
 
 from dpsur.engine.private_step import CollateAlone, collate_apart, padding_of
-from dpsur.errors import InvalidInputError
+from dpsur.errors import InvalidInputError, StepError
+from dpsur.functional.persons import PersonRecords
 from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.sampling import poisson_sample
-from dpsur.mechanism.streams import BATCH, VAL_BATCH, Streams
+from dpsur.mechanism.streams import BATCH, VAL_BATCH, Stream, Streams
 
 if TYPE_CHECKING:
     from dpsur.engine.steps import PrivateLoop
@@ -35,13 +37,12 @@ _PLAIN_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Some of the records of one Poisson batch, as the loader is about to yield them."""
+    """Some records (or persons) of one Poisson batch, as the loader is about to yield them."""
 
     step: int
     rows: int  # records of this microbatch; for none a record of zeros stands in
     before: int  # records in the microbatches before this one
     last: bool
-    records: tuple[int, ...] = ()  # their numbers in the data set
 
     @property
     def first(self) -> bool:
@@ -112,17 +113,37 @@ def _check_repeats(dataset: Any) -> None:
         visit(dataset, range(len(dataset)))
 
 
-class PoissonSampler(Sampler[list[int]]):
+class PersonData(Dataset[list[Any]]):
+    """A data set that is read by persons: for some numbers, a list of these records."""
+
+    def __init__(self, records: Any) -> None:
+        self.records = records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, rows: Sequence[int]) -> list[Any]:
+        return [self.records[row] for row in rows]
+
+
+class PoissonSampler(Sampler[list[Any]]):
     """Poisson samples by number of the step, in microbatches of a bounded size.
 
     Every record joins every batch independently with probability `sample_rate`. The number of a
     batch is part of the address of its random numbers, so a batch that was drawn ahead and not used
     is drawn again, not replaced by another. Of several ranks each yields its share of the batch,
-    perhaps nothing.
+    perhaps nothing. With `persons` it is they who join, each with a tuple of records.
     """
 
-    def __init__(self, size: int, sample_rate: float, streams: Callable[[], Streams]) -> None:
+    def __init__(
+        self,
+        size: int,
+        sample_rate: float,
+        streams: Callable[[], Streams],
+        persons: PersonRecords | None = None,
+    ) -> None:
         self.size, self._sample_rate, self._streams = size, sample_rate, streams
+        self.persons = persons
         self.steps: Sequence[int] = ()
         self.most: int | None = None
         self.planned: deque[Microbatch] = deque()
@@ -132,21 +153,24 @@ class PoissonSampler(Sampler[list[int]]):
         """The probability with which each record joins each batch: the one that is charged."""
         return self._sample_rate
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def units(self, drawn: Tensor, stream: Stream) -> list[Any]:
+        """What this rank reads of a sample: records, or tuples of the records of a person."""
+        own = stream.ranks.own(drawn)
+        return own.tolist() if self.persons is None else self.persons.draw(own, stream)
+
+    def __iter__(self) -> Iterator[list[Any]]:
         planned: deque[Microbatch] = deque()
         self.planned = planned
         for step in self.steps:
             stream = self._streams().at(step)[BATCH]
             drawn = poisson_sample(self.size, self.sample_rate, stream)
-            rows = stream.ranks.own(drawn).tolist()
+            rows = self.units(drawn, stream)
             # all ranks make as many passes as the one with most records: some need each other's
             most = max(1, -(-len(drawn) // stream.ranks.size))
             size = self.most or most
             for start in range(0, most, size):
                 part = rows[start : start + size]
-                planned.append(
-                    Microbatch(step, len(part), start, start + size >= most, tuple(part))
-                )
+                planned.append(Microbatch(step, len(part), start, start + size >= most))
                 yield part
 
     def __len__(self) -> int:
@@ -154,16 +178,29 @@ class PoissonSampler(Sampler[list[int]]):
 
 
 class Collate:
-    """The user's way to join records; for none of them, zeros in the place of one."""
+    """The user's way to join records; for none of them, zeros in the place of one.
 
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, views: int) -> None:
+    With `persons` it is given a list of records for each of them.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any],
+        dataset: Any,
+        views: int,
+        *,
+        persons: bool = False,
+    ) -> None:
         self.collate, self.dataset, self.views = collate, dataset, views
+        self.persons = persons
         self.alone: CollateAlone | None = None  # for private steps
 
     def __call__(self, records: list[Any]) -> Any:
         """A batch of some records, or the placeholder; for a private step each record alone."""
         if self.alone is not None:
             return self.alone(records)
+        if self.persons:
+            records = [record for own in records for record in own]
         if records:
             batch = collate_apart(self.collate, records)
         else:  # only the shape of the record is used; what is no number becomes empty
@@ -198,9 +235,10 @@ class PrivateLoader(DataLoader[Any]):
         loader: DataLoader[Any],
         sampler: PoissonSampler,
         owner: "PrivateLoop",
+        length: int,
         views: int = 1,
     ) -> None:
-        self.length, self.plain = len(loader), loader
+        self.length, self.plain = length, loader
         self.owner, self.views = owner, views
         self.poisson = sampler
         options: dict[str, Any] = {}
@@ -209,11 +247,12 @@ class PrivateLoader(DataLoader[Any]):
                 "prefetch_factor": loader.prefetch_factor,
                 "persistent_workers": loader.persistent_workers,
             }
+        by_person = sampler.persons is not None
         super().__init__(
-            loader.dataset,
+            PersonData(loader.dataset) if by_person else loader.dataset,
             batch_sampler=sampler,
             num_workers=loader.num_workers,
-            collate_fn=Collate(loader.collate_fn, loader.dataset, views),
+            collate_fn=Collate(loader.collate_fn, loader.dataset, views, persons=by_person),
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
@@ -230,14 +269,22 @@ class PrivateLoader(DataLoader[Any]):
     def collate_alone(self) -> None:
         """Yield opaque batches from now on, for private steps."""
         own = cast(Collate, self.collate_fn)
-        own.alone = CollateAlone(own.collate, padding_of(own.collate), own.views)
+        own.alone = CollateAlone(
+            own.collate, padding_of(own.collate), own.views, persons=own.persons
+        )
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Any:
-        if cast(Collate, self.collate_fn).alone is None and not torch.is_grad_enabled():
-            return self._all_records()
+        if cast(Collate, self.collate_fn).alone is None:
+            if self.poisson.persons is not None:
+                raise StepError(
+                    "with groups, only a private step can tell whose records a batch holds; write "
+                    "the loss as engine.private_step, before the loop"
+                )
+            if not torch.is_grad_enabled():
+                return self._all_records()
         self.poisson.steps = self.owner.begin_epoch(self.length)
         return self._batches(super().__iter__())
 
@@ -267,6 +314,16 @@ class PrivateLoader(DataLoader[Any]):
             yield batch
 
 
+def _of_equal_size(units: list[Any], most: int) -> list[list[Any]]:
+    """The same tuples in lists of at most `most`, each list of tuples of one length."""
+    found: dict[int, list[Any]] = {}
+    for unit in units:
+        found.setdefault(len(unit), []).append(unit)
+    return [
+        same[start : start + most] for same in found.values() for start in range(0, len(same), most)
+    ]
+
+
 def plain_loader(loader: Any) -> Any:
     """The loader that a private one was made from: each engine draws batches of its own."""
     return loader.plain if isinstance(loader, PrivateLoader) else loader
@@ -277,7 +334,6 @@ class RecordReader:
 
     def __init__(self, loader: PrivateLoader, streams: Callable[[], Streams]) -> None:
         self._loader, self._streams = loader, streams
-        self.size = loader.poisson.size
 
     def blank(self) -> Any:
         """A batch of one record of zeros."""
@@ -285,7 +341,7 @@ class RecordReader:
 
     def _collate(self, *, views: bool) -> Collate:
         own = cast(Collate, self._loader.collate_fn)
-        return Collate(own.collate, own.dataset, own.views if views else 1)
+        return Collate(own.collate, own.dataset, own.views if views else 1, persons=own.persons)
 
     def read(
         self, step: int | Tensor, rate: float | None, *, views: bool, here: bool = False
@@ -294,18 +350,22 @@ class RecordReader:
 
         Each microbatch comes with its number of records; for none a record of zeros stands in. With
         `views` it has as many rows per record as in training. A small sample is read `here` and at
-        once, which takes less time than to start workers.
+        once, which takes less time than to start workers. Where persons are drawn, those of a
+        microbatch have the same number of rows, and it comes with the number of persons.
         """
         loader, streams = self._loader, self._streams()
-        drawn = torch.arange(self.size, device="cpu")
+        sampler, stream = loader.poisson, streams.at(step)[VAL_BATCH]
+        drawn = torch.arange(sampler.size, device="cpu")
         if rate is not None:
-            drawn = poisson_sample(self.size, rate, streams.at(step)[VAL_BATCH])
-        rows = streams.ranks.own(drawn).tolist()
+            drawn = poisson_sample(sampler.size, rate, stream)
+        units = sampler.units(drawn, stream)
         # all ranks make as many passes as the one with most records: some need each other's
         longest = max(1, -(-len(drawn) // streams.ranks.size))
-        usual = longest if here else math.ceil(loader.sample_rate * self.size)
-        most = loader.poisson.most or usual
-        parts = [rows[start : start + most] for start in range(0, longest, most)]
+        usual = longest if here else max(1, math.ceil(loader.sample_rate * sampler.size))
+        most = sampler.most or usual
+        parts = [units[start : start + most] for start in range(0, longest, most)]
+        if sampler.persons is not None:
+            parts = _of_equal_size(units, most) or [[]]
         collate, data = self._collate(views=views), cast(Any, loader.dataset)
         batches: Iterable[Any] = (collate([data[row] for row in part]) for part in parts)
         if not here:

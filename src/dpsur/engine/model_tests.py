@@ -91,10 +91,13 @@ class Evaluation:
         outputs, targets = map_tensors(lambda value: value.flatten(0, 1), (outputs, targets))
         return Evaluated(outputs, targets, losses.reshape(records))
 
-    def gradient_norms(self, batch: Any) -> Tensor:
-        """The norm of each record's gradient, as in training."""
+    def gradient_norms(self, batch: Any, rows_each: int | None = None) -> Tensor:
+        """The norm of each record's (or person's) gradient, as in training.
+
+        A record has a row for each view, a person one for each of their records.
+        """
         watcher = self.watcher
-        records, alone = self._alone(batch, watcher.views)
+        records, alone = self._alone(batch, rows_each or watcher.views)
 
         def loss(one: Any) -> Tensor:
             *_, found = self._of_one(one)
@@ -169,11 +172,7 @@ class ModelTests:
     evaluate: Evaluation
     reader: RecordReader
     event: Gaussian | SampledGaussian
-
-    @property
-    def records(self) -> int:
-        """The size of the data set."""
-        return self.reader.size
+    records: int  # the public size of the data set, or the number of persons
 
     @cached_property
     def classes(self) -> int:
@@ -187,7 +186,7 @@ class ModelTests:
         rate = self.event.sample_rate if isinstance(self.event, SampledGaussian) else None
         views = quantity == GRADIENT_NORM  # is measured as in training
         for count, batch in self.reader.read(draws.step, rate, views=views):
-            values = self._values(quantity, batch, state)
+            values = self._values(quantity, batch, state, max(1, count))
             if len(values) != max(1, count):
                 raise InvalidInputError(
                     "outputs or losses of the gate have another number of rows than their batch "
@@ -198,15 +197,20 @@ class ModelTests:
         assert total is not None
         return draws.ranks.sum(total)
 
-    def _values(self, quantity: str, batch: Any, state: State) -> Tensor:
-        """What the records of a microbatch add to a test: rows of L2 norm at most 1."""
+    def _values(self, quantity: str, batch: Any, state: State, units: int) -> Tensor:
+        """What the records or persons of a microbatch add to a test: rows of L2 norm at most 1.
+
+        Of a person, it is the mean over their records, or follows from their mean loss.
+        """
         if quantity == GRADIENT_NORM:
-            return bins_of(self.evaluate.gradient_norms(batch))
+            rows = next(len(value) for value in tensors_of(batch) if value.dim())
+            return bins_of(self.evaluate.gradient_norms(batch, rows // units))
         found = self.evaluate(batch)
+        losses = _unit_means(found.losses, units)
         if quantity == LOSS_SCALE:
-            return bins_of(found.losses.double().abs())
+            return bins_of(losses.double().abs())
         if quantity == SCORE:
-            return metrics_of(found.outputs, found.targets, found.losses)
+            return _unit_means(metrics_of(found.outputs, found.targets, found.losses), units)
         assert quantity == LOSS_DECREASE
         assert state.saved is not None
         assert state.memory is not None
@@ -214,10 +218,10 @@ class ModelTests:
         now = {name: value.detach().clone() for name, value in trained.items()}
         try:
             _write(trained, {name: state.saved[START][f"parameter {name}"] for name in trained})
-            before = self.evaluate(batch).losses
+            before = _unit_means(self.evaluate(batch).losses, units)
         finally:
             _write(trained, now)
-        return decreases_of(before, found.losses, state.memory["loss_scale"])
+        return decreases_of(before, losses, state.memory["loss_scale"])
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ class CandidateTest:
     """Compare the weights before and after an update on a fresh Poisson batch; a rule decides.
 
     `loss` gives the mean loss of a batch as the loader yields it. The means of microbatches count
-    by their records, those of all ranks together.
+    by their records or persons, those of all ranks together.
     """
 
     watcher: Watcher
@@ -284,6 +288,16 @@ class _Begun:
 
     batches: list[tuple[int, Any]]
     before: Tensor
+
+
+def _unit_means(values: Tensor, units: int) -> Tensor:
+    """Means over the rows of each unit, which are next to each other: one, or a person's records.
+
+    Rows that are not as many for each unit are left alone, and refused as another number of rows.
+    """
+    if len(values) == units or len(values) % units:
+        return values
+    return values.reshape(units, -1, *values.shape[1:]).mean(1)
 
 
 def _write(places: Mapping[str, Tensor], values: Params) -> None:

@@ -1,10 +1,10 @@
 """`PrivacyEngine`: makes a model, an optimizer and a data loader private, for a custom loop."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from dpsur.engine.loader import (
 )
 from dpsur.engine.optimizer import make_private_optimizer
 from dpsur.engine.procedure import FIRST_CLIP_NORM, Mechanism, make_procedure
-from dpsur.engine.setup import parameters_to_train, planned_steps, refuse_options, size_and_rate
+from dpsur.engine.setup import parameters_to_train, planned_steps, refuse_options, units_of
 from dpsur.engine.sharding import Sharding, is_sharded
 from dpsur.engine.steps import PrivateLoop
 from dpsur.engine.watch import Watcher
@@ -42,6 +42,8 @@ from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import (
     BY_CONSTRUCTION,
     CUSTOM_LOOP,
+    DECLARED_SIZE,
+    RECORDS_PER_PERSON,
     WAS_CHECKED,
     RunFacts,
     Statement,
@@ -127,6 +129,9 @@ class PrivacyEngine(PrivateLoop):
         accounting: str | None = None,
         augment: Augment | None = None,
         views: int = 1,
+        groups: Any = None,
+        records_per_person: int | None = None,
+        records: int | None = None,
         seed: int | None = None,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         """Make a model, its optimizer and its loader private; train with them as before.
@@ -168,6 +173,14 @@ class PrivacyEngine(PrivateLoop):
             augment: changes the inputs of the model at random, each record by itself, in training.
             views: so many views of a record are averaged inside its one clipped gradient. The
                 loader then yields every record so many times in a row, for `augment` to change.
+            groups: the person of each record, an array or a function of a record. The unit of
+                privacy is then one person with all of their records: persons are drawn for a batch,
+                `batch_size` counts them, and a private step gets the records of one person as one
+                batch, whose gradient is clipped once. It needs `engine.private_step`.
+            records_per_person: how many records of a person a step uses at most (default: 16),
+                drawn anew for each; a public number.
+            records: a public size of the data set (with groups: a number of persons), where the
+                true number is not public. Sampling rate, noise and delta follow from it alone.
             seed: makes batches and noise repeatable, and void against anyone who knows it.
         """
         refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
@@ -181,24 +194,28 @@ class PrivacyEngine(PrivateLoop):
                 "epsilons if they use the same records"
             )
         trained = parameters_to_train(module, optimizer, data_loader)
-        size, rate = size_and_rate(data_loader)
+        units = units_of(data_loader, groups, records_per_person, records)
+        size, rate = units.size, units.rate
         delta = min(1e-5, 0.1 / size) if target_delta is None else target_delta
-        steps = planned_steps(epochs, steps, data_loader)
+        steps = planned_steps(epochs, steps, units.length)
         mechanism = Mechanism(
             size, rate, max_grad_norm, steps, target_epsilon, delta, gate, metrics, accounting
         )
         self._ledger, self._mechanism = mechanism.account(noise_multiplier), mechanism
-        self._size, self._rate = size, rate
+        self._units, self._records = units, len(cast(Sized, data_loader.dataset))
         self._update = SampledGaussian(rate, noise_multiplier) if noise_multiplier else NonPrivate()
         device = next(iter(trained.values())).device
         if views > 1 and augment is None:
             raise InvalidInputError(f"views={views} needs augment=..., which makes them different")
+        if units.persons is not None and (views > 1 or is_sharded(module)):
+            what = f"views={views}" if views > 1 else "a model that fully_shard has sharded"
+            raise InvalidInputError(f"groups cannot be combined with {what}; leave one of them out")
         ranks = connect(device)
         ranks.check_same(
             {
                 "settings": f"{self._update} {mechanism.test()} {max_grad_norm} "
                 f"{self._ledger.describe()} {seed} {views} {getattr(gate, 'loss_clip', None)}",
-                "number of records": str(size),
+                "number of records": f"{units.held} of {self._records}",
                 "parameters": str([(name, value.shape) for name, value in trained.items()]),
             }
         )
@@ -212,10 +229,11 @@ class PrivacyEngine(PrivateLoop):
         self._watcher = Watcher(
             module, trained, clip_norm, loss_reduction, self, augment, views, sharding
         )
-        sampler = PoissonSampler(size, rate, lambda: self._batch_streams())
+        sampler = PoissonSampler(units.held, rate, lambda: self._batch_streams(), units.persons)
         if max_physical_batch_size is not None:
             checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
-            sampler.most = max_physical_batch_size
+            each = 1 if units.persons is None else units.persons.records_each
+            sampler.most = max(1, max_physical_batch_size // each)
         if sharding is None:
             watcher = self._watcher
             watcher.graphs = CallGraphs(
@@ -226,7 +244,7 @@ class PrivacyEngine(PrivateLoop):
                 lambda: watcher.max_grad_norm,
                 lambda: sampler.most,
             )
-        self._loader = PrivateLoader(data_loader, sampler, self, views)
+        self._loader = PrivateLoader(data_loader, sampler, self, units.length, views)
         if self._private_steps:
             self._loader.collate_alone()
         averages = gate.averages if isinstance(gate, BlockGate) else ()
@@ -262,6 +280,9 @@ class PrivacyEngine(PrivateLoop):
         gate: Gate | None = None,
         metrics: Metrics | None = None,
         accounting: str | None = None,
+        groups: Any = None,
+        records_per_person: int | None = None,
+        records: int | None = None,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         """Like `make_private`, with the least noise for which the training fits a budget.
@@ -270,13 +291,13 @@ class PrivacyEngine(PrivateLoop):
         """
         data_loader = plain_loader(data_loader)
         check_loader(data_loader)
-        planned = planned_steps(epochs, steps, data_loader)
+        units = units_of(data_loader, groups, records_per_person, records)
+        planned = planned_steps(epochs, steps, units.length)
         if planned is None:
             raise InvalidInputError("give epochs or steps: the noise depends on their number")
-        size, rate = size_and_rate(data_loader)
         noise, mechanism = Mechanism(
-            size,
-            rate,
+            units.size,
+            units.rate,
             max_grad_norm,
             planned,
             target_epsilon,
@@ -297,6 +318,9 @@ class PrivacyEngine(PrivateLoop):
             gate=mechanism.gate,
             metrics=mechanism.metrics,
             accounting=accounting,
+            groups=groups,
+            records_per_person=records_per_person,
+            records=records,
             **options,
         )
 
@@ -365,7 +389,8 @@ class PrivacyEngine(PrivateLoop):
                 "trial; continue until the loader ends, then state and save"
             )
         facts = RunFacts(
-            dataset_size=self._size,
+            dataset_size=self._units.size,
+            public=self._public(),
             method=CUSTOM_LOOP,
             settings=self._settings(plan),
             seeded=self._streams.seeded,
@@ -377,6 +402,12 @@ class PrivacyEngine(PrivateLoop):
             metrics=self.metrics if plan.tests else None,
         )
         return privacy_statement(plan, self.accountant.charged, facts)
+
+    def _public(self) -> dict[str, Any]:
+        """What was declared, as statements and checkpoints hold it."""
+        units = self._units
+        each = {} if units.persons is None else {RECORDS_PER_PERSON: units.persons.records_each}
+        return {**each, **({DECLARED_SIZE: True} if units.declared else {})}
 
     def _settings(self, plan: Plan) -> dict[str, Any]:
         """What `make_private` was given, with what it has chosen."""
@@ -394,7 +425,7 @@ class PrivacyEngine(PrivateLoop):
             "views": self._loader.views,
         }
         if isinstance(gate, LossGate | CoinGate):
-            settled = gate.resolve(self._size)
+            settled = gate.resolve(self._units.size)
             names = ["val_batch_size", "accept_ratio"]
             if isinstance(gate, LossGate):
                 names = ["val_batch_size", "val_noise_multiplier", "accept_threshold", "loss_clip"]
@@ -437,10 +468,11 @@ class PrivacyEngine(PrivateLoop):
         return {
             "format": FORMAT,
             "ledger": self.accountant.to_json(),
-            "sample_rate": self._rate,
+            "sample_rate": self._units.rate,
             "noise_multiplier": self.noise_multiplier,
             "max_grad_norm": self._mechanism.max_grad_norm,
-            "records": self._size,
+            "records": self._units.size,
+            **self._public(),
             "seed": self._seed,
             "independence": self.independence,
             "memory": None if held is None else dict(held.memory or {}),
@@ -464,11 +496,14 @@ class PrivacyEngine(PrivateLoop):
                 "a checkpoint, call make_private on a new PrivacyEngine first"
             )
         own = self.state_dict()
-        for name in ("sample_rate", "noise_multiplier", "max_grad_norm", "records", "seed"):
-            if own[name] != state[name]:
+        for name in (
+            *("sample_rate", "noise_multiplier", "max_grad_norm", "records", "seed"),
+            *(RECORDS_PER_PERSON, DECLARED_SIZE),
+        ):
+            if own.get(name) != state.get(name):
                 raise CheckpointError(
-                    f"the checkpoint was made with {name} {state[name]}, this engine has "
-                    f"{own[name]}; call make_private with the settings of the checkpoint"
+                    f"the checkpoint was made with {name} {state.get(name)}, this engine has "
+                    f"{own.get(name)}; call make_private with the settings of the checkpoint"
                 )
         ledger = Account.from_json(state["ledger"])
         if ledger.describe() != self.accountant.describe():

@@ -55,7 +55,10 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Group:
-    """Records of one shape: every tensor has them in front of what the collate function gives."""
+    """Records of one shape: every tensor has them in front of what the collate function gives.
+
+    With persons each is what it gives for the records of one of them.
+    """
 
     records: int
     batch: Any
@@ -106,18 +109,20 @@ class CollateAlone:
     """Collates each record alone and groups records of one shape.
 
     Texts are padded to the next of a few public lengths, each by its own length: `pad` gives the
-    value for each tensor that is padded in its last dimension, and `None` pads nothing.
+    value for each tensor that is padded in its last dimension, and `None` pads nothing. With
+    `persons` a list of records is collated for each of them, as one batch.
     """
 
     collate: Callable[[list[Any]], Any]
     pad: Mapping[str, float] | None = None
     views: int = 1
+    persons: bool = False
 
     def __call__(self, records: Sequence[Any]) -> PrivateBatch:
         """What the loader yields."""
         if not records:
             return PrivateBatch(())
-        if self.collate is default_collate and self.pad is None:
+        if self.collate is default_collate and self.pad is None and not self.persons:
             try:  # which joins each record's tensors as they are, or raises; all tensors or nothing
                 tensors = map_tensors(
                     lambda value: value.unsqueeze(1), default_collate(list(records))
@@ -127,7 +132,8 @@ class CollateAlone:
                 pass
         groups: dict[object, list[Any]] = {}
         for record in records:
-            alone = self._padded(_readable(self.collate([record])))
+            own = record if self.persons else [record]
+            alone = self._padded(_readable(self.collate(own)))
             groups.setdefault(_shape(alone), []).append(alone)
         return PrivateBatch(
             tuple(

@@ -216,10 +216,13 @@ def make_procedure(
         evaluation = Evaluation(watcher, criterion, gate.outputs, gate.losses)
         rule = _rule_of(gate, weights.optimizer, mechanism.max_grad_norm)
         weights.search_rates()
-        return RateSearchTraining(plan, updates, ModelTests(evaluation, reader, plan.test), rule)
+        return RateSearchTraining(
+            plan, updates, ModelTests(evaluation, reader, plan.test, mechanism.records), rule
+        )
     if metrics is not None:
         assert plan is not None
-        tests = ModelTests(Evaluation(watcher, criterion, metrics.outputs), reader, plan.test)
+        evaluation = Evaluation(watcher, criterion, metrics.outputs)
+        tests = ModelTests(evaluation, reader, plan.test, mechanism.records)
         return MeasuredTraining(plan, updates, tests, metrics.patience)
     if gate is None:
         return Selective(updates, AlwaysAccept(), in_place=True)

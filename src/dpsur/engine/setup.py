@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sized
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
@@ -14,6 +14,7 @@ from dpsur import checks
 from dpsur.engine.loader import check_loader
 from dpsur.engine.optimizer import check_optimizer
 from dpsur.errors import InvalidInputError, UnsupportedModelError
+from dpsur.functional.persons import DEFAULT_RECORDS, Groups, PersonRecords, number_persons
 from dpsur.per_example.model_check import layer_fault
 from dpsur.privacy.account import ACCOUNTING
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
@@ -103,18 +104,66 @@ def refuse_options(
     checks.one_of("grad_sample_mode", grad_sample_mode, ("hooks", "functorch", "ew", "ghost"))
 
 
-def size_and_rate(loader: DataLoader[Any]) -> tuple[int, float]:
-    """The number of records, and the probability with which each joins a batch."""
-    return len(cast(Sized, loader.dataset)), 1 / len(loader)
+@dataclass(frozen=True)
+class Units:
+    """What is sampled: the records of a data set, or the persons whom they belong to.
+
+    Attributes:
+        held: how many there are. Private, where a public number was declared.
+        size: how many there are by public knowledge; what is charged and divided by follows from
+            this number alone.
+        length: how many batches are as many.
+        persons: the records of each person; None where records are sampled.
+    """
+
+    held: int
+    size: int
+    length: int
+    persons: PersonRecords | None = None
+    declared: bool = False  # whether `size` was given by the user
+
+    @property
+    def rate(self) -> float:
+        """The probability with which each joins a batch."""
+        return 1 / self.length
 
 
-def planned_steps(epochs: int | None, steps: int | None, loader: DataLoader[Any]) -> int | None:
+def units_of(
+    loader: DataLoader[Any],
+    groups: Any = None,
+    records_per_person: int | None = None,
+    records: int | None = None,
+) -> Units:
+    """What batches of a loader are drawn from; its `batch_size` counts records, or persons."""
+    dataset = cast(Any, loader.dataset)
+    persons = None
+    if groups is not None:
+        if callable(groups):
+            groups = [groups(dataset[row]) for row in range(len(dataset))]
+        most = DEFAULT_RECORDS if records_per_person is None else records_per_person
+        persons = PersonRecords(Groups(number_persons(groups, len(dataset)), most))
+    elif records_per_person is not None:
+        raise InvalidInputError(
+            f"records_per_person {records_per_person} needs groups=..., which name the person of "
+            "each record"
+        )
+    held = len(dataset if persons is None else persons)
+    if records is None and persons is None:
+        return Units(held, held, len(loader))
+    size = held if records is None else checks.whole("records", records, 1)
+    share = -(-size // getattr(loader.sampler, "num_replicas", 1))
+    assert loader.batch_size is not None
+    whole = share // loader.batch_size if loader.drop_last else -(-share // loader.batch_size)
+    return Units(held, size, max(1, whole), persons, records is not None)
+
+
+def planned_steps(epochs: int | None, steps: int | None, length: int) -> int | None:
     """The number of steps that is fixed in advance, if any."""
     if epochs is not None and steps is not None:
         raise InvalidInputError("give epochs or steps, not both")
     if epochs is not None:
         checks.at_least_one("epochs", epochs)
-        return int(epochs) * len(loader)
+        return int(epochs) * length
     if steps is not None:
         checks.at_least_one("steps", steps)
     return steps

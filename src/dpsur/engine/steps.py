@@ -31,6 +31,7 @@ from dpsur.engine.private_step import (
     modules_of,
     opened,
 )
+from dpsur.engine.setup import Units
 from dpsur.engine.watch import Watcher
 from dpsur.engine.weights import ModuleWeights
 from dpsur.errors import (
@@ -71,8 +72,8 @@ class PrivateLoop:
     _weights: ModuleWeights
     _procedure: Procedure
     _update: SampledGaussian | NonPrivate
-    _rate: float
-    _size: int
+    _units: Units
+    _records: int
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -120,12 +121,12 @@ class PrivateLoop:
     @property
     def expected_batch_size(self) -> float:
         """What the sum of clipped gradients is divided by."""
-        return self._rate * self._size
+        return self._units.rate * self._units.size
 
     @property
     def _sample(self) -> tuple[int, float]:
         """The records that this rank draws from, and at which rate."""
-        return -(-self._size // self._streams.ranks.size), self._rate
+        return -(-self._units.size // self._streams.ranks.size), self._units.rate
 
     def _batch_streams(self) -> Streams:
         """Batches are drawn on the host."""
@@ -193,10 +194,11 @@ class PrivateLoop:
 
     def _check_size(self) -> None:
         now = len(cast(Sized, self._dataset))
-        if now != self._size:
+        if now != self._records:
             raise StepError(
-                f"the data set has {now} records, and had {self._size} in make_private: the sample "
-                "rate was fixed for those; make a new engine for another data set"
+                "the data set has another number of records than in make_private, for which the "
+                "sample rate was fixed; make a new engine for another data set",
+                private=f"{now} records, before {self._records}",
             )
 
     def yielded(self, batch: Microbatch, content: Any) -> None:
@@ -322,6 +324,11 @@ class PrivateLoop:
             if batch is not self._content:
                 raise StepError("a private step was given another batch than the latest one")
             found = batch
+        elif self._units.persons is not None:
+            raise StepError(
+                "with groups, a private step takes the batches of the private loader as they are: "
+                "only they tell whose records are whose"
+            )
         else:
             found, self._checked = opened(batch), True
             if found.records != max(1, due.rows):
@@ -390,7 +397,7 @@ class PrivateLoop:
         limit = step.max_physical_batch_size or self._loader.poisson.most
         for group in batch.to(device, non_blocking=True).groups:
             most = limit or group.records
-            split = limit if len(batch.groups) == 1 else (limit or self._size)
+            split = limit if len(batch.groups) == 1 else (limit or self._units.size)
             for start in range(0, group.records, most):
                 count = min(most, group.records - start)
                 some = slice(start, start + count)

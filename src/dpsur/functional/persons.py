@@ -8,7 +8,7 @@ row is then bounded for a person, whatever computes it.
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction, losses_one_by_one
 from dpsur.functional.records import Examples, StreamedExamples
 from dpsur.functional.tree import PersonRows, TensorTree, map_tensors, tensors_of
+
+if TYPE_CHECKING:
+    from dpsur.mechanism.streams import Stream
 
 # The key of the draws of a person's records: they are the same on every machine.
 KEY = b"dpsur-person/1"
@@ -152,6 +155,32 @@ class Persons:
         return Examples(
             PersonRows(inputs), PersonTargets(map_tensors(each, examples.targets), present)
         )
+
+
+class PersonRecords:
+    """The records of each person in a data set, of whom every step draws at most k anew.
+
+    Guarantee: whether and which records of a person are drawn is independent of other persons.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        checks.at_least_one("records_per_person", groups.records_each)
+        self.records_each, self.records = groups.records_each, len(groups.person)
+        counts = torch.bincount(groups.person, minlength=groups.count)
+        self._own = torch.split(torch.argsort(groups.person, stable=True), counts.tolist())
+        self._some_are_left_out = int(counts.max()) > self.records_each
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def draw(self, persons: Tensor, stream: "Stream") -> list[tuple[int, ...]]:
+        """The numbers of the records that some persons add, for each of them."""
+        own = [self._own[person] for person in persons.tolist()]
+        if self._some_are_left_out:
+            order = stream.uniform(self.records).cpu()
+            most = self.records_each
+            own = [rows[order[rows].argsort()[:most]] if len(rows) > most else rows for rows in own]
+        return [tuple(rows.tolist()) for rows in own]
 
 
 def choose_records(examples: Examples, groups: Groups) -> tuple[Examples, Persons]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dpsur.privacy.events import NoisyChoice, SampledGaussian
 from dpsur.privacy.statement import (
+    DECLARED_SIZE,
     RECORDS_PER_PERSON,
     format_epsilon,
     shown_settings,
@@ -44,7 +45,7 @@ def render_model_card(statement: Mapping[str, Any]) -> str:
     proved = "true" if guarantee["proved"] else "false"
     promised = {**guarantee, "proved": proved, "unit": statement["unit"]}
     tags = [*(("differential-privacy", "dp-sgd") if private else ()), statement["method"]]
-    declared = [*_public_rows(words, public), *_class_rows(words, public)]
+    declared = [*_public_rows(words, public, statement["method"]), *_class_rows(words, public)]
     results = _result_rows(words, statement)
     settings = [(f"`{name}`", _plain(v)) for name, v in shown_settings(statement).items()]
     return words(
@@ -131,7 +132,8 @@ def _assumptions(words: Words, statement: Mapping[str, Any]) -> str:
 
 def _guarantee_rows(words: Words, statement: Mapping[str, Any]) -> Rows:
     guarantee, figures = statement["guarantee"], statement["epsilon"]
-    size = words.rows(f"{unit_of(statement)} size", size=statement["dataset_size"])
+    kind = "size declared" if DECLARED_SIZE in statement["public"] else "size"
+    size = words.rows(f"{unit_of(statement)} {kind}", size=statement["dataset_size"])
     released = words.rows("released", released=", ".join(statement["released"]))
     if not _is_private(guarantee):
         return [*words.rows("no privacy", nothing=words["no guarantee"]), *size, *released]
@@ -139,7 +141,7 @@ def _guarantee_rows(words: Words, statement: Mapping[str, Any]) -> Rows:
     rows = words.rows("row definition", definition=guarantee["definition"])
     rows += words.rows("row unit", unit=statement["unit"])
     rows += words.rows("row adjacency", adjacency=statement["adjacency"])
-    rows += [*size, *_public_rows(words, statement["public"])]
+    rows += [*size, *_public_rows(words, statement["public"], statement["method"])]
     rows += words.rows(f"accounting {kind}", accounting=guarantee["accounting"])
     rows += words.rows("budget", **statement["budget"])
     for name in FIGURES:
@@ -150,7 +152,7 @@ def _guarantee_rows(words: Words, statement: Mapping[str, Any]) -> Rows:
     return [*rows, *released]
 
 
-def _public_rows(words: Words, public: Mapping[str, Any]) -> Rows:
+def _public_rows(words: Words, public: Mapping[str, Any], method: str) -> Rows:
     """What the user declared; it is not read off the records, and epsilon does not cover it."""
     rows: Rows = []
     if "classes" in public:
@@ -162,7 +164,9 @@ def _public_rows(words: Words, public: Mapping[str, Any]) -> Rows:
         sizes = " x ".join(map(str, shape))
         rows += words.rows("inputs", kind=public["inputs"]["kind"], sizes=sizes)
     if RECORDS_PER_PERSON in public:
-        rows += words.rows(RECORDS_PER_PERSON, most=public[RECORDS_PER_PERSON])
+        own = f"{RECORDS_PER_PERSON} {method}"
+        name = own if own in words else RECORDS_PER_PERSON
+        rows += words.rows(name, most=public[RECORDS_PER_PERSON])
     if "keep_fraction" in public:
         rows += words.rows("keep_fraction", fraction=public["keep_fraction"])
     if "schema" in public:

@@ -31,6 +31,8 @@ CUSTOM_LOOP: Final = "custom-loop"
 BY_CONSTRUCTION, WAS_CHECKED = "by construction", "checked"
 # The declared number of records of a person that a run may use: with it the unit is a person.
 RECORDS_PER_PERSON = "records_per_person"
+# Whether the size is one that the user declared, so that the true one need not be public.
+DECLARED_SIZE = "declared_size"
 RECORD, PERSON = "record", "person"
 # Settings of one gate, or of one optimizer, which the others do not read.
 _SETTINGS_OF = {
@@ -144,7 +146,7 @@ def privacy_statement(
         "budget": {"epsilon": plan.budget.epsilon, "delta": plan.budget.delta},
         "epsilon": figures,
         "unit": words[f"{unit} unit"],
-        "adjacency": words[f"{unit} adjacency"],
+        "adjacency": words[f"{unit} adjacency{' declared' * (DECLARED_SIZE in facts.public)}"],
         "dataset_size": facts.dataset_size,
         "public": dict(facts.public),
         "sampler": words[f"{unit} sampler"],

@@ -44,6 +44,7 @@ from dpsur.privacy.second_opinion import Opinion, statement_opinions
 from dpsur.privacy.statement import (
     BY_CONSTRUCTION,
     CUSTOM_LOOP,
+    DECLARED_SIZE,
     EARLIER,
     FORMAT,
     RECORDS_PER_PERSON,
@@ -95,7 +96,15 @@ STATISTICS = re.compile(r"features\.\d+\.(mean|deviation)")
 CENTRE = re.compile(r"features\.\d+\.centre")
 LEVELS = re.compile(r"features\.\d+\.levels")
 VERSION = re.compile(r"\d[\w.+!-]*|absent")
-PUBLIC = ("classes", "keep_fraction", "schema", "labels", "inputs", RECORDS_PER_PERSON)
+PUBLIC = (
+    "classes",
+    "keep_fraction",
+    "schema",
+    "labels",
+    "inputs",
+    RECORDS_PER_PERSON,
+    DECLARED_SIZE,
+)
 INPUTS = ("images", "texts")
 HELD_OUT = ("quantity", "value", "standard_error")
 METRIC = ("test", "after", "quantity", "learning_rate", "value", "scale", "standard_error")
@@ -342,6 +351,8 @@ def _check_declared(public: Mapping[str, Any]) -> None:
     for name in public:
         checks.one_of("what is public", name, PUBLIC)
     checks.whole(f"public.{RECORDS_PER_PERSON}", public.get(RECORDS_PER_PERSON, 1), 1)
+    if public.get(DECLARED_SIZE, True) is not True:
+        raise InvalidInputError(f"public.{DECLARED_SIZE} is {public[DECLARED_SIZE]!r}, not true")
     checks.whole("public.classes", public.get("classes", 2), 2)
     fraction = public.get("keep_fraction", 1.0)
     if type(fraction) not in (int, float) or not 0 < fraction <= 1:
