@@ -436,8 +436,8 @@ def test_noise_for_every_microbatch_is_noticed(monkeypatch):
 
     honest = Microbatch.__init__
 
-    def always_last(self, step, drawn, before, last):
-        honest(self, step, drawn if last else before, before, True)
+    def always_last(self, step, drawn, before, last, records):
+        honest(self, step, drawn if last else before, before, True, records)
 
     monkeypatch.setattr(Microbatch, "__init__", always_last)
     with pytest.raises((AssertionError, StepError)):

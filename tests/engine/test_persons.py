@@ -137,8 +137,8 @@ def a_person_adds_a_row_of_norm_one_to_a_test():
 def person_sampled_twice(monkeypatch):
     real = PersonRecords.draw
 
-    def twice(self, persons, stream):
-        return [(row,) for rows in real(self, persons, stream) for row in rows]
+    def twice(self, persons, uniform):
+        return [(row,) for rows in real(self, persons, uniform) for row in rows]
 
     monkeypatch.setattr(PersonRecords, "draw", twice)
 
@@ -193,7 +193,7 @@ class Drawn:
 
 def ranks_that_clip_apart(monkeypatch):
     def units(self, drawn, stream):
-        rows = [row for rows in self.persons.draw(drawn, stream) for row in rows]
+        rows = [row for rows in self.persons.draw(drawn, stream.uniform) for row in rows]
         return [(row,) for row in rows[stream.ranks.rank :: stream.ranks.size]]
 
     monkeypatch.setattr(PoissonSampler, "units", units)

@@ -43,6 +43,7 @@ class Microbatch:
     rows: int  # records of this microbatch; for none a record of zeros stands in
     before: int  # records in the microbatches before this one
     last: bool
+    records: tuple[Any, ...] = ()  # their numbers in the data set
 
     @property
     def first(self) -> bool:
@@ -156,7 +157,7 @@ class PoissonSampler(Sampler[list[Any]]):
     def units(self, drawn: Tensor, stream: Stream) -> list[Any]:
         """What this rank reads of a sample: records, or tuples of the records of a person."""
         own = stream.ranks.own(drawn)
-        return own.tolist() if self.persons is None else self.persons.draw(own, stream)
+        return own.tolist() if self.persons is None else self.persons.draw(own, stream.uniform)
 
     def __iter__(self) -> Iterator[list[Any]]:
         planned: deque[Microbatch] = deque()
@@ -170,7 +171,9 @@ class PoissonSampler(Sampler[list[Any]]):
             size = self.most or most
             for start in range(0, most, size):
                 part = rows[start : start + size]
-                planned.append(Microbatch(step, len(part), start, start + size >= most))
+                planned.append(
+                    Microbatch(step, len(part), start, start + size >= most, tuple(part))
+                )
                 yield part
 
     def __len__(self) -> int:

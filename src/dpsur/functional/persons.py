@@ -6,9 +6,9 @@ row is then bounded for a person, whatever computes it.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction, losses_one_by_one
 from dpsur.functional.records import Examples, StreamedExamples
 from dpsur.functional.tree import PersonRows, TensorTree, map_tensors, tensors_of
-
-if TYPE_CHECKING:
-    from dpsur.mechanism.streams import Stream
 
 # The key of the draws of a person's records: they are the same on every machine.
 KEY = b"dpsur-person/1"
@@ -173,11 +170,11 @@ class PersonRecords:
     def __len__(self) -> int:
         return len(self._own)
 
-    def draw(self, persons: Tensor, stream: "Stream") -> list[tuple[int, ...]]:
-        """The numbers of the records that some persons add, for each of them."""
+    def draw(self, persons: Tensor, uniform: Callable[[int], Tensor]) -> list[tuple[int, ...]]:
+        """The numbers of the records that some persons add, by so many uniform numbers."""
         own = [self._own[person] for person in persons.tolist()]
         if self._some_are_left_out:
-            order = stream.uniform(self.records).cpu()
+            order = uniform(self.records).cpu()
             most = self.records_each
             own = [rows[order[rows].argsort()[:most]] if len(rows) > most else rows for rows in own]
         return [tuple(rows.tolist()) for rows in own]
