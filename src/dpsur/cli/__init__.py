@@ -44,6 +44,7 @@ GROUPS = {
     },
     "check": {
         "verify": ("dpsur.cli.verify:set_up", "recompute a release's epsilon, check its weights"),
+        "sign": ("dpsur.cli.sign:set_up", "sign a release, so that later changes are noticed"),
         "audit": (
             "dpsur.cli.audit:set_up",
             "empirical lower bounds on epsilon",
