@@ -27,7 +27,7 @@ def train(folder: str, resume: bool, kill_after: int | None = None) -> None:
         method=dpsur.Dpsgd(updates=60, batch_size=100, learning_rate=1.0),
         out=folder,
         resume=resume,
-        pace=dpsur.Pace(checkpoint_every=10),
+        intervals=dpsur.Intervals(checkpoint_every=10),
         observers=[] if kill_after is None else [Kill(kill_after)],
     )
     print(f"finished: accuracy {run.scores['accuracy']:.1%}, release in {run.saved.name}/")

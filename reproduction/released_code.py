@@ -201,9 +201,9 @@ def with_stale_loss(procedure: Selective) -> Selective:
 class _Altered(Dpsur):
     """Algorithm 1 with parts replaced."""
 
-    def bind(self, problem: Problem, plan: Plan) -> Procedure:
+    def build(self, problem: Problem, plan: Plan) -> Procedure:
         """Compose Algorithm 1 and replace parts of it."""
-        procedure = super().bind(problem, plan)
+        procedure = super().build(problem, plan)
         assert isinstance(procedure, Selective)
         return self._altered(procedure)
 
@@ -224,7 +224,7 @@ class ReleasedCode(_Altered):
     name = "released-code"
     summary = "the authors' code as it runs (experiments only)"
 
-    def settle(
+    def resolve(
         self,
         dataset_size: int,
         budget: Budget,
@@ -233,7 +233,7 @@ class ReleasedCode(_Altered):
     ) -> tuple[Self, Plan]:
         """The paper's plan, and one update more. Clip bounds of statistics are not charged."""
         claimed = (Gaussian(STATISTICS_NOISE),) * 2 if setup else ()
-        settled, plan = super().settle(dataset_size, budget, accounting, claimed)
+        settled, plan = super().resolve(dataset_size, budget, accounting, claimed)
         assert plan.updates is not None
         return settled, replace(plan, phases=(replace(plan.phases[0], count=plan.updates + 1),))
 

@@ -63,7 +63,7 @@ class ReleasedDpagd(Method):
     loss_clip: float = option(3.0, "clip bound of a record's loss in the choice")
     val_noise_multiplier: float = option(1.5, "scale of the exponential noise of a choice")
 
-    def settle(
+    def resolve(
         self,
         dataset_size: int,
         budget: Budget,
@@ -80,7 +80,7 @@ class ReleasedDpagd(Method):
         free = Filter(2.0, 0.0)
         return self, ClaimedPlan(budget, accounting, phases, setup, filter=free)
 
-    def bind(self, problem: Problem, plan: Plan) -> Procedure:
+    def build(self, problem: Problem, plan: Plan) -> Procedure:
         """Tie the method to its data."""
         return ReleasedSteps(self, Sampler(problem), plan.typical)
 

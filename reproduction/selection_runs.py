@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpsur.config import Pace, RunConfig, Speed
+from dpsur.config import Intervals, Performance, RunConfig
 from dpsur.errors import BudgetError
 from dpsur.mechanism.block_tests import METRICS_NORM, class_metrics
 from dpsur.mechanism.blocks import RateSearchTraining
@@ -28,7 +28,7 @@ from dpsur.privacy.accountants.rdp import epsilon_at, sampled_gaussian_rdp
 from dpsur.privacy.budget import Budget
 from dpsur.runs.result import Run
 from dpsur.runs.session import Session
-from dpsur.runs.tasks import Records, build_task_session
+from dpsur.runs.tasks import TaskRecords, build_task_session
 from dpsur.runs.together import run_together
 from reproduction.base import Cell, Experiment, Options, Row
 from reproduction.dog import Dog
@@ -306,13 +306,13 @@ def _figures(session: Session, run: Run) -> Row:
     return found if metrics is None else {**found, "metrics": metrics}
 
 
-def records_of(config: Mapping[str, Any], device: str | None) -> Records:
+def records_of(config: Mapping[str, Any], device: str | None) -> TaskRecords:
     """The records of a case, on the device, the same for all its runs."""
     return _records(config["task"], config["features"], config["hold_out"], device)
 
 
 @cache
-def _records(task: str, features: str, hold_out: int, device: str | None) -> Records:
+def _records(task: str, features: str, hold_out: int, device: str | None) -> TaskRecords:
     return loaded_records(task, features, hold_out, device)
 
 
@@ -330,8 +330,8 @@ def _session(config: Mapping[str, Any], seed: int, device: str | None, **changes
         hold_out=config["hold_out"],
         seed=seed,
         device=device or "auto",
-        speed=Speed(tf32=config["tf32"], repeatable=False),
-        pace=Pace(checkpoint_every=BLOCK, evaluate_every=NEVER),
+        performance=Performance(tf32=config["tf32"], repeatable=False),
+        intervals=Intervals(checkpoint_every=BLOCK, evaluate_every=NEVER),
     )
     session = build_task_session(run, records)[0]
     if "variant" in config:  # of the rule, which is no option of the method
@@ -369,7 +369,7 @@ class _Same:
 
 @cache
 def _settled(same: _Same, size: int, epsilon: float) -> GradientMethod:
-    settled, _ = same.method.settle(size, Budget(epsilon, DELTA), "proven")
+    settled, _ = same.method.resolve(size, Budget(epsilon, DELTA), "proven")
     return settled
 
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from dpsur.config import Pace, RunConfig, Speed
+from dpsur.config import Intervals, Performance, RunConfig
 from dpsur.features import PRIVATE
 from dpsur.methods import Nonprivate
 from dpsur.privacy.budget import Budget
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.result import Run
 from dpsur.runs.session import Session
-from dpsur.runs.tasks import Records, build_task_session, held_out, load_records, with_features
+from dpsur.runs.tasks import TaskRecords, build_task_session, held_out, load_records, with_features
 from dpsur.runs.together import run_together
 from reproduction.arms import ARMS
 from reproduction.base import Cell, Experiment, Options, Row
@@ -165,8 +165,8 @@ def task_run(config: Mapping[str, Any], seed: int, device: str | None) -> RunCon
         hold_out=config["hold_out"],
         seed=seed,
         device=device or "auto",
-        speed=Speed(tf32=config["tf32"], repeatable=False),
-        pace=Pace(checkpoint_every=BLOCK, evaluate_every=NEVER),
+        performance=Performance(tf32=config["tf32"], repeatable=False),
+        intervals=Intervals(checkpoint_every=BLOCK, evaluate_every=NEVER),
     )
 
 
@@ -221,13 +221,15 @@ def is_of_memory(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _session(config: Mapping[str, Any], seed: int, device: str | None, records: Records) -> Session:
+def _session(
+    config: Mapping[str, Any], seed: int, device: str | None, records: TaskRecords
+) -> Session:
     session = build_task_session(task_run(config, seed, device), records)[0]
     if "evaluations" not in config:
         return session
     every = max(1, session.plan.length // config["evaluations"])
-    pace = Pace(checkpoint_every=CURVE_BLOCK, evaluate_every=every)
-    return replace(session, config=replace(session.config, pace=pace))
+    pace = Intervals(checkpoint_every=CURVE_BLOCK, evaluate_every=every)
+    return replace(session, config=replace(session.config, intervals=pace))
 
 
 def curve_of(run: Run) -> dict[str, list[float]]:
@@ -258,8 +260,8 @@ def _row(arm: str, session: Session, run: Run, seconds: float, together: int) ->
 
 
 @lru_cache(maxsize=1)
-def loaded_records(task: str, features: str, hold_out: int, device: str | None) -> Records:
-    """Records with their features, kept on the device for the next run on the same task."""
+def loaded_records(task: str, features: str, hold_out: int, device: str | None) -> TaskRecords:
+    """TaskRecords with their features, kept on the device for the next run on the same task."""
     chosen = choose_device(device or "auto")
     run = RunConfig(task, Nonprivate(), Budget(1.0, DELTA), "proven", features=features)
     records = with_features(run, load_records(run), chosen)

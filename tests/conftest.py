@@ -17,7 +17,7 @@ from torch import nn
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import NOISE, Stream, Streams
-from dpsur.privacy.calibration_cache import calibrated_afresh
+from dpsur.privacy.calibration_cache import ignore_cache
 from dpsur.runs import observers
 
 # One thread for each of the two processes that `make test` starts.
@@ -50,7 +50,7 @@ def same_initial_weights() -> None:
 @pytest.fixture(autouse=True)
 def fresh_calibration() -> Iterator[None]:
     """Tests change the accounting, which noise that was stored by another test knows nothing of."""
-    with calibrated_afresh():
+    with ignore_cache():
         yield
 
 

@@ -100,7 +100,7 @@ def settled(config: dict[str, Any]) -> Plan | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return METHODS[config["method"]](**config["options"]).settle(
+            return METHODS[config["method"]](**config["options"]).resolve(
                 config["size"],
                 Budget(*config["budget"]),
                 config["accounting"],

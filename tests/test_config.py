@@ -10,7 +10,7 @@ import pytest
 
 import dpsur
 from dpsur.cli.run_options import ALL_GROUPS, add_run_options, config_of, given_method_options
-from dpsur.config import Pace, RunConfig, Speed
+from dpsur.config import Intervals, Performance, RunConfig
 from dpsur.methods import METHODS
 from dpsur.options import declared, option
 from dpsur.privacy.budget import Budget
@@ -27,8 +27,8 @@ CONFIGS = [
         hide_rejections="constant",
         seed=3,
         network_seed=4,
-        pace=Pace(checkpoint_every=3, evaluate_every=9),
-        speed=Speed(capture=False, tf32=True, data_bytes=100),
+        intervals=Intervals(checkpoint_every=3, evaluate_every=9),
+        performance=Performance(capture=False, tf32=True, data_bytes=100),
     ),
     *(RunConfig(method=method()) for method in METHODS.values()),
 ]
@@ -70,7 +70,7 @@ def test_a_stored_value_of_another_type_is_refused_by_name(name):
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
-        ([], "not a table of options"),
+        ([], "must hold a JSON object"),
         ({"speling": 1}, "no option 'speling'"),
         ({"method": "magic"}, "no method 'magic'"),
         ({"method": 7}, "no method 7"),
@@ -125,8 +125,8 @@ def test_the_command_line_sets_options_of_the_parts():
     words = ["--epsilon", "2", "--checkpoint-every", "5", "--tf32", "--no-capture", "--seed", "1"]
     config = config_of(parse("--method", "dpsgd", *words))
     assert config.budget == Budget(2.0, 1e-5)
-    assert config.pace == Pace(checkpoint_every=5)
-    assert config.speed == Speed(tf32=True, capture=False)
+    assert config.intervals == Intervals(checkpoint_every=5)
+    assert config.performance == Performance(tf32=True, capture=False)
     assert (config.seed, config.method.name) == (1, "dpsgd")
     assert given_method_options(parse()) == {}
 
@@ -143,13 +143,19 @@ def test_every_option_for_the_command_line_is_on_it():
     ("changes", "message"),
     [
         ({"budget": 3.0}, "budget must be a dpsur.Budget, got 3.0; write dpsur.Budget"),
-        ({"pace": 3}, r"pace must be a dpsur.Pace, got 3; write dpsur.Pace\(\)"),
-        ({"speed": Speed}, "speed must be a dpsur.Speed, got the class Speed"),
+        (
+            {"intervals": 3},
+            r"intervals must be a dpsur.Intervals, got 3; write dpsur.Intervals\(\)",
+        ),
+        (
+            {"performance": Performance},
+            "performance must be a dpsur.Performance, got the class Performance",
+        ),
         ({"method": "dpsur"}, "method must be an instance of a method, got 'dpsur'"),
         ({"seed": 1.5}, "seed must be a whole number or None, got 1.5"),
         ({"seed": True}, "seed must be a whole number or None, got True"),
         ({"task": 3}, "task must be a string or None, got 3"),
-        ({"budget": Budget(math.inf, 1e-5)}, "epsilon inf is no budget that method dpsur"),
+        ({"budget": Budget(math.inf, 1e-5)}, "epsilon must be finite for method dpsur, got inf"),
         ({"sede": 3}, "unknown argument sede of RunConfig; did you mean seed"),
     ],
 )

@@ -57,7 +57,7 @@ def rejection_restores_everything():
     tried = Trial(SampledGaussian(0.2, 1.0), LossTest(0.2, 1.0, -math.inf))
     plan = repeated_plan(BUDGET, "every-trial", tried, 6)
     method = Dpsur(average_decay=0.9)
-    procedure = method.bind(Problem(small_model(), F.cross_entropy, blobs()), plan)
+    procedure = method.build(Problem(small_model(), F.cross_entropy, blobs()), plan)
     end = flatten(train(procedure, plan, Streams(0, CPU)).state)
     for name, value in flatten(procedure.initial_state()).items():
         assert torch.equal(value, end[name]), name
@@ -68,7 +68,7 @@ def both_losses_come_from_one_batch():
     tried = Trial(SampledGaussian(0.2, 1.0), LossTest(0.05, 1.0, 0.0))
     plan = repeated_plan(BUDGET, "every-trial", tried, 10)
     method = Dpsur(learning_rate=1e-30)
-    procedure = method.bind(Problem(small_model(), F.cross_entropy, blobs()), plan)
+    procedure = method.build(Problem(small_model(), F.cross_entropy, blobs()), plan)
     differences = []
     train(
         procedure,
@@ -97,7 +97,7 @@ def steps_in_records(rate=0.1, count=40, size=100, multiplier=1e-6):
     )
     plan = repeated_plan(BUDGET, "every-trial", Trial(SampledGaussian(rate, multiplier)), count)
     method = Dpsgd(learning_rate=1.0, momentum=0.0, schedule="constant", max_grad_norm=1.0)
-    procedure = method.bind(problem, plan)
+    procedure = method.build(problem, plan)
     weights = [0.0]
     end = train(
         procedure,
@@ -127,9 +127,9 @@ def an_empty_batch_is_a_trial_like_any_other():
 
 
 def the_budget_stops_training_before_it_is_overspent():
-    settled, plan = Dpsgd(noise_multiplier=6.0).settle(200, Budget(2.0, 1e-4), "every-trial")
+    settled, plan = Dpsgd(noise_multiplier=6.0).resolve(200, Budget(2.0, 1e-4), "every-trial")
     problem = Problem(small_model(), F.cross_entropy, blobs())
-    procedure = settled.bind(problem, plan)
+    procedure = settled.build(problem, plan)
     end = train(procedure, plan, Streams(0, CPU))
     assert spent("every-trial", end.ledger, 1e-4) <= 2.0
 
@@ -180,7 +180,7 @@ def training_and_test_batches_are_independent():
         tried = Trial(SampledGaussian(0.5, 1.0), LossTest(0.5, 1.0, 0.0))
         plan = repeated_plan(BUDGET, "every-trial", tried, 200)
         problem = Problem(small_model(), F.cross_entropy, blobs())
-        procedure = Dpsur(learning_rate=1e-3).bind(problem, plan)
+        procedure = Dpsur(learning_rate=1e-3).build(problem, plan)
         train(procedure, plan, Streams(0, CPU))
     together = sum(int((a & b).sum()) for a, b in zip(drawn[::2], drawn[1::2], strict=True))
     assert_frequency(together, 200 * 200, 0.25)
@@ -198,7 +198,7 @@ def host_batches_are_the_drawn_ones():
     plan = repeated_plan(BUDGET, "every-trial", Trial(SampledGaussian(0.1, 1.0), None), 24)
     ends = []
     for records in (blobs(), place(blobs(), CPU, limit=1)):
-        procedure = Dpsgd().bind(Problem(small_model(), F.cross_entropy, records), plan)
+        procedure = Dpsgd().build(Problem(small_model(), F.cross_entropy, records), plan)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sampling, "padded_size", lambda size, rate: 22)
             streams, first = Streams(0, CPU), start(procedure)

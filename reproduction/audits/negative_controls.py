@@ -68,7 +68,7 @@ def with_source(change: Callable[[DpGradient], GradientSource]) -> Bind:
     """The method with another source of gradients."""
 
     def bind(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
-        procedure = method.bind(problem, plan)
+        procedure = method.build(problem, plan)
         assert isinstance(procedure, Selective | RateSearchTraining)
         proposer = (
             procedure.updates if isinstance(procedure, RateSearchTraining) else procedure.proposer
@@ -88,7 +88,7 @@ def with_gate(change: Callable[[LossTestGate], LossTestGate]) -> Bind:
     """The method with another gate."""
 
     def bind(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
-        procedure = method.bind(problem, plan)
+        procedure = method.build(problem, plan)
         assert isinstance(procedure, Selective)
         assert isinstance(procedure.gate, LossTestGate)
         return replace(procedure, gate=change(procedure.gate))
@@ -215,7 +215,7 @@ def _as(kind: type[LossTestGate]) -> Callable[[LossTestGate], LossTestGate]:
 
 
 def _sound(method: GradientMethod, problem: Problem, plan: Plan) -> Procedure:
-    return method.bind(problem, plan)
+    return method.build(problem, plan)
 
 
 SOUND = Fault("none", _sound)

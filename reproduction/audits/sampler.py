@@ -141,7 +141,7 @@ def in_the_loop(unit: Unit, repetitions: int, seed: int, *, present: bool) -> Te
         loss_clip=setting.loss_clip,
     )
     streams = Streams(seed, torch.device("cpu"))
-    procedure = UnitsInTurn(method.bind(problem, plan), setting.updates)
+    procedure = UnitsInTurn(method.build(problem, plan), setting.updates)
 
     def run(repetition: int) -> Tensor:
         return train(procedure, plan, streams.spawn(repetition)).state.params["weight"]

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpsur.config import Pace
+from dpsur.config import Intervals
 from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.state import Verdict
 from dpsur.privacy.plan import Plan
@@ -107,9 +107,9 @@ def timed(rows: Sequence[Row], device: str) -> Row:
     records = loaded_records(config["task"], config["features"], config["hold_out"], device)
     clock = Clock()
     session = build_task_session(task_run(config, 0, device), records)[0]
-    pace = Pace(checkpoint_every=BLOCK, evaluate_every=NEVER)
+    pace = Intervals(checkpoint_every=BLOCK, evaluate_every=NEVER)
     with suppress(EnoughError):
-        execute(replace(session, config=replace(session.config, pace=pace)), observers=[clock])
+        execute(replace(session, config=replace(session.config, intervals=pace)), observers=[clock])
     assert clock.trials_timed, f"no trial was timed of {config}"
     a_trial = clock.seconds / clock.trials_timed
     made = sum(row["trials"] for row in rows)

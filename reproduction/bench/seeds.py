@@ -12,7 +12,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from dpsur.config import RunConfig, Speed
+from dpsur.config import Performance, RunConfig
 from dpsur.methods import Dpsur
 from dpsur.privacy.budget import Budget
 from dpsur.runs.build_session import build_session
@@ -38,7 +38,7 @@ def session(
         accounting="proven",
         seed=seed,
         device=device,
-        speed=Speed(capture=capture),
+        performance=Performance(capture=capture),
     )
     return build_session(config, network.model(torch.device("cpu")), data, loss=F.cross_entropy)
 

@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from dpsur.config import Speed
+from dpsur.config import Performance
 from dpsur.runs.fit import execute
 from dpsur.runs.tasks import build_task_session
 from reproduction.arms import ARMS
@@ -21,12 +21,12 @@ from reproduction.rows import provenance
 from reproduction.training import TrainingCell, device_name, task_run
 
 
-def timed(speed: Speed, device: str) -> dict[str, object]:
+def timed(performance: Performance, device: str) -> dict[str, object]:
     """One run and how long its parts took."""
     config = TrainingCell("mnist", ARMS["published"].name, 3, 0).config()
     run = task_run(config, 0, device)
     started = time.perf_counter()
-    session, _ = build_task_session(replace(run, speed=speed))
+    session, _ = build_task_session(replace(run, performance=performance))
     prepared = time.perf_counter()
     result = execute(session)
     ended = time.perf_counter()
@@ -34,7 +34,7 @@ def timed(speed: Speed, device: str) -> dict[str, object]:
     return {
         "experiment": "timed-run",
         "config": config,
-        "speed": asdict(speed),
+        "speed": asdict(performance),
         "seed": 0,
         "device": device_name(session.streams.device),
         "trials": result.private.ledger.trials,
@@ -51,8 +51,10 @@ def main() -> None:
     """Append a row for each way of running."""
     out, device = Path(sys.argv[1]), (sys.argv[2] if len(sys.argv) > 2 else "cuda")
     with out.open("a") as file:
-        timed(Speed(), device)  # once for nothing: kernels are compiled when they are first used
-        for speed in (Speed(), Speed(repeatable=False)):
+        timed(
+            Performance(), device
+        )  # once for nothing: kernels are compiled when they are first used
+        for speed in (Performance(), Performance(repeatable=False)):
             file.write(json.dumps(timed(speed, device)) + "\n")
 
 

@@ -22,8 +22,8 @@ from dpsur.attacks.roc import (
     low_rate_interval,
 )
 from dpsur.attacks.suite import ATTACKS, attack_target
-from dpsur.attacks.targets import PrivateTrainer, plain_trainer, pool_on, target_network
-from dpsur.config import Pace, RunConfig, Speed
+from dpsur.attacks.targets import PrivateTarget, plain_trainer, pool_on, target_network
+from dpsur.config import Intervals, Performance, RunConfig
 from dpsur.features import NONE
 from dpsur.methods import method_named
 from dpsur.presets import Preset, preset_named
@@ -218,10 +218,10 @@ def _trainer(config: dict[str, Any], device: torch.device) -> Trainer:
         features=preset.features,
         normalisation=preset.normalisation,
         network=preset.network,
-        speed=Speed(tf32=config["tf32"], repeatable=False),
-        pace=Pace(checkpoint_every=BLOCK, evaluate_every=NEVER),
+        performance=Performance(tf32=config["tf32"], repeatable=False),
+        intervals=Intervals(checkpoint_every=BLOCK, evaluate_every=NEVER),
     )
-    return PrivateTrainer(run, device, featured=True)
+    return PrivateTarget(run, device, featured=True)
 
 
 def summary(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:

@@ -112,7 +112,7 @@ def _run(config: dict[str, Any]) -> Row:
     records = make_records(config["records"], config["data_seed"])
     method, plan = _settled(config)
     problem = Problem(_model(config["start"]), F.mse_loss, records)
-    procedure = method.bind(problem, plan)
+    procedure = method.build(problem, plan)
     path = [config["start"]]
 
     def follow(progress: Progress, verdicts: Sequence[Verdict]) -> None:
@@ -182,7 +182,7 @@ def _settled(config: dict[str, Any]) -> tuple[Method, Plan]:
 
 @cache
 def _settle(method: Method, size: int, budget: Budget) -> tuple[Method, Plan]:
-    settled, plan = method.settle(size, budget, "proven")
+    settled, plan = method.resolve(size, budget, "proven")
     return settled, plan
 
 

@@ -49,11 +49,11 @@ def noise_of_dpis() -> tuple[float, float]:
     setup = InputFeatures(dpis.features, dpis.normalisation).setup
     batch, updates = dpis.options["batch_size"], dpis.options["updates"]
     size, budget = DATASET_SIZES["cifar10"], Budget(3, 1e-5)
-    plan: Any = METHODS["dpis"](**dpis.options).settle(size, budget, "proven", setup)[1]
+    plan: Any = METHODS["dpis"](**dpis.options).resolve(size, budget, "proven", setup)[1]
     plain = METHODS["dpsgd"](batch_size=batch, learning_rate=1.0, updates=updates)
     settled: Any
     typical: Any
-    settled, typical = plain.settle(size, budget, "proven", setup)
+    settled, typical = plain.resolve(size, budget, "proven", setup)
     kept: Any = filtered_plan(budget, "proven", typical.typical, updates=updates, setup=setup)
     # Releases of the norms take 2% of the allowance.
     price = (kept.left_after_setup() - 0.02 * kept.filter.allowance) / updates

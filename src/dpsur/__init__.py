@@ -28,7 +28,7 @@ TYPE_CHECKING = False  # importing `typing` for it would triple the time that th
 if TYPE_CHECKING:
     from typing import Any
 
-    from dpsur.config import Pace, Speed
+    from dpsur.config import Intervals, Performance
     from dpsur.engine.microbatches import BatchMemoryManager
     from dpsur.engine.privacy_engine import PrivacyEngine
     from dpsur.functional.model_loss import model_loss
@@ -85,7 +85,7 @@ _HOMES = {
     "Nonprivate": "dpsur.methods",
     "Number": "dpsur.tasks.columns",
     "Observer": "dpsur.runs.session",
-    "Pace": "dpsur.config",
+    "Intervals": "dpsur.config",
     "per_example_gradients": "dpsur.per_example.api",
     "poisson_batches": "dpsur.mechanism.api",
     "Predictor": "dpsur.runs.predictor",
@@ -96,7 +96,7 @@ _HOMES = {
     "SampledGaussian": "dpsur.privacy.events",
     "Schema": "dpsur.tasks.schema",
     "selective_epsilon": "dpsur.privacy.calibrate",
-    "Speed": "dpsur.config",
+    "Performance": "dpsur.config",
     "Statement": "dpsur.privacy.statement",
     "Text": "dpsur.tasks.columns",
     "Tracker": "dpsur.integrations.trackers",
@@ -133,6 +133,7 @@ __all__ = [
     "FileError",
     "Gaussian",
     "InterruptedRunError",
+    "Intervals",
     "InvalidInputError",
     "LossGate",
     "LossTest",
@@ -141,7 +142,7 @@ __all__ = [
     "NothingReleasedError",
     "Number",
     "Observer",
-    "Pace",
+    "Performance",
     "Predictor",
     "PrivacyEngine",
     "PrivacyWarning",
@@ -149,7 +150,6 @@ __all__ = [
     "Run",
     "SampledGaussian",
     "Schema",
-    "Speed",
     "Statement",
     "Text",
     "Tracker",

@@ -38,8 +38,8 @@ STEERING_ACCOUNTINGS = ("proven", "every-trial")
 
 
 @dataclass(frozen=True, repr=False)
-class Pace(checks.NamedArguments):
-    """How often things happen that cannot change the result: in trials, and in updates.
+class Intervals(checks.NamedArguments):
+    """How often to save checkpoints and to evaluate. The result does not depend on it.
 
     CUDA graphs make trials in blocks, and what is due comes when a block is done.
     """
@@ -78,8 +78,8 @@ def _is_worker_count(name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True, repr=False)
-class Speed(checks.NamedArguments):
-    """How fast things happen. None of it changes what is computed, except for rounding.
+class Performance(checks.NamedArguments):
+    """Performance options. They do not change the result beyond rounding.
 
     `capture` replays whole trials as a CUDA graph where that is possible. `tf32` lets matrix
     products and convolutions round their inputs to 10 bits, and False forbids it; without either
@@ -243,8 +243,8 @@ class RunConfig(checks.NamedArguments):
     )
     keep_fraction: float | None = option(
         None,
-        "train on about this fraction of the records, each kept or left out at random by its own "
-        "values; the fraction is public, and epsilon is that of the records that are kept",
+        "train on a random subset of about this fraction, by a keyed hash of each record; the "
+        "fraction is public, and epsilon covers the records that are kept",
         check=checks.sample_rate,
         metavar="F",
         group=WHAT,
@@ -298,13 +298,13 @@ class RunConfig(checks.NamedArguments):
     )
     network_seed: int | None = option(None, "of the initial weights", command_line=False)
     declared: Declared = NOTHING
-    pace: Pace = Pace()
-    speed: Speed = Speed()
+    intervals: Intervals = Intervals()
+    performance: Performance = Performance()
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
-        check_kind("pace", self.pace, Pace)
-        check_kind("speed", self.speed, Speed)
+        check_kind("intervals", self.intervals, Intervals)
+        check_kind("performance", self.performance, Performance)
         check_options(self)
         self._check_groups()
         if self.holdout is not None and isinstance(self.method, Nonprivate):
@@ -314,8 +314,8 @@ class RunConfig(checks.NamedArguments):
             )
         if math.isinf(self.budget.epsilon) and not isinstance(self.method, Nonprivate):
             raise InvalidInputError(
-                f"epsilon {self.budget.epsilon} is no budget that method {self.method.name} could "
-                f"be fitted to; give a finite one, or choose the method {Nonprivate.name}"
+                f"epsilon must be finite for method {self.method.name}, got {self.budget.epsilon}; "
+                f"to train without privacy use method {Nonprivate.name}"
             )
 
     def _check_groups(self) -> None:
@@ -376,7 +376,7 @@ class RunConfig(checks.NamedArguments):
     def from_json(cls, stored: Any) -> Self:
         """A config from what `to_json` wrote. Anything else is refused by name."""
         if not isinstance(stored, dict):
-            raise InvalidInputError("it is not a table of options")
+            raise InvalidInputError("it must hold a JSON object")
         values = dict(stored)
         name, options = values.pop("method", Dpsur.name), values.pop("options", {})
         if not isinstance(name, str) or name not in METHODS:

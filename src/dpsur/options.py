@@ -66,7 +66,7 @@ def option(
 
 @dataclass(frozen=True)
 class Option:
-    """A declared option. `part` is the field that holds it, such as `pace` for checkpoint_every."""
+    """A declared option. `part` is the field that holds it, such as `intervals`."""
 
     name: str
     kinds: tuple[type, ...]
@@ -192,7 +192,7 @@ def to_plain(owner: Any) -> dict[str, Any]:
 def from_plain(owner: type, values: Any) -> dict[str, Any]:
     """The values of options in a JSON file, which may hold anything; refuses by name."""
     if not isinstance(values, dict):
-        raise InvalidInputError("it is not a table of options")
+        raise InvalidInputError("it must hold a JSON object")
     known = {n: each for n, each in declared(owner).items() if each.field.metadata["stored"]}
     for name in values:
         if name not in known:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from dpsur.attacks.targets import PrivateTrainer, attacked_pool
+from dpsur.attacks.targets import PrivateTarget, attacked_pool
 from dpsur.cli import main
 from dpsur.config import RunConfig
 from dpsur.features import compute, features_named
@@ -97,8 +97,8 @@ def test_private_models_of_features_and_of_raw_inputs_agree():
     method = method_named("dpsgd")(batch_size=10)
     run = RunConfig(task.name, method, Budget(3.0, 1e-3), "proven", "scattering", max_updates=2)
     rows = [torch.arange(30), torch.arange(30, 60)]
-    raw = PrivateTrainer(run, cpu)(pool, rows, seed=1)
-    own = PrivateTrainer(run, cpu, featured=True)(features, rows, seed=1)
+    raw = PrivateTarget(run, cpu)(pool, rows, seed=1)
+    own = PrivateTarget(run, cpu, featured=True)(features, rows, seed=1)
     answers = raw.outputs(pool.inputs)
     assert torch.allclose(own.outputs(features.inputs), answers, atol=1e-4)
     assert not torch.allclose(answers[0], answers[1], atol=1e-2)

@@ -109,7 +109,7 @@ def test_calibrate_fills_in_what_auto_takes(capsys):
     words = ["calibrate", "--dataset-size", "20000", "--epsilon", "3", "--delta", "1e-5", "--json"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
-    _, plan = dpsur.Dpsgd(gate="block").settle(20000, Budget(3.0, 1e-5), "proven")
+    _, plan = dpsur.Dpsgd(gate="block").resolve(20000, Budget(3.0, 1e-5), "proven")
     assert found["noise_multiplier"] == plan.update.noise_multiplier
     assert found["batch_size"] == 1024
     status, _, printed = command(*words, "--val-batch-size", "64", capsys=capsys)

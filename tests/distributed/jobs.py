@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import dpsur
-from dpsur.config import Pace, RunConfig
+from dpsur.config import Intervals, RunConfig
 from dpsur.distributed import Ranks, Reduction, connect
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
@@ -58,7 +58,7 @@ def make_run(method, plan, count=61, dtype=torch.float64, device=CPU):
     )
     verdicts = []
     end = train(
-        method.bind(problem, plan),
+        method.build(problem, plan),
         plan,
         Streams(3, device, connect(device)),
         on_block=lambda _, found: verdicts.extend(bool(each.accept) for each in found),
@@ -82,7 +82,7 @@ def fit(method, *, count=61, seed=3, settings_by_rank=None, **settings):
             test_set=(inputs, targets),
             seed=seed,
             device="cpu",
-            pace=Pace(checkpoint_every=5),
+            intervals=Intervals(checkpoint_every=5),
             **settings,
         )
     return outcome(run) | {"scores": dict(run.scores or {}), "saved": run.saved}
@@ -257,7 +257,7 @@ def session_of(method, count=61):
         budget=BUDGET,
         seed=3,
         device="cpu",
-        pace=Pace(checkpoint_every=4),
+        intervals=Intervals(checkpoint_every=4),
     )
     return build_session(config, network(), (inputs, targets), loss=F.cross_entropy)
 

@@ -54,9 +54,9 @@ class Fit:
         budget = dpsur.Budget(500.0, DELTA)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", dpsur.PrivacyWarning)
-            settled, plan = method.settle(RECORDS, budget, accounting)
+            settled, plan = method.resolve(RECORDS, budget, accounting)
         problem = Problem(network(), F.cross_entropy, Examples(*records()))
-        self.procedure = settled.bind(problem, plan)
+        self.procedure = settled.build(problem, plan)
         self.loop = EagerLoop(self.procedure, plan, Streams(3, CPU), start(self.procedure))
         self.account = self.loop._account
 

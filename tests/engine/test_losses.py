@@ -124,7 +124,7 @@ def test_a_normaliser_that_changes_from_batch_to_batch_is_refused():
             loss.backward()
             optimizer.step()
 
-    with pytest.raises(StepError, match="other numbers than in the first batch"):
+    with pytest.raises(StepError, match="the loss scale differs from the first batch"):
         loop()
 
 
@@ -137,7 +137,7 @@ def test_a_factor_that_only_some_batches_have_is_refused():
             (2 * loss if number else loss).backward()
             optimizer.step()
 
-    with pytest.raises(StepError, match="other numbers than in the first batch"):
+    with pytest.raises(StepError, match="the loss scale differs from the first batch"):
         loop()
 
 
@@ -191,7 +191,7 @@ def test_numbers_that_come_from_the_batch_are_refused(loss, most):
             loss(model(x), y).backward()
             optimizer.step()
 
-    with pytest.raises(StepError, match="other numbers than in the first batch"):
+    with pytest.raises(StepError, match="the loss scale differs from the first batch"):
         loop()
 
 
@@ -323,7 +323,7 @@ def test_a_mean_over_the_length_of_the_longest_record_is_refused(name):
             LONGEST[name](engine, model(x), y).backward()
             optimizer.step()
 
-    with pytest.raises(StepError, match="other numbers than in the first batch"):
+    with pytest.raises(StepError, match="the loss scale differs from the first batch"):
         loop()
 
 

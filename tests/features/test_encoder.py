@@ -297,10 +297,10 @@ def fit(**changes):
 
 def test_a_run_resumes_and_its_release_takes_images(tmp_path, monkeypatch):
     straight = fit(out=tmp_path / "straight")
-    pace = dpsur.Pace(checkpoint_every=1)
+    pace = dpsur.Intervals(checkpoint_every=1)
     with pytest.raises(KeyboardInterrupt):
-        fit(out=tmp_path / "cut", pace=pace, observers=[StopAt(4)])
-    resumed = fit(out=tmp_path / "cut", pace=pace, resume=True)
+        fit(out=tmp_path / "cut", intervals=pace, observers=[StopAt(4)])
+    resumed = fit(out=tmp_path / "cut", intervals=pace, resume=True)
     for a, b in zip(
         straight.model.state_dict().values(), resumed.model.state_dict().values(), strict=True
     ):

@@ -12,7 +12,7 @@ from dpsur.functional.call import every_module, use_weights
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.per_example import GradientBudget, check_model, clipped_sum
-from dpsur.per_example.engine_choice import plan_for
+from dpsur.per_example.engine_choice import strategy_for
 from dpsur.per_example.record_function import Way
 
 
@@ -76,7 +76,7 @@ def test_weights_come_back_if_the_model_fails():
 
 
 def one_by_one(problem, params):
-    records = plan_for(problem, params, problem.train.inputs, GradientBudget()).records
+    records = strategy_for(problem, params, problem.train.inputs, GradientBudget()).records
     records.ways.update(dict.fromkeys(records.ways, Way.ALONE))
     clipped_sum(problem, params, problem.train, 0.1)
 

@@ -34,7 +34,7 @@ def run(*observers):
         budget=dpsur.Budget(epsilon=5.0, delta=1e-3),
         method=dpsur.Dpsur(),
         max_updates=4,
-        pace=dpsur.Pace(evaluate_every=2),
+        intervals=dpsur.Intervals(evaluate_every=2),
         observers=observers,
         seed=0,
     )

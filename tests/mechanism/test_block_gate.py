@@ -25,13 +25,13 @@ from dpsur.mechanism.rate_choice import (
     TOO_LOW,
     USEFUL,
     WEAK,
-    Block,
+    TriedRate,
     best_exponent,
     between,
-    judged,
+    classify,
     next_exponent,
 )
-from dpsur.mechanism.rate_search import RateSearch, Walk
+from dpsur.mechanism.rate_search import Displacement, RateSearch
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import NOISE, VAL_NOISE, Draws, Stream, Streams
 from dpsur.methods import Dpis, Dpsgd, Dpsur
@@ -59,14 +59,14 @@ def problem_of(records: Examples | None = None) -> Problem:
 
 @cache
 def settled(method: Dpsgd, size: int):
-    return method.settle(size, BUDGET, "proven")
+    return method.resolve(size, BUDGET, "proven")
 
 
 def bound(problem: Problem | None = None, settle=settled, **changes):
     """A gate and its plan."""
     problem = problem or problem_of()
     method, plan = settle(Dpsgd(**{**TESTED, **changes}), len(problem.train))
-    gate = method.bind(problem, plan)
+    gate = method.build(problem, plan)
     assert isinstance(gate, RateSearchTraining)
     return gate, plan
 
@@ -424,7 +424,7 @@ test_law_holds, test_mutant_is_killed = law_tests(MUTANTS)
 
 
 def useful(*pairs):
-    return [Block(exponent, value) for exponent, value in pairs]
+    return [TriedRate(exponent, value) for exponent, value in pairs]
 
 
 def test_the_neighbours_of_the_best_then_beside_or_beyond_it():
@@ -439,14 +439,14 @@ def test_the_neighbours_of_the_best_then_beside_or_beyond_it():
 
 
 def test_long_steps_while_no_rate_is_useful():
-    low, high = Block(3.0, 0.3, TOO_LOW), Block(3.0, -0.8, TOO_HIGH)
+    low, high = TriedRate(3.0, 0.3, TOO_LOW), TriedRate(3.0, -0.8, TOO_HIGH)
     assert next_exponent(3.0, [low]) == 6.0
     assert next_exponent(3.0, [high]) == 0.0
-    assert next_exponent(3.0, [low, Block(6.0, -0.9, TOO_HIGH)]) == 4.5
-    assert next_exponent(3.0, [low, Block(6.0, 0.1, USEFUL)]) == 4.5  # whatever its value
-    assert best_exponent([low, Block(6.0, 0.2, TOO_LOW)]) == 6.0
-    assert best_exponent([low, Block(6.0, -0.9, TOO_HIGH)]) == 3.0
-    assert best_exponent([high, Block(0.0, -0.9, TOO_HIGH)]) == -3.0
+    assert next_exponent(3.0, [low, TriedRate(6.0, -0.9, TOO_HIGH)]) == 4.5
+    assert next_exponent(3.0, [low, TriedRate(6.0, 0.1, USEFUL)]) == 4.5  # whatever its value
+    assert best_exponent([low, TriedRate(6.0, 0.2, TOO_LOW)]) == 6.0
+    assert best_exponent([low, TriedRate(6.0, -0.9, TOO_HIGH)]) == 3.0
+    assert best_exponent([high, TriedRate(0.0, -0.9, TOO_HIGH)]) == -3.0
 
 
 def test_a_block_is_judged_by_what_it_did_to_the_loss():
@@ -458,15 +458,15 @@ def test_a_block_is_judged_by_what_it_did_to_the_loss():
         (0.3, 0.6, WEAK),  # sure of itself, and right
         (-0.3, 0.9, TOO_HIGH),
     ):
-        assert judged(1.0, value, loss, 0.0, 0.5, 0.005).kind == kind
+        assert classify(1.0, value, loss, 0.0, 0.5, 0.005).kind == kind
 
 
 def test_a_weak_block_is_left_once_for_a_much_higher_rate():
-    weak = Block(3.0, 0.1, WEAK)
+    weak = TriedRate(3.0, 0.1, WEAK)
     assert next_exponent(3.0, [weak]) == 6.0
-    assert next_exponent(3.0, [weak, Block(6.0, 0.0, TOO_LOW)]) == 4.5
-    assert next_exponent(3.0, [weak, Block(6.0, -0.8, TOO_HIGH)]) == 4.5
-    assert next_exponent(3.0, [weak, Block(6.0, 0.6, USEFUL)]) == 4.5
+    assert next_exponent(3.0, [weak, TriedRate(6.0, 0.0, TOO_LOW)]) == 4.5
+    assert next_exponent(3.0, [weak, TriedRate(6.0, -0.8, TOO_HIGH)]) == 4.5
+    assert next_exponent(3.0, [weak, TriedRate(6.0, 0.6, USEFUL)]) == 4.5
 
 
 @pytest.mark.parametrize(("value", "used"), [(0.1, False), (0.9, True)])
@@ -486,10 +486,10 @@ def test_the_search_finds_the_top_from_anywhere():
 
     def tried_at(exponent):
         if exponent < 4:
-            return Block(exponent, 0.2, TOO_LOW)
+            return TriedRate(exponent, 0.2, TOO_LOW)
         if exponent > 10:
-            return Block(exponent, -0.9, TOO_HIGH)
-        return Block(exponent, 0.8 - 0.05 * (exponent - 7) ** 2)
+            return TriedRate(exponent, -0.9, TOO_HIGH)
+        return TriedRate(exponent, 0.8 - 0.05 * (exponent - 7) ** 2)
 
     for by_rule, given in product((-1.0, 3.0, 6.0, 9.0, 12.0), (-10.0, 0.0, 7.0, 14.0)):
         tried = []
@@ -516,7 +516,7 @@ def test_the_best_rate_is_the_top_of_a_parabola_within_half_a_step():
 
 
 def test_the_best_rate_at_an_end_is_not_led_by_what_was_too_high():
-    blocks = [Block(3.0, 0.5), Block(4.5, -0.6, TOO_HIGH), Block(6.0, -0.9, TOO_HIGH)]
+    blocks = [TriedRate(3.0, 0.5), TriedRate(4.5, -0.6, TOO_HIGH), TriedRate(6.0, -0.9, TOO_HIGH)]
     assert best_exponent(blocks) == 3.0
     assert best_exponent(useful((3.0, 0.5), (9.0, 0.1))) == 3.0
 
@@ -602,8 +602,8 @@ def test_without_a_head_start_where_blocks_are_useless(infinite, monkeypatch):
     gate, plan = bound(clip_norm="given")
     if infinite:
         monkeypatch.setattr(RateSearch, "standard_error", 1e-3)
-        far = Walk(math.nan, 51, 1.0, 20.0)
-        monkeypatch.setattr(RateSearchTraining, "_walk", lambda *_: far)
+        far = Displacement(math.nan, 51, 1.0, 20.0)
+        monkeypatch.setattr(RateSearchTraining, "_displacement", lambda *_: far)
     scripted(monkeypatch, [0.0, 0.3, 0.6, 0.2, 0.4, 0.7])
     state, first = last_start(gate, plan)
     assert torch.equal(state.params["0.weight"], first)
@@ -617,7 +617,11 @@ def test_the_last_rate_falls_with_its_length_where_noise_dominates(monkeypatch):
     for squares in (1e-12, 1e12):
         gate, plan = bound(clip_norm="given", updates=48)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RateSearchTraining, "_walk", lambda *_, s=squares: Walk(s, 51, 1.0, 20.0))
+            patch.setattr(
+                RateSearchTraining,
+                "_displacement",
+                lambda *_, s=squares: Displacement(s, 51, 1.0, 20.0),
+            )
             scripted(patch, values)
             rates[squares] = float(last_start(gate, plan)[0].memory["rate"])
     assert rates[1e12] / rates[1e-12] == pytest.approx(16**0.75)
@@ -634,7 +638,7 @@ def test_noise_with_momentum_has_the_share_of_a_simulated_walk():
     for made, noise in enumerate(draws):
         velocity = 0.9 * velocity + noise * 2.0 * gate.rule.max_grad_norm / 20
         way -= rate * (1 - made / 30) * velocity
-    walk = Walk(51 * float(np.square(way).mean()) * 4, 51, 2.0, 20.0)
+    walk = Displacement(51 * float(np.square(way).mean()) * 4, 51, 2.0, 20.0)
     found = gate.search._noise_share(memory, 0, lambda: walk)
     assert found == pytest.approx(1 / 4, rel=0.03)
 
@@ -704,8 +708,8 @@ def test_a_loss_without_classes():
 def test_it_finds_a_rate_and_learns():
     problem = Problem(small_model(), F.cross_entropy, blobs(2000))
     method = Dpsgd(gate="block", batch_size=200, updates=30, block_updates=20, momentum=0.0)
-    method, plan = method.settle(2000, BUDGET, "proven")
-    gate = method.bind(problem, plan)
+    method, plan = method.resolve(2000, BUDGET, "proven")
+    gate = method.build(problem, plan)
     end = train(gate, plan, Streams(0, CPU))
     outputs = problem.outputs(end.state.released_params, problem.train.inputs)
     assert float((outputs.argmax(1) == problem.train.targets).float().mean()) > 0.9
@@ -716,17 +720,17 @@ def test_it_finds_a_rate_and_learns():
 
 
 def test_defaults_by_rule():
-    method, plan = Dpsgd(gate="block", batch_size=4096, updates=600).settle(
+    method, plan = Dpsgd(gate="block", batch_size=4096, updates=600).resolve(
         50_000, Budget(1.0, 1e-5), "proven"
     )
     assert (method.blocks, method.block_updates) == (3, 40)
     assert plan.blocks == (0, 0, 40, 40, 40, 600)
     assert method.val_noise_multiplier == pytest.approx(54, abs=2)
-    plain, _ = Dpsgd(batch_size=4096, updates=720).settle(50_000, Budget(1.0, 1e-5), "proven")
+    plain, _ = Dpsgd(batch_size=4096, updates=720).resolve(50_000, Budget(1.0, 1e-5), "proven")
     assert method.noise_multiplier / plain.noise_multiplier == pytest.approx(1.015, abs=1e-3)
-    again, same = method.settle(50_000, Budget(1.0, 1e-5), "proven")
+    again, same = method.resolve(50_000, Budget(1.0, 1e-5), "proven")
     assert (again, same) == (method, plan)
-    assert Dpsgd(gate="block", updates=1000).settle(9000, BUDGET, "proven")[0].block_updates == 63
+    assert Dpsgd(gate="block", updates=1000).resolve(9000, BUDGET, "proven")[0].block_updates == 63
 
 
 @pytest.mark.parametrize(
@@ -755,9 +759,9 @@ def test_what_does_not_fit_is_refused(options, message):
 
 def test_where_it_is_not_built_it_is_refused():
     with pytest.raises(InvalidInputError, match="noise_multiplier 9 cannot be fixed with the gate"):
-        Dpis(gate="block", noise_multiplier=9.0).settle(SIZE, BUDGET, "proven")
+        Dpis(gate="block", noise_multiplier=9.0).resolve(SIZE, BUDGET, "proven")
     with pytest.raises(InvalidInputError, match="not covered by the published accounting"):
-        Dpsgd(**SHORT).settle(SIZE, BUDGET, "published")
+        Dpsgd(**SHORT).resolve(SIZE, BUDGET, "published")
 
 
 STEERED = {**TESTED, "refresh_every": 2, "norm_noise_multiplier": 9.0}
@@ -765,8 +769,8 @@ STEERED = {**TESTED, "refresh_every": 2, "norm_noise_multiplier": 9.0}
 
 def test_importance_sampling_releases_norms_at_the_start_of_every_block(monkeypatch):
     problem = problem_of()
-    method, plan = Dpis(**STEERED).settle(SIZE, BUDGET, "proven")
-    gate = method.bind(problem, plan)
+    method, plan = Dpis(**STEERED).resolve(SIZE, BUDGET, "proven")
+    gate = method.build(problem, plan)
     assert gate.padded() is None
     norm, releases = None, 0
     for progress in steps_of(gate, plan):
@@ -801,31 +805,31 @@ def test_the_smallest_sample_for_a_wanted_precision():
         smaller = 0.95 * rate
         left = error**2 - (1 - smaller) / (smaller * size)
         assert sampled_gaussian_rdp(smaller, smaller * size * left**0.5, 8) > 1.25 * cost[1]
-    method, plan = Dpsgd(gate="block", updates=100, test_error=0.02, batch_size=1000).settle(
+    method, plan = Dpsgd(gate="block", updates=100, test_error=0.02, batch_size=1000).resolve(
         200_000, BUDGET, "proven"
     )
     assert isinstance(plan.test, SampledGaussian)
     assert method.val_batch_size < 50_000
     assert method.test_error is None
-    again, same = method.settle(200_000, BUDGET, "proven")
+    again, same = method.resolve(200_000, BUDGET, "proven")
     assert (again, same) == (method, plan)
     with pytest.raises(InvalidInputError, match="100 records cannot give a standard error of 0.02"):
-        Dpsgd(gate="block", updates=9, test_error=0.02, val_batch_size=100).settle(
+        Dpsgd(gate="block", updates=9, test_error=0.02, val_batch_size=100).resolve(
             200_000, BUDGET, "proven"
         )
 
 
 def test_noise_that_does_not_fit_is_refused():
     with pytest.raises(BudgetError, match="spend epsilon"):
-        Dpsgd(**TESTED, noise_multiplier=0.8).settle(SIZE, BUDGET, "proven")
+        Dpsgd(**TESTED, noise_multiplier=0.8).resolve(SIZE, BUDGET, "proven")
     with pytest.raises(BudgetError, match="leave nothing of epsilon"):
-        Dpsgd(**SHORT, noise_multiplier=0.8).settle(SIZE, BUDGET, "proven")
+        Dpsgd(**SHORT, noise_multiplier=0.8).resolve(SIZE, BUDGET, "proven")
     with pytest.raises(BudgetError, match="7 tests of blocks spend epsilon 3 by themselves"):
-        Dpsgd(**SHORT, val_noise_multiplier=0.5).settle(SIZE, BUDGET, "proven")
+        Dpsgd(**SHORT, val_noise_multiplier=0.5).resolve(SIZE, BUDGET, "proven")
 
 
 def test_options_of_blocks_imply_the_gate():
-    method, plan = Dpsur(batch_size=20, updates=5, blocks=2, block_updates=2).settle(
+    method, plan = Dpsur(batch_size=20, updates=5, blocks=2, block_updates=2).resolve(
         SIZE, BUDGET, "every-trial"
     )
     assert method.gate == "block"

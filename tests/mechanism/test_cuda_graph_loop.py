@@ -7,7 +7,7 @@ from torch import nn
 from torch.func import functional_call
 
 import dpsur
-from dpsur.config import Pace, Speed
+from dpsur.config import Intervals, Performance
 from dpsur.functional.problem import Problem, mode
 from dpsur.functional.tree import flatten
 from dpsur.mechanism import cuda_graph_loop, sampling
@@ -27,8 +27,8 @@ ADAPTIVE = Dpagd(batch_size=20, val_batch_size=20, updates=10, step_sizes=3, rai
 
 def bound(method, seed=0, size=200, accounting="proven"):
     problem = Problem(small_model(), F.cross_entropy, blobs(size))
-    settled, plan = method.settle(size, BUDGET, accounting)
-    return settled.bind(problem, plan), plan
+    settled, plan = method.resolve(size, BUDGET, accounting)
+    return settled.build(problem, plan), plan
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_random_layers_are_seen_and_not_padded():
     assert draws_randomness(noisy, blobs())
     assert torch.equal(before, torch.get_rng_state())
     problem = Problem(noisy, F.cross_entropy, blobs())
-    settled, plan = Dpsgd(updates=3, noise_multiplier=20.0).settle(200, BUDGET, "proven")
-    assert settled.bind(problem, plan).padded() is None
+    settled, plan = Dpsgd(updates=3, noise_multiplier=20.0).resolve(200, BUDGET, "proven")
+    assert settled.build(problem, plan).padded() is None
 
 
 class Counted(CudaGraphLoop):
@@ -141,8 +141,8 @@ def test_parameters_without_numbers_and_of_two_types_are_captured():
 
     method = Dpsgd(updates=3, noise_multiplier=20.0, batch_size=20)
     problem = Problem(Mixed(), F.cross_entropy, blobs())
-    settled, plan = method.settle(200, BUDGET, "proven")
-    padded = settled.bind(problem, plan).padded()
+    settled, plan = method.resolve(200, BUDGET, "proven")
+    padded = settled.build(problem, plan).padded()
     before = start(padded)
     trials = CapturedTrial(padded, plan, before, Streams(0, CPU), 3)
     trials.run(3, before.ledger)
@@ -316,7 +316,7 @@ def fit(capture, method, **more):
         method=method,
         test_set=blobs(50, seed=2),
         device="cuda",
-        speed=Speed(capture=capture),
+        performance=Performance(capture=capture),
         seed=0,
         **more,
     )
@@ -354,7 +354,7 @@ def test_captured_steps_that_differ():
 @pytest.mark.gpu
 def test_captured_runs_resume_exactly(tmp_path):
     method = Dpsur(updates=60, noise_multiplier=40.0, accept_ratio=2.0)
-    whole = fit(True, method, out=tmp_path / "whole", pace=Pace(checkpoint_every=10))
+    whole = fit(True, method, out=tmp_path / "whole", intervals=Intervals(checkpoint_every=10))
 
     class Stop:
         def started(self, plan, progress):
@@ -368,8 +368,16 @@ def test_captured_runs_resume_exactly(tmp_path):
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fit(True, method, out=tmp_path / "b", pace=Pace(checkpoint_every=10), observers=[Stop()])
-    resumed = fit(True, method, out=tmp_path / "b", pace=Pace(checkpoint_every=10), resume=True)
+        fit(
+            True,
+            method,
+            out=tmp_path / "b",
+            intervals=Intervals(checkpoint_every=10),
+            observers=[Stop()],
+        )
+    resumed = fit(
+        True, method, out=tmp_path / "b", intervals=Intervals(checkpoint_every=10), resume=True
+    )
     assert resumed.private.ledger == whole.private.ledger
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name])
@@ -411,8 +419,8 @@ def test_a_model_that_moves_its_weights_is_refused():
     """Updates would be written to where the weights no longer are."""
     method = Dpsur(noise_multiplier=20.0, batch_size=20, updates=4, accept_ratio=1.5)
     problem = Problem(Wandering(), F.cross_entropy, blobs())
-    settled, plan = method.settle(200, BUDGET, "proven")
-    procedure = settled.bind(problem, plan)
+    settled, plan = method.resolve(200, BUDGET, "proven")
+    procedure = settled.build(problem, plan)
     with pytest.raises(dpsur.UnsupportedModelError, match="moves its weights"):
         in_blocks(procedure, plan, 4)
 
@@ -454,6 +462,6 @@ def test_a_recurrent_network_learns_when_captured(capture):
         model, (tokens, labels), budget=Budget(1e4, 1e-4), test_set=(tokens, labels),
         method=Dpsur(updates=60, batch_size=1000, noise_multiplier=0.6, optimizer="adam",
                      learning_rate=0.02, accept_ratio=1.5),
-        seed=0, device="cuda", speed=Speed(capture=capture),
+        seed=0, device="cuda", performance=Performance(capture=capture),
     )  # fmt: skip
     assert run.scores["accuracy"] > 0.8

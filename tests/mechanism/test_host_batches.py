@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 import dpsur
-from dpsur.config import Speed
+from dpsur.config import Performance
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples, HostExamples, place, stream
@@ -71,8 +71,8 @@ def on_host(kind):
 
 
 def bound(method, records):
-    settled, plan = method.settle(len(records), BUDGET, "proven")
-    return settled.bind(Problem(small_model(), F.cross_entropy, records), plan), plan
+    settled, plan = method.resolve(len(records), BUDGET, "proven")
+    return settled.build(Problem(small_model(), F.cross_entropy, records), plan), plan
 
 
 def captured(procedure, plan, block, progress=None):
@@ -193,14 +193,14 @@ def test_some_steps_are_read_ahead_while_a_trial_is_made():
     assert len(reader.sizes) == 1
     for step in (1, 2, 3):
         batches.load(step, 100)
-        batches.settle()
+        batches.resolve()
         assert len(reader.sizes) == step + SLOTS - 1
     # a step that is no trial is left out, and one that comes again is read again
     batches.load(5, 100)
-    batches.settle()
+    batches.resolve()
     assert len(reader.sizes) == 5 + SLOTS - 1
     batches.load(2, 2)
-    batches.settle()
+    batches.resolve()
     assert len(reader.sizes) == 5 + SLOTS
 
 
@@ -368,7 +368,7 @@ def fit(method, data, device="cuda", **speed):
     torch.manual_seed(0)
     return dpsur.fit(
         small_model(), data, budget=BUDGET, method=method, seed=0, device=device,
-        speed=Speed(**speed),
+        performance=Performance(**speed),
     )  # fmt: skip
 
 
@@ -404,7 +404,7 @@ def test_whole_runs_in_blocks_read_records_on_the_host(method, tmp_path, monkeyp
     runs = [fit(how, records, "cpu", data_bytes=1), fit(how, Rows(records), "cpu", workers=2)]
     options = {
         "budget": BUDGET, "method": how, "seed": 0, "device": "cpu", "out": tmp_path / "run",
-        "pace": dpsur.Pace(checkpoint_every=7), "speed": Speed(data_bytes=1),
+        "intervals": dpsur.Intervals(checkpoint_every=7), "performance": Performance(data_bytes=1),
     }  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         dpsur.fit(small_model(), records, observers=[StopAt(14)], **options)
@@ -464,7 +464,7 @@ def test_no_buffer_is_overwritten_while_it_is_read(method, monkeypatch):
             torch.manual_seed(0)
             run = dpsur.fit(
                 torch.nn.Linear(width, 2), records, budget=BUDGET, method=ON_CUDA[method], seed=0,
-                device="cuda", speed=Speed(data_bytes=limit),
+                device="cuda", performance=Performance(data_bytes=limit),
             )  # fmt: skip
             found.append(run)
         assert found[0].private.ledger == found[1].private.ledger

@@ -25,14 +25,14 @@ BUDGET = Budget(3.0, 1e-5)
 UPDATE = SampledGaussian(0.2, 1.5)
 
 
-def plan_for(threshold=None, trials=12, updates=None, accounting="every-trial", rate=0.2):
+def strategy_for(threshold=None, trials=12, updates=None, accounting="every-trial", rate=0.2):
     test = None if threshold is None else LossTest(rate, 1.0, threshold)
     return repeated_plan(BUDGET, accounting, Trial(UPDATE, test), trials, updates)
 
 
 def end_of(method, plan, seed=0, on_trial=lambda *_: None):
     problem = Problem(small_model(), F.cross_entropy, blobs())
-    procedure = method.bind(problem, plan)
+    procedure = method.build(problem, plan)
     return train(
         procedure,
         plan,
@@ -54,15 +54,15 @@ def options(request):
 
 
 def test_an_always_open_gate_is_dpsgd_bit_for_bit(options):
-    open_gate = end_of(Dpsur(**options), plan_for(math.inf))
-    plain = end_of(Dpsgd(**options), plan_for())
+    open_gate = end_of(Dpsur(**options), strategy_for(math.inf))
+    plain = end_of(Dpsgd(**options), strategy_for())
     assert_same(open_gate.state, plain.state)
     assert open_gate.ledger.updates == 12
 
 
 def test_a_never_open_gate_leaves_the_initial_state_bit_for_bit(options):
-    method, plan = Dpsur(**options), plan_for(-math.inf)
-    procedure = method.bind(Problem(small_model(), F.cross_entropy, blobs()), plan)
+    method, plan = Dpsur(**options), strategy_for(-math.inf)
+    procedure = method.build(Problem(small_model(), F.cross_entropy, blobs()), plan)
     shut = train(procedure, plan, Streams(0, CPU))
     assert_same(shut.state, procedure.initial_state())
     assert (shut.ledger.trials, shut.ledger.updates) == (12, 0)
@@ -71,8 +71,8 @@ def test_a_never_open_gate_leaves_the_initial_state_bit_for_bit(options):
 def test_a_rejected_draw_is_not_repeated():
     seen = []
     problem = Problem(small_model(), F.cross_entropy, blobs())
-    plan = plan_for(-math.inf)
-    procedure = Dpsur().bind(problem, plan)
+    plan = strategy_for(-math.inf)
+    procedure = Dpsur().build(problem, plan)
     state = procedure.initial_state()
     streams = Streams(0, CPU)
     for step in range(1, 5):
@@ -86,7 +86,7 @@ def test_accepted_trials_alone_make_the_result():
     accepted = []
     end = end_of(
         Dpsur(learning_rate=0.5),
-        plan_for(0.0, trials=30),
+        strategy_for(0.0, trials=30),
         on_trial=lambda progress, verdict: accepted.append((bool(verdict.accept), progress.state)),
     )
     assert 0 < sum(flag for flag, _ in accepted) < 30
@@ -103,7 +103,7 @@ def test_without_noise_and_clipping_it_is_torch_optim():
     model, data = small_model(), blobs()
     plan = repeated_plan(BUDGET, "every-trial", Trial(SampledGaussian(1.0, 1e-9)), 20)
     method = Dpsgd(learning_rate=0.3, momentum=0.9, schedule="linear", max_grad_norm=100.0)
-    procedure = method.bind(Problem(model, F.cross_entropy, data), plan)
+    procedure = method.build(Problem(model, F.cross_entropy, data), plan)
     ours = train(procedure, plan, Streams(0, CPU)).state.params
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 20)
@@ -120,7 +120,7 @@ def test_schedules_follow_trials_where_trials_are_charged_and_updates_elsewhere(
     def positions(plan):
         seen = []
         problem = Problem(small_model(), F.cross_entropy, blobs())
-        procedure = Dpsur().bind(problem, plan)
+        procedure = Dpsur().build(problem, plan)
         propose = procedure.propose
 
         class Watched(Selective):
@@ -132,21 +132,21 @@ def test_schedules_follow_trials_where_trials_are_charged_and_updates_elsewhere(
         train(procedure, plan, Streams(0, CPU))
         return seen
 
-    by_trial = positions(plan_for(0.0, trials=15))
+    by_trial = positions(strategy_for(0.0, trials=15))
     assert [position for position, _ in by_trial] == list(range(15))
-    by_update = positions(plan_for(0.0, trials=500, updates=8, accounting="published"))
+    by_update = positions(strategy_for(0.0, trials=500, updates=8, accounting="published"))
     assert all(position == updates for position, updates in by_update)
     assert len(by_update) > 8
 
 
 def test_exactly_the_planned_updates_are_kept():
-    end = end_of(Dpsur(), plan_for(0.0, trials=500, updates=8, accounting="published"))
+    end = end_of(Dpsur(), strategy_for(0.0, trials=500, updates=8, accounting="published"))
     assert end.ledger.updates == 8
 
 
 def test_the_cap_releases_nothing():
     with pytest.raises(NothingReleasedError, match="cap of 20 trials"):
-        end_of(Dpsur(), plan_for(-math.inf, trials=20, updates=5, accounting="published"))
+        end_of(Dpsur(), strategy_for(-math.inf, trials=20, updates=5, accounting="published"))
 
 
 @pytest.mark.parametrize("accounting", ["every-trial", "published", "proven"])
@@ -154,8 +154,8 @@ def test_the_cap_releases_nothing():
 def test_spends_at_most_the_budget_and_one_more_would_not_fit(method, accounting):
     problem = Problem(small_model(), F.cross_entropy, blobs())
     budget = Budget(2.0, 1e-4)
-    settled, plan = method.settle(len(problem.train), budget, accounting)
-    procedure = settled.bind(problem, plan)
+    settled, plan = method.resolve(len(problem.train), budget, accounting)
+    procedure = settled.build(problem, plan)
     end = train(procedure, plan, Streams(0, CPU))
     counting = accounting_named(accounting)
     whole = spent(counting.name, end.ledger, budget.delta)
@@ -164,8 +164,8 @@ def test_spends_at_most_the_budget_and_one_more_would_not_fit(method, accounting
 
 
 def test_training_resumes_from_any_progress():
-    plan = plan_for(0.0, trials=20)
-    procedure = Dpsur().bind(Problem(small_model(), F.cross_entropy, blobs()), plan)
+    plan = strategy_for(0.0, trials=20)
+    procedure = Dpsur().build(Problem(small_model(), F.cross_entropy, blobs()), plan)
     saved = []
     expected = train(
         procedure, plan, Streams(0, CPU), on_block=lambda progress, _: saved.append(progress)
@@ -199,9 +199,9 @@ def test_a_nan_in_the_candidate_does_not_leak_through_a_rejection():
 
 
 def test_kept_momentum_keeps_the_optimizer_and_nothing_else():
-    plan = replace(plan_for(-math.inf), on_reject=KEEP_MOMENTUM)
+    plan = replace(strategy_for(-math.inf), on_reject=KEEP_MOMENTUM)
     problem = Problem(small_model(), F.cross_entropy, blobs())
-    procedure = Dpsur(average_decay=0.9).bind(problem, plan)
+    procedure = Dpsur(average_decay=0.9).build(problem, plan)
     end, initial = train(procedure, plan, Streams(0, CPU)).state, procedure.initial_state()
     assert_same(end.params, initial.params)
     assert_same(end.average, initial.average)

@@ -68,8 +68,8 @@ def bound(method, model=None, size=64):
         torch.randn(size, 8, generator=generator), torch.randint(4, (size,), generator=generator)
     )
     problem = Problem(model, F.cross_entropy, train)
-    settled, plan = method.settle(size, BUDGET, "proven")
-    return settled.bind(problem, plan), plan
+    settled, plan = method.resolve(size, BUDGET, "proven")
+    return settled.build(problem, plan), plan
 
 
 def copies(step, procedure):
@@ -133,8 +133,8 @@ def test_a_model_without_its_weights_is_trained_all_the_same():
         original = wide_model() if drop else None
         records = Examples(torch.ones(64, 8), torch.zeros(64).long())
         problem = Problem(model, F.cross_entropy, records, original=original)
-        settled, plan = method.settle(64, BUDGET, "proven")
-        procedure = settled.bind(problem, plan)
+        settled, plan = method.resolve(64, BUDGET, "proven")
+        procedure = settled.build(problem, plan)
         if drop:
             drop_weights(model)
             assert model(torch.ones(1, 8)).isnan().all()  # nobody gets a result from it unnoticed
@@ -152,8 +152,8 @@ def test_updates_in_place_have_the_bits_of_candidates(optimizer, average, most, 
     method = Dpsgd(updates=5, noise_multiplier=20.0, batch_size=20, optimizer=optimizer,
                    average_decay=average, learning_rate=0.05)  # fmt: skip
     problem = Problem(small_model(), F.cross_entropy, blobs())
-    settled, plan = method.settle(200, BUDGET, "proven")
-    procedure = settled.bind(problem, plan)
+    settled, plan = method.resolve(200, BUDGET, "proven")
+    procedure = settled.build(problem, plan)
     assert updates_in_place(procedure)
     one = start(procedure)
     two = own(one, owned=False)

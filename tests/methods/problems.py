@@ -94,7 +94,7 @@ def fit(method: Method, accounting: str = "proven", **more: Any) -> dpsur.Run:
 @cache
 def settled(method: Method, size: int, accounting: str) -> tuple[Method, Any]:
     """A method and its plan; searching for the noise is what takes time in a tiny problem."""
-    return method.settle(size, BUDGET, accounting)
+    return method.resolve(size, BUDGET, accounting)
 
 
 def bound(
@@ -103,7 +103,7 @@ def bound(
     """A procedure and its plan."""
     problem = problem or Problem(small_model(), F.cross_entropy, blobs(SIZE))
     method, plan = settled(method, len(problem.train), accounting)
-    return method.bind(problem, plan), plan
+    return method.build(problem, plan), plan
 
 
 def weights(run: dpsur.Run) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import dpsur
-from dpsur.config import Pace, RunConfig
+from dpsur.config import Intervals, RunConfig
 from dpsur.methods import METHODS
 from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.runs.build_session import build_session
@@ -33,7 +33,7 @@ from tests.methods.problems import (
 ADAPTIVE = ("dpis", "dpagd")
 FILTERED = ("dpagd",)
 CASES = [(name, accounting) for name in METHODS for accounting in PROVED]
-OFTEN = Pace(checkpoint_every=2)
+OFTEN = Intervals(checkpoint_every=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,7 +52,7 @@ def finished(tmp_path_factory):
         if (name, accounting) not in known:
             folder = tmp_path_factory.mktemp("run") / "out"
             known[name, accounting] = (
-                fit(method_of(name, accounting), accounting, out=folder, pace=OFTEN),
+                fit(method_of(name, accounting), accounting, out=folder, intervals=OFTEN),
                 folder,
             )
         return known[name, accounting]
@@ -135,9 +135,9 @@ def test_it_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
     method = method_of(name, accounting)
     stop = StopAt(min(5, run.private.ledger.trials - 1))
     with pytest.raises(KeyboardInterrupt):
-        fit(method, accounting, out=tmp_path / "run", pace=OFTEN, observers=[stop])
+        fit(method, accounting, out=tmp_path / "run", intervals=OFTEN, observers=[stop])
     assert not (tmp_path / "run" / "release").exists()
-    resumed = fit(method, accounting, out=tmp_path / "run", pace=OFTEN, resume=True)
+    resumed = fit(method, accounting, out=tmp_path / "run", intervals=OFTEN, resume=True)
     assert torch.equal(weights(run), weights(resumed))
     assert run.private.ledger == resumed.private.ledger
     last, same = (load_file(f / "private" / FILE_NAME) for f in (whole, tmp_path / "run"))
@@ -176,7 +176,7 @@ def test_an_odd_limit_is_refused(most):
 def test_an_adaptive_method_is_not_covered_by_the_paper(name):
     message = "steers itself by released values is not covered by the published accounting; use pr"
     with pytest.raises(dpsur.InvalidInputError, match=message):
-        method_of(name, "proven").settle(SIZE, BUDGET, "published")
+        method_of(name, "proven").resolve(SIZE, BUDGET, "published")
 
 
 @pytest.mark.parametrize("name", FILTERED)

@@ -455,8 +455,8 @@ def test_layers_that_draw_have_a_stream_of_their_own(monkeypatch):
     inputs = torch.randn(SIZE, 2, generator=torch.Generator().manual_seed(0))
     train_set = Examples(inputs, torch.arange(SIZE) % 3)
     problem = Problem(model, nn.functional.cross_entropy, train_set)
-    settled, plan = METHOD.settle(SIZE, bound(METHOD)[1].budget, "proven")
-    procedure = settled.bind(problem, plan)
+    settled, plan = METHOD.resolve(SIZE, bound(METHOD)[1].budget, "proven")
+    procedure = settled.build(problem, plan)
     assert procedure.padded() is None  # a replay would repeat their draws
     seeds = []
     real = Streams.seed_for
@@ -469,12 +469,12 @@ def test_layers_that_draw_have_a_stream_of_their_own(monkeypatch):
 
 def test_the_price_is_shared_as_stated():
     """A fifth of a trial's price is the choice's, and six trials use the allowance up."""
-    settled, plan = METHOD.settle(SIZE, bound(METHOD)[1].budget, "proven")
+    settled, plan = METHOD.resolve(SIZE, bound(METHOD)[1].budget, "proven")
     choice = NoisyChoice(1.0, settled.choice_epsilon)
     price = plan.filter.allowance / 6
     assert event_divergence(choice, plan.filter.order) == pytest.approx(0.2 * price, rel=1e-6)
     assert 0.999 * price <= event_divergence(plan.typical, plan.filter.order) <= price
-    given, _ = replace(METHOD, choice_epsilon=0.1).settle(SIZE, plan.budget, "proven")
+    given, _ = replace(METHOD, choice_epsilon=0.1).resolve(SIZE, plan.budget, "proven")
     assert given.choice_epsilon == 0.1
 
 
@@ -498,4 +498,4 @@ def test_bad_options(options, message):
 @pytest.mark.parametrize("name", ["batch_size", "val_batch_size"])
 def test_a_batch_larger_than_the_data(name):
     with pytest.raises(InvalidInputError, match=f"{name} 61 is larger than the data set of 60"):
-        Dpagd(**{name: 61}).settle(SIZE, bound(METHOD)[1].budget, "proven")
+        Dpagd(**{name: 61}).resolve(SIZE, bound(METHOD)[1].budget, "proven")

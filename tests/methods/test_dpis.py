@@ -23,7 +23,7 @@ from dpsur.methods import Dpis
 from dpsur.methods.dpis import ImportanceGradient, price_of_an_update
 from dpsur.per_example import GradientBudget, clipped_norms, clipped_sum
 from dpsur.per_example import contributions as factors
-from dpsur.per_example.engine_choice import plan_for
+from dpsur.per_example.engine_choice import strategy_for
 from dpsur.per_example.record_function import Way
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.budget import Budget
@@ -178,7 +178,7 @@ def an_update_behind_a_gate_costs_its_price():
     """Whatever sum was released, the update that follows fits its share of the allowance."""
     problem = known_gradients(spread=0.5)
     method, plan = settled(Dpis(**GATED), SIZE, "every-trial")
-    steps = method.bind(problem, plan).proposer
+    steps = method.build(problem, plan).proposer
     price = price_of_an_update(plan, steps.source.steering.norms, method.refresh_every)
     for step in range(1, 4):
         state = steps.propose(steps.initial_state(), STREAMS.at(step), torch.tensor(0)).state
@@ -189,7 +189,7 @@ def an_update_behind_a_gate_costs_its_price():
 def what_was_drawn_fits_the_budget():
     """Adds up what the run did to the records, as seen from outside, not what it recorded."""
     method = Dpis(**{**OPTIONS, "norm_noise_multiplier": 8.0, "refresh_every": 2})
-    method, plan = method.settle(SIZE, BUDGET, "proven")
+    method, plan = method.resolve(SIZE, BUDGET, "proven")
     for seed, spread in enumerate((1e-3, 0.2, 0.5, 0.9, 2.0)):
         done = []
         rates = []
@@ -209,7 +209,7 @@ def what_was_drawn_fits_the_budget():
             patch.setattr(proposer, "steady_batch", spy_batch)
             patch.setattr(gaussian, "add_noise", spy_noise)
             problem = known_gradients(spread=spread)
-            procedure = method.bind(problem, plan)
+            procedure = method.build(problem, plan)
             end = train(procedure, plan, Streams(seed, CPU))
         assert end.ledger.updates == 6
         assert len(done) == len(rates) == 9
@@ -342,7 +342,7 @@ def test_coins_mean_the_same_however_gradients_are_found(way):
         for name in params
     }
     budget = GradientBudget()
-    records = plan_for(problem, params, problem.train.inputs, budget).records
+    records = strategy_for(problem, params, problem.train.inputs, budget).records
     records.ways.update(dict.fromkeys(records.ways, way))
     found = clipped_sum(problem, params, problem.train, CLIP, coins=coins, budget=budget).params
     for name, value in expected.items():
@@ -449,7 +449,7 @@ def test_steering_takes_its_share_by_default():
 def test_the_noise_is_near_that_of_dpsgd(size, batch, updates, epsilon):
     """At every rate on the menu, the noise that pays for the releases of norms included."""
     budget = Budget(epsilon, 1e-5)
-    _, plan = Dpis(batch_size=batch, updates=updates).settle(size, budget, "every-trial")
+    _, plan = Dpis(batch_size=batch, updates=updates).resolve(size, budget, "every-trial")
     assert plan.epsilon() <= epsilon
     for choice in (plan.menu.choices[0], plan.menu.choices[12]):
         rate = choice.sample_rate
@@ -463,7 +463,7 @@ def test_the_noise_is_near_that_of_dpsgd(size, batch, updates, epsilon):
 
 def test_defaults_of_refreshes():
     method = Dpis(batch_size=20, updates=45, norm_noise_multiplier=30.0)
-    found, _ = method.settle(SIZE, Budget(3.0, 1e-3), "proven")
+    found, _ = method.resolve(SIZE, Budget(3.0, 1e-3), "proven")
     assert found.refresh_every == 3
     assert [found.refreshes(count) for count in (1, 3, 4, 45)] == [1, 1, 2, 15]
 

@@ -131,13 +131,13 @@ def test_momentum_may_be_kept_where_every_trial_is_charged(accounting):
     assert plan.on_reject == "keep-momentum"
     assert train(procedure, plan, STREAMS).ledger.trials == 8
     with pytest.raises(dpsur.InvalidInputError, match="keep-momentum is not covered by the proven"):
-        dpsur.Dpis(**{**options, "trials": None, "updates": 4}).settle(SIZE, BUDGET, "proven")
+        dpsur.Dpis(**{**options, "trials": None, "updates": 4}).resolve(SIZE, BUDGET, "proven")
 
 
 def test_the_coin_is_refused_where_verdicts_are_outputs():
     for method in (dpsur.Dpis, dpsur.DpsgdTs, dpsur.DpsgdHf):
         with pytest.raises(dpsur.InvalidInputError, match="coin gate is not covered by the every"):
-            method(**STEPS, gate="coin").settle(SIZE, BUDGET, "every-trial")
+            method(**STEPS, gate="coin").resolve(SIZE, BUDGET, "every-trial")
 
 
 def test_tests_that_spend_everything_are_refused_before_the_first_step():
@@ -153,7 +153,7 @@ def test_a_learning_rate_that_equals_the_default_is_tried_by_the_gate_block():
     budget = dpsur.Budget(3.0, 1e-5)
 
     def settled(**options):
-        return dpsur.Dpsgd(gate="block", **options).settle(5000, budget, "every-trial")
+        return dpsur.Dpsgd(gate="block", **options).resolve(5000, budget, "every-trial")
 
     left_open, given = settled(), settled(learning_rate=4.0)
     assert given[1].blocks == settled(learning_rate=4.1)[1].blocks
@@ -161,7 +161,7 @@ def test_a_learning_rate_that_equals_the_default_is_tried_by_the_gate_block():
     assert given[0].learning_rate == 4.0
     assert left_open[0].learning_rate is None
     assert settled(learning_rate="linear-head")[1].blocks == left_open[1].blocks
-    plain, _ = dpsur.Dpsgd().settle(5000, budget, "every-trial")
+    plain, _ = dpsur.Dpsgd().resolve(5000, budget, "every-trial")
     assert plain.learning_rate == 4.0  # stated as a number
 
 
@@ -190,7 +190,7 @@ def test_an_object_holds_what_options_hold(objects, options):
     budget = dpsur.Budget(5.0, 1e-4)
     one, other = dpsur.Dpsgd(**objects), dpsur.Dpsgd(**options)
     assert one == other
-    assert one.settle(1000, budget, "proven") == other.settle(1000, budget, "proven")
+    assert one.resolve(1000, budget, "proven") == other.resolve(1000, budget, "proven")
 
 
 @pytest.mark.parametrize(

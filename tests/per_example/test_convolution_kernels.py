@@ -12,7 +12,7 @@ from torch.utils import cpp_extension
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.per_example import clipped_sum
-from dpsur.per_example.engine_choice import Engine, plan_for
+from dpsur.per_example.engine_choice import Engine, strategy_for
 from dpsur.per_example.kernels import convolution as kernels
 from dpsur.per_example.kernels.cuda_per_example import fused_gradients
 from dpsur.per_example.kernels.cuda_weight_grad import blocks_for, summed_gradient
@@ -71,7 +71,7 @@ def as_on_a_card(monkeypatch):
 
 def check(problem):
     params = problem.initial_params()
-    plan = plan_for(problem, params, problem.train.inputs, GradientBudget())
+    plan = strategy_for(problem, params, problem.train.inputs, GradientBudget())
     assert plan.engine is Engine.ONE_PASS
     expected = clipped(gradients(problem, params, problem.train), BOUND)
     found = clipped_sum(problem, params, problem.train, BOUND).params

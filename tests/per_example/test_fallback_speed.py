@@ -10,7 +10,7 @@ from torch import nn
 import dpsur
 from dpsur.functional.problem import Objective
 from dpsur.per_example import GradientBudget
-from dpsur.per_example.engine_choice import plan_for
+from dpsur.per_example.engine_choice import strategy_for
 
 pytest.importorskip("opacus", reason="needs the extra dev: opacus")
 from opacus.grad_sample import GradSampleModule
@@ -66,7 +66,7 @@ def test_the_fallback_keeps_up_with_functorch(kind):
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), nn.ReLU(), nn.Linear(WIDTH, 3))
 
     model, wrapped = made(), GradSampleModule(made())
-    assert plan_for(
+    assert strategy_for(
         Objective(model, F.cross_entropy), weights_of(model), x, GradientBudget()
     ).copied
 

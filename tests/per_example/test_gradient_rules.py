@@ -14,7 +14,7 @@ from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import LAYERS, Streams
 from dpsur.per_example import GradientBudget, clipped_sum, contributions
 from dpsur.per_example.contributions import clip_factors
-from dpsur.per_example.engine_choice import Engine, plan_for
+from dpsur.per_example.engine_choice import Engine, strategy_for
 from dpsur.per_example.norms import guard
 from dpsur.per_example.rules.embedding import Lookups, add_up_repeats
 from dpsur.per_example.tape import Tape
@@ -614,7 +614,7 @@ def test_every_rule_against_one_example_at_a_time(name, dtype, tolerance):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_expected_engine_is_chosen(name):
     problem = shared(name)
-    plan = plan_for(problem, problem.initial_params(), problem.train.inputs, GradientBudget())
+    plan = strategy_for(problem, problem.initial_params(), problem.train.inputs, GradientBudget())
     assert plan.engine is (SLOWER[name][2] if name in SLOWER else Engine.ONE_PASS)
 
 
@@ -714,7 +714,7 @@ def test_the_plan_draws_nothing_from_the_global_stream():
     problem = made("own-module", models=DROPOUT)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    plan_for(problem, problem.initial_params(), problem.train.inputs, GradientBudget())
+    strategy_for(problem, problem.initial_params(), problem.train.inputs, GradientBudget())
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -767,8 +767,8 @@ def test_a_plan_that_was_made_with_zeros_serves_other_weights():
     problem = made("weight-without-its-layer")
     params = problem.initial_params()
     zeros = {name: torch.zeros_like(value) for name, value in params.items()}
-    plan = plan_for(problem, zeros, problem.train.inputs, GradientBudget())
-    assert plan is plan_for(problem, params, problem.train.inputs, GradientBudget())
+    plan = strategy_for(problem, zeros, problem.train.inputs, GradientBudget())
+    assert plan is strategy_for(problem, params, problem.train.inputs, GradientBudget())
     ours = clipped_sum(problem, params, problem.train, 0.2).params
     assert_same(ours, clipped(gradients(problem, params, problem.train), 0.2), 1e-9)
 
@@ -1252,7 +1252,7 @@ def test_tied_tables_are_measured_without_vectors_as_long_as_the_table(formed, m
     monkeypatch.delattr(Lookups, "_chosen")
     problem = made("tied-language", torch.float64)
     params = problem.initial_params()
-    assert plan_for(problem, params, problem.train.inputs, GradientBudget()).engine is (
+    assert strategy_for(problem, params, problem.train.inputs, GradientBudget()).engine is (
         Engine.ONE_PASS
     )
     found = clipped_sum(problem, params, problem.train, 0.01).params

@@ -12,7 +12,7 @@ from dpsur.functional.records import Examples
 from dpsur.networks import pixel_cnn
 from dpsur.per_example import GradientBudget, check_model, clipped_sum, clipping
 from dpsur.per_example.api import per_example_gradients
-from dpsur.per_example.engine_choice import Engine, plan_for
+from dpsur.per_example.engine_choice import Engine, strategy_for
 from dpsur.per_example.record_function import Way
 from tests.conftest import blobs, small_model
 
@@ -197,7 +197,7 @@ def test_a_loss_that_is_nan_contributes_zero_wherever_it_stands(activation, way)
             model, lambda out, _: out.sum(), Examples(inputs, torch.zeros(len(inputs)))
         )
         params = problem.initial_params()
-        records = plan_for(problem, params, inputs, GradientBudget()).records
+        records = strategy_for(problem, params, inputs, GradientBudget()).records
         records.ways.update(dict.fromkeys(records.ways, way))
         return clipping.clipped_sum(problem, params, problem.train, 1.0).params["shift"]
 
@@ -327,7 +327,7 @@ def test_a_gradient_that_a_model_takes_itself_is_not_added(functional, engine):
     problem = Problem(Adversarial(functional=functional), F.cross_entropy, records)
     params, bound = problem.initial_params(), 0.5
     check_model(problem.model, records)
-    assert plan_for(problem, params, records.inputs, GradientBudget()).engine is engine
+    assert strategy_for(problem, params, records.inputs, GradientBudget()).engine is engine
     found = clipped_sum(problem, params, records, bound).params
     expected = one_at_a_time(problem, params, records, bound)
     for name, value in expected.items():

@@ -134,7 +134,7 @@ def test_data_that_is_changed_meanwhile_is_measured_again():
     assert largest_contribution(problem) <= 1 + 1e-9
 
 
-def test_tables_of_other_values_let_records_pass():
+def test_a_stale_input_cache_breaks_clipping():
     """The control: the tables of a problem before its data was changed."""
     problem = doubled(problem_of(convolution))
     largest_contribution(problem)

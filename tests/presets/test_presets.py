@@ -48,7 +48,7 @@ def settled(method, task, epsilon, accounting, name="paper"):
     preset = preset_named(name, method, task, epsilon)
     built = METHODS[method](**preset.options)
     setup = InputFeatures(preset.features, preset.normalisation).setup
-    return built.settle(DATASET_SIZES[task], Budget(epsilon, DELTA), accounting, setup)
+    return built.resolve(DATASET_SIZES[task], Budget(epsilon, DELTA), accounting, setup)
 
 
 def quick_divergence(event, order):
@@ -296,7 +296,7 @@ def test_the_best_settings_settle_and_have_a_network(method, task, epsilon, quic
     assert preset.options.get("gate") == ("coin" if method == "dpsur" else None)
     built = METHODS[method](**options)
     accounting = "published" if method == "dpsur" else "every-trial"  # quick ones
-    found, plan = built.settle(SIZES[task], Budget(epsilon, DELTA), accounting, setup)
+    found, plan = built.resolve(SIZES[task], Budget(epsilon, DELTA), accounting, setup)
     assert found.noise_multiplier > 0
     assert plan.epsilon() <= epsilon
 
@@ -436,11 +436,11 @@ def test_dpsur_without_a_gate_is_called_dpsgd():
 
 def test_dpsur_has_the_gate_of_the_paper_unless_another_is_named():
     size, budget = 4000, Budget(3.0, DELTA)
-    found, plan = METHODS["dpsur"](updates=3, noise_multiplier=20.0).settle(size, budget, "proven")
+    found, plan = METHODS["dpsur"](updates=3, noise_multiplier=20.0).resolve(size, budget, "proven")
     assert (found.gate, found.accept_threshold, found.loss_clip) == ("loss", -1.0, 0.001)
     assert plan.typical.test == LossTest(64 / size, 1.0, -1.0)
     coin = METHODS["dpsur"](updates=3, noise_multiplier=20.0, accept_ratio=1.5)
-    assert coin.settle(size, budget, "proven")[0].gate == "coin"
+    assert coin.resolve(size, budget, "proven")[0].gate == "coin"
 
 
 def test_preset_paper_names_the_command_for_other_tasks():

@@ -47,12 +47,12 @@ def test_only_trials_after_the_last_update_are_dropped():
         Ledger().record(TRIAL, updates=updates, trials=trials)
         for updates, trials in ((7, 30), (8, 31), (8, plan.trials))
     )
-    assert [plan.drops(ledger) for ledger in (early, late, end)] == [False, True, False]
+    assert [plan.dummy_trials_left(ledger) for ledger in (early, late, end)] == [False, True, False]
     assert [plan.affords(ledger, TRIAL) for ledger in (early, late, end)] == [True, False, False]
     failed = Ledger().record(TRIAL, updates=7, trials=plan.trials)
-    assert not plan.drops(failed)
+    assert not plan.dummy_trials_left(failed)
     assert not plan.completed(failed)
-    assert not plan_of().drops(late)  # the control: as things are without the option
+    assert not plan_of().dummy_trials_left(late)  # the control: as things are without the option
 
 
 def test_what_it_costs_and_follows_is_left_alone():

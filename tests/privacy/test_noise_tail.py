@@ -81,7 +81,7 @@ def test_the_bound_holds_however_the_gradient_lies(sigma, dimension):
     assert leaving(1 / sigma) >= 0.3 * out_of_reach(1.0, sigma, coordinates=1)  # a third is too low
 
 
-def test_what_is_as_small_as_a_shift_beyond_all_noise_is_lost():
+def test_delta_includes_mass_beyond_the_largest_noise():
     assert out_of_reach(0.25, 0.1) == out_of_reach(0.25, 1e-200) == 0.25
 
 

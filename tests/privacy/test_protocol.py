@@ -16,7 +16,7 @@ UPDATE = SampledGaussian(0.1, 2.0)
 GATED = Trial(UPDATE, CoinTest(0.1, 2.0))
 PLANS = {
     "trials": repeated_plan(BUDGET, "every-trial", Trial(UPDATE), 10),
-    "updates": repeated_plan(BUDGET, "proven", GATED, 60, 10, to_the_cap=True),
+    "updates": repeated_plan(BUDGET, "proven", GATED, 60, 10, run_all_trials=True),
     "filter": plan_behind_filter(BUDGET, "every-trial", 8.0, 0.5, Trial(UPDATE), None),
     "gated filter": plan_behind_filter(BUDGET, "proven", 8.0, 0.5, GATED, 10, 60),
     "menu": menu_plan(BUDGET, "proven", Menu((UPDATE, UPDATE), 5), SampledGaussian(0.2, 20.0), 10),

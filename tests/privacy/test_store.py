@@ -53,7 +53,7 @@ def test_a_method_takes_whole_numbers():
     options = {"batch_size": 8, "val_batch_size": 4, "updates": 2}
     whole = Dpsur(noise_multiplier=8, accept_ratio=2, **options)
     same = Dpsur(noise_multiplier=8.0, accept_ratio=2.0, **options)
-    plans = [method.settle(64, Budget(3, 1e-3), "proven")[1] for method in (whole, same)]
+    plans = [method.resolve(64, Budget(3, 1e-3), "proven")[1] for method in (whole, same)]
     assert plans[0].epsilon() == plans[1].epsilon() <= 3
 
 
@@ -145,7 +145,7 @@ def test_a_check_of_figures_does_not_use_stored_noise(cache):
     (path,) = cache.glob("*.json")
     path.write_text('{"noise_multiplier": 99.0}')
     assert plain() == 99.0  # more noise than needed costs accuracy alone
-    with calibration_cache.calibrated_afresh():
+    with calibration_cache.ignore_cache():
         assert plain() == right
 
 

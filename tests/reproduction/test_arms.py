@@ -47,13 +47,13 @@ FAULTS = (StaleLoss, OtherDivisor, FirstRejectionsKept)
 OWN = (ReleasedCode, RandomAcceptance, RandomAcceptanceKept, KeptMomentum, *FAULTS)
 
 
-def plan_for(threshold, trials=30, updates=6, noise=1.5):
+def strategy_for(threshold, trials=30, updates=6, noise=1.5):
     trial = Trial(SampledGaussian(0.3, noise), LossTest(0.2, 1.0, threshold))
     return repeated_plan(BUDGET, "published", trial, trials, updates)
 
 
 def bound(method, plan, problem=None):
-    return method.bind(problem or Problem(small_model(), F.cross_entropy, blobs(SIZE)), plan)
+    return method.build(problem or Problem(small_model(), F.cross_entropy, blobs(SIZE)), plan)
 
 
 def steps(procedure, plan, count):
@@ -73,7 +73,7 @@ def velocity(state):
 
 def test_momentum_is_kept_across_rejections():
     """And not by Algorithm 1, under the same plan and draws."""
-    plan = plan_for(-math.inf)
+    plan = strategy_for(-math.inf)
     for method, kept in ((ReleasedCode(), True), (Dpsur(), False)):
         (progress, _), *_ = steps(bound(method, plan), plan, 1)
         size = max(float(value.abs().max()) for value in velocity(progress.state).values())
@@ -84,7 +84,7 @@ def test_momentum_is_kept_across_rejections():
     ("method", "momentum"), [(ReleasedCode, True), (FirstRejectionsKept, False)]
 )
 def test_rejected_weights_stay_until_the_first_acceptance(method, momentum):
-    plan = plan_for(-math.inf)
+    plan = strategy_for(-math.inf)
     procedure = bound(method(), plan)
     before = procedure.initial_state()
     (progress, _), *_ = steps(procedure, plan, 1)
@@ -104,7 +104,7 @@ def test_rejected_weights_stay_until_the_first_acceptance(method, momentum):
 @pytest.mark.parametrize("method", [ReleasedCode, StaleLoss])
 def test_a_candidate_is_compared_with_a_stale_loss(method):
     """The loss that is stored is the last accepted candidate's, on its own batch."""
-    plan = plan_for(0.0, trials=200, updates=12)
+    plan = strategy_for(0.0, trials=200, updates=12)
     stored, seen = NO_LOSS, []
     for progress, verdict in steps(bound(method(), plan), plan, 12):
         loss = float(verdict.private["loss"])
@@ -116,7 +116,7 @@ def test_a_candidate_is_compared_with_a_stale_loss(method):
     assert True in seen
     assert False in seen
     # A candidate that is the model itself still has a difference, which Algorithm 1 has not.
-    still = plan_for(0.0, trials=20)
+    still = strategy_for(0.0, trials=20)
     for kind in (method, Dpsur):
         verdicts = [v for _, v in steps(bound(kind(learning_rate=1e-30), still), still, 4)]
         found = [float(verdict.private["loss_difference"]) for verdict in verdicts]
@@ -124,7 +124,7 @@ def test_a_candidate_is_compared_with_a_stale_loss(method):
 
 
 def test_a_stale_loss_is_all_that_its_arm_keeps():
-    plan = plan_for(-math.inf)
+    plan = strategy_for(-math.inf)
     procedure = bound(StaleLoss(), plan)
     (progress, _), *_ = steps(procedure, plan, 1)
     assert_same(progress.state, procedure.initial_state())
@@ -157,8 +157,8 @@ def test_sums_are_divided_by_the_size_of_another_draw(faulty_kind):
 
 
 def test_one_update_more_is_made_than_is_paid_for():
-    _, claimed = Dpsur(**OPTIONS).settle(SIZE, BUDGET, "published")
-    method, plan = ReleasedCode(**OPTIONS).settle(SIZE, BUDGET, "published")
+    _, claimed = Dpsur(**OPTIONS).resolve(SIZE, BUDGET, "published")
+    method, plan = ReleasedCode(**OPTIONS).resolve(SIZE, BUDGET, "published")
     assert plan.updates == claimed.updates + 1
     assert claimed.epsilon() <= BUDGET.epsilon < plan.epsilon()
     short = replace(plan, phases=(replace(plan.phases[0], count=4, cap=500),))
@@ -168,9 +168,9 @@ def test_one_update_more_is_made_than_is_paid_for():
 
 def test_bounds_of_statistics_are_not_paid_for():
     setup = (Gaussian(40.0), Gaussian(40.0), Gaussian(8.0), Gaussian(8.0))
-    _, plan = ReleasedCode(**OPTIONS).settle(SIZE, BUDGET, "published", setup)
+    _, plan = ReleasedCode(**OPTIONS).resolve(SIZE, BUDGET, "published", setup)
     assert plan.setup == (Gaussian(8.0), Gaussian(8.0))
-    assert ReleasedCode(**OPTIONS).settle(SIZE, BUDGET, "published")[1].setup == ()
+    assert ReleasedCode(**OPTIONS).resolve(SIZE, BUDGET, "published")[1].setup == ()
 
 
 # --- the released code of DPAGD ------------------------------------------------------------------
@@ -180,7 +180,7 @@ PATH = LARGEST * (COUNT - 1) / 2 + LARGEST / 2  # the sum of all candidate lengt
 
 def dpagd_bound(**options):
     method = ReleasedDpagd(batch_size=20, noise_multiplier=3.0, val_noise_multiplier=4.0, **options)
-    method, plan = method.settle(SIZE, BUDGET, "published")
+    method, plan = method.resolve(SIZE, BUDGET, "published")
     return bound(method, plan), plan
 
 
@@ -265,7 +265,7 @@ def test_the_released_dpagd_runs_alike_padded_and_in_fixed_memory():
 def test_random_acceptance_has_its_rate_whatever_the_losses(method):
     test = LossTest(0.2, 1.0, -1.0)
     rate = (test.accept_min + test.accept_max) / 2
-    plan = plan_for(-1.0)
+    plan = strategy_for(-1.0)
     problem = Problem(small_model(), F.cross_entropy, blobs(SIZE))
     procedure = bound(method(), plan, problem=problem)
     state, streams = procedure.initial_state(), Streams(0, CPU)
@@ -297,9 +297,9 @@ def test_random_acceptance_has_its_rate_whatever_the_losses(method):
     ],
 )
 def test_what_a_control_keeps_of_a_rejected_trial(method, kept):
-    plan = plan_for(-math.inf)
+    plan = strategy_for(-math.inf)
     if issubclass(method, RandomAcceptance):
-        plan = plan_for(-50.0)  # accepted hardly ever
+        plan = strategy_for(-50.0)  # accepted hardly ever
     procedure = bound(method(average_decay=0.9), plan)
     before = procedure.initial_state()
     (progress, verdict), *_ = steps(procedure, plan, 1)
@@ -312,12 +312,12 @@ def test_what_a_control_keeps_of_a_rejected_trial(method, kept):
 
 def test_kept_momentum_is_a_fault_that_no_plan_can_ask_for():
     with pytest.raises(dpsur.InvalidInputError, match="keep-momentum is not covered"):
-        Dpsur(**OPTIONS, on_reject="keep-momentum").settle(SIZE, BUDGET, "published")
+        Dpsur(**OPTIONS, on_reject="keep-momentum").resolve(SIZE, BUDGET, "published")
 
 
 @pytest.mark.parametrize("method", OWN, ids=lambda method: method.name)
 def test_padded_and_exact_versions_agree(method):
-    plan = plan_for(0.0, trials=200, updates=8)
+    plan = strategy_for(0.0, trials=200, updates=8)
     exact, other = (bound(method(average_decay=0.9), plan) for _ in range(2))
     padded = other.padded()
     accepted = []
@@ -333,7 +333,7 @@ def test_padded_and_exact_versions_agree(method):
 @pytest.mark.parametrize("method", OWN, ids=lambda method: method.name)
 def test_blocks_with_a_state_in_fixed_memory_agree(method):
     """What a CUDA graph replays, here on the host: the next state overwrites the last one."""
-    plan, streams = plan_for(0.0, trials=200, updates=8), Streams(0, CPU)
+    plan, streams = strategy_for(0.0, trials=200, updates=8), Streams(0, CPU)
     procedure = bound(method(), plan)
     alone = train(procedure, plan, streams)
     loop = CudaGraphLoop(procedure, procedure.padded(), plan, streams, start(procedure), block=5)
@@ -348,7 +348,7 @@ def test_layers_that_draw_are_not_padded():
     model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(2, 3))
     problem = Problem(model, F.cross_entropy, blobs(SIZE))
     for method in OWN:
-        assert bound(method(), plan_for(0.0), problem=problem).padded() is None
+        assert bound(method(), strategy_for(0.0), problem=problem).padded() is None
 
 
 # --- out of reach -------------------------------------------------------------------------------

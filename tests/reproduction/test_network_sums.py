@@ -20,7 +20,7 @@ from dpsur.functional.process_settings import precision
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import map_tensors
 from dpsur.per_example import GradientBudget, clipped_sum
-from dpsur.per_example.engine_choice import plan_for
+from dpsur.per_example.engine_choice import strategy_for
 from reproduction.bench.families import FAMILIES
 from reproduction.bench.networks import COMMON, Gpt, gpt_lora, network_named
 
@@ -131,7 +131,7 @@ def test_float64_with_dropout(setting, monkeypatch):
     params, batch = _double(params), _double(batch)
     objective = Objective(model, objective.loss)
     at_once = GradientBudget(2**34)
-    plan_for(objective, params, batch.inputs, at_once)  # tries the model out
+    strategy_for(objective, params, batch.inputs, at_once)  # tries the model out
     masks.drawn.clear()
     found = clipped_sum(objective, params, batch, BOUND, budget=at_once).params
     assert masks.drawn

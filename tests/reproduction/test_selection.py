@@ -124,7 +124,7 @@ def test_private_tuning_costs_more_than_one_run():
     rate, updates = 1024 / 60_000, 500
     noise = tuning_noise(rate, updates, 1.0)
     assert tuning_epsilon(rate, noise, updates) <= 1.0 < tuning_epsilon(rate, 0.99 * noise, updates)
-    one, _ = Dpsgd(batch_size=1024, updates=updates).settle(60_000, Budget(1.0, 1e-5), "proven")
+    one, _ = Dpsgd(batch_size=1024, updates=updates).resolve(60_000, Budget(1.0, 1e-5), "proven")
     assert noise > 1.5 * one.noise_multiplier
     assert tuning_epsilon(rate, noise, updates, expected=100) > 1.0
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import dpsur
 from dpsur.cli import main
-from dpsur.config import Pace
+from dpsur.config import Intervals
 from dpsur.errors import InterruptedRunError, InvalidInputError
 from dpsur.privacy.account import replays
 from dpsur.privacy.page import render_markdown, render_model_card
@@ -30,14 +30,14 @@ OPTIONS = {
     "block_updates": 3,
     "average_decay": 0.9,
 }
-OFTEN = Pace(checkpoint_every=1)
+OFTEN = Intervals(checkpoint_every=1)
 
 
 def fit(name="dpsgd", accounting="proven", **more):
     options = {**OPTIONS, "noise_multiplier": 6.0, "val_noise_multiplier": 20.0}
     method = dpsur.methods.METHODS[name](**{**options, **more.pop("options", {})})
     data = data_of(name)
-    arguments = {"budget": BUDGET, "seed": 0, "device": "cpu", "pace": OFTEN, **more}
+    arguments = {"budget": BUDGET, "seed": 0, "device": "cpu", "intervals": OFTEN, **more}
     return dpsur.fit(data.model(), data.train(), method=method, accounting=accounting, **arguments)
 
 
@@ -385,5 +385,5 @@ def test_calibrate_takes_the_updates_of_the_method_where_none_are_given(capsys):
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     method = dpsur.Dpsgd(gate="block", batch_size=200, blocks=4)
-    settled, _ = method.settle(6000, dpsur.Budget(2.0, 1e-5), "proven")
+    settled, _ = method.resolve(6000, dpsur.Budget(2.0, 1e-5), "proven")
     assert found["updates"] == settled.updates

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dpsur
-from dpsur.config import Pace
+from dpsur.config import Intervals
 from dpsur.runs import files
 from dpsur.runs.checkpoint import FILE_NAME
 from tests.conftest import StopAt, blobs, small_model
@@ -36,7 +36,7 @@ def fit(out, seed=0, resume=False, observers=(), method=METHOD, data=None, model
         out=out,
         resume=resume,
         observers=observers,
-        pace=Pace(checkpoint_every=4, evaluate_every=5),
+        intervals=Intervals(checkpoint_every=4, evaluate_every=5),
         test_set=blobs(30, seed=4),
         **more,
     )

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpsur
-from dpsur.config import Pace
+from dpsur.config import Intervals
 from dpsur.functional.records import Examples
 from dpsur.runs import fit
 from dpsur.runs.release import read_release
@@ -168,7 +168,7 @@ def test_the_gate_follows_from_what_is_given():
     def gate(accounting, **options):
         count = "trials" if accounting == "every-trial" else "updates"
         method = dpsur.Dpsur(noise_multiplier=20.0, **{count: 3}, **options)  # nothing to search
-        return method.settle(4000, BUDGET, accounting)[0].gate
+        return method.resolve(4000, BUDGET, accounting)[0].gate
 
     assert gate("proven") == gate("every-trial") == gate("published") == "loss"
     assert gate("proven", accept_ratio=1.5) == "coin"
@@ -264,7 +264,7 @@ def test_a_folder_in_which_another_run_has_begun_is_left_alone(tmp_path, monkeyp
 @pytest.mark.parametrize("name", ["checkpoint_every", "evaluate_every"])
 def test_a_pace_without_steps_is_refused(name):
     with pytest.raises(dpsur.InvalidInputError, match=f"{name} must be .* got 0"):
-        Pace(**{name: 0})
+        Intervals(**{name: 0})
 
 
 def nan_row():
@@ -353,7 +353,7 @@ def test_trains_on_cuda():
 )
 def test_defaults_suit_any_size(size):
     for accounting in ("proven", "every-trial"):
-        method, plan = dpsur.Dpsur().settle(size, BUDGET, accounting)
+        method, plan = dpsur.Dpsur().resolve(size, BUDGET, accounting)
         assert 1 <= method.val_batch_size <= method.batch_size <= size
         assert plan.epsilon() <= BUDGET.epsilon
         assert plan.length == (method.trials or method.updates)
@@ -362,5 +362,5 @@ def test_defaults_suit_any_size(size):
 def test_defaults_at_the_sizes_of_the_paper():
     sizes = {4000: (512, 64), 60_000: (2048, 256), 25_000: (1024, 128)}
     for size, (batch, val_batch) in sizes.items():
-        method, _ = dpsur.Dpsur().settle(size, BUDGET, "every-trial")
+        method, _ = dpsur.Dpsur().resolve(size, BUDGET, "every-trial")
         assert (method.batch_size, method.val_batch_size) == (batch, val_batch)

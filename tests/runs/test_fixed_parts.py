@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dpsur
-from dpsur.config import Pace
+from dpsur.config import Intervals
 from dpsur.errors import CouplingError
 from dpsur.functional.side_effects import check_fixed_parts, fixed_parts
 from tests.conftest import blobs, small_model
@@ -118,7 +118,7 @@ def test_no_checkpoint_is_written_after_a_change(tmp_path):
     method = dpsur.Dpsgd(updates=40, batch_size=50)
     with pytest.raises(dpsur.UnsupportedModelError):
         dpsur.fit(RunningMax(), far_blobs(), budget=BUDGET, method=method, out=tmp_path / "out",
-                  pace=Pace(checkpoint_every=2), observers=[Saved()])  # fmt: skip
+                  intervals=Intervals(checkpoint_every=2), observers=[Saved()])  # fmt: skip
     assert Saved.trials_seen == 0  # refused with the first records
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import dpsur
-from dpsur.config import Pace
+from dpsur.config import Intervals
 from dpsur.functional.problem import Problem
 from dpsur.mechanism import sampling
 from dpsur.mechanism.loop import Progress, train
@@ -38,7 +38,7 @@ def fit(way="constant", seed=0, **more):
         "budget": dpsur.Budget(epsilon=8.0, delta=1e-4),
         "method": METHOD,
         "test_set": blobs(30, seed=4),
-        "pace": Pace(checkpoint_every=4),
+        "intervals": Intervals(checkpoint_every=4),
         **more,
     }
     return dpsur.fit(small_model(), blobs(), seed=seed, hide_rejections=way, **arguments)
@@ -91,7 +91,7 @@ def test_whatever_the_gate_does(threshold):
     """An open gate is done after 5 trials, others later: all go on to the same number."""
     test = LossTest(0.2, 1.0, threshold)
     trial = Trial(SampledGaussian(0.2, 1.5), test)
-    plan = repeated_plan(Budget(3.0, 1e-5), "published", trial, 60, 5, to_the_cap=True)
+    plan = repeated_plan(Budget(3.0, 1e-5), "published", trial, 60, 5, run_all_trials=True)
     accepted, states = [], []
 
     def note(progress, verdicts):
@@ -99,7 +99,7 @@ def test_whatever_the_gate_does(threshold):
         states.append(progress.state)
 
     problem = Problem(small_model(), F.cross_entropy, blobs())
-    procedure = dpsur.Dpsur().bind(problem, plan)
+    procedure = dpsur.Dpsur().build(problem, plan)
     end = train(procedure, plan, STREAMS, on_block=note)
     assert (end.ledger.trials, end.ledger.updates, len(accepted)) == (60, 5, 60)
     last = max(number for number, flag in enumerate(accepted) if flag)
@@ -109,10 +109,10 @@ def test_whatever_the_gate_does(threshold):
 
 def test_a_run_that_hits_its_cap_makes_as_many_trials():
     trial = Trial(SampledGaussian(0.2, 1.5), LossTest(0.2, 1.0, -math.inf))
-    plan = repeated_plan(Budget(3.0, 1e-5), "published", trial, 60, 5, to_the_cap=True)
+    plan = repeated_plan(Budget(3.0, 1e-5), "published", trial, 60, 5, run_all_trials=True)
     made = []
     problem = Problem(small_model(), F.cross_entropy, blobs())
-    procedure = dpsur.Dpsur().bind(problem, plan)
+    procedure = dpsur.Dpsur().build(problem, plan)
     with pytest.raises(dpsur.NothingReleasedError):
         train(procedure, plan, STREAMS, on_block=lambda *trial: made.append(trial))
     assert len(made) == 60

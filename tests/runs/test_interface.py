@@ -62,7 +62,7 @@ def test_every_public_object_prints_short():
     run = fit(observers=[keeps], test_set=(X, Y))
     settled = run.method
     objects = [run, run.private, run.plan, run.statement, run.engine, settled, BUDGET, *keeps.found]
-    objects += [dpsur.Pace(), dpsur.Speed(), blobs(), *(kind() for kind in KINDS)]
+    objects += [dpsur.Intervals(), dpsur.Performance(), blobs(), *(kind() for kind in KINDS)]
     for one in objects:
         assert len(repr(one)) < 400, type(one)
         assert "tensor(" not in repr(one), type(one)
@@ -218,8 +218,8 @@ BAD = [
     (lambda: dpsur.Dpsur(lr=1.0), "unknown argument lr of Dpsur"),
     (lambda: dpsur.Budget(epsilon=1.0, delte=1e-5), "delte.*did you mean delta"),
     (lambda: dpsur.Budget(epsilon=1.0), "Budget needs the argument delta"),
-    (lambda: dpsur.Pace(checkpoint=3), "checkpoint.*did you mean checkpoint_every"),
-    (lambda: dpsur.Speed(tf23=True), "tf23.*did you mean tf32"),
+    (lambda: dpsur.Intervals(checkpoint=3), "checkpoint.*did you mean checkpoint_every"),
+    (lambda: dpsur.Performance(tf23=True), "tf23.*did you mean tf32"),
     (lambda: fit(budget="3.0"), "budget must be a dpsur.Budget, got '3.0'"),
     (lambda: fit(budget=dpsur.Budget), "budget must be a dpsur.Budget, got the class Budget"),
     (lambda: fit(budget=(3.0, 1e-5)), "budget must be a dpsur.Budget"),
@@ -229,9 +229,12 @@ BAD = [
     ),
     (lambda: dpsur.fit(small_model(), (X, Y)), "fit needs the argument budget"),
     (lambda: dpsur.fit(small_model()), "fit needs the argument budget"),
-    (lambda: fit(pace=dpsur.Pace), "pace must be a dpsur.Pace, got the class Pace"),
-    (lambda: fit(pace=10), "pace must be a dpsur.Pace, got 10"),
-    (lambda: fit(speed="fast"), "speed must be a dpsur.Speed, got 'fast'"),
+    (
+        lambda: fit(intervals=dpsur.Intervals),
+        "intervals must be a dpsur.Intervals, got the class Intervals",
+    ),
+    (lambda: fit(intervals=10), "intervals must be a dpsur.Intervals, got 10"),
+    (lambda: fit(performance="fast"), "performance must be a dpsur.Performance, got 'fast'"),
     (lambda: fit(observers=Keeps()), "observers must be a list"),
     (lambda: fit(observers=[Keeps]), "observers.*the class Keeps"),
     (lambda: fit(observers=[print]), "observers.*started"),

@@ -13,7 +13,7 @@ from tests.conftest import blobs, small_model
 def test_every_name_is_where_it_is_said_to_be():
     for name in dpsur.__all__:
         assert getattr(dpsur, name) is not None
-    assert dpsur.Pace is import_module("dpsur.config").Pace
+    assert dpsur.Intervals is import_module("dpsur.config").Intervals
     assert dpsur.verify is import_module("dpsur.runs.verification").verify
     assert dir(dpsur) == sorted(dpsur.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -59,7 +59,7 @@ def test_observers_and_pace_from_the_front_door():
         budget=dpsur.Budget(3.0, 1e-4),
         method=dpsur.Dpsgd(updates=4),
         observers=[watching],
-        pace=dpsur.Pace(checkpoint_every=2),
-        speed=dpsur.Speed(capture=False),
+        intervals=dpsur.Intervals(checkpoint_every=2),
+        performance=dpsur.Performance(capture=False),
     )
     assert Watching.seen == 4

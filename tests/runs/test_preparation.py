@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpsur
-from dpsur.config import Pace
+from dpsur.config import Intervals
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.features import WithFeatures, compute, features_named
 from dpsur.functional.records import Examples
@@ -118,7 +118,7 @@ def test_private_statistics_are_paid_for(tmp_path):
     page = (tmp_path / "run" / "release" / "PRIVACY.md").read_text()
     assert page.count("| Before training | Gaussian, noise multiplier") == 4
     method = dpsur.Dpsgd(batch_size=20, noise_multiplier=3.0)
-    counts = [method.settle(SIZE, BUDGET, "proven", setup)[1].length for setup in ((), CHARGED)]
+    counts = [method.resolve(SIZE, BUDGET, "proven", setup)[1].length for setup in ((), CHARGED)]
     assert counts[0] > counts[1] > 0  # updates that fit
 
 
@@ -265,7 +265,7 @@ def no_noise_of_statistics(monkeypatch):
 
 
 def test_an_unseeded_run_goes_on_with_the_statistics_it_has_released(tmp_path, monkeypatch):
-    options = {"normalisation": "private", "pace": Pace(checkpoint_every=1)}
+    options = {"normalisation": "private", "intervals": Intervals(checkpoint_every=1)}
     cut_and_copied(tmp_path / "one", tmp_path / "two", **options)
     no_noise_of_statistics(monkeypatch)
     one, two = (
@@ -340,11 +340,11 @@ def test_rows_are_centred_and_have_norm_one_again():
 
 
 def test_a_resumed_run_keeps_its_mean(tmp_path, monkeypatch):
-    pace = Pace(checkpoint_every=1)
+    pace = Intervals(checkpoint_every=1)
     with pytest.raises(KeyboardInterrupt):
-        fit_on_rows(out=tmp_path / "one", seed=None, observers=[StopAt(2)], pace=pace)
+        fit_on_rows(out=tmp_path / "one", seed=None, observers=[StopAt(2)], intervals=pace)
     no_noise_of_statistics(monkeypatch)
-    run = fit_on_rows(out=tmp_path / "one", seed=None, resume=True, pace=pace)
+    run = fit_on_rows(out=tmp_path / "one", seed=None, resume=True, intervals=pace)
     saved = load_statistics(tmp_path / "one" / "private" / FILE_NAME)
     assert torch.equal(run.model.features[0].centre, saved["centre"].float())
     assert verify(tmp_path / "one")[0] == []

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import dpsur
-from dpsur.config import RunConfig, Speed
+from dpsur.config import Performance, RunConfig
 from dpsur.functional.records import HostExamples, place
 from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import BATCH, Streams
@@ -27,13 +27,13 @@ def prepare_quick(speed):
         method=dpsur.Dpsur(**COIN, updates=15),
         seed=0,
         device="cpu",
-        speed=speed,
+        performance=speed,
     )
     return build_session(config, small_model(), blobs(), loss=F.cross_entropy)
 
 
 def test_bf16_is_recorded_and_changes_only_what_rounding_does():
-    exact, rounded = quick_fit(), quick_fit(speed=Speed(bf16=True))
+    exact, rounded = quick_fit(), quick_fit(performance=Performance(bf16=True))
     assert TEXTS[1]["bf16"] in rounded.statement["arithmetic"]
     assert TEXTS[1]["bf16"] not in exact.statement["arithmetic"]
     assert TEXTS[1]["float32"] in exact.statement["arithmetic"]
@@ -43,7 +43,7 @@ def test_bf16_is_recorded_and_changes_only_what_rounding_does():
 
 
 def test_a_run_in_bf16_is_not_resumed_in_float32(tmp_path):
-    quick_fit(out=tmp_path / "run", speed=Speed(bf16=True))
+    quick_fit(out=tmp_path / "run", performance=Performance(bf16=True))
     with pytest.raises(dpsur.CheckpointError):
         quick_fit(out=tmp_path / "run", resume=True)
 
@@ -58,7 +58,8 @@ METHODS = {
 @pytest.mark.parametrize("method", METHODS)
 def test_records_that_stay_on_the_host_change_nothing(method):
     on_device, on_host = (
-        quick_fit(method=METHODS[method], speed=Speed(data_bytes=limit)) for limit in (10**9, 1)
+        quick_fit(method=METHODS[method], performance=Performance(data_bytes=limit))
+        for limit in (10**9, 1)
     )
     assert on_host.private.ledger == on_device.private.ledger
     torch.testing.assert_close(weights(on_host), weights(on_device), rtol=1e-4, atol=1e-6)
@@ -66,8 +67,8 @@ def test_records_that_stay_on_the_host_change_nothing(method):
 
 def test_a_resumed_run_on_the_host_draws_what_it_would_have(tmp_path):
     """What is gathered ahead must not move the streams that a checkpoint holds."""
-    speed = Speed(data_bytes=1)
-    whole = quick_fit(speed=speed)
+    speed = Performance(data_bytes=1)
+    whole = quick_fit(performance=speed)
     stopped = prepare_quick(speed)
     trials = iter(range(7))
     with pytest.raises(dpsur.InterruptedRunError):
@@ -122,4 +123,4 @@ def test_records_that_fit_go_to_the_device():
     assert not isinstance(place(records, CPU, limit=None), HostExamples)
     assert isinstance(place(records, CPU, limit=size - 1), HostExamples)
     with pytest.raises(dpsur.InvalidInputError, match="data_bytes"):
-        Speed(data_bytes=0)
+        Performance(data_bytes=0)

@@ -71,16 +71,16 @@ def test_streamed_records_train_the_same_model(tmp_path, method):
     arrays = write(tmp_path)
     for data, speed in (
         (arrays, None),
-        (Counting(), dpsur.Speed(workers=0)),
+        (Counting(), dpsur.Performance(workers=0)),
     ):
-        run = fit(data, method, test_set=data, speed=speed)
+        run = fit(data, method, test_set=data, performance=speed)
         torch.testing.assert_close(weights(run), weights(held), rtol=1e-5, atol=1e-6)
         assert run.scores == pytest.approx(held.scores, rel=1e-5)
 
 
 def test_workers_read_the_same_records():
     method = METHODS[0]
-    run = fit(Counting(), method, speed=dpsur.Speed(workers=2))
+    run = fit(Counting(), method, performance=dpsur.Performance(workers=2))
     torch.testing.assert_close(weights(run), weights(fit((X, Y), method)), rtol=1e-5, atol=1e-6)
     gc.collect()  # ends the workers
 
@@ -108,7 +108,7 @@ def test_all_records_are_checked_once_and_then_only_batches_are_read():
     fit(
         data,
         dpsur.Dpsgd(updates=3, noise_multiplier=20.0, batch_size=4),
-        speed=dpsur.Speed(workers=0),
+        performance=dpsur.Performance(workers=0),
     )
     assert data.reads.min() >= 1
     # checked once, some twice for random augmentation, and five batches of about four
@@ -125,7 +125,7 @@ def test_the_next_batch_is_read_while_the_device_computes():
             readers.add(threading.current_thread() is threading.main_thread())
             return first(self, row)
 
-    fit(Noting(), METHODS[0], speed=dpsur.Speed(workers=0))
+    fit(Noting(), METHODS[0], performance=dpsur.Performance(workers=0))
     assert readers == {True, False}
 
 
@@ -134,7 +134,7 @@ def test_small_data_sets_are_held_and_large_ones_are_not():
     few = X.nbytes // 2
     assert isinstance(as_examples(Counting(), "train_set", held_bytes=few), StreamedExamples)
     with pytest.raises(dpsur.InvalidInputError, match="workers must be a whole number"):
-        dpsur.Speed(workers=-1)
+        dpsur.Performance(workers=-1)
 
 
 def test_arrays_in_files_are_recognised_and_converted(tmp_path):
@@ -166,7 +166,7 @@ def test_bad_records_are_found_before_training(tmp_path):
     labels[11] = 99
     for data in (write(tmp_path, X, labels), Counting(X, labels)):
         with pytest.raises(dpsur.InvalidInputError, match="has no output for") as found:
-            fit(data, METHODS[0], speed=dpsur.Speed(workers=0))
+            fit(data, METHODS[0], performance=dpsur.Performance(workers=0))
         assert "99" not in str(found.value)
 
     class Ragged(Counting):
@@ -175,7 +175,7 @@ def test_bad_records_are_found_before_training(tmp_path):
             return record[:1] if row == 20 else record, target
 
     with pytest.raises(dpsur.InvalidInputError, match="of several shapes"):
-        fit(Ragged(), METHODS[0], speed=dpsur.Speed(workers=0))
+        fit(Ragged(), METHODS[0], performance=dpsur.Performance(workers=0))
     images = np.lib.format.open_memmap(tmp_path / "i.npy", "w+", np.float32, (20, 1, 28, 28))
     with pytest.raises(dpsur.InvalidInputError, match="but train_set is streamed"):
         fit((images, np.zeros(20, int)), METHODS[0], features="scattering")
@@ -188,7 +188,7 @@ def test_random_augmentation_is_refused_here_too():
             return record + torch.randn(record.shape), target
 
     with pytest.raises(dpsur.InvalidInputError, match="random augmentation"):
-        fit(Augmented(), METHODS[0], speed=dpsur.Speed(workers=0))
+        fit(Augmented(), METHODS[0], performance=dpsur.Performance(workers=0))
 
 
 class Dying(Counting):
@@ -203,7 +203,7 @@ PARENT = os.getpid()
 
 def test_a_worker_that_dies_ends_the_run_with_a_remedy():
     with pytest.raises(dpsur.InvalidInputError, match="a worker .* has died"):
-        fit(Dying(), METHODS[0], speed=dpsur.Speed(workers=1))
+        fit(Dying(), METHODS[0], performance=dpsur.Performance(workers=1))
 
 
 def test_streamed_records_are_identified_by_some_of_them(tmp_path):
@@ -212,7 +212,7 @@ def test_streamed_records_are_identified_by_some_of_them(tmp_path):
     assert len(first["inputs"]) <= IDENTIFYING
     assert int(first["count"]) == len(X)
     method = dpsur.Dpsgd(updates=6, noise_multiplier=4.0)
-    stopping = dpsur.Pace(checkpoint_every=2)
+    stopping = dpsur.Intervals(checkpoint_every=2)
 
     class Stop(Exception):
         pass
@@ -227,12 +227,12 @@ def test_streamed_records_are_identified_by_some_of_them(tmp_path):
                 raise Stop
 
     with pytest.raises(Stop):
-        fit(arrays, method, out=tmp_path / "run", pace=stopping, observers=[Stopper()])
+        fit(arrays, method, out=tmp_path / "run", intervals=stopping, observers=[Stopper()])
     other = write(tmp_path, X.flip(0))
     with pytest.raises(dpsur.CheckpointError, match="other records"):
-        fit(other, method, out=tmp_path / "run", pace=stopping, resume=True)
+        fit(other, method, out=tmp_path / "run", intervals=stopping, resume=True)
     arrays = write(tmp_path)
-    run = fit(arrays, method, out=tmp_path / "run", pace=stopping, resume=True)
+    run = fit(arrays, method, out=tmp_path / "run", intervals=stopping, resume=True)
     torch.testing.assert_close(weights(run), weights(fit((X, Y), method)), rtol=1e-5, atol=1e-6)
 
 
@@ -282,5 +282,7 @@ def test_a_model_of_several_inputs_is_streamed():
             record, target = super().__getitem__(row)
             return {"a": record, "b": record}, target
 
-    run = dpsur.fit(Both(), Pairs(), budget=BUDGET, method=METHODS[0], speed=dpsur.Speed(workers=0))
+    run = dpsur.fit(
+        Both(), Pairs(), budget=BUDGET, method=METHODS[0], performance=dpsur.Performance(workers=0)
+    )
     assert run.statement["dataset_size"] == len(X)

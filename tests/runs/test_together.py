@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.config import Pace, RunConfig
+from dpsur.config import Intervals, RunConfig
 from dpsur.errors import InvalidInputError, NothingReleasedError
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.budget import Budget
@@ -43,7 +43,7 @@ def session(seed, method=METHOD, model=None, data=None, device="cpu"):
         method=method,
         seed=seed,
         device=device,
-        pace=Pace(checkpoint_every=4),
+        intervals=Intervals(checkpoint_every=4),
     )
     return build_session(
         config,

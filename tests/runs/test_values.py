@@ -44,6 +44,6 @@ def test_the_clip_of_losses_belongs_to_their_gate():
         dpsur.Dpis(loss_clip=0.5)
     with pytest.raises(dpsur.InvalidInputError, match="accept_ratio 2.0 belongs to the gate coin"):
         dpsur.Dpsur(accept_ratio=2.0, loss_clip=0.5)
-    assert dpsur.Dpsur(loss_clip=0.5).settle(4000, BUDGET, "proven")[0].gate == "loss"
-    assert dpsur.Dpsur().settle(4000, BUDGET, "proven")[0].gate == "loss"
-    assert dpsur.Dpsur(gate="coin").settle(4000, BUDGET, "proven")[0].gate == "coin"
+    assert dpsur.Dpsur(loss_clip=0.5).resolve(4000, BUDGET, "proven")[0].gate == "loss"
+    assert dpsur.Dpsur().resolve(4000, BUDGET, "proven")[0].gate == "loss"
+    assert dpsur.Dpsur(gate="coin").resolve(4000, BUDGET, "proven")[0].gate == "coin"

@@ -95,7 +95,7 @@ class Reviews:
                 self.arrays[f"{part}_tokens"][a:b].tolist() for a, b in pairwise(offsets)
             ]
         self.data_set = replace(
-            IMDB, digests={n: digest(a) for n, a in self.arrays.items()}, vouched_files=frozenset()
+            IMDB, digests={n: digest(a) for n, a in self.arrays.items()}, trusted_files=frozenset()
         )
 
     def write_keras(self, path):

@@ -155,7 +155,7 @@ def test_a_published_file_of_reviews_is_taken_at_its_word(reviews, tmp_path):
     with pytest.raises(InvalidInputError, match="imdb.npz"):
         load_arrays(strict, tmp_path)
     known = frozenset({sha256(path.read_bytes()).hexdigest()})
-    assert_same(load_arrays(replace(strict, vouched_files=known), tmp_path), reviews.arrays)
+    assert_same(load_arrays(replace(strict, trusted_files=known), tmp_path), reviews.arrays)
 
 
 def damage_truncated(content):

@@ -57,7 +57,7 @@ def as_many(rows: Tensor, count: int, seed: int) -> Tensor:
 SMALLEST_DEVIATION = 1e-3
 
 
-class Standardised(nn.Module):
+class StandardisedRecords(nn.Module):
     """A network behind a fixed shift and scale of its inputs."""
 
     mean: Tensor
@@ -84,4 +84,4 @@ def standardised(make: Callable[[], nn.Module], inputs: Tensor) -> Callable[[], 
         return make
     deviation, mean = (part.cpu() for part in torch.std_mean(inputs, dim=0, correction=0))
     deviation = deviation.clamp(min=SMALLEST_DEVIATION)
-    return lambda: Standardised(make(), mean, deviation)
+    return lambda: StandardisedRecords(make(), mean, deviation)

@@ -59,7 +59,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Metrics:
+class AttackMetrics:
     """What an attack reached. `members` and `others` say on how many records."""
 
     accuracy: Figure
@@ -75,12 +75,12 @@ class Metrics:
         return asdict(self)
 
 
-def measure(scores: Scores, confidence: float = CONFIDENCE) -> Metrics:
+def measure(scores: Scores, confidence: float = CONFIDENCE) -> AttackMetrics:
     """All figures of an attack."""
     members, others = scores.members, scores.others
     right = int((members > scores.threshold).sum()), int((others <= scores.threshold).sum())
     percent, tenth = (_rate_at(scores, rate, confidence) for rate in LOW_RATES)
-    return Metrics(
+    return AttackMetrics(
         proportion(sum(right), len(members) + len(others), confidence),
         _balanced(right, (len(members), len(others)), confidence),
         area(members, others, confidence),

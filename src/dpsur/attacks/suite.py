@@ -43,7 +43,7 @@ BY_SHADOWS = tuple(name for name in ATTACKS if name.startswith(("lira", "rmia"))
 
 
 @dataclass(frozen=True)
-class Attacked:
+class AttackScores:
     """Scores by attack; an attack with a shuffled control has a second entry for it."""
 
     scores: dict[str, Scores]
@@ -53,9 +53,9 @@ class Attacked:
     @staticmethod
     def of(
         target: Models, members: Examples, others: Examples, scores: dict[str, Scores]
-    ) -> "Attacked":
+    ) -> "AttackScores":
         """With the accuracies of the target on both sides."""
-        return Attacked(scores, _accuracy(target, members), _accuracy(target, others))
+        return AttackScores(scores, _accuracy(target, members), _accuracy(target, others))
 
 
 def check_attacks(names: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ def check_attacks(names: Sequence[str]) -> None:
 
 def attack_target(
     split: Split, trainer: Trainer, names: Sequence[str], seed: int, shadow_models: int = 16
-) -> Attacked:
+) -> AttackScores:
     """Train a target and what the attacks need, with one trainer for all, and attack."""
     check_attacks(names)
     rows = [split.target_train]
@@ -93,7 +93,7 @@ def attack_target(
         found = _by_shadows(split, trainer, target, members, seed, shadow_models)
         for name in names:
             scores |= found.get(name, {})
-    return Attacked.of(
+    return AttackScores.of(
         target, split.examples(split.target_train), split.examples(split.target_test), scores
     )
 

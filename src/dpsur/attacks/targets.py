@@ -18,7 +18,7 @@ from dpsur.functional.records import Examples
 from dpsur.methods import Method
 from dpsur.networks import build_network, takes
 from dpsur.runs.result import Run
-from dpsur.runs.tasks import Records, build_task_session
+from dpsur.runs.tasks import TaskRecords, build_task_session
 from dpsur.runs.together import run_together
 from dpsur.tasks import Task, task_named
 from dpsur.tasks.base import PIXELS, TOKENS, VECTORS
@@ -95,7 +95,7 @@ def plain_trainer(task: Task, recipe: Recipe, device: torch.device) -> ManyModel
 
 
 @dataclass(frozen=True)
-class PrivateTrainer:
+class PrivateTarget:
     """Trains models as a run on a task would be, each with its own seed, side by side on a GPU.
 
     `featured` says that the pool holds the run's features already, which the models then take.
@@ -109,7 +109,7 @@ class PrivateTrainer:
         """Train on each set of rows. Without `featured` the models take raw inputs."""
         sessions = []
         for index, part in enumerate(rows):
-            records = Records(pool.select(part.to(pool.inputs.device)), None, self.featured)
+            records = TaskRecords(pool.select(part.to(pool.inputs.device)), None, self.featured)
             run = replace(self.run, seed=1000 * seed + index, device=str(self.device))
             sessions.append(build_task_session(run, records)[0])
         models = []

@@ -26,7 +26,7 @@ BLOCK = "canaries.weight"
 
 
 @dataclass(frozen=True)
-class Planted:
+class CanaryProblem:
     """A problem with canaries in it: `included` says which, `scores` what training says of each.
 
     `scores` maps the problem and trained weights to one number per canary, larger for a canary that
@@ -45,7 +45,7 @@ class Planter(Protocol):
 
     def __call__(
         self, model: nn.Module, loss: LossFunction, train: Examples, generator: torch.Generator
-    ) -> Planted:
+    ) -> CanaryProblem:
         """Toss the coins and add what they say."""
         ...
 
@@ -80,7 +80,7 @@ def gradient_canaries(canaries: int, max_grad_norm: float) -> Planter:
 
     def plant(
         model: nn.Module, loss: LossFunction, train: Examples, generator: torch.Generator
-    ) -> Planted:
+    ) -> CanaryProblem:
         inputs = train.inputs.flatten(1)
         if inputs.dtype == torch.uint8:
             raise InvalidInputError("inputs of type uint8 cannot number canaries; convert to float")
@@ -97,7 +97,7 @@ def gradient_canaries(canaries: int, max_grad_norm: float) -> Planter:
             ordinary = loss(outputs[:, :-2], targets)
             return ((1 - is_canary) * ordinary - is_canary * gain * weight).sum()
 
-        return Planted(
+        return CanaryProblem(
             WithCanaries(model, canaries, train.inputs.shape[1:]),
             with_canaries,
             Examples(torch.cat([ordinary, planted]), targets),
@@ -113,7 +113,7 @@ def input_canaries(candidates: Examples, classes: int) -> Planter:
 
     def plant(
         model: nn.Module, loss: LossFunction, train: Examples, generator: torch.Generator
-    ) -> Planted:
+    ) -> CanaryProblem:
         device = train.inputs.device
         included = _coins(len(candidates), generator).to(device)
         labels = torch.randint(classes, (len(candidates),), generator=generator)
@@ -128,7 +128,7 @@ def input_canaries(candidates: Examples, classes: int) -> Planter:
             before = problem.losses(problem.initial_params(), canaries)
             return before - problem.losses(params, canaries)
 
-        return Planted(model, loss, planted, included, scores)
+        return CanaryProblem(model, loss, planted, included, scores)
 
     return plant
 

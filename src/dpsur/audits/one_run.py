@@ -139,10 +139,10 @@ def epsilon_of_guesses(
     """An epsilon that the training exceeds at this confidence, whatever its trade-off curve."""
     error = 1 - confidence
 
-    def excused(epsilon: float) -> bool:
+    def consistent(epsilon: float) -> bool:
         return tail_probability(canaries, guesses, correct, epsilon, delta) > error
 
-    return _least(excused)
+    return _least(consistent)
 
 
 def gaussian_epsilon_of_guesses(
@@ -151,22 +151,22 @@ def gaussian_epsilon_of_guesses(
     """The same for trainings whose trade-off curve is that of some Gaussian mechanism."""
     level = np.array([1 - confidence])
 
-    def excused(mu: float) -> bool:
+    def consistent(mu: float) -> bool:
         if correct == 0:
             return True
         return not _impossible(level, gaussian_curve(mu), canaries, guesses, correct)[0]
 
-    return gaussian_epsilon(_least(excused), delta)
+    return gaussian_epsilon(_least(consistent), delta)
 
 
-def _least(excused: Callable[[float], bool]) -> float:
+def _least(consistent: Callable[[float], bool]) -> float:
     """The smallest parameter that excuses what was seen, rounded down."""
-    if excused(0.0):
+    if consistent(0.0):
         return 0.0
     low, high = 0.0, 1.0
-    while not excused(high):
+    while not consistent(high):
         low, high = high, 2 * high
     while high - low > 1e-4:
         middle = 0.5 * (low + high)
-        low, high = (low, middle) if excused(middle) else (middle, high)
+        low, high = (low, middle) if consistent(middle) else (middle, high)
     return low

@@ -91,7 +91,7 @@ def judge_guesses(
 def claimed_points(plan: Plan) -> list[tuple[float, float]]:
     """What is claimed at the budget's delta, and at larger ones that the plan covers."""
     larger = (delta for delta in CURVE_DELTAS if delta > plan.budget.delta)
-    deltas = (plan.budget.delta, *filter(plan.covers, larger))
+    deltas = (plan.budget.delta, *filter(plan.supports_delta, larger))
     return [(plan.epsilon(delta), delta) for delta in deltas]
 
 

@@ -45,7 +45,7 @@ def bound_problem(
     model = cell.model()
     original = copy.deepcopy(model).cpu()
     problem = Problem(model, cell.loss, records, bf16=cell.bf16, original=original)
-    procedure = method.bind(problem, plan)
+    procedure = method.build(problem, plan)
     drop_weights(model)
     engine_report(problem)
     return problem, procedure, start(procedure)

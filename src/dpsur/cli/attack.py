@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from dpsur import checks
 from dpsur.attacks.data import as_many, split_pool
-from dpsur.attacks.metrics import Metrics, Scores, measure
+from dpsur.attacks.metrics import AttackMetrics, Scores, measure
 from dpsur.attacks.models import Recipe, SeparateModels, Trainer
 from dpsur.attacks.score_attacks import gap_attack
-from dpsur.attacks.suite import ATTACKS, Attacked, attack_target, check_attacks, with_white_box
-from dpsur.attacks.targets import PrivateTrainer, attacked_pool, plain_features, plain_trainer
+from dpsur.attacks.suite import ATTACKS, AttackScores, attack_target, check_attacks, with_white_box
+from dpsur.attacks.targets import PrivateTarget, attacked_pool, plain_features, plain_trainer
 from dpsur.cli.parser import figure_path
 from dpsur.cli.run_options import add_method_options, build_method, given_method_options
 from dpsur.config import RunConfig
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _values(found: Attacked, metrics: dict[str, Metrics]) -> dict[str, Any]:
+def _values(found: AttackScores, metrics: dict[str, AttackMetrics]) -> dict[str, Any]:
     return {
         "train_accuracy": found.train_accuracy,
         "test_accuracy": found.test_accuracy,
@@ -142,7 +142,7 @@ def _names(options: argparse.Namespace) -> list[str]:
     return names
 
 
-def _target(options: argparse.Namespace, names: list[str], device: torch.device) -> Attacked:
+def _target(options: argparse.Namespace, names: list[str], device: torch.device) -> AttackScores:
     task = task_named(options.task, options.classes)
     kind = method_named(options.method)
     usual = dict(task.settings.get(kind.name, {}))
@@ -162,12 +162,12 @@ def _target(options: argparse.Namespace, names: list[str], device: torch.device)
             *(task.name, method, budget, options.accounting, features),
             declared=Declared(classes=options.classes),
         )
-        trainer = PrivateTrainer(config, device)
+        trainer = PrivateTarget(config, device)
     split = split_pool(attacked_pool(task, options.max_records), options.seed)
     return attack_target(split, trainer, names, options.seed, options.shadow_models)
 
 
-def _release(options: argparse.Namespace, names: list[str], device: torch.device) -> Attacked:
+def _release(options: argparse.Namespace, names: list[str], device: torch.device) -> AttackScores:
     model, statement, origin = read_release(options.release)
     if origin.task not in TASKS:
         raise InvalidInputError(f"{options.release} names no task whose records to attack with")
@@ -189,7 +189,7 @@ def _release(options: argparse.Namespace, names: list[str], device: torch.device
         scores["gap"] = gap_attack(target, members, others)
     if "white-box" in names:
         scores |= with_white_box(target, members, others, options.seed)
-    return Attacked.of(target, members, others, scores)
+    return AttackScores.of(target, members, others, scores)
 
 
 def _draw(path: Path, scores: dict[str, Scores]) -> None:

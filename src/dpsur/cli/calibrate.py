@@ -164,7 +164,7 @@ def _blocks(options: argparse.Namespace, budget: Budget) -> dict[str, float | in
     names = ("batch_size", "val_batch_size", "updates", "blocks", "block_updates", *noise)
     method = Dpsgd(gate="block", **{name: getattr(options, name) for name in names})
     size, setup = options.dataset_size, setup_events(options)
-    settled, plan = method.settle(size, budget, options.accounting, setup)
+    settled, plan = method.resolve(size, budget, options.accounting, setup)
     assert plan.tests > 0
     return {
         "batch_size": settled.batch_size,

@@ -1,4 +1,4 @@
-"""What an error must not show: values of private records go to a log that its owner alone reads."""
+"""Writes error details that hold private values to a log that only the user can read."""
 
 import os
 from collections.abc import Sequence

@@ -12,7 +12,7 @@ from dpsur.reports import read_report, render_report
 from dpsur.reports.officer import Notes
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.files import write_atomically
-from dpsur.runs.plots import KINDS, Plotted, plot_runs
+from dpsur.runs.plots import KINDS, RunCurves, plot_runs
 from dpsur.runs.release import check_release
 from dpsur.status import silenced, status
 
@@ -133,7 +133,7 @@ def run_plot(options: argparse.Namespace) -> int:
     """Write the figure and print its path."""
     out: Path = options.out or Path(f"{options.kind}.svg")
     with silenced(options.quiet or options.json), status("computing the curves"):
-        figure = plot_runs([Plotted.read(folder) for folder in options.folders], options.kind)
+        figure = plot_runs([RunCurves.read(folder) for folder in options.folders], options.kind)
     figure.savefig(out, dpi=160)
     if options.json:
         print(json.dumps({"plot": str(out), "kind": options.kind}))

@@ -166,7 +166,7 @@ def join_ranks(options: argparse.Namespace) -> Ranks:
                     setattr(options, name, None)
             options.resume = str(folder.root)
     device = choose_device(options.device or RunConfig().device)
-    return connect(device, options.rank_timeout or RunConfig().pace.rank_timeout)
+    return connect(device, options.rank_timeout or RunConfig().intervals.rank_timeout)
 
 
 def agreed_config(options: argparse.Namespace, ranks: Ranks) -> tuple[RunConfig, RunFolder]:

@@ -332,7 +332,7 @@ def plain_loader(loader: Any) -> Any:
     return loader.plain if isinstance(loader, PrivateLoader) else loader
 
 
-class RecordReader:
+class TestReader:
     """Reads the records of a test in microbatches, with the workers of a private loader."""
 
     def __init__(self, loader: PrivateLoader, streams: Callable[[], Streams]) -> None:

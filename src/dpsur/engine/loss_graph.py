@@ -1,4 +1,4 @@
-"""Whether a loss is a sum over records of what each record's own outputs give, read off its graph.
+"""Checks on the autograd graph that a loss is a sum or mean of per-record losses.
 
 Clipping bounds what one record adds only if its gradient depends on that record alone. A loss that
 is divided by the number of tokens in the batch, by the class weights of the batch, or that compares
@@ -37,7 +37,7 @@ _BY_A_TENSOR = (
 
 
 @dataclass(frozen=True)
-class Rows:
+class RecordRows:
     """A tensor whose first dimension holds `shape[0] // records` rows for each record in turn.
 
     `stretched`: it was broadcast, to be combined with another one of the same shape.
@@ -61,7 +61,7 @@ class Total:
     divisor: Tensor | None = None
 
 
-State = Rows | Total
+State = RecordRows | Total
 Cut = dict[tuple[Any, int], int]  # (node, number of its output): length of the first dimension
 
 # Applied to each number alone. Arguments that are tensors are refused, since they may come from the
@@ -146,7 +146,7 @@ class _Walk:
                 continue
             if current in self.cut:
                 shape = tuple(current[0]._input_metadata[current[1]].shape)
-                self._known[current] = Rows(shape)
+                self._known[current] = RecordRows(shape)
                 ahead.pop()
                 continue
             missing = [
@@ -219,9 +219,9 @@ class _Walk:
         shape = tuple(node._input_metadata[output].shape)
         if all(isinstance(one, Total) for one in inputs):
             return self._of_totals(node, kind, inputs)  # type: ignore[arg-type]
-        if not all(isinstance(one, Rows) for one in inputs):
+        if not all(isinstance(one, RecordRows) for one in inputs):
             raise self._unknown(node, "a total of the batch together with its rows")
-        rows: list[Rows] = inputs  # type: ignore[assignment]
+        rows: list[RecordRows] = inputs  # type: ignore[assignment]
         return self._of_rows(node, kind, rows, shape)
 
     def _of_totals(self, node: Any, kind: str, inputs: list[Total]) -> Total:
@@ -255,7 +255,9 @@ class _Walk:
         self.factors.append(value if kind == "Mul" else 1 / value)
         return Total(total.scale, total.mean, divisor=total.divisor)
 
-    def _of_rows(self, node: Any, kind: str, rows: list[Rows], shape: tuple[int, ...]) -> State:
+    def _of_rows(
+        self, node: Any, kind: str, rows: list[RecordRows], shape: tuple[int, ...]
+    ) -> State:
         first = rows[0]
         if any(one.stretched for one in rows):
             # else a target of another shape would be compared with all records
@@ -279,26 +281,26 @@ class _Walk:
         )
         if kind in ("Add", "Sub", "Rsub") and side_by_side:
             self._note_arguments(node)
-            return Rows(shape)
+            return RecordRows(shape)
         if (
             kind == "Bmm"
             and side_by_side
             and (len(rows) == 2 or self._is_target(_saved(node, "_saved_mat2", "_saved_self")))
         ):
-            return Rows(shape)
+            return RecordRows(shape)
         if kind == "Mm" and len(rows) == 1 and node.next_functions[1][0] is None:
             fixed = node._saved_mat2.double()  # the same in every batch, such as prototypes
             self.factors += [float(fixed.sum()), float(fixed.norm())]
-            return Rows(shape)
+            return RecordRows(shape)
         if kind == "MaskedFill" and len(rows) == 1 and not node._saved_mask.any():
             return first  # of label smoothing, whose mask holds ignored targets
         same = all(one.shape == shape for one in rows)
         if kind in ("Maximum", "Minimum") and same and len(rows) == 2:
-            return Rows(shape)
+            return RecordRows(shape)
         if kind == "Where" and same and self._is_target(node._saved_condition):
-            return Rows(shape)
+            return RecordRows(shape)
         if kind == "Expand" and shape and shape[0] == first.shape[0]:
-            return Rows(shape, stretched=True)
+            return RecordRows(shape, stretched=True)
         if kind in (
             "LinalgVectorNorm",
             "Norm",
@@ -325,7 +327,7 @@ class _Walk:
             )
             if any(_dim(one, len(first.shape)) == 0 for one in dims):
                 raise self._unknown(node, "over the records of the batch")
-            return Rows(shape)
+            return RecordRows(shape)
         if kind in ("Sum", "Mean"):
             return self._reduced(node, kind, first, shape)
         if kind in _LOSSES:
@@ -337,8 +339,8 @@ class _Walk:
         return isinstance(value, Tensor) and value.dim() > 0 and len(value) % self.records == 0
 
     def _within_records(
-        self, node: Any, kind: str, rows: list[Rows], shape: tuple[int, ...]
-    ) -> Rows:
+        self, node: Any, kind: str, rows: list[RecordRows], shape: tuple[int, ...]
+    ) -> RecordRows:
         """What is done along another dimension than that of the records."""
         dims = getattr(node, "_saved_dim", None)
         dims = [] if dims is None else list(dims) if isinstance(dims, (tuple, list)) else [dims]
@@ -347,9 +349,9 @@ class _Walk:
         if not dims or any(_dim(one, rank) == 0 for one in dims) or {shape[:1]} != {tuple(lengths)}:
             raise self._unknown(node, "over the records of the batch")
         self._note_arguments(node)
-        return Rows(shape)
+        return RecordRows(shape)
 
-    def _index(self, node: Any, first: Rows, shape: tuple[int, ...]) -> Rows:
+    def _index(self, node: Any, first: RecordRows, shape: tuple[int, ...]) -> RecordRows:
         """`rows[arange, y]`: one entry of each row, in their order."""
         indices = [one for one in node._saved_indices if isinstance(one, Tensor)]
         count = first.shape[0]
@@ -365,7 +367,7 @@ class _Walk:
             or not all(map(self._is_target, indices[1:]))
         ):
             raise self._unknown(node, "rows are chosen by a tensor")
-        return Rows(shape)
+        return RecordRows(shape)
 
     def _note_arguments(self, node: Any) -> None:
         """Refuse tensors beside the rows, and note numbers: a clamp, a mask, an exponent."""
@@ -378,25 +380,25 @@ class _Walk:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 self.factors.append(float(value))
 
-    def _product(self, node: Any, rows: list[Rows], shape: tuple[int, ...]) -> Rows:
+    def _product(self, node: Any, rows: list[RecordRows], shape: tuple[int, ...]) -> RecordRows:
         if shape and all(one.shape[:1] == shape[:1] for one in rows):
             if len(rows) == 2:
-                return Rows(shape)
+                return RecordRows(shape)
             value, plain = _constant(node)
             if value is not None and plain and rows[0].shape == shape:
                 self.factors.append(value)
-                return Rows(shape)
+                return RecordRows(shape)
             other = _saved(node)  # a target, or a weight of each record
             if other is not None and rows[0].shape == shape and tuple(other.shape) == shape:
-                return Rows(shape)
+                return RecordRows(shape)
         raise self._unknown(node, "rows times a tensor, which may hold weights of the whole batch")
 
-    def _view(self, node: Any, first: Rows, shape: tuple[int, ...]) -> State:
+    def _view(self, node: Any, first: RecordRows, shape: tuple[int, ...]) -> State:
         if math.prod(first.shape) == math.prod(shape) and shape and shape[0] % self.records == 0:
-            return Rows(shape)
+            return RecordRows(shape)
         raise self._unknown(node, "records are folded into another dimension")
 
-    def _along(self, node: Any, kind: str, first: Rows, shape: tuple[int, ...]) -> Rows:
+    def _along(self, node: Any, kind: str, first: RecordRows, shape: tuple[int, ...]) -> RecordRows:
         rank = len(first.shape)
         if kind == "Transpose":
             moved = {_dim(node._saved_dim0, rank), _dim(node._saved_dim1, rank)}
@@ -412,9 +414,9 @@ class _Walk:
             self.factors.append(float(_signed(node._saved_index)))
         if kind == "Slice":
             self.factors += [float(_signed(node._saved_start)), float(_signed(node._saved_end))]
-        return Rows(shape)
+        return RecordRows(shape)
 
-    def _reduced(self, node: Any, kind: str, first: Rows, shape: tuple[int, ...]) -> State:
+    def _reduced(self, node: Any, kind: str, first: RecordRows, shape: tuple[int, ...]) -> State:
         count = math.prod(first.shape)
         if math.prod(shape) == 1:
             items = (first.shape[0], count)
@@ -427,13 +429,13 @@ class _Walk:
             raise self._unknown(node, "over the records of the batch")
         if kind == "Mean":  # of a record's items, whose number may be that of the longest record
             self.factors.append(math.prod(shape) / count)
-        return Rows(shape)
+        return RecordRows(shape)
 
     def _per_record(self, count: int) -> None:
         """Note what a mean divides each record by: numbers that follow the longest record vary."""
         self.factors.append(self.records / count)
 
-    def _loss(self, node: Any, kind: str, first: Rows, shape: tuple[int, ...]) -> State:
+    def _loss(self, node: Any, kind: str, first: RecordRows, shape: tuple[int, ...]) -> State:
         for name, why in (
             ("_saved_weight", "weights of classes or items, by which its mean divides all records"),
             ("_saved_pos_weight", "a pos_weight, which may have been computed from the batch"),
@@ -454,7 +456,7 @@ class _Walk:
         elif target is not None and tuple(target.shape) != first.shape:
             raise self._unknown(node, "targets are broadcast over the records")
         if node._saved_reduction == _NONE:
-            return Rows(shape)
+            return RecordRows(shape)
         if node._saved_reduction != _MEAN:
             return Total(1.0, False, (first.shape[0], math.prod(first.shape)))
         if not kind.startswith("Nll"):
@@ -467,7 +469,7 @@ class _Walk:
         total = node._saved_total_weight.double()
         return Total(total / counted.clamp(min=1).double(), True, divisor=total)
 
-    def _check_classes(self, node: Any, target: Tensor | None, first: Rows) -> None:
+    def _check_classes(self, node: Any, target: Tensor | None, first: RecordRows) -> None:
         if target is None or not target.dim() or target.shape[0] != first.shape[0]:
             raise self._unknown(node)
 

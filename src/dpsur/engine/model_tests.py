@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpsur.engine.criterion import Criterion
-from dpsur.engine.loader import RecordReader
+from dpsur.engine.loader import TestReader
 from dpsur.engine.private_step import augmenting
 from dpsur.engine.watch import Watcher
 from dpsur.errors import InvalidInputError
@@ -170,7 +170,7 @@ class ModelTests:
     """Sums of bounded values over the records of a loader (`mechanism.block_tests.Tests`)."""
 
     evaluate: Evaluation
-    reader: RecordReader
+    reader: TestReader
     event: Gaussian | SampledGaussian
     records: int  # the public size of the data set, or the number of persons
 
@@ -233,7 +233,7 @@ class CandidateTest:
     """
 
     watcher: Watcher
-    reader: RecordReader
+    reader: TestReader
     loss: BatchLoss
     test: LossTest | CoinTest
     rule: Rule

@@ -19,7 +19,7 @@ from dpsur.engine.criterion import Criterion
 from dpsur.engine.loader import (
     PoissonSampler,
     PrivateLoader,
-    RecordReader,
+    TestReader,
     check_loader,
     plain_loader,
 )
@@ -259,7 +259,7 @@ class PrivacyEngine(PrivateLoop):
             self._watcher,
             self._weights,
             self._criterion,
-            RecordReader(self._loader, self._batch_streams),
+            TestReader(self._loader, self._batch_streams),
         )
         if isinstance(gate, BlockGate):
             assert self._ledger.plan is not None
@@ -344,7 +344,7 @@ class PrivacyEngine(PrivateLoop):
     # What is spent
 
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon of the steps made so far: a progress figure.
+        """Epsilon of the steps made so far, for display only.
 
         It is a guarantee of its own only for a number of steps that was fixed in advance. A loop
         that stops because of what it sees has the guarantee of everything that was planned,

@@ -8,7 +8,7 @@ from torch.optim import ASGD, SGD, Optimizer
 
 from dpsur import checks
 from dpsur.engine.criterion import Criterion
-from dpsur.engine.loader import RecordReader
+from dpsur.engine.loader import TestReader
 from dpsur.engine.model_tests import CandidateTest, Evaluation, ModelTests
 from dpsur.engine.setup import plan_without_noise
 from dpsur.engine.watch import Watcher
@@ -204,7 +204,7 @@ def make_procedure(
     watcher: Watcher,
     weights: ModuleWeights,
     criterion: Criterion | None,
-    reader: RecordReader,
+    reader: TestReader,
 ) -> Procedure:
     """The procedure of `fit` with the same gate, on the weights of a module."""
     gate, metrics = mechanism.gate, mechanism.metrics

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Call:
+class WatchedCall:
     """One watched call of the module, up to its backward pass."""
 
     tape: Tape | None
@@ -86,7 +86,7 @@ class Watcher:
         self.rounded = False  # whether a call was made in bfloat16
         # of one record and of several, whose losses are not written alike
         self._factors: dict[bool, tuple[float, ...]] = {}
-        self._calls: list[Call] = []
+        self._calls: list[WatchedCall] = []
         self._constants: str | None = None  # what is no tensor in the first call
         self._busy = False
         self._sharded = ExitStack()
@@ -185,10 +185,10 @@ class Watcher:
         with self._sharded, self._plain_forward() as forward, self.paused():
             replay = None if self.graphs is None else self.graphs.run(call, self.sums, alone, count)
             if replay is not None:
-                return self._outputs(Call(None, count, replay=replay), replay.outputs)
+                return self._outputs(WatchedCall(None, count, replay=replay), replay.outputs)
             tape, found = self.records.run(call, alone, count, randomness=self.randomness)
         tape.recording = False  # until a loss was inspected
-        return self._outputs(Call(tape, count), found)
+        return self._outputs(WatchedCall(tape, count), found)
 
     def _check_constants(self, given: Arguments) -> None:
         """Refuse another number or text than in the first call: the batch may have decided it."""
@@ -224,7 +224,7 @@ class Watcher:
             )
         return arguments(augmented(self.augment, kwargs or (args[0] if len(args) == 1 else args)))
 
-    def _outputs(self, call: Call, found: Any) -> Any:
+    def _outputs(self, call: WatchedCall, found: Any) -> Any:
         """What the module returns for the whole batch; notes where its graph ends."""
 
         def note(value: Tensor) -> Tensor:
@@ -284,12 +284,12 @@ class Watcher:
 
     # The backward pass
 
-    def reached(self, loss: Tensor) -> Call | None:
+    def reached(self, loss: Tensor) -> WatchedCall | None:
         """The watched call that a loss depends on."""
         calls = {key: call for call in self._calls for key in call.cut}
         if not calls or loss.grad_fn is None:
             return None
-        found: list[Call] = []
+        found: list[WatchedCall] = []
         seen, ahead = {loss.grad_fn}, [loss.grad_fn]
         if (loss.grad_fn, loss.output_nr) in calls:
             found.append(calls[loss.grad_fn, loss.output_nr])
@@ -308,12 +308,12 @@ class Watcher:
             )
         return found[0] if found else None
 
-    def before_backward(self, call: Call, loss: Tensor) -> Any:
+    def before_backward(self, call: WatchedCall, loss: Tensor) -> Any:
         """Inspect a loss; returns what undoes a mean over the batch, and the rest of each scale."""
         with self._final_refusals():
             return self._inspect(call, loss)
 
-    def _inspect(self, call: Call, loss: Tensor) -> Any:
+    def _inspect(self, call: WatchedCall, loss: Tensor) -> Any:
         if call.differentiated:
             raise StepError(
                 "a second backward pass through one forward pass would count its records twice; "
@@ -336,7 +336,7 @@ class Watcher:
         known = self._factors.setdefault(call.rows == 1, report.factors)
         if not _close(known, report.factors):
             raise CouplingError(
-                "the loss is multiplied or divided by other numbers than in the first batch; a "
+                "the loss scale differs from the first batch; a "
                 "number that depends on the batch couples its records: make it constant, or "
                 "compute it from each record alone in make_private(criterion=...)"
             )
@@ -345,7 +345,7 @@ class Watcher:
         start = report.scale if report.divisor is None else report.divisor
         return start, report.scale / start / views
 
-    def after_backward(self, call: Call, scale: float | Tensor) -> None:
+    def after_backward(self, call: WatchedCall, scale: float | Tensor) -> None:
         """Clip each record's gradient and add them up."""
         self.check_interrupted()
         call.differentiated, tape = True, call.tape

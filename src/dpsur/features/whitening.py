@@ -82,7 +82,7 @@ class Whitening(nn.Module):
         """
         named = {"root": torch.tensor(root), "by_scale": torch.tensor(by_scale)}
         over = (0,) if per_feature else (0, 2)
-        for i, block in enumerate(_rooted(block, root) for block in blocks):
+        for i, block in enumerate(_root(block, root) for block in blocks):
             named[f"mean.{i}"] = block.mean(over)
             named[f"deviation.{i}"] = block.std(over) + 1e-3 * block.std()
         plain = cls(named)
@@ -96,7 +96,7 @@ class Whitening(nn.Module):
             variance = a[:, None].clamp(min=0) * b.clamp(min=0) / b.mean()
             factors = ((1 - shrinkage) * variance + shrinkage) ** -power
             if seen:
-                one, two = (_turned(view[number], rotation, turn) for view in seen)
+                one, two = (_rotate(view[number], rotation, turn) for view in seen)
                 factors = factors * _correlation(one, two).clamp(min=0.02) ** consistency
             named |= {f"channels.{number}": rotation, f"cells.{number}": turn}
             named[f"factors.{number}"] = factors
@@ -105,7 +105,7 @@ class Whitening(nn.Module):
     def _by_scale(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """Standardise the channels and join the blocks scale by scale."""
         standard = [
-            (_rooted(block, self.root) - _of_cells(self.get_buffer(f"mean_{i}")))
+            (_root(block, self.root) - _of_cells(self.get_buffer(f"mean_{i}")))
             / _of_cells(self.get_buffer(f"deviation_{i}"))
             for i, block in enumerate(blocks)
         ]
@@ -122,11 +122,11 @@ class Whitening(nn.Module):
             channels, cells, factors = (
                 self.get_buffer(f"{part}_{i}") for part in ("channels", "cells", "factors")
             )
-            rows.append((_turned(values, channels, cells) * factors).flatten(1))
+            rows.append((_rotate(values, channels, cells) * factors).flatten(1))
         return F.normalize(torch.cat(rows, 1))
 
 
-def _rooted(block: Tensor, root: float) -> Tensor:
+def _root(block: Tensor, root: float) -> Tensor:
     values = block.float()
     return values if root == 1 else values.clamp(min=0) ** root
 
@@ -136,7 +136,7 @@ def _of_cells(statistic: Tensor) -> Tensor:
     return statistic[:, None] if statistic.dim() == 1 else statistic
 
 
-def _turned(values: Tensor, rotation: Tensor, turn: Tensor) -> Tensor:
+def _rotate(values: Tensor, rotation: Tensor, turn: Tensor) -> Tensor:
     return torch.einsum("ncs,cd->nds", values, rotation) @ turn
 
 

@@ -1,4 +1,4 @@
-"""Parameters by name, and the one place that knows how their numbers lie in memory.
+"""Parameter dicts and their flat-vector layout.
 
 Everything that is done to each number (noise, optimizer steps, restoring a rejected update) goes
 through `elementwise`. Today the tensors of a state are views of one vector, so that an operation on

@@ -88,7 +88,7 @@ class Tracker:
     def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
         """Pass on public scores and the epsilon spent so far."""
         assert self._plan is not None
-        if self._plan.to_the_cap and not self._private:
+        if self._plan.run_all_trials and not self._private:
             return  # how good the model is at a given trial tells of rejections
         public = {f"test/{name}": value for name, value in scores.items()}
         self._log({"epsilon": epsilon, **public}, progress.ledger.updates)

@@ -34,7 +34,7 @@ from dpsur.mechanism.block_tests import (
     with_value,
 )
 from dpsur.mechanism.proposer import GradientSource
-from dpsur.mechanism.rate_search import RateRule, RateSearch, Walk
+from dpsur.mechanism.rate_search import Displacement, RateRule, RateSearch
 from dpsur.mechanism.state import START, Candidate, Procedure, Proposer, State, Verdict
 from dpsur.mechanism.streams import Draws
 from dpsur.privacy.events import Event, Step, Trial
@@ -183,7 +183,7 @@ class RateSearchTraining(_Blocks):
     def _after_test(self, state: State, noisy: Tensor) -> State:
         """The state after a test: values noted, a block kept or restored, the next rate set."""
         memory = memory_of(state)
-        decision = self.search.after_test(memory, noisy, lambda: self._walk(state))
+        decision = self.search.after_test(memory, noisy, lambda: self._displacement(state))
         for name in decision.save:
             state = self.updates.save(state, name)
         memory = {**decision.memory, "made": torch.zeros_like(memory["made"])}
@@ -193,12 +193,12 @@ class RateSearchTraining(_Blocks):
             memory = dict(self.updates.source.restarted(memory))
         return replace(state, memory=memory)
 
-    def _walk(self, state: State) -> Walk:
+    def _displacement(self, state: State) -> Displacement:
         """How far the block has moved the weights."""
         update = self.updates.source.event(state)
         distance, weights = self.updates.squared_distance(state)
         batch_size = update.sample_rate * self.tests.records
-        return Walk(distance, weights, update.noise_multiplier, batch_size)
+        return Displacement(distance, weights, update.noise_multiplier, batch_size)
 
     def metrics(self, state: State) -> list[dict[str, Any]]:
         """What the tests released so far, which is paid for and public."""

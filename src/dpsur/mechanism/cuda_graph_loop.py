@@ -32,7 +32,7 @@ from dpsur.privacy.plan import Plan
 
 # Parameters times records of a batch from which on it pays to look at the sizes of batches first:
 # trials of half a millisecond on an H200. By size, not by a clock: a seeded run has to choose the
-# same every time, since sums over other rooms are rounded otherwise.
+# same every time, since sums over other sizes are rounded otherwise.
 LEAST_WORK = 1e8
 
 
@@ -125,8 +125,8 @@ class CapturedTrial:
         Replays after the last update change nothing, but records on the host would be read for
         them. So there are no more than the updates that are left.
         """
-        count = min(block, self._plan.alike(ledger))
-        if self._plan.updates is None or self._plan.to_the_cap or not self._host_batches.in_use:
+        count = min(block, self._plan.identical_trials_left(ledger))
+        if self._plan.updates is None or self._plan.run_all_trials or not self._host_batches.in_use:
             return count
         return min(count, max(1, self._plan.updates - ledger.updates))
 
@@ -136,26 +136,26 @@ class CapturedTrial:
 
     def prepare(self) -> None:
         """Capture now what is captured when it is first needed otherwise."""
-        for level in range(len(self._sized[0].rooms)) if self._sized else ():
+        for level in range(len(self._sized[0].padded_batch_sizes)) if self._sized else ():
             self._at(level)
 
     def _replays(self, steps: range) -> list[Callable[[], None]]:
-        """A trial for every step, with the smallest rooms that hold its batches.
+        """A trial for every step, with the smallest sizes that hold its batches.
 
         Batches follow from the steps' random numbers alone, so their sizes can be had in advance.
-        The list ends before a batch that has no room anywhere. Without sizes such a one is noticed
-        by the trial itself.
+        The list ends before a batch that is larger than every size. Without sizes the trial itself
+        notices such a batch.
         """
         if not self._sized:
             return [self.replay] * len(steps)
         levels = [0] * len(steps)
         for one in self._sized:
-            rooms, counts = one.rooms, one.batch_sizes(self._streams, steps)
-            too_large = [place for place, size in enumerate(counts) if size > rooms[-1]]
+            sizes, counts = one.padded_batch_sizes, one.batch_sizes(self._streams, steps)
+            too_large = [place for place, size in enumerate(counts) if size > sizes[-1]]
             levels = levels[: min(too_large, default=len(levels))]
             counts = counts[: len(levels)]
             levels = [
-                max(level, level_for(rooms, size))
+                max(level, level_for(sizes, size))
                 for level, size in zip(levels, counts, strict=True)
             ]
         for level in sorted(set(levels)):
@@ -169,10 +169,10 @@ class CapturedTrial:
         return self._by_level[level]
 
     def _sized_batches(self) -> list[DpGradient | LossTestGate]:
-        """Where batches come from, if several rooms for them are worth it: trials are large."""
+        """The sources of batches, if several padded sizes pay: where trials are large."""
         source = getattr(getattr(self._procedure, "proposer", None), "source", None)
         gate = getattr(self._procedure, "gate", None)
-        if not isinstance(source, DpGradient) or len(set(source.rooms)) < 2:
+        if not isinstance(source, DpGradient) or len(set(source.padded_batch_sizes)) < 2:
             return []
         problem = source.sampler.problem
         parameters = sum(value.numel() for value in problem.model.parameters())
@@ -193,7 +193,7 @@ class CapturedTrial:
         if self._current_addresses() != self._addresses:
             raise UnsupportedModelError(
                 "the model moves its weights in memory when it is called, which a CUDA graph "
-                "cannot follow; run with Speed(capture=False) or --no-capture"
+                "cannot follow; run with Performance(capture=False) or --no-capture"
             )
         return self._state
 
@@ -225,7 +225,7 @@ class CapturedTrial:
             active = room & (counts.updates < self._plan.updates)
             position = counts.updates
         position = position if self._position is None else self._position
-        counted = room if self._plan.to_the_cap else active
+        counted = room if self._plan.run_all_trials else active
         _, verdict = trial(
             self._procedure,
             self._state,
@@ -265,7 +265,7 @@ class CapturedTrial:
         device = self._state.updates.device
         if device.type != "cuda":
             return trial_in_room
-        self._host_batches.settle()  # another thread must not call CUDA during a capture
+        self._host_batches.resolve()  # another thread must not call CUDA during a capture
         self._live.fill_(False)
         try:
             calls = 1 if self._by_level else WARM_UP_CALLS  # kernels are known then
@@ -351,7 +351,7 @@ class CudaGraphLoop:
         if overflow and self._shared:
             raise NothingReleasedError(
                 "a batch was larger than counted in advance, so that records were left out; resume "
-                "from the last checkpoint with Speed(capture=False) or --no-capture"
+                "from the last checkpoint with Performance(capture=False) or --no-capture"
             )
         if overflow:
             return self._exactly(self._launched)

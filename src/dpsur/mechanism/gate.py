@@ -186,7 +186,7 @@ class LossTestGate:
         return replace(self, draw=padded_batch)
 
     @property
-    def rooms(self) -> tuple[int, ...]:
+    def padded_batch_sizes(self) -> tuple[int, ...]:
         """Sizes of padded batches, by level."""
         return padded_sizes(len(self.problem.train), self.test.sample_rate)
 

@@ -220,7 +220,7 @@ class Metrics:
     """Pay for noisy training loss and accuracy of a classifier, ten times in a run.
 
     Args:
-        budget: by what share they may raise the noise of the updates, such as 0.01.
+        budget: fraction by which they may increase the noise of the updates, such as 0.01.
         noise_multiplier: their noise over what one record can change, instead of `budget`.
         patience: end the run when the noisy training loss has not improved in so many measurements.
             Epsilon stays that of the whole plan.

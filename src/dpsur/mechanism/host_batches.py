@@ -98,10 +98,10 @@ class HostBatches:
             self.close()
             raise
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Wait for the background thread to have nothing to do."""
         for feed in self._feeds.values():
-            feed.settle()
+            feed.resolve()
 
     def close(self) -> None:
         """Gather nothing more."""
@@ -289,7 +289,7 @@ class _Feed:
         if self._copies is not None:
             self._placed.record(torch.cuda.current_stream(self._device))
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Wait for what is gathered in the background."""
         self._source.examples.submit(lambda: None).result()
 

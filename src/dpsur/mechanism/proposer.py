@@ -128,7 +128,7 @@ class DpGradient(GradientSource):
         return replace(self, max_grad_norm=max_grad_norm)
 
     @property
-    def rooms(self) -> tuple[int, ...]:
+    def padded_batch_sizes(self) -> tuple[int, ...]:
         """Sizes of padded batches, by level."""
         return padded_sizes(len(self.sampler.problem.train), self.update.sample_rate)
 

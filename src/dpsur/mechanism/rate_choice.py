@@ -18,7 +18,7 @@ TOO_LOW, TOO_HIGH, WEAK, USEFUL = "too low", "too high", "weak", "useful"
 
 
 @dataclass(frozen=True)
-class Block:
+class TriedRate:
     """A rate that was tried, the value that its test released, and what that says of the rate."""
 
     exponent: float
@@ -26,9 +26,9 @@ class Block:
     kind: str = USEFUL
 
 
-def judged(
+def classify(
     exponent: float, value: float, loss: float, first_value: float, first_loss: float, margin: float
-) -> Block:
+) -> TriedRate:
     """A block whose loss and value are compared with those of the first weights.
 
     A loss that has not moved by the margin means that nothing was learned, whatever the value: the
@@ -36,13 +36,13 @@ def judged(
     """
     fall, gain = first_loss - loss, value - first_value
     if fall > margin and gain > 0:
-        return Block(exponent, value, USEFUL if gain >= LEARNED else WEAK)
+        return TriedRate(exponent, value, USEFUL if gain >= LEARNED else WEAK)
     if fall < -margin and gain >= LEARNED:  # sure of itself, and right
-        return Block(exponent, value, WEAK)
-    return Block(exponent, value, TOO_HIGH if fall < -HARM else TOO_LOW)
+        return TriedRate(exponent, value, WEAK)
+    return TriedRate(exponent, value, TOO_HIGH if fall < -HARM else TOO_LOW)
 
 
-def next_exponent(start: float, tried: Sequence[Block]) -> float:
+def next_exponent(start: float, tried: Sequence[TriedRate]) -> float:
     """Which rate to try next.
 
     The start first. While none has learned anything, long steps up, or down if all were too high,
@@ -73,7 +73,7 @@ def next_exponent(start: float, tried: Sequence[Block]) -> float:
     return (best.exponent + better.exponent) / 2
 
 
-def best_exponent(tried: Sequence[Block]) -> float:
+def best_exponent(tried: Sequence[TriedRate]) -> float:
     """The top of a parabola through the best value and two beside it, at most half a step away.
 
     These are its neighbours. At an end they are the neighbour and the one beyond it; where values
@@ -96,7 +96,7 @@ def best_exponent(tried: Sequence[Block]) -> float:
     return best.exponent + _top(best, first, second)
 
 
-def _top(best: Block, first: Block, second: Block) -> float:
+def _top(best: TriedRate, first: TriedRate, second: TriedRate) -> float:
     """Where a parabola is highest, from the best on: not beyond the middle to a neighbour."""
     (x, dx), (y, dy) = (
         (block.exponent - best.exponent, block.value - best.value) for block in (first, second)
@@ -122,17 +122,19 @@ def between(place: float, places: Sequence[float], heights: Sequence[float]) -> 
     return levels[-1]
 
 
-def _best(tried: Sequence[Block]) -> Block | None:
+def _best(tried: Sequence[TriedRate]) -> TriedRate | None:
     """The block of the highest value among those that have learned something."""
     useful = [block for block in tried if block.kind in (USEFUL, WEAK)]
     return max(useful, key=lambda block: block.value, default=None)
 
 
-def _exponents(tried: Sequence[Block], kind: str) -> list[float]:
+def _exponents(tried: Sequence[TriedRate], kind: str) -> list[float]:
     return [block.exponent for block in tried if block.kind == kind]
 
 
-def _nearest(block: Block, tried: Sequence[Block], side: int, reach: float) -> Block | None:
+def _nearest(
+    block: TriedRate, tried: Sequence[TriedRate], side: int, reach: float
+) -> TriedRate | None:
     """The nearest rate on a side, -1 for below and 1 for above, if it is within reach."""
     beside = [b for b in tried if 0 < side * (b.exponent - block.exponent) <= reach * (1 + 1e-9)]
     return min(beside, key=lambda b: abs(b.exponent - block.exponent), default=None)

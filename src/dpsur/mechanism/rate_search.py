@@ -30,10 +30,10 @@ from dpsur.mechanism.block_tests import (
 from dpsur.mechanism.optim import SHAPES
 from dpsur.mechanism.rate_choice import (
     TOO_HIGH,
-    Block,
+    TriedRate,
     best_exponent,
     between,
-    judged,
+    classify,
     next_exponent,
 )
 from dpsur.mechanism.state import START
@@ -59,7 +59,7 @@ Memory = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Walk:
+class Displacement:
     """How far a block has moved the weights, and what its updates were."""
 
     squared_distance: float
@@ -219,10 +219,12 @@ class RateSearch:
 
     # --- what follows from a test -----------------------------------------------------------------
 
-    def after_test(self, memory: Memory, noisy: Tensor, walk: Callable[[], Walk]) -> Decision:
+    def after_test(
+        self, memory: Memory, noisy: Tensor, displacement: Callable[[], Displacement]
+    ) -> Decision:
         """Note the values of a test; keep or restart a block; set the next rate.
 
-        `walk` says how the block at hand has moved the weights.
+        `displacement` says how the block at hand has moved the weights.
         """
         done, quantity = int(memory["tests"]), self.quantity(memory)
         memory = {
@@ -252,7 +254,7 @@ class RateSearch:
         if block == self._searched:
             best = end_of(int(memory["best"]))
             return Decision(memory, restore=None if self._last_is_best(memory) else best)
-        share = self._noise_share(memory, block, walk)
+        share = self._noise_share(memory, block, displacement)
         memory["shares"] = with_value(memory["shares"], block, share)
         values = self._block_values(memory)
         if values[block] > max(values[:block], default=-math.inf):
@@ -303,7 +305,7 @@ class RateSearch:
             (end_of(n), min(2.0 ** (last - tried[n].exponent), 1 / len(used))) for n in used
         )
 
-    def _blocks(self, memory: Memory, count: int) -> list[Block]:
+    def _blocks(self, memory: Memory, count: int) -> list[TriedRate]:
         """What the first blocks of the search say of their rates."""
         before = self._before_blocks
         exponents, values = memory["exponents"].tolist(), self._block_values(memory)
@@ -314,9 +316,9 @@ class RateSearch:
             losses = [-value for value in memory["values"].tolist()]
             first_value, first_loss = 0.0, 0.0
         if self._margin > COARSE_MOVE:
-            return [Block(exponents[n], values[n]) for n in range(count)]
+            return [TriedRate(exponents[n], values[n]) for n in range(count)]
         return [
-            judged(
+            classify(
                 exponents[n], values[n], losses[before + n], first_value, first_loss, self._margin
             )
             for n in range(count)
@@ -335,9 +337,11 @@ class RateSearch:
             return True
         return last >= max(searched) - 2 * self.standard_error * self._score_scale
 
-    def _noise_share(self, memory: Memory, block: int, walk: Callable[[], Walk]) -> float:
-        """How much of a block's way is a random walk of the noise; infinite where weights are."""
-        found, size = walk(), self.plan.blocks[block + self._before_blocks]
+    def _noise_share(
+        self, memory: Memory, block: int, displacement: Callable[[], Displacement]
+    ) -> float:
+        """Share of a block's displacement that noise alone explains; infinite where weights are."""
+        found, size = displacement(), self.plan.blocks[block + self._before_blocks]
         way = found.squared_distance
         if not math.isfinite(way):
             return math.inf

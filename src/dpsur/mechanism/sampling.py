@@ -133,22 +133,22 @@ def padded_size(size: int, rate: float) -> int:
 
 
 def padded_sizes(size: int, rate: float) -> tuple[int, ...]:
-    """Rooms for Poisson samples, one for every level of padding; the last is `padded_size`.
+    """Padded sizes of Poisson samples, one for every level; the last is `padded_size`.
 
-    A sample in the smallest room that holds it has few rows that count for nothing: about two in a
-    hundred at 512 rows, where a room for every sample would have twenty-five.
+    A sample that is padded to the smallest size that holds it has few rows that count for nothing:
+    about two in a hundred at 512 rows, where one size for all would have twenty-five.
     """
     spread, most = math.sqrt(size * rate * (1 - rate)), padded_size(size, rate)
     # rounded to what suits kernels, but by much less than samples differ
     unit = next(unit for unit in (16, 8, 4, 2, 1) if unit == 1 or 2 * unit <= spread)
-    rooms = (math.ceil((size * rate + some * spread) / unit) * unit for some in _DEVIATIONS)
-    return (*(min(max(unit, room), most) for room in rooms), most)
+    sizes = (math.ceil((size * rate + some * spread) / unit) * unit for some in _DEVIATIONS)
+    return (*(min(max(unit, size), most) for size in sizes), most)
 
 
-def level_for(rooms: tuple[int, ...], count: int) -> int:
-    """The level whose room is the smallest that holds so many rows; the last where none does."""
-    last = len(rooms) - 1
-    return next((level for level, room in enumerate(rooms) if room >= count), last)
+def level_for(sizes: tuple[int, ...], count: int) -> int:
+    """The level of the smallest size that holds this many rows; the last where none does."""
+    last = len(sizes) - 1
+    return next((level for level, size in enumerate(sizes) if size >= count), last)
 
 
 # The level of padding of `padded_batch`; None is the last. A captured trial has the one that this
@@ -211,8 +211,8 @@ def steady_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
     if isinstance(examples, HostExamples):  # whose next batch is fetched before it is drawn
         batch = _padded(examples, rate, joins, stream.ranks)
     else:
-        rooms = padded_sizes(len(examples), rate)
-        level = level_for(rooms, int(joins.sum()))
+        sizes = padded_sizes(len(examples), rate)
+        level = level_for(sizes, int(joins.sum()))
         batch = _padded(examples, rate, joins, stream.ranks, level)
     if batch.overflow is not None and bool(batch.overflow):
         whole = _share(examples, joins.nonzero()[:, 0], stream.ranks)

@@ -175,7 +175,7 @@ def take_step(
     device = state.updates.device
     position = torch.tensor(account.position, device=device)
     # after the last update trials may continue, so that their number is the same for all data
-    active = torch.tensor(False, device=device) if account.drops else None
+    active = torch.tensor(False, device=device) if account.dummy_trials_left else None
     if not charged:
         account.book(procedure.step(state))
     draws = streams.at(account.steps)

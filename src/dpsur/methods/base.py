@@ -1,6 +1,6 @@
 """What every method is: frozen hyper-parameters that can be settled and bound to data.
 
-`settle` fixes the privacy of a run before data is touched. `bind` composes the procedure that the
+`resolve` fixes the privacy of a run before data is touched. `build` composes the procedure that the
 loop drives.
 """
 
@@ -33,7 +33,7 @@ class Method(checks.NamedArguments, ABC):
     features: ClassVar[str | None] = None
 
     @abstractmethod
-    def settle(
+    def resolve(
         self,
         dataset_size: int,
         budget: Budget,
@@ -46,7 +46,7 @@ class Method(checks.NamedArguments, ABC):
         """
 
     @abstractmethod
-    def bind(self, problem: Problem, plan: Plan) -> Procedure:
+    def build(self, problem: Problem, plan: Plan) -> Procedure:
         """Compose the procedure that trains this model on these records."""
 
     def adapt(self, model: nn.Module) -> nn.Module:

@@ -90,7 +90,7 @@ def starts_of(method: "GradientMethod") -> tuple[float, ...]:
     )
 
 
-def settle_blocks(
+def resolve_blocks(
     method: M,
     dataset_size: int,
     budget: Budget,
@@ -103,7 +103,7 @@ def settle_blocks(
     check_covers_steering(accounting)
     if method.test_error is not None:
         tested = _with_tests(method, dataset_size, method.test_error)
-        return settle_blocks(tested, dataset_size, budget, accounting, setup, menu, steering)
+        return resolve_blocks(tested, dataset_size, budget, accounting, setup, menu, steering)
     if method.learning_rate == LINEAR_HEAD:  # the search takes the place of the rule
         method = replace(method, learning_rate=None)
     settled = method._with_batches(dataset_size)

@@ -113,7 +113,7 @@ class Dpagd(Method):
                 f"step_sizes must be at least 2, one of them the length 0, got {self.step_sizes}"
             )
 
-    def settle(
+    def resolve(
         self,
         dataset_size: int,
         budget: Budget,
@@ -143,7 +143,7 @@ class Dpagd(Method):
         typical = Trial(SampledGaussian(rate, noise), choice)
         return settled, replace(plan, phases=(replace(plan.phases[0], step=typical),))
 
-    def bind(self, problem: Problem, plan: Plan) -> Procedure:
+    def build(self, problem: Problem, plan: Plan) -> Procedure:
         """Tie the method to its data."""
         lengths = Lengths(
             count=self.step_sizes,

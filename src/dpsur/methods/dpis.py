@@ -87,7 +87,7 @@ class Dpis(GradientMethod):
         if self.norm_noise_multiplier is not None:
             checks.positive("norm_noise_multiplier", self.norm_noise_multiplier)
 
-    def settle(
+    def resolve(
         self,
         dataset_size: int,
         budget: Budget,
@@ -124,11 +124,11 @@ class Dpis(GradientMethod):
                 "where dpis chooses updates from a menu, each with its own noise; leave it out"
             )
         blocks = replace(self, gate=BLOCK_GATE)
-        _, plain = blocks._settle_blocks(dataset_size, budget, accounting, setup)
+        _, plain = blocks._resolve_blocks(dataset_size, budget, accounting, setup)
         if self.val_noise_multiplier is None:
             # Everything else follows from the noise of the tests, as when settled again with it.
             blocks = replace(blocks, val_noise_multiplier=plain.test.noise_multiplier)
-            _, plain = blocks._settle_blocks(dataset_size, budget, accounting, setup)
+            _, plain = blocks._resolve_blocks(dataset_size, budget, accounting, setup)
         updates = plain.blocks[-1]
         refresh = self.refresh_every or max(1, -(-updates // DEFAULT_REFRESHES))
         settled = replace(
@@ -141,7 +141,7 @@ class Dpis(GradientMethod):
         releases = sum(-(-size // refresh) for size in plain.blocks)
         share = STEERING_SHARE * plain.length / releases
         noise = self.norm_noise_multiplier or as_costly(plain.update, rate, order, share)
-        found, plan = settled._settle_blocks(
+        found, plan = settled._resolve_blocks(
             dataset_size,
             budget,
             accounting,
@@ -201,7 +201,7 @@ class Dpis(GradientMethod):
         assert self.norm_batch_size is not None
         return min(1.0, self.norm_batch_size / dataset_size)
 
-    def bind(self, problem: Problem, plan: Plan) -> Procedure:
+    def build(self, problem: Problem, plan: Plan) -> Procedure:
         """Importance sampling, behind the gate that was settled."""
         assert self.batch_size is not None
         assert self.refresh_every is not None

@@ -38,7 +38,7 @@ from dpsur.methods.block_plans import (
     block_procedure,
     check_block_gate,
     check_metrics,
-    settle_blocks,
+    resolve_blocks,
     settle_measured,
 )
 from dpsur.options import option
@@ -144,7 +144,7 @@ class GradientMethod(OptimizerMethod):
     )
     accept_ratio: float | None = option(
         None,
-        "the gate coin accepts a worsening with probability 1 over this (default: 2, or less "
+        "gate coin: probability of accepting a worse candidate is 1 over this (default: 2, or less "
         "where the tests alone would spend over 30% of the budget)",
     )
     on_reject: str = option(
@@ -176,9 +176,9 @@ class GradientMethod(OptimizerMethod):
 
     metrics_budget: float | None = option(
         None,
-        "pay for noisy training loss and accuracy, ten times in a run or after every test of the "
-        "gate block: by what share they may raise the noise of the updates, such as 0.01 (gates "
-        "none and block, classification)",
+        "report noisy training loss and accuracy, ten times in a run or after every test of the "
+        "gate block: fraction by which this may increase the noise of the updates, such as 0.01 "
+        "(gates none and block, classification)",
     )
     metrics_noise_multiplier: float | None = option(
         None,
@@ -248,7 +248,7 @@ class GradientMethod(OptimizerMethod):
                 )
             object.__setattr__(self, name, value)
 
-    def settle(
+    def resolve(
         self,
         dataset_size: int,
         budget: Budget,
@@ -257,7 +257,7 @@ class GradientMethod(OptimizerMethod):
     ) -> tuple[Self, Plan]:
         """Choose what was left open, then noise and length against the budget."""
         if self._implied_gate() == BLOCK_GATE:
-            return replace(self, gate=BLOCK_GATE)._settle_blocks(
+            return replace(self, gate=BLOCK_GATE)._resolve_blocks(
                 dataset_size, budget, accounting, setup
             )
         if self.metrics_budget is not None:
@@ -265,7 +265,7 @@ class GradientMethod(OptimizerMethod):
             return settled._with_rate(plan.length), plan
         return self._settle_repeated(dataset_size, budget, accounting, setup)
 
-    def bind(self, problem: Problem, plan: Plan) -> Procedure:
+    def build(self, problem: Problem, plan: Plan) -> Procedure:
         """A gradient proposer behind the gate that was settled."""
         proposer = GradientProposer(
             problem,
@@ -348,7 +348,7 @@ class GradientMethod(OptimizerMethod):
                 implied = gate
         return implied
 
-    def _settle_blocks(
+    def _resolve_blocks(
         self,
         dataset_size: int,
         budget: Budget,
@@ -358,7 +358,7 @@ class GradientMethod(OptimizerMethod):
         steering: SampledGaussian | None = None,
     ) -> tuple[Self, Plan]:
         """Fix blocks, tests and noise: everything but what released values may decide."""
-        return settle_blocks(self, dataset_size, budget, accounting, setup, menu, steering)
+        return resolve_blocks(self, dataset_size, budget, accounting, setup, menu, steering)
 
     def _with_rate(self, updates: int) -> Self:
         """The learning rate as a number: the usual one if it is open, or by the rule named."""

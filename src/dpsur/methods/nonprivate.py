@@ -45,7 +45,7 @@ class Nonprivate(OptimizerMethod):
         super().__post_init__()
         checks.at_least_one_each(self, "batch_size", "updates")
 
-    def settle(
+    def resolve(
         self,
         dataset_size: int,
         budget: Budget,
@@ -60,7 +60,7 @@ class Nonprivate(OptimizerMethod):
         plan = repeated_plan(unlimited, accounting, Trial(NonPrivate()), updates, updates, setup)
         return replace(self, batch_size=size, updates=updates), plan
 
-    def bind(self, problem: Problem, plan: Plan) -> Procedure:
+    def build(self, problem: Problem, plan: Plan) -> Procedure:
         """Steps along the plain gradient, every one of them kept."""
         assert self.batch_size is not None
         source = PlainGradient(Sampler(problem), self.batch_size / len(problem.train))

@@ -15,7 +15,7 @@ from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, signature
 from dpsur.per_example import clipping
 from dpsur.per_example.clipping import ClippedSum
-from dpsur.per_example.engine_choice import Microbatch, make_tape, plan_for
+from dpsur.per_example.engine_choice import BatchSlice, make_tape, strategy_for
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.model_check import check_model
 
@@ -41,10 +41,10 @@ def per_example_gradients(
     objective, params, examples = _objective(model, loss, inputs, targets)
     if not len(examples):
         return {name: value.new_zeros(0, *value.shape) for name, value in params.items()}
-    plan = plan_for(objective, params, examples.inputs, GradientBudget())
+    plan = strategy_for(objective, params, examples.inputs, GradientBudget())
     found: dict[str, list[torch.Tensor]] = {name: [] for name in params}
     for start in range(0, len(examples), plan.rows):
-        microbatch = Microbatch(examples.part(slice(start, start + plan.rows)))
+        microbatch = BatchSlice(examples.part(slice(start, start + plan.rows)))
         tape = make_tape(objective, params, microbatch, plan)
         with torch.no_grad():
             for name in params:

@@ -16,10 +16,10 @@ from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, device_of, map_tensors
 from dpsur.per_example.contributions import Factors, clip_factors
 from dpsur.per_example.engine_choice import (
-    Microbatch,
+    BatchSlice,
     make_tape,
-    plan_for,
     plan_with_less_memory,
+    strategy_for,
 )
 from dpsur.per_example.input_cache import KnownInputs
 from dpsur.per_example.memory_budget import GradientBudget
@@ -98,7 +98,7 @@ def clipped_sum(
         for name in reversed(params):
             reduction.add(name, torch.zeros_like(params[name]))
         return ClippedSum(_in_order(reduction.result(), params), sensitivity=max_grad_norm)
-    plan = plan_for(objective, params, examples.inputs, budget)
+    plan = strategy_for(objective, params, examples.inputs, budget)
     start = 0
     while start < size:
         most = max(1, plan.rows // objective.views)
@@ -160,7 +160,7 @@ def _microbatch(
     rows: Tensor | None,
     mask: Tensor | None,
     budget: GradientBudget,
-) -> Microbatch:
+) -> BatchSlice:
     """Some rows of a batch, with what they hold under the mask replaced."""
     keep = None if mask is None else mask[some]
     if rows is None:
@@ -173,7 +173,7 @@ def _microbatch(
     if keep is not None and not (known is not None and known.finite):
         batch = Examples(_blank(batch.inputs, keep), _blank(batch.targets, keep))
         known = None if known is None else replace(known, inputs=batch.inputs)
-    return Microbatch(batch, keep, known)
+    return BatchSlice(batch, keep, known)
 
 
 def _is_cached(objective: Objective, examples: Examples) -> TypeGuard[Problem]:
@@ -243,12 +243,12 @@ def clipped_norms(
     """
     if not len(batch):
         return torch.zeros(0, dtype=torch.float64, device=device_of(batch.inputs))
-    plan = plan_for(objective, params, batch.inputs, GradientBudget())
+    plan = strategy_for(objective, params, batch.inputs, GradientBudget())
     norms = []
     most = max(1, plan.rows // objective.views)
     for start in range(0, len(batch), most):
         some = slice(start, start + most)
-        tape = make_tape(objective, params, Microbatch(batch.part(some)), plan)
+        tape = make_tape(objective, params, BatchSlice(batch.part(some)), plan)
         with torch.no_grad(), precision(tf32=False):
             norms.append(tape.norms())
     found = torch.cat(norms).double()

@@ -45,7 +45,7 @@ class Engine(Enum):
 
 
 @dataclass(frozen=True)
-class Plan:
+class GradientStrategy:
     """The engine for a model and records per microbatch.
 
     `reason` says why the engine is not the fast one, `copied` which parameters are used by
@@ -60,7 +60,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Microbatch:
+class BatchSlice:
     """Some rows of a batch, which of them count, and where they stand in a data set, if known.
 
     `coins`, a uniform draw per row, round its gradient at random to the norm 0 or the bound.
@@ -72,16 +72,16 @@ class Microbatch:
     coins: Tensor | None = None
 
 
-_plans: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
+_strategies: WeakKeyDictionary[nn.Module, dict[object, GradientStrategy]] = WeakKeyDictionary()
 
 
-def plan_for(
+def strategy_for(
     objective: Objective, params: Params, inputs: TensorTree, budget: GradientBudget
-) -> Plan:
+) -> GradientStrategy:
     """The plan for a model and inputs of this shape, made once. The inputs may be on the host."""
     device = next(iter(params.values())).device
     key = _key(objective, params, inputs, budget)
-    plans = _plans.setdefault(objective.model, {})
+    plans = _strategies.setdefault(objective.model, {})
     if key not in plans:
         first = map_tensors(lambda value: value.to(device), slice_rows(inputs, slice(2)))
         with seeded_globally(0, device):
@@ -91,10 +91,10 @@ def plan_for(
 
 def plan_with_less_memory(
     objective: Objective, params: Params, inputs: TensorTree, budget: GradientBudget, rows: int
-) -> Plan:
+) -> GradientStrategy:
     """The same plan for microbatches of so many rows, from now on."""
-    plan = replace(plan_for(objective, params, inputs, budget), rows=rows)
-    _plans[objective.model][_key(objective, params, inputs, budget)] = plan
+    plan = replace(strategy_for(objective, params, inputs, budget), rows=rows)
+    _strategies[objective.model][_key(objective, params, inputs, budget)] = plan
     logging.getLogger("dpsur.engine").warning(
         "dpsur: out of memory: continuing with microbatches of %d; the result is the same", rows
     )
@@ -118,7 +118,9 @@ def _key(
     )
 
 
-def _make(objective: Objective, params: Params, inputs: TensorTree, budget: GradientBudget) -> Plan:
+def _make(
+    objective: Objective, params: Params, inputs: TensorTree, budget: GradientBudget
+) -> GradientStrategy:
     own = dict(objective.model.named_parameters())
     records = RecordFunction((objective.model,), {name: own[name] for name in params})
     held, copied = [], frozenset[str]()
@@ -145,7 +147,7 @@ def _make(objective: Objective, params: Params, inputs: TensorTree, budget: Grad
     memory = held[-1] - (held[-2] if most > 1 else 0)
     if alone:
         memory = 8 * sum(value.numel() for value in params.values())
-    return Plan(
+    return GradientStrategy(
         Engine.ONE_BY_ONE if alone else Engine.ONE_PASS,
         budget.rows(memory, next(iter(params.values())).device),
         records,
@@ -175,7 +177,9 @@ def _total(outputs: TensorTree, _: TensorTree) -> Tensor:
     return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 
-def make_tape(objective: Objective, params: Params, microbatch: Microbatch, plan: Plan) -> Tape:
+def make_tape(
+    objective: Objective, params: Params, microbatch: BatchSlice, plan: GradientStrategy
+) -> Tape:
     """What is known about every record's gradient: enough for its norm and for weighted sums.
 
     Norms and sums are to be taken with `precision(tf32=False)`.

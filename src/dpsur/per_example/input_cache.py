@@ -1,4 +1,4 @@
-"""What depends on the data alone is computed once.
+"""Caches per-record values that depend on the inputs alone.
 
 The input of the first layer is the same in every trial. Inner products between the patches that a
 convolution sees of it can be stored for a whole data set and looked up for a batch. Norms that come

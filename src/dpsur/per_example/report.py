@@ -10,7 +10,13 @@ from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.tree import TensorTree
-from dpsur.per_example.engine_choice import Engine, Microbatch, Plan, make_tape, plan_for
+from dpsur.per_example.engine_choice import (
+    BatchSlice,
+    Engine,
+    GradientStrategy,
+    make_tape,
+    strategy_for,
+)
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.rules import kind_of, why_no_rule
 
@@ -107,11 +113,11 @@ def log_engine(report: EngineReport) -> None:
 
 def _report(objective: Objective, inputs: TensorTree) -> EngineReport:
     params = objective.initial_params()
-    plan = plan_for(objective, params, inputs, GradientBudget())
+    plan = strategy_for(objective, params, inputs, GradientBudget())
     return EngineReport(plan.engine.value, plan.reason, _modules(objective.model, params, plan))
 
 
-def _modules(model: nn.Module, params: Params, plan: Plan) -> tuple[ModuleReport, ...]:
+def _modules(model: nn.Module, params: Params, plan: GradientStrategy) -> tuple[ModuleReport, ...]:
     """Every module that owns trained parameters."""
     trained = {id(value): name for name, value in model.named_parameters() if name in params}
     inside: dict[str, str] = {}  # layers whose weights the rule of another one looks after
@@ -141,10 +147,10 @@ def _modules(model: nn.Module, params: Params, plan: Plan) -> tuple[ModuleReport
 def _loss_fault(problem: Problem, params: Params) -> str | None:
     """Why the losses of a batch cannot be computed at once, tried on the first records."""
     first = problem.train.part(slice(2)).to(problem.device)
-    plan = plan_for(problem, params, problem.train.inputs, GradientBudget())
+    plan = strategy_for(problem, params, problem.train.inputs, GradientBudget())
     with seeded_globally(0, problem.device):
         try:
-            make_tape(problem, params, Microbatch(first), plan)
+            make_tape(problem, params, BatchSlice(first), plan)
         except Exception as error:  # what is wrong with a loss is for `check_loss` to say
             _log.debug("dpsur: the loss fails on the first records: %s", error)
     if plan.records.by_construction:

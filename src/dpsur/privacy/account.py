@@ -47,7 +47,7 @@ class Account:
     Formal guarantee: let every step be charged before it is made; let each be what its event says,
     given everything released before; and let the records be used in no other way. Then all that the
     steps release, and all that follows from it, satisfies (`guarantee()`, delta)-DP under adding or
-    removing one record, whenever the loop stops. `spent()` is a progress figure. It is a guarantee
+    removing one record, whenever the loop stops. `spent()` is for display only. It is a guarantee
     of its own only where the number and the kind of the steps made so far were fixed without
     looking at anything that depends on the records. Stopping early because of what one sees does
     not lower the guarantee to `spent()`: it stays that of all steps, or of the whole allowance.
@@ -198,9 +198,9 @@ class Account:
         return 0 if self._plan is None else self._plan.position(self._charged)
 
     @property
-    def drops(self) -> bool:
+    def dummy_trials_left(self) -> bool:
         """Whether what comes next is a trial whose outcome is dropped, to hide rejections."""
-        return self._plan is not None and self._plan.drops(self._charged)
+        return self._plan is not None and self._plan.dummy_trials_left(self._charged)
 
     @property
     def tests(self) -> int:
@@ -270,7 +270,7 @@ class Account:
     def _check(self, step: Step) -> None:
         if isinstance(step, Trial) and not self.charges_accepted:
             accounting_named(ACCOUNTING).check(step, RESTORE)
-        if self._plan is None or self.drops:
+        if self._plan is None or self.dummy_trials_left:
             return
         if not self._plan.affords(self._charged, step):
             raise BudgetError(
@@ -287,7 +287,7 @@ class Account:
         return self._plan.epsilon(self._delta if delta is None else delta)
 
     def spent(self, delta: float | None = None) -> float:
-        """Epsilon of the steps charged so far, by privacy loss distributions: a progress figure.
+        """Epsilon of the steps charged so far, by privacy loss distributions; for display only.
 
         Do not stop a loop because of it. Behind a filter that let many kinds of steps pass it is
         the filter's own figure, which is larger and takes no time.
@@ -342,11 +342,11 @@ class Account:
     def _replay(self, history: Ledger) -> None:
         """Charge a history again; refuse one that this account would not have charged."""
         if self._plan is not None and history.setup != self._plan.setup:
-            raise InvalidInputError("the account was charged another setup than its plan has")
+            raise InvalidInputError("the account's setup events differ from the plan's")
         self._charged = Ledger(setup=history.setup)
         for entry in history.entries:
             if not entry.trials:
-                raise InvalidInputError(f"the account lists {entry.step}, made not once")
+                raise InvalidInputError(f"the account lists {entry.step} with count {entry.trials}")
             if self._plan is not None and (self._plan.tests or self._plan.menu):
                 for _ in range(entry.trials):  # their order counts
                     self.book(entry.step)

@@ -23,7 +23,7 @@ _enabled: ContextVar[bool] = ContextVar("calibration_cache_enabled", default=Tru
 
 
 @contextmanager
-def calibrated_afresh() -> Iterator[None]:
+def ignore_cache() -> Iterator[None]:
     """Search whatever is stored, as a check of somebody's figures should."""
     token = _enabled.set(False)
     try:
@@ -32,7 +32,7 @@ def calibrated_afresh() -> Iterator[None]:
         _enabled.reset(token)
 
 
-def remembered(
+def cached(
     question: object, search: Callable[[], float | None], fits: Callable[[float], bool]
 ) -> float | None:
     """What a search found before for the same question, if it fits; otherwise what it finds now."""
@@ -50,12 +50,12 @@ def remembered(
     return found
 
 
-def remembered_noise(
+def cached_noise(
     question: object, epsilon_of: Callable[[float], float], target: float
 ) -> float | None:
     """The least noise whose epsilon is at most the target, looked up before it is searched for."""
     epsilon_of = cache(epsilon_of)
-    return remembered(
+    return cached(
         question,
         lambda: least_noise(epsilon_of, target),
         lambda noise: epsilon_of(noise) <= target,

@@ -156,7 +156,7 @@ class Plan:
 
     With `searches`, phases before the last one search for a learning rate and come on top of the
     updates that were asked for; otherwise each continues the one before, and tests only measure.
-    With `may_stop` a run may end after any test, as released values decide. `to_the_cap`: after the
+    With `may_stop` a run may end after any test, as released values decide. `run_all_trials`: after the
     last update trials continue to the cap and are dropped, so that their number is the same for all
     records.
 
@@ -175,7 +175,7 @@ class Plan:
     phases: tuple[Phase, ...]
     setup: tuple[Event, ...] = ()
     on_reject: str = RESTORE
-    to_the_cap: bool = False
+    run_all_trials: bool = False
     filter: Filter | None = None
     searches: bool = False
     may_stop: bool = False
@@ -184,7 +184,7 @@ class Plan:
         # However a plan is made, it cannot state a guarantee that its accounting does not cover.
         if not self.phases:
             raise InvalidInputError("a plan needs a phase")
-        for name in ("to_the_cap", "searches", "may_stop"):
+        for name in ("run_all_trials", "searches", "may_stop"):
             if type(getattr(self, name)) is not bool:
                 raise InvalidInputError(
                     f"{name} must be true or false, got {getattr(self, name)!r}"
@@ -380,8 +380,8 @@ class Plan:
             raise BudgetError(f"{step} was not planned: after {ledger.steps} steps comes {planned}")
         return bool(due)
 
-    def alike(self, ledger: Ledger) -> int:
-        """How many trials can be made, all like the next one, before the ledger is read again.
+    def identical_trials_left(self, ledger: Ledger) -> int:
+        """How many trials equal to the next one can be made before the ledger is read again.
 
         0 where a test comes next.
         """
@@ -392,9 +392,9 @@ class Plan:
         left = phase.trials - trials
         return min(left, 1) if self.filter is not None or self.menu is not None else left
 
-    def drops(self, ledger: Ledger) -> bool:
-        """Whether one more trial is to be made, whose outcome is dropped."""
-        return self.to_the_cap and self.completed(ledger) and ledger.trials < self.trials
+    def dummy_trials_left(self, ledger: Ledger) -> bool:
+        """Whether trials are still run only to hide how many were rejected."""
+        return self.run_all_trials and self.completed(ledger) and ledger.trials < self.trials
 
     def completed(self, ledger: Ledger) -> bool:
         """Whether the run did what was planned, so that its result may be released."""
@@ -421,11 +421,11 @@ class Plan:
 
         Evaluations and progress reports follow this scale, so that they reveal no rejections then.
         """
-        return self.trials if self.to_the_cap else self.length
+        return self.trials if self.run_all_trials else self.length
 
     def elapsed(self, ledger: Ledger) -> int:
         """How far a run has come on that scale."""
-        return ledger.trials if self.to_the_cap else self.position(ledger)
+        return ledger.trials if self.run_all_trials else self.position(ledger)
 
     # What it costs
 
@@ -445,7 +445,7 @@ class Plan:
             found.append((self.test, tests))
         return [(event, count) for event, count in found if count]
 
-    def covers(self, delta: float) -> bool:
+    def supports_delta(self, delta: float) -> bool:
         """Whether there is an epsilon at this delta: a cap, or a filter, is for the budget's."""
         if self.filter is not None:
             return delta == self.budget.delta
@@ -457,7 +457,7 @@ class Plan:
         A filter's guarantee is its whole allowance, however the run goes.
         """
         delta = self.budget.delta if delta is None else delta
-        if not self.covers(delta):
+        if not self.supports_delta(delta):
             kind = "privacy filter" if self.filter else "cap on trials"
             raise InvalidInputError(
                 f"the {kind} of this run was made for delta {self.budget.delta:g}; plan the run "
@@ -472,7 +472,7 @@ class Plan:
         return self._accounting.epsilon(self._charges(self.blocks, 0), self.budget.delta)
 
     def spent(self, ledger: Ledger, delta: float | None = None) -> float:
-        """Epsilon so far, as a progress figure: the guarantee is `epsilon()`."""
+        """Epsilon so far, for display only: the guarantee is `epsilon()`."""
         delta = self.budget.delta if delta is None else delta
         if self.filter is not None:
             if not ledger.entries and not ledger.setup:
@@ -647,7 +647,7 @@ class Plan:
         if way == DELAY:
             return self
         constant = replace(phase, cap=least_cap(gate, self.updates, self.budget))
-        return replace(self, phases=(constant,), to_the_cap=True)
+        return replace(self, phases=(constant,), run_all_trials=True)
 
     # Words and plain values
 
@@ -661,7 +661,9 @@ class Plan:
             what = f"{self.updates} updates at noise multipliers from {first:.3f} to {last:.3f}"
         else:
             noise = getattr(self.typical.update, "noise_multiplier", 0.0)
-            dropped = f" in {self.trials} trials, whatever is rejected," if self.to_the_cap else ""
+            dropped = (
+                f" in {self.trials} trials, whatever is rejected," if self.run_all_trials else ""
+            )
             what = f"{self.length} {self.unit}{dropped} at noise multiplier {noise:.3f}"
         if self.tests:
             what += f" and {self.tests} tests of blocks at {self.test.noise_multiplier:.3g}"
@@ -701,7 +703,7 @@ class Plan:
             },
             "setup": [event_to_json(event) for event in self.setup],
             "on_reject": self.on_reject,
-            "to_the_cap": self.to_the_cap,
+            "to_the_cap": self.run_all_trials,
             "searches": self.searches,
             "may_stop": self.may_stop,
         }
@@ -717,7 +719,7 @@ class Plan:
             phases=tuple(_phase_from_json(phase) for phase in values["phases"]),
             setup=tuple(event_from_json(event) for event in values["setup"]),
             on_reject=values["on_reject"],
-            to_the_cap=values["to_the_cap"],
+            run_all_trials=values["to_the_cap"],
             filter=None if values["filter"] is None else Filter(**values["filter"]),
             searches=values["searches"],
             may_stop=values["may_stop"],

@@ -22,7 +22,7 @@ from dpsur.privacy.accountants.rdp import (
 )
 from dpsur.privacy.accounting import RESTORE, Accounting, accounting_named, planned_charges
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibration_cache import remembered, remembered_noise
+from dpsur.privacy.calibration_cache import cached, cached_noise
 from dpsur.privacy.events import Event, Gaussian, Menu, NonPrivate, SampledGaussian, Trial
 from dpsur.privacy.plan import (
     ACCEPTED,
@@ -68,7 +68,7 @@ def repeated_plan(
     setup: tuple[Event, ...] = (),
     on_reject: str = RESTORE,
     *,
-    to_the_cap: bool = False,
+    run_all_trials: bool = False,
 ) -> Plan:
     """Equal trials: exactly `trials` of them, or so many that `updates` are accepted.
 
@@ -78,7 +78,7 @@ def repeated_plan(
     phase = Phase(trial, trials, TRIALS)
     if updates is not None:
         phase = Phase(trial, updates, ACCEPTED, trials if trial.gate is not None else None)
-    return Plan(budget, accounting, (phase,), setup, on_reject, to_the_cap)
+    return Plan(budget, accounting, (phase,), setup, on_reject, run_all_trials)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _calibrated_noise(
 
     trials = (request.trial_with(1.0), request.trial_with(2.0))
     question = ("fixed", accounting.name, budget, count, request.setup, trials)
-    noise = remembered(question, search, lambda noise: epsilon_of(noise) <= budget.epsilon)
+    noise = cached(question, search, lambda noise: epsilon_of(noise) <= budget.epsilon)
     if noise is None:
         test = trials[0].test is not None
         raise BudgetError(
@@ -413,7 +413,7 @@ def plan_blocks(
             return plan_with(noise, value).epsilon()
 
         question = ("tests of blocks", plan_with(noise, 1.0))
-        least = remembered_noise(question, with_tests, budget.epsilon)
+        least = cached_noise(question, with_tests, budget.epsilon)
         if least is None:
             raise BudgetError(
                 f"updates at noise multiplier {noise:g} leave nothing of epsilon "
@@ -444,7 +444,7 @@ def _with_least_noise(plan_with: Callable[[float], Plan]) -> Plan:
             "val_noise_multiplier or epsilon",
             code="budget-too-small",
         )
-    noise = remembered(
+    noise = cached(
         ("blocks", plan),
         lambda: _least_noise(plan_with),
         lambda noise: plan_with(noise).epsilon() <= epsilon,
@@ -508,7 +508,7 @@ def _noise_without_tests(plan_with: Callable[[float, float], Plan]) -> float:
         return plan.epsilon_without_tests()
 
     plan = plan_with(1.0, LEAST_TEST_NOISE)
-    found = remembered_noise(("blocks without tests", plan), epsilon_of, plan.budget.epsilon)
+    found = cached_noise(("blocks without tests", plan), epsilon_of, plan.budget.epsilon)
     if found is None:
         raise BudgetError(
             f"epsilon {plan.budget.epsilon:g} is too small for {plan.updates} updates, whatever "

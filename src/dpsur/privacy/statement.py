@@ -271,7 +271,7 @@ def stated_mechanism(plan: Plan, ledger: Ledger) -> dict[str, Any]:
         "updates": plan.updates,
         "trials": None if counted else plan.trials,
         "trial_cap": plan.trials if counted else None,
-        "to_the_cap": plan.to_the_cap,
+        "to_the_cap": plan.run_all_trials,
     }
     steered: dict[str, Any] = {}
     if phase.steering is not None:

@@ -125,7 +125,7 @@ def read_report(
         network=origin.network,
         parameters=sum(value.numel() for value in model.parameters()),
         epsilon_by_update=epsilon_by_update(plan),
-        accuracy_by_epsilon=None if plan.to_the_cap else accuracy_by_epsilon(rows),
+        accuracy_by_epsilon=None if plan.run_all_trials else accuracy_by_epsilon(rows),
         tradeoff=tradeoff(plan),
         test=test,
         no_test=no_test,

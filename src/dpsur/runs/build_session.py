@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.config import RunConfig, Speed
+from dpsur.config import Performance, RunConfig
 from dpsur.distributed import connect
 from dpsur.distributed.ranks import local_device, unwrap
 from dpsur.errors import InvalidInputError
@@ -88,12 +88,12 @@ def build_session(
     if loss is F.cross_entropy and is_transformers_model(model):
         loss = model_loss(model)  # of one record alone, where the model's own is of a batch
     device = choose_device(config.device)
-    ranks = connect(device, config.pace.rank_timeout)
+    ranks = connect(device, config.intervals.rank_timeout)
     stored = config.to_json()
     for name in ("device", "data_dir"):  # differ between machines; the records are compared later
         stored.pop(name, None)
     ranks.check_same({"settings": to_json(stored).decode()})
-    train, test = _records(train_set, test_set, model, loss, config.speed)
+    train, test = _records(train_set, test_set, model, loss, config.performance)
     # while records are checked and noise is calibrated
     prepare_kernels(device, secret=config.seed is None)
     # a method may bring its features
@@ -144,17 +144,17 @@ def build_session(
     units = inputs.train
     if persons is not None:
         units, loss = persons.gather(units), PersonLoss(loss)
-    records = place(units, device, config.speed.data_bytes)
+    records = place(units, device, config.performance.data_bytes)
     problem = Problem(
         model,
         loss,
         records,
-        bf16=config.speed.bf16,
+        bf16=config.performance.bf16,
         augment=augment,
         views=views,
         original=original,
     )
-    procedure = method.bind(problem, plan)  # calls the model
+    procedure = method.build(problem, plan)  # calls the model
     drop_weights(model)
     return Session(
         config=config,
@@ -197,7 +197,7 @@ def _settle(config: RunConfig, size: int, features: InputFeatures) -> tuple[Meth
     """
     budget, name = config.budget, config.method.label
     with status(f"choosing noise and length of a {name} run, epsilon {budget.epsilon:g}"):
-        method, plan = config.method.settle(size, budget, config.accounting, features.setup)
+        method, plan = config.method.resolve(size, budget, config.accounting, features.setup)
     if config.max_updates is not None:
         plan = plan.limited(config.max_updates)
     return method, plan.hide_rejections(config.hide_rejections)
@@ -219,11 +219,14 @@ def _check_size(model: nn.Module) -> None:
 
 
 def _records(
-    train_set: Any, test_set: Any, model: nn.Module, loss: LossFunction, speed: Speed
+    train_set: Any, test_set: Any, model: nn.Module, loss: LossFunction, performance: Performance
 ) -> tuple[Examples, Examples | None]:
     """Both sets as tensors of the types that model and loss take, alike in shape."""
     fraction = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-    reading: dict[str, int | None] = {"workers": speed.workers, "held_bytes": speed.data_bytes}
+    reading: dict[str, int | None] = {
+        "workers": performance.workers,
+        "held_bytes": performance.data_bytes,
+    }
     train = with_indices(as_examples(train_set, "train_set", fraction, **reading), loss)
     if test_set is None:
         return train, None

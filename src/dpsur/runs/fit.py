@@ -15,9 +15,9 @@ from torch import nn
 from dpsur import checks
 from dpsur.choices import choose_for_model, choose_for_task
 from dpsur.config import (
-    Pace,
+    Intervals,
+    Performance,
     RunConfig,
-    Speed,
     check_budget,
     uses_gpu,
 )
@@ -116,8 +116,8 @@ def fit(
     device: str | torch.device = "auto",
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    pace: Pace | None = None,
-    speed: Speed | None = None,
+    intervals: Intervals | None = None,
+    performance: Performance | None = None,
     augment: Callable[[Any], Any] | None = None,
     views: int = 1,
     groups: Any = None,
@@ -169,8 +169,8 @@ def fit(
         device: "cpu", "cuda", or "auto" for CUDA where there is one.
         out: folder for checkpoints, diagnostics and, at the end, the release.
         resume: continue the interrupted run in `out`.
-        pace: how often to save and to evaluate.
-        speed: whether to capture trials on CUDA, and whether to round to TF32 or bfloat16.
+        intervals: how often to save and to evaluate.
+        performance: whether to capture trials on CUDA, and whether to round to TF32 or bfloat16.
         augment: changes a batch of inputs at random, each record by itself, as the model is to see
             it in training: flips, shifts, noise. Shapes stay as they are.
         views: so many augmented views of a record are averaged inside its one clipped gradient, at
@@ -249,13 +249,13 @@ def fit(
         seed=seed,
         device=str(device) if isinstance(device, torch.device) else device,
         out=out,
-        pace=Pace() if pace is None else pace,
-        speed=Speed() if speed is None else speed,
+        intervals=Intervals() if intervals is None else intervals,
+        performance=Performance() if performance is None else performance,
     )
     folder = None if config.out is None else RunFolder(config.out)
     if folder is None and resume:
         raise InvalidInputError("resume needs the folder of the interrupted run; set out")
-    ranks = connect(choose_device(config.device), config.pace.rank_timeout)
+    ranks = connect(choose_device(config.device), config.intervals.rank_timeout)
     with ranks.ends_together(), silenced(not ranks.is_main):
         if folder is not None:
             resume = ranks.decided(lambda: resumes(folder, asked=resume))
@@ -490,7 +490,7 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
         seeded=session.streams.seeded,
         average=progress.state.average is not None,
         tf32=session.tf32,
-        bf16=session.config.speed.bf16,
+        bf16=session.config.performance.bf16,
         hide_rejections=session.config.hide_rejections,
         versions=versions(),
         public=with_persons(origin, session).public,

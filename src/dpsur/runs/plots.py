@@ -43,7 +43,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Plotted:
+class RunCurves:
     """What is needed of a run to plot it. `rows` are private."""
 
     name: str
@@ -51,7 +51,7 @@ class Plotted:
     rows: Sequence[Mapping[str, Any]]
 
     @staticmethod
-    def read(path: str | os.PathLike[str]) -> "Plotted":
+    def read(path: str | os.PathLike[str]) -> "RunCurves":
         """Read a run folder, or a release folder, which has no rows."""
         file = release_folder(path) / STATEMENT
         try:
@@ -64,10 +64,10 @@ class Plotted:
             ) from None
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{file} is damaged ({error}); see: dpsur verify") from error
-        return Plotted(Path(path).resolve().name, plan, read_rows(Path(path)))
+        return RunCurves(Path(path).resolve().name, plan, read_rows(Path(path)))
 
 
-def plot_runs(runs: Sequence[Plotted], kind: str) -> "Figure":
+def plot_runs(runs: Sequence[RunCurves], kind: str) -> "Figure":
     """A figure of one kind for one or several runs."""
     checks.one_of("kind", kind, tuple(KINDS))
     with figure_style.common():
@@ -97,12 +97,12 @@ def plot_runs(runs: Sequence[Plotted], kind: str) -> "Figure":
     return figure
 
 
-def _draw(axes: "Axes", run: Plotted, kind: str, *, alone: bool) -> bool:
+def _draw(axes: "Axes", run: RunCurves, kind: str, *, alone: bool) -> bool:
     """Draw one run; whether it has what this kind of plot shows."""
     if kind == "epsilon":
         curves = epsilons_by_update(run.plan)
     elif kind == "accuracy":
-        found = None if run.plan.to_the_cap else accuracy_by_epsilon(run.rows)
+        found = None if run.plan.run_all_trials else accuracy_by_epsilon(run.rows)
         curves = [found] if found else []
     elif kind == "tradeoff":
         found = tradeoff(run.plan)
@@ -166,7 +166,7 @@ def tradeoff(plan: Plan) -> Curve | None:
     for exponent in (0, 1, 2, 3, 4, 5, 6, 8, 10):
         for base in (1.0, 0.3):
             delta = base * 10.0**-exponent
-            if delta < 1 and plan.covers(delta):
+            if delta < 1 and plan.supports_delta(delta):
                 try:
                     pairs.append((plan.epsilon(delta), delta))
                 except DpsurError:  # beyond what an accountant can compute

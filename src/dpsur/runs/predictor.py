@@ -24,7 +24,7 @@ from dpsur.runs.evaluation import model_outputs
 from dpsur.runs.release import CLASSES, LABELS, NUMBERS, Origin, read_release
 from dpsur.tasks import TASKS
 from dpsur.tasks.columns import Category, Values
-from dpsur.tasks.raw_inputs import Records, raw_inputs
+from dpsur.tasks.raw_inputs import RawRecords, raw_inputs
 from dpsur.tasks.schema import Schema
 
 
@@ -110,7 +110,7 @@ class Predictor:
 
         return export(self, Path(folder), example=example, onnx=onnx)
 
-    def _read(self, records: Any) -> Records:
+    def _read(self, records: Any) -> RawRecords:
         if isinstance(records, (str, os.PathLike)):
             path = Path(records).expanduser()
             if not path.exists():
@@ -120,10 +120,10 @@ class Predictor:
                 )
             return self.inputs.read(path)
         if isinstance(records, torch.utils.data.Dataset):
-            return Records(as_examples(records, "records").inputs)
-        return Records(self.inputs.rows(records))
+            return RawRecords(as_examples(records, "records").inputs)
+        return RawRecords(self.inputs.rows(records))
 
-    def _outputs(self, found: Records) -> Tensor:
+    def _outputs(self, found: RawRecords) -> Tensor:
         weight = next((p.dtype for p in self.module.parameters()), torch.float32)
         rows = map_tensors(lambda v: v.to(weight) if v.is_floating_point() else v, found.rows)
         try:

@@ -75,7 +75,7 @@ class ProgressBar:
             return
         now, plan = time.perf_counter(), self._plan
         passed = plan.elapsed(progress.ledger)
-        if now >= self._due and not plan.to_the_cap and progress.ledger.updates:
+        if now >= self._due and not plan.run_all_trials and progress.ledger.updates:
             spent = format_epsilon(plan.spent(progress.ledger))
             self._spent = f"epsilon {spent} of {plan.budget.epsilon:g}"
             self._due = time.perf_counter() + _SECONDS
@@ -101,7 +101,7 @@ class ProgressBar:
         if self._quiet or self._plan is None:
             return
         passed = f"{self._plan.elapsed(progress.ledger)}/{self._plan.duration}"
-        if self._plan.to_the_cap:  # accuracy at a given trial reveals rejections
+        if self._plan.run_all_trials:  # accuracy at a given trial reveals rejections
             if self._bar is None:
                 self._say(f"{passed} trials")
             return
@@ -142,7 +142,7 @@ class ProgressBar:
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("trials" if plan.to_the_cap else plan.unit),
+            TextColumn("trials" if plan.run_all_trials else plan.unit),
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(compact=True),
             TextColumn("{task.fields[status]}"),
@@ -166,7 +166,7 @@ class _NotebookBar:
 
     def __init__(self, plan: Plan) -> None:
         self._total, self._done = plan.duration, 0
-        self._unit = "trials" if plan.to_the_cap else plan.unit
+        self._unit = "trials" if plan.run_all_trials else plan.unit
         self._status = self._rate = ""
         self._line, self._due = NotebookLine(), 0.0
 

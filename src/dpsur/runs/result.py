@@ -19,7 +19,7 @@ from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import format_epsilon, guarantee_rows
 from dpsur.runs.evaluation import shown_scores
 from dpsur.runs.files import RunFolder
-from dpsur.runs.plots import Plotted, plot_runs
+from dpsur.runs.plots import RunCurves, plot_runs
 from dpsur.runs.predictor import Predictor
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
 from dpsur.status import notes
@@ -111,7 +111,7 @@ class Run:
 
         A notebook shows it; `run.plot().savefig("epsilon.pdf")` writes it.
         """
-        return plot_runs([Plotted(self.method.label, self.plan, self.private.rows)], kind)
+        return plot_runs([RunCurves(self.method.label, self.plan, self.private.rows)], kind)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write `release/` into a new folder and return its path. Nothing private is written.

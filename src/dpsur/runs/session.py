@@ -143,7 +143,7 @@ class Session:
     @property
     def tf32(self) -> bool:
         """Whether layers may round to TF32: as asked for, else as PyTorch is set for CUDA."""
-        wanted = self.config.speed.tf32
+        wanted = self.config.performance.tf32
         if wanted is not None:
             return wanted
         settings = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
@@ -152,10 +152,10 @@ class Session:
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
         """The kernels and the precision of this run: settings of the whole process."""
-        exact = self.streams.seeded and self.config.speed.repeatable
+        exact = self.streams.seeded and self.config.performance.repeatable
         with (
             repeatable(self.streams.device, exact),
-            precision(self.config.speed.tf32, whole_run=True),
+            precision(self.config.performance.tf32, whole_run=True),
         ):
             yield
 
@@ -180,7 +180,7 @@ class Session:
         padded, _ = self._captured_trials
         if padded is None:
             return EagerLoop(self.procedure, self.plan, self.streams, progress, owned=True)
-        block = min(self.config.pace.checkpoint_every, LONGEST_BLOCK)
+        block = min(self.config.intervals.checkpoint_every, LONGEST_BLOCK)
         if isinstance(self.problem.train, HostExamples) and self.plan.updates is not None:
             block = max(1, min(block, self.plan.updates))  # records are not read in vain
         return CudaGraphLoop(
@@ -194,7 +194,7 @@ class Session:
             if self.streams.device.type != "cuda":
                 return None, None
             several = "several processes make this run together"
-            return None, several if self.config.speed.capture else "capture is switched off"
+            return None, several if self.config.performance.capture else "capture is switched off"
         obstacle = capture_obstacle(self.problem.train, self._sample_rates())
         if obstacle is not None:
             return None, obstacle
@@ -205,7 +205,7 @@ class Session:
 
     def _may_capture(self) -> bool:
         on_cuda = self.streams.device.type == "cuda"
-        return on_cuda and self.config.speed.capture and self.ranks.size == 1
+        return on_cuda and self.config.performance.capture and self.ranks.size == 1
 
     def _sample_rates(self) -> list[float]:
         """At which rates a typical trial draws its batches."""
@@ -227,7 +227,7 @@ class Session:
             "seeded": self.streams.seeded,
             "device": self.streams.device.type,
             "tf32": self.tf32,
-            "bf16": self.config.speed.bf16,
+            "bf16": self.config.performance.bf16,
             "model": model_identity(self.original),
             "loss": loss_identity(self.problem.loss),
             "shapes": {name: list(value.shape) for name, value in trained.items()},
@@ -299,7 +299,7 @@ class ActiveRun:
             self._evaluated_at = position
             self._evaluate(progress)
         stop = self._session.ranks.any(self._stop_requested())
-        every = self._session.config.pace.checkpoint_every
+        every = self._session.config.intervals.checkpoint_every
         if stop or progress.ledger.trials // every > self._saved_at // every:
             self._saved_at = progress.ledger.trials
             self._save(progress)
@@ -340,7 +340,7 @@ class ActiveRun:
         if session.test is None or position == last:
             return False
         length = session.plan.duration
-        every = session.config.pace.evaluate_every or max(1, length // EVALUATIONS_PER_RUN)
+        every = session.config.intervals.evaluate_every or max(1, length // EVALUATIONS_PER_RUN)
         return position // every > last // every or position == length
 
     def _evaluate(self, progress: Progress) -> None:

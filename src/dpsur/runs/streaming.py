@@ -104,7 +104,7 @@ class DataSetReader:
             self._pool = None
             raise InvalidInputError(
                 "a worker that reads the data set has died, perhaps for lack of memory; resume "
-                "with fewer: speed=dpsur.Speed(workers=1)"
+                "with fewer: performance=dpsur.Performance(workers=1)"
             ) from None
         try:
             return Examples(

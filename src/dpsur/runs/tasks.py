@@ -42,7 +42,7 @@ SAMPLE = 3
 
 
 @dataclass(frozen=True)
-class Records:
+class TaskRecords:
     """Training and test records; `featured` says that their features were computed already.
 
     `holdout` are private records that noisy figures are released of, `groups` whom the training
@@ -56,7 +56,7 @@ class Records:
     groups: Groups | None = None
 
 
-def load_records(config: RunConfig) -> Records:
+def load_records(config: RunConfig) -> TaskRecords:
     """The records of a run, as the task has them."""
     task = task_of(config)
     train, test = task.load(config.data_dir)
@@ -64,14 +64,14 @@ def load_records(config: RunConfig) -> Records:
         if config.hold_out:
             raise InvalidInputError("hold_out parts the records of a person; leave it out")
         most = config.records_per_person or DEFAULT_RECORDS
-        return Records(train, test, groups=Groups(task.persons, most))
+        return TaskRecords(train, test, groups=Groups(task.persons, most))
     if config.hold_out:
         train, test = held_out(train, config.hold_out)
     train, holdout = subset(train, config.keep_fraction), None
     if config.holdout is not None:
         check_target(task.loss)
         train, holdout = split_off(train, config.holdout)
-    return Records(train, test, holdout=holdout)
+    return TaskRecords(train, test, holdout=holdout)
 
 
 def task_of(config: RunConfig) -> Task:
@@ -81,7 +81,7 @@ def task_of(config: RunConfig) -> Task:
     return task_named(config.task, declared=config.declared)
 
 
-def with_features(config: RunConfig, records: Records, device: torch.device) -> Records:
+def with_features(config: RunConfig, records: TaskRecords, device: torch.device) -> TaskRecords:
     """The records of a run with their features computed, on a device, for several runs to share."""
     features, scale = features_named(features_of(config)), task_of(config).pixel_scale
     train, test = (
@@ -113,7 +113,7 @@ def features_of(config: RunConfig) -> str:
 
 
 def build_task_session(
-    config: RunConfig, records: Records | None = None, released: Statistics | None = None
+    config: RunConfig, records: TaskRecords | None = None, released: Statistics | None = None
 ) -> tuple[Session, Origin]:
     """A session for a run on a task, and where its model comes from.
 
@@ -160,7 +160,7 @@ def sample_problem(config: RunConfig) -> Problem:
         inputs = torch.zeros(len(few), *shape)
     zeros = Examples(inputs, torch.zeros_like(few.targets))
     device = choose_device(config.device)
-    problem = Problem(model.to(device), task.loss, zeros.to(device), bf16=config.speed.bf16)
+    problem = Problem(model.to(device), task.loss, zeros.to(device), bf16=config.performance.bf16)
     with _features_named(config, shape != _shape(records)):
         check_model(problem.model, zeros.part(slice(1)).to(device))
     return problem
@@ -184,7 +184,7 @@ def _features_named(config: RunConfig, computed: bool) -> Iterator[None]:
         ) from error
 
 
-def _shape(records: Records) -> tuple[int, ...]:
+def _shape(records: TaskRecords) -> tuple[int, ...]:
     return records.train.record_shape
 
 

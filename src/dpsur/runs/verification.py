@@ -24,7 +24,7 @@ from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.account import replays
 from dpsur.privacy.accountants.rdp import RenyiFilter
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibration_cache import calibrated_afresh
+from dpsur.privacy.calibration_cache import ignore_cache
 from dpsur.privacy.events import (
     CoinTest,
     Gaussian,
@@ -183,7 +183,7 @@ def verification(path: str | os.PathLike[str]) -> Verification:
             plan = plan_from_statement(statement)
             opinions = statement_opinions(plan, statement["mechanism"], statement["epsilon"])
             faults = [opinion.describe() for opinion in opinions if opinion.refuted]
-            with calibrated_afresh():
+            with ignore_cache():
                 faults += plan_faults(written)
     except MALFORMED as error:
         return Verification([_unreadable(error)], {}, [])
@@ -329,7 +329,7 @@ def _version_faults(stated: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ways_to_hide(plan: Plan) -> tuple[str, ...]:
-    if plan.to_the_cap:
+    if plan.run_all_trials:
         return (CONSTANT,)
     return (NOT_HIDDEN, DELAY) if plan.updates and plan.typical.gate else (NOT_HIDDEN,)
 
@@ -543,7 +543,7 @@ def plan_faults(written: Mapping[str, Any]) -> list[str]:
 def _planned(method: "Method", statement: Mapping[str, Any]) -> "tuple[Method, Plan]":
     """What a run with the stated settings would be settled to."""
     budget, mechanism = statement["budget"], statement["mechanism"]
-    settled, plan = method.settle(
+    settled, plan = method.resolve(
         statement["dataset_size"],
         Budget(math.inf if budget["epsilon"] is None else budget["epsilon"], budget["delta"]),
         statement["guarantee"]["accounting"],

@@ -31,7 +31,7 @@ TABLE_FILES = (".csv", ".tsv", ".txt", ".parquet", *JSON_LINES)
 
 
 @dataclass(frozen=True)
-class Records:
+class RawRecords:
     """Inputs of a model, a row for each record, and the names of the files of the records."""
 
     rows: Any
@@ -46,7 +46,7 @@ class RawInputs(Protocol):
     def rows(self, records: Any) -> Any:
         """The inputs of records in memory."""
 
-    def read(self, path: Path) -> Records:
+    def read(self, path: Path) -> RawRecords:
         """The inputs of a file, or of a folder of images."""
 
 
@@ -90,12 +90,12 @@ class TableInputs:
             records = {name: [one.get(name) for one in records] for name in names}
         return self.schema.inputs(records)
 
-    def read(self, path: Path) -> Records:
+    def read(self, path: Path) -> RawRecords:
         """Of a CSV, Parquet or JSON Lines file; of texts alone, also of lines of text."""
         _check_ending(path, TABLE_FILES, "a table")
         if path.suffix == ".txt" and self.schema.is_text:
-            return Records(self.rows(_text_lines(path)))
-        return Records(read_inputs(path, self.schema))
+            return RawRecords(self.rows(_text_lines(path)))
+        return RawRecords(read_inputs(path, self.schema))
 
 
 @dataclass(frozen=True)
@@ -111,15 +111,15 @@ class TextInputs:
             return as_tensor(records)
         return words(list(records) if not isinstance(records, str) else records, self.dimension)
 
-    def read(self, path: Path) -> Records:
+    def read(self, path: Path) -> RawRecords:
         """Of a file with a text in every line, of one with a column `text`, or of arrays."""
         if path.suffix == ".npz":
-            return Records(self.rows(_array(path)))
+            return RawRecords(self.rows(_array(path)))
         _check_ending(path, TABLE_FILES, "texts")
         if path.suffix == ".txt":
-            return Records(self.rows(_text_lines(path)))
+            return RawRecords(self.rows(_text_lines(path)))
         texts = [text if isinstance(text, str) else "" for text in read_values(path, "text")]
-        return Records(self.rows(texts))
+        return RawRecords(self.rows(texts))
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class ImageInputs:
         mean, deviation = (torch.tensor(values).view(-1, 1, 1) for values in self.scale)
         return (images - mean) / deviation
 
-    def read(self, path: Path) -> Records:
+    def read(self, path: Path) -> RawRecords:
         """Of an image, of a folder of images, or of the array x of a file."""
         if path.is_dir():
             found = images_in(path)
@@ -187,11 +187,11 @@ class ImageInputs:
                 raise InvalidInputError(
                     f"{path} holds no images; files of images end in {', '.join(ENDINGS)}"
                 )
-            return Records(self.rows(found), [str(one.relative_to(path)) for one in found])
+            return RawRecords(self.rows(found), [str(one.relative_to(path)) for one in found])
         if path.suffix in (".npz", ".npy"):
-            return Records(self.rows(_array(path)))
+            return RawRecords(self.rows(_array(path)))
         _check_ending(path, ENDINGS, "images, or a folder of them")
-        return Records(self.rows([path]), [path.name])
+        return RawRecords(self.rows([path]), [path.name])
 
 
 @dataclass(frozen=True)
@@ -212,10 +212,10 @@ class ArrayInputs:
             return records
         return as_tensor(records)
 
-    def read(self, path: Path) -> Records:
+    def read(self, path: Path) -> RawRecords:
         """Of the array x of a file."""
         _check_ending(path, (".npz", ".npy"), "arrays")
-        return Records(self.rows(_array(path)))
+        return RawRecords(self.rows(_array(path)))
 
 
 def as_tensor(values: Any) -> Tensor:

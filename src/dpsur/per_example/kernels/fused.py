@@ -1,4 +1,4 @@
-"""What is done in one kernel on a GPU, where PyTorch needs several and copies between them.
+"""Fused Triton kernels, where PyTorch needs several kernels and copies between them.
 
 Per-example gradients of convolutions on tensor cores, sums of weighted rows, and the sums that the
 scale and shift of a normalisation need. Every function returns None where it has no kernel for a

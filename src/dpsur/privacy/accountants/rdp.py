@@ -124,7 +124,7 @@ class RenyiFilter:
         return replace(self, spent=self.spent + rdp)
 
     def epsilon(self, delta: float) -> float:
-        """Epsilon of the steps so far, as a progress figure: the guarantee is the budget's."""
+        """Epsilon of the steps so far, for display only: the guarantee is the budget's."""
         return epsilon_at(self.order, self.spent, delta)
 
 

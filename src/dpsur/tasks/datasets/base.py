@@ -63,7 +63,7 @@ class DataSet:
     """A public data set: its content by checksum, its forms on disk, and where it is offered.
 
     `folders` are the subfolders of a data folder to look into; the first is where downloads go.
-    `digests` are the SHA-256 of the bytes of each decoded array. `vouched_files` are the SHA-256 of
+    `digests` are the SHA-256 of the bytes of each decoded array. `trusted_files` are the SHA-256 of
     published files that are taken at their word, whatever the arrays in them.
     """
 
@@ -76,7 +76,7 @@ class DataSet:
     digests: Mapping[str, str]
     sources: tuple[Source, ...]
     by_hand: str
-    vouched_files: frozenset[str] = field(default_factory=frozenset)
+    trusted_files: frozenset[str] = field(default_factory=frozenset)
 
 
 def digest(array: Array) -> str:

@@ -8,7 +8,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.tasks.datasets.base import DamagedFileError, DataSet, Source
 from dpsur.tasks.datasets.download import Report, SourceError, fetch_file, part_of, silent
 from dpsur.tasks.datasets.load import by_hand, read_found
-from dpsur.tasks.datasets.store import Found, download_folder, find
+from dpsur.tasks.datasets.store import FoundFiles, download_folder, find
 
 Say = Callable[[str], None]
 
@@ -41,7 +41,7 @@ def fetch(
 def _present(data_set: DataSet, root: Path, say: Say) -> Path | None:
     """The folder of the files if they are all there, and right."""
     found = find(data_set, [root])
-    if not isinstance(found, Found):
+    if not isinstance(found, FoundFiles):
         return None
     try:
         read_found(data_set, found)
@@ -61,7 +61,7 @@ def _fetched(data_set: DataSet, source: Source, root: Path, report: Report) -> P
     _fetch_from(source, home, report)
     found = find(data_set, [root])
     try:
-        if not isinstance(found, Found):
+        if not isinstance(found, FoundFiles):
             raise SourceError("it does not hold all files")
         read_found(data_set, found)
     except (SourceError, DamagedFileError):

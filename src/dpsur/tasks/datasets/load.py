@@ -11,7 +11,7 @@ from dpsur.tasks.datasets.published import DATA_SETS
 from dpsur.tasks.datasets.store import (
     DATA_VARIABLE,
     Cache,
-    Found,
+    FoundFiles,
     Incomplete,
     data_folders,
     download_folder,
@@ -26,7 +26,7 @@ def load_arrays(data_set: DataSet, data_dir: Path | None = None) -> Arrays:
     the copies that were decoded before.
     """
     found = find(data_set, data_folders(data_dir))
-    if isinstance(found, Found):
+    if isinstance(found, FoundFiles):
         try:
             return read_found(data_set, found)
         except DamagedFileError as error:
@@ -45,7 +45,7 @@ def load_arrays(data_set: DataSet, data_dir: Path | None = None) -> Arrays:
     return kept
 
 
-def read_found(data_set: DataSet, found: Found) -> Arrays:
+def read_found(data_set: DataSet, found: FoundFiles) -> Arrays:
     """Open the decoded copy of these files, or decode and check them."""
     cache = Cache(data_set)
     kept = cache.of_files(found.paths)
@@ -53,7 +53,7 @@ def read_found(data_set: DataSet, found: Found) -> Arrays:
         return kept
     pieces = found.form.read(found.paths)
     digests = {piece.name: digest(piece.array) for piece in pieces}
-    if not _vouched(data_set, found.paths):
+    if not _checksum_known(data_set, found.paths):
         for piece in pieces:
             _check(data_set, piece, digests[piece.name])
     return cache.keep(found.paths, {piece.name: piece.array for piece in pieces}, digests)
@@ -65,11 +65,11 @@ def fetch_command(data_set: DataSet, data_dir: Path | None) -> str:
     return f"dpsur data fetch {data_set.name}{where}"
 
 
-def _vouched(data_set: DataSet, paths: Sequence[Path]) -> bool:
-    if not data_set.vouched_files:
+def _checksum_known(data_set: DataSet, paths: Sequence[Path]) -> bool:
+    if not data_set.trusted_files:
         return False
     sums = {hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
-    return sums <= data_set.vouched_files
+    return sums <= data_set.trusted_files
 
 
 def _check(data_set: DataSet, piece: Piece, found: str) -> None:
@@ -124,7 +124,7 @@ def status_of(data_set: DataSet, data_dir: Path | None, *, check: bool = False) 
     command = f"run: {fetch_command(data_set, data_dir)}"
     if isinstance(found, Incomplete):
         return Status(INCOMPLETE, found.folder, f"{found.missing} is missing; {command}")
-    if isinstance(found, Found):
+    if isinstance(found, FoundFiles):
         if check:
             try:
                 load_arrays(data_set, data_dir)

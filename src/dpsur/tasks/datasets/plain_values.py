@@ -33,7 +33,7 @@ KEYS = (str, bytes)
 
 
 @dataclass
-class Described:
+class PickledObject:
     """A thing that the file describes by a name, arguments and a state. It is never made."""
 
     name: str
@@ -59,7 +59,7 @@ def read_plain_values(content: bytes) -> Any:
 
 def as_array(value: Any) -> NDArray[Any]:
     """The numpy array that a value describes: of bytes, or one-dimensional of Python objects."""
-    if not isinstance(value, Described) or value.name not in ARRAY:
+    if not isinstance(value, PickledObject) or value.name not in ARRAY:
         raise ValueError("no numpy array where one was expected")
     try:
         _, shape, kind, fortran, payload = value.state
@@ -130,10 +130,10 @@ class _Machine:
             case "REDUCE":
                 name, arguments = self._top(2)
                 _check_depth([arguments])
-                stack.append(Described(_allowed(name), arguments))
+                stack.append(PickledObject(_allowed(name), arguments))
             case "BUILD":
                 described, state = self._top(2)
-                if not isinstance(described, Described) or described.state is not None:
+                if not isinstance(described, PickledObject) or described.state is not None:
                     raise ValueError("a state for something that has none, or has one already")
                 _check_depth([state])
                 described.state = state
@@ -174,9 +174,9 @@ def _check_depth(items: list[Any], depth: int = 1) -> None:
     if depth >= DEEPEST:
         raise ValueError(f"values that are nested more than {DEEPEST} deep")
     # Most containers hold numbers only, which the set of their types tells in no time.
-    if not {list, tuple, dict, Described}.isdisjoint(map(type, items)):
+    if not {list, tuple, dict, PickledObject}.isdisjoint(map(type, items)):
         for item in items:
-            if isinstance(item, Described):
+            if isinstance(item, PickledObject):
                 _check_depth([item.arguments, item.state], depth + 1)
             elif isinstance(item, dict):
                 _check_depth(list(item.values()), depth + 1)

@@ -144,7 +144,7 @@ IMDB = DataSet(
         ),
     ),
     by_hand=f"put the file {KERAS_FILES}/imdb.npz",
-    vouched_files=frozenset({KERAS_REVIEWS}),
+    trusted_files=frozenset({KERAS_REVIEWS}),
 )
 
 DATA_SETS: dict[str, DataSet] = {

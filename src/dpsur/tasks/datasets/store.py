@@ -21,7 +21,7 @@ DATA_VARIABLE = "DPSUR_DATA"
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFiles:
     """The files of a data set, in one of its forms."""
 
     form: Form
@@ -56,7 +56,7 @@ def download_folder(data_dir: Path | None) -> Path:
     return data_dir or (Path(own) if own else cache_folder() / "downloads")
 
 
-def find(data_set: DataSet, folders: list[Path]) -> Found | Incomplete | None:
+def find(data_set: DataSet, folders: list[Path]) -> FoundFiles | Incomplete | None:
     """The first complete form of a data set, or else the first incomplete one."""
     incomplete = None
     for folder in (root / usual for root in folders for usual in data_set.folders):
@@ -64,7 +64,7 @@ def find(data_set: DataSet, folders: list[Path]) -> Found | Incomplete | None:
             paths = [_present(folder, names) for names in form.files]
             there = tuple(path for path in paths if path is not None)
             if len(there) == len(paths):
-                return Found(form, there)
+                return FoundFiles(form, there)
             if there and incomplete is None:
                 incomplete = Incomplete(folder, form.files[paths.index(None)][0])
     return incomplete
