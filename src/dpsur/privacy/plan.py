@@ -156,9 +156,9 @@ class Plan:
 
     With `searches`, phases before the last one search for a learning rate and come on top of the
     updates that were asked for; otherwise each continues the one before, and tests only measure.
-    With `may_stop` a run may end after any test, as released values decide. `run_all_trials`: after the
-    last update trials continue to the cap and are dropped, so that their number is the same for all
-    records.
+    With `may_stop` a run may end after any test, as released values decide. With `run_all_trials`
+    trials continue after the last update up to the cap and are dropped, so that their number is
+    the same for all records.
 
     Formal guarantee: if every step of a run was asked for with `affords` before it was taken and
     recorded in the ledger, and the result is released only where the run is `completed`, then the
