@@ -109,7 +109,7 @@ def resolve_blocks(
     settled = method._with_batches(dataset_size)
     assert settled.batch_size is not None
     updates = method.updates or settled._default_count(dataset_size)
-    clip_by_median = method.clip_norm == MEDIAN
+    clip_by_median = method.clip_norm != GIVEN
     sizes = search_blocks(
         updates,
         len(starts_of(method)),
@@ -137,6 +137,7 @@ def resolve_blocks(
         settled,
         noise_multiplier=plan.update.noise_multiplier,
         val_noise_multiplier=plan.test.noise_multiplier,
+        clip_norm=method.clip_norm or MEDIAN,
     )
     return settled, plan
 
@@ -206,7 +207,7 @@ def block_procedure(method: "GradientMethod", plan: Plan, updates: GradientPropo
         method.max_grad_norm,
         starts_of(method),
         schedule=method.schedule,
-        clip_by_median=method.clip_norm == MEDIAN,
+        clip_by_median=method.clip_norm != GIVEN,
         scale_free=method.optimizer == "adam",
         momentum=method.momentum if method.optimizer == "sgd" else 0.0,
     )

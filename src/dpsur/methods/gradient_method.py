@@ -136,7 +136,9 @@ class GradientMethod(OptimizerMethod):
         "tests alone would spend over half of the budget); of the gate block, relative to what one "
         "record can change (default: what raises the noise of the updates by 1.5%)",
     )
-    loss_clip: float = option(USUAL_LOSS_CLIP, "clip bound of the loss difference, C_v (gate loss)")
+    loss_clip: float | None = option(
+        None, f"clip bound of the loss difference, C_v (gate loss; default: {USUAL_LOSS_CLIP:g})"
+    )
     accept_threshold: float | None = option(
         None,
         "the gate loss accepts below this many clip bounds, beta (default: -1, the paper's; 0 "
@@ -167,10 +169,10 @@ class GradientMethod(OptimizerMethod):
         "updates in each of those blocks, which come on top of updates (default: a sixteenth of "
         f"updates, at least {SHORTEST_BLOCK})",
     )
-    clip_norm: str = option(
-        MEDIAN,
-        "where the gate block takes the clip norm from: median is an eighth of the median gradient "
-        "norm by a noisy histogram, given is max_grad_norm",
+    clip_norm: str | None = option(
+        None,
+        "where the gate block takes the clip norm from: median (default) is an eighth of the "
+        "median gradient norm by a noisy histogram, given is max_grad_norm",
         (MEDIAN, GIVEN),
     )
 
@@ -203,7 +205,8 @@ class GradientMethod(OptimizerMethod):
         super().__post_init__()
         checks.positive("max_grad_norm", self.max_grad_norm)
         check_metrics(self)
-        checks.one_of("clip_norm", self.clip_norm, (MEDIAN, GIVEN))
+        if self.clip_norm is not None:
+            checks.one_of("clip_norm", self.clip_norm, (MEDIAN, GIVEN))
         checks.positive_each(self, "noise_multiplier", "val_noise_multiplier", "loss_clip")
         checks.one_of("on_reject", self.on_reject, (RESTORE, KEEP_MOMENTUM))
         if self.gate is not None:
@@ -297,7 +300,7 @@ class GradientMethod(OptimizerMethod):
             return AlwaysAccept()
         test = plan.typical.gate
         assert test is not None
-        rule = make_rule(test, self.loss_clip)
+        rule = make_rule(test, self.loss_clip or USUAL_LOSS_CLIP)
         return LossTestGate(problem, test, rule, plan.on_reject == KEEP_MOMENTUM)
 
     def _settle_repeated(
@@ -333,12 +336,11 @@ class GradientMethod(OptimizerMethod):
             "coin": ("accept_ratio",),
             BLOCK_GATE: ("blocks", "block_updates", "clip_norm"),
         }
-        usual = {"loss_clip": USUAL_LOSS_CLIP, "clip_norm": MEDIAN}  # the others are left open
         implied = None if self.gate is None else str(self.gate)
         if implied == BLOCK_GATE:  # whose tests have noise as well
             belong["loss"] = ("accept_threshold", "loss_clip")
         for gate, names in belong.items():
-            given = [name for name in names if getattr(self, name) != usual.get(name)]
+            given = [name for name in names if getattr(self, name) is not None]
             if given and implied not in (None, gate):
                 raise InvalidInputError(
                     f"{given[0]} {getattr(self, given[0])} belongs to the gate {gate} and cannot "
@@ -375,8 +377,10 @@ class GradientMethod(OptimizerMethod):
         gate = self._implied_gate() or "loss"
         settled = replace(self, gate=gate)
         accounting.check(Trial(NonPrivate(), _example_test(gate)), self.on_reject)
-        if gate == "loss" and self.accept_threshold is None:
-            settled = replace(settled, accept_threshold=USUAL_THRESHOLD)
+        if gate == "loss":
+            usual = {"accept_threshold": USUAL_THRESHOLD, "loss_clip": USUAL_LOSS_CLIP}
+            open_ones: Any = {n: v for n, v in usual.items() if getattr(self, n) is None}
+            settled = replace(settled, **open_ones)
         if gate == "loss" and self.val_noise_multiplier is None:
             noise = settled._affordable_test_noise(dataset_size, budget, accounting)
             settled = replace(settled, val_noise_multiplier=noise)
