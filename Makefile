@@ -67,6 +67,7 @@ reproduce: $(INSTALLED)
 	$(BIN)/python -m reproduction all --render-only
 	$(BIN)/python -m reproduction.page_figures --write
 	$(BIN)/python -m reproduction.features_page --write
+	$(BIN)/python -m reproduction.options_page --write
 	$(BIN)/python -m reproduction.selection --write
 	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.svg
 	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.png

@@ -18,17 +18,28 @@ from dpsur.distributed.ranks import DEFAULT_TIMEOUT
 from dpsur.errors import InvalidInputError
 from dpsur.features import FEATURES, NORMALISATIONS, features_named
 from dpsur.methods import METHODS, Dpsgd, Dpsur, Method, Nonprivate, method_named
-from dpsur.options import build, check_options, flag, from_plain, option, shorten, to_plain
+from dpsur.options import (
+    DATA,
+    MODEL,
+    PERFORMANCE,
+    PRIVACY,
+    RUN,
+    build,
+    check_options,
+    flag,
+    from_plain,
+    option,
+    shorten,
+    to_plain,
+)
 from dpsur.presets import AUTO, ENCODER, PRESETS, DataFacts, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.rejections import NOT_HIDDEN, WAYS_TO_HIDE
 from dpsur.tasks import DEFAULT_TASK, TASKS, Declared, Task, task_named
-from dpsur.tasks.declared import NOTHING, WHAT
+from dpsur.tasks.declared import NOTHING
 
 DEFAULT_BUDGET = Budget(3.0, 1e-5)
-# Headings in the help of the command line.
-PRIVACY, RUN = "privacy", "run"
 # Options of a test of every candidate, and the accountings that cover the gate block.
 PAPER_GATE_OPTIONS = (
     *("val_batch_size", "val_noise_multiplier", "loss_clip", "accept_threshold"),
@@ -94,13 +105,15 @@ class Performance(checks.NamedArguments):
     """
 
     capture: bool = option(
-        True, "replay whole trials as a CUDA graph where possible (default: yes)", group=RUN
+        True,
+        "replay whole trials as a CUDA graph where possible (default: yes)",
+        group=PERFORMANCE,
     )
     tf32: bool | None = option(
         None,
         "let CUDA round products to TF32; the statement records it (default: as PyTorch is set, "
         "which rounds convolutions)",
-        group=RUN,
+        group=PERFORMANCE,
     )
     repeatable: bool = option(
         True, "use kernels that give the same bits every time in seeded runs", command_line=False
@@ -109,7 +122,7 @@ class Performance(checks.NamedArguments):
         False,
         "compute layers in bfloat16, but norms, sums, noise and tests in float32; the statement "
         "records it (default: no)",
-        group=RUN,
+        group=PERFORMANCE,
     )
     data_bytes: int | None = option(
         None,
@@ -178,18 +191,19 @@ class RunConfig(checks.NamedArguments):
 
     task: str | None = option(
         DEFAULT_TASK,
-        "or npz:FILE, csv:FILE, parquet:FILE, jsonl:FILE or images:DIR for your own data",
+        "or npz:FILE, csv:FILE, parquet:FILE, jsonl:FILE or images:DIR for your data",
         names=TASKS,
-        group=WHAT,
+        group=DATA,
+        common=True,
     )
     method: Method = option(
         Dpsur,
-        "(default: dpsgd, with settings that --preset auto chooses; dpsur, the paper's algorithm, "
-        "with --preset paper, --gate loss or coin, or an option of these gates)",
+        "(default: dpsgd; dpsur with --preset paper or with an option of the gates loss and coin)",
         names=METHODS,
         check=_is_method,
         stored=False,
-        group=WHAT,
+        group=MODEL,
+        common=True,
     )
     budget: Budget = DEFAULT_BUDGET
     accounting: str = option(
@@ -204,42 +218,44 @@ class RunConfig(checks.NamedArguments):
         "features to train on (default: the method's, else the task's)",
         check=lambda _, value: features_named(value),
         names=FEATURES,
-        group=WHAT,
+        group=MODEL,
+        common=True,
     )
     normalisation: str | None = option(
         None,
         "how to normalise features; private statistics and the mean (of the encoder's features) "
         "are charged (default: group for scattering, else none)",
         NORMALISATIONS,
-        group=WHAT,
+        group=MODEL,
     )
     preset: str | None = option(
         None,
-        "auto chooses from public facts and says why; encoder is for any images and any epsilon; "
-        "paper and tuned have settings for the task and epsilon 1, 2, 3 or 4; those of paper are "
-        "the paper's for dpsur, dpsgd, dpsgd-ts and dpsgd-hf, and ours for dpis, dpagd and "
-        "nonprivate; tramer-boneh has those that Tramer and Boneh tuned for their networks on "
-        "pixels (dpsgd-ts); other options take precedence (default: auto, unless a method or the "
-        "gate loss or coin is named)",
+        "settings that other options override: auto and encoder choose from public facts, paper, "
+        "tramer-boneh, tuned and a FILE.csv are tables by method, task and epsilon (default: auto, "
+        "unless a method or the gate loss or coin is named)",
         names=PRESETS,
-        group=WHAT,
+        group=MODEL,
+        common=True,
     )
     network: Mapping[str, Any] = option(dict, "changes of the network", command_line=False)
     activation: str | None = option(
-        None, "of the task's network: tanh or relu (default: tanh)", group=WHAT
+        None,
+        "of the task's network: tanh or relu (default: tanh)",
+        group=MODEL,
     )
     model: str | None = option(
         None,
-        "your function without arguments that builds the network; its module must be on "
-        "PYTHONPATH; for a table also linear or mlp (default: the task's network)",
+        "your function without arguments that returns the network; for a table also linear or mlp "
+        "(default: the task's network)",
         metavar="MODULE:FUNCTION",
-        group=WHAT,
+        group=MODEL,
+        common=True,
     )
     data_dir: Path | None = option(
         None,
         "folder of the data (default: $DPSUR_DATA, or the downloads in the cache)",
         metavar="DIR",
-        group=WHAT,
+        group=DATA,
     )
     keep_fraction: float | None = option(
         None,
@@ -247,19 +263,19 @@ class RunConfig(checks.NamedArguments):
         "fraction is public, and epsilon covers the records that are kept",
         check=checks.sample_rate,
         metavar="F",
-        group=WHAT,
+        group=DATA,
     )
     records_per_person: int | None = option(
         None,
-        "with --group-by, at most so many records of a person are used; public (default: 16)",
+        "with --group-by, use at most K records of a person; public (default: 16)",
         check=checks.at_least_one,
         metavar="K",
         group=PRIVACY,
     )
     holdout: float | None = option(
         None,
-        "hold out about this fraction of the private records, each by its own values, and release "
-        "noisy test figures of them: accuracy, AUC, clipped log loss; within epsilon",
+        "hold out about this fraction of the private records and release noisy test figures of "
+        "them (accuracy, AUC, clipped log loss) within epsilon",
         check=checks.sample_rate,
         metavar="F",
         group=PRIVACY,
@@ -270,13 +286,12 @@ class RunConfig(checks.NamedArguments):
         "end the planned run after N updates, for a trial run; noise stays as planned",
         check=checks.at_least_one,
         metavar="N",
-        group=WHAT,
+        group=RUN,
     )
     hide_rejections: str = option(
         NOT_HIDDEN,
-        "for runs that can be watched: constant makes a number of trials that is fixed in advance, "
-        "dropping those after the last update, so that run time reveals nothing about rejections; "
-        "delay is the paper's random waiting after accepted updates, which only blurs it",
+        "for runs that can be watched: constant runs a fixed number of trials, so that run time "
+        "reveals nothing about rejections; delay is the paper's random wait, which blurs it",
         WAYS_TO_HIDE,
         metavar="WAY",
         group=PRIVACY,
@@ -286,15 +301,22 @@ class RunConfig(checks.NamedArguments):
         "new folder for the run (default: runs/TASK-METHOD, numbered where that exists)",
         check=_is_path,
         metavar="DIR",
-        group=RUN,
         stored=False,
+        group=RUN,
+        common=True,
     )
-    device: str = option("auto", "cpu, cuda or auto", check=_is_device, group=RUN)
+    device: str = option(
+        "auto",
+        "cpu, cuda or auto",
+        check=_is_device,
+        group=RUN,
+        common=True,
+    )
     seed: int | None = option(
         None,
-        "make the run repeatable; who knows the seed can subtract the noise (default: seeded "
-        "by the operating system)",
+        "make the run repeatable; anyone who knows the seed can subtract the noise (default: none)",
         group=RUN,
+        common=True,
     )
     network_seed: int | None = option(None, "of the initial weights", command_line=False)
     declared: Declared = NOTHING

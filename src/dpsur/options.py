@@ -17,6 +17,13 @@ from weakref import WeakKeyDictionary
 from dpsur import checks
 from dpsur.errors import InvalidInputError
 
+# Headings in the help of the command line, in their order.
+DATA, MODEL, PRIVACY, RUN = "data", "model and method", "privacy", "run"
+PERFORMANCE = "performance"
+UPDATES, GATE, GATES, BLOCKS = "updates", "gate", "gates loss and coin", "gate block"
+METRICS, OPTIMIZER = "noisy training metrics", "optimizer"
+HYPER_PARAMETERS = (UPDATES, GATE, GATES, BLOCKS, METRICS, OPTIMIZER)
+
 Owner = TypeVar("Owner")
 # Refuses a value by raising; gets the name of the option and the value.
 Check = Callable[[str, Any], object]
@@ -39,15 +46,17 @@ def option(
     names: Iterable[str] | None = None,
     metavar: str | None = None,
     group: str = "",
+    common: bool = False,
     command_line: bool = True,
     stored: bool = True,
 ) -> Any:
     """Declare an option.
 
     `choices` are the only values that are allowed. `names` are listed in the help as examples of
-    what is allowed, and `check` decides. `group` is the heading in the help. An option that is not
-    for the command line can be set from Python only; one that is not stored is not part of the
-    JSON of a run.
+    what is allowed, and `check` decides. `group` is the heading in the help; `common`
+    options stand in `--help`, the others in `--help-all` alone. An option that is not for the
+    command line can be set from Python only; one that is not stored is not part of the JSON of a
+    run.
     """
     metadata = {
         "help": help,
@@ -56,6 +65,7 @@ def option(
         "names": choices if names is None else names,
         "metavar": metavar,
         "group": group,
+        "common": common,
         "command_line": command_line,
         "stored": stored,
     }
@@ -87,6 +97,16 @@ class Option:
     def help(self) -> str:
         """What it means."""
         return str(self.field.metadata["help"])
+
+    @property
+    def group(self) -> str:
+        """Its heading in the help."""
+        return str(self.field.metadata["group"])
+
+    @property
+    def common(self) -> bool:
+        """Whether the short help shows it."""
+        return bool(self.field.metadata["common"])
 
     def value(self, owner: Any) -> Any:
         """Its value in an instance."""
@@ -149,6 +169,14 @@ def _declared(owner: type, part: str | None) -> Iterator[Option]:
 def _kinds(hint: Any) -> tuple[type, ...]:
     parts = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return tuple(typing.get_origin(part) or part for part in parts)
+
+
+def by_heading(options: Iterable[Option]) -> dict[str, list[Option]]:
+    """Options under their headings; those of one method come last."""
+    found: dict[str, list[Option]] = {heading: [] for heading in HYPER_PARAMETERS}
+    for each in options:
+        found.setdefault(each.group, []).append(each)
+    return {heading: listed for heading, listed in found.items() if listed}
 
 
 def check_options(owner: Any) -> None:

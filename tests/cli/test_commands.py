@@ -29,21 +29,21 @@ def dpsur(*arguments, capsys):
 
 
 def test_help_is_readable(capsys):
-    status, out, _ = dpsur("train", "--help", capsys=capsys)
+    status, out, _ = dpsur("train", "--help-all", capsys=capsys)
     assert status == 0
     for option in ("--task", "--method", "--epsilon", "--delta", "--accounting", "--resume",
                    "--accept-threshold", "--show-private", "--seed"):  # fmt: skip
         assert option in out
     assert "None" not in out
     assert max(map(len, out.splitlines())) <= 110
-    assert "(default: dpsgd, with settings that --preset auto chooses" in " ".join(out.split())
+    assert "(default: dpsgd; dpsur with --preset paper" in " ".join(out.split())
 
 
 def test_lists(capsys):
     assert "mnist-5k" in dpsur("tasks", capsys=capsys)[1]
     out = dpsur("methods", capsys=capsys)[1]
-    assert out.startswith("dpsur: ")
-    assert "dpsgd: " in out
+    assert out.startswith("dpsur ")
+    assert "\ndpsgd " in out
     assert "None" not in out
 
 
@@ -381,7 +381,7 @@ def test_module_entry_point():
 
 
 def test_the_help_says_which_defaults_are_the_tasks(capsys):
-    shown = " ".join(dpsur("train", "--help", capsys=capsys)[1].split())
-    assert "learning rate at the start; unset, it is 4, or what the gate block finds" in shown
+    shown = " ".join(dpsur("train", "--help-all", capsys=capsys)[1].split())
+    assert "learning rate at the start (default: the task's, else 4; the gate block" in shown
     assert "momentum (sgd) (default: 0.9)" in shown  # of which no task has one of its own
-    assert "(default: the task's, else linear)" in dpsur("methods", capsys=capsys)[1]
+    assert "(default: the task's, else linear)" in shown

@@ -5,11 +5,12 @@ import json
 import pytest
 
 from dpsur.cli import COMMANDS, main
+from reproduction import options_page
 
 
-def help_of(capsys, *words):
+def help_of(capsys, *words, flag="--help"):
     with pytest.raises(SystemExit) as stop:
-        main([*words, "--help"])
+        main([*words, flag])
     assert stop.value.code == 0
     return capsys.readouterr().out
 
@@ -26,6 +27,33 @@ def test_the_command_alone_prints_its_help(capsys):
     printed = capsys.readouterr().out
     assert printed == help_of(capsys)
     assert len(printed.splitlines()) <= 48
+
+
+def test_the_short_help_of_train_has_the_common_options_and_the_full_one_all(capsys):
+    short, full = (help_of(capsys, "train", flag=flag) for flag in ("--help", "--help-all"))
+    assert len(short.splitlines()) < 130 < len(full.splitlines())
+    for flag in ("--epsilon", "--task", "--out", "--learning-rate"):
+        assert f"\n  {flag} " in short
+    for flag in ("--adam-eps", "--rank-timeout", "--block-updates"):
+        assert f"\n  {flag} " in full
+        assert flag not in short
+    assert "more options: dpsur train --help-all" in short
+
+
+def test_options_of_one_method(capsys):
+    assert main(["methods", "dpis"]) == 0
+    printed = capsys.readouterr().out
+    assert "\ngate block:\n" in printed
+    assert "--refresh-every" in printed
+    assert main(["methods", "dpis", "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == ["dpis"]
+    assert main(["methods", "sgd"]) == 2
+    assert "unknown method 'sgd'" in capsys.readouterr().err
+
+
+def test_the_page_of_options_is_that_of_the_declarations():
+    """`python -m reproduction.options_page --write` renders it."""
+    assert options_page.PAGE.read_text(encoding="utf-8") == options_page.page()
 
 
 @pytest.mark.parametrize("name", ["methods", "tasks"])

@@ -244,7 +244,7 @@ def test_resume_takes_no_settings_of_what_to_train(tmp_path, capsys):
 
 
 def test_the_help_names_what_can_be_chosen(capsys):
-    _, out, _ = command("train", "--help", capsys=capsys)
+    _, out, _ = command("train", "--help-all", capsys=capsys)
     asked = (
         "preset",
         "features",

@@ -3,9 +3,9 @@
 import argparse
 
 from dpsur.cli.run_options import add_method_options, add_run_options, config_of
+from dpsur.options import DATA, MODEL
 from dpsur.per_example import engine_report
 from dpsur.runs.tasks import sample_problem
-from dpsur.tasks.declared import WHAT
 
 DESCRIPTION = """\
 Print how per-example gradients of a model are computed, and why no faster engine is used.
@@ -24,7 +24,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = DESCRIPTION
     parser.usage = "dpsur explain [--task TASK] [--model MODULE:FUNCTION] [options]"
-    add_run_options(parser, [WHAT])
+    add_run_options(parser, [DATA, MODEL])
     parser.add_argument("--device", help="cpu, cuda or auto (default: auto)")
     parser.add_argument(
         "--bf16", action="store_true", default=None, help="as with `dpsur train --bf16`"

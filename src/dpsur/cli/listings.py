@@ -2,8 +2,12 @@
 
 import argparse
 import json
+import textwrap
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dpsur.methods import Method
 
 PROOF = """\
   dpsur proof | less
@@ -17,40 +21,61 @@ and what is not covered (docs/privacy.md, Markdown).
 def set_up_methods(parser: argparse.ArgumentParser) -> None:
     """Describe `dpsur methods`."""
     parser.description = (
-        "List the methods and their hyper-parameters.\n\n  dpsur methods\n  dpsur methods --json\n"
+        "List the methods, or the hyper-parameters of one.\n\n"
+        "  dpsur methods\n  dpsur methods dpsur\n  dpsur methods --json\n"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="show the options of this method")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with options")
     parser.set_defaults(run=print_methods)
 
 
 def print_methods(options: argparse.Namespace) -> int:
-    """Print the methods and their options."""
-    from dpsur.cli.run_options import set_by_tasks  # with it torch, which the proof does not need
-    from dpsur.methods import METHODS
+    """Print a line per method, or the options of one under their headings."""
+    from dpsur.methods import METHODS, method_named  # torch, which the proof does not need
+
+    if options.name is not None:
+        methods = {options.name: method_named(options.name)}
+    else:
+        methods = dict(METHODS)
+    if options.json:
+        print(json.dumps({name: _as_json(method) for name, method in methods.items()}))
+    elif options.name is not None:
+        _print_options(methods[options.name])
+    else:
+        for name, method in methods.items():
+            print(f"{name:<12}{method.summary}")
+        print("\noptions of one: dpsur methods NAME")
+    return 0
+
+
+def _print_options(method: type["Method"]) -> None:
+    """The hyper-parameters of a method by heading."""
+    from dpsur.cli.run_options import default_of
+    from dpsur.options import by_heading, declared
+
+    print(f"{method.name}: {method.summary}")
+    for heading, options in by_heading(declared(method).values()).items():
+        print(f"\n{heading}:")
+        for found in options:
+            text = f"{found.help}{default_of(found.field)}"
+            lines = textwrap.wrap(text, 72, break_on_hyphens=False)
+            lead = f"  {found.flag:<24}"
+            if len(lead) > 26:
+                print(lead)
+                lead = " " * 26
+            print(f"\n{'':<26}".join([lead + lines[0], *lines[1:]]))
+
+
+def _as_json(method: type["Method"]) -> dict[str, Any]:
     from dpsur.options import declared
 
-    if options.json:
-        everything = {
-            name: {
-                "summary": method.summary,
-                "options": {
-                    one.flag: {"help": one.help, "default": _plain(one.field.default)}
-                    for one in declared(method).values()
-                },
-            }
-            for name, method in METHODS.items()
-        }
-        print(json.dumps(everything))
-        return 0
-    for name, method in METHODS.items():
-        print(f"{name}: {method.summary}")
-        for found in declared(method).values():
-            own = "the task's, else " if found.name in set_by_tasks() else ""
-            value = found.field.default
-            default = "" if value is None else f" (default: {own}{value})"
-            print(f"  {found.flag:<24} {found.help}{default}")
-        print()
-    return 0
+    return {
+        "summary": method.summary,
+        "options": {
+            one.flag: {"help": one.help, "default": _plain(one.field.default), "group": one.group}
+            for one in declared(method).values()
+        },
+    }
 
 
 def _plain(value: Any) -> Any:

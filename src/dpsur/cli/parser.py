@@ -29,12 +29,37 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         kwargs.setdefault("allow_abbrev", False)
+        self._rare: list[argparse.Action] = []
+        self._whole = False
         super().__init__(*args, **kwargs)
         self.register("type", int, whole_number)
         self.register("type", float, finite_number)
         self.register("type", None, text)
         self.register("type", str, text)
         self.register("type", Path, lambda value: Path(text(value)))
+
+    def show_in_full_help(self, action: argparse.Action) -> None:
+        """Leave an option out of `--help`; `--help-all` shows it."""
+        if not self._rare:
+            self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
+        self._rare.append(action)
+
+    def print_full_help(self) -> None:
+        """Print the help with every option."""
+        self._whole = True
+        self.print_help()
+
+    def format_help(self) -> str:
+        """The help; without `--help-all` it has the common options alone."""
+        hidden = [] if self._whole else [(action, action.help) for action in self._rare]
+        for action, _ in hidden:
+            action.help = argparse.SUPPRESS
+        text = super().format_help()
+        for action, help_text in hidden:
+            action.help = help_text
+        if hidden:
+            text += f"\n{len(hidden)} more options: {self.prog} --help-all\n"
+        return text
 
     def add_subparsers(self, **kwargs: Any) -> Any:
         """Subcommands. The words after a command are checked by the parser of that command."""
@@ -86,6 +111,18 @@ class Parser(argparse.ArgumentParser):
         """Say what is wrong and where to look."""
         printable = "".join(letter if letter.isprintable() else "?" for letter in message)
         self.exit(2, f"{self.program}: error: {printable} (see: {self.prog} --help)\n")
+
+
+class _HelpAll(argparse.Action):
+    """`--help-all`."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
+        del dest
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        parser.print_full_help()
+        parser.exit()
 
 
 def whole_number(value: str) -> int:

@@ -11,15 +11,15 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from dpsur.config import PRIVACY, RUN, RunConfig, check_method_options
+from dpsur.cli.parser import Parser
+from dpsur.config import RunConfig, check_method_options
 from dpsur.distributed import Ranks, connect, is_distributed, restarted
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.methods import METHODS, Method, method_named
-from dpsur.options import Option, declared, flag
+from dpsur.options import DATA, MODEL, PERFORMANCE, PRIVACY, RUN, Option, by_heading, declared, flag
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.files import RunFolder, start_command
 from dpsur.tasks import OWN, TASKS
-from dpsur.tasks.declared import WHAT
 
 # Where runs go that are given no folder.
 RUNS = "runs"
@@ -41,7 +41,9 @@ def add_run_options(parser: argparse.ArgumentParser, groups: Iterable[str]) -> N
             else:
                 settings |= {"metavar": metadata["metavar"]}
                 settings["type"] = str if found.kind is Method else found.kind
-            group.add_argument(found.flag, **settings)
+            action = group.add_argument(found.flag, **settings)
+            if not found.common and isinstance(parser, Parser):
+                parser.show_in_full_help(action)
 
 
 def _run_help(found: Option, defaults: RunConfig) -> str:
@@ -57,19 +59,21 @@ def _run_help(found: Option, defaults: RunConfig) -> str:
 
 def add_method_options(parser: argparse.ArgumentParser) -> None:
     """Add the hyper-parameters of all methods, each once, saying which methods have it."""
-    group = parser.add_argument_group(
-        "hyper-parameters", "unset options are chosen for the task, the data and the budget"
-    )
-    for name, owners in _owners().items():
-        found = declared(METHODS[owners[0]])[name]
-        choices = found.field.metadata["choices"]
-        group.add_argument(
-            found.flag,
-            type=found.kind,
-            choices=choices,
-            metavar=None if choices else METAVARS.get(found.kind),
-            help=_method_help(owners, name).replace("%", "%%"),
-        )
+    owners = _owners()
+    options = {name: declared(METHODS[methods[0]])[name] for name, methods in owners.items()}
+    for heading, listed in by_heading(options.values()).items():
+        group = parser.add_argument_group(heading)
+        for found in listed:
+            choices = found.field.metadata["choices"]
+            action = group.add_argument(
+                found.flag,
+                type=found.kind,
+                choices=choices,
+                metavar=None if choices else METAVARS.get(found.kind),
+                help=_method_help(owners[found.name], found.name).replace("%", "%%"),
+            )
+            if not found.common and isinstance(parser, Parser):
+                parser.show_in_full_help(action)
 
 
 def given_method_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -100,34 +104,29 @@ def _field(owner: str, name: str) -> Field[Any]:
 
 def _method_help(owners: list[str], name: str) -> str:
     """What the option means, its default, and which methods have it or mean something else."""
-    texts = {owner: _field(owner, name).metadata["help"] for owner in owners}
-    usual: str = texts[owners[0]]
-    others = [f"; {owner}: {text}" for owner, text in texts.items() if text != usual]
-    return usual + _shown_default(owners, name) + "".join(others) + _shown_owners(owners)
-
-
-def _shown_owners(owners: list[str]) -> str:
-    without = [name for name in METHODS if name not in owners]
+    usual = _field(owners[0], name)
+    text: str = usual.metadata["help"]
+    shown = text + default_of(usual)
+    for owner in owners[1:]:
+        own = _field(owner, name)
+        if own.metadata["help"] != text:
+            shown += f"; {owner}: {own.metadata['help']}{default_of(own)}"
+        elif own.default != usual.default and own.default is not None and "(default:" not in text:
+            shown += f", for {owner} {own.default}"
+    without = [method for method in METHODS if method not in owners]
     if not without:
-        return ""
+        return shown
     if len(without) < len(owners):
-        return f" [not {', '.join(without)}]"
-    return f" [{', '.join(owners)}]"
+        return f"{shown} [not {', '.join(without)}]"
+    return f"{shown} [{', '.join(owners)}]"
 
 
-def _shown_default(owners: list[str], name: str) -> str:
-    defaults = {owner: _field(owner, name).default for owner in owners}
-    values = [value for value in defaults.values() if value is not None and value is not MISSING]
-    if not values:
+def default_of(field: Field[Any]) -> str:
+    """The default of a hyper-parameter, unless its help text says it."""
+    if field.default is None or field.default is MISSING or "(default:" in field.metadata["help"]:
         return ""
-    usual = max(values, key=values.count)
-    own = "the task's, else " if name in set_by_tasks() else ""
-    others = [
-        f", for {owner} {'chosen' if value is None else value}"
-        for owner, value in defaults.items()
-        if value != usual
-    ]
-    return f" (default: {own}{usual}{''.join(others)})"
+    own = "the task's, else " if field.name in set_by_tasks() else ""
+    return f" (default: {own}{field.default})"
 
 
 def set_by_tasks() -> set[str]:
@@ -280,4 +279,4 @@ def _made(folder: Path) -> bool:
     return True
 
 
-ALL_GROUPS = (WHAT, PRIVACY, RUN)
+ALL_GROUPS = (DATA, MODEL, PRIVACY, RUN, PERFORMANCE)

@@ -16,7 +16,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.mechanism.optim import SHAPES, Adam, Optimizer, Schedule, Sgd, WeightAverage
 from dpsur.mechanism.state import Procedure
-from dpsur.options import option
+from dpsur.options import OPTIMIZER, UPDATES, option
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event
 from dpsur.privacy.plan import Plan
@@ -85,15 +85,48 @@ class OptimizerMethod(Method):
 
     learning_rate: float | str | None = option(
         None,
-        f"learning rate at the start; unset, it is {USUAL_RATE:g}, or what the gate block finds",
+        f"learning rate at the start (default: the task's, else {USUAL_RATE:g}; the gate block "
+        "finds one)",
+        group=UPDATES,
+        common=True,
     )
-    schedule: str = option("linear", "how the learning rate decays over the run", tuple(SHAPES))
-    optimizer: str = option("sgd", "optimizer", ("sgd", "adam"))
-    momentum: float = option(0.9, "momentum (sgd)")
-    adam_beta1: float = option(0.9, "decay of the mean (adam)")
-    adam_beta2: float = option(0.999, "decay of the mean square (adam)")
-    adam_eps: float = option(1e-7, "added to the root of the mean square (adam)")
-    average_decay: float | None = option(None, AVERAGE_HELP)
+    schedule: str = option(
+        "linear",
+        "how the learning rate decays over the run",
+        tuple(SHAPES),
+        group=UPDATES,
+    )
+    optimizer: str = option(
+        "sgd",
+        "optimizer",
+        ("sgd", "adam"),
+        group=OPTIMIZER,
+    )
+    momentum: float = option(
+        0.9,
+        "momentum (sgd)",
+        group=OPTIMIZER,
+    )
+    adam_beta1: float = option(
+        0.9,
+        "decay of the mean (adam)",
+        group=OPTIMIZER,
+    )
+    adam_beta2: float = option(
+        0.999,
+        "decay of the mean square (adam)",
+        group=OPTIMIZER,
+    )
+    adam_eps: float = option(
+        1e-7,
+        "added to the root of the mean square (adam)",
+        group=OPTIMIZER,
+    )
+    average_decay: float | None = option(
+        None,
+        AVERAGE_HELP,
+        group=OPTIMIZER,
+    )
 
     def __post_init__(self) -> None:
         self.make_optimizer()

@@ -27,7 +27,7 @@ from dpsur.methods.base import (
     check_batch_size,
     make_average,
 )
-from dpsur.options import option
+from dpsur.options import GATES, OPTIMIZER, UPDATES, option
 from dpsur.per_example.evaluation import record_losses
 from dpsur.privacy.accounting import check_covers_steering
 from dpsur.privacy.budget import Budget
@@ -67,34 +67,80 @@ class Dpagd(Method):
     summary = "adaptive gradient descent (Lee, Kifer 2018, reconstructed): private step lengths"
 
     batch_size: int | None = option(
-        None, "expected size of a Poisson training batch (default: about 8 sqrt(N), a power of two)"
+        None,
+        "expected size of a Poisson training batch (default: about 8 sqrt(N), a power of two)",
+        group=UPDATES,
+        common=True,
     )
-    max_grad_norm: float = option(0.1, "L2 norm to which each record's gradient is clipped")
+    max_grad_norm: float = option(
+        0.1,
+        "L2 norm to which each record's gradient is clipped",
+        group=UPDATES,
+        common=True,
+    )
     val_batch_size: int | None = option(
-        None, "expected size of a Poisson batch for the choice (default: the training batch's)"
+        None,
+        "expected size of a Poisson batch for the choice (default: the training batch's)",
+        group=GATES,
     )
-    loss_clip: float = option(3.0, "clip bound of a record's loss in the choice")
+    loss_clip: float = option(
+        3.0,
+        "clip bound of a record's loss in the choice",
+        group=GATES,
+    )
     choice_epsilon: float | None = option(
-        None, "epsilon of one choice, before sampling (default: what choice_share pays for)"
+        None,
+        "epsilon of one choice, before sampling (default: what choice_share pays for)",
+        group="method dpagd",
     )
-    choice_share: float = option(0.1, "share of the budget that choices of step lengths take")
-    momentum: float = option(0.9, "momentum of the direction along which steps are taken")
-    step_sizes: int = option(21, "step lengths to choose from, 0 among them")
-    largest_step: float = option(10.0, "largest step length at the start")
+    choice_share: float = option(
+        0.1,
+        "share of the budget that choices of step lengths take",
+        group="method dpagd",
+    )
+    momentum: float = option(
+        0.9,
+        "momentum of the direction along which steps are taken",
+        group=OPTIMIZER,
+    )
+    step_sizes: int = option(
+        21,
+        "step lengths to choose from, 0 among them",
+        group="method dpagd",
+    )
+    largest_step: float = option(
+        10.0,
+        "largest step length at the start",
+        group="method dpagd",
+    )
     range_schedule: str = option(
         "linear",
         "how the largest step length changes: by a schedule over the run, or adaptive, which makes "
         "it 1.1 times the largest of ten choices",
         (ADAPTIVE, *SHAPES),
+        group="method dpagd",
     )
     range_end: float = option(
-        0.2, "largest step length at the end of a schedule, as a share of that at the start"
+        0.2,
+        "largest step length at the end of a schedule, as a share of that at the start",
+        group="method dpagd",
     )
-    raise_by: float = option(0.1, "share by which a gradient's budget grows where no step helps")
+    raise_by: float = option(
+        0.1,
+        "share by which a gradient's budget grows where no step helps",
+        group="method dpagd",
+    )
     updates: int | None = option(
-        None, f"updates that the first noise is chosen for (default: {DEFAULT_UPDATES})"
+        None,
+        f"updates that the first noise is chosen for (default: {DEFAULT_UPDATES})",
+        group=UPDATES,
+        common=True,
     )
-    average_decay: float | None = option(None, AVERAGE_HELP)
+    average_decay: float | None = option(
+        None,
+        AVERAGE_HELP,
+        group=OPTIMIZER,
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_grad_norm", "loss_clip", "largest_step", "raise_by"):

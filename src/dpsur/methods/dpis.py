@@ -72,13 +72,19 @@ class Dpis(GradientMethod):
     summary = "importance sampling (Wei et al. 2022, reconstructed): batches by gradient norm"
 
     refresh_every: int | None = option(
-        None, "updates between two releases of the sum of gradient norms (default: 20 in a run)"
+        None,
+        "updates between two releases of the sum of gradient norms (default: 20 in a run)",
+        group="method dpis",
     )
     norm_batch_size: int | None = option(
-        None, f"records that a release of the norms looks at (default: {DEFAULT_NORM_RECORDS})"
+        None,
+        f"records that a release of the norms looks at (default: {DEFAULT_NORM_RECORDS})",
+        group="method dpis",
     )
     norm_noise_multiplier: float | None = option(
-        None, "noise of the sum of norms relative to the clip norm (default: 2% of the budget)"
+        None,
+        "noise of the sum of norms relative to the clip norm (default: 2% of the budget)",
+        group="method dpis",
     )
 
     def __post_init__(self, metrics: Metrics | None) -> None:

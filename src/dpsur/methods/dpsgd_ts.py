@@ -29,9 +29,21 @@ class DpsgdTs(GradientMethod):
     name = "dpsgd-ts"
     summary = "tempered sigmoids (Papernot et al. 2021): DP-SGD with bounded activations"
 
-    activation_scale: float = option(2.0, "scale of the tempered sigmoid")
-    activation_temperature: float = option(2.0, "temperature of the tempered sigmoid")
-    activation_offset: float = option(1.0, "offset of the tempered sigmoid")
+    activation_scale: float = option(
+        2.0,
+        "scale of the tempered sigmoid",
+        group="method dpsgd-ts",
+    )
+    activation_temperature: float = option(
+        2.0,
+        "temperature of the tempered sigmoid",
+        group="method dpsgd-ts",
+    )
+    activation_offset: float = option(
+        1.0,
+        "offset of the tempered sigmoid",
+        group="method dpsgd-ts",
+    )
 
     def __post_init__(self, metrics: Metrics | None) -> None:
         super().__post_init__(metrics)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from dpsur.mechanism import gates
 from dpsur.methods.dpsgd import Dpsgd
 from dpsur.methods.gradient_method import GATE_HELP, GATES, NO_GATE, GradientMethod
-from dpsur.options import option
+from dpsur.options import GATE, option
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,7 +22,13 @@ class Dpsur(GradientMethod):
     name = "dpsur"
     summary = "selective update and release (Fu et al. 2024): an update must pass a test to count"
 
-    gate: str | gates.Gate | None = option(None, GATE_HELP, GATES)
+    gate: str | gates.Gate | None = option(
+        None,
+        GATE_HELP,
+        GATES,
+        group=GATE,
+        common=True,
+    )
 
     @property
     def label(self) -> str:

@@ -41,7 +41,8 @@ from dpsur.methods.block_plans import (
     resolve_blocks,
     settle_measured,
 )
-from dpsur.options import option
+from dpsur.options import BLOCKS, GATE, METRICS, UPDATES, option
+from dpsur.options import GATES as GATE_OPTIONS
 from dpsur.privacy.accounting import (
     KEEP_MOMENTUM,
     RESTORE,
@@ -68,10 +69,9 @@ NO_GATE = block_plans.NO_GATE
 BLOCK_GATE = block_plans.BLOCK_GATE
 GATES = ("loss", "coin", BLOCK_GATE, NO_GATE)
 GATE_HELP = (
-    "the test of a candidate: loss is the paper's noisy loss difference; coin (ours) accepts every "
-    "improvement, and a worse candidate with probability 1/accept-ratio; block tests blocks of "
-    "updates on all records and finds the learning rate by that; none keeps all candidates "
-    "(default: loss for dpsur, else none)"
+    "test of an update: loss is the paper's noisy loss difference; coin accepts a worse candidate "
+    "with probability 1/accept-ratio; block tests blocks of updates and finds the learning rate; "
+    "none keeps all (default: loss for dpsur, else none)"
 )
 # Shares of epsilon that tests by default may spend alone. Both were chosen on a held-out part of
 # the training digits of mnist-5k: under `proven` the ratio costs more than its tests alone.
@@ -116,64 +116,95 @@ class GradientMethod(OptimizerMethod):
     """
 
     batch_size: int | None = option(
-        None, "expected size of a Poisson training batch (default: about 8 sqrt(N), a power of two)"
+        None,
+        "expected size of a Poisson training batch (default: about 8 sqrt(N), a power of two)",
+        group=UPDATES,
+        common=True,
     )
-    max_grad_norm: float = option(0.1, "L2 norm to which each record's gradient is clipped")
+    max_grad_norm: float = option(
+        0.1,
+        "L2 norm to which each record's gradient is clipped",
+        group=UPDATES,
+        common=True,
+    )
     noise_multiplier: float | None = option(
-        None, "noise relative to the clip norm (default: calibrated to the budget)"
+        None,
+        "noise relative to the clip norm (default: calibrated to the budget)",
+        group=UPDATES,
     )
     updates: int | None = option(
-        None, "updates to make (default: what the budget allows at the noise given, else 20 epochs)"
+        None,
+        "updates to make (default: what the budget allows at the noise given, else 20 epochs)",
+        group=UPDATES,
+        common=True,
     )
     val_batch_size: int | None = option(
         None,
         "expected size of a Poisson batch for the test (default: about sqrt(N), a power of two)",
+        group=GATE_OPTIONS,
     )
-    gate: str | gates.Gate | None = option(NO_GATE, GATE_HELP, GATES)
+    gate: str | gates.Gate | None = option(
+        NO_GATE,
+        GATE_HELP,
+        GATES,
+        group=GATE,
+        common=True,
+    )
     val_noise_multiplier: float | None = option(
         None,
         "noise of the gate loss relative to twice its clip bound (default: 1, or more where the "
         "tests alone would spend over half of the budget); of the gate block, relative to what one "
         "record can change (default: what raises the noise of the updates by 1.5%)",
+        group=GATE_OPTIONS,
     )
     loss_clip: float | None = option(
-        None, f"clip bound of the loss difference, C_v (gate loss; default: {USUAL_LOSS_CLIP:g})"
+        None,
+        f"clip bound of the loss difference, C_v (gate loss; default: {USUAL_LOSS_CLIP:g})",
+        group=GATE_OPTIONS,
     )
     accept_threshold: float | None = option(
         None,
         "the gate loss accepts below this many clip bounds, beta (default: -1, the paper's; 0 "
         "separates best)",
+        group=GATE_OPTIONS,
     )
     accept_ratio: float | None = option(
         None,
         "gate coin: probability of accepting a worse candidate is 1 over this (default: 2, or less "
         "where the tests alone would spend over 30% of the budget)",
+        group=GATE_OPTIONS,
     )
     on_reject: str = option(
         RESTORE,
         "what a rejected trial leaves behind; keep-momentum lets the optimizer learn from it "
         "(accounting every-trial only)",
         (RESTORE, KEEP_MOMENTUM),
+        group=GATE_OPTIONS,
     )
     trials: int | None = option(
-        None, "trials to make, accepted or not (accounting every-trial; otherwise use updates)"
+        None,
+        "trials to make, accepted or not (accounting every-trial; otherwise use updates)",
+        group=GATE_OPTIONS,
     )
 
     blocks: int | None = option(
         None,
         f"short blocks that the gate block finds a learning rate by (default: {USUAL_BLOCKS}, and "
         "one more for a learning rate that is given)",
+        group=BLOCKS,
     )
     block_updates: int | None = option(
         None,
         "updates in each of those blocks, which come on top of updates (default: a sixteenth of "
         f"updates, at least {SHORTEST_BLOCK})",
+        group=BLOCKS,
     )
     clip_norm: str | None = option(
         None,
         "where the gate block takes the clip norm from: median (default) is an eighth of the "
         "median gradient norm by a noisy histogram, given is max_grad_norm",
         (MEDIAN, GIVEN),
+        group=BLOCKS,
     )
 
     metrics_budget: float | None = option(
@@ -181,23 +212,27 @@ class GradientMethod(OptimizerMethod):
         "report noisy training loss and accuracy, ten times in a run or after every test of the "
         "gate block: fraction by which this may increase the noise of the updates, such as 0.01 "
         "(gates none and block, classification)",
+        group=METRICS,
     )
     metrics_noise_multiplier: float | None = option(
         None,
         "noise of these figures relative to what one record can change, without a gate (default: "
         "by metrics_budget)",
+        group=METRICS,
     )
 
     patience: int | None = option(
         None,
         "end the run when the paid training loss has not improved in so many measurements; epsilon "
         "stays that of the whole run (with metrics_budget, gate none)",
+        group=METRICS,
     )
     metrics: InitVar[Metrics | None] = None
     test_error: float | None = option(
         None,
         "standard error wanted of a test of the gate block, such as 0.005: noise and, for large "
         "data, a sampling rate follow (default: by noise, on all records)",
+        group=BLOCKS,
     )
 
     def __post_init__(self, metrics: Metrics | None) -> None:

@@ -19,7 +19,7 @@ from dpsur.mechanism.state import Procedure, State
 from dpsur.mechanism.streams import Draws
 from dpsur.mechanism.trial import Selective
 from dpsur.methods.base import OptimizerMethod, check_batch_size
-from dpsur.options import option
+from dpsur.options import UPDATES, option
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NonPrivate, Step, Trial
 from dpsur.privacy.plan import Plan
@@ -36,9 +36,24 @@ class Nonprivate(OptimizerMethod):
     name = "nonprivate"
     summary = "no privacy at all: the reference that private methods are held against"
 
-    learning_rate: float = option(0.05, "learning rate at the start")
-    batch_size: int | None = option(None, f"expected size of a batch (default: {DEFAULT_BATCH})")
-    updates: int | None = option(None, f"updates to make (default: {DEFAULT_EPOCHS} epochs)")
+    learning_rate: float = option(
+        0.05,
+        "learning rate at the start",
+        group=UPDATES,
+        common=True,
+    )
+    batch_size: int | None = option(
+        None,
+        f"expected size of a batch (default: {DEFAULT_BATCH})",
+        group=UPDATES,
+        common=True,
+    )
+    updates: int | None = option(
+        None,
+        f"updates to make (default: {DEFAULT_EPOCHS} epochs)",
+        group=UPDATES,
+        common=True,
+    )
 
     def __post_init__(self) -> None:
         checks.positive("learning_rate", self.learning_rate)

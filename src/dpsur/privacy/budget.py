@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.options import option
+from dpsur.options import PRIVACY, option
 
 
 @dataclass(frozen=True, repr=False)
@@ -12,10 +12,16 @@ class Budget(checks.NamedArguments):
     """The (epsilon, delta) that a run may spend, for adding or removing one record."""
 
     epsilon: float = option(
-        help="budget for adding or removing one record", group="privacy", metavar="EPSILON"
+        help="budget for adding or removing one record",
+        metavar="EPSILON",
+        group=PRIVACY,
+        common=True,
     )
     delta: float = option(
-        help="of (epsilon, delta); should be well below 1/N", group="privacy", metavar="DELTA"
+        help="of (epsilon, delta); should be well below 1/N",
+        metavar="DELTA",
+        group=PRIVACY,
+        common=True,
     )
 
     def __post_init__(self) -> None:

@@ -9,11 +9,9 @@ from typing import Any, Self
 from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.features.encoder import SIZE
-from dpsur.options import build, check_options, declared, option
+from dpsur.options import DATA, build, check_options, declared, option
 from dpsur.tasks.schema import Schema
 
-# The heading of these options in the help of the command line.
-WHAT = "what to train"
 # Colour images of the size that the encoder sees.
 DEFAULT_IMAGE = (3, SIZE, SIZE)
 MOST_PIXELS = 4096
@@ -76,10 +74,9 @@ class Declared:
 
     classes: int | None = option(
         None,
-        "number of classes of npz:FILE, which becomes public (default: the array classes of the "
-        "file)",
+        "number of classes of npz:FILE; becomes public (default: the array classes of the file)",
         metavar="K",
-        group=WHAT,
+        group=DATA,
     )
     schema: Path | None = option(
         None,
@@ -87,7 +84,8 @@ class Declared:
         "public",
         check=_is_schema,
         metavar="FILE",
-        group=WHAT,
+        group=DATA,
+        common=True,
     )
     labels: str | None = option(
         None,
@@ -95,13 +93,14 @@ class Declared:
         "csv:FILE or parquet:FILE; of images:DIR (default: its folders)",
         check=_are_labels,
         metavar="A,B",
-        group=WHAT,
+        group=DATA,
+        common=True,
     )
     columns: str | None = option(
         None,
         "the columns of texts and of classes, with --labels (default: text,label)",
         metavar="TEXT,LABEL",
-        group=WHAT,
+        group=DATA,
     )
     image_size: str | None = option(
         None,
@@ -109,14 +108,15 @@ class Declared:
         "public (default: 3x32x32)",
         check=_is_size,
         metavar="[Cx]HxW",
-        group=WHAT,
+        group=DATA,
     )
     test: Path | None = option(
         None,
         "public records to test on, of the same form as the task's; figures on them are published "
         "without noise",
         metavar="PATH",
-        group=WHAT,
+        group=DATA,
+        common=True,
     )
 
     group_by: str | None = option(
@@ -124,7 +124,7 @@ class Declared:
         "column of csv:FILE, parquet:FILE or jsonl:FILE that names the person whom a record "
         "belongs to: the unit of privacy becomes one person with all of their records",
         metavar="COLUMN",
-        group=WHAT,
+        group=DATA,
     )
 
     def __post_init__(self) -> None:

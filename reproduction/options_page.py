@@ -1,0 +1,83 @@
+"""`docs/options.md`: every option of a run, as flag and as Python name, from its declaration.
+
+python -m reproduction.options_page --write
+"""
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+
+from dpsur.cli.run_options import ALL_GROUPS, default_of
+from dpsur.config import Intervals, Performance, RunConfig
+from dpsur.methods import METHODS
+from dpsur.options import Option, by_heading, declared
+from dpsur.privacy.budget import Budget
+
+PAGE = Path(__file__).parent.parent / "docs" / "options.md"
+HEAD = """\
+# Options
+
+Every option of a run, by heading: its flag for `dpsur train`, its name in Python, and what it does.
+`dpsur train --help` shows the common ones, `dpsur train --help-all` all of them, and
+`dpsur methods NAME` those of one method. This page is rendered from the declarations by
+`python -m reproduction.options_page --write`.
+"""
+_PARTS = {
+    **{each.name: f"dpsur.Budget({each.name}=)" for each in fields(Budget)},
+    **{each.name: f"dpsur.Intervals({each.name}=)" for each in fields(Intervals)},
+    **{each.name: f"dpsur.Performance({each.name}=)" for each in fields(Performance)},
+}
+
+
+def page() -> str:
+    """The page."""
+    parts = [HEAD]
+    run = [one for one in declared(RunConfig).values() if one.field.metadata["command_line"]]
+    for heading in ALL_GROUPS:
+        parts.append(_section(heading, (one for one in run if one.group == heading), "run"))
+    method: dict[str, Option] = {}
+    for kind in METHODS.values():
+        method = {**declared(kind), **method}
+    owners = {
+        name: [label for label, kind in METHODS.items() if name in declared(kind)]
+        for name in method
+    }
+    for heading, listed in by_heading(method.values()).items():
+        parts.append(_section(heading, listed, "method", owners))
+    return "\n".join(parts)
+
+
+def _section(
+    heading: str,
+    options: Iterable[Option],
+    kind: str,
+    owners: dict[str, list[str]] | None = None,
+) -> str:
+    lines = [f"## {heading[0].upper()}{heading[1:]}", "", "| flag | in Python | what it does |"]
+    lines.append("|---|---|---|")
+    for one in options:
+        text = f"{one.help}{default_of(one.field) if kind == 'method' else ''}"
+        names = one.field.metadata["names"]
+        if names and kind == "run":
+            text = f"one of {', '.join(names)}; {text}"
+        without = [] if owners is None else [n for n in METHODS if n not in owners[one.name]]
+        if without and owners is not None and len(without) < len(owners[one.name]):
+            text += f" (not {', '.join(without)})"
+        python = _PARTS.get(one.name, one.name) if kind == "run" else one.name
+        lines.append(f"| `{one.flag}` | `{python}` | {text.replace('|', chr(92) + '|')} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Print the page, or write it."""
+    parser = argparse.ArgumentParser(prog="python -m reproduction.options_page")
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        PAGE.write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")
+
+
+if __name__ == "__main__":
+    main()
