@@ -31,12 +31,18 @@ from dpsur.engine.steps import PrivateLoop
 from dpsur.engine.watch import Watcher
 from dpsur.engine.weights import ModuleWeights
 from dpsur.environment import versions
-from dpsur.errors import CheckpointError, InvalidInputError, NothingReleasedError, StepError
+from dpsur.errors import (
+    BudgetError,
+    CheckpointError,
+    InvalidInputError,
+    NothingReleasedError,
+    StepError,
+)
+from dpsur.functional.parameters import Params
 from dpsur.mechanism.blocks import released_metrics
 from dpsur.mechanism.gates import BlockGate, CoinGate, Gate, LossGate, Metrics
 from dpsur.mechanism.streams import Streams
 from dpsur.per_example.augmentation import Augment
-from dpsur.privacy.account import Account
 from dpsur.privacy.events import NonPrivate, SampledGaussian
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import (
@@ -49,10 +55,11 @@ from dpsur.privacy.statement import (
     Statement,
     privacy_statement,
 )
-from dpsur.runs.files import RunFolder
+from dpsur.runs.checkpoint import STATE, Checkpoint, Fingerprint
+from dpsur.runs.files import RunFolder, sha256, to_json
 from dpsur.runs.release import NO_ORIGIN, write_release
 
-FORMAT = "dpsur-engine/2"
+MEMORY, SAVED = f"{STATE}memory/", f"{STATE}saved/"  # names of tensors in a checkpoint
 
 
 class PrivacyEngine(PrivateLoop):
@@ -464,21 +471,34 @@ class PrivacyEngine(PrivateLoop):
         Private: it holds the key of the random numbers of a seeded run. With a `BlockGate` it holds
         the saved weights and optimizer states that the search goes back to.
         """
+        tensors: Params = {}
         held = self._state
-        return {
-            "format": FORMAT,
-            "ledger": self.accountant.to_json(),
-            "sample_rate": self._units.rate,
-            "noise_multiplier": self.noise_multiplier,
-            "max_grad_norm": self._mechanism.max_grad_norm,
-            "records": self._units.size,
-            **self._public(),
-            "seed": self._seed,
-            "independence": self.independence,
-            "memory": None if held is None else dict(held.memory or {}),
-            "saved": None if held is None else dict(held.saved or {}),
-            **(self._weights.at_rest_to_plain() if self.sets_learning_rate else {}),
-        }
+        if held is not None:
+            tensors |= {f"{MEMORY}{name}": value for name, value in (held.memory or {}).items()}
+            for name, saved in (held.saved or {}).items():
+                tensors |= {f"{SAVED}{name}/{key}": value for key, value in saved.items()}
+        more: dict[str, Any] = {"independence": self.independence}
+        if self.sets_learning_rate:
+            more["at_rest"] = self._weights.at_rest_to_plain()
+        ledger = self.accountant.charged
+        return Checkpoint(self._fingerprint(), ledger, tensors, more).to_plain()
+
+    def _fingerprint(self) -> Fingerprint:
+        """What tells this training from others: the settings that a checkpoint is tied to."""
+        plan, delta = self.accountant.plan, self.accountant.delta
+        details = None if plan is None else plan.to_json()
+        return Fingerprint.of(
+            {
+                "plan": f"{'no limit' if plan is None else plan.describe()}, delta {delta:g}",
+                "details of the plan": sha256(to_json(details)),
+                "sample_rate": self._units.rate,
+                "noise_multiplier": self.noise_multiplier,
+                "max_grad_norm": self._mechanism.max_grad_norm,
+                "records": self._units.size,
+                **self._public(),
+                "seed": self._seed,
+            }
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a ledger, right after `make_private` with the same settings.
@@ -487,50 +507,34 @@ class PrivacyEngine(PrivateLoop):
         a new one, unless the run is seeded: noise of steps that the checkpoint does not know is
         never drawn again.
         """
-        if state.get("format") != FORMAT:
-            raise CheckpointError(f"not the state of an engine in the format {FORMAT}")
         if self.accountant.steps:
             # going back would forget steps that were made, and draw their noise again
             raise CheckpointError(
                 f"this engine has made {self.accountant.steps} steps, which are charged; to resume "
                 "a checkpoint, call make_private on a new PrivacyEngine first"
             )
-        own = self.state_dict()
-        for name in (
-            *("sample_rate", "noise_multiplier", "max_grad_norm", "records", "seed"),
-            *(RECORDS_PER_PERSON, DECLARED_SIZE),
-        ):
-            if own.get(name) != state.get(name):
-                raise CheckpointError(
-                    f"the checkpoint was made with {name} {state.get(name)}, this engine has "
-                    f"{own.get(name)}; call make_private with the settings of the checkpoint"
-                )
-        ledger = Account.from_json(state["ledger"])
-        if ledger.describe() != self.accountant.describe():
-            raise CheckpointError(
-                f"the checkpoint planned {ledger.describe()}, this engine "
-                f"{self.accountant.describe()}; plan the same in make_private"
-            )
-        self._load_state(state)
-        self._ledger, self._due = ledger, None
-        self._checked = self._checked or state.get("independence") != BY_CONSTRUCTION
+        remedy = "call make_private with the settings of the checkpoint"
+        saved = Checkpoint.from_plain(state, self._fingerprint(), "the state", remedy)
+        try:
+            account = self.accountant.resumed(saved.ledger)
+        except (BudgetError, InvalidInputError) as error:
+            raise CheckpointError(f"the state is damaged: {error}") from error
+        self._load_state(saved)
+        self._ledger, self._due = account, None
+        self._checked = self._checked or saved.more.get("independence") != BY_CONSTRUCTION
         self._watcher.forget()
 
-    def _load_state(self, state: Mapping[str, Any]) -> None:
+    def _load_state(self, state: Checkpoint) -> None:
         """Take over what was released, saved weights, and the optimizer that they start with."""
         if self.sets_learning_rate:
-            self._weights.load_at_rest(state)
-        if state["memory"] is None:
+            self._weights.load_at_rest(state.more["at_rest"])
+        if not state.tensors:
             return
-        for saved in state["saved"].values():
+        weights: dict[str, Params] = {}
+        for name, value in state.under(SAVED).items():
+            end, _, key = name.partition("/")
+            weights.setdefault(end, {})[key] = value.to(self._streams.device)
+        for saved in weights.values():
             self._weights.check(saved)
-        device = self._streams.device
-        self._state = replace(
-            self._at_hand(),
-            memory=state["memory"] or None,
-            saved={
-                name: {key: value.to(device) for key, value in saved.items()}
-                for name, saved in state["saved"].items()
-            },
-        )
+        self._state = replace(self._at_hand(), memory=state.under(MEMORY), saved=weights)
         self._use_clip_norm()

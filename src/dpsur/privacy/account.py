@@ -125,14 +125,18 @@ class Account:
                 f"{plan.budget.epsilon:g} that it states"
             )
         account = Account(plan, plan.budget.delta)
-        if charged is not None:
-            account._replay(charged)
-        return account
+        return account if charged is None else account.resumed(charged)
 
     @staticmethod
     def without_limit(delta: float) -> "Account":
         """A record of steps, without a promise made in advance."""
         return Account(None, delta)
+
+    def resumed(self, charged: Ledger) -> "Account":
+        """The same account after steps that were made before; refuses those that do not fit it."""
+        account = Account(self._plan, self._delta)
+        account._replay(charged)
+        return account
 
     def __repr__(self) -> str:
         return f"Account({self.describe()}{self._progress()})"
@@ -331,9 +335,7 @@ class Account:
             raise InvalidInputError(f"not a privacy account of the format {FORMAT}")
         charged = Ledger.from_json(values["charged"])
         if values["plan"] is None:
-            account = Account.without_limit(values["delta"])
-            account._replay(charged)
-            return account
+            return Account.without_limit(values["delta"]).resumed(charged)
         plan = Plan.from_json(values["plan"])
         if plan.budget.delta != values["delta"]:
             raise InvalidInputError("the account's plan has another delta")
@@ -365,9 +367,8 @@ class Account:
 
 def replays(plan: Plan, charged: Ledger) -> bool:
     """Whether a history is that of a whole run under a plan."""
-    account = Account(plan, plan.budget.delta)
     try:
-        account._replay(charged)
+        account = Account(plan, plan.budget.delta).resumed(charged)
     except (BudgetError, InvalidInputError):
         return False
     return plan.completed(account.charged)
