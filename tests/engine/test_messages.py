@@ -43,8 +43,11 @@ def test_an_operation_has_the_name_that_torch_gives_it():
     ("loss", "words"),
     [
         (rooted, "clipping might not bound"),
-        (lambda m, x, y: F.mse_loss(m(x), m(x + 1)), "several calls of the model .a GAN"),
-        (lambda m, x, y: F.cross_entropy(m[0](x), y), "A method or a part of the model"),
+        (lambda m, x, y: F.mse_loss(m(x), m(x + 1)), "several calls of the model .a siamese"),
+        (
+            lambda m, x, y: F.cross_entropy(m[0](x), y),
+            "A part of the model that is called by itself",
+        ),
         (
             lambda m, x, y: F.cross_entropy(m(x), y) + (m[0].weight ** 2).sum(),
             "past the clipped sum",

@@ -47,18 +47,18 @@ def _wrap_backward() -> None:
         **options: Any,
     ) -> None:
         found = [
-            (watcher, loss, call)
+            (watcher, loss, calls)
             for loss in ([tensors] if isinstance(tensors, Tensor) else list(tensors))
             if isinstance(loss, Tensor)
             for watcher in list(_watchers)
-            if (call := watcher.reached(loss)) is not None
+            if (calls := watcher.reached(loss))
         ]
         if not found:
             plain(tensors, grad_tensors, retain_graph, create_graph, *args, **options)
             return
         if len(found) > 1:
             raise StepError("several losses in one backward pass; add them up first")
-        watcher, loss, call = found[0]
+        watcher, loss, calls = found[0]
         if grad_tensors is not None and any(
             one is not None
             for one in ([grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors)
@@ -74,10 +74,10 @@ def _wrap_backward() -> None:
         # Each record's gradient from the start: a mean over the batch would divide it by the number
         # of records, and what is rounded after that would depend on the others. The rest is what a
         # record's gradient still has to be multiplied by, which depends on that record alone.
-        first, rest = watcher.before_backward(call, loss)
+        first, rest = watcher.before_backward(calls, loss)
         start = torch.ones_like(loss) * first
         with only_trusted_rules():
             plain([loss], [start.to(loss.dtype)], retain_graph, False, *args, **options)
-        watcher.after_backward(call, rest)
+        watcher.after_backward(calls, rest)
 
     torch.autograd.backward = backward

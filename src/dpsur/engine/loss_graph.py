@@ -12,6 +12,7 @@ loss, which for a mean over several items of a record (tokens) is the mean over 
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,7 @@ class Total:
 
 
 State = RecordRows | Total
-Cut = dict[tuple[Any, int], int]  # (node, number of its output): length of the first dimension
+Cut = Mapping[tuple[Any, int], Any]  # (node, number of its output): the call that returned it
 
 # Applied to each number alone. Arguments that are tensors are refused, since they may come from the
 # whole batch (a mask, a bound); plain numbers have to be the same in every batch.
@@ -76,6 +77,8 @@ _ARGUMENTS = (
     *("min", "max", "min_val", "max_val", "exponent", "other", "alpha", "beta", "threshold"),
     *("negative_slope", "scale", "input_scale", "delta", "mask", "condition"),
 )
+# Gradients that go through these do not depend on what is added up.
+_LINEAR = {"Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "View", "Squeeze", "ToCopy", "Clone"}
 _VIEWS = {"View", "UnsafeView", "ReshapeAlias"}
 _SOFTMAX = {"LogSoftmax", "Softmax"}
 # Losses with a reduction of their own; what may weight their items has to be absent.
@@ -105,12 +108,20 @@ class LossReport:
     divisor: Tensor | None = None
 
 
-def check_loss_graph(loss: Tensor, cut: Cut, records: int, names: dict[int, str]) -> LossReport:
+def check_loss_graph(
+    loss: Tensor, cut: Cut, records: int, names: dict[int, str], fed: Sequence[Tensor] = ()
+) -> LossReport:
     """Follow a loss down to the outputs in `cut`; refuse it where records may be coupled.
 
-    `names` are those of parameters by identity, for messages.
+    `names` are those of parameters by identity, for messages; `fed` are inputs of calls that were
+    computed from outputs of others.
     """
     walk = _Walk(cut, records, names)
+    for value in fed:
+        if not isinstance(walk.state(value.grad_fn, value.output_nr), RecordRows) and records > 1:
+            raise CouplingError(
+                "the model is called with a total over the batch of what it has returned; " + REMEDY
+            )
     if (
         records == 1
     ):  # a mean is a sum, and there is nothing to couple but by numbers from elsewhere
@@ -128,6 +139,27 @@ def check_loss_graph(loss: Tensor, cut: Cut, records: int, names: dict[int, str]
             raise CouplingError("the loss must be one number; reduce it with .mean() or .sum()")
         state = Total(1.0, False)
     return LossReport(state.scale, state.mean, tuple(walk.factors), state.divisor)
+
+
+def calls_meet(loss: Tensor, cut: Cut) -> bool:
+    """Whether outputs of several calls meet in more than a sum: one's gradient then needs both."""
+    made_of: dict[Any, frozenset[int]] = {}  # the calls below a node, where all of it is linear
+    ahead: list[Any] = [loss.grad_fn]
+    while ahead:
+        node = ahead[-1]
+        children = [one for one in node.next_functions if one[0] is not None]
+        missing = [one[0] for one in children if one not in cut and one[0] not in made_of]
+        if missing:
+            ahead += missing
+            continue
+        ahead.pop()
+        calls = [frozenset((id(cut[one]),)) if one in cut else made_of[one[0]] for one in children]
+        made_of[node] = frozenset().union(*calls)
+        kind = re.sub(r"Backward\d*$", "", node.name())
+        scaled = kind in ("Mul", "Div") and len(children) == 1
+        if len(made_of[node]) > 1 and kind not in _LINEAR and not scaled:
+            return True
+    return False
 
 
 class _Walk:

@@ -32,7 +32,7 @@ from dpsur.engine.private_step import (
     opened,
 )
 from dpsur.engine.setup import Units
-from dpsur.engine.watch import Watcher
+from dpsur.engine.watch import NO_BATCH, Watcher
 from dpsur.engine.weights import ModuleWeights
 from dpsur.errors import (
     BudgetError,
@@ -44,7 +44,7 @@ from dpsur.errors import (
 )
 from dpsur.functional.parameters import Params
 from dpsur.functional.process_settings import seeded_globally
-from dpsur.functional.tree import map_tensors
+from dpsur.functional.tree import map_tensors, tensors_of
 from dpsur.mechanism.blocks import MeasuredTraining, memory_of
 from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import LAYERS, Streams
@@ -84,6 +84,7 @@ class PrivateLoop:
         self._first: Callable[[], None] | None = None  # puts the first weights back
         self._shows_verdicts = False
         self._content: Any = None  # of the batch at hand
+        self._versions: list[int] = []  # of its tensors, which in-place changes count up
         self._private_steps: list[PrivateStep] = []
         self._functions: dict[PrivateStep, RecordFunction] = {}
         self._graphs: dict[PrivateStep, GradientGraphs] = {}
@@ -225,20 +226,30 @@ class PrivateLoop:
         if batch.first:
             self._calls = 0
         self._due, self._content = batch, content
+        self._versions = [value._version for value in tensors_of(content)]
         self._yields_open = self._yields_open or not isinstance(content, PrivateBatch)
 
     def expect(self, rows: int) -> Tensor | None:
         """Called before each watched forward pass: a private batch has to be there."""
         if self._due is None:
-            raise StepError(
-                "the model was called in training mode without a batch of the private loader; "
-                "iterate over the loader that make_private returned, and evaluate with "
-                "model.eval() or torch.no_grad()"
-            )
+            raise StepError(NO_BATCH)
         if self._due.empty:
             device = next(iter(self._watcher.trained.values())).device
             return torch.zeros(rows, dtype=torch.bool, device=device)
         return None
+
+    @property
+    def due(self) -> Microbatch | None:
+        """The microbatch at hand, which is to be stepped on."""
+        return self._due
+
+    def has_yielded(self, value: Tensor) -> bool:
+        """Whether a tensor holds what one of the loader does, with the records in their order."""
+        return any(
+            known.shape == value.shape and torch.equal(known.to(value.device, value.dtype), value)
+            for known, version in zip(tensors_of(self._content), self._versions, strict=True)
+            if known._version == version
+        )
 
     def layer_randomness(self) -> AbstractContextManager[None]:
         """Secret random numbers for layers and augmentations, others in every call of a step."""
@@ -474,15 +485,16 @@ class PrivateLoop:
                 "optimizer.step() was called without a private backward pass: "
                 + (
                     watcher.unwatched
-                    or "call loss.backward() on what model(...) returns. A method or a part of the "
-                    "model that is called by itself, such as model.loss(x), is not seen: "
+                    or "call loss.backward() on what model(...) returns. A part of the model that "
+                    "is called by itself, such as model.encoder(x), is not seen: "
                     + REMEDY
                 )
             )
         if seen != wanted and not due.empty:
             raise StepError(
                 "backward passes went through another number of records than the private batch "
-                "has; use each record of the batch exactly once, and no others",
+                "has; use each record of the batch exactly once, and no others (of several calls, "
+                "add the losses up and call backward() once)",
                 private=f"{seen} records; the private batch has {wanted}",
             )
         if not self._from_function:  # which has been looked at just now

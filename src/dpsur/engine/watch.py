@@ -9,13 +9,13 @@ gradient is clipped and added to the sum of the batch. `torch.autograd.backward`
 frees what it has saved.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
+from inspect import isfunction, signature
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from dpsur.engine.backward import leave_backward, watch_backward
 from dpsur.engine.captured import CallGraphs, CapturedCall, Sums, rows_with_nan
 from dpsur.engine.gradients import Gradients
-from dpsur.engine.loss_graph import REMEDY, Cut, check_loss_graph
+from dpsur.engine.loss_graph import REMEDY, Cut, calls_meet, check_loss_graph
 from dpsur.engine.sharding import Sharding
 from dpsur.errors import CouplingError, StepError, UnsupportedModelError
-from dpsur.functional.call import Arguments, arguments
+from dpsur.functional.call import Arguments, arguments, use_weights
 from dpsur.functional.parameters import Params
 from dpsur.functional.process_settings import precision
 from dpsur.functional.tree import describe_rows, map_tensors, tensors_of
@@ -38,6 +38,14 @@ from dpsur.per_example.tape import Tape
 if TYPE_CHECKING:
     from dpsur.engine.steps import PrivateLoop
 
+_T = TypeVar("_T")
+NO_BATCH = (
+    "the model was called in training mode without a batch of the private loader; iterate over the "
+    "loader that make_private returned, and evaluate with model.eval() or torch.no_grad()"
+)
+# What these call methods for needs no watching.
+_LIBRARIES = ("torch", "transformers", "peft", "lightning", "pytorch_lightning", "timm")
+
 
 @dataclass(eq=False)
 class WatchedCall:
@@ -48,9 +56,10 @@ class WatchedCall:
     outputs: list[Tensor] = field(default_factory=list)
     # the outputs themselves, and how many hooks they had when the model returned them
     returned: list[tuple[Tensor, int]] = field(default_factory=list)
-    cut: Cut = field(default_factory=dict)
+    cut: dict[tuple[Any, int], "WatchedCall"] = field(default_factory=dict)
     differentiated: bool = False
     replay: CapturedCall | None = None  # instead of a tape
+    given: list[Tensor] = field(default_factory=list)
 
 
 class Watcher:
@@ -87,18 +96,25 @@ class Watcher:
         # of one record and of several, whose losses are not written alike
         self._factors: dict[bool, tuple[float, ...]] = {}
         self._calls: list[WatchedCall] = []
-        self._constants: str | None = None  # what is no tensor in the first call
+        self._constants: dict[tuple[str, int], str] = {}  # what is no tensor in the first calls
+        # how the first loss went through calls: how many, of the batch itself, and whether they met
+        self._way: tuple[int, int, bool] | None = None
+        self._made: tuple[object, int] = (None, 0)  # calls since the last microbatch was yielded
+        self._needed: dict[str, bool] = {}  # whether a method has to run in the record level
+        self._judged: int | None = None  # rows of calls that train another model
         self._busy = False
         self._sharded = ExitStack()
         self.graphs: CallGraphs | None = None
         self.gradients = Gradients(trained)
         # before hooks of others, such as those by which FSDP gathers weights
         self._handle = module.register_forward_pre_hook(self._enter, prepend=True)
-        held = vars(module).get("forward")
-        if isinstance(held, WatchedForward) and held.watcher.module is module:
-            held.watcher.detach()  # of an engine that has trained the model before
-        self._own_forward = vars(module).get("forward")
-        vars(module)["forward"] = WatchedForward(self, module.forward)
+        held = vars(module)
+        if isinstance(earlier := held.get("forward"), WatchedForward) and earlier.holds(module):
+            earlier.watcher.detach()  # of an engine that has trained the model before
+        names = ["forward", *(() if sharding is not None else _methods(module))]
+        self._own = {name: held[name] for name in names if name in held}
+        self._watched = {name: WatchedForward(self, name, getattr(module, name)) for name in names}
+        held.update(self._watched)
         watch_backward(self)
 
     def __deepcopy__(self, memo: Any) -> "Watcher":
@@ -110,11 +126,15 @@ class Watcher:
     def detach(self) -> None:
         """Leave the module alone from now on."""
         self._handle.remove()
-        if self._own_forward is None:
-            vars(self.module).pop("forward", None)
-        else:
-            vars(self.module)["forward"] = self._own_forward
+        self._take_away()
         leave_backward(self)
+
+    def _take_away(self) -> None:
+        """Give the module its own methods back."""
+        held = vars(self.module)
+        for name in self._watched:
+            held.pop(name, None)
+        held.update(self._own)
 
     # The forward pass
 
@@ -140,29 +160,54 @@ class Watcher:
             self.unwatched = "the model was in evaluation mode; call model.train() first"
         return self.module.training and torch.is_grad_enabled()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass, in the record level where it is watched."""
+    def run(self, name: str, args: Any, kwargs: Any) -> Any:
+        """The module's forward pass or another method, in the record level where it is watched."""
+        if name != "forward":
+            return self._method(name, args, kwargs)
         if not self._watches():
-            with self._plain_forward() as forward:
-                return forward(*args, **kwargs)
+            with self.paused():
+                return self.module.forward(*args, **kwargs)
         with self._final_refusals():
-            return self._call(args, kwargs)
+            return self._call(name, args, kwargs)
 
-    @contextmanager
-    def _plain_forward(self) -> Iterator[Callable[..., Any]]:
-        """The module as it was before it was watched."""
-        held = vars(self.module)
-        watched = held.pop("forward")
-        if self._own_forward is not None:
-            held["forward"] = self._own_forward
-        try:
-            yield self.module.forward
-        finally:
-            held["forward"] = watched
+    def _method(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Another method, in the record level if what it returns needs weights by another way.
 
-    def _call(self, args: Any, kwargs: Any) -> Any:
+        Its first call tells: one that calls the module itself, or takes steps, is left alone.
+        """
+        plain = self._watched[name].__wrapped__
+        if not self._watches() or self._owner.due is None or not tensors_of((args, kwargs)):
+            return plain(*args, **kwargs)
+        if not self._needed.get(name):
+            made = self._made
+            found = plain(*args, **kwargs)
+            if name in self._needed or not self._uses_weights(tensors_of(found)):
+                self._needed.setdefault(name, False)
+                return found
+            self._needed[name], self._made = True, made
+        with self._final_refusals():
+            self.check_parameters()
+            return self._call(name, args, kwargs)
+
+    def _uses_weights(self, values: list[Tensor]) -> bool:
+        """Whether weights themselves are in the graphs of some values."""
+        seen = {value.grad_fn for value in values}
+        ahead = [node for node in seen if node is not None]
+        while ahead:
+            node = ahead.pop()
+            if id(getattr(node, "variable", None)) in self._names:
+                return True
+            new = {child for child, _ in node.next_functions if child is not None} - seen
+            seen |= new
+            ahead += new
+        return False
+
+    def _call(self, name: str, args: Any, kwargs: Any) -> Any:
         """Run the module in the record level, in the place of its own forward pass."""
         given = Arguments(args, kwargs)
+        below = [value for value in tensors_of(given) if value.grad_fn is not None]
+        if below and self._owner.due is None:
+            return self._judge(name, given)
         rows, views = _row_count(given), self.views
         if rows % views:
             raise StepError(
@@ -171,32 +216,55 @@ class Watcher:
             )
         self._expects(rows // views)
         self.check_interrupted()
-        self._check_constants(given)
+        self._check_constants(name, given)
         self._note_precision()
 
         def call(one: Any) -> Any:
             inner_args, inner_kwargs = self._augmented(*one)
-            return forward(*inner_args, **inner_kwargs)
+            return getattr(self.module, name)(*inner_args, **inner_kwargs)
 
         alone = map_tensors(
             lambda value: value.unflatten(0, (-1, views)), (args, kwargs), otherwise=_keep
         )
         count = rows // views
-        with self._sharded, self._plain_forward() as forward, self.paused():
-            replay = None if self.graphs is None else self.graphs.run(call, self.sums, alone, count)
-            if replay is not None:
-                return self._outputs(WatchedCall(None, count, replay=replay), replay.outputs)
-            tape, found = self.records.run(call, alone, count, randomness=self.randomness)
-        tape.recording = False  # until a loss was inspected
-        return self._outputs(WatchedCall(tape, count), found)
+        made = WatchedCall(None, count, given=tensors_of(given))
+        with self._sharded, self.paused():
+            if self.graphs is not None and name == "forward" and not below:
+                made.replay = self.graphs.run(call, self.sums, alone, count)
+            if made.replay is not None:
+                return self._outputs(made, made.replay.outputs)
+            made.tape, found = self.records.run(call, alone, count, randomness=self.randomness)
+        made.tape.recording = False  # until a loss was inspected
+        return self._outputs(made, found)
 
-    def _check_constants(self, given: Arguments) -> None:
+    def _judge(self, name: str, given: Arguments) -> Any:
+        """A call between steps that trains what made its inputs, as a critic a generator.
+
+        No gradient reaches the module's own weights. The number of rows must not change: it would
+        be that of a private batch, which the other model would learn of.
+        """
+        rows = _row_count(given)
+        self._judged = rows if self._judged is None else self._judged
+        if rows != self._judged:
+            raise CouplingError(
+                "the model judges another number of rows than in the step before, as made for the "
+                "size of a private batch, which would reach the other model without noise; make a "
+                "fixed number of rows for it, such as generator(torch.randn(64, ...))"
+            )
+        self.unwatched = NO_BATCH
+        with use_weights(self.module, lambda _, value: value.detach()), self.paused():
+            return getattr(self.module, name)(*given.args, **given.kwargs)
+
+    def _check_constants(self, name: str, given: Arguments) -> None:
         """Refuse another number or text than in the first call: the batch may have decided it."""
         found: list[Any] = []
         map_tensors(lambda _: None, (given.args, given.kwargs), otherwise=found.append)
         plain = repr([one for one in found if isinstance(one, (Real, str, bytes))])
-        self._constants = plain if self._constants is None else self._constants
-        if plain != self._constants:
+        batch, count = self._made
+        due = self._owner.due
+        self._made = due, count + 1 if batch is due else 0
+        known = self._constants.setdefault((name, self._made[1]), plain)
+        if plain != known:
             raise CouplingError(
                 "the model was called with another number or text than in its first call; one that "
                 "depends on the batch couples its records: make it constant, or write the loss "
@@ -229,7 +297,7 @@ class Watcher:
 
         def note(value: Tensor) -> Tensor:
             if value.grad_fn is not None:
-                call.cut[value.grad_fn, value.output_nr] = len(value)
+                call.cut[value.grad_fn, value.output_nr] = call
                 call.outputs.append(value.detach())
                 call.returned.append((value, _hooks(value)))
             return value
@@ -284,48 +352,47 @@ class Watcher:
 
     # The backward pass
 
-    def reached(self, loss: Tensor) -> WatchedCall | None:
-        """The watched call that a loss depends on."""
+    def reached(self, loss: Tensor) -> list[WatchedCall]:
+        """The watched calls that a loss depends on; those that feed others come after them."""
+        if loss.grad_fn is None:
+            return []
         calls = {key: call for call in self._calls for key in call.cut}
-        if not calls or loss.grad_fn is None:
-            return None
         found: list[WatchedCall] = []
-        seen, ahead = {loss.grad_fn}, [loss.grad_fn]
-        if (loss.grad_fn, loss.output_nr) in calls:
-            found.append(calls[loss.grad_fn, loss.output_nr])
+        ahead = [[loss]] if calls else []
         while ahead:
-            for child, number in ahead.pop().next_functions:
-                if (child, number) in calls:
-                    if calls[child, number] not in found:
-                        found.append(calls[child, number])
-                elif child is not None and child not in seen:
-                    seen.add(child)
-                    ahead.append(child)
-        if len(found) > 1:
-            raise StepError(
-                "one backward pass goes through several calls of the model (a GAN, a siamese "
-                "network), whose rows may belong to different records; " + REMEDY
-            )
-        return found[0] if found else None
+            for call in _under(ahead.pop(), calls):
+                if call not in found:
+                    found.append(call)
+                    ahead.append(call.given)
+        return found
 
-    def before_backward(self, call: WatchedCall, loss: Tensor) -> Any:
+    def before_backward(self, calls: list[WatchedCall], loss: Tensor) -> Any:
         """Inspect a loss; returns what undoes a mean over the batch, and the rest of each scale."""
         with self._final_refusals():
-            return self._inspect(call, loss)
+            return self._inspect(calls, loss)
 
-    def _inspect(self, call: WatchedCall, loss: Tensor) -> Any:
-        if call.differentiated:
+    def _inspect(self, calls: list[WatchedCall], loss: Tensor) -> Any:
+        call = calls[0]
+        if any(one.differentiated for one in calls):
             raise StepError(
                 "a second backward pass through one forward pass would count its records twice; "
                 "add the losses up and call backward() once"
             )
-        hooked = any(_hooks(output) != before for output, before in call.returned)
+        if any(one.rows != call.rows for one in calls):
+            raise StepError(
+                "one backward pass goes through calls of the model with different numbers of rows, "
+                "of which a record could have several; " + REMEDY
+            )
+        hooked = any(_hooks(out) != before for one in calls for out, before in one.returned)
         if hooked and self.sharding is None:  # FSDP has one on what the module returns
             raise CouplingError(
                 "an output of the model has a hook, by which a record's gradient may depend on "
                 "others; remove register_hook, or change gradients inside of the model"
             )
-        report = check_loss_graph(loss, call.cut, call.rows, self._names)
+        cut = {key: one for one in calls for key in one.cut}
+        fed = [value for one in calls for value in one.given if _under([value], cut)]
+        report = check_loss_graph(loss, cut, call.rows, self._names, fed)
+        self._check_calls(calls, cut, loss)
         views = 1 if self.loss_reduction == "mean" else self.views  # a sum is not divided by them
         if call.rows > 1 and report.mean != (self.loss_reduction == "mean"):
             has = "a mean" if report.mean else "a sum"
@@ -340,46 +407,96 @@ class Watcher:
                 "number that depends on the batch couples its records: make it constant, or "
                 "compute it from each record alone in make_private(criterion=...)"
             )
-        if call.tape is not None:
-            call.tape.recording = True
+        for one in calls:
+            if one.tape is not None:
+                one.tape.recording = True
         start = report.scale if report.divisor is None else report.divisor
         return start, report.scale / start / views
 
-    def after_backward(self, call: WatchedCall, scale: float | Tensor) -> None:
-        """Clip each record's gradient and add them up."""
+    def _check_calls(self, calls: list[WatchedCall], cut: Cut, loss: Tensor) -> None:
+        """Know how a loss goes through several calls; it has to be the same in every batch."""
+        firsts = [one for one in calls if not _under(one.given, cut)]
+        met = len(firsts) == 1 or calls_meet(loss, cut) or len(firsts) < len(calls)
+        way = len(calls), len(firsts), met
+        self._way = way if self._way is None else self._way
+        if way != self._way:
+            raise CouplingError(
+                "the loss goes through other calls of the model than in the first batch; what is "
+                "called must not depend on the batch: " + REMEDY
+            )
+        if len(calls) > 1:
+            self.graphs = None  # a captured call clips by itself
+            if any(one.replay is not None for one in calls):
+                raise StepError(
+                    "the loss goes through several calls of the model, of which one was captured "
+                    "before; call the model in the same way in every batch"
+                )
+        if met and len(firsts) > 1 and not all(map(self._in_order, firsts)):
+            raise CouplingError(
+                "the loss joins outputs of several calls of the model (a siamese network, a "
+                "triplet loss), whose rows may belong to different records, since the inputs are "
+                "not those that the loader has yielded; " + REMEDY
+            )
+
+    def _in_order(self, call: WatchedCall) -> bool:
+        """Whether each tensor is one of the loader's, with its records in their order."""
+        return all(map(self._owner.has_yielded, call.given))
+
+    def after_backward(self, calls: list[WatchedCall], scale: float | Tensor) -> None:
+        """Clip each record's gradient and add them up.
+
+        Where a loss goes through several calls that do not meet in it, as those of a critic on real
+        and on made rows do, nobody says which rows are of one record. Those of each call are then
+        clipped by themselves, to a share of the norm.
+        """
         self.check_interrupted()
-        call.differentiated, tape = True, call.tape
-        keep = self._expects(call.rows)
-        if call.replay is not None:
-            call.replay.clip(scale, keep)
-            self.sums.add(call.rows, {})
+        keep = self._expects(calls[0].rows)
+        for call in calls:
+            call.differentiated = True
+        if calls[0].replay is not None:
+            calls[0].replay.clip(scale, keep)
+            self.sums.add(calls[0].rows, {})
             self.gradients.mark(self.unwatched)
             return
-        assert tape is not None
-        tape.recording = False
-        with torch.no_grad(), precision(tf32=False):
-            tape.carry_back()
-            tape.spoiled = rows_with_nan(call.outputs, call.rows)
+        apart = self._way is not None and not self._way[2]
+        tapes: list[Tape] = []
+        for call in calls:
+            assert call.tape is not None
+            call.tape.recording = False
+            with torch.no_grad(), precision(tf32=False):
+                call.tape.carry_back()
+                call.tape.spoiled = rows_with_nan(call.outputs, call.rows)
+            if tapes and not apart:
+                tapes[0].join(call.tape)
+            else:
+                tapes.append(call.tape)
         if keep is None:
-            _check_all_used(tape)
+            _check_all_used(*tapes)
         sums: Params = {}
-        for name, total in clip_tape(
-            tape, tape.params, self.max_grad_norm, keep=keep, scale=scale
-        ):  # of a sharded parameter only this rank's part is kept, of the sum of all ranks
-            with torch.no_grad():
-                sums[name] = total if self.sharding is None else self.sharding.reduce(name, total)
-        self.sums.add(call.rows, sums)
-        tape.leaves.clear()
+        for tape in tapes:
+            for name, total in clip_tape(
+                tape, tape.params, self.max_grad_norm / len(tapes), keep=keep, scale=scale
+            ):  # of a sharded parameter only this rank's part is kept, of the sum of all ranks
+                with torch.no_grad():
+                    part = total if self.sharding is None else self.sharding.reduce(name, total)
+                    sums[name] = sums[name] + part if name in sums else part
+            tape.leaves.clear()
+        self.sums.add(calls[0].rows, sums)
         self.gradients.mark(self.unwatched)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While a private step calls the module in the record level."""
-        before, self._busy = self._busy, True
+        """While the module is called as it is, or by a private step in the record level."""
+        if self._busy:
+            yield
+            return
+        self._busy = True
+        self._take_away()
         try:
             yield
         finally:
-            self._busy = before
+            vars(self.module).update(self._watched)
+            self._busy = False
 
     def clip(
         self,
@@ -435,28 +552,64 @@ class Watcher:
 
 
 class WatchedForward:
-    """Stands in for the forward method of a watched module. A copy of the module is not watched."""
+    """Stands in for a method of a watched module. A copy of the module is not watched."""
 
-    def __init__(self, watcher: Watcher, forward: Callable[..., Any]) -> None:
-        self.watcher = watcher
-        self.__signature__ = signature(forward)  # trainers choose columns of a data set by it
+    def __init__(self, watcher: Watcher, name: str, method: Callable[..., Any]) -> None:
+        self.watcher, self.name, self.__wrapped__ = watcher, name, method
+        self.__signature__ = signature(method)  # trainers choose columns of a data set by it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the watcher."""
-        return self.watcher.forward(*args, **kwargs)
+        return self.watcher.run(self.name, args, kwargs)
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether this belongs to that module itself, not to one that it was copied from."""
+        return self.watcher.module is module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self.watcher.module))
         assert copied is not None  # it is copied as an attribute of the module
-        return partial(type(copied).forward, copied)
+        return partial(getattr(type(copied), self.name), copied)
 
     def __reduce__(self) -> Any:
         module = self.watcher.module
-        return partial, (type(module).forward, module)
+        return partial, (getattr(type(module), self.name), module)
 
 
-def _check_all_used(tape: Tape) -> None:
-    missing = next((name for name in tape.params if not tape.contributions.get(name)), None)
+def _methods(module: nn.Module) -> list[str]:
+    """Methods that a program has written for its model, which may compute a loss."""
+    kinds = type(module).__mro__
+    known = [kind for kind in kinds if kind.__module__.partition(".")[0] in _LIBRARIES]
+    own = [vars(kind).items() for kind in kinds if kind not in known]
+    return [
+        name
+        for name, held in dict(pair for pairs in own for pair in pairs).items()
+        if isfunction(held)
+        and not name.startswith("_")
+        and not any(hasattr(kind, name) for kind in known)
+    ]
+
+
+def _under(tensors: list[Tensor], calls: Mapping[tuple[Any, int], _T]) -> list[_T]:
+    """What graphs of tensors come to first, of outputs of calls."""
+    found: list[_T] = []
+    ahead = [(value.grad_fn, value.output_nr) for value in tensors]
+    seen = set(ahead)
+    while ahead:
+        one = ahead.pop()
+        if one in calls:
+            if calls[one] not in found:
+                found.append(calls[one])
+        elif one[0] is not None:
+            new = [child for child in one[0].next_functions if child not in seen]
+            seen.update(new)
+            ahead += new
+    return found
+
+
+def _check_all_used(*tapes: Tape) -> None:
+    used = {name for tape in tapes for name, kept in tape.contributions.items() if kept}
+    missing = next((name for name in tapes[0].params if name not in used), None)
     if missing is not None:
         raise StepError(
             f"parameter {missing} took no part in the loss, so noise alone would train it; "

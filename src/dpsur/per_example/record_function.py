@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from dpsur.errors import CouplingError, DpsurError, InvalidInputError
+from dpsur.errors import CouplingError, DpsurError, InvalidInputError, UnsupportedModelError
 from dpsur.functional.call import use_weights
 from dpsur.functional.parameters import Params
 from dpsur.functional.problem import forbid_side_effects, without_flattening
@@ -456,8 +456,14 @@ def _keep(value: Any) -> Any:
     return value
 
 
-def _none(_: Any) -> None:
-    return None
+def _none(value: Any) -> None:
+    """What is no tensor stays inside, and with it what it holds of records."""
+    if isinstance(value, torch.distributions.Distribution):
+        raise UnsupportedModelError(
+            f"the model returns a {type(value).__name__} of torch.distributions, which cannot be "
+            "taken apart into records; return its parameters, or compute the loss in "
+            "engine.private_step"
+        )
 
 
 # Models that were warned about: each is, once.

@@ -146,6 +146,17 @@ class Tape:
             contribution
         )
 
+    def join(self, other: "Tape") -> None:
+        """Take over the contributions of another call, whose records are those of this one."""
+        for name, kept in other.contributions.items():
+            own = self.contributions.setdefault(name, {})
+            for rows, contributions in kept.items():
+                own.setdefault(rows, []).extend(contributions)
+        other.contributions.clear()
+        other.leaves.clear()
+        if self.spoiled is not None and other.spoiled is not None:
+            self.spoiled = self.spoiled | other.spoiled
+
     def derive(self, value: Tensor, carry: Carry) -> Tensor:
         """Follow a value that was computed from parameters alone as if it were one itself.
 

@@ -18,24 +18,13 @@ critic, optimizer, loader = privacy_engine.make_private(
     # instead:
     poisson_sampling=False,
 )
-# added: @privacy_engine.private_step
-# added: def step(critic, batch):
-# added:     fake = generator(torch.randn(1, 3)).detach()
-# added:     return critic(fake).mean() - critic(batch[0]).mean()
-# instead: for batch in loader:
 for (real,) in loader:
-    # instead: step(batch)
     optimizer.zero_grad()
-    # instead:
     fake = generator(torch.randn(len(real), 3)).detach()
-    # instead:
     loss = critic(fake).mean() - critic(real).mean()
-    # instead:
     loss.backward()
-    # instead:
     optimizer.step()
     slow.zero_grad()
     (-critic(generator(torch.randn(10, 3))).mean()).backward()
     slow.step()
-    # added: optimizer.zero_grad()
 epsilon = privacy_engine.get_epsilon(1e-3)

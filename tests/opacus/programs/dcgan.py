@@ -19,32 +19,16 @@ critic, optimizer, loader = privacy_engine.make_private(
     max_grad_norm=1.0,
 )
 
-
-# added: @privacy_engine.private_step
-# added: def step(critic, batch):
-# added:     fake = generator(torch.randn(1, 3)).detach()
-# added:     right, wrong = critic(batch[0]), critic(fake)
-# added:     ones, zeros = torch.ones_like(right), torch.zeros_like(wrong)
-# added:     return criterion(right, ones) + criterion(wrong, zeros)
-# instead: for batch in loader:
 for (real,) in loader:
-    # instead: step(batch)
     fake = generator(torch.randn(len(real), 3))
-    # instead:
     optimizer.zero_grad()
-    # instead:
     right, wrong = critic(real), critic(fake.detach())
-    # instead:
     loss = criterion(right, torch.ones_like(right)) + criterion(wrong, torch.zeros_like(wrong))
-    # instead:
     loss.backward()
-    # instead:
     optimizer.step()
-    # instead: fake = generator(torch.randn(8, 3))
-    optimizer.zero_grad()
+    # added: fake = generator(torch.randn(8, 3))
     slow.zero_grad()
     judged = critic(fake)
     criterion(judged, torch.ones_like(judged)).backward()
     slow.step()
-    # added: optimizer.zero_grad()
 epsilon = privacy_engine.get_epsilon(1e-3)

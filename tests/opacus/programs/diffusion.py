@@ -31,13 +31,8 @@ model, optimizer, loader = privacy_engine.make_private(
     noise_multiplier=1.0,
     max_grad_norm=1.0,
 )
-# added: step = privacy_engine.private_step(lambda model, batch: model.mixed_loss(batch[0]))
-# instead: for batch in loader:
 for (x,) in loader:
-    # instead: step(batch)
     optimizer.zero_grad()
-    # instead:
     model._module.mixed_loss(x).backward()
-    # instead:
     optimizer.step()
 epsilon = privacy_engine.get_epsilon(1e-3)

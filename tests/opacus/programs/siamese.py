@@ -17,20 +17,13 @@ model, optimizer, loader = privacy_engine.make_private(
 )
 
 
-# added: @privacy_engine.private_step
-# instead: def step(model, batch):
 def loss_of(one, other, same):
-    # added: one, other, same = batch
     distance = nn.functional.pairwise_distance(model(one), model(other))
     return (same * distance**2 + (1 - same) * torch.relu(1 - distance) ** 2).mean()
 
 
-# instead: for batch in loader:
 for one, other, same in loader:
-    # instead: step(batch)
     optimizer.zero_grad()
-    # instead:
     loss_of(one, other, same).backward()
-    # instead:
     optimizer.step()
 epsilon = privacy_engine.get_epsilon(1e-3)

@@ -136,6 +136,39 @@ def jacobian_penalty():
     return Setup(mlp(), loss)
 
 
+@legitimate(TABLE)
+def twins_that_the_loader_yields():
+    """Rows of two calls belong together, because both are given what the loader has yielded."""
+
+    return Setup(mlp(outputs=4), lambda m, b: (m(b[0]) * m(b[0])).sum(1).mean())
+
+
+@legitimate(TABLE)
+def parts_of_an_autoencoder_by_its_methods():
+    class Parts(Autoencoder):
+        def code_of(self, x):
+            return self.encode(x).chunk(2, 1)
+
+        def found_for(self, code):
+            return self.decode(code.tanh())
+
+    def loss(model, batch):
+        mean, log_variance = model.code_of(batch[0])
+        return F.mse_loss(model.found_for(mean), batch[0]) + (0.1 * log_variance).square().mean()
+
+    return Setup(Parts(), loss)
+
+
+@legitimate(TABLE)
+def loss_is_a_method_on_parts():
+    class Whole(Autoencoder):
+        def loss(self, x):
+            mean, log_variance = self.encode(x).chunk(2, 1)
+            return F.mse_loss(self.decode(mean), x) + 0.1 * kl_of(mean, log_variance).mean()
+
+    return Setup(Whole(), lambda m, b: m.loss(b[0]))
+
+
 # --- several models -------------------------------------------------------------------------------
 
 
@@ -551,6 +584,54 @@ def mixup_with_random_weights():
         weight, order = torch.rand(()), torch.randperm(len(x))
         out = model(weight * x + (1 - weight) * x[order])
         return weight * F.cross_entropy(out, y) + (1 - weight) * F.cross_entropy(out, y[order])
+
+    return Setup(mlp(), loss)
+
+
+@coupled(TABLE)
+def twins_in_another_order():
+    def loss(model, batch):
+        one, other = model(batch[0]), model(batch[0].flip(0))
+        return F.mse_loss(one, other)
+
+    return Setup(mlp(outputs=4), loss)
+
+
+@coupled(TABLE)
+def sum_of_two_orders():
+    """Each row counts by itself, but a record has two."""
+
+    def loss(model, batch):
+        x, y = batch
+        return F.cross_entropy(model(x), y) + F.cross_entropy(model(x.flip(0)), y.flip(0))
+
+    return Setup(mlp(), loss)
+
+
+@coupled(TABLE)
+def code_in_another_order():
+    class Parts(Autoencoder):
+        def code_of(self, x):
+            return self.encode(x)[:, :4]
+
+        def found_for(self, code):
+            return self.decode(code)
+
+    def loss(model, batch):
+        return F.mse_loss(model.found_for(model.code_of(batch[0]).flip(0)), batch[0])
+
+    return Setup(Parts(), loss)
+
+
+@coupled(TABLE)
+def calls_for_each_class():
+    """How many calls there are depends on the batch."""
+
+    def loss(model, batch):
+        x, y = batch
+        return sum(
+            F.mse_loss(model(x).sum(1), x[:, 0]) for _ in range(1 + int(y.unique().numel() > 1))
+        )
 
     return Setup(mlp(), loss)
 
