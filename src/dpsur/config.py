@@ -272,6 +272,14 @@ class RunConfig(checks.NamedArguments):
         metavar="K",
         group=PRIVACY,
     )
+    ledger: str | PathLike[str] | None = option(
+        None,
+        "book what the run may spend in this ledger of the data set before it starts, and refuse "
+        "a run above the ledger's total; make one with `dpsur ledger create`",
+        check=_is_path,
+        metavar="PATH",
+        group=PRIVACY,
+    )
     holdout: float | None = option(
         None,
         "hold out about this fraction of the private records and release noisy test figures of "

@@ -54,6 +54,7 @@ GROUPS = {
     "privacy": {
         "account": ("dpsur.cli.account:set_up", "what a run costs, under each accounting"),
         "calibrate": ("dpsur.cli.calibrate:set_up", "choose noise, updates or gate for a budget"),
+        "ledger": ("dpsur.cli.ledger:set_up", "what all runs on a data set may spend together"),
         "proof": ("dpsur.cli.listings:set_up_proof", "the theorem behind epsilon, and its proof"),
     },
     "data": {

@@ -204,7 +204,9 @@ def _train(
     resume = ranks.decided(lambda: options.resume is not None and folder.checkpoint.exists())
     released = load_statistics(folder.checkpoint, ranks) if resume else None
     with silenced(options.quiet or options.json):
-        session, origin = build_task_session(config, released=released)
+        session, origin = build_task_session(
+            config, released=released, booking=folder.booking if resume else None
+        )
     quiet = options.quiet or options.json
     if config.preset == AUTO and not (quiet or options.resume):
         _explain(config)

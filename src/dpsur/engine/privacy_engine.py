@@ -25,7 +25,13 @@ from dpsur.engine.loader import (
 )
 from dpsur.engine.optimizer import make_private_optimizer
 from dpsur.engine.procedure import FIRST_CLIP_NORM, Mechanism, make_procedure
-from dpsur.engine.setup import parameters_to_train, planned_steps, refuse_options, units_of
+from dpsur.engine.setup import (
+    parameters_to_train,
+    planned_steps,
+    refuse_options,
+    units_of,
+    warn_of_second_engine,
+)
 from dpsur.engine.sharding import Sharding, is_sharded
 from dpsur.engine.steps import PrivateLoop
 from dpsur.engine.watch import Watcher
@@ -43,6 +49,7 @@ from dpsur.mechanism.blocks import released_metrics
 from dpsur.mechanism.gates import BlockGate, CoinGate, Gate, LossGate, Metrics
 from dpsur.mechanism.streams import Streams
 from dpsur.per_example.augmentation import Augment
+from dpsur.privacy.data_ledger import DataLedger
 from dpsur.privacy.events import NonPrivate, SampledGaussian
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import (
@@ -139,6 +146,7 @@ class PrivacyEngine(PrivateLoop):
         groups: Any = None,
         records_per_person: int | None = None,
         records: int | None = None,
+        ledger: str | os.PathLike[str] | None = None,
         seed: int | None = None,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         """Make a model, its optimizer and its loader private; train with them as before.
@@ -188,6 +196,8 @@ class PrivacyEngine(PrivateLoop):
                 drawn anew for each; a public number.
             records: a public size of the data set (with groups: a number of persons), where the
                 true number is not public. Sampling rate, noise and delta follow from it alone.
+            ledger: the ledger of the data set, in which the training books what it may spend before
+                its first batch; a training above the ledger's total is refused.
             seed: makes batches and noise repeatable, and void against anyone who knows it.
         """
         refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
@@ -209,6 +219,13 @@ class PrivacyEngine(PrivateLoop):
             size, rate, max_grad_norm, steps, target_epsilon, delta, gate, metrics, accounting
         )
         self._ledger, self._mechanism = mechanism.account(noise_multiplier), mechanism
+        self._data_ledger = None if ledger is None else DataLedger(ledger)
+        if self._data_ledger is None:
+            warn_of_second_engine(data_loader.dataset)
+        elif self._ledger.plan is None:
+            raise InvalidInputError(
+                "a ledger books what was planned; give make_private epochs, steps or target_epsilon"
+            )
         self._units, self._records = units, len(cast(Sized, data_loader.dataset))
         self._update = SampledGaussian(rate, noise_multiplier) if noise_multiplier else NonPrivate()
         device = next(iter(trained.values())).device
@@ -477,7 +494,7 @@ class PrivacyEngine(PrivateLoop):
             tensors |= {f"{MEMORY}{name}": value for name, value in (held.memory or {}).items()}
             for name, saved in (held.saved or {}).items():
                 tensors |= {f"{SAVED}{name}/{key}": value for key, value in saved.items()}
-        more: dict[str, Any] = {"independence": self.independence}
+        more: dict[str, Any] = {"independence": self.independence, "booking": self._booking}
         if self.sets_learning_rate:
             more["at_rest"] = self._weights.at_rest_to_plain()
         ledger = self.accountant.charged
@@ -520,6 +537,9 @@ class PrivacyEngine(PrivateLoop):
         except (BudgetError, InvalidInputError) as error:
             raise CheckpointError(f"the state is damaged: {error}") from error
         self._load_state(saved)
+        booking = saved.more.get("booking")
+        if booking is not None and self._data_ledger and self._data_ledger.holds(booking):
+            self._booking = booking
         self._ledger, self._due = account, None
         self._checked = self._checked or saved.more.get("independence") != BY_CONSTRUCTION
         self._watcher.forget()

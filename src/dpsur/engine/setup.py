@@ -2,8 +2,10 @@
 
 import logging
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -155,6 +157,23 @@ def units_of(
     assert loader.batch_size is not None
     whole = share // loader.batch_size if loader.drop_last else -(-share // loader.batch_size)
     return Units(held, size, max(1, whole), persons, records is not None)
+
+
+# Data sets that engines of this process train on, and whether that was warned of.
+_trained_on: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_warned: list[bool] = []
+
+
+def warn_of_second_engine(dataset: Any) -> None:
+    """Say once that epsilons of several trainings on the same data add up."""
+    if _trained_on.get(id(dataset)) is dataset and not _warned:
+        _warned.append(True)
+        _log.warning(
+            "dpsur: another engine has trained on this data set, and what both release adds up; "
+            "book trainings in a ledger of the data: `dpsur ledger create`, make_private(ledger=)"
+        )
+    with suppress(TypeError):  # of what takes no weak reference nothing is remembered
+        _trained_on[id(dataset)] = dataset
 
 
 def planned_steps(epochs: int | None, steps: int | None, length: int) -> int | None:

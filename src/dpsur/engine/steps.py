@@ -8,6 +8,7 @@ What a step consists of (`mechanism/trial.py`) and when it is charged is no busi
 Tests of blocks need no batch: they are made as soon as they are due.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
@@ -51,8 +52,11 @@ from dpsur.mechanism.streams import LAYERS, Streams
 from dpsur.mechanism.trial import take_step
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.privacy.account import Account
+from dpsur.privacy.data_ledger import DataLedger
 from dpsur.privacy.events import NonPrivate, SampledGaussian
+from dpsur.privacy.statement import PERSON, RECORD
 
+RECORDS_OF_A_DIGEST = 1000  # at most, evenly spaced: reading all of them may take long
 COMPARED_EVERY = 50  # steps after which the weights of all ranks are compared
 
 
@@ -77,6 +81,8 @@ class PrivateLoop:
 
     def __init__(self) -> None:
         self._process = os.getpid()
+        self._data_ledger: DataLedger | None = None
+        self._booking: str | None = None  # in that ledger
         self._ledger: Account | None = None
         self._due: Microbatch | None = None
         self._criterion: Criterion | None = None
@@ -143,6 +149,7 @@ class PrivateLoop:
         self._watcher.forget()
         if self.finished():
             raise self._spent()
+        self._book()
         self._make_tests()
         plan = self.accountant.plan
         if plan is not None and plan.tests:
@@ -150,6 +157,22 @@ class PrivateLoop:
         if plan is not None and self.accountant.charges_accepted:  # ends after the last update
             length = plan.trials
         return range(first, first + length)
+
+    def _book(self) -> None:
+        """Book the training in the ledger of its data, once, before anything is drawn."""
+        ledger, plan, data = self._data_ledger, self.accountant.plan, self._dataset
+        if ledger is None or plan is None or self._booking is not None:
+            return
+
+        def book() -> bytes:
+            digest = hashlib.blake2b(str(self._records).encode())
+            for row in range(0, self._records, -(-self._records // RECORDS_OF_A_DIGEST)):
+                parts = [value.detach().cpu().numpy().tobytes() for value in tensors_of(data[row])]
+                digest.update(b"".join(parts))
+            unit = RECORD if self._units.persons is None else PERSON
+            return ledger.book(plan, unit, digest.digest(), "custom-loop").encode()
+
+        self._booking = self._streams.ranks.from_main(book).decode()
 
     def finished(self) -> bool:
         """Whether no further batch is to be yielded: what was planned is done."""

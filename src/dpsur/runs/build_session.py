@@ -1,6 +1,7 @@
 """From a config, a model and records to a session that is ready to run."""
 
 import copy
+import hashlib
 from typing import Any
 
 import torch
@@ -16,13 +17,16 @@ from dpsur.functional.model_loss import is_transformers_model, model_loss
 from dpsur.functional.persons import Groups, PersonLoss, choose_records
 from dpsur.functional.problem import LossFunction, Problem, drop_weights
 from dpsur.functional.records import Examples, StreamedExamples, place
+from dpsur.functional.tree import tensors_of
 from dpsur.mechanism.random_numbers import prepare_kernels
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
 from dpsur.per_example import check_model
 from dpsur.per_example.augmentation import Augment, check_augmentation
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
+from dpsur.privacy.data_ledger import DataLedger
 from dpsur.privacy.plan import Plan
+from dpsur.privacy.statement import PERSON, RECORD
 from dpsur.runs.checkpoint import Statistics
 from dpsur.runs.data import (
     as_examples,
@@ -38,6 +42,8 @@ from dpsur.runs.session import Session
 from dpsur.runs.streaming import checked_parts
 from dpsur.runs.validation import check_is_loss, check_loss, check_module, check_targets, loss_on
 from dpsur.status import status
+
+RECORDS_READ = 1024  # at a time, for a digest
 
 
 def choose_device(device: str | torch.device) -> torch.device:
@@ -73,6 +79,7 @@ def build_session(
     augment: Augment | None = None,
     views: int = 1,
     groups: Groups | None = None,
+    booking: str | None = None,
 ) -> Session:
     """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
 
@@ -80,6 +87,7 @@ def build_session(
     drawn once for one run. `pixel_scale` is what images were standardised with, `table` where the
     numbers of a table are. `holdout` are private records that are not trained on. `groups` say to
     whom each record belongs: then persons are sampled, clipped and counted in place of records.
+    `booking` is the id of a run that is resumed in the ledger of its data.
     Under `torchrun` every process builds the same session, from the weights of rank 0.
     """
     check_is_loss(loss)
@@ -138,6 +146,9 @@ def build_session(
     if groups is not None:
         train, persons = choose_records(train, groups)
     method, plan = _settle(config, len(train if persons is None else persons), features)
+    if config.ledger is not None:
+        unit = RECORD if groups is None else PERSON
+        booking = ranks.from_main(lambda: _book(config, plan, unit, train, booking)).decode()
     streams = Streams(config.seed, device, ranks)
     inputs = compute_inputs(features, train, test, streams, released, persons)
     test = None if inputs.test is None else inputs.test.to(device)
@@ -170,7 +181,22 @@ def build_session(
         statistics=inputs.statistics,
         holdout=holdout,
         records_per_person=None if groups is None else groups.records_each,
+        booking=booking,
     )
+
+
+def _book(config: RunConfig, plan: Plan, unit: str, train: Examples, booked: str | None) -> bytes:
+    """Book a run before anything is drawn from its records; returns the id of its booking."""
+    assert config.ledger is not None
+    ledger = DataLedger(config.ledger)
+    if booked is not None and ledger.holds(booked):
+        return booked.encode()  # a run that is resumed
+    digest = hashlib.blake2b(str(len(train)).encode())
+    for part in train.parts(RECORDS_READ):
+        for value in tensors_of((part.inputs, part.targets)):
+            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    whole = config.holdout is not None  # figures of held-out records are within the same epsilon
+    return ledger.book(plan, unit, digest.digest(), config.method.label, whole=whole).encode()
 
 
 def _check_groups(config: RunConfig, features: InputFeatures, augment: Augment | None) -> None:

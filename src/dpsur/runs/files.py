@@ -23,7 +23,8 @@ WEIGHTS, STATEMENT, PAGE = "model.safetensors", "privacy.json", "PRIVACY.md"
 CARD = "README.md"
 CHECKPOINT, CONFIG, LOCK = "checkpoint.safetensors", "config.json", "lock"
 METRICS, CURVES = "metrics.jsonl", "curves.png"
-PRIVATE_FILES = (CHECKPOINT, CONFIG, LOCK, METRICS, CURVES)
+BOOKING = "booking"  # the run's id in the ledger of its data
+PRIVATE_FILES = (CHECKPOINT, CONFIG, LOCK, METRICS, CURVES, BOOKING)
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
@@ -201,7 +202,15 @@ class RunFolder:
         if not names <= {PRIVATE, RELEASE, partial} or not _is_empty(self.release):
             return False
         private = self.private.iterdir() if self.private.is_dir() else ()
-        return all(path.name in (CONFIG, LOCK) or _is_temporary(path) for path in private)
+        return all(path.name in (CONFIG, LOCK, BOOKING) or _is_temporary(path) for path in private)
+
+    @property
+    def booking(self) -> str | None:
+        """The id of this run in the ledger of its data, if it was booked."""
+        try:
+            return (self.private / BOOKING).read_text().strip()
+        except OSError:
+            return None
 
     def create(self) -> None:
         """Make the folder and its private part."""

@@ -58,7 +58,7 @@ from dpsur.runs.evaluation import (
     evaluate,
     is_one_of,
 )
-from dpsur.runs.files import CURVES, RunFolder, to_json, write_atomically
+from dpsur.runs.files import BOOKING, CURVES, RunFolder, to_json, write_atomically
 from dpsur.runs.holdout import check_target, noisy_figures, split_off
 from dpsur.runs.observers import RandomDelays, Recorder, draw_curves
 from dpsur.runs.own_data import (
@@ -122,6 +122,7 @@ def fit(
     views: int = 1,
     groups: Any = None,
     records_per_person: int | None = None,
+    ledger: str | os.PathLike[str] | None = None,
     observers: Sequence[Observer] = (),
     progress: bool = True,
 ) -> Run:
@@ -181,6 +182,8 @@ def fit(
             person adds one gradient, the mean over their records, clipped once.
         records_per_person: how many records of a person are used at most (default: 16); a public
             number. Which they are follows from that person's records alone.
+        ledger: the ledger of the data set, in which the run books what it may spend before it
+            starts; a run above the ledger's total is refused.
         observers: are called after every trial. What they see is private.
         progress: show a bar on a terminal and in a notebook, with public figures only.
 
@@ -245,6 +248,7 @@ def fit(
         normalisation=normalisation,
         max_updates=max_updates,
         holdout=holdout,
+        ledger=ledger,
         hide_rejections=hide_rejections,
         seed=seed,
         device=str(device) if isinstance(device, torch.device) else device,
@@ -272,6 +276,7 @@ def fit(
             released=load_statistics(folder.checkpoint, ranks) if folder and resume else None,
             pixel_scale=None if task is None else task.pixel_scale,
             groups=grouped,
+            booking=folder.booking if folder and resume else None,
         )
         notes(reasons)  # after all checks, which end in one line
         bar = default_progress(observers) if progress and ranks.is_main else None
@@ -405,6 +410,8 @@ def execute(
             )
         folder.clean()
         folder.check_release_is_free()
+        if session.booking is not None:
+            write_atomically(folder.private / BOOKING, session.booking.encode(), mode=0o600)
         if store_config and not resume:
             write_atomically(folder.config, to_json(session.config.to_json()), mode=0o600)
         recorder = Recorder(folder.private)

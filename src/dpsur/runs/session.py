@@ -82,7 +82,7 @@ class Session:
     `config` is what was asked for; `method` has what it left open filled in. `original` is the
     model as it was before any record reached it. It is never called. `holdout` are private records
     that noisy figures are released of. With `records_per_person` the
-    rows of the problem are persons.
+    rows of the problem are persons. `booking` is the id of the run in the ledger of its data.
     """
 
     config: RunConfig
@@ -98,6 +98,7 @@ class Session:
     statistics: Statistics = field(default_factory=dict)
     holdout: Examples | None = None
     records_per_person: int | None = None
+    booking: str | None = None
 
     def __repr__(self) -> str:
         return f"Session({self.method!r}, {len(self.problem.train)} records)"

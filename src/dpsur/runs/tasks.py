@@ -113,12 +113,15 @@ def features_of(config: RunConfig) -> str:
 
 
 def build_task_session(
-    config: RunConfig, records: TaskRecords | None = None, released: Statistics | None = None
+    config: RunConfig,
+    records: TaskRecords | None = None,
+    released: Statistics | None = None,
+    booking: str | None = None,
 ) -> tuple[Session, Origin]:
     """A session for a run on a task, and where its model comes from.
 
     `records` are loaded unless they are given. `released` are the statistics of a run that is
-    resumed.
+    resumed, `booking` is its id in a ledger.
     """
     task, config = task_of(config), replace(config, features=features_of(config))
     description, build = _network_of(task, config)
@@ -140,6 +143,7 @@ def build_task_session(
             table=task.table,
             holdout=records.holdout,
             groups=records.groups,
+            booking=booking,
         )
     return session, origin_of(task, description, session, config.keep_fraction)
 
