@@ -37,14 +37,32 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class SampledGaussian:
-    """Gaussian noise on a query over a Poisson sample of the records."""
+    """Gaussian noise on a query over a Poisson sample of the records.
+
+    A person may have several `records`, each of which joins by itself. The multiplier is relative
+    to what one of them changes: how many of them join is binomial, and a sum moves by as many.
+    """
 
     sample_rate: float
     noise_multiplier: float
+    records: int = 1
 
     def __post_init__(self) -> None:
         checks.sample_rate("sample_rate", self.sample_rate)
         checks.positive("noise_multiplier", self.noise_multiplier)
+        checks.at_least_one("the records of a person", self.records)
+
+    @property
+    def as_one(self) -> "SampledGaussian":
+        """One record that costs no less: all of a person's join whenever one of them does."""
+        if self.records == 1:
+            return self
+        any_joins = (
+            -math.expm1(self.records * math.log1p(-self.sample_rate))
+            if (self.sample_rate < 1)
+            else 1.0
+        )
+        return SampledGaussian(min(1.0, any_joins), self.noise_multiplier / self.records)
 
 
 @dataclass(frozen=True)
@@ -262,7 +280,10 @@ def event_to_json(event: Event) -> dict[str, Any]:
     if isinstance(event, Menu):
         choices = [event_to_json(choice) for choice in event.choices]
         return {"kind": "Menu", "choices": choices, "repeats": event.repeats}
-    return {"kind": type(event).__name__, **asdict(event)}
+    values = {"kind": type(event).__name__, **asdict(event)}
+    if values.get("records") == 1:  # as events were always written
+        del values["records"]
+    return values
 
 
 def event_from_json(values: Mapping[str, Any]) -> Event:

@@ -20,6 +20,7 @@ import numpy as np
 
 from dpsur.environment import ABSENT, package_version
 from dpsur.privacy.accountants import pld
+from dpsur.privacy.accountants.losses import joining
 from dpsur.privacy.accounting import Accounting, Charges, accounting_named
 from dpsur.privacy.events import (
     Event,
@@ -236,7 +237,12 @@ def independent_epsilon(parts: Parts, width: float, delta: float) -> float:
     with np.errstate(all="ignore"):
         for part, count in parts:
             event = dp_accounting.GaussianDpEvent(part.noise_multiplier)
-            if isinstance(part, SampledGaussian):
+            if isinstance(part, SampledGaussian) and part.records > 1:
+                counts, chances = joining(part)
+                event = dp_accounting.dp_event.MixtureOfGaussiansDpEvent(
+                    part.noise_multiplier, counts, chances / chances.sum()
+                )
+            elif isinstance(part, SampledGaussian):
                 event = dp_accounting.PoissonSampledDpEvent(part.sample_rate, event)
             accountant.compose(event, count)
         return float(accountant.get_epsilon(delta))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy.fft import irfft, next_fast_len, rfft
-from scipy.special import log_ndtr, ndtr
+from scipy.special import gammaln, log_ndtr, ndtr
 
 from dpsur.privacy.accountants.selective.pair import Direction
 from dpsur.privacy.events import SampledGaussian
@@ -115,6 +115,8 @@ def hockey_stick(event: SampledGaussian, epsilons: Floats, direction: Direction)
     With q the rate and s the noise, P / Q = 1 - q + q e^{(2x-1)/2s^2} rises with x, so that the
     worst event is a half line, which ends where the ratio is e^epsilon.
     """
+    if event.records > 1:
+        return _mixture(event, epsilons, direction)
     q, s = event.sample_rate, event.noise_multiplier
     sign = 1.0 if direction == "add" else -1.0
     # e^{(2x-1)/2s^2} at the end of the half line is this over q; where it is not above 0, the
@@ -130,6 +132,66 @@ def hockey_stick(event: SampledGaussian, epsilons: Floats, direction: Direction)
             found = apart - np.exp(epsilons + math.log(q) + log_ndtr((cut - 1) / s))
             found = np.where(inside, found, 0.0)
     # What cannot be computed counts as the worst.
+    clipped: Floats = np.clip(np.nan_to_num(found, nan=1.0), 0.0, 1.0)
+    return clipped
+
+
+def joining(event: SampledGaussian) -> tuple[Floats, Floats]:
+    """How many of a person's records can join a sample, and with which chances.
+
+    Numbers that are less likely than 1e-30 together are left out.
+    """
+    counts = np.arange(event.records + 1.0)
+    if event.sample_rate == 1.0:
+        return counts[-1:], np.ones(1)
+    q = event.sample_rate
+    logs = gammaln(event.records + 1) - gammaln(counts + 1) - gammaln(event.records - counts + 1)
+    chances = np.exp(logs + counts * math.log(q) + (event.records - counts) * math.log1p(-q))
+    likely = np.cumsum(chances[::-1])[::-1] > 1e-30
+    return counts[likely], chances[likely]
+
+
+def _log_ratio(event: SampledGaussian, places: Floats) -> Floats:
+    """log of P / Q at some places: of a mixture of shifted Gaussians to the one without a shift."""
+    counts, chances = joining(event)
+    s = event.noise_multiplier
+    # one shift after the other, so that memory does not grow with their number
+    found = np.full(len(places), -np.inf)
+    for count, chance in zip(counts, chances, strict=True):
+        found = np.logaddexp(found, math.log(chance) + count * (2 * places - count) / (2 * s * s))
+    return found
+
+
+def _mixture(event: SampledGaussian, epsilons: Floats, direction: Direction) -> Floats:
+    """The same where each of a person's records joins by itself.
+
+    P is the mixture of Gaussians with a shift of j and the chance that j records join (arXiv
+    2407.07737), and P / Q still rises with x. Where it is e^epsilon is found by halving: an end of
+    the half line that is off by 1e-14 changes the divergence by the square of that.
+    """
+    counts, chances = joining(event)
+    s = event.noise_multiplier
+    sign = 1.0 if direction == "add" else -1.0
+    reach = FARTHEST_NOISE * s
+    # beyond its ends the half line is the whole line or empty, up to the farthest noise
+    low = np.full(len(epsilons), -2 * reach - event.records)
+    high = np.full(len(epsilons), 2 * reach + 2.0 * event.records)
+    for _ in range(70):
+        middle = (low + high) / 2
+        below = _log_ratio(event, middle) < sign * epsilons
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+    ends = (low + high) / 2
+    found = np.zeros(len(epsilons))
+    with np.errstate(over="ignore", invalid="ignore"):
+        if direction == "add":
+            for count, chance in zip(counts, chances, strict=True):
+                found += chance * ndtr((count - ends) / s)
+            found -= np.exp(epsilons + log_ndtr(-ends / s))
+            found += max(0.0, 1 - float(chances.sum()))  # what was left out
+        else:
+            found += ndtr(ends / s)
+            for count, chance in zip(counts, chances, strict=True):
+                found -= np.exp(epsilons + math.log(chance) + log_ndtr((ends - count) / s))
     clipped: Floats = np.clip(np.nan_to_num(found, nan=1.0), 0.0, 1.0)
     return clipped
 
@@ -152,10 +214,13 @@ def _log_rest(epsilons: Floats, q: float) -> tuple[Floats, NDArray[np.bool_]]:
 def discretise(event: SampledGaussian, width: float, direction: Direction) -> Losses:
     """The losses of a sampled Gaussian on a grid that holds all but its farthest tails."""
     q, s = event.sample_rate, event.noise_multiplier
-    ends = np.array([-FARTHEST_NOISE * s, 1 + FARTHEST_NOISE * s])
-    with np.errstate(divide="ignore"):
-        outside = np.log1p(np.float64(-q))
-    losses = np.logaddexp(outside, math.log(q) + (2 * ends - 1) / (2 * s * s))
+    ends = np.array([-FARTHEST_NOISE * s, event.records + FARTHEST_NOISE * s])
+    if event.records > 1:
+        losses = _log_ratio(event, ends)
+    else:
+        with np.errstate(divide="ignore"):
+            outside = np.log1p(np.float64(-q))
+        losses = np.logaddexp(outside, math.log(q) + (2 * ends - 1) / (2 * s * s))
     low, high = losses if direction == "add" else -losses[::-1]
     first = math.floor(low / width)
     last = max(first + 1, math.ceil(high / width))  # of huge noise both ends are a loss of 0

@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 from scipy.special import gammaincc, gammaln, xlogy
 
+from dpsur.privacy.accountants.losses import joining
 from dpsur.privacy.events import (
     Event,
     Gaussian,
@@ -62,8 +63,11 @@ def _lost(event: Event, verdicts_charged: bool) -> float:
             return 0.0
         case Gaussian(noise_multiplier=sigma):
             return out_of_reach(1.0, sigma)
-        case SampledGaussian(sample_rate=q, noise_multiplier=sigma):
+        case SampledGaussian(records=1, sample_rate=q, noise_multiplier=sigma):
             return out_of_reach(q, sigma)
+        case SampledGaussian(noise_multiplier=sigma):
+            found = [(n, chance) for n, chance in zip(*joining(event), strict=True) if n]
+            return math.fsum(chance * out_of_reach(1.0, sigma / n) for n, chance in found)
         case LossTest(sample_rate=q, noise_multiplier=sigma):
             return out_of_reach(q, sigma, coordinates=1)
         case Menu(choices=choices, repeats=repeats):

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accountants import proven
 from dpsur.privacy.accountants.losses import (
     LossDistribution,
+    joining,
     on_grid,
     pure,
     sampled_gaussian,
@@ -62,8 +65,8 @@ class _Accepted(NamedTuple):
 _Part = Event | _Accepted
 
 
-def _distribution(q: float, sigma: float, width: float) -> LossDistribution:
-    return sampled_gaussian(SampledGaussian(q, min(sigma, MOST_NOISE)), width)
+def _distribution(q: float, sigma: float, width: float, records: int = 1) -> LossDistribution:
+    return sampled_gaussian(SampledGaussian(q, min(sigma, MOST_NOISE), records), width)
 
 
 def _parts(event: Event) -> tuple[Event, ...]:
@@ -98,8 +101,8 @@ def _composed(event: _Part, count: int, width: float) -> LossDistribution:
         case Gaussian(noise_multiplier=sigma):
             # Not cached apart: a Gaussian composed with itself is a Gaussian.
             return _distribution(1.0, sigma / math.sqrt(count), width)
-        case SampledGaussian(sample_rate=q, noise_multiplier=sigma):
-            return _distribution(q, sigma, width).repeated(count)
+        case SampledGaussian(sample_rate=q, noise_multiplier=sigma, records=records):
+            return _distribution(q, sigma, width, records).repeated(count)
         case LossTest(sample_rate=q, noise_multiplier=sigma):
             # The verdict is a function of a sampled Gaussian of sensitivity 2 C_v and noise
             # 2 C_v sigma_v; charging that mechanism is an upper bound by post-processing.
@@ -128,6 +131,8 @@ def _shape(event: _Part, count: int) -> _Shape:
         return _Shape(min(one.step for one in shapes), max(one.reach for one in shapes))
     if not isinstance(event, SampledGaussian | LossTest | Gaussian):
         return _Shape(math.inf, 0.0)
+    if isinstance(event, SampledGaussian) and event.records > 1:
+        return _group_shape(event, count)
     q = 1.0 if isinstance(event, Gaussian) else event.sample_rate
     unsampled = precision(event.noise_multiplier) / 2
     # The chi-square divergence gives mean and variance where the noise is large. Where it is
@@ -136,6 +141,19 @@ def _shape(event: _Part, count: int) -> _Shape:
     mean = min(q * unsampled, math.log1p(chi_square))
     variance = min(q * unsampled * (unsampled + 2), chi_square)
     largest = unsampled + 10 / event.noise_multiplier
+    reach = count * mean + 8 * math.sqrt(count * variance) + largest
+    return _Shape(math.sqrt(variance) if count > 1 else math.inf, reach)
+
+
+def _group_shape(event: SampledGaussian, count: int) -> _Shape:
+    counts, chances = joining(event)
+    precise = precision(event.noise_multiplier)
+    powers = np.minimum(np.outer(counts, counts) * precise, 700.0)
+    chi_square = float(chances @ np.expm1(powers) @ chances)
+    joined = float(chances @ counts**2) * precise / 2
+    mean = min(joined, math.log1p(chi_square))
+    variance = min(joined * (event.records**2 * precise / 2 + 2), chi_square)
+    largest = event.records**2 * precise / 2 + 10 * event.records / event.noise_multiplier
     reach = count * mean + 8 * math.sqrt(count * variance) + largest
     return _Shape(math.sqrt(variance) if count > 1 else math.inf, reach)
 
@@ -197,6 +215,7 @@ def selective_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> flo
     for event, count in charges:
         match event:
             case Trial(update=SampledGaussian(sample_rate=q, noise_multiplier=sigma)) if event.gate:
+                proven.check_one_record(event)
                 accepted[_Accepted(proven.SelectiveUpdate.of(q, sigma, event.gate))] += count
             case _:
                 others += [(part, count) for part in _parts(event) if count]
@@ -234,6 +253,19 @@ def _epsilon(parts: Sequence[tuple[_Part, int]], delta: float) -> float | None:
     if width > WIDEST_CELL or delta <= 2 * paid:
         return None
     return _total(tuple(parts), width).epsilon(delta - paid)
+
+
+def composed_delta(charges: Sequence[tuple[Event, int]], epsilon: float) -> float:
+    """Delta at an epsilon, of the same events; 1 where distributions cannot be computed."""
+    parts = [(part, count) for event, count in charges if count for part in _parts(event)]
+    if not parts:
+        return 0.0
+    if any(isinstance(part, NonPrivate) for part, _ in parts):
+        return 1.0
+    width = cell_width(parts)
+    if width > WIDEST_CELL:
+        return 1.0
+    return min(1.0, _total(tuple(parts), width).delta(epsilon) + rounding(parts))
 
 
 @lru_cache(maxsize=4)

@@ -142,6 +142,7 @@ def compose(charges: Sequence[tuple[Event, int]]) -> Composition:
             case Trial(update=SampledGaussian(sample_rate=q, noise_multiplier=sigma), test=test):
                 assert test is not None
                 assert not isinstance(test, NoisyChoice)
+                check_one_record(event)
                 updates.append((SelectiveUpdate.of(q, sigma, test), count))
             case SampledGaussian() | LossTest():
                 updates.append((_unselected(event), count))
@@ -150,6 +151,17 @@ def compose(charges: Sequence[tuple[Event, int]]) -> Composition:
             case _:
                 raise InvalidInputError(f"unknown privacy event: {event!r}")
     return Composition(tuple(updates), precision)
+
+
+def check_one_record(trial: Event) -> None:
+    """Refuse a gate over updates in which a person has several records: no theorem covers it."""
+    update = trial.update if isinstance(trial, Trial) else None
+    if isinstance(update, SampledGaussian) and update.records > 1:
+        raise InvalidInputError(
+            "a gate is not covered where records of a person join a batch one by one; sample "
+            "by person, or train without a gate",
+            code="not-covered",
+        )
 
 
 def _check_count(count: int) -> None:
@@ -164,6 +176,8 @@ def _choice_precision(choice: NoisyChoice) -> float:
 
 
 def _unselected(event: SampledGaussian | LossTest) -> SelectiveUpdate:
+    if isinstance(event, SampledGaussian):
+        event = event.as_one
     return SelectiveUpdate(event.sample_rate, event.noise_multiplier, 0.0, 1.0)
 
 

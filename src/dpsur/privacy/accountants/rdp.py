@@ -151,8 +151,9 @@ def event_rdp(event: Event, alpha: int) -> float:
             return math.inf
         case Gaussian(noise_multiplier=sigma):
             return alpha / 2 * precision(sigma)
-        case SampledGaussian(sample_rate=q, noise_multiplier=sigma):
-            return sampled_gaussian_rdp(q, sigma, alpha)
+        case SampledGaussian():
+            one = event.as_one
+            return sampled_gaussian_rdp(one.sample_rate, one.noise_multiplier, alpha)
         case LossTest(sample_rate=q, noise_multiplier=sigma):
             return sampled_gaussian_rdp(q, sigma, alpha)
         case Trial(update=update, test=test):
