@@ -40,6 +40,7 @@ from dpsur.privacy.accountants.proven import event_divergence
 from dpsur.privacy.accountants.rdp import RenyiFilter, epsilon_at
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
+from dpsur.privacy.conversion import composes
 from dpsur.privacy.events import Event, NoisyChoice, NonPrivate, event_from_json, event_to_json
 from dpsur.privacy.plan import Plan
 
@@ -264,8 +265,7 @@ def may_spend(plan: Plan, *, whole: bool = False) -> tuple[Charges, float, float
     """The mechanisms that a run may make, or the (epsilon, delta) that it has as a whole."""
     if not math.isfinite(plan.epsilon()):
         return [(NonPrivate(), 1)], 0.0, 0.0
-    selects = plan.typical.gate is not None and plan.accounting != "every-trial"
-    if plan.filter is None and not selects and not whole:
+    if composes(plan) and not whole:
         return list(plan.charges()), 0.0, 0.0
     return [], plan.epsilon(), plan.budget.delta
 

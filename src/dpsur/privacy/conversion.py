@@ -1,0 +1,130 @@
+"""What the plan of one unit promises for another: a group of records, or a record that is replaced.
+
+    group of k      data sets that differ by k records, as those of a person who has k
+    replace one     one record is exchanged for another, so that the number of records stays
+
+Where a plan composes of single mechanisms, each is converted by itself and the privacy losses are
+composed. That is tighter than group privacy of the whole, and far tighter than k times epsilon: of
+k records of which each joins a batch at rate q, mostly none or one does. Other plans, such as those
+whose rejections are free, are known by their (epsilon, delta) alone, and converted as a whole.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from dpsur import checks
+from dpsur.privacy.accountants import pld
+from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.events import (
+    Event,
+    Gaussian,
+    LossTest,
+    Menu,
+    NoisyChoice,
+    NonPrivate,
+    SampledGaussian,
+    Trial,
+)
+from dpsur.privacy.plan import Plan
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A guarantee for other neighbours.
+
+    `exact` says that the privacy losses of the mechanisms were composed, not the guarantee as a
+    whole.
+    """
+
+    neighbours: str
+    epsilon: float
+    delta: float
+    exact: bool
+
+
+def composes(plan: Plan) -> bool:
+    """Whether a plan is a composition of single mechanisms, all of which are charged."""
+    selects = plan.typical.gate is not None and plan.accounting != "every-trial"
+    return plan.filter is None and not selects
+
+
+def for_group(plan: Plan, records: int) -> Converted:
+    """The guarantee for data sets that differ by so many records.
+
+    Formal guarantee: as of the plan, for adding or removing all of them.
+    """
+    checks.at_least_one("group_size", records)
+    name = f"add or remove a group of {records} records"
+    epsilon, delta = plan.epsilon(), plan.budget.delta
+    if records == 1 or not math.isfinite(epsilon):
+        return Converted(name, epsilon, delta, exact=True)
+    if composes(plan):
+        charges = [(grouped(event, records), count) for event, count in plan.charges()]
+        found = accounting_named("every-trial").epsilon(charges, delta)
+        if math.isfinite(found):
+            return Converted(name, found, delta, exact=True)
+    with_each = delta * math.expm1(min(records * epsilon, 700.0)) / math.expm1(epsilon)
+    return Converted(name, records * epsilon, min(1.0, with_each), exact=False)
+
+
+def grouped(event: Event, records: int) -> Event:
+    """What an event is for a group of records, each of which is sampled by itself."""
+
+    def any_joins(rate: float) -> float:
+        return 1.0 if rate == 1.0 else min(1.0, -math.expm1(records * math.log1p(-rate)))
+
+    match event:
+        case Gaussian(noise_multiplier=sigma):
+            return Gaussian(sigma / records)
+        case SampledGaussian():
+            return replace(event, records=records * event.records)
+        case LossTest(sample_rate=q):  # the difference is clipped as a whole
+            return replace(event, sample_rate=any_joins(q))
+        case NoisyChoice(sample_rate=q, choice_epsilon=epsilon):
+            return NoisyChoice(any_joins(q), records * epsilon)
+        case Menu(choices=choices):
+            several = (replace(one, records=records * one.records) for one in choices)
+            return replace(event, choices=tuple(several))
+        case Trial(update=update, test=test):
+            # the same kinds, of which only these appear in a trial
+            tested = None if test is None else grouped(test, records)
+            return Trial(grouped(update, records), tested)  # type: ignore[arg-type]
+    return event  # without privacy
+
+
+def for_replacement(plan: Plan) -> Converted:
+    """The guarantee for data sets of one size in which one record is another.
+
+    Formal guarantee: as of the plan. To replace a record is to remove one and to add one, so that
+    delta is at most delta(a) + e^a delta(b) at epsilon a + b.
+    """
+    name = "replace one record"
+    epsilon, delta = plan.epsilon(), plan.budget.delta
+    if not math.isfinite(epsilon):
+        return Converted(name, epsilon, delta, exact=True)
+    if composes(plan) and not any(isinstance(e, NonPrivate) for e, _ in plan.charges()):
+        charges = plan.charges()
+        left = delta - 2 * accounting_named("every-trial").noise_tail(charges)
+        found = _least(
+            lambda half: (1 + math.exp(half)) * pld.composed_delta(charges, half) <= left, epsilon
+        )
+        if found is not None:
+            return Converted(name, 2 * found, delta, exact=True)
+    return Converted(name, 2 * epsilon, min(1.0, delta * (1 + math.exp(epsilon))), exact=False)
+
+
+def _least(fits: Callable[[float], bool], start: float) -> float | None:
+    """The least positive number that fits, to a ten-thousandth, from above; None if none does."""
+    high = max(start, 1e-6)
+    for _ in range(6):
+        if fits(high):
+            break
+        high *= 1.5
+    else:
+        return None
+    low = 0.0
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
