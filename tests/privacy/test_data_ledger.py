@@ -30,7 +30,7 @@ from dpsur.privacy.data_ledger import (
     spent,
     spent_adaptively,
 )
-from dpsur.privacy.events import LossTest, SampledGaussian, Trial
+from dpsur.privacy.events import LossTest, NonPrivate, SampledGaussian, Trial
 from dpsur.privacy.planning import repeated_plan
 from tests.mutants import Mutant, law_tests
 
@@ -106,11 +106,9 @@ def test_pure_epsilon_has_at_least_its_divergence():
 
 
 def test_a_run_without_privacy_is_refused_by_a_total(tmp_path):
-    book = ledger(tmp_path)
-    fill(book)
-    free = dpsur.Nonprivate(updates=3).settle(100, Budget(float("inf"), DELTA), "proven", ())[1]
-    with pytest.raises(BudgetError, match="infinite|inf"):
-        book.book(free, "record", b"data", "nonprivate")
+    free = repeated_plan(Budget(float("inf"), DELTA), "every-trial", Trial(NonPrivate()), 3)
+    with pytest.raises(BudgetError, match="epsilon inf"):
+        ledger(tmp_path).book(free, "record", b"data", "nonprivate")
 
 
 @pytest.mark.parametrize("rule", [ADAPTIVE, pytest.param(FIXED, marks=pytest.mark.slow)])
