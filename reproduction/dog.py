@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpsur.functional.parameters import Params, elementwise
+from dpsur.functional.tree import Params, elementwise
 from dpsur.mechanism.optim import Optimizer
 from dpsur.mechanism.state import OptimizerState
 from dpsur.methods import Dpsgd

@@ -13,9 +13,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
-from dpsur.functional.tree import map_tensors
+from dpsur.functional.tree import Params, map_tensors
 from dpsur.mechanism.gate import LossTestGate, Rule
 from dpsur.mechanism.proposer import DpGradient, GradientProposer
 from dpsur.mechanism.sampling import Draw, padded_batch, steady_batch

@@ -15,8 +15,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dpsur.functional.parameters import Params, elementwise
 from dpsur.functional.problem import Problem
+from dpsur.functional.tree import Params, elementwise
 from dpsur.mechanism.gaussian import dp_mean_gradient
 from dpsur.mechanism.optim import Sgd
 from dpsur.mechanism.proposer import Sampler

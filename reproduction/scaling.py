@@ -30,9 +30,9 @@ import torch.nn.functional as F
 
 from dpsur import Budget, Dpsgd, PrivacyWarning, fit
 from dpsur.distributed import Ranks, Reduction, connect
-from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
+from dpsur.functional.tree import Params
 from dpsur.mechanism import gaussian
 from dpsur.mechanism.gate import mean_losses
 from dpsur.mechanism.sampling import exact_batch

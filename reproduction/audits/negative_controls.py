@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from dpsur.audits.bounds import Finding
 from dpsur.audits.training import audit_training
 from dpsur.errors import InvalidInputError
-from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
+from dpsur.functional.tree import Params
 from dpsur.mechanism.blocks import RateSearchTraining
 from dpsur.mechanism.gate import LossTestGate, mean_losses
 from dpsur.mechanism.gaussian import dp_mean_gradient

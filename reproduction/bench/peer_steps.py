@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpsur.bench.settings import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, NotInstalledError, sgd
-from dpsur.functional.parameters import Params
+from dpsur.functional.tree import Params
 
 HOOKS, GHOST = "hooks", "ghost"
 

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from dpsur.functional.call import every_module, use_weights
-from dpsur.functional.problem import Problem
+from dpsur.functional.problem import Problem, every_module, use_weights
 from dpsur.functional.records import Examples
 from dpsur.per_example import GradientBudget, check_model, clipped_sum
 from dpsur.per_example.engine_choice import strategy_for

@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from dpsur.bench.settings import Cell
 from dpsur.errors import NothingReleasedError
-from dpsur.functional.parameters import empty_like, parts, to_vector
 from dpsur.functional.problem import Problem, drop_weights
 from dpsur.functional.records import Examples
-from dpsur.functional.tree import flatten
+from dpsur.functional.tree import empty_like, flatten, parts, to_vector
 from dpsur.mechanism import cuda_graph_loop, proposer, sampling
 from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
 from dpsur.mechanism.loop import EagerLoop, make_trial, own, run_loop, start, train

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import dpsur
 from dpsur.errors import InvalidInputError, UnsupportedModelError
-from dpsur.functional.call import call_on
-from dpsur.functional.problem import Objective, Problem
+from dpsur.functional.problem import Objective, Problem, call_on
 from dpsur.functional.records import Examples, HostExamples, place
 from dpsur.functional.tree import map_tensors, split_rows, tensors_of, with_tensors
 from dpsur.per_example import GradientBudget, check_model, clipped_norms, clipped_sum

@@ -7,7 +7,7 @@ from torch import nn
 import dpsur
 from dpsur.config import Intervals
 from dpsur.errors import CouplingError
-from dpsur.functional.side_effects import check_fixed_parts, fixed_parts
+from dpsur.functional.problem import check_fixed_parts, fixed_parts
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from dpsur import checks
-from dpsur.functional.parameters import Params
+from dpsur.functional.tree import Params
 from dpsur.mechanism.cuda_graphs import capture_graph
 
 

@@ -13,10 +13,10 @@ from dpsur import checks
 from dpsur.attacks.classifier import replayed
 from dpsur.attacks.data import standardised
 from dpsur.errors import InvalidInputError
-from dpsur.functional.parameters import Params
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.process_settings import precision
 from dpsur.functional.records import Examples
+from dpsur.functional.tree import Params
 
 ROWS_AT_ONCE = 1024
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.errors import InvalidInputError
-from dpsur.functional.parameters import Params
 from dpsur.functional.problem import LossFunction, Problem
 from dpsur.functional.records import Examples
+from dpsur.functional.tree import Params
 
 # A canary's gradient is this many clip norms long before it is clipped.
 EXCESS = 1.01

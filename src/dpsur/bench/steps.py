@@ -13,9 +13,9 @@ from dpsur.bench.settings import (
     sgd,
 )
 from dpsur.errors import InvalidInputError
-from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem, drop_weights
 from dpsur.functional.records import Examples
+from dpsur.functional.tree import Params
 from dpsur.mechanism.cuda_graph_loop import CapturedTrial
 from dpsur.mechanism.cuda_graphs import capture_graph
 from dpsur.mechanism.loop import Progress, make_trial, start

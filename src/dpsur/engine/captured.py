@@ -30,9 +30,15 @@ from torch import Tensor, nn
 
 from dpsur.engine.private_step import Unreadable
 from dpsur.errors import DpsurError
-from dpsur.functional.parameters import Params, from_vector
 from dpsur.functional.process_settings import seeded_globally, widen
-from dpsur.functional.tree import flatten, map_tensors, tensors_of, with_tensors
+from dpsur.functional.tree import (
+    Params,
+    flatten,
+    from_vector,
+    map_tensors,
+    tensors_of,
+    with_tensors,
+)
 from dpsur.mechanism import cuda_graphs
 from dpsur.mechanism.cuda_graphs import capture_graphs
 from dpsur.mechanism.sampling import level_for, padded_sizes

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from dpsur.engine.sharding import Sharding
 from dpsur.errors import StepError
-from dpsur.functional.parameters import Params
+from dpsur.functional.tree import Params
 
 
 class Gradients:

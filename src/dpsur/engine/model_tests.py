@@ -20,10 +20,9 @@ from dpsur.engine.loader import TestReader
 from dpsur.engine.private_step import augmenting
 from dpsur.engine.watch import Watcher
 from dpsur.errors import InvalidInputError
-from dpsur.functional.parameters import Params
 from dpsur.functional.problem import mode, output_rows
 from dpsur.functional.process_settings import precision
-from dpsur.functional.tree import map_tensors, tensors_of
+from dpsur.functional.tree import Params, map_tensors, tensors_of
 from dpsur.mechanism.block_tests import (
     GRADIENT_NORM,
     LOSS_DECREASE,

@@ -44,7 +44,7 @@ from dpsur.errors import (
     NothingReleasedError,
     StepError,
 )
-from dpsur.functional.parameters import Params
+from dpsur.functional.tree import Params
 from dpsur.mechanism.blocks import released_metrics
 from dpsur.mechanism.gates import BlockGate, CoinGate, Gate, LossGate, Metrics
 from dpsur.mechanism.streams import Streams

@@ -17,8 +17,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from dpsur.distributed import Ranks
 from dpsur.errors import UnsupportedModelError
-from dpsur.functional.call import every_module
-from dpsur.functional.parameters import Params
+from dpsur.functional.problem import every_module
+from dpsur.functional.tree import Params
 from dpsur.per_example.record_level import LevelTape
 from dpsur.per_example.tape import Slot
 

@@ -43,9 +43,8 @@ from dpsur.errors import (
     StepError,
     UnsupportedModelError,
 )
-from dpsur.functional.parameters import Params
 from dpsur.functional.process_settings import seeded_globally
-from dpsur.functional.tree import map_tensors, tensors_of
+from dpsur.functional.tree import Params, map_tensors, tensors_of
 from dpsur.mechanism.blocks import MeasuredTraining, memory_of
 from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import LAYERS, Streams

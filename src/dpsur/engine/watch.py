@@ -26,10 +26,9 @@ from dpsur.engine.gradients import Gradients
 from dpsur.engine.loss_graph import REMEDY, Cut, calls_meet, check_loss_graph
 from dpsur.engine.sharding import Sharding
 from dpsur.errors import CouplingError, StepError, UnsupportedModelError
-from dpsur.functional.call import Arguments, arguments, use_weights
-from dpsur.functional.parameters import Params
+from dpsur.functional.problem import Arguments, arguments, use_weights
 from dpsur.functional.process_settings import precision
-from dpsur.functional.tree import describe_rows, map_tensors, tensors_of
+from dpsur.functional.tree import Params, describe_rows, map_tensors, tensors_of
 from dpsur.per_example.augmentation import Augment, augmented
 from dpsur.per_example.clipping import clip_tape
 from dpsur.per_example.record_function import RecordFunction

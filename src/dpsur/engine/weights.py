@@ -21,7 +21,7 @@ from dpsur.distributed import Reduction
 from dpsur.engine.optimizer import SCHEDULED, PrivateOptimizer
 from dpsur.engine.watch import Watcher
 from dpsur.errors import CheckpointError, InvalidInputError, StepError
-from dpsur.functional.parameters import Params
+from dpsur.functional.tree import Params
 from dpsur.mechanism import gaussian
 from dpsur.mechanism.proposer import GradientSource
 from dpsur.mechanism.state import START, Candidate, OptimizerState, State

@@ -14,7 +14,7 @@ from torch import Tensor
 from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.features.table import grid, levels_of
-from dpsur.functional.parameters import Params
+from dpsur.functional.tree import Params
 from dpsur.mechanism import gaussian
 from dpsur.mechanism.streams import Stream
 from dpsur.per_example import ClippedSum

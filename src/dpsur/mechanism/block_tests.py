@@ -12,10 +12,10 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from dpsur.functional.parameters import Params
 from dpsur.functional.persons import PersonTargets, record_loss, record_rows
 from dpsur.functional.problem import EVALUATION_ROWS, Problem, example_losses
 from dpsur.functional.records import Examples
+from dpsur.functional.tree import Params
 from dpsur.mechanism import gaussian
 from dpsur.mechanism.proposer import Sampler
 from dpsur.mechanism.state import START, State

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from dpsur.errors import NothingReleasedError, UnsupportedModelError
-from dpsur.functional.parameters import elementwise
-from dpsur.functional.tree import map_tensors
+from dpsur.functional.tree import elementwise, map_tensors
 from dpsur.mechanism.cuda_graphs import WARM_UP_CALLS, capture_graph
 from dpsur.mechanism.gate import LossTestGate
 from dpsur.mechanism.host_batches import HostBatches

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
+from dpsur.functional.tree import Params
 from dpsur.mechanism.sampling import (
     Batch,
     Draw,

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dpsur.functional.parameters import Params, elementwise
 from dpsur.functional.problem import Problem
+from dpsur.functional.tree import Params, elementwise
 from dpsur.mechanism.sampling import Batch
 from dpsur.mechanism.streams import Stream
 from dpsur.per_example import ClippedSum, clipped_sum

@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 
 from dpsur.errors import NothingReleasedError
-from dpsur.functional.parameters import elementwise
-from dpsur.functional.tree import map_tensors, tensors_of
+from dpsur.functional.tree import elementwise, map_tensors, tensors_of
 from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import take_step, updates_in_place

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpsur import checks
-from dpsur.functional.parameters import Params, elementwise
+from dpsur.functional.tree import Params, elementwise
 from dpsur.mechanism.state import OptimizerState
 
 

@@ -13,8 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dpsur.functional.parameters import Params, elementwise, from_vector, parts, to_vector
 from dpsur.functional.problem import Problem
+from dpsur.functional.tree import Params, elementwise, from_vector, parts, to_vector
 from dpsur.mechanism.gaussian import dp_mean_gradient
 from dpsur.mechanism.optim import Optimizer, WeightAverage, update_average
 from dpsur.mechanism.sampling import Batch, padded_batch, padded_sizes, steady_batch

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-from dpsur.functional.parameters import Params
+from dpsur.functional.tree import Params
 from dpsur.mechanism.streams import Draws
 from dpsur.privacy.events import Event, Step, Test
 

@@ -29,8 +29,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from dpsur.functional.parameters import elementwise
-from dpsur.functional.tree import map_tensors
+from dpsur.functional.tree import elementwise, map_tensors
 from dpsur.mechanism.cuda_graphs import run_concurrently
 from dpsur.mechanism.gate import AlwaysAccept
 from dpsur.mechanism.optim import Adam, Sgd

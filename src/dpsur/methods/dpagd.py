@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.functional.parameters import Params, elementwise
 from dpsur.functional.problem import Problem
+from dpsur.functional.tree import Params, elementwise
 from dpsur.mechanism.gates import power_of_two_near
 from dpsur.mechanism.gaussian import dp_mean_gradient
 from dpsur.mechanism.optim import SHAPES, Sgd, WeightAverage, update_average

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.functional.parameters import Params
 from dpsur.functional.problem import Problem
+from dpsur.functional.tree import Params
 from dpsur.mechanism import gaussian
 from dpsur.mechanism.gates import Metrics
 from dpsur.mechanism.gaussian import dp_mean_gradient

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from dpsur import checks
 from dpsur.distributed import Reduction
-from dpsur.functional.call import call_on
-from dpsur.functional.parameters import Params
-from dpsur.functional.problem import Problem, example_losses, mode
+from dpsur.functional.problem import Problem, call_on, example_losses, mode
+from dpsur.functional.tree import Params
 from dpsur.mechanism.gate import AlwaysAccept
 from dpsur.mechanism.proposer import GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.sampling import Batch

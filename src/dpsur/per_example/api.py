@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from dpsur import checks
-from dpsur.functional.parameters import Params
 from dpsur.functional.problem import LossFunction, Objective, weight_by_record
 from dpsur.functional.records import Examples
-from dpsur.functional.tree import TensorTree, signature
+from dpsur.functional.tree import Params, TensorTree, signature
 from dpsur.per_example import clipping
 from dpsur.per_example.clipping import ClippedSum
 from dpsur.per_example.engine_choice import BatchSlice, make_tape, strategy_for

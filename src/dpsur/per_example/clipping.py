@@ -9,11 +9,10 @@ from torch import Tensor
 
 from dpsur.distributed import ALONE, Ranks, Reduction
 from dpsur.errors import InvalidInputError
-from dpsur.functional.parameters import Params, empty_like
 from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.process_settings import precision
 from dpsur.functional.records import Examples
-from dpsur.functional.tree import TensorTree, device_of, map_tensors
+from dpsur.functional.tree import Params, TensorTree, device_of, empty_like, map_tensors
 from dpsur.per_example.contributions import Factors, clip_factors
 from dpsur.per_example.engine_choice import (
     BatchSlice,

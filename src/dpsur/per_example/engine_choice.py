@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.errors import InvalidInputError
-from dpsur.functional.call import call, every_module
-from dpsur.functional.parameters import Params
-from dpsur.functional.problem import Objective, mode, output_rows
+from dpsur.functional.problem import Objective, call, every_module, mode, output_rows
 from dpsur.functional.process_settings import seeded_globally, widen
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import (
+    Params,
     TensorTree,
     map_tensors,
     row_count,

@@ -9,17 +9,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from dpsur.functional.call import call
-from dpsur.functional.parameters import Params
 from dpsur.functional.problem import (
     EVALUATION_ROWS,
     Objective,
+    call,
     losses_one_by_one,
     mode,
     output_rows,
 )
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import (
+    Params,
     TensorTree,
     concatenate_rows,
     map_tensors,

@@ -13,10 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpsur.errors import ModelInputError, UnsupportedModelError, from_custom_code
-from dpsur.functional.call import call
-from dpsur.functional.problem import forbid_side_effects, mode, output_rows
+from dpsur.functional.problem import call, forbid_side_effects, mode, output_rows, same_bits
 from dpsur.functional.records import Examples
-from dpsur.functional.side_effects import same_bits
 from dpsur.functional.tree import TensorTree, describe_rows, map_tensors, tensors_of
 
 # Layers that shorten the rows of their table in place, if they are given a max_norm.

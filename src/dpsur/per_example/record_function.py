@@ -20,11 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.errors import CouplingError, DpsurError, InvalidInputError, UnsupportedModelError
-from dpsur.functional.call import use_weights
-from dpsur.functional.parameters import Params
-from dpsur.functional.problem import forbid_side_effects, without_flattening
+from dpsur.functional.problem import forbid_side_effects, use_weights, without_flattening
 from dpsur.functional.process_settings import widen
-from dpsur.functional.tree import map_tensors, tensors_of
+from dpsur.functional.tree import Params, map_tensors, tensors_of
 from dpsur.per_example.contributions import Rows
 from dpsur.per_example.input_cache import KnownInputs
 from dpsur.per_example.record_level import LevelTape, RecordLevel, only_trusted_rules

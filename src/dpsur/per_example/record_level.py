@@ -47,10 +47,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from dpsur.errors import CouplingError, UnsupportedModelError
-from dpsur.functional.call import use_weights
-from dpsur.functional.parameters import Params
-from dpsur.functional.problem import without_flattening
-from dpsur.functional.tree import map_tensors, tensors_of, with_tensors
+from dpsur.functional.problem import use_weights, without_flattening
+from dpsur.functional.tree import Params, map_tensors, tensors_of, with_tensors
 from dpsur.per_example.contributions import split_dimension
 from dpsur.per_example.model_check import layer_fault
 from dpsur.per_example.operations import OPERATION_RULES, Call, derive

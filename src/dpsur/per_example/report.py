@@ -5,11 +5,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from dpsur.functional.call import every_module
-from dpsur.functional.parameters import Params
-from dpsur.functional.problem import Objective, Problem
+from dpsur.functional.problem import Objective, Problem, every_module
 from dpsur.functional.process_settings import seeded_globally
-from dpsur.functional.tree import TensorTree
+from dpsur.functional.tree import Params, TensorTree
 from dpsur.per_example.engine_choice import (
     BatchSlice,
     Engine,

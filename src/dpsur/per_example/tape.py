@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpsur.functional.parameters import Params
 from dpsur.functional.process_settings import precision, widen
+from dpsur.functional.tree import Params
 from dpsur.per_example.contributions import (
     Contribution,
     Factors,

@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dpsur.errors import InvalidInputError
 from dpsur.functional.model_loss import split_labels
-from dpsur.functional.problem import LossFunction
+from dpsur.functional.problem import LossFunction, same_bits
 from dpsur.functional.records import Examples, StreamedExamples, stream
-from dpsur.functional.side_effects import same_bits
 from dpsur.functional.tree import (
     TensorTree,
     describe_rows,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.errors import InvalidInputError
-from dpsur.functional.call import call
-from dpsur.functional.problem import EVALUATION_ROWS, mode
+from dpsur.functional.problem import EVALUATION_ROWS, call, mode
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, map_tensors, split_rows, tensors_of
 

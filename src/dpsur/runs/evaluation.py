@@ -10,19 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.errors import InvalidInputError
-from dpsur.functional.call import call
-from dpsur.functional.parameters import Params
 from dpsur.functional.persons import record_loss
 from dpsur.functional.problem import (
     EVALUATION_ROWS,
     LossFunction,
     Problem,
+    call,
     example_losses,
     mode,
     output_rows,
 )
 from dpsur.functional.records import Examples
-from dpsur.functional.tree import concatenate_rows, describe_rows, map_tensors, split_rows
+from dpsur.functional.tree import Params, concatenate_rows, describe_rows, map_tensors, split_rows
 from dpsur.runs.data import check_labels
 from dpsur.runs.embedding_check import check_tokens
 from dpsur.tasks.schema import RangeLoss

@@ -17,7 +17,7 @@ from torch import nn
 
 from dpsur.errors import CheckpointError, FileError, InvalidInputError, describe_os_error
 from dpsur.features import WithFeatures, build_layers
-from dpsur.functional.parameters import Params
+from dpsur.functional.tree import Params
 from dpsur.networks import build_network, parameter_count
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.page import render_markdown, render_model_card

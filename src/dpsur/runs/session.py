@@ -12,10 +12,9 @@ from torch import nn
 from dpsur.config import RunConfig
 from dpsur.distributed import Ranks
 from dpsur.errors import InterruptedRunError
-from dpsur.functional.problem import Problem
+from dpsur.functional.problem import Problem, check_fixed_parts, fixed_parts
 from dpsur.functional.process_settings import precision, repeatable
 from dpsur.functional.records import Examples, HostExamples
-from dpsur.functional.side_effects import check_fixed_parts, fixed_parts
 from dpsur.functional.tree import flatten
 from dpsur.mechanism.blocks import released_metrics
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
