@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dpsur.functional.tree import Params, elementwise
-from dpsur.mechanism.optim import Optimizer
+from dpsur.mechanism.proposer import Optimizer
 from dpsur.mechanism.state import OptimizerState
 from dpsur.methods import Dpsgd
 

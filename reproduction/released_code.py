@@ -15,12 +15,11 @@ from torch import Tensor
 
 from dpsur.functional.problem import Problem
 from dpsur.functional.tree import Params, map_tensors
-from dpsur.mechanism.gate import LossTestGate, Rule
+from dpsur.mechanism.gaussian import Draw, padded_batch, steady_batch
 from dpsur.mechanism.proposer import DpGradient, GradientProposer
-from dpsur.mechanism.sampling import Draw, padded_batch, steady_batch
 from dpsur.mechanism.state import Candidate, Gate, Procedure, Proposer, State, Verdict
 from dpsur.mechanism.streams import STEERING, VAL_BATCH, VAL_NOISE, Draws
-from dpsur.mechanism.trial import Selective, either
+from dpsur.mechanism.trial import LossTestGate, Rule, Selective, either
 from dpsur.methods.dpsur import Dpsur
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Gaussian, LossTest, Step, Test

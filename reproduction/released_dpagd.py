@@ -17,10 +17,8 @@ from torch import Tensor
 
 from dpsur.functional.problem import Problem
 from dpsur.functional.tree import Params, elementwise
-from dpsur.mechanism.gaussian import dp_mean_gradient
-from dpsur.mechanism.optim import Sgd
-from dpsur.mechanism.proposer import Sampler
-from dpsur.mechanism.sampling import Batch
+from dpsur.mechanism.gaussian import Batch, dp_mean_gradient
+from dpsur.mechanism.proposer import Sampler, Sgd
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import BATCH, NOISE, STEERING, VAL_BATCH, VAL_NOISE, Draws
 from dpsur.mechanism.trial import either

@@ -34,9 +34,9 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params
 from dpsur.mechanism import gaussian
-from dpsur.mechanism.gate import mean_losses
-from dpsur.mechanism.sampling import exact_batch
+from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.streams import BATCH, NOISE, VAL_BATCH, Streams
+from dpsur.mechanism.trial import mean_losses
 from dpsur.networks import pixel_cnn
 from dpsur.per_example import ClippedSum, clipped_sum
 from dpsur.privacy.calibrate import calibrate

@@ -97,16 +97,16 @@ def test_what_is_not_there_is_noticed():
     """The checks above reject a page with every kind of fault."""
     page = (
         "# A head\n[a](#a-head) [b](#none) [c](nowhere.md) "
-        "`run_loop`,\n`train` (`mechanism/loop.py`)"
+        "`run_loop`,\n`train` (`mechanism/trial.py`)"
     )
     assert dead_links(page, ROOT) == ["#none", "nowhere.md"]
     assert wrong_pairs(page) == []
-    assert wrong_pairs("`State`, `keep` (`mechanism/gate.py`)") == [
-        "State in mechanism/gate.py",
-        "keep in mechanism/gate.py",
+    assert wrong_pairs("`State`, `keep` (`mechanism/trial.py`)") == [
+        "State in mechanism/trial.py",
+        "keep in mechanism/trial.py",
     ]
     assert wrong_pairs("`keep` (`core/lop.py`)") == ["keep in core/lop.py"]
-    assert missing_files("`core/lop.py` and `mechanism/loop.py`") == ["core/lop.py"]
+    assert missing_files("`core/lop.py` and `mechanism/trial.py`") == ["core/lop.py"]
 
 
 def table_rows(text: str) -> list[list[str]]:

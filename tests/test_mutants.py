@@ -23,13 +23,14 @@ from dpsur.features import statistics as feature_sums
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples, HostExamples, place
 from dpsur.functional.tree import flatten, map_tensors
-from dpsur.mechanism import gate, gaussian, host_batches, proposer, sampling, trial
+from dpsur.mechanism import gaussian, host_batches, proposer, trial
+from dpsur.mechanism import gaussian as sampling
+from dpsur.mechanism import trial as gate
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
-from dpsur.mechanism.gate import LossRule, mean_losses
-from dpsur.mechanism.loop import run_loop, start, train
+from dpsur.mechanism.gaussian import Batch, poisson_sample
 from dpsur.mechanism.proposer import DpGradient
-from dpsur.mechanism.sampling import Batch, poisson_sample
 from dpsur.mechanism.streams import BATCH, Stream, Streams
+from dpsur.mechanism.trial import LossRule, mean_losses, run_loop, start, train
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import clipped_sum, record_function
 from dpsur.privacy.accountants import pld

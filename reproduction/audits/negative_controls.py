@@ -19,13 +19,11 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params
 from dpsur.mechanism.blocks import RateSearchTraining
-from dpsur.mechanism.gate import LossTestGate, mean_losses
-from dpsur.mechanism.gaussian import dp_mean_gradient
+from dpsur.mechanism.gaussian import Batch, dp_mean_gradient
 from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
-from dpsur.mechanism.sampling import Batch
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import BATCH, NOISE, VAL_NOISE, Draws
-from dpsur.mechanism.trial import Selective
+from dpsur.mechanism.trial import LossTestGate, Selective, mean_losses
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.privacy.events import Step
 from dpsur.privacy.plan import Plan

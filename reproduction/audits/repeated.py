@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from dpsur.audits.bounds import CHOICE_SHARE, Array, Finding, epsilon_lower_bound
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
-from dpsur.mechanism.loop import Progress, train
 from dpsur.mechanism.state import Procedure, Verdict
 from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.trial import Progress, train
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.privacy.accounting import accounting_named

@@ -12,10 +12,9 @@ from scipy.stats import binom
 from torch import Tensor
 
 from dpsur.mechanism import gaussian
-from dpsur.mechanism.gate import make_rule
-from dpsur.mechanism.loop import train
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import Draws, Stream, Streams
+from dpsur.mechanism.trial import make_rule, train
 from dpsur.methods import Dpsur
 from dpsur.per_example import ClippedSum
 from dpsur.privacy.budget import Budget

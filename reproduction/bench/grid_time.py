@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from dpsur.config import Intervals
-from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.state import Verdict
+from dpsur.mechanism.trial import Progress
 from dpsur.privacy.plan import Plan
 from dpsur.runs.fit import execute
 from dpsur.runs.tasks import build_task_session

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from dpsur import figure_style as style
-from dpsur.mechanism.gate import LossRule
 from dpsur.mechanism.streams import SETUP, VAL_NOISE, Streams
+from dpsur.mechanism.trial import LossRule
 from dpsur.privacy.events import LossTest
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from dpsur import figure_style as style
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
-from dpsur.mechanism.loop import Progress, train
 from dpsur.mechanism.state import Verdict
 from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.trial import Progress, train
 from dpsur.methods import Dpsgd, Dpsur, Method
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import SampledGaussian

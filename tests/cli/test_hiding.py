@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dpsur.cli import main
-from dpsur.mechanism import loop
+from dpsur.mechanism import trial as loop
 from dpsur.runs.progress import ProgressBar
 from tests.cli.test_commands import dpsur as command
 from tests.conftest import blobs

@@ -24,9 +24,9 @@ from dpsur.distributed import Ranks, Reduction, connect
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism import gaussian
-from dpsur.mechanism.loop import train
-from dpsur.mechanism.sampling import Batch
+from dpsur.mechanism.gaussian import Batch
 from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.trial import train
 from dpsur.runs.build_session import build_session
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import execute

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dpsur.distributed import Ranks
-from dpsur.mechanism.sampling import exact_batch, padded_batch
+from dpsur.mechanism.gaussian import exact_batch, padded_batch
 from dpsur.mechanism.streams import BATCH, Streams
 from tests.conftest import blobs
 from tests.distributed import jobs

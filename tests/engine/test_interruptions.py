@@ -19,10 +19,9 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism import gaussian, trial
 from dpsur.mechanism.blocks import memory_of
-from dpsur.mechanism.gate import LossRule
-from dpsur.mechanism.loop import EagerLoop, start
-from dpsur.mechanism.optim import Sgd
+from dpsur.mechanism.proposer import Sgd
 from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.trial import EagerLoop, LossRule, start
 from dpsur.privacy.account import Account
 from tests.mutants import Mutant
 

@@ -19,7 +19,7 @@ import dpsur
 from dpsur.engine.steps import PrivateLoop
 from dpsur.engine.weights import ModuleWeights
 from dpsur.errors import StepError
-from dpsur.mechanism.gate import LossRule
+from dpsur.mechanism.trial import LossRule
 from tests.engine.helpers import linear_model, private, records, without_noise
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import dpsur
-from dpsur.mechanism.sampling import poisson_sample
+from dpsur.mechanism.gaussian import poisson_sample
 from dpsur.mechanism.streams import BATCH, Streams
 from tests.conftest import blobs, small_model
 from tests.statistics import assert_frequency, assert_standard_deviation

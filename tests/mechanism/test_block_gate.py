@@ -18,7 +18,7 @@ from dpsur.functional.tree import flatten
 from dpsur.mechanism import block_tests, gaussian, proposer
 from dpsur.mechanism.block_tests import median_of, noisy_sum
 from dpsur.mechanism.blocks import RateSearchTraining
-from dpsur.mechanism.loop import has_next, make_trial, start, train
+from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.proposer import GradientProposer
 from dpsur.mechanism.rate_choice import (
     TOO_HIGH,
@@ -32,8 +32,8 @@ from dpsur.mechanism.rate_choice import (
     next_exponent,
 )
 from dpsur.mechanism.rate_search import Displacement, RateSearch
-from dpsur.mechanism.sampling import exact_batch
 from dpsur.mechanism.streams import NOISE, VAL_NOISE, Draws, Stream, Streams
+from dpsur.mechanism.trial import has_next, make_trial, start, train
 from dpsur.methods import Dpis, Dpsgd, Dpsur
 from dpsur.methods.dpis import ImportanceGradient
 from dpsur.privacy.accountants import pld

@@ -10,10 +10,11 @@ import dpsur
 from dpsur.config import Intervals, Performance
 from dpsur.functional.problem import Problem, mode
 from dpsur.functional.tree import flatten
-from dpsur.mechanism import cuda_graph_loop, sampling
+from dpsur.mechanism import cuda_graph_loop
+from dpsur.mechanism import gaussian as sampling
 from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
-from dpsur.mechanism.loop import has_next, make_trial, run_loop, start, train
 from dpsur.mechanism.streams import BATCH, Streams
+from dpsur.mechanism.trial import has_next, make_trial, run_loop, start, train
 from dpsur.methods import Dpagd, Dpsgd, Dpsur
 from dpsur.methods.dpagd import AdaptiveSteps
 from dpsur.per_example import clipped_sum, draws_randomness

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from dpsur.errors import InvalidInputError
-from dpsur.mechanism.gate import CoinRule, LossRule, LossTestGate, make_rule, mean_losses
-from dpsur.mechanism.sampling import Batch
+from dpsur.mechanism.gaussian import Batch
 from dpsur.mechanism.state import Candidate, State
 from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.trial import CoinRule, LossRule, LossTestGate, make_rule, mean_losses
 from dpsur.privacy.events import CoinTest, LossTest
 from tests.conftest import stream
 from tests.statistics import assert_frequency

@@ -21,12 +21,13 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples, HostExamples, place, stream
 from dpsur.functional.tree import flatten
-from dpsur.mechanism import cuda_graph_loop, host_batches, sampling
+from dpsur.mechanism import cuda_graph_loop, host_batches
+from dpsur.mechanism import gaussian as sampling
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
+from dpsur.mechanism.gaussian import exact_batch, padded_batch
 from dpsur.mechanism.host_batches import SLOTS, HostBatches, capture_obstacle
-from dpsur.mechanism.loop import Progress, make_trial, run_loop, start, train
-from dpsur.mechanism.sampling import exact_batch, padded_batch
 from dpsur.mechanism.streams import BATCH, VAL_BATCH, Streams
+from dpsur.mechanism.trial import Progress, make_trial, run_loop, start, train
 from dpsur.methods import Dpagd, Dpsgd, Dpsur
 from dpsur.per_example import EngineReport
 from dpsur.privacy.budget import Budget
@@ -279,7 +280,7 @@ class Zeros(Dataset):
 
 INTERRUPTED = """
 import sys
-from dpsur.mechanism.loop import run_loop
+from dpsur.mechanism.trial import run_loop
 from dpsur.runs.data import as_examples
 from tests.mechanism.test_host_batches import DPSGD, Zeros, bound, captured
 procedure, plan = bound(DPSGD, as_examples(Zeros(), "train_set", workers=2))

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from dpsur.errors import NothingReleasedError
 from dpsur.functional.problem import Problem
 from dpsur.functional.tree import flatten
-from dpsur.mechanism.loop import train
 from dpsur.mechanism.state import OptimizerState, State
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import Selective, keep
+from dpsur.mechanism.trial import Selective, keep, train
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.accounting import KEEP_MOMENTUM, accounting_named
 from dpsur.privacy.budget import Budget

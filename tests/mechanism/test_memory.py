@@ -18,12 +18,20 @@ from dpsur.errors import NothingReleasedError
 from dpsur.functional.problem import Problem, drop_weights
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import empty_like, flatten, parts, to_vector
-from dpsur.mechanism import cuda_graph_loop, proposer, sampling
+from dpsur.mechanism import cuda_graph_loop, proposer
+from dpsur.mechanism import gaussian as sampling
 from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
-from dpsur.mechanism.loop import EagerLoop, make_trial, own, run_loop, start, train
-from dpsur.mechanism.optim import Sgd
+from dpsur.mechanism.proposer import Sgd
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import updates_in_place
+from dpsur.mechanism.trial import (
+    EagerLoop,
+    make_trial,
+    own,
+    run_loop,
+    start,
+    train,
+    updates_in_place,
+)
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import engine_report
 from dpsur.privacy.budget import Budget

@@ -5,7 +5,7 @@ from torch import nn
 
 from dpsur.errors import InvalidInputError
 from dpsur.functional.tree import flatten
-from dpsur.mechanism.optim import SHAPES, Adam, Schedule, Sgd, WeightAverage
+from dpsur.mechanism.proposer import SHAPES, Adam, Schedule, Sgd, WeightAverage
 
 OPTIMIZERS = {
     "sgd": (Sgd(0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),

@@ -13,9 +13,9 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism import gaussian, proposer
-from dpsur.mechanism.loop import make_trial, start, train
-from dpsur.mechanism.sampling import exact_batch
+from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.trial import make_trial, start, train
 from dpsur.methods import Dpagd, dpagd
 from dpsur.methods.dpagd import AdaptiveSteps, exponential_mechanism
 from dpsur.privacy.accountants.proven import event_divergence

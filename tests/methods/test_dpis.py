@@ -14,11 +14,10 @@ from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism import gaussian, proposer, streams
-from dpsur.mechanism.loop import make_trial, start, train
-from dpsur.mechanism.sampling import exact_batch
+from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.state import State
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import Selective
+from dpsur.mechanism.trial import Selective, make_trial, start, train
 from dpsur.methods import Dpis
 from dpsur.methods.dpis import ImportanceGradient, price_of_an_update
 from dpsur.per_example import GradientBudget, clipped_norms, clipped_sum

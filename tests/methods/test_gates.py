@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import dpsur
-from dpsur.mechanism.loop import make_trial, start, train
 from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.trial import make_trial, start, train
 from dpsur.methods import gradient_method
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.runs.verification import verify

@@ -258,7 +258,7 @@ class _Script:
             "dpsur.mechanism.gaussian.add_noise": self.release,
         }
         if form == "fit":
-            names["dpsur.mechanism.sampling._joins"] = self.joins
+            names["dpsur.mechanism.gaussian._joins"] = self.joins
         patches = [mock.patch(name, value) for name, value in names.items()]
         for patch in patches:
             patch.start()

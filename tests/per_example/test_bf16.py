@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dpsur.mechanism.gate import mean_losses
-from dpsur.mechanism.sampling import Batch
+from dpsur.mechanism.gaussian import Batch
+from dpsur.mechanism.trial import mean_losses
 from dpsur.per_example import clipped_norms, clipped_sum, clipping
 from tests.per_example.test_gradient_rules import MODELS, ROWS, gradients, norm, shared
 

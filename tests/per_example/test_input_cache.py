@@ -10,7 +10,7 @@ from torch import nn
 
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
-from dpsur.mechanism.sampling import padded_batch
+from dpsur.mechanism.gaussian import padded_batch
 from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.per_example import GradientBudget, clipped_sum
 from dpsur.per_example import input_cache as stored

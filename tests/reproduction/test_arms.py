@@ -14,8 +14,8 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import flatten
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
-from dpsur.mechanism.loop import make_trial, run_loop, start, train
 from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.trial import make_trial, run_loop, start, train
 from dpsur.methods import METHODS, Dpsur
 from dpsur.privacy.accountants.rdp import composed_epsilon
 from dpsur.privacy.budget import Budget

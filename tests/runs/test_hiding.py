@@ -11,10 +11,10 @@ import torch.nn.functional as F
 import dpsur
 from dpsur.config import Intervals
 from dpsur.functional.problem import Problem
-from dpsur.mechanism import sampling
-from dpsur.mechanism.loop import Progress, train
+from dpsur.mechanism import gaussian as sampling
 from dpsur.mechanism.state import Verdict
 from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.trial import Progress, train
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.ledger import Ledger

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import dpsur
 from dpsur.config import Performance, RunConfig
 from dpsur.functional.records import HostExamples, place
-from dpsur.mechanism.sampling import exact_batch
+from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.methods.dpis import Dpis
 from dpsur.privacy.texts import TEXTS

@@ -18,9 +18,8 @@ from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params
 from dpsur.mechanism.cuda_graph_loop import CapturedTrial
 from dpsur.mechanism.cuda_graphs import capture_graph
-from dpsur.mechanism.loop import Progress, make_trial, start
 from dpsur.mechanism.state import Procedure
-from dpsur.mechanism.trial import updates_in_place
+from dpsur.mechanism.trial import Progress, make_trial, start, updates_in_place
 from dpsur.methods.dpsgd import Dpsgd
 from dpsur.methods.dpsur import Dpsur
 from dpsur.methods.gradient_method import GradientMethod

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:  # this module is there before torch is
     from collections.abc import Sequence
 
-    from dpsur.mechanism.loop import Progress
     from dpsur.mechanism.state import Verdict
+    from dpsur.mechanism.trial import Progress
     from dpsur.privacy.plan import Plan
 
 

@@ -41,7 +41,7 @@ from dpsur.functional.tree import (
 )
 from dpsur.mechanism import cuda_graphs
 from dpsur.mechanism.cuda_graphs import capture_graphs
-from dpsur.mechanism.sampling import level_for, padded_sizes
+from dpsur.mechanism.gaussian import level_for, padded_sizes
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.record_level import only_trusted_rules
 from dpsur.per_example.tape import Tape

@@ -25,7 +25,7 @@ from dpsur.engine.private_step import CollateAlone, collate_apart, padding_of
 from dpsur.errors import InvalidInputError, StepError
 from dpsur.functional.persons import PersonRecords
 from dpsur.functional.tree import map_tensors
-from dpsur.mechanism.sampling import poisson_sample
+from dpsur.mechanism.gaussian import poisson_sample
 from dpsur.mechanism.streams import BATCH, VAL_BATCH, Stream, Streams
 
 if TYPE_CHECKING:

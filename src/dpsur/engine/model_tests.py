@@ -33,10 +33,10 @@ from dpsur.mechanism.block_tests import (
     decreases_of,
     metrics_of,
 )
-from dpsur.mechanism.gate import Rule
 from dpsur.mechanism.gates import BatchLoss, Losses, Outputs
 from dpsur.mechanism.state import START, Candidate, State, Verdict
 from dpsur.mechanism.streams import VAL_NOISE, Draws
+from dpsur.mechanism.trial import Rule
 from dpsur.privacy.events import CoinTest, Gaussian, LossTest, SampledGaussian
 
 

@@ -15,7 +15,6 @@ from dpsur.engine.watch import Watcher
 from dpsur.engine.weights import ModuleGradient, ModuleUpdates, ModuleWeights
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.blocks import MeasuredTraining, RateSearchTraining
-from dpsur.mechanism.gate import AlwaysAccept, make_rule
 from dpsur.mechanism.gates import (
     BlockGate,
     CoinGate,
@@ -27,7 +26,7 @@ from dpsur.mechanism.gates import (
 )
 from dpsur.mechanism.rate_search import RateRule, search_blocks, search_starts
 from dpsur.mechanism.state import Procedure
-from dpsur.mechanism.trial import Selective
+from dpsur.mechanism.trial import AlwaysAccept, Selective, make_rule
 from dpsur.privacy.account import ACCOUNTING as EVERY_TRIAL
 from dpsur.privacy.account import PROVEN, Account
 from dpsur.privacy.accounting import accounting_named

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.state import Verdict
+from dpsur.mechanism.trial import Progress
 from dpsur.privacy.plan import Plan
 
 # Figures of one moment, and the number of updates that it comes after.

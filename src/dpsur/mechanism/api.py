@@ -11,7 +11,7 @@ from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.tree import TensorTree, check_rows, map_tensors
 from dpsur.mechanism import gaussian
-from dpsur.mechanism.sampling import poisson_sample
+from dpsur.mechanism.gaussian import poisson_sample
 from dpsur.mechanism.streams import BATCH, NOISE, Streams
 from dpsur.per_example.api import clipped_sum
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS

@@ -18,14 +18,21 @@ from torch import Tensor
 from dpsur.errors import NothingReleasedError, UnsupportedModelError
 from dpsur.functional.tree import elementwise, map_tensors
 from dpsur.mechanism.cuda_graphs import WARM_UP_CALLS, capture_graph
-from dpsur.mechanism.gate import LossTestGate
+from dpsur.mechanism.gaussian import host_batch, level_for, padding_level
 from dpsur.mechanism.host_batches import HostBatches
-from dpsur.mechanism.loop import HALF_UPDATED, Progress, has_next, make_trial, own
 from dpsur.mechanism.proposer import DpGradient
-from dpsur.mechanism.sampling import host_batch, level_for, padding_level
 from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import trial, updates_in_place
+from dpsur.mechanism.trial import (
+    HALF_UPDATED,
+    LossTestGate,
+    Progress,
+    has_next,
+    make_trial,
+    own,
+    trial,
+    updates_in_place,
+)
 from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.plan import Plan
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.mechanism.optim import SHAPES
+from dpsur.mechanism.proposer import SHAPES
 from dpsur.privacy.events import CoinTest, LossTest
 
 EVERY_TRIAL, PROVEN = "every-trial", "proven"

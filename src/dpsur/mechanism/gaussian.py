@@ -1,18 +1,236 @@
-"""The Gaussian mechanism on a sum of bounded sensitivity: the one place where noise is added.
+"""The sampled Gaussian mechanism: Poisson batches, and noise on sums of bounded sensitivity.
 
-Call it as `gaussian.add_noise`, by the name of the module, so that a test which watches or breaks
-the mechanism reaches every use of it.
+Batches of the training records are exact or padded to a static shape, with the same rows from the
+same draws. `add_noise` is the one place where noise is added. Call it as `gaussian.add_noise`, by
+the name of the module, so that a test which watches or breaks the mechanism reaches all uses of it.
 """
 
-from dataclasses import replace
+import math
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
+from dpsur.distributed import ALONE, Ranks
 from dpsur.functional.problem import Problem
-from dpsur.functional.tree import Params, elementwise
-from dpsur.mechanism.sampling import Batch
+from dpsur.functional.records import Examples, HostExamples
+from dpsur.functional.tree import Params, elementwise, tensors_of
 from dpsur.mechanism.streams import Stream
 from dpsur.per_example import ClippedSum, clipped_sum
+
+# A padded batch holds this many standard deviations more than is expected. More are drawn about
+# once in a million trials; that is detected, and the trial is repeated with the exact batch.
+SPARE_DEVIATIONS = 5.0
+# Where a batch may have one of several sizes, they are so many standard deviations from what is
+# expected.
+_DEVIATIONS = (-1.5, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+
+# A sample that is larger than expected by more than this is worked on in parts, so that memory
+# does not follow the largest sample: at 32 expected records there is one of 48 now and then.
+MOST_AT_ONCE = 1.125
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that were drawn, perhaps among rows that were not.
+
+    `data` is what was drawn from and `rows` says which of it; None means all. `mask` tells the
+    drawn rows; None means all. `overflow` tells whether more were drawn than there is room for;
+    None means that there is room for any. Where there are several `ranks`, these are the rows of
+    this one, and `total` counts the rows of all. Gradients of at most `at_once` rows are computed
+    at the same time, None: of as many as memory allows.
+    """
+
+    data: Examples
+    mask: Tensor | None = None
+    overflow: Tensor | None = None
+    rows: Tensor | None = None
+    ranks: Ranks = ALONE
+    total: int | None = None
+    at_once: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.data) if self.rows is None else len(self.rows)
+
+    @cached_property
+    def examples(self) -> Examples:
+        """The rows themselves, gathered when they are first asked for."""
+        return self.data.part(slice(None)) if self.rows is None else self.data.select(self.rows)
+
+    def own_sum(self, values: Tensor) -> Tensor:
+        """Sum over the rows of this rank that were drawn, which are the last dimension."""
+        if self.mask is None:
+            return values.sum(-1)
+        # Replaced, not multiplied: what is not finite outside the sample must not matter.
+        return values.masked_fill(~self.mask, 0.0).sum(-1)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over the rows of all ranks that were drawn; zero where none was."""
+        total, count = self.own_sum(values), self._own_count(values)
+        if self.ranks.size > 1:
+            both = torch.cat([total.reshape(-1), count.reshape(1).to(total.dtype)])
+            both = self.ranks.sum(both)
+            total, count = both[:-1].view(total.shape), both[-1]
+        return total / count.clamp(min=1)
+
+    def count(self) -> Tensor:
+        """How many rows were drawn, on all ranks together."""
+        first = tensors_of(self.data.inputs)[0]
+        return self.ranks.sum(self._own_count(first).reshape(1))[0]
+
+    def _own_count(self, like: Tensor) -> Tensor:
+        if self.mask is not None:
+            return self.mask.sum()
+        return torch.full((), len(self), dtype=torch.int64, device=like.device)
+
+
+Draw = Callable[[Examples, float, Stream], Batch]
+
+
+def _joins(size: int, rate: float, stream: Stream) -> Tensor:
+    """Who joins a sample: every record independently with probability `rate`.
+
+    Draws are in double precision, so that the rate that happens is the rate that is accounted for
+    to within 2^-53.
+    """
+    return stream.uniform(size) < rate
+
+
+def poisson_sample(size: int, rate: float, stream: Stream) -> Tensor:
+    """Rows of a Poisson sample. Their number is random and may be zero."""
+    return _joins(size, rate, stream).nonzero(as_tuple=True)[0]
+
+
+def exact_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
+    """A Poisson sample as it is drawn."""
+    following = stream.ahead()
+    rows = poisson_sample(len(examples), rate, stream)
+    return _fetched(_share(examples, rows, stream.ranks), exact_rows, rate, following)
+
+
+def exact_rows(examples: Examples, rate: float, stream: Stream) -> Tensor:
+    """The rows of `exact_batch`."""
+    return stream.ranks.own(poisson_sample(len(examples), rate, stream))
+
+
+def _share(examples: Examples, rows: Tensor, ranks: Ranks) -> Batch:
+    """The batch of this rank, of the rows that all ranks have drawn alike."""
+    return Batch(examples, rows=ranks.own(rows), ranks=ranks, total=len(rows))
+
+
+def _fetched(
+    batch: Batch, rows_of: Callable[[Examples, float, Stream], Tensor], rate: float, ahead: Stream
+) -> Batch:
+    """Gather a batch of records that stay on the host, and start with the next one."""
+    data = batch.data
+    if not isinstance(data, HostExamples) or batch.rows is None:
+        return batch
+    following = rows_of(data, rate, ahead)
+    return replace(batch, data=data.fetch(batch.rows, following, ahead.purpose), rows=None)
+
+
+def padded_size(size: int, rate: float) -> int:
+    """Room for a Poisson sample, rounded up to a multiple of 32."""
+    spread = math.sqrt(size * rate * (1 - rate))
+    room = math.ceil((size * rate + SPARE_DEVIATIONS * spread + SPARE_DEVIATIONS) / 32) * 32
+    return min(size, room)
+
+
+def padded_sizes(size: int, rate: float) -> tuple[int, ...]:
+    """Padded sizes of Poisson samples, one for every level; the last is `padded_size`.
+
+    A sample that is padded to the smallest size that holds it has few rows that count for nothing:
+    about two in a hundred at 512 rows, where one size for all would have twenty-five.
+    """
+    spread, most = math.sqrt(size * rate * (1 - rate)), padded_size(size, rate)
+    # rounded to what suits kernels, but by much less than samples differ
+    unit = next(unit for unit in (16, 8, 4, 2, 1) if unit == 1 or 2 * unit <= spread)
+    sizes = (math.ceil((size * rate + some * spread) / unit) * unit for some in _DEVIATIONS)
+    return (*(min(max(unit, size), most) for size in sizes), most)
+
+
+def level_for(sizes: tuple[int, ...], count: int) -> int:
+    """The level of the smallest size that holds this many rows; the last where none does."""
+    last = len(sizes) - 1
+    return next((level for level, size in enumerate(sizes) if size >= count), last)
+
+
+# The level of padding of `padded_batch`; None is the last. A captured trial has the one that this
+# says while it is captured.
+padding_level: ContextVar[int | None] = ContextVar("padding_level", default=None)
+
+
+# Makes the padded batch of records on the host, given how many rows it has: set while a captured
+# trial is made, which reads such batches from fixed memory (`mechanism/host_batches.py`).
+HostBatch = Callable[[HostExamples, float, Stream, int], Batch]
+host_batch: ContextVar[HostBatch | None] = ContextVar("host_batch", default=None)
+
+
+def padded_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
+    """The same sample from the same draws, in a shape that does not depend on them.
+
+    Nothing here waits for the device, so that a trial can be captured and replayed. Rows that were
+    not drawn are copies of one record and are masked out.
+    """
+    level, from_host = padding_level.get(), host_batch.get()
+    if from_host is not None and isinstance(examples, HostExamples):
+        rows = _static_rows(len(examples), rate, stream.ranks, level)
+        batch = from_host(examples, rate, stream, rows)
+    else:
+        joins = _joins(len(examples), rate, stream)
+        batch = _padded(examples, rate, joins, stream.ranks, level)
+    if level is None:
+        return batch
+    most = math.ceil(MOST_AT_ONCE * rate * len(examples) / stream.ranks.size)
+    return replace(batch, at_once=math.ceil(len(batch) / math.ceil(len(batch) / most)))
+
+
+def _static_rows(size: int, rate: float, ranks: Ranks, level: int | None) -> int:
+    """How many rows a padded batch has, on all ranks together."""
+    room = padded_size(size, rate) if level is None else padded_sizes(size, rate)[level]
+    return math.ceil(room / ranks.size) * ranks.size  # every rank has as many
+
+
+def _padded(
+    examples: Examples, rate: float, joins: Tensor, ranks: Ranks, level: int | None = None
+) -> Batch:
+    size = len(examples)
+    room = _static_rows(size, rate, ranks, level)
+    found = torch.nonzero_static(joins, size=room, fill_value=-1)[:, 0]
+    overflow = joins.sum() > room if room < size else None
+    own = ranks.own(found)
+    return Batch(examples, own >= 0, overflow, own.clamp(min=0), ranks, room)
+
+
+def steady_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
+    """A Poisson sample for steps that are not captured: padded on CUDA, exact elsewhere.
+
+    Kernels there are chosen anew for every shape that has not been seen, which takes longer than
+    running them. A sample that is larger than its padding is taken whole.
+    """
+    if stream.device.type != "cuda":
+        return exact_batch(examples, rate, stream)
+    following = stream.ahead()
+    joins = _joins(len(examples), rate, stream)
+    if isinstance(examples, HostExamples):  # whose next batch is fetched before it is drawn
+        batch = _padded(examples, rate, joins, stream.ranks)
+    else:
+        sizes = padded_sizes(len(examples), rate)
+        level = level_for(sizes, int(joins.sum()))
+        batch = _padded(examples, rate, joins, stream.ranks, level)
+    if batch.overflow is not None and bool(batch.overflow):
+        whole = _share(examples, joins.nonzero()[:, 0], stream.ranks)
+        return _fetched(whole, exact_rows, rate, following)
+    return _fetched(replace(batch, overflow=None), _padded_rows, rate, following)
+
+
+def _padded_rows(examples: Examples, rate: float, stream: Stream) -> Tensor:
+    rows = padded_batch(examples, rate, stream).rows
+    assert rows is not None
+    return rows
 
 
 def add_noise(total: ClippedSum, noise_multiplier: float | Tensor, stream: Stream) -> Params:

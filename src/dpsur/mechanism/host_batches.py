@@ -18,7 +18,7 @@ from torch import Tensor
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples, HostExamples
 from dpsur.functional.tree import map_tensors, slice_rows, tensors_of
-from dpsur.mechanism.sampling import Batch, padded_sizes, poisson_sample
+from dpsur.mechanism.gaussian import Batch, padded_sizes, poisson_sample
 from dpsur.mechanism.streams import Stream, Streams
 
 # Batches in host memory: one that is copied to the device, the others gathered ahead of it.

@@ -27,7 +27,7 @@ from dpsur.mechanism.block_tests import (
     tested_records,
     with_value,
 )
-from dpsur.mechanism.optim import SHAPES
+from dpsur.mechanism.proposer import SHAPES
 from dpsur.mechanism.rate_choice import (
     TOO_HIGH,
     TriedRate,

@@ -1,4 +1,4 @@
-"""One step of training: Algorithm 1 of the paper, and its charge.
+"""Algorithm 1 of the paper: one step of training with its charge, the gate, and the loop.
 
     charge    book the step, before any noise is drawn
     propose   sample, clip, sum over ranks, add noise, divide, update       lines 3 to 8
@@ -19,25 +19,215 @@ What an interruption leaves behind, in memory:
     reverse.
 A checkpoint holds state and account of one moment. A run that resumes from it makes the steps after
 it again, with the draws that they had: nothing is spent twice.
+
+The gate compares both models on one fresh batch and asks a rule. `LossRule` is the paper's clipped,
+noisy loss difference against a threshold, `CoinRule` a coin for candidates that got worse.
+
+A loop makes one block of trials at a time, until the plan affords no more. `EagerLoop` makes a
+trial per block on the host's command; `CudaGraphLoop` replays many. Between `launch` and `collect`
+the device is busy, so that a caller can interleave several runs.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeGuard
+from typing import ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
-from dpsur.functional.tree import elementwise, map_tensors
+from dpsur import checks
+from dpsur.errors import InvalidInputError, NothingReleasedError
+from dpsur.functional.problem import Problem
+from dpsur.functional.tree import Params, elementwise, map_tensors, tensors_of
 from dpsur.mechanism.cuda_graphs import run_concurrently
-from dpsur.mechanism.gate import AlwaysAccept
-from dpsur.mechanism.optim import Adam, Sgd
-from dpsur.mechanism.proposer import GradientProposer
+from dpsur.mechanism.gaussian import (
+    Batch,
+    Draw,
+    padded_batch,
+    padded_sizes,
+    steady_batch,
+)
+from dpsur.mechanism.proposer import Adam, GradientProposer, Sgd
 from dpsur.mechanism.state import Candidate, Gate, Procedure, Proposer, State, Verdict
-from dpsur.mechanism.streams import Draws, Streams
+from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws, Stream, Streams
+from dpsur.per_example.evaluation import record_losses
 from dpsur.privacy.account import Account
-from dpsur.privacy.events import Event, Step, Trial
+from dpsur.privacy.events import CoinTest, Event, Step, Test, Trial
+from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.plan import Plan
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """Accept a candidate whose noisy loss difference is below the threshold (Alg. 1, L11-14).
+
+    Formal guarantee: whatever the difference, NaN included, acceptance has a probability between
+    the a_min and a_max of `dpsur.privacy.events.LossTest` with the same parameters, and the noisy
+    difference is a Gaussian mechanism of noise multiplier `noise_multiplier`.
+    """
+
+    loss_clip: float
+    noise_multiplier: float
+    accept_threshold: float
+
+    def __post_init__(self) -> None:
+        checks.positive("loss_clip", self.loss_clip)
+        checks.positive("val_noise_multiplier", self.noise_multiplier)
+        if math.isnan(self.accept_threshold):
+            raise InvalidInputError("accept_threshold must be a number, got nan")
+
+    def decide(self, difference: Tensor, stream: Stream) -> Tensor:
+        """Draw a verdict for a loss difference. The noise is drawn whatever the difference is."""
+        bound = self.loss_clip
+        # A comparison with NaN would reject with certainty, and a certain rejection has no
+        # acceptance probability above a_min: count it as the worst finite difference instead.
+        difference = torch.where(difference.abs() < math.inf, difference, bound)
+        clipped = difference.clamp(-bound, bound)
+        noise = stream.normal(difference.numel()).view(difference.shape)
+        noisy = clipped + 2 * bound * self.noise_multiplier * noise
+        return noisy < self.accept_threshold * bound
+
+
+@dataclass(frozen=True)
+class CoinRule:
+    """Accept every improvement, and a worsening with probability 1 / accept_ratio.
+
+    Formal guarantee: whatever the difference, NaN included, acceptance has a probability between
+    1 / accept_ratio and 1. For the `proven` accounting this is all that matters, and against the
+    paper's gate with the same ratio it needs about half the trials.
+    """
+
+    accept_ratio: float
+
+    def decide(self, difference: Tensor, stream: Stream) -> Tensor:
+        """Draw a verdict for a loss difference. The coin is tossed whatever the difference is."""
+        toss = stream.uniform(difference.numel()).view(difference.shape)
+        # a comparison with NaN is false, which makes NaN a worsening, as it should be
+        return (difference < 0) | (toss < 1 / self.accept_ratio)
+
+
+Rule = LossRule | CoinRule
+
+
+def make_rule(test: Test, loss_clip: float) -> Rule:
+    """The rule that an accounted test stands for."""
+    if isinstance(test, CoinTest):
+        return CoinRule(test.accept_ratio)
+    return LossRule(loss_clip, test.noise_multiplier, test.accept_threshold)
+
+
+def mean_losses(
+    problem: Problem, candidate: Params, current: Params, batch: Batch
+) -> tuple[Tensor, Tensor]:
+    """Mean losses of the candidate and of the current model, on one batch (Alg. 1, L10).
+
+    An empty batch says nothing for or against: both are zero.
+    """
+    return mean_loss(problem, candidate, batch), mean_loss(problem, current, batch)
+
+
+def mean_loss(problem: Problem, params: Params, batch: Batch) -> Tensor:
+    """The mean of the losses that each record of a batch has by itself, in evaluation mode."""
+    losses = torch.zeros(0, device=problem.device)
+    if len(batch):
+        losses = record_losses(problem, params, batch.examples)
+    return batch.mean(losses.double())
+
+
+@dataclass(frozen=True)
+class StartedTest:
+    """What of a test does not need the candidate: its batch, and the loss before."""
+
+    batch: Batch
+    before: Tensor
+
+
+@dataclass(frozen=True)
+class AlwaysAccept:
+    """No gate: every candidate is kept."""
+
+    test: Test | None = None
+    rejects: ClassVar[bool] = False
+
+    def begin(self, state: State, draws: Draws) -> None:
+        """Nothing to prepare."""
+
+    def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:  # noqa: ARG002
+        """Accept."""
+        return Verdict(torch.ones((), dtype=torch.bool, device=state.updates.device))
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:  # noqa: ARG002
+        """Nothing is ever rejected."""
+        return state
+
+    def padded(self) -> "AlwaysAccept":
+        """It draws no batches."""
+        return self
+
+
+@dataclass(frozen=True)
+class LossTestGate:
+    """Compare both models on one fresh Poisson batch and let a rule decide.
+
+    `keep_momentum` leaves the optimizer as a rejected candidate left it. What it then holds comes
+    from a noisy gradient that the `every-trial` accounting has charged; under any other accounting
+    a plan with that setting does not exist.
+    """
+
+    problem: Problem
+    test: Test
+    rule: Rule
+    rejects: ClassVar[bool] = True
+    keep_momentum: bool = False
+    draw: Draw = steady_batch
+
+    def begin(self, state: State, draws: Draws) -> StartedTest:
+        """Draw the batch, and evaluate the current model.
+
+        The rows of the batch are gathered for this, and again for the candidate: otherwise they
+        would take memory beside the gradients.
+        """
+        batch = self._fresh_batch(draws)
+        return StartedTest(batch, mean_loss(self.problem, state.params, replace(batch)))
+
+    def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
+        """The rule's verdict on the loss difference."""
+        new, begun = candidate.state.params, candidate.test
+        if begun is None:
+            batch = self._fresh_batch(draws)
+            after, before = mean_losses(self.problem, new, state.params, batch)
+        else:
+            batch = begun.batch
+            after, before = mean_loss(self.problem, new, batch), begun.before
+        difference = after - before
+        accept = self.rule.decide(difference, draws[VAL_NOISE])
+        private = {"loss": after, "loss_difference": difference}
+        return Verdict(accept, private, batch.overflow)
+
+    def after_rejection(self, state: State, candidate: Candidate) -> State:
+        """The state as it was; with momentum kept, the optimizer as the candidate left it."""
+        if self.keep_momentum:
+            return replace(state, optimizer=candidate.state.optimizer)
+        return state
+
+    def padded(self) -> "LossTestGate":
+        """The same on padded batches."""
+        return replace(self, draw=padded_batch)
+
+    @property
+    def padded_batch_sizes(self) -> tuple[int, ...]:
+        """Sizes of padded batches, by level."""
+        return padded_sizes(len(self.problem.train), self.test.sample_rate)
+
+    def batch_sizes(self, streams: Streams, steps: range) -> list[int]:
+        """How many records the batches of some tests have."""
+        size, rate = len(self.problem.train), self.test.sample_rate
+        return streams.counts_below(rate, size, VAL_BATCH, steps)
+
+    def _fresh_batch(self, draws: Draws) -> Batch:
+        return self.draw(self.problem.train, self.test.sample_rate, draws[VAL_BATCH])
 
 
 @dataclass(frozen=True)
@@ -226,3 +416,199 @@ def either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     if one is None or other is None:
         return one if other is None else other
     return one | other
+
+
+@dataclass(frozen=True, repr=False)
+class Progress:
+    """Where a run stands between two trials. Private as a whole."""
+
+    state: State
+    ledger: Ledger
+
+    def __repr__(self) -> str:
+        return "Progress(state and ledger; private)"
+
+
+OnBlock = Callable[[Progress, Sequence[Verdict]], None]
+
+
+class Loop(Protocol):
+    """Makes the trials of a plan, block by block."""
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run stands after the last block.
+
+        The next block may overwrite its tensors: copy what is to be kept. Raises
+        NothingReleasedError while they are being overwritten, or if that has failed.
+        """
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether the plan affords no further trial."""
+        ...
+
+    def launch(self) -> None:
+        """Start the next block."""
+        ...
+
+    def collect(self) -> list[Verdict]:
+        """Wait for the block, record it in the ledger, and return its verdicts."""
+        ...
+
+    def close(self) -> None:
+        """Stop what is done in the background, at the end of a run or after an error."""
+        ...
+
+
+def start(procedure: Procedure) -> Progress:
+    """The progress of a run that has not made a trial."""
+    return Progress(procedure.initial_state(), Ledger(setup=procedure.setup))
+
+
+def run_loop(loop: Loop, plan: Plan, on_block: OnBlock = lambda *_: None) -> Progress:
+    """Make all trials of a plan and return where the run ended.
+
+    Formal guarantee: the returned state satisfies the plan's (epsilon, delta) under the plan's
+    accounting, for adding or removing one record. Raises NothingReleasedError if the cap on trials
+    came first: that event is as improbable as the plan says, provided nothing is released.
+    """
+    try:
+        while not loop.finished:
+            loop.launch()
+            verdicts = loop.collect()
+            on_block(loop.progress, verdicts)
+    finally:
+        loop.close()
+    check_completed(plan, loop.progress)
+    return loop.progress
+
+
+def train(
+    procedure: Procedure,
+    plan: Plan,
+    streams: Streams,
+    progress: Progress | None = None,
+    on_block: OnBlock = lambda *_: None,
+) -> Progress:
+    """Make all trials one by one; same guarantee as `run_loop`. `progress` is left as it is."""
+    owned = progress is None
+    progress = start(procedure) if progress is None else progress
+    loop = EagerLoop(procedure, plan, streams, progress, owned=owned)
+    del progress
+    return run_loop(loop, plan, on_block)
+
+
+def own(progress: Progress, *, owned: bool) -> Progress:
+    """A progress whose tensors a loop may overwrite: this one if it is `owned`, else a copy.
+
+    Parameters are side by side in memory afterwards.
+    """
+    state = progress.state
+    if owned:
+        state = map_tensors(lambda value: value, state, together=elementwise)
+        places = [value.data_ptr() for value in tensors_of(state) if value.numel()]
+        owned = len(set(places)) == len(places)  # two names for one tensor would change together
+    if not owned:
+        state = map_tensors(torch.clone, state, together=elementwise)
+    return Progress(state, progress.ledger)
+
+
+HALF_UPDATED = (
+    "a trial has begun to update the weights in memory and has not ended, so they are those of no "
+    "update and nothing may be released from them; resume the run from its last checkpoint"
+)
+
+
+class EagerLoop:
+    """One trial per block.
+
+    Where nothing is ever rejected, trials update the state in place: of `progress` itself if the
+    loop has it to itself (`owned`), else of a copy.
+    """
+
+    def __init__(
+        self,
+        procedure: Procedure,
+        plan: Plan,
+        streams: Streams,
+        progress: Progress,
+        *,
+        owned: bool = False,
+    ) -> None:
+        self._procedure, self._streams = procedure, streams
+        self._account = Account(plan, plan.budget.delta, progress.ledger)
+        self._in_place = updates_in_place(procedure)
+        state = own(progress, owned=owned).state if self._in_place else progress.state
+        self._state: State | None = state
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run stands after the last trial."""
+        if self._state is None:
+            raise NothingReleasedError(HALF_UPDATED)
+        return Progress(self._state, self._account.charged)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the plan affords no further trial."""
+        plan = self._account.plan
+        assert plan is not None
+        return not has_next(self._procedure, plan, self.progress)
+
+    def launch(self) -> None:
+        """Nothing: the trial is made when it is collected."""
+
+    def collect(self) -> list[Verdict]:
+        """Make one trial."""
+        before = self.progress.state
+        if self._in_place:  # weights and ledger would not fit each other until the trial is done
+            self._state = None
+        self._state, verdict = take_step(
+            self._procedure,
+            self._account,
+            self._streams,
+            before,
+            out=before if self._in_place else None,
+        )
+        return [verdict]
+
+    def close(self) -> None:
+        """Nothing: all is done in the foreground."""
+
+
+def has_next(procedure: Procedure, plan: Plan, progress: Progress) -> bool:
+    """Whether there is another trial to make. Asked before it, never after."""
+    stopped = getattr(procedure, "stopped", None)  # by what it has released
+    if stopped is not None and stopped(progress.state):
+        return False
+    step = procedure.step(progress.state)
+    return plan.affords(progress.ledger, step) or plan.dummy_trials_left(progress.ledger)
+
+
+def make_trial(
+    procedure: Procedure,
+    plan: Plan,
+    streams: Streams,
+    progress: Progress,
+    in_place: bool = False,
+) -> tuple[Progress, Verdict]:
+    """One step from a progress to the next.
+
+    `in_place` overwrites the tensors of `progress`; for procedures of which `updates_in_place`.
+    """
+    account = Account(plan, plan.budget.delta, progress.ledger)
+    state, verdict = take_step(
+        procedure, account, streams, progress.state, out=progress.state if in_place else None
+    )
+    return Progress(state, account.charged), verdict
+
+
+def check_completed(plan: Plan, progress: Progress) -> None:
+    """Refuse to release a run that hit its cap on trials."""
+    if not plan.completed(progress.ledger):
+        raise NothingReleasedError(
+            f"the cap of {plan.trials} trials came before {plan.updates} accepted updates; nothing "
+            "may be released from this run: start another one"
+        )

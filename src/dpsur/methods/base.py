@@ -14,7 +14,7 @@ from torch import nn
 from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.optim import SHAPES, Adam, Optimizer, Schedule, Sgd, WeightAverage
+from dpsur.mechanism.proposer import SHAPES, Adam, Optimizer, Schedule, Sgd, WeightAverage
 from dpsur.mechanism.state import Procedure
 from dpsur.options import OPTIMIZER, UPDATES, option
 from dpsur.privacy.budget import Budget

@@ -14,10 +14,8 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.tree import Params, elementwise
 from dpsur.mechanism.gates import power_of_two_near
-from dpsur.mechanism.gaussian import dp_mean_gradient
-from dpsur.mechanism.optim import SHAPES, Sgd, WeightAverage, update_average
-from dpsur.mechanism.proposer import Sampler
-from dpsur.mechanism.sampling import Batch
+from dpsur.mechanism.gaussian import Batch, dp_mean_gradient
+from dpsur.mechanism.proposer import SHAPES, Sampler, Sgd, WeightAverage, update_average
 from dpsur.mechanism.state import Candidate, OptimizerState, Procedure, State, Verdict
 from dpsur.mechanism.streams import BATCH, NOISE, VAL_BATCH, VAL_NOISE, Draws, Stream
 from dpsur.mechanism.trial import either

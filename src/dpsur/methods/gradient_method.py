@@ -13,7 +13,6 @@ from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.mechanism import gates
-from dpsur.mechanism.gate import AlwaysAccept, LossTestGate, make_rule
 from dpsur.mechanism.gates import (
     USUAL_LOSS_CLIP,
     USUAL_RATIO,
@@ -26,7 +25,7 @@ from dpsur.mechanism.gates import (
 from dpsur.mechanism.proposer import DpGradient, GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.rate_search import SHORTEST_BLOCK, USUAL_BLOCKS
 from dpsur.mechanism.state import Gate, Procedure
-from dpsur.mechanism.trial import Selective
+from dpsur.mechanism.trial import AlwaysAccept, LossTestGate, Selective, make_rule
 from dpsur.methods import block_plans
 from dpsur.methods.base import (
     LINEAR_HEAD,

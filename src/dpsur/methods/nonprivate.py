@@ -11,12 +11,11 @@ from dpsur import checks
 from dpsur.distributed import Reduction
 from dpsur.functional.problem import Problem, call_on, example_losses, mode
 from dpsur.functional.tree import Params
-from dpsur.mechanism.gate import AlwaysAccept
+from dpsur.mechanism.gaussian import Batch
 from dpsur.mechanism.proposer import GradientProposer, GradientSource, Sampler
-from dpsur.mechanism.sampling import Batch
 from dpsur.mechanism.state import Procedure, State
 from dpsur.mechanism.streams import Draws
-from dpsur.mechanism.trial import Selective
+from dpsur.mechanism.trial import AlwaysAccept, Selective
 from dpsur.methods.base import OptimizerMethod, check_batch_size
 from dpsur.options import UPDATES, option
 from dpsur.privacy.budget import Budget

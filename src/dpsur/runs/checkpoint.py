@@ -24,8 +24,8 @@ from torch import Tensor
 from dpsur.distributed import ALONE, Ranks
 from dpsur.errors import CheckpointError, FileError, describe_os_error
 from dpsur.functional.tree import flatten, unflatten
-from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.trial import Progress
 from dpsur.privacy.ledger import Ledger
 from dpsur.runs.files import CHECKPOINT, sha256, write_atomically
 

@@ -34,8 +34,8 @@ from dpsur.functional.persons import (
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.mechanism.blocks import released_metrics
-from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.streams import HOLDOUT, SETUP
+from dpsur.mechanism.trial import Progress
 from dpsur.methods import METHODS, Method
 from dpsur.networks import build_network
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING

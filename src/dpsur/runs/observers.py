@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dpsur.errors import DiagnosticsWarning, describe_os_error
-from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.state import Verdict
+from dpsur.mechanism.trial import Progress
 from dpsur.privacy.plan import Plan
 from dpsur.runs.files import METRICS, finite, write_atomically
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from dpsur.display import NotebookLine, in_notebook
-from dpsur.mechanism.loop import Progress
 from dpsur.mechanism.state import Verdict
+from dpsur.mechanism.trial import Progress
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import format_epsilon, metric_text
 from dpsur.runs.evaluation import shown_scores

@@ -19,9 +19,9 @@ from dpsur.functional.tree import flatten
 from dpsur.mechanism.blocks import released_metrics
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.host_batches import capture_obstacle
-from dpsur.mechanism.loop import EagerLoop, Loop, Progress, check_completed, start
 from dpsur.mechanism.state import Procedure, Verdict
 from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.trial import EagerLoop, Loop, Progress, check_completed, start
 from dpsur.methods import Method, Nonprivate
 from dpsur.per_example import EngineReport, engine_report, log_engine
 from dpsur.per_example.engine_choice import Engine
