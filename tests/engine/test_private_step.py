@@ -1,6 +1,7 @@
 """`engine.private_step`: a function of model and batch, called for each record alone."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -455,6 +456,18 @@ def test_texts_of_tensors_hold_no_values(caplog):
     assert "3133" not in seen[0]
     assert "one record at a time" in caplog.text
     assert "3133" not in caplog.text
+
+
+def test_the_log_names_the_line_that_cannot_be_batched(caplog):
+    def reads_values(model, batch):
+        x, y = batch
+        return F.cross_entropy(model(torch.tensor(x.tolist())), y)
+
+    engine, _, _, loader = private()
+    engine.private_step(reads_values)(next(iter(loader)))
+    line = reads_values.__code__.co_firstlineno + 2
+    assert "reads values of a tensor into Python" in caplog.text
+    assert f"({Path(__file__).name}, line {line})" in caplog.text
 
 
 def test_dropout_one_record_at_a_time_is_no_state():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from traceback import walk_tb
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -33,6 +34,8 @@ Found = TypeVar("Found")
 _NOT_OF_A_RECORD = (DpsurError, torch.OutOfMemoryError, Warning)
 # Where so many records, all of a batch, make a function raise, it is the function that is at fault.
 _MOST_TO_BLAME = 4
+# Whose lines are not the user's.
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 # Losses of one record that was worked on twice may differ by rounding.
 _ROUNDING = 1e-4
 
@@ -205,11 +208,15 @@ class RecordFunction:
         """Why a function cannot be batched, and by which module, for a log that everyone may read.
 
         PyTorch's words about batching, or ours, hold no values. Any other message may quote a
-        record.
+        record, and the line that raised it may depend on one.
         """
-        text = (str(error).strip().splitlines() or [""])[0][:200].rstrip(".")
-        if not isinstance(error, NotSupportedError) and not ("vmap" in text or "batching" in text):
-            text = f"it raises {type(error).__name__} for all records at once"
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        text = first_line.partition(". ")[0][:200].rstrip(".")
+        if "data pointer" in text:
+            text = "it reads values of a tensor into Python (tolist, numpy, ...)"
+        elif not (isinstance(error, NotSupportedError) or "vmap" in text or "batching" in text):
+            return f"it raises {type(error).__name__} for all records at once"
+        text += _line_of(error)
         names = {m: name for model in self.models for name, m in model.named_modules()}
         inner = [
             found
@@ -426,6 +433,19 @@ def _outputs(found: Any) -> tuple[Tensor, dict[str, Tensor]]:
             f"it returned {type(found).__name__}{shape}: reduce it with .mean() or .sum()"
         )
     return found, others
+
+
+def _line_of(error: Exception) -> str:
+    """Where the user's code could not be batched; empty where no line of it was under way.
+
+    Without values: in the record level nothing depends on them before the first such line.
+    """
+    own = [
+        (Path(frame.f_code.co_filename), line)
+        for frame, line in walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(_LIBRARIES)
+    ]
+    return f" ({own[-1][0].name}, line {own[-1][1]})" if own else ""
 
 
 def _without(batch: Any, bad: Tensor) -> Any:
